@@ -1,0 +1,71 @@
+#include "memory/mapping.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+
+#include <utility>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace moonpool {
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    return *this;
+}
+
+Mapping::~Mapping() {
+    if (data_ != nullptr) ::munmap(data_, size_);
+}
+
+Result<Mapping> Mapping::map(int fd, uint64_t bytes, bool writable) {
+    void* address = ::mmap(nullptr, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
+    if (address == MAP_FAILED)
+        return os_error("mmap of " + std::to_string(bytes) + " bytes of shared memory");
+    Mapping mapping;
+    mapping.data_ = static_cast<std::byte*>(address);
+    mapping.size_ = bytes;
+    return mapping;
+}
+
+Status Mapping::protect(uint64_t offset, uint64_t bytes, bool writable) {
+    if (::mprotect(data_ + offset, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ) != 0) {
+        return os_error("mprotect of a slab");
+    }
+    return success();
+}
+
+void Mapping::populate_for_write(uint64_t offset, uint64_t bytes) {
+    // Only a hint: kernels before 5.14 do not know it and fault page by page.
+    ::madvise(data_ + offset, bytes, MADV_POPULATE_WRITE);
+}
+
+Result<Arena> Arena::create(const std::string& name, uint64_t bytes) {
+    Arena arena;
+    arena.fd_.reset(::memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    if (!arena.fd_.valid()) return os_error("memfd_create");
+    if (::ftruncate(arena.fd_.get(), static_cast<off_t>(bytes)) != 0) return os_error("ftruncate of a memfd");
+    if (::fcntl(arena.fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+        return os_error("sealing a memfd");
+    }
+    Result<Mapping> mapping = Mapping::map(arena.fd_.get(), bytes, false);
+    if (!mapping) return mapping.error();
+    arena.mapping_ = std::move(*mapping);
+    return arena;
+}
+
+Status Arena::commit(uint64_t bytes) {
+    if (::fallocate(fd_.get(), 0, static_cast<off_t>(committed_), static_cast<off_t>(bytes)) != 0) {
+        return os_error("reserving " + std::to_string(bytes) + " bytes of memory for the arena");
+    }
+    committed_ += bytes;
+    return success();
+}
+
+}  // namespace moonpool

@@ -1,0 +1,67 @@
+// Memory shared between processes: a memfd and the views of it.
+//
+// Mapping  a range of addresses over a memfd; unmapped by its destructor.
+// Arena    the node's own memory of a tenant. Its length is fixed at birth (sealed against shrinking, so that
+// no
+//          client can make a reader fault), its pages are reserved step by step by commit(): reading or
+//          writing a committed page cannot fail for lack of memory, which would be a SIGBUS in whoever
+//          touched it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "base/fd.hpp"
+#include "base/result.hpp"
+
+namespace moonpool {
+
+class Mapping {
+   public:
+    Mapping() = default;
+    Mapping(Mapping&& other) noexcept;
+    Mapping& operator=(Mapping&& other) noexcept;
+    Mapping(const Mapping&) = delete;
+    Mapping& operator=(const Mapping&) = delete;
+    ~Mapping();
+
+    static Result<Mapping> map(int fd, uint64_t bytes, bool writable);
+
+    std::byte* data() const { return data_; }
+    uint64_t size() const { return size_; }
+
+    // Makes [offset, offset + bytes) writable or read-only again. Page aligned. The page table entries stay,
+    // so a range that has been touched once costs no page fault the next time.
+    Status protect(uint64_t offset, uint64_t bytes, bool writable);
+
+    // Fills the page tables of a writable range in one call instead of one fault for each 4 KiB.
+    void populate_for_write(uint64_t offset, uint64_t bytes);
+
+   private:
+    std::byte* data_ = nullptr;
+    uint64_t size_ = 0;
+};
+
+class Arena {
+   public:
+    static Result<Arena> create(const std::string& name, uint64_t bytes);
+
+    // Reserves the pages of [committed(), committed() + bytes).
+    Status commit(uint64_t bytes);
+
+    int fd() const { return fd_.get(); }
+    uint64_t size() const { return mapping_.size(); }
+    uint64_t committed() const { return committed_; }
+    const std::byte* data() const { return mapping_.data(); }
+
+   private:
+    Fd fd_;
+    Mapping mapping_;
+    uint64_t committed_ = 0;
+};
+
+inline constexpr uint64_t kPageBytes = 4096;
+inline uint64_t round_up_to_page(uint64_t n) { return (n + kPageBytes - 1) & ~(kPageBytes - 1); }
+
+}  // namespace moonpool

@@ -1,0 +1,599 @@
+#include "store/connection.hpp"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "base/hmac.hpp"
+#include "store/descriptor.hpp"
+
+namespace moonpool {
+
+namespace {
+
+class Timed {
+   public:
+    explicit Timed(LatencyHistogram& histogram)
+        : histogram_(histogram), start_(std::chrono::steady_clock::now()) {}
+    ~Timed() {
+        auto spent = std::chrono::steady_clock::now() - start_;
+        histogram_.observe(static_cast<uint64_t>(std::chrono::nanoseconds(spent).count()));
+    }
+
+   private:
+    LatencyHistogram& histogram_;
+    std::chrono::steady_clock::time_point start_;
+};
+
+void count(std::atomic<uint64_t>& counter, uint64_t n = 1) {
+    counter.fetch_add(n, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+Connection::Connection(Server& server, Fd fd, uint64_t now_ms)
+    : server_(server), fd_(std::move(fd)), nonce_(random_nonce()), since_ms_(now_ms), progress_ms_(now_ms) {}
+
+Connection::~Connection() {
+    for (auto& [id, pinned] : pins_) unpin(pinned);
+    for (auto& [offset, slab] : slabs_) give_back(slab);
+}
+
+bool Connection::greet() {
+    size_t at = begin_frame(out_, Kind::kChallenge, 0, 0);
+    Writer w(out_);
+    w.bytes(nonce_.data(), nonce_.size());
+    w.bytes(server_.incarnation_.data(), server_.incarnation_.size());
+    finish_frame(out_, at);
+    return flush();
+}
+
+bool Connection::on_readable(uint64_t now_ms) {
+    for (;;) {
+        if (in_begin_ == in_end_) in_begin_ = in_end_ = 0;
+        if (in_.size() - in_end_ < 4096) {
+            // Move what is left to the front, then grow: memory follows what was sent, never a length that
+            // was claimed.
+            std::memmove(in_.data(), in_.data() + in_begin_, in_end_ - in_begin_);
+            in_end_ -= in_begin_;
+            in_begin_ = 0;
+            if (in_.size() - in_end_ < 4096)
+                in_.resize(std::max<size_t>(in_.size() * 2, proved() ? 65536 : 4096 * 2));
+        }
+        size_t room = in_.size() - in_end_;
+        ssize_t n = ::recv(fd_.get(), in_.data() + in_end_, room, 0);
+        if (n == 0) return false;
+        if (n < 0) {
+            if (errno == EINTR) continue;
+            return errno == EAGAIN;
+        }
+        progress_ms_ = now_ms;
+        in_end_ += static_cast<size_t>(n);
+        if (!parse_frames() || !flush()) return false;
+        if (static_cast<size_t>(n) < room ||
+            out_.size() - out_sent_ > server_.options_.limits.send_backlog_bytes) {
+            if (in_begin_ == in_end_ && in_.size() > (1u << 20)) in_ = {};  // after a rare large frame
+            return true;
+        }
+    }
+}
+
+bool Connection::parse_frames() {
+    const Limits& limits = server_.options_.limits;
+    while (in_end_ - in_begin_ >= sizeof(FrameHeader) &&
+           out_.size() - out_sent_ <= limits.send_backlog_bytes) {
+        FrameHeader header;
+        std::memcpy(&header, in_.data() + in_begin_, sizeof(header));
+        if (header.magic != kMagic) return malformed("does not start with the magic number");
+        if (header.version != kVersion) {
+            return fail(Code::kProtocol, "this node speaks version " + std::to_string(kVersion) +
+                                             " of the wire format, the client " +
+                                             std::to_string(header.version));
+        }
+        uint32_t limit = proved() ? limits.frame_bytes : limits.handshake_bytes;
+        if (header.length > limit) {
+            count(server_.metrics_.protocol_errors_total);
+            return fail(Code::kTooLarge, "a frame of " + std::to_string(header.length) +
+                                             " bytes is over the limit of " + std::to_string(limit));
+        }
+        if (in_end_ - in_begin_ < sizeof(header) + header.length) return true;
+        std::span<const std::byte> body(in_.data() + in_begin_ + sizeof(header), header.length);
+        in_begin_ += sizeof(header) + header.length;
+        if (!handle(header, Reader(body))) return false;
+    }
+    return true;
+}
+
+bool Connection::handle(const FrameHeader& header, Reader body) {
+    if (!proved()) {
+        if (header.kind != Kind::kAuth) return malformed("came before the handshake");
+        return on_auth(header, body);
+    }
+    NodeMetrics& m = server_.metrics_;
+    switch (header.kind) {
+        case Kind::kLease: {
+            Timed timed(m.lease);
+            return on_lease(header, body);
+        }
+        case Kind::kCommit: {
+            Timed timed(m.commit);
+            return on_commit(header, body);
+        }
+        case Kind::kLookup: {
+            Timed timed(m.lookup);
+            return on_lookup(header, body);
+        }
+        default:
+            break;
+    }
+    Timed timed(m.other);
+    switch (header.kind) {
+        case Kind::kOpenSpace:
+            return on_open_space(header, body);
+        case Kind::kReturn:
+            return on_return(body);
+        case Kind::kRelease:
+            return on_release(body);
+        case Kind::kTouch:
+            return on_touch(body);
+        case Kind::kRemove:
+            return on_remove(header, body);
+        case Kind::kList:
+            return on_list(header, body);
+        case Kind::kStat:
+            return on_stat(header);
+        default:
+            return malformed("has a kind that this node does not know");
+    }
+}
+
+bool Connection::on_auth(const FrameHeader& header, Reader body) {
+    std::string_view tenant = body.text16();
+    std::string_view client_nonce_bytes = body.bytes(32);
+    std::string_view mac = body.bytes(32);
+    if (!body.done()) return malformed("is no AUTH");
+    Nonce client_nonce;
+    std::memcpy(client_nonce.data(), client_nonce_bytes.data(), client_nonce.size());
+    auto expected = handshake_mac(Role::kClient, server_.options_.token, nonce_, client_nonce,
+                                  server_.incarnation_, tenant);
+    if (!equal_constant_time(expected, std::span(reinterpret_cast<const uint8_t*>(mac.data()), mac.size()))) {
+        count(server_.metrics_.auth_failures_total);
+        return fail(Code::kAuth, "the cluster token is wrong; give client and node the same token file");
+    }
+    auto it = server_.pools_.find(tenant);
+    if (it == server_.pools_.end()) {
+        count(server_.metrics_.auth_failures_total);
+        return fail(Code::kAuth, "this node has no tenant named " + std::string(tenant));
+    }
+    Pool& pool = *it->second;
+    Result<Fd> index_fd = pool.table().index().read_only_fd();
+    if (!index_fd) return fail(Code::kOs, index_fd.error().text);
+
+    // The descriptors travel with the first byte of WELCOME, so it goes out by itself, after what was queued.
+    if (!flush() || out_.size() != out_sent_) return false;
+    auto proof = handshake_mac(Role::kNode, server_.options_.token, nonce_, client_nonce,
+                               server_.incarnation_, tenant);
+    const Limits& limits = server_.options_.limits;
+    std::vector<std::byte> frame;
+    size_t at = begin_frame(frame, Kind::kWelcome, kFlagAnswer, header.request_id);
+    Writer w(frame);
+    w.bytes(proof.data(), proof.size());
+    w.number(pool.arena_bytes());
+    w.number(pool.table().index().bytes());
+    w.number(pool.slab_bytes());
+    w.number(pool.object_bytes_max());
+    w.number(limits.key_bytes);
+    w.number(limits.parts);
+    w.number(limits.frame_bytes);
+    w.number(limits.frame_keys);
+    finish_frame(frame, at);
+
+    iovec part{frame.data(), frame.size()};
+    alignas(cmsghdr) char control[CMSG_SPACE(2 * sizeof(int))] = {};
+    msghdr message{};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = sizeof(control);
+    cmsghdr* rights = CMSG_FIRSTHDR(&message);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(2 * sizeof(int));
+    int fds[2] = {pool.arena_fd(), index_fd->get()};
+    std::memcpy(CMSG_DATA(rights), fds, sizeof(fds));
+    if (::sendmsg(fd_.get(), &message, MSG_NOSIGNAL) != static_cast<ssize_t>(frame.size())) return false;
+    pool_ = &pool;
+    return true;
+}
+
+bool Connection::on_open_space(const FrameHeader& header, Reader body) {
+    std::string_view name_space = body.text16();
+    std::string_view fingerprint = body.text16();
+    if (!body.done()) return malformed("is no OPEN_SPACE");
+    uint32_t limit = server_.options_.limits.spaces;
+    std::optional<uint32_t> id = pool_->open_space(name_space, fingerprint, limit);
+    if (!id) {
+        return refuse(header.request_id, Code::kTooLarge,
+                      "the tenant already has " + std::to_string(limit) + " spaces, the limit");
+    }
+    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
+    Writer(out_).number(*id);
+    finish_frame(out_, at);
+    return true;
+}
+
+bool Connection::on_lease(const FrameHeader& header, Reader body) {
+    auto min = body.number<uint64_t>();
+    auto want = body.number<uint64_t>();
+    if (!body.done()) return malformed("is no LEASE");
+    Extent extent;
+    std::string why;
+    const Limits& limits = server_.options_.limits;
+    if (min > pool_->object_bytes_max()) {
+        why = "it is over the object limit of " + std::to_string(pool_->object_bytes_max()) +
+              " bytes, a quarter of the arena";
+    } else if (slabs_.size() >= limits.slabs) {
+        why = "this client already holds " + std::to_string(limits.slabs) + " leases, the limit";
+    } else if (std::optional<Extent> lease = pool_->lease(min, std::min(want, pool_->object_bytes_max()))) {
+        extent = *lease;
+        leased_bytes_ += extent.size;
+        slabs_.emplace(extent.offset, Slab{extent, {}});
+    } else {
+        why = "the arena is full: the rest of its " + std::to_string(pool_->capacity()) +
+              " bytes is pinned by readers or leased to writers";
+    }
+    if (!why.empty()) count(server_.metrics_.lease_refused_total);
+    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
+    Writer w(out_);
+    w.number(extent.offset);
+    w.number(extent.size);
+    w.text16(why);
+    finish_frame(out_, at);
+    return true;
+}
+
+Connection::Slab* Connection::slab_of(Extent extent) {
+    auto it = slabs_.upper_bound(extent.offset);
+    if (it == slabs_.begin()) return nullptr;
+    Slab& slab = std::prev(it)->second;
+    if (extent.size > slab.extent.size || extent.offset + extent.size > slab.extent.end()) return nullptr;
+    return &slab;
+}
+
+bool Connection::on_return(Reader body) {
+    auto offset = body.number<uint64_t>();
+    if (!body.done()) return malformed("is no RETURN");
+    auto it = slabs_.find(offset);
+    if (it == slabs_.end()) return malformed("returns a slab that this client does not hold");
+    give_back(it->second);
+    leased_bytes_ -= it->second.extent.size;
+    slabs_.erase(it);
+    return true;
+}
+
+void Connection::give_back(const Slab& slab) {
+    uint64_t from = slab.extent.offset;
+    for (const Extent& e : slab.committed) {
+        pool_->free(Extent{from, e.offset - from});
+        from = e.end();
+    }
+    pool_->free(Extent{from, slab.extent.end() - from});
+}
+
+// u32 space, u8 flags, u8 zero, u16 zero, u32 n, then n times: u64 offset, u64 size, u32 crc, text16 name,
+// text16 parent
+bool Connection::on_commit(const FrameHeader& header, Reader body) {
+    auto space = body.number<uint32_t>();
+    auto flags = body.number<uint8_t>();
+    body.number<uint8_t>();
+    body.number<uint16_t>();
+    auto n = body.number<uint32_t>();
+    if (!body.ok() || !pool_->has_space(space)) return malformed("is no COMMIT");
+    const Limits& limits = server_.options_.limits;
+    if (n > limits.frame_keys) return malformed("commits more keys than the limit");
+    bool one_way = (header.flags & kFlagOneWay) != 0;
+    size_t at = 0;
+    if (!one_way) {
+        at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
+        Writer(out_).number(n);
+    }
+    NodeMetrics& m = server_.metrics_;
+    ObjectTable& table = pool_->table();
+    for (uint32_t i = 0; i < n; ++i) {
+        Extent extent;
+        extent.offset = body.number<uint64_t>();
+        extent.size = body.number<uint64_t>();
+        auto crc = body.number<uint32_t>();
+        std::string_view name = body.text16();
+        std::string_view parent_name = body.text16();
+        if (!body.ok() || name.empty() || name.size() > limits.key_bytes) return malformed("is no COMMIT");
+
+        Slab* slab = nullptr;
+        std::vector<Extent>::iterator place;
+        if (extent.size != 0) {
+            slab = slab_of(extent);
+            if (slab == nullptr) return malformed("commits memory that was not leased to this client");
+            place = std::lower_bound(slab->committed.begin(), slab->committed.end(), extent.offset,
+                                     [](const Extent& e, uint64_t offset) { return e.offset < offset; });
+            bool overlaps = (place != slab->committed.end() && place->offset < extent.end()) ||
+                            (place != slab->committed.begin() && std::prev(place)->end() > extent.offset);
+            if (overlaps) return malformed("commits the same memory twice");
+        }
+        uint32_t parent = parent_name.empty() ? kNoSlot : pool_->find(space, parent_name);
+        switch (table.commit(space, pool_->hash(space, name), name, extent, crc, parent,
+                             (flags & kCommitReplace) != 0)) {
+            case ObjectTable::Commit::kStored:
+                if (slab != nullptr) slab->committed.insert(place, extent);
+                count(m.stored_total);
+                count(m.stored_bytes_total, extent.size);
+                if (!one_way) Writer(out_).number(PutOutcome::kStored);
+                break;
+            case ObjectTable::Commit::kExists:
+                count(m.exists_total);
+                if (!one_way) Writer(out_).number(PutOutcome::kExists);
+                break;
+            case ObjectTable::Commit::kNoSlot:
+                count(m.put_refused_total);
+                if (!one_way) Writer(out_).number(PutOutcome::kRefused);
+                break;
+        }
+    }
+    if (!body.done()) return malformed("is no COMMIT");
+    if (!one_way) finish_frame(out_, at);
+    return true;
+}
+
+// u32 space, u8 flags, u8 zero, u16 width, u32 n, then n names as text16
+bool Connection::on_lookup(const FrameHeader& header, Reader body) {
+    auto space = body.number<uint32_t>();
+    auto flags = body.number<uint8_t>();
+    body.number<uint8_t>();
+    uint32_t width = std::max<uint32_t>(body.number<uint16_t>(), 1);
+    auto n = body.number<uint32_t>();
+    if (!body.ok() || !pool_->has_space(space)) return malformed("is no LOOKUP");
+    const Limits& limits = server_.options_.limits;
+    if (n > limits.frame_keys) return malformed("asks for more keys than the limit");
+    bool prefix = (flags & kLookupPrefix) != 0;
+    ObjectTable& table = pool_->table();
+
+    found_.clear();
+    uint32_t hits = 0;
+    bool gap = false;
+    for (uint32_t i = 0; i < n; ++i) {
+        std::string_view name = body.text16();
+        if (!body.ok() || name.size() > limits.key_bytes) return malformed("is no LOOKUP");
+        if (prefix && gap) continue;
+        uint32_t slot = pool_->find(space, name);
+        gap |= slot == kNoSlot;
+        hits += slot != kNoSlot;
+        found_.push_back(slot);
+    }
+    if (!body.done()) return malformed("is no LOOKUP");
+    if (prefix) {
+        // Only whole blocks, all of whose objects are here, count.
+        uint32_t leading = 0;
+        while (leading < found_.size() && found_[leading] != kNoSlot) ++leading;
+        hits = leading / width * width;
+        found_.resize(hits);
+    }
+    NodeMetrics& m = server_.metrics_;
+    count(m.lookup_keys_total, n);
+    count(m.lookup_hits_total, hits);
+
+    uint64_t pin_id = 0;
+    if ((flags & kLookupPin) != 0 && hits != 0) {
+        if (pins_.size() >= limits.pins) {
+            return refuse(header.request_id, Code::kTooLarge,
+                          "this client already holds " + std::to_string(limits.pins) + " pins, the limit");
+        }
+        std::vector<Pinned> pinned;
+        pinned.reserve(hits);
+        // Deepest first, so that the root of a chain is its most recently used object.
+        for (size_t i = found_.size(); i-- > 0;) {
+            if (found_[i] == kNoSlot) continue;
+            table.pin(found_[i]);
+            pinned.push_back({found_[i], table.generation(found_[i])});
+        }
+        pin_id = server_.next_pin_++;
+        pins_.emplace(pin_id, std::move(pinned));
+    } else {
+        for (size_t i = found_.size(); i-- > 0;) {
+            if (found_[i] != kNoSlot) table.touch(found_[i]);
+        }
+    }
+
+    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
+    Writer w(out_);
+    w.number(pin_id);
+    w.number(hits);
+    w.number(static_cast<uint32_t>(found_.size()));
+    for (uint32_t slot : found_) {
+        Descriptor d;
+        if (slot != kNoSlot) {
+            const IndexEntry& entry = table.entry(slot);
+            d = Descriptor{entry.offset, entry.size, table.generation(slot), entry.crc, slot};
+        }
+        w.number(d);
+    }
+    finish_frame(out_, at);
+    return true;
+}
+
+bool Connection::on_release(Reader body) {
+    auto pin_id = body.number<uint64_t>();
+    auto served = body.number<uint64_t>();
+    auto served_bytes = body.number<uint64_t>();
+    if (!body.done()) return malformed("is no RELEASE");
+    count(server_.metrics_.served_total, served);
+    count(server_.metrics_.served_bytes_total, served_bytes);
+    auto it = pins_.find(pin_id);
+    if (it == pins_.end()) return true;  // released twice: harmless
+    unpin(it->second);
+    pins_.erase(it);
+    return true;
+}
+
+void Connection::unpin(const std::vector<Pinned>& pinned) {
+    for (const Pinned& p : pinned) pool_->table().unpin(p.slot, p.generation);
+}
+
+bool Connection::on_touch(Reader body) {
+    auto served = body.number<uint64_t>();
+    auto served_bytes = body.number<uint64_t>();
+    auto n = body.number<uint32_t>();
+    if (!body.ok() || body.left() != uint64_t{n} * sizeof(uint32_t)) return malformed("is no TOUCH");
+    count(server_.metrics_.served_total, served);
+    count(server_.metrics_.served_bytes_total, served_bytes);
+    ObjectTable& table = pool_->table();
+    for (uint32_t i = 0; i < n; ++i) {
+        auto slot = body.number<uint32_t>();
+        if (table.complete(slot)) table.touch(slot);
+    }
+    return true;
+}
+
+bool Connection::on_remove(const FrameHeader& header, Reader body) {
+    auto space = body.number<uint32_t>();
+    auto n = body.number<uint32_t>();
+    if (!body.ok() || !pool_->has_space(space) || n > server_.options_.limits.frame_keys)
+        return malformed("is no REMOVE");
+    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
+    Writer(out_).number(n);
+    for (uint32_t i = 0; i < n; ++i) {
+        std::string_view name = body.text16();
+        if (!body.ok()) return malformed("is no REMOVE");
+        uint32_t slot = pool_->find(space, name);
+        if (slot != kNoSlot) {
+            pool_->table().remove(slot);
+            count(server_.metrics_.removed_total);
+        }
+        Writer(out_).number(static_cast<uint8_t>(slot != kNoSlot));
+    }
+    if (!body.done()) return malformed("is no REMOVE");
+    finish_frame(out_, at);
+    return true;
+}
+
+// u32 space, u32 cursor, u32 limit, text16 prefix -> u32 next cursor (0: the end), u32 n, rows
+bool Connection::on_list(const FrameHeader& header, Reader body) {
+    auto space = body.number<uint32_t>();
+    auto cursor = body.number<uint32_t>();
+    auto limit = body.number<uint32_t>();
+    std::string_view prefix = body.text16();
+    if (!body.done() || !pool_->has_space(space)) return malformed("is no LIST");
+    constexpr uint32_t kScanMax = 65536;  // slots looked at in one go: others wait meanwhile, about 1 ms
+    limit = std::min<uint32_t>(limit, 4096);
+    const ObjectTable& table = pool_->table();
+    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
+    size_t counts_at = out_.size();
+    Writer w(out_);
+    w.number(uint64_t{0});
+    uint32_t n = 0;
+    uint32_t end = table.slots_used();
+    uint32_t stop = cursor < end ? std::min(end, cursor + kScanMax) : cursor;
+    for (; cursor < stop && n < limit; ++cursor) {
+        if (!table.complete(cursor) || table.entry(cursor).space != space) continue;
+        std::string_view name = table.name(cursor);
+        if (name.substr(0, prefix.size()) != prefix) continue;
+        w.number(table.entry(cursor).size);
+        w.number(table.generation(cursor));
+        w.number(table.entry(cursor).crc);
+        w.number(table.pins(cursor));
+        w.text16(name);
+        ++n;
+    }
+    uint32_t counts[2] = {cursor < end ? cursor : 0, n};
+    std::memcpy(out_.data() + counts_at, counts, sizeof(counts));
+    finish_frame(out_, at);
+    return true;
+}
+
+bool Connection::on_stat(const FrameHeader& header) {
+    std::vector<std::pair<std::string, uint64_t>> rows = server_.gauges();
+    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
+    Writer w(out_);
+    w.number(static_cast<uint32_t>(rows.size()));
+    for (auto& [name, value] : rows) {
+        w.text16(name);
+        w.number(value);
+    }
+    finish_frame(out_, at);
+    return true;
+}
+
+bool Connection::refuse(uint64_t request_id, Code code, const std::string& text) {
+    size_t at = begin_frame(out_, Kind::kError, kFlagAnswer, request_id);
+    Writer w(out_);
+    w.number(static_cast<uint16_t>(code));
+    w.text16(text);
+    finish_frame(out_, at);
+    return true;
+}
+
+bool Connection::fail(Code code, const std::string& text) {
+    refuse(0, code, text);
+    flush();
+    return false;
+}
+
+bool Connection::malformed(const char* what) {
+    count(server_.metrics_.protocol_errors_total);
+    return fail(Code::kProtocol, std::string("a frame ") + what + "; the connection is closed");
+}
+
+bool Connection::on_writable() {
+    if (!flush()) return false;
+    return parse_frames() && flush();  // frames that waited for the backlog to drain
+}
+
+bool Connection::flush() {
+    while (out_sent_ < out_.size()) {
+        ssize_t n =
+            ::send(fd_.get(), out_.data() + out_sent_, out_.size() - out_sent_, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n < 0) {
+            if (errno == EINTR) continue;
+            if (errno == EAGAIN) break;
+            return false;
+        }
+        out_sent_ += static_cast<size_t>(n);
+    }
+    if (out_sent_ == out_.size()) {
+        if (out_.capacity() > (1u << 20)) out_ = {};
+        out_.clear();
+        out_sent_ = 0;
+    }
+    want_events();
+    return true;
+}
+
+void Connection::want_events() {
+    size_t backlog = out_.size() - out_sent_;
+    uint32_t events = (backlog != 0 ? EPOLLOUT : 0u) |
+                      (backlog <= server_.options_.limits.send_backlog_bytes ? EPOLLIN : 0u);
+    if (events == events_) return;
+    epoll_event event{};
+    event.events = events;
+    event.data.fd = fd_.get();
+    ::epoll_ctl(server_.epoll_.get(), events_ == 0 ? EPOLL_CTL_ADD : EPOLL_CTL_MOD, fd_.get(), &event);
+    events_ = events;
+}
+
+bool Connection::check_deadlines(uint64_t now_ms) {
+    const Limits& limits = server_.options_.limits;
+    if (!proved() && now_ms - since_ms_ > limits.handshake_ms) {
+        count(server_.metrics_.handshake_timeouts_total);
+        return fail(Code::kTimeout, "the handshake took over " + std::to_string(limits.handshake_ms) + " ms");
+    }
+    bool half_frame = in_begin_ != in_end_;
+    bool stalled = half_frame || out_sent_ != out_.size();
+    if (stalled && now_ms - progress_ms_ > limits.stalled_frame_ms) {
+        return fail(Code::kTimeout,
+                    "nothing moved for " + std::to_string(limits.stalled_frame_ms) + " ms inside a frame");
+    }
+    return true;
+}
+
+}  // namespace moonpool

@@ -1,0 +1,86 @@
+// Connection: the node's side of one client. Frames in, answers out, and the books of what the client holds.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "store/server.hpp"
+#include "wire/frame.hpp"
+
+namespace moonpool {
+
+class Connection {
+   public:
+    Connection(Server& server, Fd fd, uint64_t now_ms);
+    ~Connection();
+    Connection(const Connection&) = delete;
+
+    // Each returns false when the connection is over.
+    bool greet();
+    bool on_readable(uint64_t now_ms);
+    bool on_writable();
+    bool check_deadlines(uint64_t now_ms);
+
+    bool proved() const { return pool_ != nullptr; }
+    uint64_t since_ms() const { return since_ms_; }
+    uint64_t leased_bytes() const { return leased_bytes_; }
+    size_t pins() const { return pins_.size(); }
+
+   private:
+    struct Slab {
+        Extent extent;
+        std::vector<Extent> committed;  // by offset; parts of it may have been evicted since
+    };
+    struct Pinned {
+        uint32_t slot;
+        uint64_t generation;
+    };
+
+    bool parse_frames();
+    bool handle(const FrameHeader& header, Reader body);
+    bool on_auth(const FrameHeader& header, Reader body);
+    bool on_open_space(const FrameHeader& header, Reader body);
+    bool on_lease(const FrameHeader& header, Reader body);
+    bool on_return(Reader body);
+    bool on_commit(const FrameHeader& header, Reader body);
+    bool on_lookup(const FrameHeader& header, Reader body);
+    bool on_release(Reader body);
+    bool on_touch(Reader body);
+    bool on_remove(const FrameHeader& header, Reader body);
+    bool on_list(const FrameHeader& header, Reader body);
+    bool on_stat(const FrameHeader& header);
+
+    Slab* slab_of(Extent extent);
+    void give_back(const Slab& slab);
+    void unpin(const std::vector<Pinned>& pinned);
+
+    bool refuse(uint64_t request_id, Code code,
+                const std::string& text);           // an ERROR frame; the connection goes on
+    bool fail(Code code, const std::string& text);  // an ERROR frame, then the end
+    bool malformed(const char* what);
+    bool flush();
+    void want_events();
+
+    Server& server_;
+    Fd fd_;
+    Pool* pool_ = nullptr;
+    Nonce nonce_;
+    uint64_t since_ms_;
+    uint64_t progress_ms_;
+    std::vector<std::byte> in_;
+    size_t in_begin_ = 0, in_end_ = 0;
+    std::vector<std::byte> out_;
+    size_t out_sent_ = 0;
+    uint32_t events_ = 0;
+    std::map<uint64_t, Slab> slabs_;  // by offset
+    uint64_t leased_bytes_ = 0;
+    std::unordered_map<uint64_t, std::vector<Pinned>> pins_;
+    std::vector<uint32_t> found_;  // scratch of on_lookup
+};
+
+}  // namespace moonpool

@@ -1,0 +1,25 @@
+// Where a pinned object lies: one row of a LOOKUP answer. It may be handed to another process of the same
+// tenant, which reads the bytes from its own mapping while the pin holds.
+#pragma once
+
+#include <cstdint>
+
+namespace moonpool {
+
+struct Descriptor {
+    uint64_t offset = 0;
+    uint64_t size = 0;
+    uint64_t generation = 0;  // 0: a miss
+    uint32_t crc = 0;
+    uint32_t slot = 0;
+};
+static_assert(sizeof(Descriptor) == 32);
+
+inline constexpr uint8_t kLookupPin = 1;
+inline constexpr uint8_t kLookupPrefix = 2;
+
+inline constexpr uint8_t kCommitReplace = 1;
+
+enum class PutOutcome : uint8_t { kStored = 0, kExists = 1, kRefused = 2 };
+
+}  // namespace moonpool

@@ -1,0 +1,121 @@
+// ObjectTable: the objects of one tenant on one node: names, life cycle, pins, chains and the order of
+// eviction. Pure: no thread, no clock, no memory touched; the node's loop owns it.
+//
+//   free --commit--> complete --remove, replace or evict--> free            (nobody reads it)
+//                        \----------------------------> detached --last unpin--> free   (pinned readers keep
+//                        it)
+//
+// Invariants (check_integrity):
+//   - only complete objects are linked in the index, exactly once;
+//   - an object is in the eviction list exactly when it is complete, has no pin and no cached child, so that
+//   a chain
+//     goes leaf first;
+//   - children counts the complete or detached objects whose (parent slot, parent generation) is this object;
+//   - the extents of complete and detached objects are disjoint.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "memory/allocator.hpp"
+#include "store/shared_index.hpp"
+
+namespace moonpool {
+
+struct TableCounters {
+    uint64_t objects = 0;
+    uint64_t object_bytes = 0;
+    uint64_t detached = 0;
+    uint64_t pinned = 0;
+    uint64_t evicted_total = 0;
+    uint64_t evicted_bytes_total = 0;
+};
+
+class ObjectTable {
+   public:
+    enum class Commit { kStored, kExists, kNoSlot };
+
+    ObjectTable(IndexWriter index, ExtentAllocator& allocator);
+
+    uint32_t find(uint32_t space, const Hash128& hash, std::string_view name) const;
+
+    // Makes an object visible; the table owns the extent from then on. parent: a slot or kNoSlot. With
+    // replace, an existing object of that name is removed first; without, it stays and the caller keeps the
+    // extent.
+    Commit commit(uint32_t space, const Hash128& hash, std::string_view name, Extent extent, uint32_t crc,
+                  uint32_t parent, bool replace);
+
+    // Most recently used. Callers touch a chain deepest first, so that its root is the last to go.
+    void touch(uint32_t slot);
+
+    void pin(uint32_t slot);
+    void unpin(uint32_t slot, uint64_t generation);
+
+    void remove(uint32_t slot);
+
+    // Removes the least recently used leaf without pins. False when there is none.
+    bool evict_one();
+
+    // Frees `bytes` in one piece at the cost of the fewest object bytes, where evicting by age has left holes
+    // only. False when pinned or leased memory stands in the way everywhere.
+    bool evict_window(uint64_t bytes);
+
+    bool complete(uint32_t slot) const { return slot < used_ && objects_[slot].state == State::kComplete; }
+    uint64_t generation(uint32_t slot) const { return objects_[slot].generation; }
+    uint32_t pins(uint32_t slot) const { return objects_[slot].pins; }
+    const IndexEntry& entry(uint32_t slot) const { return index_.entry(slot); }
+    std::string_view name(uint32_t slot) const;
+    uint32_t slots_used() const { return used_; }  // every slot in use is below it
+    const IndexWriter& index() const { return index_; }
+    const TableCounters& counters() const { return counters_; }
+
+    bool scrubbed(uint32_t slot) const { return objects_[slot].scrubbed; }
+    void set_scrubbed(uint32_t slot) { objects_[slot].scrubbed = true; }
+
+    bool check_integrity() const;
+
+   private:
+    enum class State : uint8_t { kFree = 0, kComplete, kDetached };
+    struct Object {
+        uint64_t generation;
+        uint64_t last_used;
+        uint64_t parent_generation;
+        uint32_t parent;
+        uint32_t older;  // eviction list: towards the next victim
+        uint32_t newer;
+        uint32_t children;
+        uint32_t pins;
+        State state;
+        bool listed;
+        bool scrubbed;
+    };
+    struct FreeMemory {
+        void operator()(Object* objects) const { std::free(objects); }
+    };
+
+    Extent extent(uint32_t slot) const { return Extent{index_.entry(slot).offset, index_.entry(slot).size}; }
+    bool evictable(const Object& o) const { return o.state == State::kComplete && o.pins == 0; }
+    void list_if_leaf(uint32_t slot, bool newest);
+    void unlist(uint32_t slot);
+    void forget_parent(uint32_t slot);
+    void release(uint32_t slot);  // complete or detached -> free
+
+    IndexWriter index_;
+    ExtentAllocator& allocator_;
+    std::unique_ptr<Object[], FreeMemory> objects_;  // calloc: pages of slots never used are never touched
+    uint32_t used_ = 0;
+    std::vector<uint32_t> free_slots_;
+    std::unordered_map<uint32_t, std::string> long_names_;
+    uint32_t oldest_ = kNoSlot;
+    uint32_t newest_ = kNoSlot;
+    uint64_t clock_ = 0;
+    uint64_t generation_ = 0;
+    TableCounters counters_;
+};
+
+}  // namespace moonpool

@@ -1,0 +1,93 @@
+#include "store/pool.hpp"
+
+#include <algorithm>
+
+#include "base/crc32c.hpp"
+
+namespace moonpool {
+
+namespace {
+
+inline constexpr uint64_t kCommitStep = 256ull << 20;
+
+}  // namespace
+
+Result<std::unique_ptr<Pool>> Pool::create(const PoolOptions& options, const Incarnation& incarnation) {
+    std::unique_ptr<Pool> pool(new Pool());
+    pool->options_ = options;
+    PoolOptions& o = pool->options_;
+    o.arena_bytes = round_up_to_page(o.arena_bytes);
+    if (o.arena_bytes < (1u << 20)) {
+        return Error{Code::kInvalidArgument,
+                     "the arena of tenant " + o.tenant + " is under 1 MiB; give it more memory"};
+    }
+    if (o.objects_max == 0) {
+        o.objects_max = static_cast<uint32_t>(std::clamp<uint64_t>(o.arena_bytes / 4096, 4096, 4u << 20));
+    }
+    if (o.slab_bytes == 0) {
+        o.slab_bytes = std::clamp<uint64_t>(o.arena_bytes / 128, 256u << 10, 8u << 20);
+    }
+    o.slab_bytes = round_up_to_page(o.slab_bytes);
+    Result<Arena> arena = Arena::create("moonpool-arena-" + o.tenant.substr(0, 64), o.arena_bytes);
+    if (!arena) return arena.error();
+    pool->arena_ = std::move(*arena);
+    Result<IndexWriter> index = IndexWriter::create(o.objects_max, incarnation);
+    if (!index) return index.error();
+    pool->table_ = std::make_unique<ObjectTable>(std::move(*index), pool->allocator_);
+    return pool;
+}
+
+std::optional<Extent> Pool::lease(uint64_t min, uint64_t want) {
+    want = std::max(want, min);
+    // Evict by age until a whole lease fits, but not much more than one: when what was freed is scattered, a
+    // smaller lease does.
+    uint64_t evicted_before = table_->counters().evicted_bytes_total;
+    auto evicted = [&] { return table_->counters().evicted_bytes_total - evicted_before; };
+    while (allocator_.largest() < want + kPageBytes && evicted() < 2 * want && table_->evict_one()) {
+    }
+    if (std::optional<Extent> extent = allocator_.allocate(min, want, kPageBytes)) return extent;
+    if (!table_->evict_window(min + 2 * kPageBytes)) return std::nullopt;
+    return allocator_.allocate(min, want, kPageBytes);
+}
+
+std::optional<uint32_t> Pool::open_space(std::string_view name_space, std::string_view fingerprint,
+                                         uint32_t limit) {
+    std::string key(name_space);
+    key.push_back('\0');
+    key.append(fingerprint);
+    auto it = space_ids_.find(key);
+    if (it != space_ids_.end()) return it->second;
+    if (hashers_.size() >= limit) return std::nullopt;
+    auto id = static_cast<uint32_t>(hashers_.size());
+    hashers_.emplace_back(options_.tenant, name_space, fingerprint);
+    space_ids_.emplace(std::move(key), id);
+    return id;
+}
+
+uint64_t Pool::scrub(uint64_t budget) {
+    uint64_t dropped = 0;
+    for (uint32_t looked = 0; looked < 4096 && budget > 0 && table_->slots_used() > 0; ++looked) {
+        if (scrub_slot_ >= table_->slots_used()) scrub_slot_ = 0;
+        uint32_t slot = scrub_slot_++;
+        if (!table_->complete(slot) || table_->scrubbed(slot)) continue;
+        const IndexEntry& entry = table_->entry(slot);
+        budget -= std::min<uint64_t>(budget, entry.size);
+        if (crc32c(0, arena_.data() + entry.offset, entry.size) == entry.crc) {
+            table_->set_scrubbed(slot);
+        } else {
+            table_->remove(slot);
+            ++dropped;
+        }
+    }
+    return dropped;
+}
+
+Result<uint64_t> Pool::commit_memory() {
+    uint64_t bytes = std::min(kCommitStep, arena_.size() - arena_.committed());
+    if (bytes != 0) {
+        if (Status status = arena_.commit(bytes); !status) return status.error();
+    }
+    return bytes;
+}
+
+}  // namespace moonpool

@@ -1,0 +1,80 @@
+// Pool: all that a node keeps for one tenant: its arena, what is free in it, its objects and its spaces.
+// Tenants share nothing. The node's loop owns it; only commit_memory() may run on another thread.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "memory/allocator.hpp"
+#include "memory/mapping.hpp"
+#include "store/object_table.hpp"
+#include "store/space.hpp"
+#include "wire/limits.hpp"
+
+namespace moonpool {
+
+struct PoolOptions {
+    std::string tenant = "default";
+    uint64_t arena_bytes = 0;
+    uint32_t objects_max = 0;  // 0: one per 4 KiB of arena, between 4,096 and 4 Mi
+    uint64_t slab_bytes = 0;   // 0: 1/128 of the arena, between 256 KiB and 8 MiB
+};
+
+class Pool {
+   public:
+    static Result<std::unique_ptr<Pool>> create(const PoolOptions& options, const Incarnation& incarnation);
+
+    // A lease of at least `min` bytes, up to `want`: page aligned. Evicts as needed. Nothing when pins and
+    // other leases stand in the way.
+    std::optional<Extent> lease(uint64_t min, uint64_t want);
+    void free(Extent extent) { allocator_.free(extent); }
+
+    // The id of a space, made on first use; nothing when the tenant has too many.
+    std::optional<uint32_t> open_space(std::string_view name_space, std::string_view fingerprint,
+                                       uint32_t limit);
+    bool has_space(uint32_t space) const { return space < hashers_.size(); }
+    Hash128 hash(uint32_t space, std::string_view name) const { return hashers_[space](name); }
+    uint32_t find(uint32_t space, std::string_view name) const {
+        return table_->find(space, hash(space, name), name);
+    }
+
+    // Verifies up to `budget` bytes of objects that were not verified since they came to memory; drops an
+    // object whose bytes do not match its checksum. Returns the number dropped.
+    uint64_t scrub(uint64_t budget);
+
+    ObjectTable& table() { return *table_; }
+    const ObjectTable& table() const { return *table_; }
+    const std::string& tenant() const { return options_.tenant; }
+    uint64_t slab_bytes() const { return options_.slab_bytes; }
+    uint64_t object_bytes_max() const { return options_.arena_bytes / 4; }
+    uint64_t arena_bytes() const { return options_.arena_bytes; }
+    uint64_t free_bytes() const { return allocator_.free_bytes(); }
+    uint64_t capacity() const { return allocator_.capacity(); }
+    int arena_fd() const { return arena_.fd(); }
+    const std::byte* data() const { return arena_.data(); }
+
+    // Reserves the next piece of the arena's memory (any thread); opens it to the allocator (the loop).
+    Result<uint64_t> commit_memory();
+    void open_memory(uint64_t bytes) { allocator_.grow(bytes); }
+    uint64_t committed() const { return arena_.committed(); }
+
+    bool check_integrity() const { return table_->check_integrity(); }
+
+   private:
+    Pool() = default;
+
+    PoolOptions options_;
+    Arena arena_;
+    ExtentAllocator allocator_;
+    std::unique_ptr<ObjectTable> table_;
+    std::unordered_map<std::string, uint32_t> space_ids_;
+    std::vector<KeyHasher> hashers_;
+    uint32_t scrub_slot_ = 0;
+};
+
+}  // namespace moonpool

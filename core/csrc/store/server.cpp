@@ -1,0 +1,368 @@
+#include "store/server.hpp"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+
+#include <chrono>
+#include <cstring>
+#include <future>
+
+#include "store/connection.hpp"
+
+namespace moonpool {
+
+namespace {
+
+constexpr int kTickMs = 100;
+
+// The loop keeps polling this long after the last event before it sleeps: whoever calls once mostly calls
+// again, and waking a sleeping thread costs 20-50 us in a virtual machine. An idle node costs nothing, a busy
+// one little.
+constexpr std::chrono::microseconds kSpin{50};
+
+uint64_t now_ms() {
+    auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
+}
+
+// Whoever may read our memory could as well be us, or root.
+bool same_user(int fd) {
+    ucred peer{};
+    socklen_t size = sizeof(peer);
+    if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
+    return peer.uid == ::geteuid() || peer.uid == 0;
+}
+
+void send_refusal(int fd, Code code, const std::string& text) {
+    std::vector<std::byte> frame;
+    size_t at = begin_frame(frame, Kind::kError, 0, 0);
+    Writer w(frame);
+    w.number(static_cast<uint16_t>(code));
+    w.text16(text);
+    finish_frame(frame, at);
+    (void)!::send(fd, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+Result<Fd> listen_on(const std::string& path) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    if (path.size() >= sizeof(address.sun_path)) {
+        return Error{Code::kInvalidArgument, "the socket path " + path + " is longer than the " +
+                                                 std::to_string(sizeof(address.sun_path) - 1) +
+                                                 " bytes a Unix socket allows; choose a shorter one"};
+    }
+    std::memcpy(address.sun_path, path.data(), path.size());
+    Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    if (!fd.valid()) return os_error("socket");
+    mode_t old_mask = ::umask(0177);
+    int bound = ::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address));
+    ::umask(old_mask);
+    if (bound != 0) return os_error("listening on " + path);
+    if (::listen(fd.get(), 128) != 0) return os_error("listening on " + path);
+    return fd;
+}
+
+}  // namespace
+
+Server::Server(ServerOptions options) : options_(std::move(options)), incarnation_(random_incarnation()) {}
+
+Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
+    if (options.token.empty()) return Error{Code::kInvalidArgument, "a node needs a cluster token"};
+    if (options.pools.empty()) return Error{Code::kInvalidArgument, "a node needs at least one tenant"};
+    std::unique_ptr<Server> server(new Server(std::move(options)));
+    for (const PoolOptions& pool_options : server->options_.pools) {
+        Result<std::unique_ptr<Pool>> pool = Pool::create(pool_options, server->incarnation_);
+        if (!pool) return pool.error();
+        if (!server->pools_.emplace(pool_options.tenant, std::move(*pool)).second) {
+            return Error{Code::kInvalidArgument, "two tenants are named " + pool_options.tenant};
+        }
+    }
+    return server;
+}
+
+Server::~Server() { stop(); }
+
+Status Server::start() {
+    if (running_) return success();
+    epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
+    wake_.reset(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+    spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    if (!epoll_.valid() || !wake_.valid()) return os_error("epoll");
+    auto watch = [this](int fd) {
+        epoll_event event{};
+        event.events = EPOLLIN;
+        event.data.fd = fd;
+        ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
+    };
+    watch(wake_.get());
+    // The first piece of every arena before the first client, the rest while it serves.
+    for (auto& [tenant, pool] : pools_) {
+        Result<uint64_t> bytes = pool->commit_memory();
+        if (!bytes) return bytes.error();
+        pool->open_memory(*bytes);
+    }
+    if (!options_.socket_path.empty()) {
+        Result<Fd> listener = listen_on(options_.socket_path);
+        if (!listener) return listener.error();
+        listen_ = std::move(*listener);
+        watch(listen_.get());
+    }
+    stopping_ = false;
+    running_ = true;
+    thread_ = std::thread([this] { loop(); });
+    reserve_thread_ = std::thread([this] { reserve_memory(); });
+    return success();
+}
+
+void Server::reserve_memory() {
+    for (auto& [tenant, pool] : pools_) {
+        while (!stopping_) {
+            Result<uint64_t> bytes = pool->commit_memory();
+            if (!bytes) {
+                memory_error_ = 1;
+                break;
+            }
+            if (*bytes == 0) break;
+            Pool* p = pool.get();
+            uint64_t n = *bytes;
+            std::lock_guard lock(posted_mutex_);
+            posted_.push_back([p, n] { p->open_memory(n); });
+            uint64_t one = 1;
+            (void)!::write(wake_.get(), &one, sizeof(one));
+        }
+    }
+}
+
+void Server::stop() {
+    if (!running_.exchange(false)) return;
+    stopping_ = true;
+    uint64_t one = 1;
+    (void)!::write(wake_.get(), &one, sizeof(one));
+    reserve_thread_.join();
+    thread_.join();
+    listen_.reset();
+    if (!options_.socket_path.empty()) ::unlink(options_.socket_path.c_str());
+}
+
+Result<Fd> Server::dial() {
+    int pair[2];
+    if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) return os_error("socketpair");
+    Fd ours(pair[0]), theirs(pair[1]);
+    int flags = ::fcntl(ours.get(), F_GETFL);
+    ::fcntl(ours.get(), F_SETFL, flags | O_NONBLOCK);
+    if (!running_) return Error{Code::kUnavailable, "the embedded node was stopped"};
+    std::lock_guard lock(posted_mutex_);
+    posted_.push_back([this, fd = ours.release()] { adopt(Fd(fd)); });
+    uint64_t one = 1;
+    (void)!::write(wake_.get(), &one, sizeof(one));
+    return theirs;
+}
+
+void Server::loop() {
+    std::vector<epoll_event> events(256);
+    uint64_t last_tick = now_ms();
+    const bool alone = std::thread::hardware_concurrency() < 2;
+    auto spin_until = std::chrono::steady_clock::now();
+    while (!stopping_) {
+        bool spin = !alone && std::chrono::steady_clock::now() < spin_until;
+        int n =
+            ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), spin ? 0 : kTickMs);
+        if (n > 0) spin_until = std::chrono::steady_clock::now() + kSpin;
+        uint64_t now = now_ms();
+        for (int i = 0; i < n; ++i) {
+            int fd = events[static_cast<size_t>(i)].data.fd;
+            uint32_t what = events[static_cast<size_t>(i)].events;
+            if (fd == wake_.get()) {
+                uint64_t value;
+                (void)!::read(wake_.get(), &value, sizeof(value));
+                run_posted();
+            } else if (fd == listen_.get()) {
+                accept_all();
+            } else if (auto it = connections_.find(fd); it != connections_.end()) {
+                Connection& connection = *it->second;
+                bool alive = true;
+                if ((what & EPOLLOUT) != 0) alive = connection.on_writable();
+                if (alive && (what & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0)
+                    alive = connection.on_readable(now);
+                if (!alive) drop(fd);
+            }
+        }
+        if (now - last_tick >= kTickMs) {
+            on_tick(now);
+            last_tick = now;
+        }
+    }
+    run_posted();
+    connections_.clear();
+}
+
+void Server::run_posted() {
+    std::vector<std::function<void()>> posted;
+    {
+        std::lock_guard lock(posted_mutex_);
+        posted.swap(posted_);
+    }
+    for (auto& f : posted) f();
+}
+
+void Server::accept_all() {
+    for (;;) {
+        Fd fd(::accept4(listen_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+        if (!fd.valid()) {
+            if (errno == EINTR || errno == ECONNABORTED) continue;
+            if (errno == EMFILE || errno == ENFILE) {
+                // Out of descriptors: give up the spare one to tell the peer, rather than spin on a readable
+                // listener.
+                spare_.reset();
+                Fd refused(::accept4(listen_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+                if (refused.valid())
+                    send_refusal(refused.get(), Code::kTooLarge, "the node is out of file descriptors");
+                metrics_.connections_refused_total.fetch_add(1);
+                refused.reset();
+                spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+            }
+            return;
+        }
+        if (!same_user(fd.get())) {
+            metrics_.connections_refused_total.fetch_add(1);
+            send_refusal(fd.get(), Code::kAuth, "this node serves processes of its own user only");
+            continue;
+        }
+        adopt(std::move(fd));
+    }
+}
+
+void Server::adopt(Fd fd) {
+    size_t unproved = 0;
+    Connection* oldest = nullptr;
+    int oldest_fd = -1;
+    for (auto& [other, connection] : connections_) {
+        if (connection->proved()) continue;
+        ++unproved;
+        if (oldest == nullptr || connection->since_ms() < oldest->since_ms()) {
+            oldest = connection.get();
+            oldest_fd = other;
+        }
+    }
+    // Idle strangers make room for whoever comes next; proved clients keep theirs.
+    if (unproved >= options_.limits.connections_unproved) drop(oldest_fd);
+    if (connections_.size() >= options_.limits.connections) {
+        metrics_.connections_refused_total.fetch_add(1);
+        send_refusal(fd.get(), Code::kTooLarge,
+                     "the node already has " + std::to_string(options_.limits.connections) +
+                         " connections, the limit");
+        return;
+    }
+    metrics_.connections_total.fetch_add(1);
+    int key = fd.get();
+    auto connection = std::make_unique<Connection>(*this, std::move(fd), now_ms());
+    bool alive = connection->greet();
+    if (alive) connections_.emplace(key, std::move(connection));
+}
+
+void Server::drop(int fd) {
+    metrics_.connections_dropped_total.fetch_add(1);
+    connections_.erase(fd);  // closing the descriptor takes it out of epoll
+}
+
+void Server::on_tick(uint64_t now) {
+    std::vector<int> over;
+    for (auto& [fd, connection] : connections_) {
+        if (!connection->check_deadlines(now)) over.push_back(fd);
+    }
+    for (int fd : over) drop(fd);
+    uint64_t budget = options_.scrub_bytes_per_s * kTickMs / 1000;
+    if (budget == 0) return;
+    for (auto& [tenant, pool] : pools_) metrics_.scrub_dropped_total.fetch_add(pool->scrub(budget));
+}
+
+template <class F>
+bool Server::call_on_loop(F f) {
+    if (!running_) return false;
+    auto done = std::make_shared<std::promise<void>>();
+    std::future<void> finished = done->get_future();
+    {
+        std::lock_guard lock(posted_mutex_);
+        posted_.push_back([f, done] {
+            f();
+            done->set_value();
+        });
+    }
+    uint64_t one = 1;
+    (void)!::write(wake_.get(), &one, sizeof(one));
+    return finished.wait_for(std::chrono::seconds(5)) == std::future_status::ready;
+}
+
+bool Server::check_integrity() {
+    auto sound = std::make_shared<bool>(true);
+    bool ran = call_on_loop([this, sound] {
+        for (auto& [tenant, pool] : pools_) *sound = *sound && pool->check_integrity();
+    });
+    return ran && *sound;
+}
+
+std::vector<std::pair<std::string, uint64_t>> Server::snapshot() {
+    auto rows = std::make_shared<std::vector<std::pair<std::string, uint64_t>>>();
+    call_on_loop([this, rows] { *rows = gauges(); });
+    return *rows;
+}
+
+std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
+    NodeMetrics& m = metrics_;
+    TableCounters sum;
+    uint64_t capacity = 0, free_bytes = 0, leased = 0, pins = 0, arena = 0;
+    for (auto& [tenant, pool] : pools_) {
+        const TableCounters& c = pool->table().counters();
+        sum.objects += c.objects;
+        sum.object_bytes += c.object_bytes;
+        sum.detached += c.detached;
+        sum.pinned += c.pinned;
+        sum.evicted_total += c.evicted_total;
+        sum.evicted_bytes_total += c.evicted_bytes_total;
+        capacity += pool->capacity();
+        free_bytes += pool->free_bytes();
+        arena += pool->arena_bytes();
+    }
+    for (auto& [fd, connection] : connections_) {
+        leased += connection->leased_bytes();
+        pins += connection->pins();
+    }
+    return {
+        {"objects", sum.objects},
+        {"object_bytes", sum.object_bytes},
+        {"objects_pinned", sum.pinned},
+        {"objects_detached", sum.detached},
+        {"pins", pins},
+        {"arena_bytes", arena},
+        {"arena_ready_bytes", capacity},
+        {"arena_free_bytes", free_bytes},
+        {"arena_memory_short", memory_error_.load()},
+        {"leased_bytes", leased},
+        {"connections", connections_.size()},
+        {"connections_total", m.connections_total},
+        {"connections_refused_total", m.connections_refused_total},
+        {"connections_dropped_total", m.connections_dropped_total},
+        {"auth_failures_total", m.auth_failures_total},
+        {"protocol_errors_total", m.protocol_errors_total},
+        {"handshake_timeouts_total", m.handshake_timeouts_total},
+        {"stored_total", m.stored_total},
+        {"stored_bytes_total", m.stored_bytes_total},
+        {"exists_total", m.exists_total},
+        {"put_refused_total", m.put_refused_total},
+        {"lease_refused_total", m.lease_refused_total},
+        {"lookup_keys_total", m.lookup_keys_total},
+        {"lookup_hits_total", m.lookup_hits_total},
+        {"served_total", m.served_total},
+        {"served_bytes_total", m.served_bytes_total},
+        {"removed_total", m.removed_total},
+        {"evicted_total", sum.evicted_total},
+        {"evicted_bytes_total", sum.evicted_bytes_total},
+        {"scrub_dropped_total", m.scrub_dropped_total},
+    };
+}
+
+}  // namespace moonpool

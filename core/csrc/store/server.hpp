@@ -1,0 +1,88 @@
+// Server: a node's data plane. One thread, one epoll loop, which owns every pool, connection, lease and pin;
+// nothing in it blocks on a peer. The bytes of objects never pass through it: clients copy them from and to
+// the arena, whose descriptor they get with the handshake.
+//
+// A connection that ends, however it ends, gives back all it held: leases (what was not committed), pins.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "base/result.hpp"
+#include "store/node_metrics.hpp"
+#include "store/pool.hpp"
+#include "wire/auth.hpp"
+#include "wire/limits.hpp"
+
+namespace moonpool {
+
+struct ServerOptions {
+    std::string socket_path;  // empty: no socket, connections come by attach()
+    std::string token;
+    std::vector<PoolOptions> pools;
+    Limits limits;
+    uint64_t scrub_bytes_per_s = 64ull << 20;  // 0: no scrub
+};
+
+class Connection;
+
+class Server {
+   public:
+    static Result<std::unique_ptr<Server>> create(ServerOptions options);
+    ~Server();
+
+    Status start();
+    void stop();  // idempotent; every connection is closed
+
+    // One end of a fresh socket pair, already accepted: the way in for the process that embeds the node.
+    Result<Fd> dial();
+
+    const Incarnation& incarnation() const { return incarnation_; }
+    const NodeMetrics& metrics() const { return metrics_; }
+    std::vector<std::pair<std::string, uint64_t>> snapshot();  // counters and gauges by name; any thread
+    bool check_integrity();                                    // runs on the loop
+
+   private:
+    friend class Connection;
+    explicit Server(ServerOptions options);
+
+    void loop();
+    void accept_all();
+    void adopt(Fd fd);
+    void drop(int fd);
+    void on_tick(uint64_t now_ms);
+    void run_posted();
+    template <class F>
+    bool call_on_loop(F f);
+    std::vector<std::pair<std::string, uint64_t>> gauges();
+    void reserve_memory();
+
+    ServerOptions options_;
+    Incarnation incarnation_;
+    NodeMetrics metrics_;
+    std::map<std::string, std::unique_ptr<Pool>, std::less<>> pools_;
+    Fd listen_, epoll_, wake_, spare_;
+    std::unordered_map<int, std::unique_ptr<Connection>> connections_;
+    uint64_t next_pin_ = 1;
+    uint64_t scrub_allowance_ = 0;
+
+    std::mutex posted_mutex_;
+    std::vector<std::function<void()>> posted_;
+    std::atomic<bool> stopping_{false};
+    std::atomic<bool> running_{false};
+    std::atomic<uint64_t> memory_error_{0};
+    std::thread thread_;
+    std::thread reserve_thread_;
+};
+
+}  // namespace moonpool

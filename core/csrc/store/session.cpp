@@ -1,0 +1,425 @@
+#include "store/session.hpp"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "base/hmac.hpp"
+
+namespace moonpool {
+
+namespace {
+
+constexpr uint64_t kObjectAlign = 64;     // a cache line: neighbours do not share one
+constexpr size_t kReadSlotsMax = 256;     // reads told to the node in one frame
+constexpr uint64_t kLeaseAheadSlabs = 4;  // a batch leases at most this many slabs in one piece
+
+// How long a caller polls for its answer before it sleeps. A sleeping thread in a virtual machine is woken in
+// 20-50 us, several times what the node needs to answer.
+constexpr std::chrono::microseconds kSpin{50};
+
+// Receives without sleeping while the answer may be that near; the result of recv.
+ssize_t receive_soon(int fd, void* data, size_t size) {
+    static const bool alone = std::thread::hardware_concurrency() < 2;
+    if (!alone) {
+        auto end = std::chrono::steady_clock::now() + kSpin;
+        do {
+            ssize_t n = ::recv(fd, data, size, MSG_DONTWAIT);
+            if (n >= 0 || errno != EAGAIN) return n;
+        } while (std::chrono::steady_clock::now() < end);
+    }
+    return ::recv(fd, data, size, 0);
+}
+
+Result<Fd> connect_to(const ClientOptions& options) {
+    if (options.dial) return options.dial();
+    const std::string& path = options.socket_path;
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    if (path.size() >= sizeof(address.sun_path)) {
+        return Error{Code::kInvalidArgument,
+                     "the socket path " + path + " is longer than a Unix socket allows"};
+    }
+    std::memcpy(address.sun_path, path.data(), path.size());
+    Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (!fd.valid()) return os_error("socket");
+    if (::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0) {
+        return Error{Code::kUnavailable, "no node serves " + path + " (" + std::strerror(errno) +
+                                             "); start one with: moonpool node"};
+    }
+    return fd;
+}
+
+void set_timeout(int fd, int timeout_ms) {
+    timeval tv{timeout_ms / 1000, (timeout_ms % 1000) * 1000};
+    ::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &tv, sizeof(tv));
+    ::setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &tv, sizeof(tv));
+}
+
+Error read_error(Reader& body) {
+    auto code = body.number<uint16_t>();
+    std::string_view text = body.text16();
+    if (!body.ok() || code > static_cast<uint16_t>(Code::kOs))
+        return Error{Code::kProtocol, "an unreadable refusal"};
+    return Error{static_cast<Code>(code), std::string(text)};
+}
+
+}  // namespace
+
+Slab::~Slab() {
+    if (!session.alive()) return;
+    (void)session.arena_.protect(extent.offset, extent.size, false);
+    session.post(Kind::kReturn, [this](Writer& w) { w.number(extent.offset); });
+}
+
+Result<std::shared_ptr<Session>> Session::open(const ClientOptions& options) {
+    Result<Fd> fd = connect_to(options);
+    if (!fd) return fd.error();
+    std::shared_ptr<Session> session(new Session());
+    session->fd_ = std::move(*fd);
+    session->peer_ = options.dial ? "the embedded node" : options.socket_path;
+    session->timeout_ms_ = options.timeout_ms;
+    set_timeout(session->fd_.get(), options.timeout_ms);
+    if (Status status = session->handshake(options); !status) return status.error();
+    if (Status status = session->open_space(options); !status) return status.error();
+    return session;
+}
+
+Session::~Session() {
+    close();
+    slab_.reset();
+}
+
+void Session::close() {
+    if (!alive_.exchange(false)) return;
+    // In a child of fork() the socket is the parent's: closing our copy of the descriptor is all we may do.
+    if (!fork_.in_child()) {
+        flush_reads();
+        ::shutdown(fd_.get(), SHUT_RDWR);
+    }
+}
+
+Status Session::handshake(const ClientOptions& options) {
+    FrameHeader header;
+    if (Status status = receive_frame(header, nullptr); !status) return status;
+    Reader challenge(body_);
+    if (header.kind == Kind::kError) return read_error(challenge);
+    Nonce node_nonce;
+    std::string_view nonce = challenge.bytes(node_nonce.size());
+    std::string_view incarnation = challenge.bytes(incarnation_.size());
+    if (header.kind != Kind::kChallenge || !challenge.done()) {
+        return Error{Code::kProtocol, peer_ + " does not speak the protocol of a Moonpool node"};
+    }
+    std::memcpy(node_nonce.data(), nonce.data(), nonce.size());
+    std::memcpy(incarnation_.data(), incarnation.data(), incarnation.size());
+
+    Nonce client_nonce = random_nonce();
+    Mac mac =
+        handshake_mac(Role::kClient, options.token, node_nonce, client_nonce, incarnation_, options.tenant);
+    out_.clear();
+    size_t at = begin_frame(out_, Kind::kAuth, 0, next_request_);
+    Writer w(out_);
+    w.text16(options.tenant);
+    w.bytes(client_nonce.data(), client_nonce.size());
+    w.bytes(mac.data(), mac.size());
+    finish_frame(out_, at);
+    if (Status status = send_all(out_.data(), out_.size()); !status) return status;
+
+    std::vector<Fd> fds;
+    if (Status status = receive_frame(header, &fds); !status) return status;
+    Reader welcome(body_);
+    if (header.kind == Kind::kError) return read_error(welcome);
+    std::string_view proof = welcome.bytes(sizeof(Mac));
+    auto arena_bytes = welcome.number<uint64_t>();
+    auto index_bytes = welcome.number<uint64_t>();
+    slab_bytes_ = welcome.number<uint64_t>();
+    object_bytes_max_ = welcome.number<uint64_t>();
+    key_bytes_max_ = welcome.number<uint32_t>();
+    parts_max_ = welcome.number<uint32_t>();
+    frame_bytes_max_ = welcome.number<uint32_t>();
+    frame_keys_max_ = welcome.number<uint32_t>();
+    if (header.kind != Kind::kWelcome || !welcome.ok() || fds.size() != 2) {
+        return Error{Code::kProtocol, peer_ + " does not speak the protocol of a Moonpool node"};
+    }
+    Mac expected =
+        handshake_mac(Role::kNode, options.token, node_nonce, client_nonce, incarnation_, options.tenant);
+    if (!equal_constant_time(expected,
+                             std::span(reinterpret_cast<const uint8_t*>(proof.data()), proof.size()))) {
+        return Error{Code::kAuth,
+                     peer_ + " does not know the cluster token: it is not the node that it claims to be"};
+    }
+    Result<Mapping> arena = Mapping::map(fds[0].get(), arena_bytes, true);
+    if (!arena) return arena.error();
+    // Mapped writable first, for the right to make single slabs writable again; read-only from here on.
+    if (Status status = arena->protect(0, arena_bytes, false); !status) return status;
+    arena_ = std::move(*arena);
+    Result<IndexReader> index = IndexReader::open(fds[1].get(), index_bytes, incarnation_);
+    if (!index) return index.error();
+    index_ = std::move(*index);
+    return success();
+}
+
+Status Session::open_space(const ClientOptions& options) {
+    return call(
+        Kind::kOpenSpace,
+        [&](Writer& w) {
+            w.text16(options.name_space);
+            w.text16(options.fingerprint);
+        },
+        [&](Reader& r) {
+            space_ = r.number<uint32_t>();
+            return r.done();
+        });
+}
+
+Status Session::lost(Error error) {
+    alive_.store(false, std::memory_order_release);
+    ::shutdown(fd_.get(), SHUT_RDWR);
+    return error;
+}
+
+Status Session::send_all(const std::byte* data, size_t size) {
+    while (size != 0) {
+        ssize_t n = ::send(fd_.get(), data, size, MSG_NOSIGNAL);
+        if (n < 0) {
+            if (errno == EINTR) continue;
+            if (errno == EAGAIN) {
+                return lost({Code::kTimeout, peer_ + " took no bytes in time"});
+            }
+            return lost(
+                {Code::kUnavailable, "the connection to " + peer_ + " is lost: " + std::strerror(errno)});
+        }
+        data += n;
+        size -= static_cast<size_t>(n);
+    }
+    return success();
+}
+
+Status Session::receive(void* data, size_t size) {
+    auto* at = static_cast<std::byte*>(data);
+    while (size != 0) {
+        ssize_t n = receive_soon(fd_.get(), at, size);
+        if (n < 0 && errno == EINTR) continue;
+        if (n == 0) return lost({Code::kUnavailable, peer_ + " closed the connection"});
+        if (n < 0 && errno == EAGAIN) {
+            return lost({Code::kTimeout, peer_ + " did not answer in time"});
+        }
+        if (n < 0)
+            return lost(
+                {Code::kUnavailable, "the connection to " + peer_ + " is lost: " + std::strerror(errno)});
+        at += n;
+        size -= static_cast<size_t>(n);
+    }
+    return success();
+}
+
+Status Session::receive_frame(FrameHeader& header, std::vector<Fd>* fds) {
+    if (fds == nullptr) {
+        if (Status status = receive(&header, sizeof(header)); !status) return status;
+    } else {
+        // Descriptors ride on the first byte of the frame: a plain recv would throw them away.
+        iovec part{&header, sizeof(header)};
+        alignas(cmsghdr) char control[CMSG_SPACE(4 * sizeof(int))];
+        msghdr message{};
+        message.msg_iov = &part;
+        message.msg_iovlen = 1;
+        message.msg_control = control;
+        message.msg_controllen = sizeof(control);
+        ssize_t n;
+        do {
+            n = ::recvmsg(fd_.get(), &message, MSG_CMSG_CLOEXEC | MSG_WAITALL);
+        } while (n < 0 && errno == EINTR);
+        if (n > 0) {
+            for (cmsghdr* c = CMSG_FIRSTHDR(&message); c != nullptr; c = CMSG_NXTHDR(&message, c)) {
+                if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+                size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+                for (size_t i = 0; i < count; ++i) {
+                    int fd;
+                    std::memcpy(&fd, CMSG_DATA(c) + i * sizeof(int), sizeof(int));
+                    fds->emplace_back(fd);
+                }
+            }
+        }
+        if (n != static_cast<ssize_t>(sizeof(header))) {
+            return lost({Code::kUnavailable, peer_ + " closed the connection during the handshake"});
+        }
+    }
+    if (header.magic != kMagic || header.version != kVersion) {
+        return lost({Code::kProtocol,
+                     peer_ + " does not speak version " + std::to_string(kVersion) + " of the wire format"});
+    }
+    constexpr uint32_t kAnswerMax = 64u << 20;
+    if (header.length > kAnswerMax) return lost({Code::kProtocol, peer_ + " sent a frame over the limit"});
+    body_.resize(header.length);
+    return receive(body_.data(), body_.size());
+}
+
+Status Session::call(Kind kind, const Build& build, const Parse& parse, int timeout_ms) {
+    if (fork_.in_child())
+        return Error{Code::kForked, "this handle belongs to the parent process; open a new one after fork"};
+    Status status = success();
+    {
+        std::lock_guard lock(io_mutex_);
+        if (!alive()) return Error{Code::kUnavailable, "the connection to " + peer_ + " is lost"};
+        bool own_timeout = timeout_ms > 0 && timeout_ms != timeout_ms_;
+        if (own_timeout) set_timeout(fd_.get(), timeout_ms);
+        status = exchange(kind, build, parse);
+        if (own_timeout) set_timeout(fd_.get(), timeout_ms_);
+    }
+    flush_posted();
+    return status;
+}
+
+Status Session::exchange(Kind kind, const Build& build, const Parse& parse) {
+    out_.clear();
+    std::swap(out_, unsent_);
+    take_posted(out_);
+    uint64_t request_id = next_request_++;
+    size_t at = begin_frame(out_, kind, 0, request_id);
+    Writer w(out_);
+    build(w);
+    finish_frame(out_, at);
+    if (Status status = send_all(out_.data(), out_.size()); !status) return status;
+    FrameHeader header;
+    if (Status status = receive_frame(header, nullptr); !status) return status;
+    Reader body(body_);
+    if (header.kind == Kind::kError) {
+        Error error = read_error(body);
+        return header.request_id == request_id ? Status(std::move(error)) : lost(std::move(error));
+    }
+    if (header.request_id != request_id || header.kind != kind || !parse(body)) {
+        return lost({Code::kProtocol, peer_ + " sent an answer that does not fit the question"});
+    }
+    return success();
+}
+
+void Session::take_posted(std::vector<std::byte>& out) {
+    std::lock_guard lock(posted_mutex_);
+    out.insert(out.end(), posted_.begin(), posted_.end());
+    posted_.clear();
+    if (read_count_ == 0) return;
+    size_t at = begin_frame(out, Kind::kTouch, kFlagOneWay, 0);
+    Writer w(out);
+    w.number(read_count_);
+    w.number(read_bytes_);
+    w.number(static_cast<uint32_t>(read_slots_.size()));
+    w.bytes(read_slots_.data(), read_slots_.size() * sizeof(uint32_t));
+    finish_frame(out, at);
+    read_slots_.clear();
+    read_count_ = read_bytes_ = 0;
+}
+
+void Session::post(Kind kind, const Build& build) {
+    if (fork_.in_child() || !alive()) return;
+    {
+        std::lock_guard lock(posted_mutex_);
+        size_t at = begin_frame(posted_, kind, kFlagOneWay, 0);
+        Writer w(posted_);
+        build(w);
+        finish_frame(posted_, at);
+    }
+    flush_posted();
+}
+
+// Whoever holds io_mutex_ calls this once it has let go, so what was posted meanwhile is never left behind.
+void Session::flush_posted() {
+    for (;;) {
+        {
+            std::lock_guard lock(posted_mutex_);
+            if (posted_.empty() && read_slots_.size() < kReadSlotsMax) return;
+        }
+        std::unique_lock lock(io_mutex_, std::try_to_lock);
+        if (!lock.owns_lock() || !alive()) return;
+        take_posted(unsent_);
+        ssize_t n = ::send(fd_.get(), unsent_.data(), unsent_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n > 0) unsent_.erase(unsent_.begin(), unsent_.begin() + n);
+        if (!unsent_.empty()) return;  // the next call sends the rest
+    }
+}
+
+void Session::note_read(uint32_t slot, uint64_t bytes) {
+    size_t waiting;
+    {
+        std::lock_guard lock(posted_mutex_);
+        if (read_slots_.size() < 4 * kReadSlotsMax) read_slots_.push_back(slot);
+        ++read_count_;
+        read_bytes_ += bytes;
+        waiting = read_slots_.size();
+    }
+    if (waiting >= kReadSlotsMax) flush_posted();
+}
+
+void Session::flush_reads() {
+    std::lock_guard lock(io_mutex_);
+    take_posted(unsent_);
+    if (unsent_.empty()) return;
+    ssize_t n = ::send(fd_.get(), unsent_.data(), unsent_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n > 0) unsent_.erase(unsent_.begin(), unsent_.begin() + n);
+}
+
+Result<std::shared_ptr<Slab>> Session::lease(uint64_t min, uint64_t want, std::string& why, int timeout_ms) {
+    Extent extent;
+    Status status = call(
+        Kind::kLease,
+        [&](Writer& w) {
+            w.number(min);
+            w.number(want);
+        },
+        [&](Reader& r) {
+            extent.offset = r.number<uint64_t>();
+            extent.size = r.number<uint64_t>();
+            why = std::string(r.text16());
+            return r.done() && extent.size <= arena_.size() && extent.offset <= arena_.size() - extent.size;
+        },
+        timeout_ms);
+    if (!status) return status.error();
+    if (extent.size == 0) return std::shared_ptr<Slab>();
+    auto slab = std::make_shared<Slab>(*this, extent);
+    if (Status writable = arena_.protect(extent.offset, extent.size, true); !writable)
+        return writable.error();
+    arena_.populate_for_write(extent.offset, extent.size);
+    return slab;
+}
+
+Result<Room> Session::reserve(uint64_t size, uint64_t ahead, std::string& why, int timeout_ms) {
+    uint64_t need = (size + kObjectAlign - 1) / kObjectAlign * kObjectAlign;
+    if (need == 0) return Room{};
+    if (size > object_bytes_max_) {
+        why = "an object of " + std::to_string(size) + " bytes is over the limit of " +
+              std::to_string(object_bytes_max_) + " bytes, a quarter of the arena";
+        return Room{};
+    }
+    std::lock_guard lock(slab_mutex_);
+    if (slab_ == nullptr || slab_->cursor + need > slab_->extent.size) {
+        // A large object gets a lease of its own; the slab for small ones stays as it is.
+        bool own = need > slab_bytes_ / 2 && ahead == 0;
+        uint64_t want = std::max(need, std::clamp(need + ahead, slab_bytes_, slab_bytes_ * kLeaseAheadSlabs));
+        if (!own) slab_.reset();  // goes back once its last writer has committed
+        Result<std::shared_ptr<Slab>> slab = lease(need, own ? need : want, why, timeout_ms);
+        if (!slab) return slab.error();
+        if (*slab == nullptr) return Room{};
+        if (own) {
+            (*slab)->cursor = need;
+            return Room{*slab, Extent{(*slab)->extent.offset, size}};
+        }
+        slab_ = std::move(*slab);
+    }
+    Room room{slab_, Extent{slab_->extent.offset + slab_->cursor, size}};
+    slab_->cursor += need;
+    return room;
+}
+
+void Session::unreserve(Room& room) {
+    if (room.slab == nullptr) return;
+    std::lock_guard lock(slab_mutex_);
+    uint64_t need = (room.extent.size + kObjectAlign - 1) / kObjectAlign * kObjectAlign;
+    if (room.slab->extent.offset + room.slab->cursor == room.extent.offset + need) room.slab->cursor -= need;
+    room.slab.reset();
+}
+
+}  // namespace moonpool

@@ -1,0 +1,137 @@
+// Session: a client's side of one connection to one life of a node: the socket, the mappings, the leased
+// slab. When the connection is lost the session is dead for good; Client opens the next one. Views keep their
+// session (and so the mapping) alive, and stay readable after the node died.
+//
+// Any thread may call. One request is in flight at a time; copying happens outside the lock.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "base/fork.hpp"
+#include "base/result.hpp"
+#include "memory/mapping.hpp"
+#include "store/descriptor.hpp"
+#include "store/shared_index.hpp"
+#include "store/space.hpp"
+#include "wire/auth.hpp"
+#include "wire/frame.hpp"
+
+namespace moonpool {
+
+struct ClientOptions {
+    std::string socket_path;
+    std::function<Result<Fd>()> dial;  // instead of socket_path: the embedded node
+    std::string token;
+    std::string tenant = "default";
+    std::string name_space = "default";
+    std::string fingerprint;
+    int timeout_ms = 2000;  // without progress
+};
+
+class Session;
+
+// A lease: memory of the arena that only this client writes. Handed back when nobody holds it.
+struct Slab {
+    Session& session;
+    Extent extent;
+    uint64_t cursor = 0;  // the next free byte, from extent.offset
+
+    Slab(Session& s, Extent e) : session(s), extent(e) {}
+    ~Slab();
+    Slab(const Slab&) = delete;
+};
+
+struct Room {
+    std::shared_ptr<Slab> slab;
+    Extent extent;
+};
+
+class Session {
+   public:
+    static Result<std::shared_ptr<Session>> open(const ClientOptions& options);
+    ~Session();
+    Session(const Session&) = delete;
+
+    bool alive() const { return alive_.load(std::memory_order_acquire); }
+    void close();
+
+    // Builds the body with build(Writer&), sends it, and hands the answer to parse(Reader&). What was posted
+    // goes out in the same system call, first.
+    using Build = std::function<void(Writer&)>;
+    using Parse = std::function<bool(Reader&)>;
+    // timeout_ms: the longest wait without progress, 0: the session's own.
+    Status call(Kind kind, const Build& build, const Parse& parse, int timeout_ms = 0);
+
+    // One-way: never blocks, never fails; lost with the connection.
+    void post(Kind kind, const Build& build);
+
+    // Room for an object of `size` bytes. `ahead`: how many more bytes this call is going to ask for. A
+    // refusal is told in `why` and leaves slab empty.
+    Result<Room> reserve(uint64_t size, uint64_t ahead, std::string& why, int timeout_ms);
+    void unreserve(Room& room);  // it was not committed after all
+
+    // Tells the node, with the next frame, what was read straight from the arena.
+    void note_read(uint32_t slot, uint64_t bytes);
+    void flush_reads();
+
+    const Incarnation& incarnation() const { return incarnation_; }
+    const IndexReader& index() const { return index_; }
+    std::byte* arena() const { return arena_.data(); }
+    uint64_t arena_bytes() const { return arena_.size(); }
+    uint32_t space() const { return space_; }
+    uint64_t object_bytes_max() const { return object_bytes_max_; }
+    uint32_t key_bytes_max() const { return key_bytes_max_; }
+    uint32_t parts_max() const { return parts_max_; }
+    uint32_t frame_bytes_max() const { return frame_bytes_max_; }
+    uint32_t frame_keys_max() const { return frame_keys_max_; }
+    const std::string& peer() const { return peer_; }
+
+   private:
+    friend struct Slab;
+    Session() = default;
+
+    Status handshake(const ClientOptions& options);
+    Status open_space(const ClientOptions& options);
+    Status send_all(const std::byte* data, size_t size);
+    Status receive(void* data, size_t size);
+    Status receive_frame(FrameHeader& header, std::vector<Fd>* fds);
+    Status lost(Error error);  // marks the session dead, gives the error back
+    Status exchange(Kind kind, const Build& build, const Parse& parse);
+    void take_posted(std::vector<std::byte>& out);
+    void flush_posted();
+    Result<std::shared_ptr<Slab>> lease(uint64_t min, uint64_t want, std::string& why, int timeout_ms);
+
+    Fd fd_;
+    ForkGuard fork_;
+    std::string peer_;
+    int timeout_ms_ = 2000;
+    std::atomic<bool> alive_{true};
+    Incarnation incarnation_{};
+    Mapping arena_;
+    IndexReader index_;
+    uint32_t space_ = 0;
+    uint64_t slab_bytes_ = 0, object_bytes_max_ = 0;
+    uint32_t key_bytes_max_ = 0, parts_max_ = 0, frame_bytes_max_ = 0, frame_keys_max_ = 0;
+
+    std::mutex io_mutex_;  // the socket and what follows
+    std::vector<std::byte> out_, body_, unsent_;
+    uint64_t next_request_ = 1;
+
+    std::mutex posted_mutex_;  // what waits to be sent along
+    std::vector<std::byte> posted_;
+    std::vector<uint32_t> read_slots_;
+    uint64_t read_count_ = 0, read_bytes_ = 0;
+
+    std::mutex slab_mutex_;
+    std::shared_ptr<Slab> slab_;
+};
+
+}  // namespace moonpool

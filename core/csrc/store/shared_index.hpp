@@ -1,0 +1,119 @@
+// The shared index: where each visible object lies, in memory that clients map read-only. It makes the common
+// hit a matter of memory, not messages: a client finds an object and copies it without asking the node.
+//
+//   header (one page) | u32 buckets[] (slot + 1 of the first entry, 0 = none) | Entry entries[]
+//
+// One writer (the node's loop), any number of readers in other processes. Entry.seq is the lock: it holds
+// 2 x generation while the entry is valid and an odd number while it is not; generations never repeat in one
+// life of a node. A reader takes seq, reads what it wants *including the object's bytes*, and takes seq
+// again: if it did not change, all of it was of that generation, because the node makes seq odd before it
+// lets the memory be used again (a seqlock; Boehm, "Can seqlocks get along with programming language memory
+// models?", 2012). If it did change, the reader asks the node.
+//
+// A hit in the index is a hit. A miss is not a miss: chains are walked while the writer changes them, and
+// names over kInlineName bytes are not in it. Readers ask the node then.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "base/xxh3.hpp"
+#include "memory/allocator.hpp"
+#include "memory/mapping.hpp"
+#include "wire/auth.hpp"
+
+namespace moonpool {
+
+inline constexpr uint32_t kInlineName = 72;
+inline constexpr uint32_t kNoSlot = UINT32_MAX;
+
+struct IndexEntry {
+    std::atomic<uint64_t> seq;
+    uint64_t hash_low;
+    uint64_t hash_high;
+    uint64_t offset;
+    uint64_t size;
+    uint32_t crc;
+    uint32_t space;
+    std::atomic<uint32_t> next;  // slot + 1 of the next entry of this bucket
+    uint16_t name_size;
+    uint16_t tier;
+    char name[kInlineName];
+};
+static_assert(sizeof(IndexEntry) == 128);
+
+struct IndexHeader {
+    uint64_t magic;
+    uint32_t slots;
+    uint32_t buckets;
+    Incarnation incarnation;
+};
+inline constexpr uint64_t kIndexMagic = 0x3158444E494C504DULL;  // "MPLINDX1"
+
+// What a reader learns of an object; valid as long as `seq` is unchanged.
+struct IndexHit {
+    const IndexEntry* entry = nullptr;
+    uint64_t seq = 0;
+    uint64_t offset = 0;
+    uint64_t size = 0;
+    uint32_t crc = 0;
+    uint32_t slot = kNoSlot;
+
+    // True when everything read since the lookup, the object's bytes included, was of one generation.
+    bool still_valid() const {
+        std::atomic_thread_fence(std::memory_order_acquire);
+        return entry->seq.load(std::memory_order_relaxed) == seq;
+    }
+};
+
+class IndexReader {
+   public:
+    static Result<IndexReader> open(int fd, uint64_t bytes, const Incarnation& incarnation);
+
+    std::optional<IndexHit> find(uint32_t space, const Hash128& hash, std::string_view name) const;
+    // The entry of that slot while it holds that generation.
+    std::optional<IndexHit> at(uint32_t slot, uint64_t generation) const;
+
+   private:
+    Mapping mapping_;
+    const std::atomic<uint32_t>* buckets_ = nullptr;
+    const IndexEntry* entries_ = nullptr;
+    uint32_t slots_ = 0;
+    uint32_t bucket_mask_ = 0;
+};
+
+class IndexWriter {
+   public:
+    static Result<IndexWriter> create(uint32_t slots, const Incarnation& incarnation);
+    static uint64_t bytes_for(uint32_t slots);
+
+    // A descriptor of the same memory that cannot be mapped writable.
+    Result<Fd> read_only_fd() const;
+    uint64_t bytes() const { return mapping_.size(); }
+    uint32_t slots() const { return slots_; }
+
+    // Fills the entry of a free slot and links it. A name over kInlineName is linked, but only the node can
+    // find it.
+    void publish(uint32_t slot, uint64_t generation, uint32_t space, const Hash128& hash,
+                 std::string_view name, Extent extent, uint32_t crc);
+    // Makes the entry invalid, then unlinks it. After it returns, a reader that looks again sees the change.
+    void retract(uint32_t slot);
+
+    uint32_t first(const Hash128& hash) const;  // slot or kNoSlot
+    uint32_t next(uint32_t slot) const;
+    const IndexEntry& entry(uint32_t slot) const { return entries_[slot]; }
+
+   private:
+    Fd fd_;
+    Mapping mapping_;
+    std::atomic<uint32_t>* buckets_ = nullptr;
+    IndexEntry* entries_ = nullptr;
+    uint32_t slots_ = 0;
+    uint32_t bucket_mask_ = 0;
+};
+
+}  // namespace moonpool

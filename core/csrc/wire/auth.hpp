@@ -1,0 +1,32 @@
+// The handshake: both sides prove that they know the cluster token, over fresh nonces, before anything else
+// is read.
+//
+//   node   -> client  CHALLENGE  node nonce, incarnation
+//   client -> node    AUTH       tenant, client nonce, mac_client
+//   node   -> client  WELCOME    mac_node, ...
+//
+// mac_client = HMAC-SHA256(token, "moonpool client" | version | node nonce | client nonce | incarnation |
+// tenant) mac_node   = HMAC-SHA256(token, "moonpool node"   | version | client nonce | node nonce |
+// incarnation | tenant) The role text keeps one side's mac from being played back as the other's.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace moonpool {
+
+using Nonce = std::array<uint8_t, 32>;
+using Mac = std::array<uint8_t, 32>;
+using Incarnation = std::array<uint8_t, 16>;  // one life of a node process: random, never an address
+
+enum class Role { kClient, kNode };
+
+Nonce random_nonce();
+Incarnation random_incarnation();
+
+Mac handshake_mac(Role role, std::string_view token, const Nonce& node_nonce, const Nonce& client_nonce,
+                  const Incarnation& incarnation, std::string_view tenant);
+
+}  // namespace moonpool

@@ -1,0 +1,134 @@
+// The frame: what travels on every Moonpool connection (docs/wire.md has the byte tables). Little-endian.
+//
+//   0  u32 magic "MPL1"   4  u8 version   5  u8 kind   6  u16 flags
+//   8  u32 payload bytes  12 u32 zero     16 u64 request id, echoed by the answer
+//
+// Reader and Writer never read or write outside their span; a Reader that ran short stays failed (`ok()`), so
+// that a parser can check once at the end.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace moonpool {
+
+static_assert(std::endian::native == std::endian::little, "the wire format is read and written in place");
+
+inline constexpr uint32_t kMagic = 0x314C504D;  // "MPL1"
+inline constexpr uint8_t kVersion = 1;
+
+enum class Kind : uint8_t {
+    kError = 1,      // u16 code, text: the connection (request id 0) or the request failed
+    kChallenge = 2,  // node -> client, the first frame
+    kAuth = 3,       // client -> node
+    kWelcome = 4,    // node -> client, with the file descriptors of arena and index
+
+    kOpenSpace = 16,
+    kLease = 17,    // memory to write into
+    kReturn = 18,   // one-way: a slab is done with
+    kCommit = 19,   // objects written into leased memory become visible
+    kLookup = 20,   // exists, pin, longest prefix
+    kRelease = 21,  // one-way: a pin is done with
+    kTouch = 22,    // one-way: what was read straight from shared memory
+    kRemove = 23,
+    kList = 24,
+    kStat = 25,
+};
+inline constexpr uint16_t kFlagAnswer = 1;
+inline constexpr uint16_t kFlagOneWay = 2;
+
+struct FrameHeader {
+    uint32_t magic = kMagic;
+    uint8_t version = kVersion;
+    Kind kind = Kind::kError;
+    uint16_t flags = 0;
+    uint32_t length = 0;
+    uint32_t zero = 0;
+    uint64_t request_id = 0;
+};
+static_assert(sizeof(FrameHeader) == 24);
+
+class Writer {
+   public:
+    explicit Writer(std::vector<std::byte>& out) : out_(out) {}
+
+    template <class T>
+    void number(T value) {
+        static_assert(std::is_trivially_copyable_v<T>);
+        size_t at = out_.size();
+        out_.resize(at + sizeof(T));
+        std::memcpy(out_.data() + at, &value, sizeof(T));
+    }
+    void bytes(const void* data, size_t size) {
+        const auto* begin = static_cast<const std::byte*>(data);
+        out_.insert(out_.end(), begin, begin + size);
+    }
+    void text16(std::string_view text) {
+        number(static_cast<uint16_t>(text.size()));
+        bytes(text.data(), text.size());
+    }
+
+   private:
+    std::vector<std::byte>& out_;
+};
+
+class Reader {
+   public:
+    explicit Reader(std::span<const std::byte> in) : in_(in) {}
+
+    template <class T>
+    T number() {
+        T value{};
+        if (const std::byte* from = take(sizeof(T))) std::memcpy(&value, from, sizeof(T));
+        return value;
+    }
+    std::string_view bytes(size_t size) {
+        const std::byte* from = take(size);
+        return from != nullptr ? std::string_view(reinterpret_cast<const char*>(from), size)
+                               : std::string_view();
+    }
+    std::string_view text16() { return bytes(number<uint16_t>()); }
+
+    bool ok() const { return ok_; }
+    bool done() const { return ok_ && in_.empty(); }
+    size_t left() const { return in_.size(); }
+
+   private:
+    const std::byte* take(size_t size) {
+        if (size > in_.size()) {
+            ok_ = false;
+            in_ = {};
+            return nullptr;
+        }
+        const std::byte* from = in_.data();
+        in_ = in_.subspan(size);
+        return from;
+    }
+
+    std::span<const std::byte> in_;
+    bool ok_ = true;
+};
+
+// Starts a frame in `out` and gives the place of its header; finish_frame writes the length once it is known.
+inline size_t begin_frame(std::vector<std::byte>& out, Kind kind, uint16_t flags, uint64_t request_id) {
+    size_t at = out.size();
+    FrameHeader header;
+    header.kind = kind;
+    header.flags = flags;
+    header.request_id = request_id;
+    Writer(out).number(header);
+    return at;
+}
+
+inline void finish_frame(std::vector<std::byte>& out, size_t at) {
+    auto length = static_cast<uint32_t>(out.size() - at - sizeof(FrameHeader));
+    std::memcpy(out.data() + at + offsetof(FrameHeader, length), &length, sizeof(length));
+}
+
+}  // namespace moonpool

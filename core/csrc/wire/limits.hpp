@@ -1,0 +1,25 @@
+// Every maximum of the wire and the store in one place; the error of each names it.
+#pragma once
+
+#include <cstdint>
+
+namespace moonpool {
+
+struct Limits {
+    uint32_t key_bytes = 1024;
+    uint32_t parts = 4096;
+    uint32_t frame_bytes = 8u << 20;
+    uint32_t frame_keys = 16384;
+    uint32_t handshake_bytes = 1024;         // before the peer has proved that it knows the token
+    uint32_t handshake_ms = 5000;            // for the whole handshake
+    uint32_t stalled_frame_ms = 10000;       // without progress inside a frame
+    uint32_t connections = 512;              // of which
+    uint32_t connections_unproved = 64;      // may still be in the handshake
+    uint32_t send_backlog_bytes = 1u << 20;  // over it, the node stops reading from that connection
+    uint32_t pins = 65536;                   // of one connection
+    uint32_t slabs = 256;                    // leased to one connection
+    uint32_t spaces = 65536;                 // of one tenant
+    // The object limit is a quarter of the arena: Pool::object_bytes_max.
+};
+
+}  // namespace moonpool

@@ -1,0 +1,115 @@
+"""Builds ``moonpool._native`` from core/csrc; everything else about the package stands in pyproject.toml.
+
+Only what changed is compiled: every object keeps the list of headers it was made from (gcc -MMD) beside it in
+build/native-<digest of compiler, flags and Python>, and that folder survives between `pip install .`,
+`pip install -e .` and `make build`. Nothing outside a C++20 compiler, the Python headers and pybind11 is needed.
+
+Environment: MOONPOOL_BUILD_JOBS (parallel compilers, default: all cores), MOONPOOL_WERROR=1 (warnings are errors,
+as in CI), CXX, CFLAGS/CXXFLAGS/LDFLAGS (honoured by setuptools).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
+from glob import glob
+from pathlib import Path
+
+import pybind11
+from pybind11.setup_helpers import Pybind11Extension
+from setuptools import find_packages, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.extension import Extension
+
+SOURCES = sorted(glob("core/csrc/**/*.cpp", recursive=True))
+HEADERS = sorted(glob("core/csrc/**/*.hpp", recursive=True))
+FLAGS = ["-O3", "-Wall", "-Wextra", "-pthread", "-MMD"]
+# Warnings of Python's own CFLAGS that only make sense for C; g++ would complain about each of them.
+C_ONLY = {"-Wstrict-prototypes", "-Wmissing-prototypes"}
+
+
+def objects_folder(compiler: list[str], flags: list[str]) -> Path:
+    """Where the objects of exactly this compiler, these flags and this Python live."""
+    version = subprocess.run([compiler[0], "--version"], capture_output=True, text=True, check=True).stdout
+    identity = [version, *compiler, *flags, pybind11.__version__, str(sysconfig.get_config_var("EXT_SUFFIX"))]
+    return Path("build") / f"native-{hashlib.sha256(repr(identity).encode()).hexdigest()[:12]}"
+
+
+def is_stale(target: Path, source: Path) -> bool:
+    """True when the object is missing, or older than its source or any project header it included."""
+    depfile = target.with_suffix(".d")
+    if not target.exists() or not depfile.exists():
+        return True
+    made_s = target.stat().st_mtime
+    words = re.split(r"\s+", depfile.read_text().replace("\\\n", " ").split(":", 1)[1])
+    for name in {str(source), *(word for word in words if word.startswith("core/"))}:
+        path = Path(name)
+        if not path.exists() or path.stat().st_mtime >= made_s:
+            return True
+    return False
+
+
+class IncrementalBuild(build_ext):
+    """build_ext that compiles stale objects only, several at a time, and then links."""
+
+    def build_extension(self, ext: Extension) -> None:
+        for name in ("compiler", "compiler_so", "compiler_cxx", "compiler_so_cxx"):
+            command = getattr(self.compiler, name, None)
+            if command:
+                setattr(self.compiler, name, [word for word in command if word not in C_ONLY])
+        flags = list(ext.extra_compile_args)
+        compiler = list(getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_so)
+        folder = objects_folder(compiler, flags)
+        targets = [
+            Path(name) for name in self.compiler.object_filenames(ext.sources, output_dir=str(folder))
+        ]
+        stale = [
+            (source, target)
+            for source, target in zip(ext.sources, targets, strict=True)
+            if self.force or is_stale(target, Path(source))
+        ]
+
+        def compile_one(pair: tuple[str, Path]) -> None:
+            source, target = pair
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.unlink(missing_ok=True)
+            started_s = time.time()
+            self.compiler.compile(
+                [source], output_dir=str(folder), include_dirs=ext.include_dirs, extra_postargs=flags
+            )
+            # Dated before the compiler read the source, so that an edit made meanwhile is seen next time.
+            os.utime(target, (started_s, started_s))
+
+        jobs = int(os.environ.get("MOONPOOL_BUILD_JOBS", "0")) or len(os.sched_getaffinity(0))
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(compile_one, stale))
+        self.compiler.link_shared_object(
+            [str(target) for target in targets],
+            self.get_ext_fullpath(ext.name),
+            extra_postargs=ext.extra_link_args,
+            target_lang="c++",
+        )
+
+
+setup(
+    packages=find_packages("src"),  # follows the links core, connectors and disagg_proxy
+    package_dir={"": "src"},
+    package_data={"*": ["py.typed", "*.pyi"]},
+    ext_modules=[
+        Pybind11Extension(
+            "moonpool._native",
+            SOURCES,
+            include_dirs=["core/csrc"],
+            depends=[*HEADERS, "setup.py"],
+            cxx_std=20,  # with it come -fvisibility=hidden and -g0
+            extra_compile_args=[*FLAGS, *(["-Werror"] if os.environ.get("MOONPOOL_WERROR") == "1" else [])],
+            extra_link_args=["-pthread"],
+        )
+    ],
+    cmdclass={"build_ext": IncrementalBuild},
+)
