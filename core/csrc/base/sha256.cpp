@@ -26,7 +26,9 @@ alignas(64) constexpr uint32_t kRound[64] = {
 
 using Compress = void (*)(uint32_t* state, const uint8_t* data, size_t blocks);
 
-void compress_plain(uint32_t* state, const uint8_t* data, size_t blocks) {
+}  // namespace
+
+void sha256_compress_plain(uint32_t* state, const uint8_t* data, size_t blocks) {
     for (; blocks != 0; --blocks, data += 64) {
         uint32_t w[64];
         std::memcpy(w, data, 64);
@@ -51,6 +53,8 @@ void compress_plain(uint32_t* state, const uint8_t* data, size_t blocks) {
         state[4] += e, state[5] += f, state[6] += g, state[7] += h;
     }
 }
+
+namespace {
 
 #if defined(__x86_64__)
 
@@ -101,7 +105,7 @@ Compress choose() {
 #if defined(__x86_64__)
     if (cpu().sha256) return compress_ni;
 #endif
-    return compress_plain;
+    return sha256_compress_plain;
 }
 
 void compress(uint32_t* state, const uint8_t* data, size_t blocks) {

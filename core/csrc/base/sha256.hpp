@@ -23,4 +23,8 @@ class Sha256 {
 
 Digest sha256(const void* data, size_t size);
 
+// The compression function as a CPU without the instructions runs it; here for the test that compares the
+// two.
+void sha256_compress_plain(uint32_t* state, const uint8_t* data, size_t blocks);
+
 }  // namespace moonpool

@@ -8,6 +8,9 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
 
 namespace moonpool {
 
@@ -25,9 +28,24 @@ Mapping::~Mapping() {
 }
 
 Result<Mapping> Mapping::map(int fd, uint64_t bytes, bool writable) {
-    void* address = ::mmap(nullptr, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
-    if (address == MAP_FAILED)
-        return os_error("mmap of " + std::to_string(bytes) + " bytes of shared memory");
+    // A huge page is mapped as one only where address and offset agree modulo its size: take a range that is
+    // larger, map over its aligned part, and give the rest back.
+    uint64_t slack = bytes >= kHugePageBytes ? kHugePageBytes : 0;
+    uint64_t length = round_up_to_page(bytes);
+    void* range =
+        ::mmap(nullptr, length + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (range == MAP_FAILED) return os_error("mmap of " + std::to_string(bytes) + " bytes of address space");
+    auto* begin = static_cast<std::byte*>(range);
+    uint64_t ahead = slack == 0 ? 0 : -reinterpret_cast<uint64_t>(begin) % kHugePageBytes;
+    int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
+    void* address = ::mmap(begin + ahead, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0);
+    if (address == MAP_FAILED) {
+        Error error = os_error("mmap of " + std::to_string(bytes) + " bytes of shared memory");
+        ::munmap(range, length + slack);
+        return error;
+    }
+    if (ahead != 0) ::munmap(begin, ahead);
+    if (slack != ahead) ::munmap(begin + ahead + length, slack - ahead);
     Mapping mapping;
     mapping.data_ = static_cast<std::byte*>(address);
     mapping.size_ = bytes;
@@ -44,6 +62,10 @@ Status Mapping::protect(uint64_t offset, uint64_t bytes, bool writable) {
 void Mapping::populate_for_write(uint64_t offset, uint64_t bytes) {
     // Only a hint: kernels before 5.14 do not know it and fault page by page.
     ::madvise(data_ + offset, bytes, MADV_POPULATE_WRITE);
+}
+
+bool Mapping::collapse(uint64_t offset, uint64_t bytes) {
+    return ::madvise(data_ + offset, bytes, MADV_COLLAPSE) == 0;
 }
 
 Result<Arena> Arena::create(const std::string& name, uint64_t bytes) {

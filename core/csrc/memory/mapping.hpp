@@ -1,6 +1,10 @@
 // Memory shared between processes: a memfd and the views of it.
 //
 // Mapping  a range of addresses over a memfd; unmapped by its destructor.
+// Huge pages are what makes leases cheap: turning a slab writable and back costs 40 us a MiB with pages of 4
+// KiB and 0.2 us with pages of 2 MiB (a copy: 60 us). They need no setting of the system: MADV_COLLAPSE asks
+// for them range by range (Linux 6.1), and where it is refused everything works the same, a little slower.
+//
 // Arena    the node's own memory of a tenant. Its length is fixed at birth (sealed against shrinking, so that
 // no
 //          client can make a reader fault), its pages are reserved step by step by commit(): reading or
@@ -38,6 +42,10 @@ class Mapping {
     // Fills the page tables of a writable range in one call instead of one fault for each 4 KiB.
     void populate_for_write(uint64_t offset, uint64_t bytes);
 
+    // Gathers a range, whole huge pages of it, into huge pages; 2 ms a MiB. Its bytes may be in use
+    // meanwhile.
+    bool collapse(uint64_t offset, uint64_t bytes);
+
    private:
     std::byte* data_ = nullptr;
     uint64_t size_ = 0;
@@ -49,6 +57,9 @@ class Arena {
 
     // Reserves the pages of [committed(), committed() + bytes).
     Status commit(uint64_t bytes);
+
+    // Makes huge pages of a committed range; false when the kernel does not.
+    bool collapse(uint64_t offset, uint64_t bytes) { return mapping_.collapse(offset, bytes); }
 
     int fd() const { return fd_.get(); }
     uint64_t size() const { return mapping_.size(); }
@@ -62,6 +73,9 @@ class Arena {
 };
 
 inline constexpr uint64_t kPageBytes = 4096;
+inline constexpr uint64_t kHugePageBytes = 2u << 20;
 inline uint64_t round_up_to_page(uint64_t n) { return (n + kPageBytes - 1) & ~(kPageBytes - 1); }
+
+inline uint64_t round_up_to_huge_page(uint64_t n) { return (n + kHugePageBytes - 1) & ~(kHugePageBytes - 1); }
 
 }  // namespace moonpool

@@ -39,7 +39,7 @@ Connection::Connection(Server& server, Fd fd, uint64_t now_ms)
 
 Connection::~Connection() {
     for (auto& [id, pinned] : pins_) unpin(pinned);
-    for (auto& [offset, slab] : slabs_) give_back(slab);
+    for (auto& [offset, extent] : leases_) pool_->leases().close(offset);
 }
 
 bool Connection::greet() {
@@ -102,6 +102,7 @@ bool Connection::parse_frames() {
         if (in_end_ - in_begin_ < sizeof(header) + header.length) return true;
         std::span<const std::byte> body(in_.data() + in_begin_ + sizeof(header), header.length);
         in_begin_ += sizeof(header) + header.length;
+        whole_answers_ = out_.size();
         if (!handle(header, Reader(body))) return false;
     }
     return true;
@@ -235,12 +236,12 @@ bool Connection::on_lease(const FrameHeader& header, Reader body) {
     if (min > pool_->object_bytes_max()) {
         why = "it is over the object limit of " + std::to_string(pool_->object_bytes_max()) +
               " bytes, a quarter of the arena";
-    } else if (slabs_.size() >= limits.slabs) {
+    } else if (leases_.size() >= limits.slabs) {
         why = "this client already holds " + std::to_string(limits.slabs) + " leases, the limit";
     } else if (std::optional<Extent> lease = pool_->lease(min, std::min(want, pool_->object_bytes_max()))) {
         extent = *lease;
         leased_bytes_ += extent.size;
-        slabs_.emplace(extent.offset, Slab{extent, {}});
+        leases_.emplace(extent.offset, extent);
     } else {
         why = "the arena is full: the rest of its " + std::to_string(pool_->capacity()) +
               " bytes is pinned by readers or leased to writers";
@@ -255,32 +256,22 @@ bool Connection::on_lease(const FrameHeader& header, Reader body) {
     return true;
 }
 
-Connection::Slab* Connection::slab_of(Extent extent) {
-    auto it = slabs_.upper_bound(extent.offset);
-    if (it == slabs_.begin()) return nullptr;
-    Slab& slab = std::prev(it)->second;
-    if (extent.size > slab.extent.size || extent.offset + extent.size > slab.extent.end()) return nullptr;
-    return &slab;
+bool Connection::leased(Extent extent) const {
+    auto it = leases_.upper_bound(extent.offset);
+    if (it == leases_.begin()) return false;
+    const Extent& lease = std::prev(it)->second;
+    return extent.size <= lease.size && extent.offset <= lease.end() - extent.size;
 }
 
 bool Connection::on_return(Reader body) {
     auto offset = body.number<uint64_t>();
     if (!body.done()) return malformed("is no RETURN");
-    auto it = slabs_.find(offset);
-    if (it == slabs_.end()) return malformed("returns a slab that this client does not hold");
-    give_back(it->second);
-    leased_bytes_ -= it->second.extent.size;
-    slabs_.erase(it);
+    auto it = leases_.find(offset);
+    if (it == leases_.end()) return malformed("returns a lease that this client does not hold");
+    pool_->leases().close(offset);
+    leased_bytes_ -= it->second.size;
+    leases_.erase(it);
     return true;
-}
-
-void Connection::give_back(const Slab& slab) {
-    uint64_t from = slab.extent.offset;
-    for (const Extent& e : slab.committed) {
-        pool_->free(Extent{from, e.offset - from});
-        from = e.end();
-    }
-    pool_->free(Extent{from, slab.extent.end() - from});
 }
 
 // u32 space, u8 flags, u8 zero, u16 zero, u32 n, then n times: u64 offset, u64 size, u32 crc, text16 name,
@@ -311,31 +302,25 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
         std::string_view parent_name = body.text16();
         if (!body.ok() || name.empty() || name.size() > limits.key_bytes) return malformed("is no COMMIT");
 
-        Slab* slab = nullptr;
-        std::vector<Extent>::iterator place;
         if (extent.size != 0) {
-            slab = slab_of(extent);
-            if (slab == nullptr) return malformed("commits memory that was not leased to this client");
-            place = std::lower_bound(slab->committed.begin(), slab->committed.end(), extent.offset,
-                                     [](const Extent& e, uint64_t offset) { return e.offset < offset; });
-            bool overlaps = (place != slab->committed.end() && place->offset < extent.end()) ||
-                            (place != slab->committed.begin() && std::prev(place)->end() > extent.offset);
-            if (overlaps) return malformed("commits the same memory twice");
+            if (!leased(extent)) return malformed("commits memory that was not leased to this client");
+            if (!pool_->leases().commit(extent)) return malformed("commits the same memory twice");
         }
         uint32_t parent = parent_name.empty() ? kNoSlot : pool_->find(space, parent_name);
         switch (table.commit(space, pool_->hash(space, name), name, extent, crc, parent,
                              (flags & kCommitReplace) != 0)) {
             case ObjectTable::Commit::kStored:
-                if (slab != nullptr) slab->committed.insert(place, extent);
                 count(m.stored_total);
                 count(m.stored_bytes_total, extent.size);
                 if (!one_way) Writer(out_).number(PutOutcome::kStored);
                 break;
             case ObjectTable::Commit::kExists:
+                pool_->leases().free(extent);
                 count(m.exists_total);
                 if (!one_way) Writer(out_).number(PutOutcome::kExists);
                 break;
             case ObjectTable::Commit::kNoSlot:
+                pool_->leases().free(extent);
                 count(m.put_refused_total);
                 if (!one_way) Writer(out_).number(PutOutcome::kRefused);
                 break;
@@ -534,6 +519,8 @@ bool Connection::refuse(uint64_t request_id, Code code, const std::string& text)
 }
 
 bool Connection::fail(Code code, const std::string& text) {
+    // Half an answer may stand behind the whole ones.
+    out_.resize(std::max(out_sent_, std::min(out_.size(), whole_answers_)));
     refuse(0, code, text);
     flush();
     return false;

@@ -32,10 +32,6 @@ class Connection {
     size_t pins() const { return pins_.size(); }
 
    private:
-    struct Slab {
-        Extent extent;
-        std::vector<Extent> committed;  // by offset; parts of it may have been evicted since
-    };
     struct Pinned {
         uint32_t slot;
         uint64_t generation;
@@ -55,8 +51,7 @@ class Connection {
     bool on_list(const FrameHeader& header, Reader body);
     bool on_stat(const FrameHeader& header);
 
-    Slab* slab_of(Extent extent);
-    void give_back(const Slab& slab);
+    bool leased(Extent extent) const;
     void unpin(const std::vector<Pinned>& pinned);
 
     bool refuse(uint64_t request_id, Code code,
@@ -76,8 +71,9 @@ class Connection {
     size_t in_begin_ = 0, in_end_ = 0;
     std::vector<std::byte> out_;
     size_t out_sent_ = 0;
+    size_t whole_answers_ = 0;  // of out_, before the frame that is being handled
     uint32_t events_ = 0;
-    std::map<uint64_t, Slab> slabs_;  // by offset
+    std::map<uint64_t, Extent> leases_;  // its own, by offset
     uint64_t leased_bytes_ = 0;
     std::unordered_map<uint64_t, std::vector<Pinned>> pins_;
     std::vector<uint32_t> found_;  // scratch of on_lookup

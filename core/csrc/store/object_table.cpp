@@ -4,9 +4,10 @@
 
 namespace moonpool {
 
-ObjectTable::ObjectTable(IndexWriter index, ExtentAllocator& allocator)
+ObjectTable::ObjectTable(IndexWriter index, ExtentAllocator& allocator, Leases& leases)
     : index_(std::move(index)),
       allocator_(allocator),
+      leases_(leases),
       objects_(static_cast<Object*>(std::calloc(index_.slots(), sizeof(Object)))) {}
 
 std::string_view ObjectTable::name(uint32_t slot) const {
@@ -107,7 +108,7 @@ void ObjectTable::remove(uint32_t slot) {
 void ObjectTable::release(uint32_t slot) {
     Object& o = objects_[slot];
     forget_parent(slot);
-    allocator_.free(extent(slot));
+    leases_.free(extent(slot));
     long_names_.erase(slot);
     o.state = State::kFree;
     o.generation = 0;
@@ -143,7 +144,9 @@ bool ObjectTable::evict_window(uint64_t bytes) {
     std::vector<Piece> pieces;
     allocator_.for_each([&](Extent e) { pieces.push_back({e, kNoSlot}); });
     for (uint32_t slot = 0; slot < used_; ++slot) {
-        if (evictable(objects_[slot]) && extent(slot).size != 0) pieces.push_back({extent(slot), slot});
+        const Object& o = objects_[slot];
+        if (o.state != State::kComplete || o.pins != 0 || extent(slot).size == 0) continue;
+        if (!leases_.inside_open(extent(slot))) pieces.push_back({extent(slot), slot});
     }
     std::sort(pieces.begin(), pieces.end(),
               [](const Piece& a, const Piece& b) { return a.extent.offset < b.extent.offset; });
@@ -247,7 +250,7 @@ bool ObjectTable::check_integrity() const {
         if (extents[i].offset < extents[i - 1].end()) return false;
     }
     return complete_count == counters_.objects && bytes == counters_.object_bytes &&
-           detached == counters_.detached && pinned == counters_.pinned && allocator_.check_integrity();
+           detached == counters_.detached && pinned == counters_.pinned && leases_.check_integrity();
 }
 
 }  // namespace moonpool

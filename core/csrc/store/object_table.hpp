@@ -22,7 +22,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "memory/allocator.hpp"
+#include "memory/leases.hpp"
 #include "store/shared_index.hpp"
 
 namespace moonpool {
@@ -40,7 +40,7 @@ class ObjectTable {
    public:
     enum class Commit { kStored, kExists, kNoSlot };
 
-    ObjectTable(IndexWriter index, ExtentAllocator& allocator);
+    ObjectTable(IndexWriter index, ExtentAllocator& allocator, Leases& leases);
 
     uint32_t find(uint32_t space, const Hash128& hash, std::string_view name) const;
 
@@ -99,7 +99,6 @@ class ObjectTable {
     };
 
     Extent extent(uint32_t slot) const { return Extent{index_.entry(slot).offset, index_.entry(slot).size}; }
-    bool evictable(const Object& o) const { return o.state == State::kComplete && o.pins == 0; }
     void list_if_leaf(uint32_t slot, bool newest);
     void unlist(uint32_t slot);
     void forget_parent(uint32_t slot);
@@ -107,6 +106,7 @@ class ObjectTable {
 
     IndexWriter index_;
     ExtentAllocator& allocator_;
+    Leases& leases_;
     std::unique_ptr<Object[], FreeMemory> objects_;  // calloc: pages of slots never used are never touched
     uint32_t used_ = 0;
     std::vector<uint32_t> free_slots_;

@@ -28,26 +28,34 @@ Result<std::unique_ptr<Pool>> Pool::create(const PoolOptions& options, const Inc
         o.slab_bytes = std::clamp<uint64_t>(o.arena_bytes / 128, 256u << 10, 8u << 20);
     }
     o.slab_bytes = round_up_to_page(o.slab_bytes);
+    if (o.slab_bytes > kHugePageBytes) o.slab_bytes = round_up_to_huge_page(o.slab_bytes);
     Result<Arena> arena = Arena::create("moonpool-arena-" + o.tenant.substr(0, 64), o.arena_bytes);
     if (!arena) return arena.error();
     pool->arena_ = std::move(*arena);
     Result<IndexWriter> index = IndexWriter::create(o.objects_max, incarnation);
     if (!index) return index.error();
-    pool->table_ = std::make_unique<ObjectTable>(std::move(*index), pool->allocator_);
+    pool->table_ = std::make_unique<ObjectTable>(std::move(*index), pool->allocator_, pool->leases_);
     return pool;
 }
 
 std::optional<Extent> Pool::lease(uint64_t min, uint64_t want) {
+    // Whole huge pages where it is about that much: a lease that ends inside one would break its mapping up.
+    uint64_t align = kPageBytes;
+    if (std::max(want, min) >= kHugePageBytes) {
+        align = kHugePageBytes;
+        want = round_up_to_huge_page(std::max(want, min));
+    }
     want = std::max(want, min);
     // Evict by age until a whole lease fits, but not much more than one: when what was freed is scattered, a
     // smaller lease does.
     uint64_t evicted_before = table_->counters().evicted_bytes_total;
     auto evicted = [&] { return table_->counters().evicted_bytes_total - evicted_before; };
-    while (allocator_.largest() < want + kPageBytes && evicted() < 2 * want && table_->evict_one()) {
+    while (allocator_.largest() < want + align && evicted() < 2 * want && table_->evict_one()) {
     }
-    if (std::optional<Extent> extent = allocator_.allocate(min, want, kPageBytes)) return extent;
+    if (std::optional<Extent> extent = leases_.open(min, want, align)) return extent;
+    if (std::optional<Extent> extent = leases_.open(min, want, kPageBytes)) return extent;
     if (!table_->evict_window(min + 2 * kPageBytes)) return std::nullopt;
-    return allocator_.allocate(min, want, kPageBytes);
+    return leases_.open(min, want, kPageBytes);
 }
 
 std::optional<uint32_t> Pool::open_space(std::string_view name_space, std::string_view fingerprint,
@@ -80,6 +88,15 @@ uint64_t Pool::scrub(uint64_t budget) {
         }
     }
     return dropped;
+}
+
+uint64_t Pool::collapse_memory() {
+    constexpr uint64_t kStep = 16u << 20;
+    uint64_t done = huge_bytes_;
+    uint64_t bytes = std::min(kStep, arena_.committed() - done) / kHugePageBytes * kHugePageBytes;
+    if (bytes == 0 || !arena_.collapse(done, bytes)) return 0;
+    huge_bytes_ += bytes;
+    return bytes;
 }
 
 Result<uint64_t> Pool::commit_memory() {

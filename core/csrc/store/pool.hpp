@@ -2,6 +2,7 @@
 // Tenants share nothing. The node's loop owns it; only commit_memory() may run on another thread.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "memory/allocator.hpp"
+#include "memory/leases.hpp"
 #include "memory/mapping.hpp"
 #include "store/object_table.hpp"
 #include "store/space.hpp"
@@ -32,7 +34,7 @@ class Pool {
     // A lease of at least `min` bytes, up to `want`: page aligned. Evicts as needed. Nothing when pins and
     // other leases stand in the way.
     std::optional<Extent> lease(uint64_t min, uint64_t want);
-    void free(Extent extent) { allocator_.free(extent); }
+    Leases& leases() { return leases_; }
 
     // The id of a space, made on first use; nothing when the tenant has too many.
     std::optional<uint32_t> open_space(std::string_view name_space, std::string_view fingerprint,
@@ -62,6 +64,10 @@ class Pool {
     Result<uint64_t> commit_memory();
     void open_memory(uint64_t bytes) { allocator_.grow(bytes); }
     uint64_t committed() const { return arena_.committed(); }
+    // Makes huge pages of the next piece of committed memory (any thread); 0: all is done, or the kernel does
+    // not.
+    uint64_t collapse_memory();
+    uint64_t huge_bytes() const { return huge_bytes_; }
 
     bool check_integrity() const { return table_->check_integrity(); }
 
@@ -71,10 +77,12 @@ class Pool {
     PoolOptions options_;
     Arena arena_;
     ExtentAllocator allocator_;
+    Leases leases_{allocator_};
     std::unique_ptr<ObjectTable> table_;
     std::unordered_map<std::string, uint32_t> space_ids_;
     std::vector<KeyHasher> hashers_;
     uint32_t scrub_slot_ = 0;
+    std::atomic<uint64_t> huge_bytes_{0};
 };
 
 }  // namespace moonpool

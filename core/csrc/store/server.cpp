@@ -1,6 +1,7 @@
 #include "store/server.hpp"
 
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -135,6 +136,10 @@ void Server::reserve_memory() {
             (void)!::write(wake_.get(), &one, sizeof(one));
         }
     }
+    for (auto& [tenant, pool] : pools_) {
+        while (!stopping_ && pool->collapse_memory() != 0) {
+        }
+    }
 }
 
 void Server::stop() {
@@ -172,6 +177,7 @@ void Server::loop() {
         int n =
             ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), spin ? 0 : kTickMs);
         if (n > 0) spin_until = std::chrono::steady_clock::now() + kSpin;
+        if (n == 0 && spin) ::sched_yield();  // the client may wait for this very core
         uint64_t now = now_ms();
         for (int i = 0; i < n; ++i) {
             int fd = events[static_cast<size_t>(i)].data.fd;
@@ -314,7 +320,7 @@ std::vector<std::pair<std::string, uint64_t>> Server::snapshot() {
 std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
     NodeMetrics& m = metrics_;
     TableCounters sum;
-    uint64_t capacity = 0, free_bytes = 0, leased = 0, pins = 0, arena = 0;
+    uint64_t capacity = 0, free_bytes = 0, leased = 0, pins = 0, arena = 0, huge = 0;
     for (auto& [tenant, pool] : pools_) {
         const TableCounters& c = pool->table().counters();
         sum.objects += c.objects;
@@ -326,6 +332,7 @@ std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
         capacity += pool->capacity();
         free_bytes += pool->free_bytes();
         arena += pool->arena_bytes();
+        huge += pool->huge_bytes();
     }
     for (auto& [fd, connection] : connections_) {
         leased += connection->leased_bytes();
@@ -340,6 +347,7 @@ std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
         {"arena_bytes", arena},
         {"arena_ready_bytes", capacity},
         {"arena_free_bytes", free_bytes},
+        {"arena_huge_page_bytes", huge},
         {"arena_memory_short", memory_error_.load()},
         {"leased_bytes", leased},
         {"connections", connections_.size()},

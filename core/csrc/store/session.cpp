@@ -1,6 +1,6 @@
 #include "store/session.hpp"
 
-#include <poll.h>
+#include <sched.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -31,6 +31,7 @@ ssize_t receive_soon(int fd, void* data, size_t size) {
         do {
             ssize_t n = ::recv(fd, data, size, MSG_DONTWAIT);
             if (n >= 0 || errno != EAGAIN) return n;
+            ::sched_yield();  // the node may wait for this very core
         } while (std::chrono::steady_clock::now() < end);
     }
     return ::recv(fd, data, size, 0);
@@ -380,10 +381,21 @@ Result<std::shared_ptr<Slab>> Session::lease(uint64_t min, uint64_t want, std::s
     if (!status) return status.error();
     if (extent.size == 0) return std::shared_ptr<Slab>();
     auto slab = std::make_shared<Slab>(*this, extent);
-    if (Status writable = arena_.protect(extent.offset, extent.size, true); !writable)
-        return writable.error();
-    arena_.populate_for_write(extent.offset, extent.size);
+    if (Status writable = make_writable(extent); !writable) return writable.error();
     return slab;
+}
+
+Status Session::make_writable(Extent extent) {
+    if (Status status = arena_.protect(extent.offset, extent.size, true); !status) return status;
+    populated_.resize(arena_.size() / kHugePageBytes + 1);
+    bool fresh = false;
+    for (uint64_t page = extent.offset / kHugePageBytes; page <= (extent.end() - 1) / kHugePageBytes;
+         ++page) {
+        fresh |= !populated_[page];
+        populated_[page] = true;
+    }
+    if (fresh) arena_.populate_for_write(extent.offset, extent.size);
+    return success();
 }
 
 Result<Room> Session::reserve(uint64_t size, uint64_t ahead, std::string& why, int timeout_ms) {

@@ -107,6 +107,7 @@ class Session {
     Status exchange(Kind kind, const Build& build, const Parse& parse);
     void take_posted(std::vector<std::byte>& out);
     void flush_posted();
+    Status make_writable(Extent extent);
     Result<std::shared_ptr<Slab>> lease(uint64_t min, uint64_t want, std::string& why, int timeout_ms);
 
     Fd fd_;
@@ -132,6 +133,7 @@ class Session {
 
     std::mutex slab_mutex_;
     std::shared_ptr<Slab> slab_;
+    std::vector<bool> populated_;  // by huge page: whose page table entries were filled once
 };
 
 }  // namespace moonpool

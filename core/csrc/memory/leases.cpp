@@ -1,0 +1,85 @@
+#include "memory/leases.hpp"
+
+#include <algorithm>
+
+namespace moonpool {
+
+namespace {
+
+auto at_or_after(std::vector<Extent>& extents, uint64_t offset) {
+    return std::lower_bound(extents.begin(), extents.end(), offset,
+                            [](const Extent& e, uint64_t o) { return e.offset < o; });
+}
+
+}  // namespace
+
+std::optional<Extent> Leases::open(uint64_t min, uint64_t want, uint64_t align) {
+    std::optional<Extent> extent = allocator_.allocate(min, want, align);
+    if (extent) open_.emplace(extent->offset, Lease{*extent, {}});
+    return extent;
+}
+
+void Leases::close(uint64_t offset) {
+    auto it = open_.find(offset);
+    if (it == open_.end()) return;
+    const Lease& lease = it->second;
+    uint64_t from = lease.extent.offset;
+    for (const Extent& e : lease.committed) {
+        allocator_.free(Extent{from, e.offset - from});
+        from = e.end();
+    }
+    allocator_.free(Extent{from, lease.extent.end() - from});
+    open_.erase(it);
+}
+
+bool Leases::commit(Extent extent) {
+    Lease* lease = holding(extent);
+    if (lease == nullptr) return false;
+    auto place = at_or_after(lease->committed, extent.offset);
+    if (place != lease->committed.end() && place->offset < extent.end()) return false;
+    if (place != lease->committed.begin() && std::prev(place)->end() > extent.offset) return false;
+    lease->committed.insert(place, extent);
+    return true;
+}
+
+void Leases::free(Extent extent) {
+    if (extent.size == 0) return;
+    Lease* lease = holding(extent);
+    if (lease == nullptr) {
+        allocator_.free(extent);
+        return;
+    }
+    auto place = at_or_after(lease->committed, extent.offset);
+    if (place != lease->committed.end() && *place == extent) lease->committed.erase(place);
+}
+
+const Leases::Lease* Leases::holding(Extent extent) const {
+    auto it = open_.upper_bound(extent.offset);
+    if (it == open_.begin()) return nullptr;
+    const Lease& lease = std::prev(it)->second;
+    bool inside = extent.size <= lease.extent.size && extent.offset <= lease.extent.end() - extent.size;
+    return inside ? &lease : nullptr;
+}
+
+bool Leases::inside_open(Extent extent) const { return holding(extent) != nullptr; }
+
+bool Leases::check_integrity() const {
+    uint64_t end = 0;
+    bool sound = allocator_.check_integrity();
+    for (const auto& [offset, lease] : open_) {
+        sound = sound && offset == lease.extent.offset && offset >= end &&
+                lease.extent.end() <= allocator_.capacity();
+        end = lease.extent.end();
+        uint64_t from = offset;
+        for (const Extent& e : lease.committed) {
+            sound = sound && e.offset >= from && e.end() <= end;
+            from = e.end();
+        }
+        allocator_.for_each([&](Extent free) {
+            sound = sound && (free.end() <= lease.extent.offset || free.offset >= lease.extent.end());
+        });
+    }
+    return sound;
+}
+
+}  // namespace moonpool
