@@ -1,0 +1,178 @@
+"""``AsyncStore``: the verbs of ``Store`` for asyncio.
+
+Operations run on a C++ thread that never takes the GIL; the event loop learns of their end through an eventfd. At most
+4,096 operations wait at a time: one more raises TooLarge at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from moonpool.core.buffers import as_parts
+from moonpool.core.errors import Closed
+from moonpool.core.store import NO_ANSWER, check_replicas, is_one, open_client
+from moonpool.core.store_types import Entry, Key, Pin, Prefix, Presence, PutResult, presences, put_results
+
+
+class AsyncStore:
+    """The same arguments, results and errors as ``Store``. Open it with ``async with`` or ``await AsyncStore.open()``.
+
+    A cancelled call may still take effect; its buffers are held until it ended.
+    """
+
+    def __init__(
+        self,
+        node: str | None = None,
+        *,
+        tenant: str = "default",
+        namespace: str = "default",
+        fingerprint: bytes = b"",
+        embedded: int | str | None = None,
+        token: bytes | None = None,
+        timeout_s: float = 2.0,
+    ) -> None:
+        self._arguments = (node, tenant, namespace, fingerprint, embedded, token, timeout_s)
+        self._holder = "embedded" if embedded is not None else node or "local"
+        # Ticket -> the future and the arguments: memory given by address must outlive a caller that was cancelled.
+        self._waiting: dict[int, tuple[asyncio.Future[Any], object]] = {}
+        self._client: Any = None
+        self._worker: Any = None
+        self._server: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+
+    @classmethod
+    async def open(cls, *arguments: Any, **keywords: Any) -> AsyncStore:
+        """A connected store. Raises Unavailable or AuthError."""
+        return await cls(*arguments, **keywords).__aenter__()
+
+    async def __aenter__(self) -> AsyncStore:
+        from moonpool import _native
+
+        self._client, self._server = await asyncio.to_thread(open_client, *self._arguments)
+        self._worker = _native.Worker(self._client)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._worker.eventfd, self._collect)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Waits for the running operation, fails those that have not started with Closed, ends the connection."""
+        if self._closed or self._worker is None:
+            self._closed = True
+            return
+        self._closed = True
+        assert self._loop is not None
+        self._loop.remove_reader(self._worker.eventfd)
+        await asyncio.to_thread(self._worker.close)
+        for future, _ in self._waiting.values():
+            if not future.done():
+                future.set_exception(Closed("this store was closed"))
+        self._waiting.clear()
+        await asyncio.to_thread(self._client.close)
+        if self._server is not None:
+            await asyncio.to_thread(self._server.stop)
+
+    async def put(
+        self,
+        keys: Key | Sequence[Key],
+        buffers: Any,
+        *,
+        parents: Any = None,
+        replace: bool = False,
+        ack: bool = True,
+        replicas: int = 1,
+    ) -> Any:
+        """See Store.put: one PutResult, or a list."""
+        check_replicas(replicas)
+        one = is_one(keys)
+        if one:
+            keys, buffers, parents = [keys], [buffers], None if parents is None else [parents]  # type: ignore[list-item]
+        outcomes, refusal = await self._submit(
+            "put", keys, as_parts(buffers), parents, replace, ack, held=buffers
+        )
+        results: list[PutResult] = put_results(outcomes, refusal)
+        return results[0] if one else results
+
+    async def get(
+        self, keys: Key | Sequence[Key], into: Any = None, *, pin: Pin | None = None, verify: bool = False
+    ) -> Any:
+        """See Store.get: memoryviews, or byte counts with ``into``; None is a miss."""
+        one = is_one(keys)
+        if one:
+            keys, into = [keys], None if into is None else [into]  # type: ignore[list-item]
+        if pin is not None:
+            many = self._open_client().pinned_views(pin._native, keys, verify)  # memory, not messages
+        elif into is None:
+            many = await self._submit("names", "views", keys, 1, True, verify)
+        else:
+            many = await self._submit("get_into", keys, as_parts(into), verify, held=into)
+        return many[0] if one else many
+
+    async def exists(self, keys: Key | Sequence[Key]) -> Any:
+        """See Store.exists: a Presence, or a list."""
+        names = [keys] if is_one(keys) else keys
+        try:
+            found = presences(await self._submit("names", "exists", names))
+        except NO_ANSWER:
+            found = [Presence.UNKNOWN] * len(names)
+        return found[0] if is_one(keys) else found
+
+    async def longest_prefix(self, keys: Sequence[Key], *, width: int = 1, pin: bool = True) -> Prefix:
+        """See Store.longest_prefix."""
+        try:
+            blocks, native = await self._submit("names", "prefix", keys, width, pin)
+        except NO_ANSWER as error:
+            return Prefix(0, why=str(error))
+        return Prefix(
+            blocks, None if native is None else Pin(native), (self._holder,) * blocks, ("dram",) * blocks
+        )
+
+    def release(self, pin: Pin) -> None:
+        """Gives a pin back; never waits."""
+        pin.release()
+
+    async def remove(self, keys: Key | Sequence[Key]) -> Any:
+        """See Store.remove: a bool, or a list."""
+        flags = await self._submit("names", "remove", [keys] if is_one(keys) else keys)
+        return bool(flags[0]) if is_one(keys) else [bool(flag) for flag in flags]
+
+    async def list(self, prefix: Key = b"", *, limit: int = 1000) -> list[Entry]:
+        """See Store.list."""
+        text = prefix.encode() if isinstance(prefix, str) else prefix
+        rows = await asyncio.to_thread(self._open_client().list, text, limit)
+        return [Entry(*row) for row in rows]
+
+    async def stat(self) -> dict[str, int]:
+        """See Store.stat."""
+        counters: dict[str, int] = await asyncio.to_thread(self._open_client().stat)
+        return counters
+
+    def _open_client(self) -> Any:
+        if self._closed or self._client is None:
+            raise Closed("this store is closed" if self._closed else "open this store first: async with AsyncStore()")
+        return self._client
+
+    async def _submit(self, verb: str, *arguments: Any, held: object = None) -> Any:
+        self._open_client()
+        assert self._loop is not None
+        future = self._loop.create_future()
+        ticket = getattr(self._worker, f"submit_{verb}")(*arguments)
+        self._waiting[ticket] = future, held
+        answer = await future
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _collect(self) -> None:
+        for ticket, answer in self._worker.poll():
+            future, _ = self._waiting.pop(ticket)
+            if not future.done():
+                future.set_result(answer)
+
+
+__all__ = ["AsyncStore"]

@@ -1,0 +1,128 @@
+"""The one family of errors that Moonpool raises.
+
+A miss is a value, never an error. Every error carries the same five fields, so that a caller can tell what
+was attempted, on what, with whom, and how much was at stake; ``str(error)`` is one clear sentence that names
+the thing and, where the user can do something about it, the remedy.
+"""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """Base of every error that Moonpool raises.
+
+    operation: the verb that failed ("get", "put", "connect", "config", ...), or "".
+    key:       the object's name, the config key or the argument that the error is about, or None.
+    peer:      the other side: a socket path, "host:port", or None.
+    bytes:     how many bytes the operation was about, or None.
+    cause:     the exception or errno text underneath, or None. An exception is also chained as ``__cause__``.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        operation: str = "",
+        key: bytes | str | None = None,
+        peer: str | None = None,
+        bytes: int | None = None,
+        cause: BaseException | str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.operation = operation
+        self.key = key
+        self.peer = peer
+        self.bytes = bytes
+        self.cause = cause
+        if isinstance(cause, BaseException):
+            self.__cause__ = cause
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors cross process borders (multiprocessing, engines' workers): keep the fields when pickled."""
+        return _restore, (
+            type(self),
+            self.message,
+            self.operation,
+            self.key,
+            self.peer,
+            self.bytes,
+            self._cause(),
+        )
+
+    def _cause(self) -> str | None:
+        return None if self.cause is None else str(self.cause)
+
+
+class ConfigError(Error, ValueError):
+    """A setting is unknown, malformed or out of range; the message names it, where it came from and the
+    remedy.
+    """
+
+
+class InvalidArgument(Error, ValueError):
+    """A call was given something that cannot be meant: wrong type or count, an empty key, a short buffer."""
+
+
+class TooLarge(InvalidArgument):
+    """A key, an object, its parts or a frame exceed a limit; the message names the limit and its key."""
+
+
+class Unavailable(Error, ConnectionError):
+    """The node is not there, or was lost during the call. Nothing is retried inside; the next call may
+    reconnect.
+    """
+
+
+class AuthError(Error):
+    """The handshake was refused: wrong or missing token, or another user's socket."""
+
+
+class Timeout(Error, TimeoutError):
+    """No progress within the deadline."""
+
+
+class Closed(Error):
+    """The handle was closed before this call."""
+
+
+class Forked(Error):
+    """The handle was made by a parent process; open a new one after fork."""
+
+
+class ProtocolError(Error):
+    """The peer sent bytes that are no valid frame of a version that we speak."""
+
+
+class CorruptObject(Error):
+    """A stored object's bytes do not match their checksum; they were not returned."""
+
+
+def _restore(
+    kind: type[Error],
+    message: str,
+    operation: str,
+    key: bytes | str | None,
+    peer: str | None,
+    size: int | None,
+    cause: str | None,
+) -> Error:
+    return kind(message, operation=operation, key=key, peer=peer, bytes=size, cause=cause)
+
+
+__all__ = [
+    "AuthError",
+    "Closed",
+    "ConfigError",
+    "CorruptObject",
+    "Error",
+    "Forked",
+    "InvalidArgument",
+    "ProtocolError",
+    "Timeout",
+    "TooLarge",
+    "Unavailable",
+]

@@ -1,0 +1,220 @@
+"""Where the processes of one user on one host meet: the runtime folder, its sockets and its token.
+
+    RUNTIME/                   0700, ours; see runtime_dir()
+      token                    0600, the cluster token when none is configured; whoever comes first makes it
+      node-NAME.sock           the Unix socket of node NAME
+      node.sock                a link to the socket of the first node; what a client without an address takes
+      up.json, logs/           the state and the logs of `moonpool up`
+
+The folder and the token are checked each time they are used: a folder that another user made would hand them
+our traffic, and a token that others can read is no secret.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from moonpool.core.errors import ConfigError
+
+RUNTIME_DIR_VARIABLE = "MOONPOOL_RUNTIME_DIR"
+TOKEN_VARIABLE = "MOONPOOL_CLUSTER_TOKEN"
+TOKEN_FILE_VARIABLE = "MOONPOOL_CLUSTER_TOKEN_FILE"
+
+TOKEN_BYTES_MAX = 4096
+SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un.sun_path holds 108 with its final NUL
+
+_NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def runtime_dir(*, ensure: bool = False) -> Path:
+    """The folder where this user's processes on this host meet.
+
+    ``MOONPOOL_RUNTIME_DIR``, else /run/moonpool for root, else $XDG_RUNTIME_DIR/moonpool, else
+    /tmp/moonpool-UID. ensure: create it (0700) when it is not there. Without it a missing folder is no error.
+    Raises ConfigError when what is there is not a folder, belongs to another user, or is open to others.
+    """
+    path = _runtime_path()
+    if ensure:
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot create the runtime folder {path}: {error.strerror}; "
+                f"set {RUNTIME_DIR_VARIABLE} to a folder of yours",
+                operation="runtime_dir",
+                peer=str(path),
+                cause=error,
+            ) from error
+    _check_private(path)
+    return path
+
+
+def node_socket(name: str) -> Path:
+    """The Unix socket of the node called ``name``. Raises ConfigError for a name that makes no file name."""
+    if _NODE_NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"node name {name!r} must be 1 to 64 letters, digits, dots, dashes or underscores, and "
+            f"start with a letter or digit",
+            operation="node_socket",
+            key="node.name",
+        )
+    return check_socket_path(runtime_dir() / f"node-{name}.sock")
+
+
+def default_node_socket() -> Path:
+    """What a client without an address connects to: a link that the first node makes."""
+    return runtime_dir() / "node.sock"
+
+
+def check_socket_path(path: Path) -> Path:
+    """Returns ``path``, or raises ConfigError when it is too long for a Unix socket."""
+    size = len(os.fsencode(path))
+    if size > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(
+            f"socket path {path} has {size} bytes and a Unix socket takes {SOCKET_PATH_BYTES_MAX}; "
+            f"set {RUNTIME_DIR_VARIABLE} to a shorter folder",
+            operation="socket",
+            key="node.socket",
+            peer=str(path),
+            bytes=size,
+        )
+    return path
+
+
+def read_or_create_token(
+    token_file: str | Path | None = None, *, env: Mapping[str, str] | None = None
+) -> bytes:
+    """The cluster token: ``token_file``, else the environment, else RUNTIME/token, made by whoever comes
+    first.
+
+    Returns the token's bytes (surrounding white space removed), 1 to 4,096 of them. Raises ConfigError for a
+    file that is missing, empty, too long, or that others can read, and for two settings that contradict each
+    other.
+    """
+    env = os.environ if env is None else env
+    if token_file:
+        return read_token(Path(token_file))
+    if TOKEN_VARIABLE in env and TOKEN_FILE_VARIABLE in env:
+        raise ConfigError(
+            f"both {TOKEN_VARIABLE} and {TOKEN_FILE_VARIABLE} are set; unset one of them",
+            operation="token",
+            key=TOKEN_VARIABLE,
+        )
+    if TOKEN_VARIABLE in env:
+        return check_token(env[TOKEN_VARIABLE].encode(), f"the variable {TOKEN_VARIABLE}")
+    if TOKEN_FILE_VARIABLE in env:
+        return read_token(Path(env[TOKEN_FILE_VARIABLE]))
+    path = runtime_dir(ensure=True) / "token"
+    return read_token(path) if path.exists() else _create_token(path)
+
+
+def read_token(path: Path) -> bytes:
+    """The token in the file ``path``. Raises ConfigError when it cannot serve as a secret."""
+    try:
+        with open(path, "rb") as file:
+            info = os.fstat(file.fileno())
+            text = file.read(TOKEN_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the cluster token file {path}: {error.strerror}",
+            operation="token",
+            key="cluster.token_file",
+            peer=str(path),
+            cause=error,
+        ) from error
+    if stat.S_IMODE(info.st_mode) & 0o077:
+        raise ConfigError(
+            f"the cluster token file {path} can be read by others (mode {stat.S_IMODE(info.st_mode):04o}); "
+            f"run: chmod 600 {path}",
+            operation="token",
+            key="cluster.token_file",
+            peer=str(path),
+        )
+    return check_token(text, f"the cluster token file {path}")
+
+
+def check_token(token: bytes, place: str) -> bytes:
+    """``token`` without the white space around it; raises ConfigError, which names ``place``, when it is
+    empty or too long.
+    """
+    if len(token) <= TOKEN_BYTES_MAX:
+        token = token.strip()
+    if not token:
+        raise ConfigError(
+            f"{place} is empty; put a random secret there, for example the output of: openssl rand -hex 32",
+            operation="token",
+            key="cluster.token_file",
+        )
+    if len(token) > TOKEN_BYTES_MAX:
+        raise ConfigError(
+            f"{place} holds more than {TOKEN_BYTES_MAX} bytes",
+            operation="token",
+            key="cluster.token_file",
+            bytes=len(token),
+        )
+    return token
+
+
+def _create_token(path: Path) -> bytes:
+    """Makes the token file whole or not at all: written beside it, then linked to its name, where the first
+    wins.
+    """
+    token = secrets.token_hex(32).encode()
+    draft = path.with_name(f".token-{os.getpid()}-{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(token + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return read_token(path)
+        return token
+    finally:
+        draft.unlink()
+
+
+def _runtime_path() -> Path:
+    override = os.environ.get(RUNTIME_DIR_VARIABLE)
+    if override:
+        return Path(override).absolute()
+    if os.geteuid() == 0:
+        return Path("/run/moonpool")
+    xdg = os.environ.get("XDG_RUNTIME_DIR")
+    if xdg:
+        return Path(xdg) / "moonpool"
+    return Path(f"/tmp/moonpool-{os.geteuid()}")
+
+
+def _check_private(path: Path) -> None:
+    try:
+        info = path.stat() if os.environ.get(RUNTIME_DIR_VARIABLE) else path.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(
+            f"cannot look at the runtime folder {path}: {error.strerror}",
+            operation="runtime_dir",
+            peer=str(path),
+            cause=error,
+        ) from error
+    if not stat.S_ISDIR(info.st_mode):
+        problem = "is not a folder; remove it"
+    elif info.st_uid != os.geteuid():
+        problem = f"belongs to user {info.st_uid}, not to you ({os.geteuid()})"
+    elif stat.S_IMODE(info.st_mode) & 0o077:
+        problem = f"is open to others (mode {stat.S_IMODE(info.st_mode):04o}); run: chmod 700 {path}"
+    else:
+        return
+    raise ConfigError(
+        f"the runtime folder {path} {problem}, or set {RUNTIME_DIR_VARIABLE} to a folder of yours",
+        operation="runtime_dir",
+        peer=str(path),
+    )

@@ -1,0 +1,308 @@
+"""``Store``: put, get, exists, longest_prefix and remove over the pool, from any process of this host.
+
+    with moonpool.Store() as store:
+        store.put("answer", b"42")
+        view = store.get("answer")          # a read-only memoryview of the pool's own memory: no copy
+
+One key or a list of keys, one result or a list of results. A miss is None, never an error. Calls block; they release
+the GIL, may come from any thread, and never wait longer than ``timeout_s`` without progress. ``AsyncStore`` has the
+same verbs for asyncio. Bytes move between the caller's memory and the node's arena, which both map: the node itself is
+only asked for memory to write into, to commit, and to pin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from moonpool.core import paths
+from moonpool.core.buffers import as_parts
+from moonpool.core.errors import AuthError, InvalidArgument, Timeout, Unavailable
+from moonpool.core.store_types import (
+    Entry,
+    Key,
+    Object,
+    Pin,
+    Prefix,
+    Presence,
+    PutResult,
+    presences,
+    put_results,
+)
+from moonpool.core.units import parse_size
+
+if TYPE_CHECKING:
+    from moonpool import _native
+
+NO_ANSWER = (Unavailable, Timeout)  # the node is not there or silent: UNKNOWN, which callers treat as a miss
+
+
+def is_one(keys: Key | Sequence[Key]) -> bool:
+    """Whether a call is about one key rather than a list of them."""
+    return isinstance(keys, (bytes, str))
+
+
+def open_client(
+    node: str | None,
+    tenant: str,
+    namespace: str,
+    fingerprint: bytes,
+    embedded: int | str | None,
+    token: bytes | None,
+    timeout_s: float,
+) -> tuple[_native.Client, _native.Server | None]:
+    """A connected native client, and the node that it embeds if any. Raises Unavailable or AuthError."""
+    from moonpool import _native
+
+    if not timeout_s > 0:  # NaN is not either
+        raise InvalidArgument(f"timeout_s must be above 0, not {timeout_s}", operation="connect")
+    server = None
+    if embedded is not None:
+        if node is not None:
+            raise InvalidArgument("give either node or embedded, not both", operation="connect")
+        size = parse_size(embedded) if isinstance(embedded, str) else embedded
+        token = token or b"embedded"
+        server = _native.Server("", [(tenant, size)], token)
+        server.start()
+    socket_path = str(paths.default_node_socket()) if node is None else node
+    if token is None:
+        token = paths.read_or_create_token()
+    client = _native.Client(socket_path, token, tenant, namespace, fingerprint, timeout_s, server)
+    try:
+        client.connect()
+    except Exception:
+        if server is not None:
+            server.stop()
+        raise
+    return client, server
+
+
+def check_replicas(replicas: int) -> None:
+    """One node has one replica of each object."""
+    if replicas != 1:
+        raise InvalidArgument(f"replicas={replicas} needs a cluster of nodes; one node keeps 1", operation="put")
+
+
+class Store:
+    """The pool, in one space, over one node.
+
+    node:       the node's Unix socket; None: the default socket of this user on this host.
+    tenant, namespace, fingerprint: the space that keys live in; stores with different spaces never see each other.
+    embedded:   bytes ("256MiB" or an int) of a node inside this process instead: nothing else to start, gone with it.
+    token:      the cluster token; None: the configured one, else the one beside the socket.
+    timeout_s:  the longest wait without progress.
+
+    Raises Unavailable when there is no node, AuthError when the token or the tenant is wrong.
+
+    After the node was lost, calls raise Unavailable at once (``exists`` says UNKNOWN, ``longest_prefix`` 0 blocks and
+    why) until it is back; each call may try to reconnect, at most every 0.25 to 2 s. Views that were given out stay
+    readable. In a child of fork() every call raises Forked; after close() every call raises Closed.
+    """
+
+    def __init__(
+        self,
+        node: str | None = None,
+        *,
+        tenant: str = "default",
+        namespace: str = "default",
+        fingerprint: bytes = b"",
+        embedded: int | str | None = None,
+        token: bytes | None = None,
+        timeout_s: float = 2.0,
+    ) -> None:
+        self._client, self._server = open_client(
+            node, tenant, namespace, fingerprint, embedded, token, timeout_s
+        )
+        self._holder = "embedded" if embedded is not None else node or "local"
+
+    def close(self) -> None:
+        """Ends the connection and its pins. Views stay readable; every other call raises Closed from now on."""
+        self._client.close()
+        if self._server is not None:
+            self._server.stop()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the node was there at the last call."""
+        return self._client.connected
+
+    @overload
+    def put(
+        self,
+        keys: Key,
+        buffers: Object,
+        *,
+        parents: Key | None = None,
+        replace: bool = False,
+        ack: bool = True,
+        replicas: int = 1,
+        timeout_s: float | None = None,
+    ) -> PutResult: ...
+
+    @overload
+    def put(
+        self,
+        keys: Sequence[Key],
+        buffers: Sequence[Object],
+        *,
+        parents: Sequence[Key | None] | None = None,
+        replace: bool = False,
+        ack: bool = True,
+        replicas: int = 1,
+        timeout_s: float | None = None,
+    ) -> list[PutResult]: ...
+
+    def put(
+        self,
+        keys: Key | Sequence[Key],
+        buffers: Any,
+        *,
+        parents: Any = None,
+        replace: bool = False,
+        ack: bool = True,
+        replicas: int = 1,
+        timeout_s: float | None = None,
+    ) -> PutResult | list[PutResult]:
+        """Stores each buffer under its key.
+
+        parents:  for each key the key that comes before it in a chain, or None: eviction then goes leaf first.
+        replace:  a new generation in place of an old one; pinned readers keep theirs. Otherwise old bytes stay: EXISTS.
+        ack:      False: do not wait for the commit (and report STORED for what was sent).
+        timeout_s: the longest wait without progress, for this call.
+
+        Acknowledged means: every get that starts afterwards, anywhere on this host, sees it. REFUSED has a reason: over
+        a quarter of the arena, or the arena is full of pinned objects. Raises InvalidArgument for a bad key or buffer
+        (nothing is stored), Unavailable or Timeout when the node is lost (any part may have been stored).
+        """
+        check_replicas(replicas)
+        wait_s = -1.0 if timeout_s is None else timeout_s
+        if is_one(keys):
+            buffers = as_parts([buffers])
+            parents = None if parents is None else [parents]
+            outcomes, refusal = self._client.put([keys], buffers, parents, replace, ack, wait_s)
+            return put_results(outcomes, refusal)[0]
+        outcomes, refusal = self._client.put(keys, as_parts(buffers), parents, replace, ack, wait_s)
+        return put_results(outcomes, refusal)
+
+    @overload
+    def get(
+        self, keys: Key, into: None = None, *, pin: Pin | None = None, verify: bool = False
+    ) -> memoryview | None: ...
+
+    @overload
+    def get(
+        self, keys: Sequence[Key], into: None = None, *, pin: Pin | None = None, verify: bool = False
+    ) -> list[memoryview | None]: ...
+
+    @overload
+    def get(self, keys: Key, into: Object, *, pin: Pin | None = None, verify: bool = False) -> int | None: ...
+
+    @overload
+    def get(
+        self, keys: Sequence[Key], into: Sequence[Object], *, pin: Pin | None = None, verify: bool = False
+    ) -> list[int | None]: ...
+
+    def get(
+        self, keys: Key | Sequence[Key], into: Any = None, *, pin: Pin | None = None, verify: bool = False
+    ) -> Any:
+        """Reads objects: as views of the pool's memory, or copied ``into`` the caller's buffers. None is a miss.
+
+        A view is a read-only memoryview that pins its object until the last reference to it is gone. With ``into`` the
+        result is the object's size in bytes; a buffer may be larger, a smaller one raises InvalidArgument before
+        anything is written to it. On a miss the buffer's content is undefined.
+        pin:    read what was pinned before (by exists or longest_prefix), though it may be removed or replaced by now.
+        verify: check the bytes against their checksum; raises CorruptObject. Without it memory is trusted.
+        """
+        if is_one(keys):
+            many = self.get([keys], None if into is None else [into], pin=pin, verify=verify)  # type: ignore[list-item]
+            return many[0]
+        if pin is not None:
+            views = self._client.pinned_views(pin._native, keys, verify)
+            return views if into is None else [_copy(view, to) for view, to in zip(views, into, strict=True)]
+        if into is None:
+            return self._client.get_views(keys, verify)
+        return self._client.get_into(keys, as_parts(into), verify)
+
+    @overload
+    def exists(self, keys: Key, *, pin: Literal[False] = False) -> Presence: ...
+
+    @overload
+    def exists(self, keys: Sequence[Key], *, pin: Literal[False] = False) -> list[Presence]: ...
+
+    @overload
+    def exists(self, keys: Sequence[Key], *, pin: Literal[True]) -> tuple[list[Presence], Pin | None]: ...
+
+    def exists(self, keys: Key | Sequence[Key], *, pin: bool = False) -> Any:
+        """HIT, MISS, or UNKNOWN when the node does not answer.
+
+        Without a pin a HIT is a statement about now. With one it is a promise: the second value of the pair is the pin
+        on all that were hit (None: nothing was).
+        """
+        names = [keys] if is_one(keys) else keys
+        try:
+            if pin:
+                flags, native = self._client.pin(names)
+                return presences(flags), None if native is None else Pin(native)
+            found = presences(self._client.exists(names))
+        except NO_ANSWER:
+            found = [Presence.UNKNOWN] * len(names)
+            if pin:
+                return found, None
+        return found[0] if is_one(keys) else found
+
+    def longest_prefix(self, keys: Sequence[Key], *, width: int = 1, pin: bool = True) -> Prefix:
+        """How many leading blocks of a chain are here, pinned; ``width`` consecutive keys make one block.
+
+        A block counts only when all its objects are here. One question to the node, whatever the length.
+        """
+        try:
+            blocks, native = self._client.longest_prefix(keys, width, pin)
+        except NO_ANSWER as error:
+            return Prefix(0, why=str(error))
+        return Prefix(
+            blocks, None if native is None else Pin(native), (self._holder,) * blocks, ("dram",) * blocks
+        )
+
+    def release(self, pin: Pin) -> None:
+        """Gives a pin back; the same as ``pin.release()``."""
+        pin.release()
+
+    @overload
+    def remove(self, keys: Key) -> bool: ...
+
+    @overload
+    def remove(self, keys: Sequence[Key]) -> list[bool]: ...
+
+    def remove(self, keys: Key | Sequence[Key]) -> bool | list[bool]:
+        """Makes objects invisible at once; whoever has them pinned reads on. True: it was there."""
+        if is_one(keys):
+            return bool(self._client.remove([keys])[0])
+        return [bool(flag) for flag in self._client.remove(keys)]
+
+    def list(self, prefix: Key = b"", *, limit: int = 1000) -> list[Entry]:
+        """Objects of this space whose key starts with ``prefix``, in no order, at most ``limit``."""
+        text = prefix.encode() if isinstance(prefix, str) else prefix
+        return [Entry(*row) for row in self._client.list(text, limit)]
+
+    def stat(self) -> dict[str, int]:
+        """The node's counters (``*_total``) and gauges, by name."""
+        return self._client.stat()
+
+
+def _copy(view: memoryview | None, into: Any) -> int | None:
+    if view is None:
+        return None
+    target = memoryview(into).cast("B")
+    if len(target) < len(view):
+        raise InvalidArgument(f"the buffer holds {len(target)} bytes, the object has {len(view)}", operation="get")
+    target[: len(view)] = view
+    return len(view)
+
+
+__all__ = ["AuthError", "Store"]

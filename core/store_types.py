@@ -1,0 +1,114 @@
+"""The values that the store takes and gives; all immutable but Pin, which is a resource."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from moonpool._native import Pin as NativePin
+
+Key: TypeAlias = "bytes | str"
+Part: TypeAlias = "Buffer | tuple[int, int] | Any"
+"""Bytes-like, an (address, length) pair, or anything with DLPack or the array interface in CPU memory."""
+Object: TypeAlias = "Part | list[Part]"
+"""The bytes of one object: one part, or a list of parts that are taken one behind the other."""
+
+
+class PutStatus(enum.Enum):
+    """What became of a put."""
+
+    STORED = "stored"
+    EXISTS = "exists"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """STORED; EXISTS (the old bytes stay); or REFUSED with the reason, in one sentence."""
+
+    status: PutStatus
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        """True when the key now has an object: stored by this call or before."""
+        return self.status is not PutStatus.REFUSED
+
+
+STORED = PutResult(PutStatus.STORED)
+EXISTS = PutResult(PutStatus.EXISTS)
+
+
+class Presence(enum.Enum):
+    """HIT and MISS are statements about now; UNKNOWN: the node did not answer, treat it as a miss."""
+
+    HIT = "hit"
+    MISS = "miss"
+    UNKNOWN = "unknown"
+
+    def __bool__(self) -> bool:
+        return self is Presence.HIT
+
+
+class Pin:
+    """A right to read some objects, kept until it is released, dropped, or its store is closed.
+
+    A pinned object stays readable (``store.get(keys, pin=pin)``) even when it is removed or replaced meanwhile.
+    """
+
+    __slots__ = ("_native",)
+
+    def __init__(self, native: NativePin) -> None:
+        self._native = native
+
+    def release(self) -> None:
+        """Gives the right back; harmless the second time."""
+        self._native.release()
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """How much of a chain is here: its first ``blocks`` blocks, pinned under ``pin`` unless that is None.
+
+    holders and tiers have one element for each block. why: why the answer may be too small ("" when the node answered).
+    """
+
+    blocks: int
+    pin: Pin | None = None
+    holders: tuple[str, ...] = ()
+    tiers: tuple[str, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One object as ``list`` shows it. size in bytes; crc32c of its bytes; pins: how many readers hold it now."""
+
+    key: bytes
+    size: int
+    generation: int
+    crc32c: int
+    pins: int
+
+
+_RESULTS: Sequence[PutResult] = (STORED, EXISTS)
+
+
+def put_results(outcomes: bytes, refusal: str) -> list[PutResult]:
+    """The native outcome bytes (0 stored, 1 exists, 2 refused) as results."""
+    return [_RESULTS[o] if o < 2 else PutResult(PutStatus.REFUSED, refusal) for o in outcomes]
+
+
+def presences(flags: bytes) -> list[Presence]:
+    """The native flags (1 here, 0 not) as values."""
+    return [Presence.HIT if flag else Presence.MISS for flag in flags]
