@@ -1,0 +1,158 @@
+"""The small HTTP server beside a process: GET only, one request per connection, everything bounded.
+
+A scrape every few seconds needs no kept-alive connections. So each connection ends after its answer, and at
+the latest after its deadline, whatever the client does or does not send; when there are too many, the oldest
+makes room. Thus slow, idle or garbled clients cost a bounded amount of memory and keep nobody else waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Awaitable, Callable, Mapping
+
+from aiohttp import web
+
+from moonpool.core.addresses import Address
+from moonpool.core.errors import ConfigError
+
+Answer = Callable[[], Awaitable[web.Response]]
+
+BODY_BYTES_MAX = 64 << 10
+HEADER_BYTES_MAX = 8 << 10
+HEADERS_MAX = 64
+
+
+class AdminServer:
+    """Serves ``routes`` (path -> coroutine that makes the answer) on ``address`` until close()."""
+
+    def __init__(
+        self,
+        address: Address,
+        routes: Mapping[str, Answer],
+        *,
+        key: str,
+        connections_max: int,
+        timeout_s: float,
+    ) -> None:
+        self.address = address
+        self._routes = dict(routes)
+        self._key = key
+        self._connections_max = connections_max
+        self._timeout_s = timeout_s
+        self._open: dict[_Deadline, None] = {}
+        self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listens. Raises ConfigError when the address is in use or not ours. Sets ``address`` to the real
+        port.
+        """
+        app = web.Application(client_max_size=BODY_BYTES_MAX)
+        for path, answer in self._routes.items():
+            app.router.add_get(path, _closing(answer))
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            handle_signals=False,
+            max_line_size=HEADER_BYTES_MAX,
+            max_field_size=HEADER_BYTES_MAX,
+            max_headers=HEADERS_MAX,
+            keepalive_timeout=0.0,
+            lingering_time=0.0,
+        )
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        try:
+            self._listener = await loop.create_server(
+                self._accept, self.address.host, self.address.port, backlog=128
+            )
+        except OSError as error:
+            await self._runner.cleanup()
+            reason = (
+                "is in use"
+                if error.errno == errno.EADDRINUSE
+                else f"cannot be used ({error.strerror or error})"
+            )
+            raise ConfigError(
+                f"address {self.address} {reason}; choose another with {self._key}",
+                operation="listen",
+                key=self._key,
+                peer=str(self.address),
+                cause=error,
+            ) from error
+        self.address = Address(self.address.host, self._listener.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Stops listening and ends every connection."""
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self._open):
+            connection.abort()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @property
+    def connections(self) -> int:
+        return len(self._open)
+
+    def _accept(self) -> asyncio.Protocol:
+        if self._runner is None or self._runner.server is None:
+            raise RuntimeError("a connection before start()")
+        if len(self._open) >= self._connections_max:
+            next(iter(self._open)).abort()
+        connection = _Deadline(self._runner.server(), self._timeout_s, self._open)
+        self._open[connection] = None
+        return connection
+
+
+class _Deadline(asyncio.Protocol):
+    """Passes everything on to ``inner`` and cuts the connection off when its time is over."""
+
+    def __init__(self, inner: asyncio.Protocol, timeout_s: float, register: dict[_Deadline, None]) -> None:
+        self._inner = inner
+        self._timeout_s = timeout_s
+        self._register = register
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def abort(self) -> None:
+        self._register.pop(self, None)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if not isinstance(transport, asyncio.Transport):
+            raise TypeError("an HTTP connection needs a stream")
+        self._transport = transport
+        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self.abort)
+        if self not in self._register:  # made room for a newer one before it began
+            transport.abort()
+        self._inner.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._register.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._inner.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+
+def _closing(answer: Answer) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def handle(_request: web.Request) -> web.StreamResponse:
+        response = await answer()
+        response.force_close()
+        return response
+
+    return handle

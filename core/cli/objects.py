@@ -1,0 +1,179 @@
+"""`moonpool put`, `get`, `ls`, `rm` and `stat`: the pool by hand, on moonpool.Store."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moonpool.core.cli.options import AsJson, ConfigFile, Namespace, NodeSocket, Tenant, TokenFile, examples
+
+if TYPE_CHECKING:
+    from moonpool.core.store import Store
+
+EXIT_MISS = 1
+
+Key = Annotated[str, typer.Argument(help="The object's name.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=examples("moonpool put greeting hello.txt", "echo hello | moonpool put greeting -"))(
+        put
+    )
+    app.command(epilog=examples("moonpool get greeting", "moonpool get greeting -o hello.txt"))(get)
+    app.command(epilog=examples("moonpool ls", "moonpool ls user/ --limit 20", "moonpool ls --json"))(ls)
+    app.command(epilog=examples("moonpool rm greeting", "moonpool rm first second"))(rm)
+    app.command(epilog=examples("moonpool stat", "moonpool stat --json --node second"))(stat)
+
+
+def put(
+    key: Key,
+    file: Annotated[str, typer.Argument(metavar="FILE|-", help="What to store; - is standard input.")],
+    replace: Annotated[bool, typer.Option("--replace", help="Replace an object that is there.")] = False,
+    node: NodeSocket = None,
+    tenant: Tenant = "default",
+    namespace: Namespace = "default",
+    config: ConfigFile = None,
+    token_file: TokenFile = None,
+) -> int:
+    """Store a file under a key. Exit code 1 when it was not stored: the key is there, the arena is full."""
+    from moonpool.core.store_types import EXISTS, STORED
+
+    data = _read(file)
+    with _open(node, tenant, namespace, config, token_file) as store:
+        result = store.put(key, data, replace=replace)
+    if result == STORED:
+        return 0
+    if result == EXISTS:
+        print(f"moonpool put: {key} is there already, and stays; --replace replaces it", file=sys.stderr)
+    else:
+        print(f"moonpool put: {key} was refused: {result}", file=sys.stderr)
+    return EXIT_MISS
+
+
+def get(
+    key: Key,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write there.")
+    ] = None,
+    node: NodeSocket = None,
+    tenant: Tenant = "default",
+    namespace: Namespace = "default",
+    config: ConfigFile = None,
+    token_file: TokenFile = None,
+) -> int:
+    """Write an object to standard output or a file. Exit code 1 when there is none."""
+    with _open(node, tenant, namespace, config, token_file) as store:
+        view = store.get(key)
+        if view is None:
+            print(f"moonpool get: there is no object {key}", file=sys.stderr)
+            return EXIT_MISS
+        if output is None:
+            sys.stdout.buffer.write(view)
+            sys.stdout.buffer.flush()
+        else:
+            _write(output, view)
+    return 0
+
+
+def ls(
+    prefix: Annotated[str, typer.Argument(help="Only names that start with it.")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 1000,
+    as_json: AsJson = False,
+    node: NodeSocket = None,
+    tenant: Tenant = "default",
+    namespace: Namespace = "default",
+    config: ConfigFile = None,
+    token_file: TokenFile = None,
+) -> None:
+    """List objects: size and name. A name that is no text is shown as b'...'."""
+    with _open(node, tenant, namespace, config, token_file) as store:
+        entries = store.list(prefix.encode(), limit=limit)
+    if as_json:
+        import msgspec
+
+        print(
+            msgspec.json.encode(
+                [{"key": _shown(entry.key), "bytes": entry.size} for entry in entries]
+            ).decode()
+        )
+        return
+    for entry in entries:
+        print(f"{entry.size:>12}  {_shown(entry.key)}")
+
+
+def rm(
+    keys: Annotated[list[str], typer.Argument(help="The objects' names.")],
+    node: NodeSocket = None,
+    tenant: Tenant = "default",
+    namespace: Namespace = "default",
+    config: ConfigFile = None,
+    token_file: TokenFile = None,
+) -> int:
+    """Remove objects. Exit code 1 when one was not there."""
+    with _open(node, tenant, namespace, config, token_file) as store:
+        removed = store.remove(keys)
+    for key, done in zip(keys, removed, strict=True):
+        if not done:
+            print(f"moonpool rm: there is no object {key}", file=sys.stderr)
+    return 0 if all(removed) else EXIT_MISS
+
+
+def stat(
+    as_json: AsJson = False,
+    node: NodeSocket = None,
+    tenant: Tenant = "default",
+    namespace: Namespace = "default",
+    config: ConfigFile = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Show what a node counts, over its socket (no HTTP needed)."""
+    with _open(node, tenant, namespace, config, token_file) as store:
+        values = store.stat()
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.encode(values).decode())
+        return
+    width = max(map(len, values), default=0)
+    for name, value in values.items():
+        print(f"{name:{width}}  {value}")
+
+
+def _open(
+    node: str | None, tenant: str, namespace: str, config: Path | None, token_file: Path | None
+) -> Store:
+    from moonpool.core import paths
+    from moonpool.core.config import load
+    from moonpool.core.store import Store
+
+    settings = load(config, arguments={"cluster.token_file": None if token_file is None else str(token_file)})
+    if node is not None and "/" not in node:
+        node = str(paths.node_socket(node))
+    return Store(node, tenant=tenant, namespace=namespace, token=settings.read_token())
+
+
+def _read(file: str) -> bytes:
+    if file == "-":
+        return sys.stdin.buffer.read()
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {file}: {error.strerror}") from error
+
+
+def _write(output: Path, data: memoryview) -> None:
+    try:
+        output.write_bytes(data)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {output}: {error.strerror}") from error
+
+
+def _shown(name: bytes) -> str:
+    try:
+        text = name.decode()
+    except UnicodeDecodeError:
+        return repr(name)
+    return text if text.isprintable() else repr(name)

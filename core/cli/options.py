@@ -1,0 +1,33 @@
+"""The options that several subcommands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="A TOML file; default: what MOONPOOL_CONFIG names."),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file", metavar="FILE", help="A 0600 file with the cluster token; never the token itself."
+    ),
+]
+NodeSocket = Annotated[
+    str | None,
+    typer.Option(
+        "--node", metavar="SOCKET", help="The node's socket or name; default: the host's first node."
+    ),
+]
+Tenant = Annotated[str, typer.Option(help="Whose objects.")]
+Namespace = Annotated[str, typer.Option(help="A space of keys within the tenant.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def examples(*lines: str) -> str:
+    """An epilog: each line stands on its own."""
+    return "\n\n".join(("Examples:", *lines))

@@ -1,0 +1,54 @@
+"""`moonpool proxy`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from moonpool.core.cli.options import ConfigFile, TokenFile, examples
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        epilog=examples(
+            "moonpool proxy --engine http://127.0.0.1:8100 --engine http://127.0.0.1:8101",
+            "moonpool proxy --listen 127.0.0.1:9000 --engine left=http://127.0.0.1:8100",
+        )
+    )(proxy)
+
+
+def proxy(
+    engine: Annotated[
+        list[str] | None, typer.Option(metavar="URL|NAME=URL", help="An engine; give it once for each.")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Address of the OpenAI API.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="The address alone.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="The port alone; 0: a free one.")] = None,
+    policy: Annotated[str | None, typer.Option(help="How an engine is chosen.")] = None,
+    config: ConfigFile = None,
+    token_file: TokenFile = None,
+) -> int:
+    """Run the proxy: one OpenAI address in front of the engines, until SIGTERM."""
+    from moonpool.core.addresses import Address, parse_address
+    from moonpool.core.config import load
+    from moonpool.core.proxy_settings import proxy_settings
+    from moonpool.disagg_proxy import server
+
+    if listen is not None and (host is not None or port is not None):
+        raise typer.BadParameter("--listen and --host or --port exclude each other")
+    if host is not None or port is not None:
+        address = parse_address(load(config).proxy.listen, "proxy.listen")
+        listen = str(Address(address.host if host is None else host, address.port if port is None else port))
+    settings = load(
+        config,
+        arguments={
+            "proxy.engines": engine or None,
+            "proxy.listen": listen,
+            "proxy.policy": policy,
+            "cluster.token_file": None if token_file is None else str(token_file),
+        },
+    )
+    return server.run(proxy_settings(settings))

@@ -1,0 +1,122 @@
+"""`moonpool status`: a live table of what runs on this host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moonpool.core.cli.options import AsJson, ConfigFile, examples
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from moonpool.core.snapshot import Snapshot
+
+EXIT_UNAVAILABLE = 3
+
+# Rows of the node's table: name, the counter, whether it is bytes.
+_NODE_ROWS = (
+    ("arena", "arena_bytes", True),
+    ("free", "arena_free_bytes", True),
+    ("objects", "objects", False),
+    ("in objects", "object_bytes", True),
+    ("pins", "pins", False),
+    ("connections", "connections", False),
+    ("stored", "stored_bytes_total", True),
+    ("served", "served_bytes_total", True),
+    ("keys looked up", "lookup_keys_total", False),
+    ("keys found", "lookup_hits_total", False),
+    ("evicted", "evicted_bytes_total", True),
+    ("refused", "put_refused_total", False),
+)
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        epilog=examples(
+            "moonpool status",
+            "moonpool status --once",
+            "moonpool status --json --node-http http://127.0.0.1:7712",
+        )
+    )(status)
+
+
+def status(
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    as_json: AsJson = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
+    node_http: Annotated[str, typer.Option(metavar="URL", help="The node's HTTP address.")] = "",
+    proxy: Annotated[str, typer.Option(metavar="URL", help="The proxy's address.")] = "",
+    config: ConfigFile = None,
+) -> int:
+    """Show the node, the engines and the proxy of this host. Exit code 3 when nothing runs."""
+    from rich.console import Console
+
+    from moonpool.core.config import load
+    from moonpool.core.snapshot import take
+
+    settings = load(config)
+
+    def read() -> Snapshot:
+        return take(settings, node_url=node_http, proxy_url=proxy)
+
+    if as_json:
+        import msgspec
+
+        found = read()
+        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        return 0 if found.anything else EXIT_UNAVAILABLE
+    if once:
+        found = read()
+        Console().print(render(found))
+        return 0 if found.anything else EXIT_UNAVAILABLE
+    import time
+
+    from rich.live import Live
+
+    with Live(render(read()), refresh_per_second=4, screen=False) as live:
+        while True:
+            time.sleep(interval)
+            live.update(render(read()))
+
+
+def render(snapshot: Snapshot) -> RenderableType:
+    """The tables of one reading."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from moonpool.core.units import format_duration, format_size
+
+    parts: list[RenderableType] = []
+    if snapshot.node is not None:
+        node = snapshot.node
+        uptime = f", up {format_duration(node['uptime_s'])}" if "uptime_s" in node else ""
+        title = f"node {node.get('name', '')} {node.get('socket', '')}{uptime}"
+        table = Table(show_header=False)
+        counters = node.get("metrics", {})
+        for label, name, in_bytes in _NODE_ROWS:
+            if name in counters:
+                table.add_row(label, format_size(counters[name]) if in_bytes else f"{counters[name]:,}")
+        parts += [Text(title), table]
+    if snapshot.proxy_answers:
+        table = Table()
+        for heading in ("engine", "address", "health", "requests now", "so far", "failed"):
+            table.add_column(heading)
+        for engine in snapshot.engines:
+            health = f"{engine.health}: {engine.why}" if engine.why else engine.health
+            counts = (engine.in_flight, engine.requests, engine.failures)
+            table.add_row(engine.name, engine.url, health, *(f"{count:,}" for count in counts))
+        parts += [Text(f"proxy {snapshot.proxy_url}"), table]
+    if snapshot.up is not None:
+        up = snapshot.up
+        table = Table()
+        for heading in ("process", "state", "pid", "restarts", "log"):
+            table.add_column(heading)
+        for row in (up.node, *up.engines, up.proxy):
+            if row is not None:
+                table.add_row(row.name, row.state, str(row.pid or "-"), str(row.restarts), row.log)
+        parts += [Text(f"moonpool up, pid {up.pid}"), table]
+    parts += [Text(problem, style="dim") for problem in snapshot.problems]
+    return Group(*parts)

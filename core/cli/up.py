@@ -1,0 +1,73 @@
+"""`moonpool up`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moonpool.core.cli.options import ConfigFile, TokenFile, examples
+
+if TYPE_CHECKING:
+    from moonpool.core.supervisor import Event
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        epilog=examples(
+            "moonpool up --config up.toml",
+            "moonpool up --model Qwen/Qwen3-0.6B --engines 2 --dram 4GiB",
+            "moonpool up --config up.toml --log-dir logs",
+        )
+    )(up)
+
+
+def up(
+    config: ConfigFile = None,
+    model: Annotated[str | None, typer.Option(help="Start vLLM engines with this model.")] = None,
+    engines: Annotated[int, typer.Option(min=1, help="How many engines to start with --model.")] = 1,
+    dram: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="DRAM of the node, for example 2GiB.")
+    ] = None,
+    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address of the proxy.")] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="One log per process goes here.")
+    ] = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Run a node, engines and the proxy; restart what dies; take all of it down together."""
+    import os
+
+    from moonpool.core.cli.entry import guarded
+    from moonpool.core.config import Engine, load
+    from moonpool.core.config_sources import default_file
+    from moonpool.core.processes import run_kept
+    from moonpool.core.up import plan, run
+
+    settings = load(
+        config,
+        arguments={
+            "node.dram": dram,
+            "proxy.listen": listen,
+            "up.log_dir": None if log_dir is None else str(log_dir),
+            "cluster.token_file": None if token_file is None else str(token_file),
+            "up.engine": None if model is None else [Engine(model=model)] * engines,
+        },
+    )
+    ready = plan(settings, config_file=str(config) if config else default_file())
+    keeper = os.getpid()
+    raise typer.Exit(run_kept(lambda: guarded(lambda: run(ready, printer(), pid=keeper))))
+
+
+def printer() -> Callable[[Event], None]:
+    """Prints each event with the time since now."""
+    started_s = time.monotonic()
+
+    def tell(event: Event) -> None:
+        name = f"{event.name}: " if event.name else ""
+        print(f"[{time.monotonic() - started_s:7.1f} s] {name}{event.text}", flush=True)
+
+    return tell

@@ -1,0 +1,328 @@
+"""The configuration: one typed, frozen object, made once at start and handed down.
+
+Each value comes from the last of these that names it, and remembers which:
+
+    the default  <  a TOML file (--config FILE, else MOONPOOL_CONFIG)  <  MOONPOOL_SECTION_KEY  <  an argument
+
+A key that does not exist is an error that names it, its place and the nearest right name. The cluster token
+comes from a file or the environment, never from an argument, where other users of the host would see it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from moonpool.core.config_sources import Origin, load_sections, show_value
+from moonpool.core.errors import ConfigError
+from moonpool.core.paths import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, check_token, read_or_create_token
+from moonpool.core.units import parse_size
+
+Size = Annotated[int, msgspec.Meta(ge=0, extra={"unit": "bytes"}, extra_json_schema={"x-unit": "bytes"})]
+Duration = Annotated[
+    float, msgspec.Meta(ge=0, extra={"unit": "seconds"}, extra_json_schema={"x-unit": "seconds"})
+]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Secret = Annotated[str, msgspec.Meta(extra={"secret": "yes"})]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the sections. The meaning of each key stands in HELP, from which the schema is made."""
+
+
+class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    token_file: str = ""
+    token: Secret = ""
+
+
+class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str = "default"
+    socket: str = ""
+    dram: Size = parse_size("1GiB")
+    tenants: dict[str, Size] = {}
+    http: str = "127.0.0.1:7711"
+    key_bytes_max: Count = 1024
+    parts_max: Count = 4096
+    frame_bytes_max: Size = parse_size("8MiB")
+    frame_keys_max: Count = 16384
+    object_share_max: Share = 0.25
+    objects_max: Annotated[int, msgspec.Meta(ge=0)] = 0
+    slab_bytes: Size = 0
+    connections_max: Count = 512
+    scrub_bytes_per_s: Size = parse_size("64MiB")
+    http_connections_max: Count = 64
+    http_timeout_s: Duration = 10.0
+
+
+class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The names are those of disagg_proxy.settings; what belongs to a part of it has the part's name in
+    front.
+    """
+
+    listen: str = "127.0.0.1:8080"
+    engines: list[str] = []
+    policy: str = "round_robin"
+    client_connections_max: Count = 10_000
+    head_bytes_max: Size = parse_size("32KiB")
+    body_bytes_max: Size = parse_size("64MiB")
+    bodies_bytes_max: Size = parse_size("1GiB")
+    pipelined_bytes_max: Size = parse_size("64KiB")
+    write_buffer_bytes_max: Size = parse_size("256KiB")
+    idle_upstreams_max: Annotated[int, msgspec.Meta(ge=0)] = 256
+    retries_max: Annotated[int, msgspec.Meta(ge=0)] = 2
+    head_s: Duration = 20.0
+    body_stall_s: Duration = 30.0
+    client_idle_s: Duration = 75.0
+    client_stall_s: Duration = 300.0
+    connect_s: Duration = 5.0
+    first_byte_s: Duration = 600.0
+    stream_stall_s: Duration = 600.0
+    drain_s: Duration = 30.0
+    health_path: str = "/health"
+    health_interval_s: Duration = 1.0
+    health_timeout_s: Duration = 2.0
+
+
+class Engine(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine of `moonpool up`: a real one (engine = "vllm", model) or any command that answers GET
+    /health.
+    """
+
+    name: str = ""
+    engine: str = "vllm"
+    model: str = ""
+    executable: str = ""
+    args: list[str] = []
+    command: list[str] = []
+    host: str = "127.0.0.1"
+    port: Port = 0
+    env: dict[str, str] = {}
+    kv_pool: bool = True
+    kv_role: str = "kv_both"
+    kv_load_failure_policy: str = "recompute"
+    require_pool: bool = False
+    health: str = "/health"
+
+
+class Up(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    engine: list[Engine] = []
+    node: bool = True
+    proxy: bool = True
+    log_dir: str = ""
+    ready_timeout_s: Duration = 900.0
+    start_attempts_max: Count = 3
+    grace_s: Duration = 15.0
+    backoff_initial_s: Duration = 0.5
+    backoff_max_s: Duration = 30.0
+    backoff_reset_s: Duration = 60.0
+    progress_interval_s: Duration = 10.0
+
+
+class Log(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    level: str = "info"
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings of one process. ``origins`` maps "section.key" to where the value came from."""
+
+    cluster: Cluster = Cluster()
+    node: Node = Node()
+    proxy: Proxy = Proxy()
+    up: Up = Up()
+    log: Log = Log()
+    origins: dict[str, Origin] = {}
+
+    def origin(self, key: str) -> Origin:
+        """Where the value of "section.key" came from."""
+        return self.origins.get(key, Origin("default"))
+
+    def read_token(self) -> bytes:
+        """The cluster token: as configured, else the one that the processes of this user on this host share.
+
+        Raises ConfigError when the file cannot serve, or when the environment gives both a token and a file.
+        """
+        file, by = self.cluster.token_file, self.origin("cluster.token_file").kind
+        if self.cluster.token and by not in ("environment", "argument"):
+            return check_token(self.cluster.token.encode(), f"the variable {TOKEN_VARIABLE}")
+        if self.cluster.token and by == "environment":
+            raise ConfigError(
+                f"both {TOKEN_VARIABLE} and {TOKEN_FILE_VARIABLE} are set; unset one of them",
+                operation="token",
+                key="cluster.token",
+            )
+        return read_or_create_token(file or None, env={})
+
+    @property
+    def token_is_configured(self) -> bool:
+        """Whether a person chose the cluster token; one that was made on demand does not count."""
+        return bool(self.cluster.token or self.cluster.token_file)
+
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """(key, value, origin) of each setting, in the order of the documentation. A secret shows only that
+        it is set.
+        """
+        for section in SECTIONS:
+            values = getattr(self, section)
+            for field in msgspec.structs.fields(values):
+                key = f"{section}.{field.name}"
+                yield key, show_value(field.type, getattr(values, field.name)), str(self.origin(key))
+
+
+SECTIONS: dict[str, type[Section]] = {"cluster": Cluster, "node": Node, "proxy": Proxy, "up": Up, "log": Log}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "log.level": ("debug", "info", "warning", "error"),
+    "up.engine.engine": ("vllm",),
+    "up.engine.kv_role": ("kv_both", "kv_producer", "kv_consumer"),
+    "up.engine.kv_load_failure_policy": ("recompute", "fail"),
+}
+
+HELP: dict[str, str] = {
+    "cluster.token_file": "a 0600 file that holds the cluster token; empty: the token that the first "
+    "process on the host makes, in the runtime folder",
+    "cluster.token": "the cluster token itself; only from the environment, MOONPOOL_CLUSTER_TOKEN",
+    "node.name": "names the node's socket, node-NAME.sock",
+    "node.socket": "path of the node's Unix socket; empty: node-NAME.sock in the runtime folder",
+    "node.dram": "DRAM arena of the tenant called default",
+    "node.tenants": "further tenants, each with an arena of its own size",
+    "node.http": "address of /metrics, /health and /stat, or off; not loopback: needs a cluster token",
+    "node.key_bytes_max": "the longest key, bytes",
+    "node.parts_max": "the most parts of one object",
+    "node.frame_bytes_max": "the longest frame on the wire",
+    "node.frame_keys_max": "the most keys in one frame; clients split larger calls",
+    "node.object_share_max": "the largest object, as a share of its tenant's arena",
+    "node.objects_max": "the most objects of one tenant; 0: derived from the arena",
+    "node.slab_bytes": "what a client leases at a time for its puts; 0: derived from the arena",
+    "node.connections_max": "the most connections on the Unix socket",
+    "node.scrub_bytes_per_s": "how fast objects in memory are held against their checksums; 0: not at all",
+    "node.http_connections_max": "the most HTTP connections; beyond it the oldest is closed",
+    "node.http_timeout_s": "the longest life of one HTTP connection",
+    "proxy.listen": "address of the OpenAI API, /metrics, /health and /engines",
+    "proxy.engines": "root URLs of the engines, each http://host:port or NAME=http://host:port",
+    "proxy.policy": "how an engine is chosen",
+    "proxy.client_connections_max": "the most client connections",
+    "proxy.head_bytes_max": "the longest request head",
+    "proxy.body_bytes_max": "the longest request body",
+    "proxy.bodies_bytes_max": "all request bodies that are held at one time",
+    "proxy.pipelined_bytes_max": "what is read ahead while a request of the same client runs",
+    "proxy.write_buffer_bytes_max": "what waits for one slow client before its engine's stream is paused",
+    "proxy.idle_upstreams_max": "the most idle connections that are kept to one engine",
+    "proxy.retries_max": "further engines that are tried when one fails before it answered",
+    "proxy.head_s": "the longest wait for a whole request head",
+    "proxy.body_stall_s": "the longest wait between two pieces of a request's body",
+    "proxy.client_idle_s": "the longest silence between two requests of a connection",
+    "proxy.client_stall_s": "how long a client may take nothing of its answer",
+    "proxy.connect_s": "the longest wait for a connection to an engine",
+    "proxy.first_byte_s": "the longest wait for an engine's answer to begin",
+    "proxy.stream_stall_s": "the longest silence of an engine inside an answer",
+    "proxy.drain_s": "how long running answers may go on after SIGTERM",
+    "proxy.health_path": "path that an engine answers with 2xx when it is well",
+    "proxy.health_interval_s": "pause between two health checks of an engine",
+    "proxy.health_timeout_s": "the longest wait for a health check",
+    "up.engine": "the engines, each a table [[up.engine]]",
+    "up.engine.name": "names its log; empty: engine-0, engine-1, ...",
+    "up.engine.engine": "which engine to start when no command is given",
+    "up.engine.model": "a folder or a model's name, as the engine takes it",
+    "up.engine.executable": "the engine's program; empty: beside this Python, then in PATH",
+    "up.engine.args": "further arguments for the engine",
+    "up.engine.command": "a whole command instead of engine and model; {port} and {host} are filled in",
+    "up.engine.host": "address that the engine listens on",
+    "up.engine.port": "its port; 0: a free one",
+    "up.engine.env": "further environment variables",
+    "up.engine.kv_pool": "connect it to the pool",
+    "up.engine.kv_role": "kv_both, kv_producer or kv_consumer",
+    "up.engine.kv_load_failure_policy": "recompute: a failed load costs time; fail: it fails the request",
+    "up.engine.require_pool": "refuse to start without a node",
+    "up.engine.health": "path that answers 200 when the engine is ready",
+    "up.node": "start a node",
+    "up.proxy": "start the proxy",
+    "up.log_dir": "folder of the logs; empty: logs in the runtime folder",
+    "up.ready_timeout_s": "the longest wait until a process is ready",
+    "up.start_attempts_max": "how often a process may die before it was ever ready",
+    "up.grace_s": "time between SIGTERM and SIGKILL",
+    "up.backoff_initial_s": "pause before the first restart; it doubles",
+    "up.backoff_max_s": "the longest pause before a restart",
+    "up.backoff_reset_s": "a process that lived this long starts again from the first pause",
+    "up.progress_interval_s": "pause between two lines about a process that is still starting",
+    "log.level": "debug, info, warning or error",
+}
+
+
+def load(
+    file: str | Path | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    arguments: Mapping[str, object] | None = None,
+) -> Config:
+    """The configuration of this process.
+
+    file: a TOML file; None takes MOONPOOL_CONFIG, when that is set. arguments: "section.key" -> value, of the
+    options that were given; a None is an option that was not given. Raises ConfigError for anything unknown,
+    malformed or out of range, with the name, its place and the remedy.
+    """
+    sections, origins = load_sections(
+        SECTIONS,
+        file=file,
+        env=os.environ if env is None else env,
+        arguments={key: value for key, value in (arguments or {}).items() if value is not None},
+        choices=CHOICES,
+    )
+    return Config(**sections, origins=origins)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of the TOML file, with the help of each key."""
+    properties: dict[str, Any] = {}
+    (_, *_), components = msgspec.json.schema_components(
+        list(SECTIONS.values()), ref_template="#/$defs/{name}"
+    )
+    for name, kind in SECTIONS.items():
+        properties[name] = components.pop(kind.__name__) | {"default": {}}
+        _describe(properties[name], name)
+    for nested in components.values():
+        _describe(nested, "up.engine")
+    del properties["cluster"]["properties"]["token"]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "moonpool.toml",
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+        "$defs": components,
+    }
+
+
+def _describe(schema: dict[str, Any], prefix: str) -> None:
+    schema.pop("description", None)
+    for key, value in schema["properties"].items():
+        value["description"] = HELP[f"{prefix}.{key}"]
+        if (choices := CHOICES.get(f"{prefix}.{key}")) is not None:
+            value["enum"] = list(choices)
+        for leaf in (value, value.get("additionalProperties")):
+            if isinstance(leaf, dict) and "x-unit" in leaf:
+                leaf["type"] = [leaf["type"], "string"]
+
+
+def markdown() -> str:
+    """The tables of docs/configuration.md."""
+    lines: list[str] = []
+    for name, kind in SECTIONS.items():
+        lines += _table(f"[{name}]", name, kind())
+        if name == "up":
+            lines += _table("[[up.engine]]", "up.engine", Engine())
+    return "\n".join(lines)
+
+
+def _table(title: str, prefix: str, defaults: Section) -> list[str]:
+    rows = [
+        f"| `{field.name}` | `{show_value(field.type, getattr(defaults, field.name))}` | "
+        f"{HELP[f'{prefix}.{field.name}']} |"
+        for field in msgspec.structs.fields(defaults)
+    ]
+    return ["", f"## `{title}`", "", "| key | default | meaning |", "|---|---|---|", *rows]

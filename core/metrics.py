@@ -1,0 +1,134 @@
+"""The node's counters as Prometheus families.
+
+The native server counts in atomics and hands out two dictionaries; this module names and describes them. It
+knows no single metric by heart: a name that ends in ``_total`` is a counter, any other a gauge, and what
+DESCRIPTIONS does not know gets a description made of its name. A name may carry labels:
+``used_bytes{tenant="default"}``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+PREFIX = "moonpool_node_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# (upper bounds of the buckets, count of each bucket and of what lies beyond the last, sum of all values)
+Histogram = tuple[Sequence[float], Sequence[int], float]
+
+DESCRIPTIONS: dict[str, str] = {
+    "objects": "Complete objects.",
+    "object_bytes": "Bytes of the complete objects.",
+    "objects_pinned": "Objects that pins keep from being evicted.",
+    "objects_detached": "Objects that were removed or replaced while pinned, and wait for their readers.",
+    "pins": "Pins that clients hold now.",
+    "arena_bytes": "Size of the arenas.",
+    "arena_ready_bytes": "Bytes of the arenas whose memory the kernel has given.",
+    "arena_huge_page_bytes": "Bytes of the arenas that lie in huge pages.",
+    "arena_free_bytes": "Bytes of the arenas that hold nothing.",
+    "arena_memory_short": "1 when the kernel could not give all of the arenas' memory.",
+    "leased_bytes": "Bytes of the arenas that clients are writing into.",
+    "connections": "Connections that are open now.",
+    "connections_total": "Connections that were accepted.",
+    "connections_refused_total": "Connections that were refused because there were too many.",
+    "connections_dropped_total": "Connections that the node closed: stalled, garbled or without the token.",
+    "auth_failures_total": "Connections that did not prove that they know the token.",
+    "protocol_errors_total": "Connections that sent no valid frame.",
+    "handshake_timeouts_total": "Connections that did not finish the handshake in time.",
+    "stored_total": "Objects that were stored.",
+    "stored_bytes_total": "Bytes that were stored.",
+    "exists_total": "Puts of objects that were there already.",
+    "put_refused_total": "Puts that were refused.",
+    "lease_refused_total": "Requests for memory that were refused because pins and leases hold all of it.",
+    "lookup_keys_total": "Keys that were looked up.",
+    "lookup_hits_total": "Keys that were found.",
+    "served_total": "Objects that readers say they have read.",
+    "served_bytes_total": "Bytes that readers say they have read.",
+    "removed_total": "Objects that were removed by request.",
+    "evicted_total": "Objects that were evicted.",
+    "evicted_bytes_total": "Bytes that were evicted.",
+    "scrub_dropped_total": "Objects that were dropped because their bytes did not match their checksum.",
+    "lease_seconds": "Time in the node that a request for memory takes.",
+    "commit_seconds": "Time in the node that storing a batch of objects takes.",
+    "lookup_seconds": "Time in the node that looking a batch of keys up takes.",
+    "other_seconds": "Time in the node that any other request takes.",
+}
+
+
+class Source(Protocol):
+    """What the collector reads; the native server is one."""
+
+    def metrics(self) -> Mapping[str, int | float]: ...
+
+    def histograms(self) -> Mapping[str, Histogram]: ...
+
+
+class NodeCollector:
+    """Turns one reading of a Source into metric families. Each scrape reads anew; nothing is kept."""
+
+    def __init__(self, source: Source, *, prefix: str = PREFIX) -> None:
+        self._source = source
+        self._prefix = prefix
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily] = {}
+        for full_name, value in self._source.metrics().items():
+            name, labels = split_labels(full_name)
+            family = families.get(name)
+            if family is None:
+                kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                family = families[name] = kind(self._named(name), describe(name), labels=list(labels))
+            if not isinstance(family, HistogramMetricFamily):
+                family.add_metric(list(labels.values()), float(value))
+        for full_name, (bounds, counts, total) in self._source.histograms().items():
+            name, labels = split_labels(full_name)
+            family = families.get(name)
+            if family is None:
+                family = HistogramMetricFamily(self._named(name), describe(name), labels=list(labels))
+                families[name] = family
+            if isinstance(family, HistogramMetricFamily):
+                family.add_metric(list(labels.values()), cumulative(bounds, counts), total)
+        return families.values()
+
+    def _named(self, name: str) -> str:
+        return name if name.startswith("moonpool_") else self._prefix + name
+
+
+def exposition(source: Source, *, prefix: str = PREFIX) -> bytes:
+    """The whole text of GET /metrics."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(NodeCollector(source, prefix=prefix))
+    return generate_latest(registry)
+
+
+def describe(name: str) -> str:
+    """The HELP text of a metric, by its name without prefix and labels."""
+    name = name.removeprefix(PREFIX)
+    return DESCRIPTIONS.get(name) or name.removesuffix("_total").replace("_", " ").capitalize() + "."
+
+
+def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Prometheus's buckets: each counts all values up to its bound, the last one, +Inf, all values."""
+    if len(counts) != len(bounds) + 1:
+        raise ValueError(f"{len(bounds)} bounds need {len(bounds) + 1} counts, not {len(counts)}")
+    buckets: list[tuple[str, float]] = []
+    running = 0
+    for bound, count in zip([*map(float, bounds), float("inf")], counts, strict=True):
+        running += count
+        buckets.append(("+Inf" if bound == float("inf") else f"{bound:g}", float(running)))
+    return buckets
+
+
+_LABELLED = re.compile(r'([a-zA-Z_]\w*)="([^"]*)"')
+
+
+def split_labels(name: str) -> tuple[str, dict[str, str]]:
+    """``used_bytes{tenant="a"}`` -> ("used_bytes", {"tenant": "a"})."""
+    bare, _, rest = name.partition("{")
+    return bare, dict(_LABELLED.findall(rest))

@@ -1,0 +1,222 @@
+"""The node process: the native server that owns the arenas, its place in the runtime folder, and its HTTP
+pages.
+
+    Node(config)  ->  start(): claim the socket, start the server, listen for HTTP, link node.sock
+                  ->  stop(): everything in reverse; only what is ours is removed
+
+The data plane runs in the server's own threads and never enters Python; this module's event loop only answers
+/metrics, /health and /stat and waits for a signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+
+from moonpool.core import metrics, paths
+from moonpool.core.addresses import Address, parse_address
+from moonpool.core.admin_http import AdminServer
+from moonpool.core.config import Config
+from moonpool.core.config import Node as Defaults
+from moonpool.core.errors import ConfigError, Unavailable
+from moonpool.core.node_socket import Claim, link_default, unlink_default
+
+HTTP_OFF = "off"
+# Settings that the server is told only when they are not as it has them by itself.
+_LIMITS = ("key_bytes_max", "parts_max", "frame_bytes_max", "frame_keys_max", "object_share_max")
+
+
+class NodeServer(metrics.Source, Protocol):
+    """What the node needs of moonpool._native.Server."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+ServerFactory = Callable[[Config, Path, bytes], NodeServer]
+
+
+def native_server(config: Config, socket_path: Path, token: bytes) -> NodeServer:
+    """Makes the server in C++; it reserves the arenas. Raises a moonpool Error when it cannot."""
+    try:
+        import moonpool._native as _native
+    except ImportError as error:
+        raise Unavailable(
+            f"the C++ core of moonpool is not built ({error}); run: pip install .",
+            operation="node",
+            cause=error,
+        ) from error
+    node = config.node
+    limits = {
+        name: getattr(node, name) for name in _LIMITS if getattr(node, name) != getattr(Defaults(), name)
+    }
+    try:
+        server: NodeServer = _native.Server(
+            str(socket_path),
+            tenant_sizes(config),
+            token,
+            name=node.name,
+            objects_max=node.objects_max,
+            slab_bytes=node.slab_bytes,
+            connections_max=node.connections_max,
+            scrub_bytes_per_s=node.scrub_bytes_per_s,
+            **limits,
+        )
+    except TypeError as error:
+        raise ConfigError(
+            f"this build of the C++ core cannot change node.{', node.'.join(limits)}",
+            operation="node",
+            cause=error,
+        ) from error
+    return server
+
+
+def tenant_sizes(config: Config) -> list[tuple[str, int]]:
+    """(tenant, bytes of its arena); the tenant called default has node.dram."""
+    if "default" in config.node.tenants:
+        raise ConfigError(
+            "node.tenants must not name the tenant default, whose arena is node.dram",
+            operation="node",
+            key="node.tenants",
+        )
+    return [("default", config.node.dram), *config.node.tenants.items()]
+
+
+class Node:
+    """One node. start() and stop() are called once each, from one event loop."""
+
+    def __init__(self, config: Config, *, make_server: ServerFactory = native_server) -> None:
+        self.config = config
+        self.http_url: str | None = None
+        self._make_server = make_server
+        self._claim: Claim | None = None
+        self._server: NodeServer | None = None
+        self._http: AdminServer | None = None
+        self._linked = False
+        self._started_s = time.monotonic()
+
+    @property
+    def socket(self) -> Path:
+        """The path that the node serves, between start() and stop()."""
+        if self._claim is None:
+            raise Unavailable("the node does not run", operation="node")
+        return self._claim.path
+
+    async def start(self) -> None:
+        """Serves from its return on. When it cannot, raises a moonpool Error and leaves nothing behind."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        node = self.config.node
+        http = None if node.http == HTTP_OFF else self._http_address()
+        paths.runtime_dir(ensure=True)
+        path = Path(node.socket).absolute() if node.socket else paths.node_socket(node.name)
+        token = self.config.read_token()
+        self._claim = Claim(paths.check_socket_path(path))
+        self._server = self._make_server(self.config, path, token)
+        self._server.start()
+        if http is not None:
+            self._http = AdminServer(
+                http,
+                {"/metrics": self._metrics, "/health": self._health, "/stat": self._stat},
+                key="--http",
+                connections_max=node.http_connections_max,
+                timeout_s=node.http_timeout_s,
+            )
+            await self._http.start()
+            self.http_url = f"http://{self._http.address}"
+        self._linked = link_default(path)
+
+    async def stop(self) -> None:
+        """Ends what start() began; after a failed start, as much of it as there was."""
+        if self._linked:
+            self._linked = False
+            unlink_default(self.socket)
+        if self._http is not None:
+            http, self._http = self._http, None
+            await http.close()
+        if self._server is not None:
+            server, self._server = self._server, None
+            await asyncio.to_thread(server.stop)
+        if self._claim is not None:
+            claim, self._claim = self._claim, None
+            claim.release()
+
+    def _http_address(self) -> Address:
+        address = parse_address(self.config.node.http, "node.http")
+        if not address.is_loopback and not self.config.token_is_configured:
+            raise ConfigError(
+                f"node.http = {address} can be reached from other hosts, which needs a cluster token: set "
+                f"cluster.token_file or {paths.TOKEN_VARIABLE}, or listen on 127.0.0.1:{address.port}",
+                operation="node",
+                key="node.http",
+                peer=str(address),
+            )
+        return address
+
+    def stat(self) -> dict[str, object]:
+        """What /stat tells: who the node is, where it listens, and its counters."""
+        if self._server is None:
+            raise Unavailable("the node does not run", operation="stat")
+        return {
+            "name": self.config.node.name,
+            "pid": os.getpid(),
+            "socket": str(self.socket),
+            "http": self.http_url,
+            "uptime_s": round(time.monotonic() - self._started_s, 3),
+            "tenants": dict(tenant_sizes(self.config)),
+            "metrics": dict(self._server.metrics()),
+        }
+
+    async def _metrics(self) -> web.Response:
+        if self._server is None:
+            return web.Response(status=503)
+        return web.Response(
+            body=metrics.exposition(self._server), headers={"Content-Type": metrics.CONTENT_TYPE}
+        )
+
+    async def _health(self) -> web.Response:
+        return _json({"status": "ok", "name": self.config.node.name, "pid": os.getpid()})
+
+    async def _stat(self) -> web.Response:
+        return _json(self.stat())
+
+
+def run(
+    config: Config,
+    *,
+    on_ready: Callable[[Node], None] | None = None,
+    make_server: ServerFactory = native_server,
+) -> None:
+    """Runs a node until SIGTERM or SIGINT. Raises a moonpool Error when it cannot start."""
+    asyncio.run(_run(Node(config, make_server=make_server), on_ready))
+
+
+async def _run(node: Node, on_ready: Callable[[Node], None] | None) -> None:
+    asked_to_stop = asyncio.Event()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signal_number, asked_to_stop.set)
+    await node.start()
+    try:
+        if on_ready is not None:
+            on_ready(node)
+        await asked_to_stop.wait()
+    finally:
+        await node.stop()
+
+
+def _json(value: Mapping[str, object]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

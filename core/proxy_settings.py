@@ -1,0 +1,47 @@
+"""The section [proxy] of the configuration as the proxy's own settings."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TypeVar
+
+from moonpool.core import paths
+from moonpool.core.addresses import parse_address
+from moonpool.core.config import Config
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.settings import Deadlines, HealthChecks, Limits, ProxySettings, parse_engines
+
+Part = TypeVar("Part", Limits, Deadlines, HealthChecks)
+
+
+def proxy_settings(config: Config) -> ProxySettings:
+    """Raises ConfigError for what cannot be meant, and for an open address without a cluster token."""
+    address = parse_address(config.proxy.listen, "proxy.listen")
+    if not address.is_loopback and not config.token_is_configured:
+        raise ConfigError(
+            f"proxy.listen = {address} can be reached from other hosts, which needs a cluster token: set "
+            f"cluster.token_file or {paths.TOKEN_VARIABLE}, or listen on 127.0.0.1:{address.port}",
+            operation="proxy",
+            key="proxy.listen",
+            peer=str(address),
+        )
+    return ProxySettings(
+        host=address.host,
+        port=address.port,
+        engines=parse_engines(config.proxy.engines),
+        policy=config.proxy.policy,
+        limits=_part(Limits, "", config),
+        deadlines=_part(Deadlines, "", config),
+        health=_part(HealthChecks, "health_", config),
+    )
+
+
+def _part(kind: type[Part], prefix: str, config: Config) -> Part:
+    """A part of the settings, of the keys that [proxy] has for it; the rest keeps its default."""
+    section = config.proxy
+    names = {field.name for field in fields(kind)} & {
+        name.removeprefix(prefix) for name in section.__struct_fields__
+    }
+    return kind(
+        **{name: getattr(section, prefix + name) for name in names if hasattr(section, prefix + name)}
+    )

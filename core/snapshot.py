@@ -1,0 +1,86 @@
+"""What runs on this host now, gathered from the HTTP pages of the node and the proxy and from `up`'s own
+file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from moonpool.core import paths
+from moonpool.core.config import Config
+from moonpool.core.errors import Error, Unavailable
+from moonpool.core.http_get import get_json
+from moonpool.core.up import UpState, read_state
+
+
+class EngineRow(msgspec.Struct, frozen=True):
+    """An engine as the proxy sees it."""
+
+    name: str
+    url: str = ""
+    health: str = ""
+    why: str = ""
+    in_flight: int = 0
+    requests: int = 0
+    failures: int = 0
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """node: the node's /stat; engines: as the proxy sees them; problems: a sentence for each that did not
+    answer.
+    """
+
+    node: dict[str, Any] | None = None
+    proxy_url: str = ""
+    proxy_answers: bool = False
+    engines: list[EngineRow] = []
+    up: UpState | None = None
+    problems: list[str] = []
+
+    @property
+    def anything(self) -> bool:
+        return self.node is not None or self.proxy_answers or self.up is not None
+
+
+def take(config: Config, *, node_url: str = "", proxy_url: str = "", timeout_s: float = 1.0) -> Snapshot:
+    """One reading. Addresses that are not given come from `up`'s file, else from the configuration."""
+    up = read_state()
+    if not node_url:
+        if up is not None and up.node is not None:
+            node_url = up.node.url
+        elif config.node.http != "off":
+            node_url = f"http://{config.node.http}"
+    if not proxy_url:
+        proxy_url = (
+            up.proxy.url if up is not None and up.proxy is not None else f"http://{config.proxy.listen}"
+        )
+    problems: list[str] = []
+    node: dict[str, Any] | None = None
+    engines: list[EngineRow] = []
+    answers = False
+    try:
+        node = _node(config, node_url, timeout_s)
+    except Error as error:
+        problems.append(str(error))
+    try:
+        page = get_json(f"{proxy_url.rstrip('/')}/engines", timeout_s=timeout_s)
+        engines = msgspec.convert(page["engines"] if isinstance(page, dict) else page, list[EngineRow])
+        answers = True
+    except (Unavailable, msgspec.ValidationError, KeyError) as error:
+        problems.append(f"no proxy serves {proxy_url} ({getattr(error, 'cause', None) or error})")
+    return Snapshot(node, proxy_url, answers, engines, up, problems)
+
+
+def _node(config: Config, url: str, timeout_s: float) -> dict[str, Any]:
+    """The node's /stat; when HTTP does not answer, its counters over the host's default socket."""
+    try:
+        if url:
+            return msgspec.convert(get_json(f"{url.rstrip('/')}/stat", timeout_s=timeout_s), dict[str, Any])
+    except (Unavailable, msgspec.ValidationError):
+        pass
+    from moonpool.core.store import Store
+
+    with Store(token=config.read_token(), timeout_s=timeout_s) as store:
+        return {"name": "", "socket": str(paths.default_node_socket()), "metrics": store.stat()}

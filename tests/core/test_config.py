@@ -1,0 +1,274 @@
+"""The configuration: which source wins, what is refused and how that is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moonpool.core import config, units
+from moonpool.core.errors import ConfigError
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "moonpool.toml"
+    file.write_text(text)
+    return file
+
+
+def test_each_source_beats_the_one_before_and_is_remembered(runtime: Path) -> None:
+    file = written(runtime, '[node]\ndram = "3GiB"\nname = "by-file"\nhttp = "off"\n')
+    env = {"MOONPOOL_NODE_NAME": "by-env", "MOONPOOL_NODE_HTTP": "127.0.0.1:1"}
+    made = config.load(file, env=env, arguments={"node.http": "127.0.0.1:2", "node.socket": None})
+    assert made.node.dram == 3 << 30
+    assert made.node.name == "by-env"
+    assert made.node.http == "127.0.0.1:2"
+    assert str(made.origin("node.dram")) == f"file {file}"
+    assert str(made.origin("node.name")) == "environment MOONPOOL_NODE_NAME"
+    assert str(made.origin("node.http")) == "argument --http"
+    assert str(made.origin("node.socket")) == "default"
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    node = config.load(env={}).node
+    assert node.http == "127.0.0.1:7711"
+    assert (node.key_bytes_max, node.parts_max) == (1024, 4096)
+    assert (node.frame_bytes_max, node.frame_keys_max) == (8 << 20, 16384)
+    assert node.object_share_max == 0.25
+    assert config.load(env={}).proxy.listen == "127.0.0.1:8080"
+
+
+def test_the_file_may_come_from_the_environment_and_an_argument_beats_it(runtime: Path) -> None:
+    first = written(runtime, '[node]\nname = "first"\n')
+    second = runtime / "second.toml"
+    second.write_text('[node]\nname = "second"\n')
+    env = {"MOONPOOL_CONFIG": str(first)}
+    assert config.load(env=env).node.name == "first"
+    assert config.load(second, env=env).node.name == "second"
+
+
+def test_the_object_is_frozen() -> None:
+    made = config.load(env={})
+    with pytest.raises(AttributeError):
+        made.node.name = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[node]\ndramm = 1\n", "unknown key node.dramm in the config file .*; did you mean node.dram?"),
+        ("[nodes]\ndram = 1\n", "unknown section nodes in the config file .*; did you mean node?"),
+        ("node = 1\n", r"node in the config file .* must be a table, written \[node\]"),
+        (
+            '[[up.engine]]\nmodell = "x"\n',
+            r"unknown key up.engine\[0\].modell .*; did you mean up.engine\[0\].model?",
+        ),
+        ('[node]\ndram = "2 gigs"\n', "node.dram = '2 gigs' .* write for example 2GiB"),
+        ("[node]\ndram = -1\n", "node.dram = -1 .* >= 0"),
+        ("[node]\nname = 7\n", "node.name = 7 .*expected `str`"),
+        ("[up]\nnode = 1\n", "up.node = 1 .*expected `bool`"),
+        ('[log]\nlevel = "inf"\n', "log.level = 'inf' .* did you mean info?"),
+        ("[[up.engine]]\nport = 70000\n", r"up.engine\[0\].port = 70000 .*<= 65535"),
+        ('[[up.engine]]\nengine = "vlm"\n', r"up.engine\[0\].engine = 'vlm' .*vllm"),
+        ("[up]\nengine = [1]\n", r"up.engine\[0\] = 1 .*must be a table"),
+        ("[up]\ngrace_s = 'soon'\n", "up.grace_s = 'soon' .* write for example 1.5s"),
+        ("[node\n", "is no valid TOML"),
+        ('[cluster]\ntoken = "s3cret"\n', "cluster.token must not stand in the config file"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence_that_names_the_key_the_place_and_the_remedy(
+    runtime: Path, text: str, message: str
+) -> None:
+    file = written(runtime, text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        config.load(file, env={})
+    assert "\n" not in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_missing_file_is_an_error(runtime: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the config file .*: No such file"):
+        config.load(runtime / "nowhere.toml", env={})
+
+
+@pytest.mark.parametrize(
+    ("variable", "near"),
+    [("MOONPOOL_NODE_DRAMM", "MOONPOOL_NODE_DRAM"), ("MOONPOOL_NOED_DRAM", "MOONPOOL_NODE_DRAM")],
+)
+def test_a_misspelt_variable_is_an_error(variable: str, near: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"unknown variable {variable} in the environment; did you mean {near}"
+    ):
+        config.load(env={variable: "1GiB"})
+
+
+def test_a_variable_of_a_known_section_is_an_error_however_little_it_resembles() -> None:
+    with pytest.raises(ConfigError, match="unknown variable MOONPOOL_LOG_ZZZ in the environment"):
+        config.load(env={"MOONPOOL_LOG_ZZZ": "1"})
+
+
+def test_variables_that_are_not_settings_are_left_alone() -> None:
+    config.load(
+        env={
+            "MOONPOOL_DEBUG": "1",
+            "MOONPOOL_RUNTIME_DIR": "/x",
+            "MOONPOOL_VLLM_PYTHON": "/v/bin/python",
+            "MOONPOOL_NODE_SERVICE_HOST": "10.0.0.1",
+            "MOONPOOL_NODE_PORT": "tcp://10.0.0.1:7710",
+            "MOONPOOL_NODE_PORT_7710_TCP_ADDR": "10.0.0.1",
+        }
+    )
+
+
+def test_text_of_a_variable_becomes_the_type_of_the_key() -> None:
+    made = config.load(
+        env={
+            "MOONPOOL_UP_NODE": "no",
+            "MOONPOOL_UP_GRACE_S": "200ms",
+            "MOONPOOL_UP_START_ATTEMPTS_MAX": "5",
+            "MOONPOOL_NODE_OBJECT_SHARE_MAX": "0.5",
+            "MOONPOOL_PROXY_ENGINES": "http://a:1, b=http://b:2",
+            "MOONPOOL_NODE_TENANTS": "a=1GiB,b=2",
+            "MOONPOOL_UP_ENGINE": '[{"model": "m", "port": 1}]',
+        }
+    )
+    assert made.up.node is False
+    assert made.up.grace_s == 0.2
+    assert made.up.start_attempts_max == 5
+    assert made.node.object_share_max == 0.5
+    assert made.proxy.engines == ["http://a:1", "b=http://b:2"]
+    assert made.node.tenants == {"a": 1 << 30, "b": 2}
+    assert made.up.engine == [config.Engine(model="m", port=1)]
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"MOONPOOL_UP_NODE": "perhaps"},
+        {"MOONPOOL_UP_START_ATTEMPTS_MAX": "many"},
+        {"MOONPOOL_NODE_TENANTS": "a"},
+        {"MOONPOOL_UP_ENGINE": "[1"},
+        {"MOONPOOL_NODE_OBJECT_SHARE_MAX": "2"},
+    ],
+)
+def test_text_that_is_no_value_is_an_error_that_names_the_variable(env: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(env))):
+        config.load(env=env)
+
+
+def test_the_token_environment_beats_the_file_and_an_argument_beats_both(runtime: Path) -> None:
+    secret = runtime / "secret"
+    secret.touch(0o600)
+    secret.write_text("of-the-file")
+    file = written(runtime, f'[cluster]\ntoken_file = "{secret}"\n')
+    env = {"MOONPOOL_CLUSTER_TOKEN": "of-env"}
+    assert config.load(file, env={}).read_token() == b"of-the-file"
+    assert config.load(file, env=env).read_token() == b"of-env"
+    assert config.load(env=env, arguments={"cluster.token_file": str(secret)}).read_token() == b"of-the-file"
+    with pytest.raises(ConfigError, match="unset one of them"):
+        config.load(env=env | {"MOONPOOL_CLUSTER_TOKEN_FILE": str(secret)}).read_token()
+    assert config.load(env={}).token_is_configured is False
+    assert config.load(env=env).token_is_configured is True
+    assert config.load(file, env={}).token_is_configured is True
+
+
+def test_rows_show_all_keys_and_never_the_secret(runtime: Path) -> None:
+    rows = list(config.load(env={"MOONPOOL_CLUSTER_TOKEN": "s3cret", "MOONPOOL_NODE_DRAM": "1536MiB"}).rows())
+    assert "s3cret" not in str(rows)
+    assert ("cluster.token", "(set)", "environment MOONPOOL_CLUSTER_TOKEN") in rows
+    assert ("node.dram", '"1.5GiB"', "environment MOONPOOL_NODE_DRAM") in rows
+    assert ("up.grace_s", '"15s"', "default") in rows
+
+
+def test_every_key_has_a_help_text_and_no_help_text_is_left_over() -> None:
+    keys = {f"{name}.{field}" for name, kind in config.SECTIONS.items() for field in kind.__struct_fields__}
+    keys |= {f"up.engine.{field}" for field in config.Engine.__struct_fields__}
+    assert keys == set(config.HELP)
+
+
+def test_the_schema_knows_units_choices_and_no_secret() -> None:
+    schema = config.json_schema()
+    assert set(schema["properties"]) == set(config.SECTIONS)
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["node"]["properties"]["dram"]["type"] == ["integer", "string"]
+    assert schema["properties"]["node"]["additionalProperties"] is False
+    assert "token" not in schema["properties"]["cluster"]["properties"]
+    assert schema["$defs"]["Engine"]["properties"]["engine"]["enum"] == ["vllm"]
+    msgspec.json.encode(schema)
+
+
+def test_the_example_is_a_valid_configuration() -> None:
+    made = config.load(Path(__file__).parents[2] / "examples" / "up.toml", env={})
+    assert [engine.name for engine in made.up.engine] == ["left", "right"]
+
+
+def test_the_documentation_has_every_key_and_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    assert page.endswith(config.markdown() + "\n"), "update it with: moonpool config schema --markdown"
+
+
+def test_the_proxys_keys_are_those_of_its_settings_with_the_same_defaults() -> None:
+    from moonpool.core.proxy_settings import proxy_settings
+    from moonpool.disagg_proxy.settings import Deadlines, EngineSpec, HealthChecks, Limits, ProxySettings
+
+    engines = {"proxy.engines": ["a=http://h:1"]}
+    assert proxy_settings(config.load(env={}, arguments=engines)) == ProxySettings(
+        engines=(EngineSpec("a", "http://h:1"),)
+    )
+    known = {"listen", "engines", "policy"} | {f"health_{name}" for name in HealthChecks.__dataclass_fields__}
+    known |= set(Limits.__dataclass_fields__) | set(Deadlines.__dataclass_fields__)
+    assert set(config.Proxy.__struct_fields__) <= known
+    changed = {
+        "proxy.engines": ["http://h:1"],
+        "proxy.head_s": 3,
+        "proxy.health_path": "/x",
+        "proxy.retries_max": 0,
+    }
+    made = proxy_settings(config.load(env={}, arguments=changed))
+    assert (made.deadlines.head_s, made.health.path, made.limits.retries_max) == (3.0, "/x", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GiB", 2 << 30),
+        ("2G", 2 << 30),
+        ("2GB", 2 * 10**9),
+        ("512 MB", 512 * 10**6),
+        ("1.5KiB", 1536),
+        ("7", 7),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert units.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "2 XB", "1e9", "2GiB2"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size"):
+        units.parse_size(text)
+
+
+def test_durations() -> None:
+    assert units.parse_duration("200ms") == 0.2
+    assert units.parse_duration("1.5") == 1.5
+    assert units.parse_duration("2min") == 120.0
+    with pytest.raises(ValueError, match="is no duration"):
+        units.parse_duration("soon")
+
+
+def test_numbers_for_people() -> None:
+    assert [units.format_size(size) for size in (0, 1023, 1536, 2 << 30, 5 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "2.0 GiB",
+        "5.0 TiB",
+    ]
+    assert [units.format_duration(s) for s in (0.35, 12.5, 200, 7500)] == [
+        "350 ms",
+        "12.5 s",
+        "3 min 20 s",
+        "2 h 5 min",
+    ]

@@ -1,0 +1,316 @@
+"""`moonpool up` as a person runs it: one real command, and everything that it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from moonpool.core import config, up
+from moonpool.core.errors import ConfigError
+from moonpool.core.processes import descendants
+from moonpool.core.supervisor import Spec
+
+DEADLINE_S = 60
+
+# An "engine": answers GET /health, and has a child that left its session.
+ENGINE = """
+import http.server, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+http.server.ThreadingHTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+def toml(folder: Path, *, engines: int = 1, node: bool = False, proxy: bool = False, more: str = "") -> Path:
+    script = folder / "engine.py"
+    script.write_text(ENGINE)
+    command = json.dumps([sys.executable, str(script), "{host}", "{port}"])
+    text = f"[up]\nnode = {str(node).lower()}\nproxy = {str(proxy).lower()}\nbackoff_initial_s = 0.05\n"
+    text += '[node]\ndram = "64MiB"\nhttp = "127.0.0.1:0"\n[proxy]\nlisten = "127.0.0.1:0"\n'
+    text += f"[[up.engine]]\ncommand = {command}\n" * engines + more
+    file = folder / "up.toml"
+    file.write_text(text)
+    return file
+
+
+class Command:
+    """A running `moonpool up`, read line by line."""
+
+    def __init__(self, file: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "moonpool", "up", "--config", str(file)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        self.said = ""
+
+    def until(self, text: str, times: int = 1) -> None:
+        """Reads until ``text`` was printed ``times`` times."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + DEADLINE_S
+        while self.said.count(text) < times:
+            readable, _, _ = select.select(
+                [self.process.stdout], [], [], max(0.0, deadline - time.monotonic())
+            )
+            piece = os.read(self.process.stdout.fileno(), 65536).decode() if readable else ""
+            assert piece, f"{text!r} did not come; it said:\n{self.said}"
+            self.said += piece
+
+    def tree(self) -> list[int]:
+        return [entry.pid for entry in descendants(self.process.pid)]
+
+    def wait(self) -> int:
+        return self.process.wait(DEADLINE_S)
+
+
+@pytest.fixture
+def started(runtime: Path) -> Iterator[list[Command]]:
+    """Commands that the test starts; whatever is left of them afterwards is killed."""
+    commands: list[Command] = []
+    yield commands
+    for command in commands:
+        for pid in [*command.tree(), command.process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        command.process.wait()
+        assert command.process.stdout is not None
+        command.process.stdout.close()
+
+
+def watch(pids: list[int]) -> list[int]:
+    return [os.pidfd_open(pid) for pid in pids]
+
+
+def assert_gone(watched: list[int]) -> None:
+    for descriptor in watched:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        assert poll.poll(DEADLINE_S * 1000), "a process outlived its supervisor"
+        os.close(descriptor)
+
+
+def test_sigterm_takes_everything_down_children_of_children_included(
+    runtime: Path, started: list[Command]
+) -> None:
+    command = Command(toml(runtime, engines=2))
+    started.append(command)
+    command.until("all is up")
+    state = json.loads((runtime / "up.json").read_text())
+    assert state["pid"] == command.process.pid
+    assert state["ready"] is True
+    assert [engine["name"] for engine in state["engines"]] == ["engine-0", "engine-1"]
+    for engine in state["engines"]:
+        assert urllib.request.urlopen(f"{engine['url']}/health", timeout=10).status == 200
+        assert Path(engine["log"]).exists()
+    tree = command.tree()
+    assert len(tree) == 1 + 2 * 2
+    watched = watch(tree)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait() == 0
+    assert_gone(watched)
+    assert not (runtime / "up.json").exists()
+
+
+@pytest.mark.parametrize("whom", ["keeper", "supervisor"])
+def test_kill_9_of_up_leaves_nothing_behind(runtime: Path, started: list[Command], whom: str) -> None:
+    command = Command(toml(runtime))
+    started.append(command)
+    command.until("all is up")
+    tree = command.tree()
+    assert len(tree) == 3
+    watched = watch(tree)
+    os.kill(command.process.pid if whom == "keeper" else tree[0], signal.SIGKILL)
+    assert command.wait() == (-signal.SIGKILL if whom == "keeper" else 128 + signal.SIGKILL)
+    assert_gone(watched)
+
+
+def test_a_killed_engine_starts_again_at_its_address(runtime: Path, started: list[Command]) -> None:
+    command = Command(toml(runtime))
+    started.append(command)
+    command.until("all is up")
+    before = json.loads((runtime / "up.json").read_text())["engines"][0]
+    os.kill(before["pid"], signal.SIGKILL)
+    command.until("ready after", times=2)
+    after = json.loads((runtime / "up.json").read_text())["engines"][0]
+    assert after["url"] == before["url"]
+    assert after["pid"] != before["pid"]
+    assert after["restarts"] == 1
+    assert "was killed by signal 9" in command.said
+
+
+def test_a_second_up_in_the_same_folder_is_refused(runtime: Path, started: list[Command]) -> None:
+    first = Command(toml(runtime))
+    started.append(first)
+    first.until("all is up")
+    second = Command(toml(runtime))
+    started.append(second)
+    second.until("another moonpool up runs")
+    assert second.wait() == 2
+    assert json.loads((runtime / "up.json").read_text())["pid"] == first.process.pid
+
+
+def test_an_engine_that_cannot_start_ends_up_with_its_log(runtime: Path, started: list[Command]) -> None:
+    more = '[[up.engine]]\nname = "bad"\ncommand = ["sh", "-c", "echo no such model; exit 1"]\n'
+    command = Command(toml(runtime, more=more))
+    started.append(command)
+    command.until("no such model")
+    assert command.wait() == 3
+    assert "moonpool: bad exited with code 1 3 times before it was ready" in command.said
+    assert "Traceback" not in command.said
+
+
+def test_the_whole_line_with_a_real_node_and_the_proxy(runtime: Path, started: list[Command]) -> None:
+    pytest.importorskip("moonpool._native")
+    command = Command(toml(runtime, engines=2, node=True, proxy=True))
+    started.append(command)
+    command.until("all is up")
+    state = json.loads((runtime / "up.json").read_text())
+    assert json.load(urllib.request.urlopen(f"{state['node']['url']}/health", timeout=10))["status"] == "ok"
+    assert Path(state["node"]["socket"]).is_socket()
+    page = json.load(urllib.request.urlopen(f"{state['proxy']['url']}/engines", timeout=10))
+    assert [engine["name"] for engine in page["engines"]] == ["engine-0", "engine-1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "moonpool", "status", "--json"],
+        capture_output=True,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    status = json.loads(done.stdout)
+    assert status["node"]["metrics"]["arena_bytes"] == 64 << 20
+    assert len(status["engines"]) == 2
+    watched = watch(command.tree())
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait() == 0
+    assert_gone(watched)
+    assert not Path(state["node"]["socket"]).exists()
+
+
+def planned(engine: config.Engine, **more: object) -> up.Plan:
+    arguments: dict[str, object] = {
+        "up.engine": [engine],
+        "node.http": "127.0.0.1:0",
+        "proxy.listen": "127.0.0.1:0",
+    }
+    return up.plan(config.load(env={}, arguments=arguments | more), env={"PATH": os.environ["PATH"]})
+
+
+def spec_of(plan: up.Plan, name: str) -> Spec:
+    return next(spec for spec in plan.specs if spec.name == name)
+
+
+@pytest.fixture
+def vllm(runtime: Path) -> str:
+    program = runtime / "vllm"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_a_vllm_engine_joins_the_pool_by_itself(runtime: Path, vllm: str) -> None:
+    plan = planned(
+        config.Engine(model="some/model", executable=vllm, args=["--max-model-len", "512"], port=0)
+    )
+    engine = spec_of(plan, "engine-0")
+    words = list(engine.command)
+    assert words[:3] == [vllm, "serve", "some/model"]
+    assert words[words.index("--max-model-len") + 1] == "512"
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert transfer == {
+        "kv_connector": "Mooncake",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"node": str(runtime / "node-default.sock")},
+    }
+    port = words[words.index("--port") + 1]
+    assert int(port) > 0
+    proxy = spec_of(plan, "proxy").command
+    assert proxy[proxy.index("--engine") + 1] == f"engine-0=http://127.0.0.1:{port}"
+    assert len({spec.url for spec in plan.specs}) == 3
+
+
+def test_without_kv_pool_or_with_a_config_of_its_own_nothing_is_added(runtime: Path, vllm: str) -> None:
+    plain = spec_of(planned(config.Engine(model="m", executable=vllm, kv_pool=False)), "engine-0")
+    assert "--kv-transfer-config" not in plain.command
+    own = spec_of(
+        planned(config.Engine(model="m", executable=vllm, args=["--kv-transfer-config={}"])), "engine-0"
+    )
+    assert sum("--kv-transfer-config" in word for word in own.command) == 1
+
+
+def test_the_environment_of_an_engine(runtime: Path, vllm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "has_gpu", lambda env: False)
+    given = config.Engine(model=str(runtime), executable=vllm, env={"OMP_NUM_THREADS": "7", "EXTRA": "1"})
+    arguments: dict[str, object] = {"up.engine": [given], "node.http": "off", "up.proxy": False}
+    base = {"PATH": "/bin", "PYTHONDONTWRITEBYTECODE": "1", "VLLM_HOST_IP": "10.0.0.1"}
+    env = spec_of(up.plan(config.load(env={}, arguments=arguments), env=base), "engine-0").env
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert env["OMP_NUM_THREADS"] == "7"
+    assert env["EXTRA"] == "1"
+    assert env["VLLM_HOST_IP"] == "10.0.0.1"
+    assert env["HF_HUB_OFFLINE"] == "1"
+    assert "PYTHONDONTWRITEBYTECODE" not in env
+    assert env["PATH"].split(":")[0] == str(Path(vllm).parent)
+    remote = config.Engine(model="some/model", executable=vllm)
+    env = spec_of(planned(remote), "engine-0").env
+    assert "HF_HUB_OFFLINE" not in env
+
+
+def test_a_token_file_reaches_every_process_by_the_environment(runtime: Path, vllm: str) -> None:
+    plan = planned(config.Engine(model="m", executable=vllm), **{"cluster.token_file": "secret"})
+    for spec in plan.specs:
+        assert spec.env["MOONPOOL_CLUSTER_TOKEN_FILE"] == str(Path("secret").absolute())
+        assert not any("secret" in word for word in spec.command)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (config.Engine(), r"up.engine\[0\] needs a model or a command"),
+        (config.Engine(command=["x"], model="m"), "exclude each other"),
+        (config.Engine(model="m", executable="/no/vllm"), "there is no program /no/vllm"),
+        (config.Engine(command=["x"], name="proxy"), "proxy is taken"),
+        (config.Engine(command=["x"], health="health"), "must start with /"),
+        (config.Engine(command=["x"], host="203.0.113.7"), "address 203.0.113.7:0 cannot be used"),
+    ],
+)
+def test_an_engine_that_cannot_be_meant(runtime: Path, engine: config.Engine, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(engine)
+
+
+def test_ports_among_the_arguments_are_refused(runtime: Path, vllm: str) -> None:
+    with pytest.raises(ConfigError, match=r"must not hold --port; use up.engine\[0\].port"):
+        planned(config.Engine(model="m", executable=vllm, args=["--port=1"]))
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(runtime: Path) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=rf"up.engine\[0\].port: address 127.0.0.1:{port} cannot be used"
+        ):
+            planned(config.Engine(command=["x"], port=port))
+
+
+def test_nothing_to_run_is_one_sentence(runtime: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no engine to start"):
+        up.plan(config.load(env={}), env={})
