@@ -1,0 +1,169 @@
+"""What a proxy is told at its start: values only, checked once, never changed afterwards.
+
+Every queue, table and wait of the proxy has its maximum here. Times are in seconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from urllib.parse import urlsplit
+
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.conductor.policy import POLICIES
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine behind the proxy: a name (header, metrics) and its root URL, ``http://host:port``."""
+
+    name: str
+    url: str
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise _bad(
+                "engines", f"an engine's name has 1 to 64 letters, digits, '_', '.' or '-', not {self.name!r}"
+            )
+        _ = self.address
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """(host, port). Raises ConfigError when the URL is none of an HTTP server's root."""
+        try:
+            parts = urlsplit(self.url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise _bad("engines", f"{self.url!r} is no URL: {error}") from error
+        if parts.scheme != "http" or not host:
+            raise _bad("engines", f"an engine's URL looks like http://host:port, not {self.url!r}")
+        if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
+            raise _bad(
+                "engines", f"give the root of the engine, http://{host}:{port or 80}, not {self.url!r}"
+            )
+        return host, 80 if port is None else port
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes and counts. Beyond them a request is refused with one sentence, counted by reason."""
+
+    client_connections_max: int = 10_000
+    head_bytes_max: int = 32 << 10
+    body_bytes_max: int = 64 << 20
+    bodies_bytes_max: int = 1 << 30  # all request bodies that are held at one time
+    pipelined_bytes_max: int = 64 << 10  # read ahead while a request of the same client is running
+    write_buffer_bytes_max: int = 256 << 10  # per client, before the engine's stream is paused
+    idle_upstreams_max: int = 256  # kept open per engine
+    retries_max: int = 2  # further engines that are tried when one fails before it answered
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Waits, measured from the last progress unless said otherwise."""
+
+    head_s: float = 20.0  # from a request's first byte (or the connection's start) to the end of its head
+    body_stall_s: float = 30.0  # between two pieces of a request's body
+    body_bytes_per_s_min: int = 1024  # a body that comes slower than this is cut after body_stall_s
+    client_idle_s: float = 75.0  # between two requests of a connection
+    client_stall_s: float = 300.0  # a client that takes nothing of its answer
+    linger_s: float = 2.0  # after a refusal: time for the client to read it while we drop what it still sends
+    connect_s: float = 5.0  # to an engine
+    first_byte_s: float = 600.0  # a long prefill may take minutes
+    stream_stall_s: float = 600.0  # between two pieces of an engine's answer
+    silent_engine_s: float = 30.0  # no health answer and no progress: the engine's requests are given up
+    upstream_idle_s: float = 4.0  # vLLM closes idle connections after 5 s; be first
+    tcp_dead_peer_s: int = 30  # a host that vanished: keep-alive probes and unacknowledged data
+    drain_s: float = 30.0  # running requests after SIGTERM
+    sweep_s: float = 0.25  # how often deadlines are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class HealthChecks:
+    """GET ``path`` of each engine every ``interval_s``; 2xx within ``timeout_s`` is healthy."""
+
+    path: str = "/health"
+    interval_s: float = 1.0
+    timeout_s: float = 2.0
+    timeouts_max: int = 3  # so many in a row make it dead; a refused connection or a 5xx does at once
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerLimits:
+    """So many failures in a row (no answer, or 5xx; never 4xx) rest an engine, longer each time up to the
+    maximum."""
+
+    failures_max: int = 5
+    open_s: float = 2.0
+    open_s_max: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProxySettings:
+    """All of it. Raises ConfigError for what cannot be meant."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    engines: tuple[EngineSpec, ...] = ()
+    policy: str = "round_robin"
+    limits: Limits = field(default_factory=Limits)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    health: HealthChecks = field(default_factory=HealthChecks)
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise _bad("port", f"a port is 0 to 65535 (0 = any free one), not {self.port}")
+        if not self.engines:
+            raise _bad("engines", "a proxy needs at least one engine; give --engine http://host:port")
+        names = [engine.name for engine in self.engines]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise _bad("engines", f"two engines are called {twice[0]!r}; give each its own NAME=URL")
+        if self.policy not in POLICIES:
+            raise _bad(
+                "policy", f"there is no policy {self.policy!r}; choose one of {', '.join(sorted(POLICIES))}"
+            )
+        if not self.health.path.startswith("/") or not self.health.path.isascii() or " " in self.health.path:
+            raise _bad(
+                "health.path", f"the health path is an URL path such as /health, not {self.health.path!r}"
+            )
+        for part in ("limits", "deadlines", "health", "breaker"):
+            _check_positive(part, getattr(self, part))
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach the listening address."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def parse_engines(texts: Iterable[str]) -> tuple[EngineSpec, ...]:
+    """``URL`` or ``NAME=URL`` each; an engine without a name is called engine-0, engine-1, ... by its
+    place."""
+    specs = []
+    for place, text in enumerate(texts):
+        name, separator, url = text.partition("=")
+        named = bool(separator) and "://" not in name
+        specs.append(EngineSpec(name, url) if named else EngineSpec(f"engine-{place}", text))
+    return tuple(specs)
+
+
+def _check_positive(part: str, values: Limits | Deadlines | HealthChecks | BreakerLimits) -> None:
+    for item in fields(values):
+        value = getattr(values, item.name)
+        least = 0 if item.name in ("retries_max", "idle_upstreams_max", "drain_s") else 1e-3
+        if isinstance(value, int | float) and value < least:
+            raise _bad(
+                f"{part}.{item.name}",
+                f"{item.name} must be {'0 or more' if not least else 'positive'}, not {value}",
+            )
+
+
+def _bad(key: str, sentence: str) -> ConfigError:
+    return ConfigError(f"proxy: {sentence}", operation="config", key=f"proxy.{key}")

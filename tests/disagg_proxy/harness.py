@@ -1,0 +1,344 @@
+"""What the proxy's tests share: an engine whose every byte is scripted, a raw client, a running proxy, a
+deadline.
+
+Nothing here sleeps: tests wait for events, and each has a deadline that fails it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+import uvloop
+
+from moonpool.disagg_proxy.client_connection import ClientConnection
+from moonpool.disagg_proxy.server import Proxy
+from moonpool.disagg_proxy.settings import (
+    BreakerLimits,
+    Deadlines,
+    EngineSpec,
+    HealthChecks,
+    Limits,
+    ProxySettings,
+)
+
+NEVER_S = 1e6
+QUIET = HealthChecks(interval_s=NEVER_S)  # one check at the start, then none: the test tells what happens
+
+
+def with_deadline(test: Callable[..., Awaitable[None]], deadline_s: float = 20.0) -> Callable[..., None]:
+    """Run an async test on uvloop; fail it when it takes longer than deadline_s."""
+
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        async def bounded() -> None:
+            await asyncio.wait_for(test(*args, **kwargs), deadline_s)
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(bounded())
+
+    run.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
+    return run
+
+
+class FakeClock:
+    """Time that passes only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop turn until the condition holds (the test's deadline ends it otherwise)."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
+@dataclass
+class Exchange:
+    """One request that arrived at a mock engine, and the way to answer it byte by byte."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    body: bytes
+    writer: asyncio.StreamWriter
+    gone: asyncio.Event  # the proxy closed the connection
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self, body: bytes, status: int = 200, content_type: str = "application/json") -> None:
+        head = f"HTTP/1.1 {status} Whatever\r\nContent-Type: {content_type}\r\n"
+        await self.send(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+
+    async def begin_stream(self) -> None:
+        await self.send(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+
+    async def event(self, text: str) -> None:
+        data = f"data: {text}\n\n".encode()
+        await self.send(b"%x\r\n%b\r\n" % (len(data), data))
+
+    async def end_stream(self) -> None:
+        await self.send(b"0\r\n\r\n")
+
+    def cut(self) -> None:
+        """What a crash of the engine looks like."""
+        self.writer.transport.abort()
+
+
+Behaviour = Callable[[Exchange], Awaitable[None]]
+
+
+class MockEngine:
+    """Answers GET /health by ``healthy`` and everything else by ``behave``.
+
+    seen: every request that arrived, /health aside.   connections: how many were accepted for those.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.healthy = True
+        self.behave: Behaviour = self.say_name
+        self.seen: list[Exchange] = []
+        self.health_checks = 0
+        self.connections = 0
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def spec(self) -> EngineSpec:
+        return EngineSpec(self.name, f"http://127.0.0.1:{self.port}")
+
+    async def say_name(self, exchange: Exchange) -> None:
+        await exchange.answer(b'{"engine":"%b"}' % self.name.encode())
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=1 << 20)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Stop listening and cut every connection, as a killed process does."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for task in list(self._tasks):
+            task.cancel()
+        for writer in list(self._writers):
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._writers.add(writer)
+        gone = asyncio.Event()
+        counted = False
+        try:
+            while (exchange := await self._read(reader, writer, gone)) is not None:
+                if exchange.target == "/health":
+                    self.health_checks += 1
+                    await exchange.answer(b"", 200 if self.healthy else 503)
+                    continue
+                self.connections += not counted
+                counted = True
+                self.seen.append(exchange)
+                behaving = asyncio.ensure_future(self.behave(exchange))
+                watching = asyncio.ensure_future(reader.read(1))  # the proxy never pipelines: only EOF comes
+                try:
+                    await asyncio.wait({behaving, watching}, return_when=asyncio.FIRST_COMPLETED)
+                    if watching.done():
+                        gone.set()
+                        await behaving
+                        return
+                finally:
+                    watching.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, OSError):
+                        await watching
+                    if not behaving.done():
+                        behaving.cancel()
+                behaving.result()
+        except (OSError, asyncio.CancelledError):
+            pass
+        finally:
+            gone.set()
+            self._writers.discard(writer)
+            self._tasks.discard(task)
+            writer.transport.abort()
+
+    async def _read(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gone: asyncio.Event
+    ) -> Exchange | None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            line, *rest = head.decode("latin-1").split("\r\n")
+            method, target, _ = line.split(" ")
+            headers = {k.lower(): v for k, _, v in (row.partition(": ") for row in rest if row)}
+            body = await reader.readexactly(int(headers.get("content-length", "0")))
+        except (asyncio.IncompleteReadError, OSError):
+            return None
+        return Exchange(method, target, headers, body, writer, gone)
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def engine(self) -> str:
+        return self.headers.get("x-moonpool-engine", "")
+
+
+class Client:
+    """A client that writes and reads raw bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def request(self, method: str, target: str, body: bytes | None = None, head: str = "") -> None:
+        await self.send(request_bytes(method, target, body, head))
+
+    async def ask(self, method: str, target: str, body: bytes | None = None, head: str = "") -> Answer:
+        await self.request(method, target, body, head)
+        return await self.answer(head_only=method == "HEAD")
+
+    async def head(self) -> Answer:
+        text = await self.reader.readuntil(b"\r\n\r\n")
+        line, *rest = text.decode("latin-1").split("\r\n")
+        headers = {k.lower(): v for k, _, v in (row.partition(": ") for row in rest if row)}
+        return Answer(int(line.split(" ")[1]), headers, b"")
+
+    async def chunk(self) -> bytes:
+        size = int(await self.reader.readuntil(b"\r\n"), 16)
+        return (await self.reader.readexactly(size + 2))[:-2]
+
+    async def answer(self, *, head_only: bool = False) -> Answer:
+        answer = await self.head()
+        if head_only:
+            return answer
+        if answer.headers.get("transfer-encoding") == "chunked":
+            while piece := await self.chunk():
+                answer.body += piece
+        elif "content-length" in answer.headers:
+            answer.body = await self.reader.readexactly(int(answer.headers["content-length"]))
+        else:
+            answer.body = await self.reader.read()
+        return answer
+
+    async def ended(self) -> bytes:
+        """Everything up to the end of the connection, however it ends."""
+        data = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := await self.reader.read(1 << 16):
+                data += piece
+        return data
+
+    def leave(self) -> None:
+        self.writer.transport.abort()
+
+
+def request_bytes(method: str, target: str, body: bytes | None = None, head: str = "") -> bytes:
+    length = "" if body is None else f"Content-Length: {len(body)}\r\n"
+    return f"{method} {target} HTTP/1.1\r\nHost: test\r\n{head}{length}\r\n".encode() + (body or b"")
+
+
+@dataclass
+class Bed:
+    """A proxy with its mock engines, all on the test's loop."""
+
+    proxy: Proxy
+    engines: list[MockEngine]
+    host: str
+    port: int
+    clients: list[Client] = field(default_factory=list)
+
+    async def client(self) -> Client:
+        client = Client(*await asyncio.open_connection(self.host, self.port, limit=1 << 22))
+        self.clients.append(client)
+        return client
+
+    async def connection(self) -> ClientConnection:
+        """The proxy's side of the only client's connection."""
+        await until(lambda: len(self.proxy.clients.connections) == 1)
+        (connection,) = self.proxy.clients.connections
+        return connection
+
+    async def ask(self, method: str, target: str, body: bytes | None = None, head: str = "") -> Answer:
+        """On a connection of its own."""
+        client = await self.client()
+        answer = await client.ask(method, target, body, head)
+        client.leave()
+        return answer
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of one sample; 0 when it is not there."""
+        from prometheus_client import CollectorRegistry
+
+        from moonpool.disagg_proxy.metrics import ProxyCollector
+
+        registry = CollectorRegistry()
+        registry.register(ProxyCollector(self.proxy.gauges))
+        return registry.get_sample_value(name, labels) or 0.0
+
+
+@contextlib.asynccontextmanager
+async def bed(
+    engines: int = 1,
+    *,
+    limits: Limits | None = None,
+    deadlines: Deadlines | None = None,
+    health: HealthChecks = QUIET,
+    clock: Callable[[], float] = time.monotonic,
+    breaker: BreakerLimits | None = None,
+    prepare: Callable[[list[MockEngine]], None] = lambda engines: None,
+) -> AsyncIterator[Bed]:
+    """Start mock engines and a proxy in front of them; take both down and check their integrity."""
+    mocks = [MockEngine(f"engine-{place}") for place in range(engines)]
+    for mock in mocks:
+        await mock.start()
+    prepare(mocks)
+    settings = ProxySettings(
+        port=0,
+        engines=tuple(mock.spec for mock in mocks),
+        limits=limits or Limits(),
+        deadlines=replace(deadlines or Deadlines(), sweep_s=0.01),
+        health=health,
+        breaker=breaker or BreakerLimits(),
+    )
+    proxy = Proxy(settings, clock)
+    try:
+        url = await proxy.open()
+        running = Bed(proxy, mocks, "127.0.0.1", int(url.rsplit(":", 1)[1]))
+        yield running
+        proxy.check_integrity()
+        for client in running.clients:
+            client.leave()
+        await until(lambda: not proxy.clients.connections)
+        proxy.check_integrity()
+        assert proxy.clients.budget.held == 0
+        assert all(engine.in_flight == 0 for engine in proxy.engines)
+    finally:
+        await proxy.close()
+        for mock in mocks:
+            await mock.stop()

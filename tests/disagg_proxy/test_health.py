@@ -1,0 +1,85 @@
+"""Health checks of engines over real sockets."""
+
+from __future__ import annotations
+
+import json
+
+from moonpool.disagg_proxy.conductor.liveness import Health
+from moonpool.disagg_proxy.settings import HealthChecks
+
+from .harness import MockEngine, bed, until, with_deadline
+
+OFTEN = HealthChecks(interval_s=0.01)
+
+
+@with_deadline
+async def test_an_engine_that_dies_leaves_and_comes_back_by_itself() -> None:
+    async with bed(2, health=OFTEN) as b:
+        first = b.proxy.engines[0]
+        assert json.loads((await b.ask("GET", "/health")).body) == {
+            "status": "ok",
+            "engines_healthy": 2,
+            "engines": 2,
+        }
+        await b.engines[0].stop()
+        await until(lambda: first.liveness.state is Health.DEAD)
+        rows = json.loads((await b.ask("GET", "/engines")).body)["engines"]
+        assert rows[0]["health"] == "dead"
+        assert "GET /health failed" in rows[0]["why"]
+        assert {(await b.ask("POST", "/v1/x", b"{}")).engine for _ in range(4)} == {"engine-1"}
+        assert b.metric("moonpool_proxy_retries_total", engine="engine-0") == 0
+        await b.engines[0].start()  # the same port
+        await until(lambda: first.liveness.healthy)
+        assert {(await b.ask("POST", "/v1/x", b"{}")).engine for _ in range(4)} == {"engine-0", "engine-1"}
+
+
+@with_deadline
+async def test_an_engine_that_says_it_is_sick() -> None:
+    async with bed(1, health=OFTEN) as b:
+        b.engines[0].healthy = False
+        await until(lambda: not b.proxy.engines[0].liveness.healthy)
+        assert b.proxy.engines[0].liveness.why == "GET /health was answered with 503"
+        answer = await b.ask("GET", "/health")
+        assert answer.status == 503
+        assert "none of 1 engines is healthy" in json.loads(answer.body)["error"]["message"]
+        assert "retry-after" in answer.headers
+        b.engines[0].healthy = True
+        await until(lambda: b.proxy.engines[0].liveness.healthy)
+        assert (await b.ask("GET", "/health")).status == 200
+
+
+@with_deadline
+async def test_an_engine_that_accepts_and_says_nothing() -> None:
+    def mute(engines: list[MockEngine]) -> None:
+        async def nothing(*args: object) -> None:
+            await gone.wait()
+
+        engines[0]._read = nothing  # type: ignore[assignment, method-assign]
+
+    import asyncio
+
+    gone = asyncio.Event()
+    checks = HealthChecks(interval_s=0.01, timeout_s=0.02, timeouts_max=3)
+    async with bed(2, health=checks, prepare=mute) as b:
+        assert (
+            b.proxy.engines[0].liveness.state is Health.UNKNOWN
+        )  # the first check was not answered: not used
+        assert {(await b.ask("POST", "/v1/x", b"{}")).engine for _ in range(4)} == {"engine-1"}
+        await until(lambda: b.proxy.engines[0].liveness.state is Health.DEAD)
+        assert "not answered within 0.02 s" in b.proxy.engines[0].liveness.why
+        gone.set()
+
+
+@with_deadline
+async def test_checks_leave_no_connections_behind() -> None:
+    async with bed(1, health=OFTEN) as b:
+        seen: list[int] = []
+
+        def enough() -> bool:
+            seen.append(b.proxy.engines[0].pool.idle_count)
+            return b.engines[0].health_checks >= 20
+
+        await until(enough)
+        assert max(seen) == 0  # though the mock ignores "Connection: close"
+        assert len(b.proxy.engines[0].pool) <= 1
+        assert b.metric("moonpool_proxy_upstream_connections", engine="engine-0") <= 1

@@ -1,0 +1,56 @@
+"""The names that dashboards are built on, and the arithmetic of the histogram."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from moonpool.disagg_proxy.metrics import BOUNDS_S, Latencies
+
+from .harness import bed, with_deadline
+
+NAMES = {
+    "moonpool_proxy_accepted_connections": "counter",
+    "moonpool_proxy_client_connections": "gauge",
+    "moonpool_proxy_client_disconnects": "counter",
+    "moonpool_proxy_engine_breaker_open": "gauge",
+    "moonpool_proxy_engine_healthy": "gauge",
+    "moonpool_proxy_held_body_bytes": "gauge",
+    "moonpool_proxy_rejected": "counter",
+    "moonpool_proxy_relayed_bytes": "counter",
+    "moonpool_proxy_request_seconds": "histogram",
+    "moonpool_proxy_requests": "counter",
+    "moonpool_proxy_requests_in_flight": "gauge",
+    "moonpool_proxy_retries": "counter",
+    "moonpool_proxy_time_to_first_byte_seconds": "histogram",
+    "moonpool_proxy_upstream_connections": "gauge",
+    "moonpool_proxy_upstream_errors": "counter",
+}
+
+
+@with_deadline
+async def test_names_and_types() -> None:
+    async with bed(2) as b:
+        answer = await b.ask("POST", "/v1/x", b"{}")
+        page = await b.ask("GET", "/metrics")
+        assert page.headers["content-type"].startswith("text/plain")
+        families = {family.name: family for family in text_string_to_metric_families(page.body.decode())}
+        assert {name: family.type for name, family in families.items()} == NAMES
+        counts = {
+            sample.labels["engine"]: sample.value
+            for sample in families["moonpool_proxy_request_seconds"].samples
+            if sample.name.endswith("_count")
+        }
+        assert counts == {"engine-0": 1, "engine-1": 0}
+        relayed = {s.labels["engine"]: s.value for s in families["moonpool_proxy_relayed_bytes"].samples}
+        assert relayed["engine-0"] == len(answer.body)
+
+
+def test_buckets_are_cumulative_and_include_their_bound() -> None:
+    latencies = Latencies()
+    for seconds in (0.0005, 0.001, 0.0011, 599.0, 601.0):
+        latencies.observe(seconds)
+    buckets, total = latencies.buckets()
+    found = dict(buckets)
+    assert (found["0.001"], found["0.0025"], found["600.0"], found["+Inf"]) == (2, 3, 4, 5)
+    assert len(buckets) == len(BOUNDS_S) + 1
+    assert total == sum((0.0005, 0.001, 0.0011, 599.0, 601.0))

@@ -1,0 +1,178 @@
+"""Starting, draining and ending, in this process and as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+import moonpool
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.server import ProxySettings, run, serve
+from moonpool.disagg_proxy.settings import Deadlines
+
+from .harness import Client, Exchange, FakeClock, MockEngine, bed, request_bytes, until, with_deadline
+
+CHAT = "/v1/chat/completions"
+
+
+@with_deadline
+async def test_drain_finishes_what_runs_and_takes_nothing_new() -> None:
+    goon = asyncio.Event()
+
+    async def stream(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.event("first")
+        await goon.wait()
+        await exchange.end_stream()
+
+    async def wait(exchange: Exchange) -> None:
+        await goon.wait()
+        await exchange.answer(b"{}")
+
+    async with bed(2) as b:
+        b.engines[0].behave, b.engines[1].behave = stream, wait
+        idle, streaming, waiting = await b.client(), await b.client(), await b.client()
+        await streaming.request("POST", CHAT, b"{}")
+        await streaming.head()
+        assert await streaming.chunk() == b"data: first\n\n"
+        await waiting.request("POST", CHAT, b"{}")
+        await until(lambda: bool(b.engines[1].seen))
+        draining = asyncio.ensure_future(b.proxy.drain())
+        assert await idle.ended() == b""
+        with pytest.raises(OSError):
+            await b.client()
+        assert not draining.done()
+        goon.set()
+        assert await streaming.ended() == b"0\r\n\r\n"
+        answer = await waiting.answer()
+        assert answer.status == 200
+        assert answer.headers["connection"] == "close"
+        assert await draining
+
+
+@with_deadline
+async def test_drain_has_a_deadline() -> None:
+    async def never(exchange: Exchange) -> None:
+        await exchange.gone.wait()
+
+    async with bed(1, deadlines=Deadlines(drain_s=0.05)) as b:
+        b.engines[0].behave = never
+        client = await b.client()
+        await client.request("POST", CHAT, b"{}")
+        await until(lambda: bool(b.engines[0].seen))
+        assert not await b.proxy.drain()
+        await b.proxy.close()
+        assert await client.ended() == b""
+        await b.engines[0].seen[0].gone.wait()
+
+
+@with_deadline
+async def test_serve_says_when_it_is_ready_and_stops_when_told() -> None:
+    engine = MockEngine("a")
+    await engine.start()
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    serving = asyncio.ensure_future(
+        serve(ProxySettings(port=0, engines=(engine.spec,)), ready=ready.set_result, stop=stop)
+    )
+    url = await ready
+    client = Client(*await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1])))
+    assert (await client.ask("POST", CHAT, b"{}")).status == 200  # healthy from the first request on
+    stop.set()
+    await serving
+    assert await client.ended() == b""
+    await engine.stop()
+
+
+def test_address_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        settings = ProxySettings(port=port, engines=(MockEngine("a").spec,))
+        assert run(settings) == 2
+        message = capsys.readouterr().err
+        assert f"127.0.0.1:{port} is in use" in message
+        assert "--port" in message
+        assert "Traceback" not in message
+
+
+@with_deadline
+async def test_an_address_of_another_machine() -> None:
+    settings = ProxySettings(host="192.0.2.1", port=0, engines=(MockEngine("a").spec,))
+    with pytest.raises(ConfigError, match=r"'192.0.2.1' is no address of this machine"):
+        await serve(settings)
+
+
+PROGRAM = """
+import sys
+from moonpool.disagg_proxy.server import ProxySettings, parse_engines, run
+sys.exit(run(ProxySettings(port=0, engines=parse_engines(sys.argv[1:]))))
+"""
+
+
+@with_deadline
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_process_finishes_its_request_on_a_signal_and_exits_with_0(number: signal.Signals) -> None:
+    goon = asyncio.Event()
+
+    async def wait(exchange: Exchange) -> None:
+        await goon.wait()
+        await exchange.answer(b"{}")
+
+    engine = MockEngine("a")
+    engine.behave = wait
+    await engine.start()
+    assert moonpool.__file__ is not None
+    environment = os.environ | {"PYTHONPATH": str(Path(moonpool.__file__).parent.parent)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROGRAM, engine.spec.url, stdout=asyncio.subprocess.PIPE, env=environment
+    )
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode()
+        assert line.startswith("moonpool proxy: serving on http://127.0.0.1:")
+        port = int(line.split(" ")[4].rsplit(":", 1)[1])
+        client = Client(*await asyncio.open_connection("127.0.0.1", port))
+        await client.send(request_bytes("POST", CHAT, b"{}"))
+        await until(lambda: bool(engine.seen))
+        probe = Client(*await asyncio.open_connection("127.0.0.1", port))
+        process.send_signal(number)
+        assert await probe.ended() == b""  # the idle connection goes first: the drain has begun
+        goon.set()
+        assert (await client.answer()).status == 200
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await engine.stop()
+
+
+@with_deadline
+async def test_nothing_is_left_behind_after_many_requests() -> None:
+    """No reference cycles per request, nothing that grows: counts of live objects stay the same."""
+    import gc
+
+    from moonpool.disagg_proxy.http.request import Request
+    from moonpool.disagg_proxy.relay import Relay
+
+    def alive() -> int:
+        return sum(isinstance(thing, Relay | Request) for thing in gc.get_objects())
+
+    async with bed(1, clock=FakeClock()) as b:
+        client = await b.client()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(200):
+                assert (await client.ask("POST", CHAT, b"{}")).status == 200
+            b.engines[0].seen.clear()
+            assert alive() <= 2
+        finally:
+            gc.enable()
