@@ -1,0 +1,47 @@
+# Two commands to start with: `make demo` and `make test`. Each installs what it needs, outside of this tree, in
+# ${MOONPOOL_CACHE:-~/.cache/moonpool}, and says what it does.
+PYTHON ?= python3
+export PYTHONDONTWRITEBYTECODE =
+
+.PHONY: help demo test build lint native stub wheel matrix clean
+
+help:
+	@echo 'make demo     two real vLLM engines share one pool; shows who computed what'
+	@echo '              ONCE=1 ends by itself   MODEL=path your own model   JSON=file the table as JSON'
+	@echo 'make test     lint, native tests under sanitizers, pytest'
+	@echo "              ARGS='-k store' for pytest   ENGINE=0 without a real vLLM   ONLY=pytest"
+	@echo 'make build    compile what changed in core/csrc, into an environment of this checkout'
+	@echo 'make lint     ruff, mypy --strict, clang-format   FIX=1 repairs'
+	@echo 'make native   the C++ tests alone, under ASan+UBSan and under TSan'
+	@echo 'make stub     write src/moonpool/_native.pyi anew'
+	@echo 'make wheel    sdist and wheel into dist/'
+	@echo "make matrix   the engine tests against other versions of vLLM (VERSIONS='0.31.0 0.32.0'); long, not in CI"
+	@echo 'make clean    remove what was built inside the tree (the environments in the cache stay)'
+
+demo:
+	@$(PYTHON) -m scripts.demo $(if $(ONCE),--once) $(if $(MODEL),--model '$(MODEL)') $(if $(JSON),--json '$(JSON)')
+
+test:
+	@$(PYTHON) -m scripts.test $(if $(filter 0,$(ENGINE)),--no-engine) $(if $(filter pytest,$(ONLY)),--only-pytest) --pytest="$(ARGS)"
+
+build:
+	@$(PYTHON) -m scripts.build
+
+lint:
+	@$(PYTHON) -m scripts.lint $(if $(FIX),--fix)
+
+native:
+	@$(MAKE) -C tests/native
+
+stub:
+	@$(PYTHON) -m scripts.stub
+
+wheel:
+	@$(PYTHON) -m scripts.wheel
+
+matrix:
+	@$(PYTHON) -m scripts.matrix $(VERSIONS)
+
+clean:
+	rm -rf build dist src/*.egg-info src/moonpool/*.so .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

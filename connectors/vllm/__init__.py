@@ -1,0 +1,21 @@
+"""The connector ``Mooncake`` for vLLM: real engines whose prefix cache is the pool. docs/vllm.md is its
+manual.
+
+    plugin       what vLLM's entry point calls: registers the name
+    connector    the class vLLM talks to; delegates, and survives what goes wrong below
+    scheduler    the half in the scheduler's process: lookups, pins, what to load and save when
+    worker       the half beside the KV memory: layout, loads and saves on native threads
+    requests     the life of one request, as a state machine without clocks, sockets or threads
+    layout       where the bytes of (layer, head, block) lie, as plain values
+    facts        what the connector needs to know about the engine, read once from its configuration
+    identity     the fingerprint: which model, weights and form of bytes
+    settings     kv_connector_extra_config, checked
+    link         the connection to the node, made again in the background
+    pool         the native pieces as a Protocol
+    messages     what the halves tell each other
+    metrics      counts and latencies, in vLLM's own /metrics
+    compat       every difference between vLLM versions
+
+Threads: both halves run on their engine's thread and never block it; bytes are moved by the threads of
+``moonpool._native.Worker``; ``link`` may own one Python thread while there is no node.
+"""

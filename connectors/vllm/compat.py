@@ -1,0 +1,117 @@
+"""Every difference between the vLLM versions that this connector runs under (0.23 to 0.33), and nothing else.
+
+Without vLLM (unit tests, type checks) the base classes are empty stand-ins, so that the halves can be
+imported.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+OLDEST = (0, 23)
+
+if TYPE_CHECKING:
+
+    class ConnectorRole(enum.Enum):
+        SCHEDULER = 0
+        WORKER = 1
+
+    class ConnectorBase:
+        _cache_hit_source: Any
+        _connector_metadata: Any
+
+        def __init__(self, vllm_config: Any, role: ConnectorRole, kv_cache_config: Any) -> None: ...
+
+    class SupportsHMA: ...
+
+    class ConnectorMetadata: ...
+
+    class WorkerMetadata: ...
+
+    class HandshakeMetadata: ...
+
+    TransferResults: Any
+
+    class ConnectorStats:
+        data: dict[str, Any]
+
+        def __init__(self, data: dict[str, Any] | None = None) -> None: ...
+
+    class PromMetrics:
+        _gauge_cls: Any
+        _counter_cls: Any
+        _histogram_cls: Any
+        _labelnames: list[str]
+        per_engine_labelvalues: dict[int, list[object]]
+
+        def __init__(self, config: Any, types: Any, labelnames: list[str], values: Any) -> None: ...
+
+else:
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("vllm", "torch"):
+            raise
+        from moonpool.connectors.vllm import standins as base
+        from moonpool.connectors.vllm import standins as metrics
+    ConnectorBase = base.KVConnectorBase_V1
+    ConnectorMetadata = base.KVConnectorMetadata
+    ConnectorRole = base.KVConnectorRole
+    HandshakeMetadata = base.KVConnectorHandshakeMetadata
+    SupportsHMA = base.SupportsHMA
+    WorkerMetadata = base.KVConnectorWorkerMetadata
+    ConnectorStats = metrics.KVConnectorStats
+    PromMetrics = metrics.KVConnectorPromMetrics
+    TransferResults = getattr(base, "KVConnectorTransferResults", None)
+
+
+def host_hit_source() -> Any:
+    """vLLM's name for the tier our hits come from (0.32+: prompt_tokens_cached_by_source), or None before."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.HOST
+
+
+def transfer_results(finished: set[str], failed: set[str]) -> Any:
+    """What get_transfer_results returns; only asked for by vLLM 0.30 and newer, get_finished before."""
+    return TransferResults(set(), finished, failed)
+
+
+def can_report_failed_requests() -> bool:
+    """Whether a failed load of a model with several KV cache groups can be reported (0.30+)."""
+    return TransferResults is not None
+
+
+def parallel_ranks() -> tuple[int, int]:
+    """(rank in the tensor-parallel group, rank in the pipeline-parallel group) of this worker process."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return int(get_tp_group().rank_in_group), int(get_pp_group().rank_in_group)
+
+
+def vllm_version() -> str:
+    """The version of the vLLM in this process, or "" when it does not say."""
+    try:
+        from vllm.version import __version__
+    except ImportError:
+        return ""
+    return str(__version__)
+
+
+def is_too_old(version: str) -> bool:
+    """Whether ``version`` is a release before OLDEST. Development versions and unknown ones are let
+    through."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or version.startswith("0.0."):
+        return False
+    return (int(match[1]), int(match[2])) < OLDEST
+
+
+def logger(name: str) -> logging.Logger:
+    """A logger that speaks through vLLM's handlers, which only serve names below "vllm"."""
+    return logging.getLogger(f"vllm.moonpool.{name}")

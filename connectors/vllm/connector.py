@@ -1,0 +1,278 @@
+"""The class vLLM talks to. It delegates to one of two halves and survives what goes wrong below: an exception
+in a hook kills the engine, while a connector that steps aside costs a cache miss. This boundary is the only
+place with a broad ``except``, and it counts each one (moonpool_connector_survived_errors_total)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from moonpool.connectors.vllm import compat, identity
+from moonpool.connectors.vllm.facts import EngineFacts, read_facts
+from moonpool.connectors.vllm.layout import BlockLayout, Tensor
+from moonpool.connectors.vllm.link import Link
+from moonpool.connectors.vllm.messages import NOTHING, Handshake, Step
+from moonpool.connectors.vllm.metrics import ConnectorProm, Stats
+from moonpool.connectors.vllm.scheduler import SchedulerHalf
+from moonpool.connectors.vllm.settings import Settings
+from moonpool.connectors.vllm.worker import WorkerHalf
+
+TRACEBACKS_MAX = 5
+
+T = TypeVar("T")
+
+
+class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
+    """KV connector of the Moonpool pool: ``"kv_connector": "Mooncake"``."""
+
+    _cache_hit_source = compat.host_hit_source()  # a node of this host answers from DRAM
+
+    def __init__(self, vllm_config: Any, role: compat.ConnectorRole, kv_cache_config: Any = None) -> None:
+        """Raises ConfigError for options that cannot be meant."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._settings = Settings.parse(extra)
+        self._log = compat.logger(role.name.lower())
+        self._survived = 0
+        self._sched: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        facts = read_facts(vllm_config, kv_cache_config)
+        if role is compat.ConnectorRole.SCHEDULER:
+            self._sched = self._scheduler_half(facts)
+        else:
+            self._worker = self._worker_half(facts, vllm_config)
+
+    def _scheduler_half(self, facts: EngineFacts) -> SchedulerHalf:
+        from moonpool.connectors.vllm import native
+
+        if not facts.recomputes and facts.may_load:
+            self._log.warning(
+                'moonpool: kv_load_failure_policy is "fail": a request whose blocks are lost between lookup '
+                'and load ends with an error; "recompute" computes them instead, and the user notices nothing'
+            )
+        return SchedulerHalf(
+            facts,
+            self._settings,
+            open_link=functools.partial(self._open_link, required=self._settings.require_pool),
+            digest=native.digests,
+            log=self._log,
+        )
+
+    def _worker_half(self, facts: EngineFacts, vllm_config: Any) -> WorkerHalf:
+        def fingerprint(layout: BlockLayout, tensor: Tensor) -> bytes:
+            return identity.engine_fingerprint(
+                vllm_config,
+                block_tokens=facts.block_tokens,
+                kv_dtype=identity.kv_dtype(vllm_config, tensor.dtype),
+                form=identity.form(vllm_config, layout),
+            )
+
+        return WorkerHalf(
+            facts,
+            ranks=compat.parallel_ranks,
+            fingerprint=fingerprint,
+            open_link=functools.partial(self._open_link, required=False, quiet=True),
+            log=self._log,
+        )
+
+    def _open_link(self, fingerprint: bytes, *, required: bool, quiet: bool = False) -> Link:
+        from moonpool.connectors.vllm.native import NativePool
+
+        link = Link(
+            lambda: NativePool.dial(self._settings, fingerprint),
+            address=str(self._settings.socket()),
+            log=self._log,
+        )
+        link.open(required=required, quiet=quiet)
+        return link
+
+    def _survive(self, default: T, otherwise: Callable[[], object] | None = None) -> T:
+        """Called in an ``except Exception``: logs and counts, then does what keeps the engine consistent."""
+        self._survived += 1
+        half = self._sched or self._worker
+        if half is not None:
+            half.tally.add("survived_errors")
+        if self._survived <= TRACEBACKS_MAX:
+            self._log.exception(
+                "moonpool: unexpected error; the engine goes on without this part of the pool"
+            )
+        if otherwise is not None:
+            otherwise()
+        return default
+
+    # Both halves
+
+    def shutdown(self) -> None:
+        half = self._sched or self._worker
+        if half is not None:
+            half.close()
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        half = self._sched or self._worker
+        return None if half is None else half.tally.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        return Stats(data={} if data is None else dict(data))
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> ConnectorProm:
+        return ConnectorProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a miss later, no more; preempted requests may keep their output."""
+        return False
+
+    # Worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if self._worker is not None:
+            self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> Handshake | None:
+        return None if self._worker is None else self._worker.handshake()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        worker, step = self._worker, self._step()
+        if worker is None or not step.loads:
+            return
+        try:
+            worker.start_loads(step)
+        except Exception:
+            self._survive(None, lambda: worker.fail_loads(step))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request is computed only after its load."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are saved whole, after the forward; see wait_for_save."""
+
+    def wait_for_save(self) -> None:
+        """Hands the step's saves over, now that the forward has ended; their blocks are held, so nobody
+        waits."""
+        worker, step = self._worker, self._step()
+        if worker is None or not step.saves:
+            return
+        try:
+            worker.start_saves(step)
+        except Exception:
+            self._survive(None, lambda: worker.give_up_saves(step))
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Nothing is ever reported as sent: saves hold their blocks by reference, not by delaying a free."""
+        if self._worker is None:
+            return None, None
+        return None, self._take_finished(self._worker)[0] or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """vLLM 0.30 and newer."""
+        if self._worker is None:
+            return compat.transfer_results(set(), set())
+        return compat.transfer_results(*self._take_finished(self._worker))
+
+    def _take_finished(self, worker: WorkerHalf) -> tuple[set[str], set[str]]:
+        try:
+            worker.poll()
+        except Exception:
+            self._survive(None)
+        return worker.take_finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._worker is None else self._worker.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> Any:
+        return None if self._worker is None else self._worker.take_report()
+
+    def _step(self) -> Step:
+        step = self._connector_metadata
+        return step if isinstance(step, Step) else NOTHING
+
+    # Scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Handshake]) -> None:
+        self._meet(list(metadata.values()))
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Handshake]) -> None:
+        self._meet(list(metadata.values()))
+
+    def _meet(self, handshakes: list[Handshake]) -> None:
+        if self._sched is not None:
+            self._sched.meet_workers(handshakes)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._sched is not None:
+            self._sched.bind_block_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        sched = self._sched
+        if sched is None:
+            return
+        try:
+            sched.arrived(request)
+        except Exception:
+            self._survive(None, lambda: sched.forget(request.request_id))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        sched = self._sched
+        if sched is None:
+            return 0, False
+        try:
+            return sched.matched_tokens(request, num_computed_tokens)
+        except Exception:
+            return self._survive((0, False), lambda: sched.forget(request.request_id))
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        sched = self._sched
+        if sched is None:
+            return
+        try:
+            sched.admitted(request, blocks, num_external_tokens)
+        except Exception:
+            self._survive(None)
+            if num_external_tokens:
+                sched.fail_load(request.request_id, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Step:
+        sched = self._sched
+        if sched is None:
+            return NOTHING
+        try:
+            return sched.build_step(scheduler_output)
+        except Exception:
+            self._survive(None, sched.saves.give_up)
+            return sched.build_step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self._sched is None:
+            return
+        try:
+            self._sched.step_ended(connector_output)
+        except Exception:
+            self._survive(None)
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        if self._sched is None:
+            return False, None
+        try:
+            return False, self._sched.finished(request)
+        except Exception:
+            return self._survive((False, None))
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        return self._sched is not None and self._sched.has_pending_work()
+
+    def has_pending_block_frees(self) -> bool:
+        return self._sched is not None and self._sched.has_pending_frees()
+
+    def reset_cache(self) -> bool:
+        """Nothing stored so far is used by this engine again; other engines keep it."""
+        if self._sched is not None:
+            self._sched.forget_everything_stored()
+        return True

@@ -1,0 +1,275 @@
+"""Where the bytes of (layer, head, block) lie in this process: first a plain value, then the rows of each
+object.
+
+vLLM hands over one view per layer, logically [blocks, heads, tokens, content], whose strides tell the
+physical order. An object of a block holds some heads of some layers, layer by layer and head by head, in the
+engine's own bytes:
+
+    LBHNC, two heads per object                       rows of the column (heads 0-1, layers 0-1)
+    layer 0 | block 0: h0 h1 h2 h3 | block 1: ...      (layer 0 + h0, block stride, 2 heads)    <- h0, h1
+    touch: one row layer 1 | block 0: h0 h1 h2 h3 | block 1: ...      (layer 1 + h0, block stride, 2 heads)
+
+    LBNHC (tokens before heads)                       one row per token, layer and run of heads
+
+A row is (address of block 0, bytes from block to block, bytes); see PartTable in pool.py. Nothing here
+touches the memory or imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from moonpool.connectors.vllm.facts import layer_number
+from moonpool.connectors.vllm.pool import Rows
+from moonpool.core.keys import Ranges
+
+ROWS_MAX = 4096
+TP_SIZE_MAX = 8
+
+
+class Refused(Exception):
+    """This memory cannot be used with the pool; the message is one sentence that says why."""
+
+
+class Storage(Protocol):
+    def data_ptr(self) -> int: ...
+    def nbytes(self) -> int: ...
+
+
+class Device(Protocol):
+    @property
+    def type(self) -> str: ...
+
+
+class Tensor(Protocol):
+    """What is asked of a torch tensor."""
+
+    @property
+    def device(self) -> Device: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> object: ...
+    def data_ptr(self) -> int: ...
+    def stride(self) -> Sequence[int]: ...
+    def element_size(self) -> int: ...
+    def untyped_storage(self) -> Storage: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerView:
+    """One layer's KV cache. Strides and sizes in bytes; ``blocks`` are the kernel's, of ``tokens`` tokens
+    each."""
+
+    name: str
+    number: int
+    address: int
+    blocks: int
+    heads: int
+    tokens: int
+    content: int
+    block_stride: int
+    head_stride: int
+    token_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """The layers of one KV cache group, by number and name, each memory once.
+
+    pieces: how many kernel blocks make one block of ``block_tokens`` tokens.
+    """
+
+    layers: tuple[LayerView, ...]
+    pieces: int
+
+    @property
+    def heads(self) -> int:
+        return self.layers[0].heads
+
+    @property
+    def first_layer(self) -> int:
+        return self.layers[0].number
+
+    @property
+    def layer_count(self) -> int:
+        return self.layers[-1].number - self.first_layer + 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """The KV memory of one worker, group by group."""
+
+    groups: tuple[GroupLayout, ...]
+    block_tokens: int
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block in this worker, all layers and heads of all groups."""
+        return sum(
+            layer.heads * layer.tokens * layer.content * group.pieces
+            for group in self.groups
+            for layer in group.layers
+        )
+
+
+def read_layout(
+    caches: Mapping[str, Tensor], groups: Sequence[Sequence[str]], block_tokens: int
+) -> BlockLayout:
+    """The layout of ``caches``, the views that vLLM registered. Raises Refused."""
+    return BlockLayout(tuple(_read_group(caches, names, block_tokens) for names in groups), block_tokens)
+
+
+def heads_per_object(kv_heads: int) -> int:
+    """Heads that one object holds: at most an eighth of the model's, and a divisor of what a rank has under
+    every tensor-parallel size up to 8 that divides them, so that no such size changes an object."""
+    shares = [kv_heads // size for size in range(1, TP_SIZE_MAX + 1) if kv_heads % size == 0]
+    common = math.gcd(*shares)
+    limit = max(1, kv_heads // TP_SIZE_MAX)
+    return max(heads for heads in range(1, limit + 1) if common % heads == 0)
+
+
+def object_ranges(layout: BlockLayout, *, kv_heads: int, first_head: int) -> tuple[Ranges, ...]:
+    """The objects of a block that this worker holds, in the order group, layers, heads. Raises Refused."""
+    ranges = []
+    for number, group in enumerate(layout.groups):
+        step = heads_per_object(kv_heads)
+        if group.heads % step:
+            raise Refused(
+                f"this rank has {group.heads} of {kv_heads} KV heads, and objects of {step} heads cannot "
+                f"be cut from them; use a tensor-parallel size up to {TP_SIZE_MAX}"
+            )
+        ranges += [
+            Ranges(number, head, step, group.first_layer, group.layer_count)
+            for head in range(first_head, first_head + group.heads, step)
+        ]
+    return tuple(ranges)
+
+
+def first_head(kv_heads: int, local_heads: int, tp_rank: int, tp_size: int) -> int:
+    """The number, in the whole model, of a rank's first KV head. Raises Refused for a split that is not
+    even."""
+    if local_heads == kv_heads:
+        return 0
+    if local_heads * tp_size == kv_heads:
+        return tp_rank * local_heads
+    if local_heads == 1 and kv_heads < tp_size and tp_size % kv_heads == 0:  # several ranks hold one head
+        return tp_rank * kv_heads // tp_size
+    raise Refused(f"{local_heads} KV heads on each of {tp_size} ranks do not make the model's {kv_heads}")
+
+
+def holds_first_copy(kv_heads: int, local_heads: int, tp_rank: int, tp_size: int) -> bool:
+    """Whether no lower rank holds the same heads; the one that does saves them for all."""
+    return tp_rank == 0 or first_head(kv_heads, local_heads, tp_rank - 1, tp_size) != first_head(
+        kv_heads, local_heads, tp_rank, tp_size
+    )
+
+
+def rows(layout: BlockLayout, ranges: Ranges, *, first_head: int) -> list[tuple[int, int, int]]:
+    """The rows of one column: what an object of ``ranges`` gathers, in its own order. Neighbours are one row.
+
+    first_head: the number, in the whole model, of this worker's head 0. Raises Refused when there are too
+    many rows.
+    """
+    group = layout.groups[ranges.group]
+    result: list[tuple[int, int, int]] = []
+    head = ranges.first_head - first_head
+    for layer in group.layers:
+        for one in range(head, head + ranges.heads):
+            for row in _head_rows(layer, one, group.pieces):
+                if result and result[-1][0] + result[-1][2] == row[0] and result[-1][1] == row[1]:
+                    result[-1] = (result[-1][0], row[1], result[-1][2] + row[2])
+                else:
+                    result.append(row)
+    if len(result) > ROWS_MAX:
+        raise Refused(
+            f"an object would be gathered from {len(result)} places (at most {ROWS_MAX}); use a KV layout "
+            f"with heads before tokens (LBHNC, also called HND)"
+        )
+    return result
+
+
+def all_rows(layout: BlockLayout, columns: Sequence[Ranges], *, first_head: int) -> Rows:
+    """The rows of every column, in order."""
+    return [rows(layout, ranges, first_head=first_head) for ranges in columns]
+
+
+def _head_rows(layer: LayerView, head: int, pieces: int) -> list[tuple[int, int, int]]:
+    stride = layer.block_stride * pieces
+    dense = layer.token_stride == layer.content
+    starts = [
+        layer.address + piece * layer.block_stride + head * layer.head_stride for piece in range(pieces)
+    ]
+    if dense:
+        return [(start, stride, layer.tokens * layer.content) for start in starts]
+    return [
+        (start + token * layer.token_stride, stride, layer.content)
+        for start in starts
+        for token in range(layer.tokens)
+    ]
+
+
+def _read_group(caches: Mapping[str, Tensor], names: Sequence[str], block_tokens: int) -> GroupLayout:
+    missing = [name for name in names if name not in caches]
+    if missing:
+        raise Refused(f"vLLM registered no KV cache for the layer {missing[0]}")
+    views = sorted((_view(name, caches[name]) for name in names), key=lambda view: (view.number, view.name))
+    seen: set[tuple[int, int]] = set()
+    layers = []
+    for view in views:  # layers that share another layer's KV name the same memory again
+        if (view.address, view.block_stride) not in seen:
+            seen.add((view.address, view.block_stride))
+            layers.append(view)
+    if len({(view.heads, view.tokens) for view in layers}) > 1:
+        raise Refused("the layers of one KV cache group differ in heads or tokens")
+    tokens = layers[0].tokens
+    if block_tokens % tokens:
+        raise Refused(f"blocks of {block_tokens} tokens are not whole blocks of the kernel's {tokens}")
+    return GroupLayout(tuple(layers), block_tokens // tokens)
+
+
+def _view(name: str, tensor: Tensor) -> LayerView:
+    if tensor.device.type != "cpu":
+        raise Refused(
+            f"moonpool copies CPU memory only in this release, and the KV cache lies in {tensor.device.type} "
+            f"memory"
+        )
+    size = tensor.element_size()
+    shape, strides = list(tensor.shape), [stride * size for stride in tensor.stride()]
+    if len(shape) == 3:  # MLA before 0.29: [blocks, tokens, content]
+        shape.insert(1, 1)
+        strides.insert(1, shape[2] * strides[1])
+    if len(shape) != 4 or strides[3] != size:
+        raise Refused(
+            f"the KV cache of {name} has the shape {tuple(tensor.shape)} and strides "
+            f"{tuple(tensor.stride())}, not dense [blocks, heads, tokens, content]"
+        )
+    blocks, heads, tokens, content = shape
+    view = LayerView(
+        name=name,
+        number=layer_number(name),
+        address=tensor.data_ptr(),
+        blocks=blocks,
+        heads=heads,
+        tokens=tokens,
+        content=content * size,
+        block_stride=strides[0],
+        head_stride=strides[1],
+        token_stride=strides[2],
+    )
+    _check_inside(view, tensor.untyped_storage())
+    return view
+
+
+def _check_inside(view: LayerView, storage: Storage) -> None:
+    """Every byte that a row can name must belong to the tensor's storage: the copies are not
+    bounds-checked."""
+    strides = (view.block_stride, view.head_stride, view.token_stride)
+    counts = (view.blocks, view.heads, view.tokens)
+    last = sum(stride * (count - 1) for stride, count in zip(strides, counts, strict=True))
+    start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    if min(strides) < 0 or view.address < start or view.address + last + view.content > end:
+        raise Refused(f"the KV cache of {view.name} reaches beyond its own memory")

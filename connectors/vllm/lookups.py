@@ -1,0 +1,134 @@
+"""Queries to the pool and the pins they bring. Belongs to the scheduler's half and runs on its thread.
+
+A pin is counted from the moment its answer is seen until ``release``; an answer that nobody waits for any
+more is released as it comes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import cast
+
+from moonpool.connectors.vllm.metrics import Tally
+from moonpool.connectors.vllm.pool import Pool, PrefixAnswer
+from moonpool.connectors.vllm.requests import Hit, Phase, RequestState
+from moonpool.core.errors import Error
+from moonpool.core.keys import BLOCK_NAME_BYTES
+
+ANSWER_TIMEOUT_S = 1.0
+FORGET_TICKET_S = 5.0
+
+
+class Lookups:
+    def __init__(
+        self,
+        pool: Callable[[], Pool | None],
+        *,
+        block_tokens: int,
+        tally: Tally,
+        log: logging.Logger,
+        clock: Callable[[], float],
+    ) -> None:
+        """pool: the pool to ask now, if there is one."""
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._tally = tally
+        self._log = log
+        self._clock = clock
+        self._tickets: dict[int, tuple[RequestState | None, float]] = {}
+        self._lost = False
+        self.pins = 0
+
+    @property
+    def under_way(self) -> int:
+        """Queries without an answer."""
+        return len(self._tickets)
+
+    def ask(self, state: RequestState) -> None:
+        """Asks for the longest stored prefix of the state's chain. Without a pool that is a miss."""
+        pool = self._pool()
+        if pool is None or not state.chain.blocks:
+            state.missed(0)
+            return
+        names = state.chain.names(0, state.chain.blocks)
+        try:
+            ticket = pool.submit_prefix(names, BLOCK_NAME_BYTES, state.chain.width)
+        except Error as error:
+            self._unknown(state, str(error))
+            return
+        now_s = self._clock()
+        state.asked(ticket, now_s)
+        self._tickets[ticket] = (state, now_s)
+
+    def is_settled(self, state: RequestState) -> bool:
+        """Whether the query of this state is decided: answered, or without an answer for too long."""
+        self.poll()
+        if state.phase is not Phase.LOOKING:
+            return True
+        if self._clock() - state.asked_s < ANSWER_TIMEOUT_S:
+            return False
+        self.abandon(state)
+        self._unknown(state, f"no answer within {ANSWER_TIMEOUT_S:g} s")
+        return True
+
+    def poll(self) -> None:
+        """Takes in the answers that came."""
+        pool = self._pool() if self._tickets else None
+        if pool is None:
+            return
+        now_s = self._clock()
+        for ticket, answer in pool.poll():
+            state, asked_s = self._tickets.pop(ticket, (None, now_s))
+            self._answered(state, cast(PrefixAnswer, answer), now_s - asked_s)
+        oldest = next(iter(self._tickets.items()), None)
+        if oldest is not None and now_s - oldest[1][1] > FORGET_TICKET_S:
+            self._log.error("moonpool: the native worker never answered query %d", oldest[0])
+            del self._tickets[oldest[0]]
+
+    def abandon(self, state: RequestState) -> None:
+        """Nobody waits for the answer of this state; its pin is released when it comes."""
+        if state.ticket in self._tickets:
+            self._tickets[state.ticket] = (None, state.asked_s)
+
+    def release(self, pin_id: int) -> None:
+        """Gives up a pin; 0 is none."""
+        if not pin_id:
+            return
+        self.pins -= 1
+        pool = self._pool()
+        if pool is not None:
+            try:
+                pool.release(pin_id)
+            except Error as error:  # with its connection the node has dropped the pin too
+                self._log.debug("moonpool: pin %d not released: %s", pin_id, error)
+
+    def _answered(self, state: RequestState | None, answer: PrefixAnswer, seconds: float) -> None:
+        self.pins += bool(answer.pin_id)
+        if state is None or state.phase is not Phase.LOOKING:
+            self.release(answer.pin_id)
+            return
+        if answer.error:
+            self.release(answer.pin_id)
+            self._unknown(state, answer.error)
+            return
+        if self._lost:
+            self._lost = False
+            self._log.info("moonpool: the pool answers again")
+        self._tally.add("lookups")
+        self._tally.observe("lookup_seconds", seconds)
+        self._tally.add("hit_tokens", answer.blocks * self._block_tokens)
+        if answer.blocks:
+            state.answered(Hit(answer.blocks, answer.pin_id, answer.incarnation, answer.descriptors))
+        else:
+            self.release(answer.pin_id)
+            state.missed(0)
+
+    def _unknown(self, state: RequestState, why: str) -> None:
+        self._tally.add("lookups_unknown")
+        state.missed(0)
+        if not self._lost:
+            self._lost = True
+            self._log.warning(
+                "moonpool: the pool does not answer (%s); until it does, everything is computed", why
+            )

@@ -1,0 +1,131 @@
+"""The connector's counts and latencies, on their way from both halves to the engine's own /metrics.
+
+A half adds to its Tally and hands it over when something was added; vLLM carries the dictionary to the
+front-end, sums the ranks' and the scheduler's, and lets ``ConnectorProm`` observe it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias, cast
+
+from moonpool.connectors.vllm import compat
+
+PREFIX = "moonpool_connector_"
+SECONDS_BUCKETS = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
+)  # fmt: skip
+
+COUNTERS: Mapping[str, str] = {
+    "requests": "Requests that could use the pool.",
+    "prompt_tokens": "Prompt tokens of those requests, counted when they are first admitted.",
+    "local_tokens": "Of those, tokens found in the engine's own prefix cache.",
+    "lookups": "Longest-prefix queries that were answered.",
+    "lookups_unknown": "Longest-prefix queries without an answer in time; they count as a miss.",
+    "hit_tokens": "Tokens that the pool pinned for a request, whether they were needed or not.",
+    "loads": "Loads that ended, well or badly.",
+    "loaded_tokens": "Tokens whose blocks were loaded from the pool without an error.",
+    "loaded_bytes": "Bytes that were loaded from the pool, over all ranks.",
+    "load_errors": "Blocks that were pinned but not loaded; the engine recomputes them.",
+    "saves": "Save jobs that ended, over all ranks.",
+    "saved_bytes": "Bytes that were stored in the pool.",
+    "saved_objects": "Objects that were stored in the pool.",
+    "existing_objects": "Objects that were in the pool already when they were to be stored.",
+    "refused_objects": "Objects that the pool did not take, or that could not be sent to it.",
+    "unsaved_blocks": "Blocks that were not offered because too many were waiting to be saved.",
+    "survived_errors": "Unexpected exceptions in the connector that the engine was kept safe from.",
+}
+HISTOGRAMS: Mapping[str, str] = {
+    "lookup_seconds": "From a longest-prefix query until its answer is seen.",
+    "load_seconds": "From the start of a load until its end is seen.",
+    "save_seconds": "From the start of a save until its end is seen.",
+}
+
+Data: TypeAlias = "dict[str, int | list[float]]"
+
+
+class Tally:
+    """What one half has counted since it was last asked."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self) -> None:
+        self._data: Data = {}
+
+    def add(self, counter: str, amount: int = 1) -> None:
+        """Adds to one of COUNTERS."""
+        if amount:
+            self._data[counter] = cast(int, self._data.get(counter, 0)) + amount
+
+    def observe(self, histogram: str, seconds: float) -> None:
+        """Adds one value to one of HISTOGRAMS."""
+        cast("list[float]", self._data.setdefault(histogram, [])).append(seconds)
+
+    def take(self) -> Stats | None:
+        """What was added since the last call, or None."""
+        if not self._data:
+            return None
+        data, self._data = self._data, {}
+        return Stats(data=dict(data))
+
+
+class Stats(compat.ConnectorStats):
+    """One step's counts. ``data``: counter -> int, histogram -> list of seconds."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: compat.ConnectorStats) -> Stats:
+        """The counts of two ranks, or of two moments, as one. New lists, so that nobody's values grow
+        unasked."""
+        for name, value in other.data.items():
+            self.data[name] = self.data[name] + value if name in self.data else value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM writes into its log every ten seconds: totals, and means in milliseconds."""
+        reduced: dict[str, int | float] = {}
+        for name, value in self.data.items():
+            if isinstance(value, list):
+                mean_ms = 1000 * sum(value) / len(value)
+                reduced[f"{name.removesuffix('_seconds')}_mean_ms"] = round(mean_ms, 3)
+            else:
+                reduced[name] = value
+        return reduced
+
+
+class ConnectorProm(compat.PromMetrics):
+    """moonpool_connector_* in the engine's /metrics, with vLLM's labels (model_name, engine)."""
+
+    def __init__(self, config: Any, types: Any, labelnames: list[str], values: Any) -> None:
+        super().__init__(config, types, labelnames, values)
+        self._counters = {
+            name: self._per_engine(
+                self._counter_cls(name=PREFIX + name, documentation=text, labelnames=labelnames)
+            )
+            for name, text in COUNTERS.items()
+        }
+        self._histograms = {
+            name: self._per_engine(
+                self._histogram_cls(
+                    name=PREFIX + name, documentation=text, buckets=SECONDS_BUCKETS, labelnames=labelnames
+                )
+            )
+            for name, text in HISTOGRAMS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds one step's data. Names that this version does not know are left out."""
+        for name, value in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(value)
+            elif name in self._histograms:
+                metric = self._histograms[name][engine_idx]
+                for seconds in value:
+                    metric.observe(seconds)
+
+    def _per_engine(self, metric: Any) -> dict[int, Any]:
+        return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}

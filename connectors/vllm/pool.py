@@ -1,0 +1,124 @@
+"""The pool as the two halves see it: operations that are handed over and polled for, and never block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.uint32]
+Columns = npt.NDArray[np.uint16]
+Rows = list[list[tuple[int, int, int]]]
+
+
+class PartTable(Protocol):
+    """Where objects lie in this process: object (index i, column c) is the concatenation, over the rows of
+    column c, of ``length`` bytes at ``address + i * stride``."""
+
+
+class PrefixAnswer(Protocol):
+    """blocks: how many leading blocks are pinned, all objects of each; pin_id: under which pin (0: none);
+    incarnation: which life of the node (16 bytes); descriptors: where the objects lie, block by block, as
+    many bytes each; error: why it is unknown, or ""."""
+
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def pin_id(self) -> int: ...
+    @property
+    def incarnation(self) -> bytes: ...
+    @property
+    def descriptors(self) -> bytes: ...
+    @property
+    def error(self) -> str: ...
+
+
+class LoadAnswer(Protocol):
+    """ok: one byte per object, 1 where its bytes were copied; error: why others were not, or ""."""
+
+    @property
+    def ok(self) -> bytes: ...
+    @property
+    def bytes_loaded(self) -> int: ...
+    @property
+    def error(self) -> str: ...
+
+
+class SaveAnswer(Protocol):
+    """How many objects were stored, were there already, and were refused (and why)."""
+
+    @property
+    def stored(self) -> int: ...
+    @property
+    def existed(self) -> int: ...
+    @property
+    def refused(self) -> int: ...
+    @property
+    def bytes_stored(self) -> int: ...
+    @property
+    def error(self) -> str: ...
+
+
+Answer = PrefixAnswer | LoadAnswer | SaveAnswer
+
+
+class Pool(Protocol):
+    """Operations on native threads. A submission returns a ticket at once; ``poll`` returns what is done.
+    Every ticket is answered once, with an error when the node is gone or silent."""
+
+    def part_table(self, rows: Rows) -> PartTable: ...
+
+    def submit_prefix(self, names: bytes, name_size: int, width: int) -> int: ...
+
+    def submit_load(
+        self,
+        incarnation: bytes,
+        descriptors: bytes,
+        parts: PartTable,
+        indices: Indices,
+        columns: Columns,
+    ) -> int: ...
+
+    def submit_save(
+        self,
+        names: bytes,
+        name_size: int,
+        parents: bytes,
+        parts: PartTable,
+        indices: Indices,
+        columns: Columns,
+    ) -> int: ...
+
+    def release(self, pin_id: int) -> None: ...
+
+    def poll(self) -> Sequence[tuple[int, Answer]]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The answer to a ticket that could not even be handed over. Reads as a miss, a failed load or a refused
+    save."""
+
+    error: str
+    objects: int = 0
+    blocks: int = 0
+    pin_id: int = 0
+    incarnation: bytes = b""
+    descriptors: bytes = b""
+    bytes_loaded: int = 0
+    stored: int = 0
+    existed: int = 0
+    bytes_stored: int = 0
+
+    @property
+    def ok(self) -> bytes:
+        return bytes(self.objects)
+
+    @property
+    def refused(self) -> int:
+        return self.objects

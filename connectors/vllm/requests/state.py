@@ -1,0 +1,144 @@
+"""The state of one request.
+
+    NEW ----ask----> LOOKING ----answer, some blocks pinned----> HIT ----admitted, must load----> LOADING -->
+    SETTLED
+                        |                                         |
+                        +----nothing there, unknown, too late-----+----admitted, nothing to load---------->
+                        SETTLED
+
+A preempted request starts again from NEW: its blocks may be in the pool by then and no longer in the engine.
+
+Invariants: a pin is held exactly in HIT and LOADING, and leaves the state exactly once, by the return value
+of the method that gives it up. A request in LOADING must not be forgotten: its blocks are being written to.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from moonpool.connectors.vllm.requests.chain import Chain
+
+
+class Phase(enum.Enum):
+    NEW = "new"
+    LOOKING = "looking"
+    HIT = "hit"
+    LOADING = "loading"
+    SETTLED = "settled"
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a query pinned: ``blocks`` leading blocks, readable with these descriptors while the pin is
+    held."""
+
+    blocks: int
+    pin_id: int
+    incarnation: bytes
+    descriptors: bytes
+
+
+class RequestState:
+    """One request between its arrival and its end.
+
+    chain: the names of its blocks; saved: the first block that still has to be saved; block_ids: one list per
+    KV cache group, once it is scheduled; offered_after: local tokens when the engine last asked what can be
+    loaded. local_tokens, pool_tokens, load_errors: of its first admission, for the answer and the metrics.
+    """
+
+    __slots__ = (
+        "asked_s",
+        "block_ids",
+        "chain",
+        "hit",
+        "load_blocks",
+        "load_errors",
+        "load_first",
+        "load_good",
+        "local_tokens",
+        "offered_after",
+        "phase",
+        "pool_tokens",
+        "preemptions",
+        "request_id",
+        "saved",
+        "ticket",
+    )
+
+    def __init__(self, request_id: str, chain: Chain) -> None:
+        self.request_id = request_id
+        self.chain = chain
+        self.phase = Phase.NEW
+        self.ticket = 0
+        self.asked_s = 0.0
+        self.hit: Hit | None = None
+        self.saved = 0
+        self.block_ids: list[list[int]] = []
+        self.load_first = 0
+        self.load_blocks = 0
+        self.load_good = 0
+        self.offered_after = 0
+        self.preemptions = 0
+        self.local_tokens = 0
+        self.pool_tokens = 0
+        self.load_errors = 0
+
+    def asked(self, ticket: int, now_s: float) -> None:
+        """A query was handed over."""
+        self.phase = Phase.LOOKING
+        self.ticket = ticket
+        self.asked_s = now_s
+
+    def answered(self, hit: Hit) -> None:
+        """The query was answered with at least one block."""
+        self.hit = hit
+        self.saved = hit.blocks
+        self.phase = Phase.HIT
+
+    def missed(self, saved: int) -> None:
+        """Nothing is pinned. saved: blocks that need no saving all the same."""
+        self.saved = saved
+        self.phase = Phase.SETTLED
+
+    def loadable_tokens(self, local_tokens: int, request_tokens: int, block_tokens: int) -> int:
+        """Tokens that the pool has beyond the local ones; at least one token stays to be computed."""
+        if self.hit is None or self.phase is not Phase.HIT:
+            return 0
+        usable = min(self.hit.blocks, (request_tokens - 1) // block_tokens) * block_tokens
+        return max(usable - local_tokens, 0)
+
+    def admitted_to_load(self, first: int, blocks: int) -> Hit:
+        """The engine made room for blocks [first, first + blocks) of the prefix."""
+        assert self.phase is Phase.HIT
+        assert self.hit is not None
+        self.phase = Phase.LOADING
+        self.load_first = first
+        self.load_blocks = blocks
+        self.load_good = blocks
+        return self.hit
+
+    def loaded(self, block_tokens: int) -> int:
+        """The load ended on all ranks, ``load_good`` leading blocks of it without an error. Returns the pin
+        to release. What was not loaded will be computed, and then has to be saved."""
+        assert self.phase is Phase.LOADING
+        if self.preemptions == 0:
+            self.pool_tokens = self.load_good * block_tokens
+            self.load_errors = self.load_blocks - self.load_good
+        if self.load_good < self.load_blocks:
+            self.saved = self.load_first + self.load_good
+        return self.give_up_pin()
+
+    def give_up_pin(self) -> int:
+        """Settles the request. Returns the pin to release, or 0."""
+        pin_id = self.hit.pin_id if self.hit is not None else 0
+        self.hit = None
+        self.phase = Phase.SETTLED
+        return pin_id
+
+    def restarted(self, preemptions: int) -> int:
+        """The request was preempted and will ask again. Returns the pin to release, or 0."""
+        pin_id = self.give_up_pin()
+        self.preemptions = preemptions
+        self.phase = Phase.NEW
+        return pin_id

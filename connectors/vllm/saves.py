@@ -1,0 +1,147 @@
+"""What is saved when, and the blocks that are kept for it. Belongs to the scheduler's half and runs on its
+thread.
+
+A block is saved with the step in which it becomes full. From then on it carries one more reference in the
+engine's block pool, so that it outlives the request, its preemption and its abort, until every rank is done
+with it:
+
+    tracked ----a step fills blocks----> held (a job, one reference per block) ----all ranks report----> free
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moonpool.connectors.vllm.engine_types import Block, BlockPool, Request, SchedulerOutput
+from moonpool.connectors.vllm.facts import EngineFacts
+from moonpool.connectors.vllm.messages import Save
+from moonpool.connectors.vllm.metrics import Tally
+from moonpool.connectors.vllm.requests import RequestState
+
+HELD_BLOCKS_SHARE = 4  # at most a quarter of the engine's blocks wait to be saved
+
+
+class Saves:
+    def __init__(self, facts: EngineFacts, *, save_decode: bool, tally: Tally) -> None:
+        self._facts = facts
+        self._save_decode = save_decode
+        self._tally = tally
+        self._blocks: BlockPool | None = None
+        self._tracked: dict[str, tuple[RequestState, Request]] = {}
+        self._held: dict[int, tuple[list[Block], int]] = {}
+        self._held_blocks = 0
+        self._next_job = 1
+        self._planned: list[Save] = []
+
+    def bind(self, blocks: BlockPool) -> None:
+        """The engine's blocks; without them nothing is saved, because nothing could be held."""
+        self._blocks = blocks
+
+    @property
+    def tracked(self) -> bool:
+        """Whether any request may have blocks to save."""
+        return bool(self._tracked)
+
+    @property
+    def under_way(self) -> int:
+        """Jobs that some rank is not done with."""
+        return len(self._held)
+
+    def frees_soon(self) -> bool:
+        """Whether a block is kept by nothing but its save."""
+        return any(block.ref_cnt == 1 for blocks, _ in self._held.values() for block in blocks)
+
+    def savable_tokens(self, request: Request) -> Sequence[int]:
+        """The tokens whose blocks are named and saved: the prompt's, or also those of the answer so far."""
+        tokens = request.all_token_ids if self._save_decode else request.prompt_token_ids
+        assert tokens is not None
+        return tokens
+
+    def track(self, state: RequestState, request: Request) -> None:
+        """From now on, full blocks of the request from ``state.saved`` on are saved."""
+        if not self._facts.may_save or self._blocks is None:
+            return
+        if state.saved < state.chain.blocks or self._save_decode:
+            self._tracked[state.request_id] = (state, request)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over; what is held for it stays held."""
+        self._tracked.pop(request_id, None)
+
+    def plan(self, output: SchedulerOutput) -> tuple[Save, ...]:
+        """The saves of the step that ``output`` describes."""
+        self._planned = []
+        scheduled = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            if new.req_id in self._tracked:
+                self._tracked[new.req_id][0].block_ids = [list(ids) for ids in new.block_ids]
+                self._plan_request(new.req_id, new.num_computed_tokens, scheduled)
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            if request_id in self._tracked:
+                state = self._tracked[request_id][0]
+                fresh = cached.new_block_ids[index]
+                if fresh is not None and request_id in cached.resumed_req_ids:
+                    state.block_ids = [list(ids) for ids in fresh]  # after a preemption: all of them
+                elif fresh is not None:
+                    for known, more in zip(state.block_ids, fresh, strict=True):
+                        known.extend(more)
+                self._plan_request(request_id, cached.num_computed_tokens[index], scheduled)
+        planned, self._planned = self._planned, []
+        return tuple(planned)
+
+    def give_up(self) -> None:
+        """``plan`` raised: what it held is let go, and what runs now is not saved any more."""
+        self._tracked.clear()
+        for save in self._planned:
+            self.ended(save.job_id, self._facts.workers)
+        self._planned = []
+
+    def ended(self, job_id: int, ranks: int) -> None:
+        """``ranks`` more ranks are done with a job; the last one frees its blocks."""
+        held = self._held.get(job_id)
+        if held is None:
+            return
+        blocks, left = held[0], held[1] - ranks
+        if left > 0:
+            self._held[job_id] = (blocks, left)
+            return
+        assert self._blocks is not None
+        del self._held[job_id]
+        self._held_blocks -= len(blocks)
+        self._blocks.free_blocks(reversed(blocks))  # the end of a prefix is evicted before its beginning
+
+    def _plan_request(self, request_id: str, computed: int, scheduled: Mapping[str, int]) -> None:
+        """Plans the blocks of this request that are full when the step ends."""
+        state, request = self._tracked[request_id]
+        if self._save_decode:
+            state.chain.extend(self.savable_tokens(request))
+        full = min((computed + scheduled[request_id]) // self._facts.block_tokens, state.chain.blocks)
+        if full > state.saved and not self._hold(state, state.saved, full):
+            self._tally.add("unsaved_blocks", state.chain.blocks - state.saved)
+            del self._tracked[request_id]  # blocks behind a gap would never be found
+            return
+        state.saved = max(full, state.saved)
+        if state.saved >= state.chain.blocks and not self._save_decode:
+            del self._tracked[request_id]
+
+    def _hold(self, state: RequestState, first: int, last: int) -> bool:
+        """Plans one save of the blocks [first, last). False when too many blocks are held already."""
+        assert self._blocks is not None
+        block_ids = tuple(tuple(ids[first:last]) for ids in state.block_ids)
+        blocks = [self._blocks.blocks[block_id] for ids in block_ids for block_id in ids]
+        if self._held_blocks + len(blocks) > max(len(self._blocks.blocks) // HELD_BLOCKS_SHARE, 1):
+            return False
+        save = Save(
+            job_id=self._next_job,
+            width=state.chain.width,
+            names=state.chain.names(first, last),
+            parents=state.chain.parents(first, last),
+            block_ids=block_ids,
+        )
+        self._next_job += 1
+        self._blocks.touch(blocks)
+        self._held[save.job_id] = (blocks, self._facts.workers)
+        self._held_blocks += len(blocks)
+        self._planned.append(save)
+        return True

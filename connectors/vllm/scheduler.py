@@ -1,0 +1,288 @@
+"""The half in the scheduler's process: asks the pool, owns the pins, decides what is loaded and saved when.
+
+Runs on the scheduler's thread only, and never waits: queries are answered by native threads and polled for. A
+step in which nothing is to be said costs a few tests of empty dictionaries.
+
+Blocks that are being loaded are kept by vLLM itself until the worker reports the request; until then the pin
+is kept here, even when the request is gone. Blocks that are being saved: see saves.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moonpool.connectors.vllm.engine_types import BlockPool, Blocks, ConnectorOutput, Request, SchedulerOutput
+from moonpool.connectors.vllm.facts import EngineFacts
+from moonpool.connectors.vllm.link import Link
+from moonpool.connectors.vllm.lookups import Lookups
+from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
+from moonpool.connectors.vllm.metrics import Tally
+from moonpool.connectors.vllm.pool import Pool
+from moonpool.connectors.vllm.requests import Chain, Phase, RequestState
+from moonpool.connectors.vllm.requests.chain import Digests
+from moonpool.connectors.vllm.saves import Saves
+from moonpool.connectors.vllm.settings import Settings
+from moonpool.core.errors import ConfigError
+from moonpool.core.keys import Ranges, chain_seed
+
+LOOKUPS_AHEAD_MAX = 64
+DESCRIPTOR_BYTES = 32
+
+OpenLink = Callable[[bytes], Link]
+
+
+class SchedulerHalf:
+    def __init__(
+        self,
+        facts: EngineFacts,
+        settings: Settings,
+        *,
+        open_link: OpenLink,
+        digest: Digests,
+        log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """open_link: connects to the node under a fingerprint; called once, when the workers have told
+        theirs."""
+        self._facts = facts
+        self._settings = settings
+        self._open_link = open_link
+        self._digest = digest
+        self._log = log
+        self._link: Link | None = None
+        self._suffixes = b""
+        self._epoch = b""
+        self._requests: dict[str, RequestState] = {}
+        self._loads: list[Load] = []
+        self._loading: dict[str, RequestState] = {}
+        self.tally = Tally()
+        self.lookups = Lookups(
+            self.pool, block_tokens=facts.block_tokens, tally=self.tally, log=log, clock=clock
+        )
+        self.saves = Saves(facts, save_decode=settings.save_decode, tally=self.tally)
+
+    # Start and end
+
+    def meet_workers(self, handshakes: Sequence[Handshake]) -> None:
+        """What the workers' memory looks like; from here on the pool is used. Raises ConfigError or
+        Unavailable when the pool is required and cannot be used."""
+        refusal = self._facts.refusal or next((hand.refusal for hand in handshakes if hand.refusal), "")
+        if not refusal and len({hand.fingerprint for hand in handshakes}) != 1:
+            refusal = "its workers disagree about the model they serve"
+        if refusal:
+            self.refuse(refusal)
+            return
+        columns = sorted(
+            {ranges for hand in handshakes for ranges in hand.columns},
+            key=lambda ranges: (ranges.group, ranges.first_layer, ranges.first_head),
+        )
+        self._suffixes = b"".join(map(Ranges.suffix, columns))
+        fingerprint = handshakes[0].fingerprint
+        self._log.info(
+            "moonpool: blocks of %d tokens in %d objects, fingerprint %s",
+            self._facts.block_tokens,
+            len(columns),
+            fingerprint.hex()[:16],
+        )
+        self._link = self._open_link(fingerprint)
+
+    def refuse(self, why: str) -> None:
+        """The engine runs without the pool, or not at all when the pool is required."""
+        if self._settings.require_pool:
+            raise ConfigError(
+                f"require_pool is set, but this engine cannot use the pool: {why}", operation="start"
+            )
+        self._log.warning("moonpool: this engine runs without the pool: %s", why)
+
+    def bind_block_pool(self, blocks: BlockPool) -> None:
+        """The engine's blocks, to hold those that are being saved."""
+        self.saves.bind(blocks)
+
+    def pool(self) -> Pool | None:
+        """The pool, if there is one now."""
+        return None if self._link is None else self._link.pool
+
+    def forget_everything_stored(self) -> None:
+        """The weights changed: nothing stored so far may be used again by this engine. Its chains get a seed
+        of their own, known to nobody else."""
+        self._epoch = secrets.token_bytes(32)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    # A request, in the order in which vLLM calls
+
+    def arrived(self, request: Request) -> None:
+        """Asks for the longest stored prefix, unless many answers wait for their requests to be admitted."""
+        if self._link is None or not _is_plain_text(request):
+            return
+        chain = Chain(self._facts.block_tokens, self._suffixes, self._seed(request), self._digest)
+        state = RequestState(request.request_id, chain)
+        self._requests[request.request_id] = state
+        self.tally.add("requests")
+        if self.lookups.under_way + self.lookups.pins < LOOKUPS_AHEAD_MAX:
+            self._ask(state, request)
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """(tokens beyond the local ones that can be loaded, whether asynchronously); (None, False): ask
+        again."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return 0, False
+        if request.num_preemptions != state.preemptions:
+            self.lookups.release(state.restarted(request.num_preemptions))
+        if state.phase is Phase.NEW:
+            self._ask(state, request)
+        if state.phase is Phase.LOOKING and not self.lookups.is_settled(state):
+            return None, False
+        state.offered_after = local_tokens
+        if state.preemptions == 0:
+            state.local_tokens = local_tokens
+        tokens = state.loadable_tokens(local_tokens, request.num_tokens, self._facts.block_tokens)
+        return tokens, tokens > 0
+
+    def admitted(self, request: Request, blocks: Blocks, external_tokens: int) -> None:
+        """Room was made for the request; called again, with nothing external, after its load."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.phase is Phase.LOADING:
+            return
+        if external_tokens > 0:
+            self._plan_load(state, blocks.get_block_ids(), external_tokens)
+            return
+        self.lookups.release(state.give_up_pin())
+        if state.preemptions == 0:
+            self.tally.add("prompt_tokens", request.num_prompt_tokens)
+            self.tally.add("local_tokens", state.local_tokens)
+        if self.pool() is not None:
+            self.saves.track(state, request)
+
+    def build_step(self, output: SchedulerOutput) -> Step:
+        """The work of this step."""
+        if self.lookups.under_way:
+            self.lookups.poll()
+        saves = self.saves.plan(output) if self.saves.tracked else ()
+        if not self._loads and not saves:
+            return NOTHING
+        loads = tuple(self._loads)
+        self._loads.clear()
+        return Step(loads, saves)
+
+    def step_ended(self, output: ConnectorOutput) -> None:
+        """What the workers reported with a step."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, Report):
+            for request_id, good in report.loaded.items():
+                loading = self._loading.get(request_id)
+                if loading is not None:
+                    loading.load_good = min(loading.load_good, good)
+            for job_id, ranks in report.saved.items():
+                self.saves.ended(job_id, ranks)
+        for request_id in output.finished_recving or ():
+            state = self._loading.pop(request_id, None)
+            if state is not None:
+                self._load_ended(state)
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """The request is over. What it was given by the pool, for the answer's kv_transfer_params."""
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
+            return None
+        self.saves.forget(request.request_id)
+        self._let_go(state)
+        return {
+            "moonpool": {
+                "pool_tokens": state.pool_tokens,
+                "local_tokens": state.local_tokens,
+                "load_errors": state.load_errors,
+            }
+        }
+
+    # What vLLM asks to know whether to go on stepping
+
+    def has_pending_work(self) -> bool:
+        """Whether answers are under way that only a step can take in."""
+        return bool(self.saves.under_way or self.lookups.under_way)
+
+    def has_pending_frees(self) -> bool:
+        """Whether waiting a moment frees blocks."""
+        return self.saves.frees_soon()
+
+    # When something unexpected happened: called by the connector, which has logged it
+
+    def fail_load(self, request_id: str, block_ids: tuple[list[int], ...], external_tokens: int) -> None:
+        """The engine waits for a load that could not be planned: let the worker report it as failed."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            self._let_go(state)
+        if all(load.request_id != request_id for load in self._loads):
+            count = external_tokens // self._facts.block_tokens
+            failed = tuple(tuple(ids[-count:]) for ids in block_ids)
+            self._loads.append(Load(request_id, 0, b"", b"", b"", failed))
+
+    def forget(self, request_id: str) -> None:
+        """The request goes on without the pool."""
+        state = self._requests.pop(request_id, None)
+        self.saves.forget(request_id)
+        if state is not None:
+            self._let_go(state)
+
+    # The parts
+
+    def _seed(self, request: Request) -> bytes:
+        lora = request.lora_request
+        return self._epoch + chain_seed(None if lora is None else str(lora.lora_name), request.cache_salt)
+
+    def _ask(self, state: RequestState, request: Request) -> None:
+        if self.pool() is not None:
+            state.chain.extend(self.saves.savable_tokens(request))
+        if self._facts.may_load and not request.skip_reading_prefix_cache:
+            self.lookups.ask(state)
+        else:
+            state.missed(0)
+
+    def _let_go(self, state: RequestState) -> None:
+        """Nobody asks for this state any more. A load under way keeps its pin until it has ended."""
+        if state.phase is Phase.LOOKING:
+            self.lookups.abandon(state)
+        if state.phase is not Phase.LOADING:
+            self.lookups.release(state.give_up_pin())
+
+    def _plan_load(self, state: RequestState, block_ids: tuple[list[int], ...], external_tokens: int) -> None:
+        """The blocks behind those that the engine has itself, as many as it made room for."""
+        first = state.offered_after // self._facts.block_tokens
+        blocks = external_tokens // self._facts.block_tokens
+        hit = state.admitted_to_load(first, blocks)
+        self._loading[state.request_id] = state
+        unit = DESCRIPTOR_BYTES * state.chain.width
+        self._loads.append(
+            Load(
+                request_id=state.request_id,
+                width=state.chain.width,
+                first_names=state.chain.names(first, first + 1),
+                incarnation=hit.incarnation,
+                descriptors=hit.descriptors[first * unit : (first + blocks) * unit],
+                block_ids=tuple(tuple(ids[first : first + blocks]) for ids in block_ids),
+            )
+        )
+
+    def _load_ended(self, state: RequestState) -> None:
+        self.lookups.release(state.loaded(self._facts.block_tokens))
+        self.tally.add("loads")
+        self.tally.add("loaded_tokens", state.load_good * self._facts.block_tokens)
+        self.tally.add("load_errors", state.load_blocks - state.load_good)
+
+
+def _is_plain_text(request: Request) -> bool:
+    """Whether the tokens say it all: items of other modes, embeddings and sessions that grow do not use the
+    pool."""
+    return (
+        request.prompt_token_ids is not None
+        and getattr(request, "prompt_embeds", None) is None
+        and not request.mm_features
+        and not getattr(request, "resumable", False)
+    )

@@ -1,0 +1,332 @@
+"""The half beside the KV memory: reads its layout, then hands loads and saves to native threads and reports
+their ends.
+
+Runs on the worker's thread, between and after forwards, and never waits for a copy. Every load of a step is
+reported exactly once, whatever becomes of it, because the engine keeps the request waiting until then.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.connectors.vllm import layout as layouts
+from moonpool.connectors.vllm.facts import EngineFacts
+from moonpool.connectors.vllm.layout import BlockLayout, Refused, Tensor
+from moonpool.connectors.vllm.link import Link
+from moonpool.connectors.vllm.messages import Handshake, Load, Report, Save, Step
+from moonpool.connectors.vllm.metrics import Tally
+from moonpool.connectors.vllm.pool import (
+    Answer,
+    Columns,
+    Failed,
+    Indices,
+    LoadAnswer,
+    PartTable,
+    Pool,
+    Rows,
+    SaveAnswer,
+)
+from moonpool.core.errors import Error
+from moonpool.core.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges
+
+OpenLink = Callable[[bytes], Link]
+Fingerprint = Callable[[BlockLayout, Tensor], bytes]
+Choice = npt.NDArray[np.intp]
+GONE = "there is no pool now"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The KV memory of this worker, ready for the native threads: the objects of a block that it holds, where
+    their bytes lie, and to which KV cache group each belongs."""
+
+    columns: tuple[Ranges, ...]
+    rows: Rows
+    saves: bool
+    bytes_per_block: int
+
+
+@dataclass(slots=True)
+class Running:
+    """A load or a save under way. objects: how many; started_s: when."""
+
+    job: Load | Save
+    objects: int
+    started_s: float
+
+
+class WorkerHalf:
+    def __init__(
+        self,
+        facts: EngineFacts,
+        *,
+        ranks: Callable[[], tuple[int, int]],
+        fingerprint: Fingerprint,
+        open_link: OpenLink,
+        log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """ranks: tensor- and pipeline-parallel rank of this process; fingerprint: of this engine's KV, given
+        the layout and one of its tensors; open_link: connects to the node under a fingerprint."""
+        self._facts = facts
+        self._ranks = ranks
+        self._fingerprint = fingerprint
+        self._open_link = open_link
+        self._log = log
+        self._clock = clock
+        self._link: Link | None = None
+        self._memory: Memory | None = None
+        self._table: tuple[Pool, PartTable] | None = None
+        self._handshake = Handshake(refusal=facts.refusal or "vLLM registered no KV caches")
+        self._choices: dict[bytes, Choice | None] = {}
+        self._running: dict[int, Running] = {}
+        self._finished: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._report = Report()
+        self.tally = Tally()
+
+    # Start and end
+
+    def register(self, caches: Mapping[str, Tensor]) -> None:
+        """Takes the KV memory that vLLM allocated. What cannot be used is refused in one sentence, not
+        raised."""
+        if self._facts.refusal or not caches:
+            return
+        try:
+            memory, layout = self._read_memory(caches)
+            fingerprint = self._fingerprint(layout, next(iter(caches.values())))
+        except (Refused, Error) as error:
+            self._handshake = Handshake(refusal=str(error))
+            return
+        self._memory = memory
+        self._handshake = Handshake(fingerprint=fingerprint, columns=memory.columns)
+        self._link = self._open_link(fingerprint)
+
+    def handshake(self) -> Handshake:
+        """What the scheduler's half must know about this worker."""
+        return self._handshake
+
+    def close(self) -> None:
+        """Returns when no native thread can touch the KV memory any more."""
+        if self._link is not None:
+            self._link.close()
+
+    # A step
+
+    def start_loads(self, step: Step) -> None:
+        """Hands the loads of this step over. One that cannot be handed over has failed."""
+        for load in step.loads:
+            try:
+                self._start_load(load)
+            except Error as error:
+                self._end_load(load, Failed(str(error)), 0.0)
+
+    def fail_loads(self, step: Step) -> None:
+        """After an unexpected exception: every load of the step that is not under way has failed."""
+        started = {
+            running.job.request_id for running in self._running.values() if isinstance(running.job, Load)
+        }
+        for load in step.loads:
+            if load.request_id not in started and load.request_id not in self._finished:
+                self._end_load(load, Failed("the connector failed"), 0.0)
+
+    def start_saves(self, step: Step) -> None:
+        """Hands the saves of this step over; the forward that computed their blocks has ended."""
+        for save in step.saves:
+            try:
+                self._start_save(save)
+            except Error as error:
+                self._end_save(save, Failed(str(error), objects=1), 0.0)
+
+    def give_up_saves(self, step: Step) -> None:
+        """After an unexpected exception: every save of the step that is not under way has ended."""
+        started = {running.job.job_id for running in self._running.values() if isinstance(running.job, Save)}
+        for save in step.saves:
+            if save.job_id not in started and save.job_id not in self._report.saved:
+                self._end_save(save, Failed("the connector failed", objects=1), 0.0)
+
+    def poll(self) -> None:
+        """Takes in what the native threads have done."""
+        if not self._running:
+            return
+        pool = self._pool()
+        if pool is None:
+            return
+        now_s = self._clock()
+        for ticket, answer in pool.poll():
+            running = self._running.pop(ticket, None)
+            if running is not None:
+                self._ended(running, answer, now_s)
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads ended since the last call: (all of them, those to be reported as failed
+        whole)."""
+        if not self._finished:
+            return set(), set()
+        finished, self._finished = self._finished, set()
+        failed, self._failed_requests = self._failed_requests, set()
+        return finished, failed
+
+    def take_failed_blocks(self) -> set[int]:
+        """Ids of the blocks that were not loaded, since the last call."""
+        if not self._failed_blocks:
+            return set()
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_report(self) -> Report | None:
+        """What the scheduler's half must know about the ends of loads and saves, or None."""
+        if not self._report.loaded and not self._report.saved:
+            return None
+        report, self._report = self._report, Report()
+        return report
+
+    # Memory
+
+    def _read_memory(self, caches: Mapping[str, Tensor]) -> tuple[Memory, BlockLayout]:
+        facts = self._facts
+        layout = layouts.read_layout(caches, facts.groups, facts.block_tokens)
+        tp_rank, _ = self._ranks()
+        heads = layout.groups[0].heads
+        if any(group.heads != heads for group in layout.groups):
+            raise Refused("the model's KV cache groups differ in heads")
+        first = layouts.first_head(facts.kv_heads, heads, tp_rank, facts.tp_size)
+        columns = layouts.object_ranges(layout, kv_heads=facts.kv_heads, first_head=first)
+        memory = Memory(
+            columns=columns,
+            rows=layouts.all_rows(layout, columns, first_head=first),
+            saves=layouts.holds_first_copy(facts.kv_heads, heads, tp_rank, facts.tp_size),
+            bytes_per_block=layout.bytes_per_block,
+        )
+        return memory, layout
+
+    def _parts(self, pool: Pool) -> PartTable:
+        """The part table, made once for each pool."""
+        if self._table is None or self._table[0] is not pool:
+            assert self._memory is not None
+            self._table = (pool, pool.part_table(self._memory.rows))
+        return self._table[1]
+
+    def _pool(self) -> Pool | None:
+        return None if self._link is None else self._link.pool
+
+    # Loads and saves
+
+    def _start_load(self, load: Load) -> None:
+        pool = self._pool()
+        if pool is None or self._memory is None or load.width == 0:
+            self._end_load(load, Failed(GONE), 0.0)
+            return
+        choice = self._choice(load.first_names, load.width)
+        indices, columns = self._places(load.block_ids)
+        ticket = pool.submit_load(
+            load.incarnation,
+            _choose(load.descriptors, load.blocks * load.width, load.width, choice),
+            self._parts(pool),
+            indices,
+            columns,
+        )
+        self._running[ticket] = Running(load, len(indices), self._clock())
+
+    def _start_save(self, save: Save) -> None:
+        pool = self._pool()
+        if pool is None or self._memory is None or not self._memory.saves:
+            self._end_save(save, None, 0.0)
+            return
+        choice = self._choice(save.names, save.width)
+        blocks = len(save.block_ids[0])
+        indices, columns = self._places(save.block_ids)
+        ticket = pool.submit_save(
+            _choose(save.names, blocks * save.width, save.width, choice),
+            BLOCK_NAME_BYTES,
+            _choose(save.parents, blocks * save.width, save.width, choice),
+            self._parts(pool),
+            indices,
+            columns,
+        )
+        self._running[ticket] = Running(save, len(indices), self._clock())
+
+    def _choice(self, names: bytes, width: int) -> Choice | None:
+        """Which of a block's ``width`` objects this worker holds, in its own order; None when it holds them
+        all so."""
+        assert self._memory is not None
+        unit = BLOCK_NAME_BYTES
+        suffixes = [names[unit * column + DIGEST_BYTES : unit * (column + 1)] for column in range(width)]
+        key = b"".join(suffixes)
+        if key not in self._choices:
+            wanted = [suffixes.index(ranges.suffix()) for ranges in self._memory.columns]
+            self._choices[key] = None if wanted == list(range(width)) else np.array(wanted, np.intp)
+        return self._choices[key]
+
+    def _places(self, block_ids: Sequence[Sequence[int]]) -> tuple[Indices, Columns]:
+        """(block id, column) of each object of these blocks, block by block."""
+        assert self._memory is not None
+        columns = self._memory.columns
+        by_group = np.array(block_ids, np.uint32)
+        groups = np.array([ranges.group for ranges in columns], np.intp)
+        indices = np.ascontiguousarray(by_group[groups].T).reshape(-1)
+        return indices, np.tile(np.arange(len(columns), dtype=np.uint16), by_group.shape[1])
+
+    def _ended(self, running: Running, answer: Answer, now_s: float) -> None:
+        seconds = now_s - running.started_s
+        if isinstance(running.job, Load):
+            self._end_load(running.job, cast(LoadAnswer, answer), seconds)
+        else:
+            self._end_save(running.job, cast(SaveAnswer, answer), seconds)
+
+    def _end_load(self, load: Load, answer: LoadAnswer, seconds: float) -> None:
+        good = _good_blocks(answer.ok, load.blocks)
+        bad = [block for block, is_good in enumerate(good) if not is_good]
+        leading = bad[0] if bad else load.blocks
+        self._finished.add(load.request_id)
+        if bad and len(load.block_ids) > 1:  # block ids are ambiguous across groups: all of it is computed
+            leading = 0
+            self._failed_requests.add(load.request_id)
+        elif bad:
+            self._failed_blocks.update(load.block_ids[0][block] for block in bad)
+        self._report.loaded[load.request_id] = leading
+        self.tally.add("loaded_bytes", answer.bytes_loaded)
+        self.tally.observe("load_seconds", seconds)
+        if bad:
+            self._log.warning(
+                "moonpool: %d of %d blocks of request %s were not loaded (%s); they are %s",
+                len(bad),
+                load.blocks,
+                load.request_id,
+                answer.error or "the pool no longer has them",
+                "computed instead" if self._facts.recomputes else "an error (kv_load_failure_policy)",
+            )
+
+    def _end_save(self, save: Save, answer: SaveAnswer | None, seconds: float) -> None:
+        self._report.saved[save.job_id] = 1
+        if answer is None:
+            return
+        self.tally.add("saves")
+        self.tally.add("saved_objects", answer.stored)
+        self.tally.add("existing_objects", answer.existed)
+        self.tally.add("refused_objects", answer.refused)
+        self.tally.add("saved_bytes", answer.bytes_stored)
+        self.tally.observe("save_seconds", seconds)
+
+
+def _good_blocks(ok: bytes, blocks: int) -> list[bool]:
+    """Block by block, whether all of its objects were loaded. An answer of the wrong length says no."""
+    if not ok or len(ok) % blocks:
+        return [False] * blocks
+    return cast("list[bool]", np.frombuffer(ok, np.uint8).reshape(blocks, -1).all(axis=1).tolist())
+
+
+def _choose(items: bytes, count: int, width: int, choice: Choice | None) -> bytes:
+    """Of ``count`` items of equal size, ``width`` to a block, those of the chosen columns."""
+    if choice is None:
+        return items
+    array = np.frombuffer(items, np.uint8).reshape(count // width, width, -1)
+    return array[:, choice].tobytes()

@@ -1,0 +1,205 @@
+"""`moonpool up` with a node, two engines and the proxy, as a child of ours that never outlives us."""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from model_choice import Model
+
+ENGINES = ("engine-a", "engine-b")
+ARENA = "512MiB"
+READY_TIMEOUT_S = 900.0
+PROGRESS_S = 10.0
+STOP_S = 40.0
+PR_SET_CHILD_SUBREAPER = 36
+
+Address = tuple[str, int]
+
+
+class StartFailed(Exception):
+    """Something did not come up; the text says what, and where its log is."""
+
+
+def free_port(preferred: int = 0) -> int:
+    """The preferred port when nobody listens there, else any free one."""
+    for port in (preferred, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise StartFailed("no free TCP port on 127.0.0.1")
+
+
+def answers(address: Address, path: str = "/health") -> bool:
+    """Whether GET path answers 200 there."""
+    connection = http.client.HTTPConnection(*address, timeout=2.0)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+class Cluster:
+    """Context manager: nothing runs before it, nothing is left after it."""
+
+    def __init__(self, model: Model, cpu: bool) -> None:
+        # Of its own, so that it meets no other node of this machine; short, because a socket's path is
+        # limited.
+        self.folder = Path(tempfile.mkdtemp(prefix="moonpool-demo-", dir="/tmp"))
+        self.runtime = self.folder / "run"
+        self.runtime.mkdir(mode=0o700)
+        self.proxy: Address = ("127.0.0.1", free_port(8080))
+        self.node: Address = ("127.0.0.1", free_port(7711))
+        self.engines: dict[str, Address] = {name: ("127.0.0.1", free_port()) for name in ENGINES}
+        self.config = self.folder / "up.toml"
+        self.config.write_text(self._toml(model, cpu))
+        self.logs = self.folder / "logs"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._keep = False
+
+    def _toml(self, model: Model, cpu: bool) -> str:
+        """JSON strings and lists of strings are TOML too."""
+        lines = [
+            "[node]",
+            f"dram = {json.dumps(ARENA)}",
+            f'http = "{self.node[0]}:{self.node[1]}"',
+            "",
+            "[proxy]",
+            f'listen = "{self.proxy[0]}:{self.proxy[1]}"',
+            "",
+            "[up]",
+            f"log_dir = {json.dumps(str(self.folder / 'logs'))}",
+            f"ready_timeout_s = {READY_TIMEOUT_S}",
+            "start_attempts_max = 1",  # what does not start the first time should be seen at once
+        ]
+        for name, (host, port) in self.engines.items():
+            environment = ", ".join(
+                f"{key} = {json.dumps(text)}" for key, text in model.environment(cpu).items()
+            )
+            lines += [
+                "",
+                "[[up.engine]]",
+                f"name = {json.dumps(name)}",
+                f"model = {json.dumps(model.source)}",
+                f'host = "{host}"',
+                f"port = {port}",
+                f"args = {json.dumps(model.arguments(cpu))}",
+                f"env = {{ {environment} }}",
+            ]
+        return "\n".join(lines) + "\n"
+
+    def __enter__(self) -> Cluster:
+        _adopt_orphans()
+        temporary = self.folder / "tmp"  # engines leave sockets behind in theirs
+        temporary.mkdir()
+        env = {**os.environ, "MOONPOOL_RUNTIME_DIR": str(self.runtime), "TMPDIR": str(temporary)}
+        with (self.folder / "up.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "moonpool", "up", "--config", str(self.config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._keep = True
+        _kill_descendants()
+        if error is None and not self._keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def wait_until_ready(self, say: Callable[[str], None]) -> None:
+        """Says what got ready, and every ten seconds what is still awaited. Raises StartFailed."""
+        waiting = {"node": self.node, **self.engines, "proxy": self.proxy}
+        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        next_word_s = time.monotonic() + PROGRESS_S
+        while waiting:
+            for name in [name for name, address in waiting.items() if answers(address)]:
+                say(f"    {name} is ready at {waiting[name][0]}:{waiting[name][1]}")
+                del waiting[name]
+            self.check_alive()
+            if time.monotonic() > deadline_s:
+                raise StartFailed(
+                    f"{', '.join(waiting)}: not ready after {READY_TIMEOUT_S:.0f} s\n{self.tails()}"
+                )
+            if waiting and time.monotonic() > next_word_s:
+                say(f"    waiting for {', '.join(waiting)}")
+                next_word_s += PROGRESS_S
+            time.sleep(0.2)
+
+    def check_alive(self) -> None:
+        if self._process is not None and (code := self._process.poll()) is not None:
+            raise StartFailed(f"`moonpool up` ended with {code}\n{self.tails()}")
+
+    def tails(self) -> str:
+        """The ends of all logs, for the person who has to find out."""
+        parts = []
+        for path in [self.folder / "up.log", *sorted(self.logs.glob("*"))]:
+            if path.is_file():
+                lines = path.read_text(errors="replace").splitlines()[-15:]
+                parts.append(f"--- the end of {path}\n" + "\n".join(lines))
+        return "\n".join(parts)
+
+
+def _adopt_orphans() -> None:
+    """Processes whose parent dies become our children, so that none escapes _kill_descendants."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _kill_descendants() -> None:
+    """SIGKILL to everything below us, until nothing is left. There is nothing after a clean stop."""
+    deadline_s = time.monotonic() + 10.0
+    while time.monotonic() < deadline_s:
+        below = _descendants()
+        for pid in below:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.05)
+
+
+def _descendants() -> list[int]:
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                after_name = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(after_name[1])
+    found: list[int] = []
+    level = [os.getpid()]
+    while level:
+        level = [pid for pid, parent in parents.items() if parent in level]
+        found += level
+    return found

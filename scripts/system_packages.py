@@ -1,0 +1,77 @@
+"""Debian packages that a step needs: root gets them installed, others get the exact command to run."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+from scripts.progress import Progress
+
+
+def _has_venv() -> bool:
+    return importlib.util.find_spec("ensurepip") is not None and importlib.util.find_spec("venv") is not None
+
+
+def _has_python_headers() -> bool:
+    return Path(sysconfig.get_paths()["include"], "Python.h").exists()
+
+
+def _has_compiler() -> bool:
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+def _has_libnuma() -> bool:
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _has_doctest() -> bool:
+    return Path("/usr/include/doctest/doctest.h").exists()
+
+
+# Debian package -> is what we need from it already there (from whatever source)?
+CHECKS: dict[str, Callable[[], bool]] = {
+    "python3-venv": _has_venv,
+    "python3-dev": _has_python_headers,
+    "g++": _has_compiler,
+    "libnuma1": _has_libnuma,  # vLLM's CPU kernels link to it
+    "doctest-dev": _has_doctest,
+}
+BUILD = ("python3-venv", "python3-dev", "g++")
+ENGINE = ("libnuma1",)
+TEST = ("doctest-dev",)
+
+
+def require(progress: Progress, *packages: str) -> None:
+    """Makes sure that these Debian packages' contents are there; ends with one clear sentence where it
+    cannot.
+    """
+    missing = [package for package in packages if not CHECKS[package]()]
+    if not missing:
+        return
+    install = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
+    if os.geteuid() != 0:
+        raise progress.fail(
+            f"these Debian packages are missing: {' '.join(missing)}. Install them, then run this again:\n\n"
+            f"    sudo {' '.join(install)}\n"
+        )
+    if shutil.which("apt-get") is None:
+        raise progress.fail(
+            f"this needs what Debian calls {' '.join(missing)}, and there is no apt-get here to install it "
+            "with. Install the equivalent packages of this system, then run this again."
+        )
+    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    progress.run(f"missing system packages: {' '.join(missing)}; apt-get update", ["apt-get", "update"], env)
+    progress.run(" ".join(install), install, env)
+    importlib.invalidate_caches()
+    still = [package for package in missing if not CHECKS[package]()]
+    if still:
+        raise progress.fail(f"apt-get installed {' '.join(still)}, but what it should bring was not found")

@@ -1,0 +1,81 @@
+"""What tests of several folders share: a seed that is printed, a runtime folder of their own, free ports.
+
+Tests never touch the runtime folder of the user who runs them: MOONPOOL_RUNTIME_DIR points elsewhere for all
+of them. Randomness comes from the fixture ``rng`` only; a failing run is repeated with MOONPOOL_TEST_SEED=N.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SEED_VARIABLE = "MOONPOOL_TEST_SEED"
+SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(1 << 31))
+
+
+def pytest_report_header() -> list[str]:
+    engine = os.environ.get("MOONPOOL_VLLM_PYTHON", "none: the tests marked engine are skipped")
+    return [f"seed: {SEED} (repeat with {SEED_VARIABLE}={SEED})", f"vLLM: {engine}"]
+
+
+def pytest_configure() -> None:
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # child processes, engines above all, want their bytecode
+    for name in [name for name in os.environ if name.startswith("MOONPOOL_")]:
+        if name not in (SEED_VARIABLE, "MOONPOOL_VLLM_PYTHON", "MOONPOOL_CACHE", "MOONPOOL_WERROR"):
+            del os.environ[name]  # else a user's settings would change what is tested
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not os.environ.get("MOONPOOL_VLLM_PYTHON"):
+        reason = "needs a Python with vLLM in MOONPOOL_VLLM_PYTHON; `make test` brings one"
+        for item in items:
+            if item.get_closest_marker("engine"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_runtime_folder() -> Iterator[None]:
+    folder = tempfile.mkdtemp(prefix="moonpool-test-", dir="/tmp")
+    os.environ["MOONPOOL_RUNTIME_DIR"] = folder
+    yield
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Random numbers that depend on the printed seed and on the test's name, not on the order of tests."""
+    return random.Random(SEED ^ zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime folder of this test alone, private and with a short path: a Unix socket's path holds 107
+    bytes.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="mp-", dir="/tmp"))
+    monkeypatch.setenv("MOONPOOL_RUNTIME_DIR", str(folder))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 where nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The interpreter of an environment with vLLM; only for tests marked engine."""
+    return os.environ["MOONPOOL_VLLM_PYTHON"]

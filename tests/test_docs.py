@@ -1,0 +1,95 @@
+"""The pages say what is there: their commands are targets, their links lead somewhere, their code parses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(
+    path
+    for folder in (".", "docs", "deploy", "examples", "benchmarks")
+    for path in (ROOT / folder).glob("*.md")
+)
+TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def page_id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as code hosting sites make them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def blocks(text: str, *languages: str) -> list[str]:
+    return [
+        body
+        for language, body in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S)
+        if language in languages
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_make_commands_are_targets(page: Path) -> None:
+    named = re.findall(r"(?:^|`)(?:\$ )?(?:[A-Z_]+=\S+ )?make ([a-z]+)", page.read_text(), re.MULTILINE)
+    assert set(named) <= TARGETS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_resolve(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+://|mailto:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        if not path.exists() or (anchor and anchor not in anchors(path.read_text())):
+            broken.append(target)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_snippets_parse(page: Path) -> None:
+    text = page.read_text()
+    for body in blocks(text, "python"):
+        compile(body, str(page), "exec")
+    for body in blocks(text, "toml"):
+        tomllib.loads(body)
+    for body in blocks(text, "json"):
+        json.loads(body)
+    for body in blocks(text, "bash", "sh"):
+        subprocess.run(["bash", "-n"], input=body, text=True, check=True)
+
+
+def test_the_two_first_commands_come_first() -> None:
+    commands = [
+        line.split("#")[0].strip()
+        for body in blocks((ROOT / "README.md").read_text(), "bash", "sh")
+        for line in body.splitlines()
+    ]
+    assert [command for command in commands if command.startswith("make")][:2] == ["make demo", "make test"]
+
+
+def test_readme_table_of_features_names_only_what_exists() -> None:
+    """Every `moonpool X` command in the README is a subcommand."""
+    from moonpool.core.cli.entry import make_app
+
+    app = make_app()
+    names = {
+        command.name or (command.callback.__name__ if command.callback else "")
+        for command in app.registered_commands
+    }
+    names |= {group.name or "" for group in app.registered_groups}
+    used = re.findall(
+        r"^(?:\$ )?moonpool ([a-z]+)", "\n".join(blocks((ROOT / "README.md").read_text(), "bash", "sh")), re.M
+    )
+    assert set(used) <= names

@@ -1,0 +1,186 @@
+"""What pip gets: the names inside the distributions, their size, a build that compiles only what changed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import moonpool
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WHEEL_BYTES_MAX = 5_000_000
+LINKS = ("core", "connectors", "disagg_proxy")
+IN_TREE = (
+    "build",
+    ".git",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+    "__pycache__",
+    "*.egg-info",
+    "*.so",
+)
+
+
+def run(*command: str | Path, cwd: Path | None = None, **env: str) -> str:
+    """stdout and stderr of a command that must end with 0."""
+    result = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-4000:]
+    return result.stdout
+
+
+def test_versions_agree() -> None:
+    assert moonpool.__version__ == PROJECT["version"] == importlib.metadata.version("moonpool")
+    assert f"## {moonpool.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_public_names_exist() -> None:
+    for name in moonpool.__all__:
+        assert getattr(moonpool, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Stroe'"):
+        _ = moonpool.Stroe  # type: ignore[attr-defined]
+
+
+def test_import_is_cheap_and_leaks_no_top_level_names() -> None:
+    code = (
+        "import sys, moonpool, moonpool.connectors.vllm.plugin;"
+        "print(sorted({'torch', 'vllm', 'numpy', 'aiohttp', 'core', 'connectors', 'disagg_proxy'}"
+        " & sys.modules.keys()))"
+    )
+    assert run(sys.executable, "-P", "-c", code, cwd=ROOT).strip() == "[]"
+
+
+def test_entry_points() -> None:
+    points = {
+        (point.group, point.name): point for point in importlib.metadata.distribution("moonpool").entry_points
+    }
+    assert points["console_scripts", "moonpool"].value == "moonpool.core.cli:main"
+    assert callable(points["vllm.general_plugins", "moonpool"].load())
+
+
+def test_the_facade_is_links() -> None:
+    for name in LINKS:
+        assert os.readlink(ROOT / "src" / "moonpool" / name) == f"../../{name}"
+
+
+def test_requirements_are_what_is_imported() -> None:
+    """No dependency that nothing imports, none that is imported only by luck."""
+    imported_as = {"prometheus_client": "prometheus_client"}
+    text = "\n".join(path.read_text() for folder in LINKS for path in (ROOT / folder).rglob("*.py"))
+    for requirement in PROJECT["dependencies"]:
+        name = requirement.split(">")[0]
+        module = imported_as.get(name, name)
+        assert f"import {module}" in text or f"from {module}" in text, f"nothing imports {module}"
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An sdist, and a wheel built from it, as a package index would have them."""
+    pytest.importorskip("build")
+    folder = tmp_path_factory.mktemp("dist")
+    source = tmp_path_factory.mktemp("source") / "moonpool"
+    shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*IN_TREE))
+    # The optimiser is not what is tested here, and takes most of the time.
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source, CFLAGS="-O0")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sdist_builds_and_holds_what_the_build_needs(distributions: Path) -> None:
+    (path,) = distributions.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    sources = {
+        str(source.relative_to(ROOT))
+        for pattern in ("*.cpp", "*.hpp")
+        for source in (ROOT / "core" / "csrc").rglob(pattern)
+    }
+    assert sources <= names
+    assert {"LICENSE", "README.md", "setup.py", "pyproject.toml", "src/moonpool/core/__init__.py"} <= names
+    assert not [name for name in names if "__pycache__" in name or name.endswith(".so")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_wheel_is_small_works_and_holds_one_package(distributions: Path, tmp_path: Path) -> None:
+    (path,) = distributions.glob("*.whl")
+    assert path.stat().st_size < WHEEL_BYTES_MAX
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path)
+    assert {name.split("/")[0] for name in names} == {
+        "moonpool",
+        f"moonpool-{moonpool.__version__}.dist-info",
+    }
+    assert {"moonpool/py.typed", "moonpool/_native.pyi"} <= set(names)
+    assert not [name for name in names if name.endswith((".cpp", ".hpp", ".pyc"))]
+    code = (
+        "import moonpool, moonpool._native;"
+        "store = moonpool.Store(embedded='16MiB'); store.put('k', b'v');"
+        "print(moonpool.__file__, bytes(store.get('k')))"
+    )
+    printed = run(sys.executable, "-P", "-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path)).split()
+    assert printed == [str(tmp_path / "moonpool" / "__init__.py"), "b'v'"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_edit_compiles_one_file(tmp_path: Path) -> None:
+    """On a small project with our setup.py: what is compiled after an edit of a source, of a header, of
+    nothing.
+    """
+    pytest.importorskip("pybind11")
+    for folder in ("core/csrc/base", "src/moonpool"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "src/moonpool/__init__.py").touch()
+    source = tmp_path / "core/csrc/base"
+    (source / "a.hpp").write_text("#pragma once\nint a();\n")
+    (source / "a.cpp").write_text('#include "base/a.hpp"\nint a() { return 1; }\n')
+    (source / "b.cpp").write_text("int b() { return 2; }\n")
+    (tmp_path / "core/csrc/module.cpp").write_text(
+        '#include <Python.h>\n#include "base/a.hpp"\n'
+        'static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", 0, 0, 0, 0, 0, 0, 0};\n'
+        'extern "C" __attribute__((visibility("default"))) PyObject* PyInit__native() {\n'
+        "    PyObject* self = PyModule_Create(&module);\n"
+        '    PyModule_AddIntConstant(self, "a", a());\n    return self;\n}\n'
+    )
+
+    def compiled() -> set[str]:
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.o")}
+        run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=tmp_path)
+        after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.o")}
+        return {path.stem for path, time_ns in after.items() if before.get(path) != time_ns}
+
+    assert compiled() == {"a", "b", "module"}
+    assert compiled() == set()
+    (source / "b.cpp").write_text("int b() { return 3; }\n")
+    assert compiled() == {"b"}
+    (source / "a.hpp").write_text("#pragma once\n\nint a();\n")
+    assert compiled() == {"a", "module"}
+    (source / "a.cpp").write_text('#include "base/a.hpp"\nint a() { return 4; }\n')
+    assert compiled() == {"a"}
+    code = "import moonpool._native as native; print(native.a)"
+    assert run(sys.executable, "-c", code, cwd=tmp_path / "src").strip() == "4"
+    (source / "b.cpp").unlink()
+    assert compiled() == set()
