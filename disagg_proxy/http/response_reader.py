@@ -161,9 +161,10 @@ class ResponseReader:
         return b""
 
     def _take_head(self, status: int) -> None:
-        head = _response_head(status, self._state, self._head_only)
+        # The parser's own should_keep_alive() has forgotten the fields when the answer ends with its head.
+        head, closes = _response_head(status, self._state, self._head_only)
         self.head = head
-        self.keep_alive = self._parser.should_keep_alive() and not head.until_close
+        self.keep_alive = self._parser.get_http_version() == "1.1" and not closes and not head.until_close
         if self._head_only:
             self.complete = True
             self.keep_alive = False  # the parser waits for a body that never comes
@@ -182,7 +183,8 @@ class ResponseReader:
             self.complete = state.head_complete and self._parser.get_status_code() >= 200
 
 
-def _response_head(status: int, state: _MessageState, head_only: bool) -> ResponseHead:
+def _response_head(status: int, state: _MessageState, head_only: bool) -> tuple[ResponseHead, bool]:
+    """The head to relay, and whether the engine will close the connection after its answer."""
     kept: list[Field] = []
     named: list[bytes] = []
     chunked = has_length = event_stream = False
@@ -205,7 +207,7 @@ def _response_head(status: int, state: _MessageState, head_only: bool) -> Respon
     if named:
         kept = without(kept, [name for name in named if name != b"content-length"])
     bodiless = head_only or status in (204, 304)
-    return ResponseHead(
+    head = ResponseHead(
         status=status,
         phrase=state.phrase,
         fields=kept,
@@ -213,3 +215,4 @@ def _response_head(status: int, state: _MessageState, head_only: bool) -> Respon
         until_close=not (chunked or has_length or bodiless),
         event_stream=event_stream,
     )
+    return head, b"close" in named

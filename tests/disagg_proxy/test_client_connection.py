@@ -91,6 +91,19 @@ async def test_half_a_head_meets_its_deadline_however_it_drips() -> None:
 
 
 @with_deadline
+async def test_half_a_head_behind_a_whole_request_meets_the_same_deadline() -> None:
+    clock = FakeClock()
+    async with bed(1, deadlines=Deadlines(head_s=20, client_idle_s=1000), clock=clock) as b:
+        client = await b.client()
+        assert (await client.ask("POST", CHAT, b"{}")).status == 200
+        await client.send(b"POST /v1/x HTTP/1.1\r\n")
+        connection = await b.connection()
+        await until(lambda: connection.busy)
+        clock.now += 21
+        assert (await client.answer()).status == 408
+
+
+@with_deadline
 async def test_half_a_body_meets_its_deadline() -> None:
     clock = FakeClock()
     async with bed(1, deadlines=Deadlines(body_stall_s=30), clock=clock) as b:
@@ -189,8 +202,10 @@ async def test_a_refusal_reaches_a_client_that_is_still_sending() -> None:
     async with bed(1, limits=Limits(body_bytes_max=1000)) as b:
         client = await b.client()
         await client.send(b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n")
+        client.reader._transport.pause_reading()  # type: ignore[attr-defined]
         for _ in range(40):
-            client.writer.write(b"x" * 100_000)
+            await client.send(b"x" * 100_000)
+        client.reader._transport.resume_reading()  # type: ignore[attr-defined]
         assert (await client.answer()).status == 413
 
 

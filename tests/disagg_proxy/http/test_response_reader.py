@@ -74,6 +74,22 @@ def test_head_has_a_length_and_no_body() -> None:
     assert not reader.keep_alive
 
 
+@pytest.mark.parametrize(
+    ("answer", "keeps"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", True),
+        (b"HTTP/1.1 204 No\r\n\r\n", True),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: Close\r\n\r\n", False),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 0\r\n\r\n", False),
+    ],
+)
+def test_whether_the_connection_can_be_used_again(answer: bytes, keeps: bool) -> None:
+    reader = ResponseReader(head_only=False)
+    reader.feed(answer)
+    assert reader.complete
+    assert reader.keep_alive == keeps
+
+
 def test_a_body_behind_head_is_an_error() -> None:
     with pytest.raises(BadResponse, match="behind its answer"):
         ResponseReader(head_only=True).feed(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
