@@ -7,13 +7,12 @@ Operations run on a C++ thread that never takes the GIL; the event loop learns o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 from moonpool.core.buffers import as_parts
 from moonpool.core.errors import Closed
 from moonpool.core.store import NO_ANSWER, check_replicas, is_one, open_client
-from moonpool.core.store_types import Entry, Key, Pin, Prefix, Presence, PutResult, presences, put_results
+from moonpool.core.store_types import Entry, Key, Keys, Pin, Prefix, Presence, PutResult, presences, put_results
 
 
 class AsyncStore:
@@ -79,7 +78,7 @@ class AsyncStore:
 
     async def put(
         self,
-        keys: Key | Sequence[Key],
+        keys: Key | Keys,
         buffers: Any,
         *,
         parents: Any = None,
@@ -90,30 +89,32 @@ class AsyncStore:
         """See Store.put: one PutResult, or a list."""
         check_replicas(replicas)
         one = is_one(keys)
+        names: Keys = [keys] if is_one(keys) else keys
         if one:
-            keys, buffers, parents = [keys], [buffers], None if parents is None else [parents]  # type: ignore[list-item]
+            buffers, parents = [buffers], None if parents is None else [parents]
         outcomes, refusal = await self._submit(
-            "put", keys, as_parts(buffers), parents, replace, ack, held=buffers
+            "put", names, as_parts(buffers), parents, replace, ack, held=buffers
         )
         results: list[PutResult] = put_results(outcomes, refusal)
         return results[0] if one else results
 
     async def get(
-        self, keys: Key | Sequence[Key], into: Any = None, *, pin: Pin | None = None, verify: bool = False
+        self, keys: Key | Keys, into: Any = None, *, pin: Pin | None = None, verify: bool = False
     ) -> Any:
         """See Store.get: memoryviews, or byte counts with ``into``; None is a miss."""
         one = is_one(keys)
-        if one:
-            keys, into = [keys], None if into is None else [into]  # type: ignore[list-item]
+        names: Keys = [keys] if is_one(keys) else keys
+        if one and into is not None:
+            into = [into]
         if pin is not None:
-            many = self._open_client().pinned_views(pin._native, keys, verify)  # memory, not messages
+            many = self._open_client().pinned_views(pin._native, names, verify)  # memory, not messages
         elif into is None:
-            many = await self._submit("names", "views", keys, 1, True, verify)
+            many = await self._submit("names", "views", names, 1, True, verify)
         else:
-            many = await self._submit("get_into", keys, as_parts(into), verify, held=into)
+            many = await self._submit("get_into", names, as_parts(into), verify, held=into)
         return many[0] if one else many
 
-    async def exists(self, keys: Key | Sequence[Key]) -> Any:
+    async def exists(self, keys: Key | Keys) -> Any:
         """See Store.exists: a Presence, or a list."""
         names = [keys] if is_one(keys) else keys
         try:
@@ -122,7 +123,7 @@ class AsyncStore:
             found = [Presence.UNKNOWN] * len(names)
         return found[0] if is_one(keys) else found
 
-    async def longest_prefix(self, keys: Sequence[Key], *, width: int = 1, pin: bool = True) -> Prefix:
+    async def longest_prefix(self, keys: Keys, *, width: int = 1, pin: bool = True) -> Prefix:
         """See Store.longest_prefix."""
         try:
             blocks, native = await self._submit("names", "prefix", keys, width, pin)
@@ -136,7 +137,7 @@ class AsyncStore:
         """Gives a pin back; never waits."""
         pin.release()
 
-    async def remove(self, keys: Key | Sequence[Key]) -> Any:
+    async def remove(self, keys: Key | Keys) -> Any:
         """See Store.remove: a bool, or a list."""
         flags = await self._submit("names", "remove", [keys] if is_one(keys) else keys)
         return bool(flags[0]) if is_one(keys) else [bool(flag) for flag in flags]

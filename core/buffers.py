@@ -36,7 +36,8 @@ def _as_part(item: Any) -> Any:
         import numpy as np
 
         try:
-            return _as_bytes(memoryview(np.from_dlpack(item)))
+            array: Any = np.from_dlpack(item)
+            return _as_bytes(memoryview(array))
         except (TypeError, ValueError, BufferError, RuntimeError) as error:
             raise InvalidArgument(f"a {type(item).__name__} is not contiguous CPU memory", cause=error) from error
     raise InvalidArgument(

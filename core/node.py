@@ -25,13 +25,10 @@ from moonpool.core import metrics, paths
 from moonpool.core.addresses import Address, parse_address
 from moonpool.core.admin_http import AdminServer
 from moonpool.core.config import Config
-from moonpool.core.config import Node as Defaults
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.node_socket import Claim, link_default, unlink_default
 
 HTTP_OFF = "off"
-# Settings that the server is told only when they are not as it has them by itself.
-_LIMITS = ("key_bytes_max", "parts_max", "frame_bytes_max", "frame_keys_max", "object_share_max")
 
 
 class NodeServer(metrics.Source, Protocol):
@@ -56,27 +53,21 @@ def native_server(config: Config, socket_path: Path, token: bytes) -> NodeServer
             cause=error,
         ) from error
     node = config.node
-    limits = {
-        name: getattr(node, name) for name in _LIMITS if getattr(node, name) != getattr(Defaults(), name)
-    }
-    try:
-        server: NodeServer = _native.Server(
-            str(socket_path),
-            tenant_sizes(config),
-            token,
-            name=node.name,
-            objects_max=node.objects_max,
-            slab_bytes=node.slab_bytes,
-            connections_max=node.connections_max,
-            scrub_bytes_per_s=node.scrub_bytes_per_s,
-            **limits,
-        )
-    except TypeError as error:
-        raise ConfigError(
-            f"this build of the C++ core cannot change node.{', node.'.join(limits)}",
-            operation="node",
-            cause=error,
-        ) from error
+    server: NodeServer = _native.Server(
+        str(socket_path),
+        tenant_sizes(config),
+        token,
+        name=node.name,
+        objects_max=node.objects_max,
+        slab_bytes=node.slab_bytes,
+        connections_max=node.connections_max,
+        scrub_bytes_per_s=node.scrub_bytes_per_s,
+        key_bytes_max=node.key_bytes_max,
+        parts_max=node.parts_max,
+        frame_bytes_max=node.frame_bytes_max,
+        frame_keys_max=node.frame_keys_max,
+        object_share_max=node.object_share_max,
+    )
     return server
 
 

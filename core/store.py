@@ -21,6 +21,7 @@ from moonpool.core.errors import AuthError, InvalidArgument, Timeout, Unavailabl
 from moonpool.core.store_types import (
     Entry,
     Key,
+    Keys,
     Object,
     Pin,
     Prefix,
@@ -32,12 +33,14 @@ from moonpool.core.store_types import (
 from moonpool.core.units import parse_size
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
     from moonpool import _native
 
 NO_ANSWER = (Unavailable, Timeout)  # the node is not there or silent: UNKNOWN, which callers treat as a miss
 
 
-def is_one(keys: Key | Sequence[Key]) -> bool:
+def is_one(keys: Key | Keys) -> TypeIs[Key]:
     """Whether a call is about one key rather than a list of them."""
     return isinstance(keys, (bytes, str))
 
@@ -148,7 +151,7 @@ class Store:
     @overload
     def put(
         self,
-        keys: Sequence[Key],
+        keys: Keys,
         buffers: Sequence[Object],
         *,
         parents: Sequence[Key | None] | None = None,
@@ -160,7 +163,7 @@ class Store:
 
     def put(
         self,
-        keys: Key | Sequence[Key],
+        keys: Key | Keys,
         buffers: Any,
         *,
         parents: Any = None,
@@ -197,7 +200,7 @@ class Store:
 
     @overload
     def get(
-        self, keys: Sequence[Key], into: None = None, *, pin: Pin | None = None, verify: bool = False
+        self, keys: Keys, into: None = None, *, pin: Pin | None = None, verify: bool = False
     ) -> list[memoryview | None]: ...
 
     @overload
@@ -205,11 +208,11 @@ class Store:
 
     @overload
     def get(
-        self, keys: Sequence[Key], into: Sequence[Object], *, pin: Pin | None = None, verify: bool = False
+        self, keys: Keys, into: Sequence[Object], *, pin: Pin | None = None, verify: bool = False
     ) -> list[int | None]: ...
 
     def get(
-        self, keys: Key | Sequence[Key], into: Any = None, *, pin: Pin | None = None, verify: bool = False
+        self, keys: Key | Keys, into: Any = None, *, pin: Pin | None = None, verify: bool = False
     ) -> Any:
         """Reads objects: as views of the pool's memory, or copied ``into`` the caller's buffers. None is a miss.
 
@@ -220,10 +223,12 @@ class Store:
         verify: check the bytes against their checksum; raises CorruptObject. Without it memory is trusted.
         """
         if is_one(keys):
-            many = self.get([keys], None if into is None else [into], pin=pin, verify=verify)  # type: ignore[list-item]
-            return many[0]
+            return self._get_many([keys], None if into is None else [into], pin, verify)[0]
+        return self._get_many(keys, into, pin, verify)
+
+    def _get_many(self, keys: Keys, into: Any, pin: Pin | None, verify: bool) -> list[Any]:
         if pin is not None:
-            views = self._client.pinned_views(pin._native, keys, verify)
+            views: list[memoryview | None] = self._client.pinned_views(pin._native, keys, verify)
             return views if into is None else [_copy(view, to) for view, to in zip(views, into, strict=True)]
         if into is None:
             return self._client.get_views(keys, verify)
@@ -233,12 +238,12 @@ class Store:
     def exists(self, keys: Key, *, pin: Literal[False] = False) -> Presence: ...
 
     @overload
-    def exists(self, keys: Sequence[Key], *, pin: Literal[False] = False) -> list[Presence]: ...
+    def exists(self, keys: Keys, *, pin: Literal[False] = False) -> list[Presence]: ...
 
     @overload
-    def exists(self, keys: Sequence[Key], *, pin: Literal[True]) -> tuple[list[Presence], Pin | None]: ...
+    def exists(self, keys: Keys, *, pin: Literal[True]) -> tuple[list[Presence], Pin | None]: ...
 
-    def exists(self, keys: Key | Sequence[Key], *, pin: bool = False) -> Any:
+    def exists(self, keys: Key | Keys, *, pin: bool = False) -> Any:
         """HIT, MISS, or UNKNOWN when the node does not answer.
 
         Without a pin a HIT is a statement about now. With one it is a promise: the second value of the pair is the pin
@@ -256,7 +261,7 @@ class Store:
                 return found, None
         return found[0] if is_one(keys) else found
 
-    def longest_prefix(self, keys: Sequence[Key], *, width: int = 1, pin: bool = True) -> Prefix:
+    def longest_prefix(self, keys: Keys, *, width: int = 1, pin: bool = True) -> Prefix:
         """How many leading blocks of a chain are here, pinned; ``width`` consecutive keys make one block.
 
         A block counts only when all its objects are here. One question to the node, whatever the length.
@@ -277,9 +282,9 @@ class Store:
     def remove(self, keys: Key) -> bool: ...
 
     @overload
-    def remove(self, keys: Sequence[Key]) -> list[bool]: ...
+    def remove(self, keys: Keys) -> list[bool]: ...
 
-    def remove(self, keys: Key | Sequence[Key]) -> bool | list[bool]:
+    def remove(self, keys: Key | Keys) -> bool | list[bool]:
         """Makes objects invisible at once; whoever has them pinned reads on. True: it was there."""
         if is_one(keys):
             return bool(self._client.remove([keys])[0])

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from moonpool._native import Pin as NativePin
 
 Key: TypeAlias = "bytes | str"
+Keys: TypeAlias = "list[bytes] | list[str] | list[Key] | tuple[Key, ...]"
 Part: TypeAlias = "Buffer | tuple[int, int] | Any"
 """Bytes-like, an (address, length) pair, or anything with DLPack or the array interface in CPU memory."""
 Object: TypeAlias = "Part | list[Part]"

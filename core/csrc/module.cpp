@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -33,13 +34,17 @@ py::bytes to_bytes(const std::vector<T>& items) {
     return to_bytes(items.data(), items.size() * sizeof(T));
 }
 
+// At least one, since 0 means for ever to the kernel, and at most a day.
+int milliseconds(double seconds) { return static_cast<int>(std::clamp(seconds, 0.001, 86400.0) * 1000); }
+
 // ---- Server
 
 class PyServer {
    public:
     PyServer(std::string socket_path, const std::vector<std::pair<std::string, uint64_t>>& tenants,
              const py::bytes& token, std::string name, uint32_t objects_max, uint64_t slab_bytes,
-             uint32_t connections_max, uint64_t scrub_bytes_per_s)
+             uint32_t connections_max, uint64_t scrub_bytes_per_s, uint32_t key_bytes_max, uint32_t parts_max,
+             uint32_t frame_bytes_max, uint32_t frame_keys_max, double object_share_max)
         : name_(std::move(name)) {
         ServerOptions options;
         options.socket_path = std::move(socket_path);
@@ -48,6 +53,11 @@ class PyServer {
             options.pools.push_back(PoolOptions{tenant, bytes, objects_max, slab_bytes});
         }
         options.limits.connections = connections_max;
+        options.limits.key_bytes = key_bytes_max;
+        options.limits.parts = parts_max;
+        options.limits.frame_bytes = frame_bytes_max;
+        options.limits.frame_keys = frame_keys_max;
+        options.limits.object_share = object_share_max;
         options.scrub_bytes_per_s = scrub_bytes_per_s;
         server_ = unwrap(Server::create(std::move(options)), "node");
     }
@@ -99,29 +109,27 @@ class PyServer {
 // ---- Client
 
 struct PyPin {
-    std::vector<std::shared_ptr<Pin>> pins;
-    std::vector<std::string> names;
-    std::vector<Descriptor> descriptors;  // one for each name; generation 0: was not found, is not pinned
+    Pinned held;
+    std::vector<std::string> names;  // one for each descriptor; generation 0: was not found, is not pinned
 
-    void release() {
-        for (auto& pin : pins) pin->release();
-        pins.clear();
-    }
+    void release() { held.pins.clear(); }  // views that were made under it go on holding it
 };
 
 class PyClient {
    public:
     PyClient(std::string socket_path, const py::bytes& token, std::string tenant, std::string name_space,
-             const py::bytes& fingerprint, double timeout_s, const PyServer* embedded) {
+             const py::bytes& fingerprint, double timeout_s, const py::object& embedded) {
         ClientOptions options;
         options.socket_path = std::move(socket_path);
         options.token = std::string(token);
         options.tenant = std::move(tenant);
         options.name_space = std::move(name_space);
         options.fingerprint = std::string(fingerprint);
-        options.timeout_ms = static_cast<int>(timeout_s * 1000);
-        if (embedded != nullptr) options.dial = [server = embedded->server()] { return server->dial(); };
-        peer_ = embedded != nullptr ? "the embedded node" : options.socket_path;
+        options.timeout_ms = milliseconds(timeout_s);
+        if (!embedded.is_none()) {
+            options.dial = [server = embedded.cast<const PyServer&>().server()] { return server->dial(); };
+        }
+        peer_ = !embedded.is_none() ? "the embedded node" : options.socket_path;
         client_ = std::make_shared<Client>(std::move(options));
     }
 
@@ -147,7 +155,7 @@ class PyClient {
         std::vector<PutItem> items = put_items(names, parts, parent_names);
         py::gil_scoped_release nogil;
         Result<PutReport> report =
-            client_->put(items, replace, ack, timeout_s > 0 ? static_cast<int>(timeout_s * 1000) : 0);
+            client_->put(items, replace, ack, timeout_s > 0 ? milliseconds(timeout_s) : 0);
         py::gil_scoped_acquire gil;
         return put_answer(unwrap(std::move(report), "put", peer_));
     }
@@ -175,27 +183,26 @@ class PyClient {
         Pinned pinned = unwrap(std::move(result), "pin", peer_);
         std::string hits;
         for (const Descriptor& d : pinned.descriptors) hits.push_back(d.generation != 0);
-        if (pinned.pin == nullptr) return py::make_tuple(py::bytes(hits), py::none());
+        if (hits.find('\1') == std::string::npos) return py::make_tuple(py::bytes(hits), py::none());
         auto pin = std::make_shared<PyPin>();
-        pin->pins.push_back(std::move(pinned.pin));
         pin->names.assign(names.views().begin(), names.views().end());
-        pin->descriptors = std::move(pinned.descriptors);
+        pin->held = std::move(pinned);
         return py::make_tuple(py::bytes(hits), pin);
     }
 
     // Views of keys under a pin taken before; None for a key that the pin does not cover.
     py::list pinned_views(const std::shared_ptr<PyPin>& pin, const py::object& keys, bool verify) {
         Names names(keys);
-        if (pin->pins.empty()) raise(Error{Code::kClosed, "this pin was released"}, "get", peer_);
+        if (client_->closed()) raise(Error{Code::kClosed, "this store is closed"}, "get", peer_);
+        if (pin->held.pins.empty()) raise(Error{Code::kClosed, "this pin was released"}, "get", peer_);
         std::unordered_map<std::string_view, size_t> places;
         for (size_t i = 0; i < pin->names.size(); ++i) places.emplace(pin->names[i], i);
-        Pinned pinned;
-        pinned.pin = pin->pins.front();
-        for (std::string_view name : names.views()) {
-            auto it = places.find(name);
-            pinned.descriptors.push_back(it == places.end() ? Descriptor{} : pin->descriptors[it->second]);
+        py::list out(names.size());
+        for (size_t i = 0; i < names.size(); ++i) {
+            auto it = places.find(names.views()[i]);
+            out[i] = it == places.end() ? py::none() : view_of(pin->held, it->second, it->first, verify);
         }
-        return views_answer(pinned, names.views(), verify);
+        return out;
     }
 
     py::bytes exists(const py::object& keys) {
@@ -287,30 +294,29 @@ class PyClient {
 
     static py::list views_answer(const Pinned& pinned, std::span<const std::string_view> names, bool verify) {
         py::list out(pinned.descriptors.size());
-        for (size_t i = 0; i < pinned.descriptors.size(); ++i) {
-            const Descriptor& d = pinned.descriptors[i];
-            if (d.generation == 0) {
-                out[i] = py::none();
-                continue;
-            }
-            const std::byte* data = pinned.pin->session()->arena() + d.offset;
-            if (verify && crc32c(0, data, d.size) != d.crc) {
-                raise(Error{Code::kCorrupt,
-                            "the bytes of key " + std::string(names[i]) + " do not match their checksum"},
-                      "get");
-            }
-            pinned.pin->note_read(d.size);
-            out[i] = make_view(view_type, pinned.pin, data, d.size);
-        }
+        for (size_t i = 0; i < pinned.descriptors.size(); ++i) out[i] = view_of(pinned, i, names[i], verify);
         return out;
+    }
+
+    static py::object view_of(const Pinned& pinned, size_t i, std::string_view name, bool verify) {
+        const Descriptor& d = pinned.descriptors[i];
+        if (d.generation == 0) return py::none();
+        const std::shared_ptr<Pin>& pin = pinned.pin_of(i);
+        const std::byte* data = pin->session()->arena() + d.offset;
+        if (verify && crc32c(0, data, d.size) != d.crc) {
+            raise(Error{Code::kCorrupt,
+                        "the bytes of key " + std::string(name) + " do not match their checksum"},
+                  "get");
+        }
+        pin->session()->note_read(d.slot, d.size);
+        return make_view(view_type, pin, data, d.size);
     }
 
     static py::tuple prefix_answer(Prefix prefix, const Names& names) {
         if (prefix.pins.empty()) return py::make_tuple(prefix.blocks, py::none());
         auto pin = std::make_shared<PyPin>();
-        pin->pins = std::move(prefix.pins);
         for (size_t i = 0; i < prefix.descriptors.size(); ++i) pin->names.emplace_back(names.views()[i]);
-        pin->descriptors = std::move(prefix.descriptors);
+        pin->held = std::move(prefix);
         return py::make_tuple(prefix.blocks, pin);
     }
 
@@ -381,7 +387,7 @@ class PyWorker {
     }
 
     void release(uint64_t pin_id) {
-        std::vector<std::shared_ptr<Pin>> pins;
+        std::vector<PinnedRun> pins;
         std::lock_guard lock(*pins_mutex_);
         auto it = pins_->find(pin_id);
         if (it == pins_->end()) return;
@@ -621,7 +627,7 @@ class PyWorker {
         return id;
     }
 
-    uint64_t keep(std::vector<std::shared_ptr<Pin>> pins) {
+    uint64_t keep(std::vector<PinnedRun> pins) {
         std::lock_guard lock(*pins_mutex_);
         uint64_t id = next_pin_++;
         pins_->emplace(id, std::move(pins));
@@ -642,8 +648,8 @@ class PyWorker {
     std::string peer_;
     std::unordered_map<uint64_t, std::shared_ptr<Pending>> pending_;
     std::unique_ptr<std::mutex> pins_mutex_ = std::make_unique<std::mutex>();
-    std::unique_ptr<std::unordered_map<uint64_t, std::vector<std::shared_ptr<Pin>>>> pins_ =
-        std::make_unique<std::unordered_map<uint64_t, std::vector<std::shared_ptr<Pin>>>>();
+    std::unique_ptr<std::unordered_map<uint64_t, std::vector<PinnedRun>>> pins_ =
+        std::make_unique<std::unordered_map<uint64_t, std::vector<PinnedRun>>>();
     uint64_t next_pin_ = 1;
     Worker worker_;  // last: its threads end before what they use
 };
@@ -696,10 +702,14 @@ PYBIND11_MODULE(_native, m) {
     py::class_<PyServer>(m, "Server",
                          "A node's data plane: one thread, one Unix socket, an arena for each tenant.")
         .def(py::init<std::string, const std::vector<std::pair<std::string, uint64_t>>&, const py::bytes&,
-                      std::string, uint32_t, uint64_t, uint32_t, uint64_t>(),
+                      std::string, uint32_t, uint64_t, uint32_t, uint64_t, uint32_t, uint32_t, uint32_t,
+                      uint32_t, double>(),
              py::arg("socket_path"), py::arg("tenants"), py::arg("token"), py::kw_only(),
              py::arg("name") = "default", py::arg("objects_max") = 0, py::arg("slab_bytes") = 0,
-             py::arg("connections_max") = 512, py::arg("scrub_bytes_per_s") = uint64_t{64} << 20)
+             py::arg("connections_max") = 512, py::arg("scrub_bytes_per_s") = uint64_t{64} << 20,
+             py::arg("key_bytes_max") = 1024, py::arg("parts_max") = 4096,
+             py::arg("frame_bytes_max") = 8u << 20, py::arg("frame_keys_max") = 16384,
+             py::arg("object_share_max") = 0.25)
         .def_property_readonly("name", &PyServer::name)
         .def("start", &PyServer::start)
         .def("stop", &PyServer::stop)
@@ -719,10 +729,10 @@ PYBIND11_MODULE(_native, m) {
 
     py::class_<PyClient>(m, "Client", "One process's access to one node, in one space.")
         .def(py::init<std::string, const py::bytes&, std::string, std::string, const py::bytes&, double,
-                      const PyServer*>(),
+                      const py::object&>(),
              py::arg("socket_path"), py::arg("token"), py::arg("tenant") = "default",
              py::arg("namespace") = "default", py::arg("fingerprint") = py::bytes(),
-             py::arg("timeout_s") = 2.0, py::arg("embedded") = nullptr, py::keep_alive<1, 8>())
+             py::arg("timeout_s") = 2.0, py::arg("embedded") = py::none(), py::keep_alive<1, 8>())
         .def("connect", &PyClient::connect)
         .def_property_readonly("connected", &PyClient::connected)
         .def("close", &PyClient::close)

@@ -10,7 +10,7 @@ class Server:
     """
     A node's data plane: one thread, one Unix socket, an arena for each tenant.
     """
-    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, *, name: str = 'default', objects_max: typing.SupportsInt | typing.SupportsIndex = 0, slab_bytes: typing.SupportsInt | typing.SupportsIndex = 0, connections_max: typing.SupportsInt | typing.SupportsIndex = 512, scrub_bytes_per_s: typing.SupportsInt | typing.SupportsIndex = 67108864) -> None:
+    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, *, name: str = 'default', objects_max: typing.SupportsInt | typing.SupportsIndex = 0, slab_bytes: typing.SupportsInt | typing.SupportsIndex = 0, connections_max: typing.SupportsInt | typing.SupportsIndex = 512, scrub_bytes_per_s: typing.SupportsInt | typing.SupportsIndex = 67108864, key_bytes_max: typing.SupportsInt | typing.SupportsIndex = 1024, parts_max: typing.SupportsInt | typing.SupportsIndex = 4096, frame_bytes_max: typing.SupportsInt | typing.SupportsIndex = 8388608, frame_keys_max: typing.SupportsInt | typing.SupportsIndex = 16384, object_share_max: typing.SupportsFloat | typing.SupportsIndex = 0.25) -> None:
         ...
     def check_integrity(self) -> bool:
         """
@@ -44,7 +44,7 @@ class Client:
     """
     One process's access to one node, in one space.
     """
-    def __init__(self, socket_path: str, token: bytes, tenant: str = 'default', namespace: str = 'default', fingerprint: bytes = b'', timeout_s: typing.SupportsFloat | typing.SupportsIndex = 2.0, embedded: Server = None) -> None:
+    def __init__(self, socket_path: str, token: bytes, tenant: str = 'default', namespace: str = 'default', fingerprint: bytes = b'', timeout_s: typing.SupportsFloat | typing.SupportsIndex = 2.0, embedded: typing.Any = None) -> None:
         ...
     def close(self) -> None:
         ...

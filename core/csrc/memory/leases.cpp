@@ -1,17 +1,8 @@
 #include "memory/leases.hpp"
 
-#include <algorithm>
+#include <iterator>
 
 namespace moonpool {
-
-namespace {
-
-auto at_or_after(std::vector<Extent>& extents, uint64_t offset) {
-    return std::lower_bound(extents.begin(), extents.end(), offset,
-                            [](const Extent& e, uint64_t o) { return e.offset < o; });
-}
-
-}  // namespace
 
 std::optional<Extent> Leases::open(uint64_t min, uint64_t want, uint64_t align) {
     std::optional<Extent> extent = allocator_.allocate(min, want, align);
@@ -24,9 +15,9 @@ void Leases::close(uint64_t offset) {
     if (it == open_.end()) return;
     const Lease& lease = it->second;
     uint64_t from = lease.extent.offset;
-    for (const Extent& e : lease.committed) {
-        allocator_.free(Extent{from, e.offset - from});
-        from = e.end();
+    for (auto [begin, end] : lease.committed) {
+        allocator_.free(Extent{from, begin - from});
+        from = end;
     }
     allocator_.free(Extent{from, lease.extent.end() - from});
     open_.erase(it);
@@ -35,10 +26,10 @@ void Leases::close(uint64_t offset) {
 bool Leases::commit(Extent extent) {
     Lease* lease = holding(extent);
     if (lease == nullptr) return false;
-    auto place = at_or_after(lease->committed, extent.offset);
-    if (place != lease->committed.end() && place->offset < extent.end()) return false;
-    if (place != lease->committed.begin() && std::prev(place)->end() > extent.offset) return false;
-    lease->committed.insert(place, extent);
+    auto next = lease->committed.lower_bound(extent.offset);
+    if (next != lease->committed.end() && next->first < extent.end()) return false;
+    if (next != lease->committed.begin() && std::prev(next)->second > extent.offset) return false;
+    lease->committed.emplace_hint(next, extent.offset, extent.end());
     return true;
 }
 
@@ -49,8 +40,8 @@ void Leases::free(Extent extent) {
         allocator_.free(extent);
         return;
     }
-    auto place = at_or_after(lease->committed, extent.offset);
-    if (place != lease->committed.end() && *place == extent) lease->committed.erase(place);
+    auto place = lease->committed.find(extent.offset);
+    if (place != lease->committed.end() && place->second == extent.end()) lease->committed.erase(place);
 }
 
 const Leases::Lease* Leases::holding(Extent extent) const {
@@ -71,9 +62,9 @@ bool Leases::check_integrity() const {
                 lease.extent.end() <= allocator_.capacity();
         end = lease.extent.end();
         uint64_t from = offset;
-        for (const Extent& e : lease.committed) {
-            sound = sound && e.offset >= from && e.end() <= end;
-            from = e.end();
+        for (auto [object_begin, object_end] : lease.committed) {
+            sound = sound && object_begin >= from && object_end > object_begin && object_end <= end;
+            from = object_end;
         }
         allocator_.for_each([&](Extent free) {
             sound = sound && (free.end() <= lease.extent.offset || free.offset >= lease.extent.end());

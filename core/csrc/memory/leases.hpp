@@ -13,7 +13,6 @@
 #include <map>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "memory/allocator.hpp"
 
@@ -42,7 +41,7 @@ class Leases {
    private:
     struct Lease {
         Extent extent;
-        std::vector<Extent> committed;
+        std::map<uint64_t, uint64_t> committed;  // offset -> end
     };
     const Lease* holding(Extent extent) const;
     Lease* holding(Extent extent) { return const_cast<Lease*>(std::as_const(*this).holding(extent)); }

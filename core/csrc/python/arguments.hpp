@@ -69,9 +69,6 @@ class Buffers {
             ranges_.emplace_back(first, parts_.size() - first);
         }
     }
-    ~Buffers() {
-        for (Py_buffer& view : views_) PyBuffer_Release(&view);
-    }
     Buffers(const Buffers&) = delete;
 
     size_t size() const { return ranges_.size(); }
@@ -80,11 +77,22 @@ class Buffers {
     }
 
    private:
+    // Owns what was taken, also when the constructor of Buffers throws half way.
+    struct Views : std::deque<Py_buffer> {  // their addresses must not change: PyBuffer_FillInfo may point into them
+        ~Views() {
+            for (Py_buffer& view : *this) PyBuffer_Release(&view);
+        }
+    };
+
     void add(PyObject* item) {
         if (PyTuple_Check(item) && PyTuple_GET_SIZE(item) == 2 && PyLong_Check(PyTuple_GET_ITEM(item, 0))) {
             auto address = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(item, 0));
             auto size = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(item, 1));
-            if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+            if (PyErr_Occurred() != nullptr) {
+                PyErr_Clear();
+                raise(Error{Code::kInvalidArgument, "an address and a length must be numbers from 0 to 2**64"},
+                      "buffer");
+            }
             parts_.push_back(Part{reinterpret_cast<std::byte*>(address), size});
             return;
         }
@@ -102,7 +110,7 @@ class Buffers {
     }
 
     bool writable_;
-    std::deque<Py_buffer> views_;  // their addresses must not change: PyBuffer_FillInfo may point into them
+    Views views_;
     std::vector<Part> parts_;
     std::vector<std::pair<size_t, size_t>> ranges_;
 };

@@ -15,7 +15,9 @@ constexpr std::chrono::milliseconds kBackoffMax{2000};
 
 uint64_t total(std::span<const Part> parts) {
     uint64_t bytes = 0;
-    for (const Part& part : parts) bytes += part.size;
+    for (const Part& part : parts) {
+        if (__builtin_add_overflow(bytes, part.size, &bytes)) return UINT64_MAX;
+    }
     return bytes;
 }
 
@@ -60,6 +62,8 @@ Error corrupt(std::string_view name) {
 }
 
 // How many items of a call go into one frame: by count and by bytes.
+constexpr uint64_t kLookupHead = 64;  // bytes, generously
+
 class FrameBudget {
    public:
     FrameBudget(const Session& session, uint64_t head) : session_(session), head_(head) { reset(); }
@@ -86,12 +90,17 @@ class FrameBudget {
 template <class Send>
 Status in_frames(const Session& session, std::span<const std::string_view> names, uint32_t multiple,
                  Send send) {
-    FrameBudget budget(session, 64);
+    FrameBudget budget(session, kLookupHead);
     size_t begin = 0;
     for (size_t i = 0; i < names.size(); i += multiple) {
         uint64_t bytes = 0;
         size_t end = std::min(names.size(), i + multiple);
         for (size_t j = i; j < end; ++j) bytes += 2 + names[j].size();
+        if (kLookupHead + bytes > session.frame_bytes_max()) {
+            return Error{Code::kInvalidArgument, "the names of one block have " + std::to_string(bytes) +
+                                                     " bytes, over the limit of a frame, " +
+                                                     std::to_string(session.frame_bytes_max())};
+        }
         if (i != begin && !(budget.fits(bytes) && end - begin <= session.frame_keys_max())) {
             Result<bool> more = send(begin, i);
             if (!more) return more.error();
@@ -135,11 +144,7 @@ void PartTable::parts(size_t column, uint64_t index, std::vector<Part>& out) con
 void Pin::release() {
     uint64_t id = id_.exchange(0);
     if (id == 0) return;
-    session_->post(Kind::kRelease, [&](Writer& w) {
-        w.number(id);
-        w.number(read_count_.load());
-        w.number(read_bytes_.load());
-    });
+    session_->post(Kind::kRelease, [&](Writer& w) { w.number(id); });
 }
 
 Client::Client(ClientOptions options)
@@ -151,15 +156,16 @@ Status Client::connect() {
 }
 
 bool Client::connected() {
+    if (fork_.in_child()) return false;
     std::lock_guard lock(mutex_);
-    return session_ != nullptr && session_->alive();
+    return session_ != nullptr && session_->check_alive();
 }
 
 void Client::close() {
     closed_ = true;
     if (fork_.in_child()) return;  // the mutex may be held by a thread that only the parent has
     std::lock_guard lock(mutex_);
-    if (session_ != nullptr) session_->close();
+    if (session_ != nullptr) session_->retire();
     session_.reset();
 }
 
@@ -169,7 +175,8 @@ Result<std::shared_ptr<Session>> Client::session() {
     }
     std::lock_guard lock(mutex_);
     if (closed_) return Error{Code::kClosed, "this store is closed"};
-    if (session_ != nullptr && session_->alive()) return session_;
+    if (session_ != nullptr && session_->check_alive()) return session_;
+    session_.reset();
     auto now = std::chrono::steady_clock::now();
     if (now < retry_at_) return last_error_;
     Result<std::shared_ptr<Session>> opened = Session::open(options_);
@@ -188,9 +195,9 @@ Status Client::check_names(const Session& session, std::span<const std::string_v
     for (std::string_view name : names) {
         if (name.empty()) return Error{Code::kInvalidArgument, "a key must have at least one byte"};
         if (name.size() > session.key_bytes_max()) {
-            return Error{Code::kInvalidArgument, "a key of " + std::to_string(name.size()) +
-                                                     " bytes is over the limit of " +
-                                                     std::to_string(session.key_bytes_max())};
+            return Error{Code::kInvalidArgument,
+                         "a key of " + std::to_string(name.size()) + " bytes is over the limit of " +
+                             std::to_string(session.key_bytes_max()) + " (node.key_bytes_max)"};
         }
     }
     return success();
@@ -207,7 +214,7 @@ Result<PutReport> Client::put(std::span<const PutItem> items, bool replace, bool
         if (item.parts.size() > s.parts_max()) {
             return Error{Code::kInvalidArgument, "an object of " + std::to_string(item.parts.size()) +
                                                      " parts is over the limit of " +
-                                                     std::to_string(s.parts_max())};
+                                                     std::to_string(s.parts_max()) + " (node.parts_max)"};
         }
         ahead += total(item.parts);
     }
@@ -239,7 +246,7 @@ Result<PutReport> Client::put(std::span<const PutItem> items, bool replace, bool
             }
         };
         Status status = success();
-        if (ack) {
+        if (ack || s.behind()) {
             auto parse = [&](Reader& r) {
                 if (r.number<uint32_t>() != written.size()) return false;
                 for (Written& x : written)
@@ -350,7 +357,7 @@ Result<std::vector<int64_t>> Client::get(std::span<const GetItem> items, bool ve
             scatter(item.parts, s.arena() + d.offset, d.size);
         }
         if (crc != d.crc) return corrupt(item.name);
-        pinned->pin->note_read(d.size);
+        s.note_read(d.slot, d.size);
         sizes[ask[k]] = static_cast<int64_t>(d.size);
     }
     return sizes;
@@ -396,18 +403,19 @@ Result<Pinned> Client::pin(std::span<const std::string_view> names) {
     if (!opened) return opened.error();
     Session& s = **opened;
     if (Status status = check_names(s, names); !status) return status.error();
-    if (names.size() > s.frame_keys_max()) {
-        return Error{Code::kInvalidArgument, "views of " + std::to_string(names.size()) +
-                                                 " keys in one call are over the limit of " +
-                                                 std::to_string(s.frame_keys_max())};
-    }
     Pinned pinned;
-    LookupAnswer answer;
-    if (Status status = lookup(s, names, kLookupPin, 1, answer, pinned.descriptors); !status)
-        return status.error();
-    if (answer.pin_id != 0) pinned.pin = std::make_shared<Pin>(*opened, answer.pin_id);
-    if (pinned.descriptors.size() != names.size())
-        return Error{Code::kProtocol, "the node answered for other keys"};
+    Status status = in_frames(s, names, 1, [&](size_t begin, size_t end) -> Result<bool> {
+        LookupAnswer answer;
+        Status sent = lookup(s, names.subspan(begin, end - begin), kLookupPin, 1, answer, pinned.descriptors);
+        if (!sent) return sent.error();
+        auto pin = answer.pin_id == 0 ? nullptr : std::make_shared<Pin>(*opened, answer.pin_id);
+        pinned.pins.push_back({std::move(pin), end});
+        if (pinned.descriptors.size() != end) {
+            return Error{Code::kProtocol, s.peer() + " answered for other keys"};
+        }
+        return true;
+    });
+    if (!status) return status.error();
     return pinned;
 }
 
@@ -461,7 +469,10 @@ Result<Prefix> Client::longest_prefix(std::span<const std::string_view> names, u
         LookupAnswer answer;
         Status sent = lookup(s, names.subspan(begin, end - begin), flags, width, answer, prefix.descriptors);
         if (!sent) return sent.error();
-        if (answer.pin_id != 0) prefix.pins.push_back(std::make_shared<Pin>(*opened, answer.pin_id));
+        if (answer.pin_id != 0) {
+            prefix.pins.push_back(
+                {std::make_shared<Pin>(*opened, answer.pin_id), prefix.descriptors.size()});
+        }
         return answer.hits == end - begin;
     });
     if (!status) return status.error();
@@ -500,6 +511,7 @@ Result<std::vector<ListRow>> Client::list(std::string_view prefix, uint64_t limi
     if (!opened) return opened.error();
     Session& s = **opened;
     std::vector<ListRow> rows;
+    if (limit == 0 || prefix.size() > s.key_bytes_max()) return rows;
     uint32_t cursor = 0;
     do {
         Status status = s.call(
@@ -508,7 +520,7 @@ Result<std::vector<ListRow>> Client::list(std::string_view prefix, uint64_t limi
                 w.number(s.space());
                 w.number(cursor);
                 w.number(static_cast<uint32_t>(std::min<uint64_t>(limit - rows.size(), 4096)));
-                w.text16(prefix.substr(0, s.key_bytes_max()));
+                w.text16(prefix);
             },
             [&](Reader& r) {
                 cursor = r.number<uint32_t>();

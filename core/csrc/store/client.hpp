@@ -54,27 +54,31 @@ class Pin {
     Pin(const Pin&) = delete;
 
     void release();
-    void note_read(uint64_t bytes) {  // told to the node with the release
-        ++read_count_;
-        read_bytes_ += bytes;
-    }
     const std::shared_ptr<Session>& session() const { return session_; }
 
    private:
     std::shared_ptr<Session> session_;
     std::atomic<uint64_t> id_;
-    std::atomic<uint64_t> read_count_{0}, read_bytes_{0};
+};
+
+struct PinnedRun {
+    std::shared_ptr<Pin> pin;  // null: nothing was found
+    size_t end = 0;            // it covers the descriptors before this one that no earlier run covers
 };
 
 struct Pinned {
-    std::shared_ptr<Pin> pin;             // null: nothing was found
+    std::vector<PinnedRun> pins;          // one for each frame that the question took
     std::vector<Descriptor> descriptors;  // one per key asked; for a prefix, of its leading objects only
+
+    const std::shared_ptr<Pin>& pin_of(size_t i) const {
+        size_t run = 0;
+        while (pins[run].end <= i) ++run;
+        return pins[run].pin;
+    }
 };
 
-struct Prefix {
+struct Prefix : Pinned {  // blocks x width descriptors
     uint64_t blocks = 0;
-    std::vector<std::shared_ptr<Pin>> pins;
-    std::vector<Descriptor> descriptors;  // blocks x width
     Incarnation incarnation{};
 };
 

@@ -52,7 +52,8 @@ bool Connection::greet() {
 }
 
 bool Connection::on_readable(uint64_t now_ms) {
-    for (;;) {
+    constexpr int kRoundsMax = 8;  // then it is the turn of others; epoll tells again what is left
+    for (int round = 0; round < kRoundsMax; ++round) {
         if (in_begin_ == in_end_) in_begin_ = in_end_ = 0;
         if (in_.size() - in_end_ < 4096) {
             // Move what is left to the front, then grow: memory follows what was sent, never a length that
@@ -72,19 +73,27 @@ bool Connection::on_readable(uint64_t now_ms) {
         }
         progress_ms_ = now_ms;
         in_end_ += static_cast<size_t>(n);
-        if (!parse_frames() || !flush()) return false;
-        if (static_cast<size_t>(n) < room ||
-            out_.size() - out_sent_ > server_.options_.limits.send_backlog_bytes) {
-            if (in_begin_ == in_end_ && in_.size() > (1u << 20)) in_ = {};  // after a rare large frame
-            return true;
-        }
+        if (!serve()) return false;
+        if (static_cast<size_t>(n) < room || backlog() > server_.options_.limits.send_backlog_bytes) break;
+    }
+    if (in_begin_ == in_end_ && in_.size() > (1u << 20)) in_ = {};  // after a rare large frame
+    return true;
+}
+
+// Frames wait while the peer leaves its answers in the socket. When a flush made room, they are due at once:
+// no event will come for bytes that were received before.
+bool Connection::serve() {
+    for (;;) {
+        if (!parse_frames()) return false;
+        bool waited = backlog() > server_.options_.limits.send_backlog_bytes;
+        if (!flush()) return false;
+        if (!waited || backlog() > server_.options_.limits.send_backlog_bytes) return true;
     }
 }
 
 bool Connection::parse_frames() {
     const Limits& limits = server_.options_.limits;
-    while (in_end_ - in_begin_ >= sizeof(FrameHeader) &&
-           out_.size() - out_sent_ <= limits.send_backlog_bytes) {
+    while (in_end_ - in_begin_ >= sizeof(FrameHeader) && backlog() <= limits.send_backlog_bytes) {
         FrameHeader header;
         std::memcpy(&header, in_.data() + in_begin_, sizeof(header));
         if (header.magic != kMagic) return malformed("does not start with the magic number");
@@ -97,13 +106,15 @@ bool Connection::parse_frames() {
         if (header.length > limit) {
             count(server_.metrics_.protocol_errors_total);
             return fail(Code::kTooLarge, "a frame of " + std::to_string(header.length) +
-                                             " bytes is over the limit of " + std::to_string(limit));
+                                             " bytes is over the limit of " + std::to_string(limit) +
+                                             " (node.frame_bytes_max)");
         }
         if (in_end_ - in_begin_ < sizeof(header) + header.length) return true;
         std::span<const std::byte> body(in_.data() + in_begin_ + sizeof(header), header.length);
         in_begin_ += sizeof(header) + header.length;
         whole_answers_ = out_.size();
         if (!handle(header, Reader(body))) return false;
+        whole_answers_ = out_.size();
     }
     return true;
 }
@@ -235,7 +246,7 @@ bool Connection::on_lease(const FrameHeader& header, Reader body) {
     const Limits& limits = server_.options_.limits;
     if (min > pool_->object_bytes_max()) {
         why = "it is over the object limit of " + std::to_string(pool_->object_bytes_max()) +
-              " bytes, a quarter of the arena";
+              " bytes (node.object_share_max of the arena)";
     } else if (leases_.size() >= limits.slabs) {
         why = "this client already holds " + std::to_string(limits.slabs) + " leases, the limit";
     } else if (std::optional<Extent> lease = pool_->lease(min, std::min(want, pool_->object_bytes_max()))) {
@@ -374,6 +385,12 @@ bool Connection::on_lookup(const FrameHeader& header, Reader body) {
             return refuse(header.request_id, Code::kTooLarge,
                           "this client already holds " + std::to_string(limits.pins) + " pins, the limit");
         }
+        if (pinned_objects_ + hits > limits.pinned_objects) {
+            return refuse(header.request_id, Code::kTooLarge,
+                          "this client's pins would hold over " + std::to_string(limits.pinned_objects) +
+                              " objects, the limit");
+        }
+        pinned_objects_ += hits;
         std::vector<Pinned> pinned;
         pinned.reserve(hits);
         // Deepest first, so that the root of a chain is its most recently used object.
@@ -409,14 +426,11 @@ bool Connection::on_lookup(const FrameHeader& header, Reader body) {
 
 bool Connection::on_release(Reader body) {
     auto pin_id = body.number<uint64_t>();
-    auto served = body.number<uint64_t>();
-    auto served_bytes = body.number<uint64_t>();
     if (!body.done()) return malformed("is no RELEASE");
-    count(server_.metrics_.served_total, served);
-    count(server_.metrics_.served_bytes_total, served_bytes);
     auto it = pins_.find(pin_id);
     if (it == pins_.end()) return true;  // released twice: harmless
     unpin(it->second);
+    pinned_objects_ -= it->second.size();
     pins_.erase(it);
     return true;
 }
@@ -531,10 +545,7 @@ bool Connection::malformed(const char* what) {
     return fail(Code::kProtocol, std::string("a frame ") + what + "; the connection is closed");
 }
 
-bool Connection::on_writable() {
-    if (!flush()) return false;
-    return parse_frames() && flush();  // frames that waited for the backlog to drain
-}
+bool Connection::on_writable() { return flush() && serve(); }
 
 bool Connection::flush() {
     while (out_sent_ < out_.size()) {
@@ -546,6 +557,7 @@ bool Connection::flush() {
             return false;
         }
         out_sent_ += static_cast<size_t>(n);
+        sent_some_ = true;
     }
     if (out_sent_ == out_.size()) {
         if (out_.capacity() > (1u << 20)) out_ = {};
@@ -557,9 +569,8 @@ bool Connection::flush() {
 }
 
 void Connection::want_events() {
-    size_t backlog = out_.size() - out_sent_;
-    uint32_t events = (backlog != 0 ? EPOLLOUT : 0u) |
-                      (backlog <= server_.options_.limits.send_backlog_bytes ? EPOLLIN : 0u);
+    uint32_t events = (backlog() != 0 ? EPOLLOUT : 0u) |
+                      (backlog() <= server_.options_.limits.send_backlog_bytes ? EPOLLIN : 0u);
     if (events == events_) return;
     epoll_event event{};
     event.events = events;
@@ -574,8 +585,9 @@ bool Connection::check_deadlines(uint64_t now_ms) {
         count(server_.metrics_.handshake_timeouts_total);
         return fail(Code::kTimeout, "the handshake took over " + std::to_string(limits.handshake_ms) + " ms");
     }
+    if (std::exchange(sent_some_, false)) progress_ms_ = now_ms;
     bool half_frame = in_begin_ != in_end_;
-    bool stalled = half_frame || out_sent_ != out_.size();
+    bool stalled = half_frame || backlog() != 0;
     if (stalled && now_ms - progress_ms_ > limits.stalled_frame_ms) {
         return fail(Code::kTimeout,
                     "nothing moved for " + std::to_string(limits.stalled_frame_ms) + " ms inside a frame");

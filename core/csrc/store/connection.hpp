@@ -37,6 +37,7 @@ class Connection {
         uint64_t generation;
     };
 
+    bool serve();
     bool parse_frames();
     bool handle(const FrameHeader& header, Reader body);
     bool on_auth(const FrameHeader& header, Reader body);
@@ -59,6 +60,7 @@ class Connection {
     bool fail(Code code, const std::string& text);  // an ERROR frame, then the end
     bool malformed(const char* what);
     bool flush();
+    size_t backlog() const { return out_.size() - out_sent_; }
     void want_events();
 
     Server& server_;
@@ -67,6 +69,7 @@ class Connection {
     Nonce nonce_;
     uint64_t since_ms_;
     uint64_t progress_ms_;
+    bool sent_some_ = false;  // since the last check of the deadlines
     std::vector<std::byte> in_;
     size_t in_begin_ = 0, in_end_ = 0;
     std::vector<std::byte> out_;
@@ -76,6 +79,7 @@ class Connection {
     std::map<uint64_t, Extent> leases_;  // its own, by offset
     uint64_t leased_bytes_ = 0;
     std::unordered_map<uint64_t, std::vector<Pinned>> pins_;
+    uint64_t pinned_objects_ = 0;  // in all of them
     std::vector<uint32_t> found_;  // scratch of on_lookup
 };
 

@@ -28,15 +28,15 @@ uint32_t ObjectTable::find(uint32_t space, const Hash128& hash, std::string_view
 
 ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std::string_view object_name,
                                         Extent extent, uint32_t crc, uint32_t parent, bool replace) {
-    if (uint32_t old = find(space, hash, object_name); old != kNoSlot) {
-        if (!replace) return Commit::kExists;
-        if (parent == old) parent = kNoSlot;
-        remove(old);
-    }
-    if (free_slots_.empty() && used_ == index_.slots() && !evict_one()) return Commit::kNoSlot;
-    if (parent != kNoSlot && !complete(parent)) parent = kNoSlot;  // the eviction took it
+    uint32_t old = find(space, hash, object_name);
+    if (old != kNoSlot && !replace) return Commit::kExists;
+    // Room first, so that a refusal leaves the old generation where it is.
+    bool full = free_slots_.empty() && used_ == index_.slots();
+    bool old_makes_room = old != kNoSlot && objects_[old].pins == 0;
+    if (full && !old_makes_room && !evict_one()) return Commit::kNoSlot;
+    if (old != kNoSlot) remove(old);
+    if (parent != kNoSlot && !complete(parent)) parent = kNoSlot;  // it was evicted or replaced just now
     uint32_t slot;
-    if (free_slots_.empty() && used_ == index_.slots()) return Commit::kNoSlot;
     if (!free_slots_.empty()) {
         slot = free_slots_.back();
         free_slots_.pop_back();
@@ -87,6 +87,7 @@ void ObjectTable::unpin(uint32_t slot, uint64_t generation) {
         --counters_.detached;
         release(slot);
     } else {
+        o.last_used = ++clock_;  // it was in use until now
         list_if_leaf(slot, true);
     }
 }

@@ -25,6 +25,7 @@ struct PoolOptions {
     uint64_t arena_bytes = 0;
     uint32_t objects_max = 0;  // 0: one per 4 KiB of arena, between 4,096 and 4 Mi
     uint64_t slab_bytes = 0;   // 0: 1/128 of the arena, between 256 KiB and 8 MiB
+    double object_share = 0.25;
 };
 
 class Pool {
@@ -53,7 +54,9 @@ class Pool {
     const ObjectTable& table() const { return *table_; }
     const std::string& tenant() const { return options_.tenant; }
     uint64_t slab_bytes() const { return options_.slab_bytes; }
-    uint64_t object_bytes_max() const { return options_.arena_bytes / 4; }
+    uint64_t object_bytes_max() const {
+        return static_cast<uint64_t>(static_cast<double>(options_.arena_bytes) * options_.object_share);
+    }
     uint64_t arena_bytes() const { return options_.arena_bytes; }
     uint64_t free_bytes() const { return allocator_.free_bytes(); }
     uint64_t capacity() const { return allocator_.capacity(); }

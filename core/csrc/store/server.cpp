@@ -75,7 +75,8 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     if (options.token.empty()) return Error{Code::kInvalidArgument, "a node needs a cluster token"};
     if (options.pools.empty()) return Error{Code::kInvalidArgument, "a node needs at least one tenant"};
     std::unique_ptr<Server> server(new Server(std::move(options)));
-    for (const PoolOptions& pool_options : server->options_.pools) {
+    for (PoolOptions pool_options : server->options_.pools) {
+        pool_options.object_share = server->options_.limits.object_share;
         Result<std::unique_ptr<Pool>> pool = Pool::create(pool_options, server->incarnation_);
         if (!pool) return pool.error();
         if (!server->pools_.emplace(pool_options.tenant, std::move(*pool)).second) {
@@ -144,6 +145,12 @@ void Server::reserve_memory() {
 
 void Server::stop() {
     if (!running_.exchange(false)) return;
+    if (fork_.in_child()) {
+        // The threads and the socket are the parent's. Their handles are left alone: there is nobody to join.
+        (void)new std::thread(std::move(thread_));
+        (void)new std::thread(std::move(reserve_thread_));
+        return;
+    }
     stopping_ = true;
     uint64_t one = 1;
     (void)!::write(wake_.get(), &one, sizeof(one));
@@ -288,7 +295,7 @@ void Server::on_tick(uint64_t now) {
 
 template <class F>
 bool Server::call_on_loop(F f) {
-    if (!running_) return false;
+    if (!running_ || fork_.in_child()) return false;
     auto done = std::make_shared<std::promise<void>>();
     std::future<void> finished = done->get_future();
     {

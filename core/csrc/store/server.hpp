@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/fd.hpp"
+#include "base/fork.hpp"
 #include "base/result.hpp"
 #include "store/node_metrics.hpp"
 #include "store/pool.hpp"
@@ -71,6 +72,7 @@ class Server {
     Incarnation incarnation_;
     NodeMetrics metrics_;
     std::map<std::string, std::unique_ptr<Pool>, std::less<>> pools_;
+    ForkGuard fork_;
     Fd listen_, epoll_, wake_, spare_;
     std::unordered_map<int, std::unique_ptr<Connection>> connections_;
     uint64_t next_pin_ = 1;

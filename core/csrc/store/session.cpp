@@ -17,6 +17,7 @@ namespace {
 
 constexpr uint64_t kObjectAlign = 64;     // a cache line: neighbours do not share one
 constexpr size_t kReadSlotsMax = 256;     // reads told to the node in one frame
+constexpr size_t kPostedMax = 1u << 20;   // bytes of one-way frames, then puts wait for the node again
 constexpr uint64_t kLeaseAheadSlabs = 4;  // a batch leases at most this many slabs in one piece
 
 // How long a caller polls for its answer before it sleeps. A sleeping thread in a virtual machine is woken in
@@ -37,6 +38,12 @@ ssize_t receive_soon(int fd, void* data, size_t size) {
     return ::recv(fd, data, size, 0);
 }
 
+void set_timeout(int fd, int timeout_ms) {
+    timeval tv{timeout_ms / 1000, (timeout_ms % 1000) * 1000};
+    ::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &tv, sizeof(tv));
+    ::setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &tv, sizeof(tv));
+}
+
 Result<Fd> connect_to(const ClientOptions& options) {
     if (options.dial) return options.dial();
     const std::string& path = options.socket_path;
@@ -49,17 +56,19 @@ Result<Fd> connect_to(const ClientOptions& options) {
     std::memcpy(address.sun_path, path.data(), path.size());
     Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (!fd.valid()) return os_error("socket");
-    if (::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0) {
+    set_timeout(fd.get(), options.timeout_ms);  // a node that accepts nobody has a full queue at last
+    int connected;
+    do {
+        connected = ::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address));
+    } while (connected != 0 && errno == EINTR);
+    if (connected != 0 && errno == EAGAIN) {
+        return Error{Code::kTimeout, "the node at " + path + " took no connection in time"};
+    }
+    if (connected != 0) {
         return Error{Code::kUnavailable, "no node serves " + path + " (" + std::strerror(errno) +
                                              "); start one with: moonpool node"};
     }
     return fd;
-}
-
-void set_timeout(int fd, int timeout_ms) {
-    timeval tv{timeout_ms / 1000, (timeout_ms % 1000) * 1000};
-    ::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &tv, sizeof(tv));
-    ::setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &tv, sizeof(tv));
 }
 
 Error read_error(Reader& body) {
@@ -92,17 +101,27 @@ Result<std::shared_ptr<Session>> Session::open(const ClientOptions& options) {
 }
 
 Session::~Session() {
-    close();
+    bool was_alive = alive_.exchange(false);
+    // In a child of fork() the socket is the parent's: closing our copy of the descriptor is all we may do.
+    if (fd_.valid() && !fork_.in_child()) {
+        if (was_alive) flush_reads();
+        ::shutdown(fd_.get(), SHUT_RDWR);
+    }
     slab_.reset();
 }
 
-void Session::close() {
-    if (!alive_.exchange(false)) return;
-    // In a child of fork() the socket is the parent's: closing our copy of the descriptor is all we may do.
-    if (!fork_.in_child()) {
-        flush_reads();
-        ::shutdown(fd_.get(), SHUT_RDWR);
-    }
+bool Session::check_alive() {
+    if (!alive()) return false;
+    char byte;
+    ssize_t n = ::recv(fd_.get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) alive_.store(false);
+    return alive();
+}
+
+void Session::retire() {
+    flush_reads();
+    std::lock_guard lock(slab_mutex_);
+    slab_.reset();
 }
 
 Status Session::handshake(const ClientOptions& options) {
@@ -178,9 +197,10 @@ Status Session::open_space(const ClientOptions& options) {
         });
 }
 
+// The socket stays open until the last view is gone: a node that was merely late keeps our pins that long, so
+// nobody reads memory that has become another object's.
 Status Session::lost(Error error) {
     alive_.store(false, std::memory_order_release);
-    ::shutdown(fd_.get(), SHUT_RDWR);
     return error;
 }
 
@@ -247,6 +267,7 @@ Status Session::receive_frame(FrameHeader& header, std::vector<Fd>* fds) {
             }
         }
         if (n != static_cast<ssize_t>(sizeof(header))) {
+            if (n < 0 && errno == EAGAIN) return lost({Code::kTimeout, peer_ + " did not answer in time"});
             return lost({Code::kUnavailable, peer_ + " closed the connection during the handshake"});
         }
     }
@@ -336,11 +357,16 @@ void Session::flush_posted() {
         }
         std::unique_lock lock(io_mutex_, std::try_to_lock);
         if (!lock.owns_lock() || !alive()) return;
-        take_posted(unsent_);
+        if (unsent_.empty()) take_posted(unsent_);
         ssize_t n = ::send(fd_.get(), unsent_.data(), unsent_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
         if (n > 0) unsent_.erase(unsent_.begin(), unsent_.begin() + n);
         if (!unsent_.empty()) return;  // the next call sends the rest
     }
+}
+
+bool Session::behind() {
+    std::lock_guard lock(posted_mutex_);
+    return posted_.size() > kPostedMax;
 }
 
 void Session::note_read(uint32_t slot, uint64_t bytes) {
@@ -403,7 +429,7 @@ Result<Room> Session::reserve(uint64_t size, uint64_t ahead, std::string& why, i
     if (need == 0) return Room{};
     if (size > object_bytes_max_) {
         why = "an object of " + std::to_string(size) + " bytes is over the limit of " +
-              std::to_string(object_bytes_max_) + " bytes, a quarter of the arena";
+              std::to_string(object_bytes_max_) + " bytes (node.object_share_max of the arena)";
         return Room{};
     }
     std::lock_guard lock(slab_mutex_);

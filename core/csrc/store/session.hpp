@@ -61,7 +61,11 @@ class Session {
     Session(const Session&) = delete;
 
     bool alive() const { return alive_.load(std::memory_order_acquire); }
-    void close();
+    bool check_alive();  // looks whether the node has hung up since the last call
+    // Gives back what this client would write next, and lets the connection end with the last view and pin.
+    void retire();
+    // Whether one-way frames pile up because the node takes none.
+    bool behind();
 
     // Builds the body with build(Writer&), sends it, and hands the answer to parse(Reader&). What was posted
     // goes out in the same system call, first.

@@ -16,10 +16,11 @@ struct Limits {
     uint32_t connections = 512;              // of which
     uint32_t connections_unproved = 64;      // may still be in the handshake
     uint32_t send_backlog_bytes = 1u << 20;  // over it, the node stops reading from that connection
-    uint32_t pins = 65536;                   // of one connection
+    uint32_t pins = 65536;                   // of one connection, which hold
+    uint32_t pinned_objects = 1u << 20;      // objects together
     uint32_t slabs = 256;                    // leased to one connection
     uint32_t spaces = 65536;                 // of one tenant
-    // The object limit is a quarter of the arena: Pool::object_bytes_max.
+    double object_share = 0.25;              // the largest object, of its tenant's arena
 };
 
 }  // namespace moonpool

@@ -1,0 +1,288 @@
+"""The wire format once more, in plain Python: docs/wire.md as a program. It speaks to the real node in tests, rightly
+or, where a test wants it, wrongly; nothing of the product uses it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+MAGIC = 0x314C504D  # "MPL1"
+VERSION = 1
+HEADER = struct.Struct("<IBBHIIQ")  # magic, version, kind, flags, payload bytes, zero, request id
+ANSWER, ONE_WAY = 1, 2  # flags
+
+ERROR, CHALLENGE, AUTH, WELCOME = 1, 2, 3, 4
+OPEN_SPACE, LEASE, RETURN, COMMIT, LOOKUP, RELEASE, TOUCH, REMOVE, LIST, STAT = range(16, 26)
+
+PIN, PREFIX = 1, 2  # flags of LOOKUP
+REPLACE = 1  # flag of COMMIT
+STORED, EXISTS, REFUSED = 0, 1, 2
+
+DESCRIPTOR = struct.Struct("<QQQII")  # offset, size, generation, crc, slot
+ENTRY = struct.Struct("<QQII")  # size, generation, crc, pins of a LIST row; its name follows
+WELCOME_LIMITS = struct.Struct("<QQQQIIII")  # see Limits
+
+
+def frame(kind: int, body: bytes = b"", *, request_id: int = 0, flags: int = 0, version: int = VERSION) -> bytes:
+    return HEADER.pack(MAGIC, version, kind, flags, len(body), 0, request_id) + body
+
+
+def text16(text: bytes) -> bytes:
+    return struct.pack("<H", len(text)) + text
+
+
+def mac(
+    role: bytes, token: bytes, first_nonce: bytes, second_nonce: bytes, incarnation: bytes, tenant: bytes
+) -> bytes:
+    """role is b"client" (the node's nonce comes first) or b"node" (the client's nonce comes first)."""
+    message = b"moonpool " + role + bytes([VERSION]) + first_nonce + second_nonce + incarnation + tenant
+    return hmac.digest(token, message, hashlib.sha256)
+
+
+def challenge(nonce: bytes, incarnation: bytes) -> bytes:
+    return nonce + incarnation
+
+
+def auth(tenant: bytes, nonce: bytes, proof: bytes) -> bytes:
+    return text16(tenant) + nonce + proof
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What WELCOME says after the node's proof."""
+
+    arena_bytes: int
+    index_bytes: int
+    slab_bytes: int
+    object_bytes_max: int
+    key_bytes_max: int
+    parts_max: int
+    frame_bytes_max: int
+    frame_keys_max: int
+
+    def pack(self) -> bytes:
+        return WELCOME_LIMITS.pack(*self.__dict__.values())
+
+
+@dataclass(frozen=True)
+class Row:
+    """One object of a COMMIT."""
+
+    offset: int
+    size: int
+    crc: int
+    name: bytes
+    parent: bytes = b""
+
+    def pack(self) -> bytes:
+        return struct.pack("<QQI", self.offset, self.size, self.crc) + text16(self.name) + text16(self.parent)
+
+
+def open_space(namespace: bytes, fingerprint: bytes) -> bytes:
+    return text16(namespace) + text16(fingerprint)
+
+
+def lease(least: int, want: int) -> bytes:
+    return struct.pack("<QQ", least, want)
+
+
+def give_back(offset: int) -> bytes:
+    return struct.pack("<Q", offset)
+
+
+def commit(space: int, rows: Iterable[Row], *, flags: int = 0) -> bytes:
+    rows = list(rows)
+    return struct.pack("<IBBHI", space, flags, 0, 0, len(rows)) + b"".join(row.pack() for row in rows)
+
+
+def lookup(space: int, names: list[bytes], *, flags: int = 0, width: int = 1) -> bytes:
+    return struct.pack("<IBBHI", space, flags, 0, width, len(names)) + b"".join(map(text16, names))
+
+
+def release(pin: int) -> bytes:
+    return struct.pack("<Q", pin)
+
+
+def touch(objects: int, size: int, slots: list[int]) -> bytes:
+    return struct.pack(f"<QQI{len(slots)}I", objects, size, len(slots), *slots)
+
+
+def remove(space: int, names: list[bytes]) -> bytes:
+    return struct.pack("<II", space, len(names)) + b"".join(map(text16, names))
+
+
+def list_objects(space: int, cursor: int, limit: int, prefix: bytes) -> bytes:
+    return struct.pack("<III", space, cursor, limit) + text16(prefix)
+
+
+@dataclass(frozen=True)
+class Frame:
+    kind: int
+    flags: int
+    request_id: int
+    body: bytes
+
+    @property
+    def error(self) -> tuple[int, str]:
+        assert self.kind == ERROR, self
+        code, size = struct.unpack_from("<HH", self.body)
+        assert len(self.body) == 4 + size
+        return code, self.body[4:].decode()
+
+
+class Closed(Exception):
+    """The other side ended the connection."""
+
+
+class Wire:
+    """A connection to a node, or to a client when a test plays the node; every wait has a deadline."""
+
+    def __init__(self, sock: socket.socket, timeout_s: float = 10.0) -> None:
+        self.socket = sock
+        self.socket.settimeout(timeout_s)
+        self.descriptors: list[int] = []
+        self.space = 0
+        self._request_id = 0
+
+    @classmethod
+    def dial(cls, path: Path | str, timeout_s: float = 10.0) -> Wire:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(timeout_s)
+        sock.connect(str(path))
+        return cls(sock, timeout_s)
+
+    @classmethod
+    def open(cls, path: Path | str, token: bytes, *, tenant: bytes = b"default") -> Wire:
+        """A connection that has shaken hands and opened the space that a Store has by default."""
+        wire = cls.dial(path)
+        wire.handshake(token, tenant)
+        answer = wire.ask(OPEN_SPACE, open_space(b"default", b""))
+        (wire.space,) = struct.unpack("<I", answer.body)
+        return wire
+
+    def handshake(self, token: bytes, tenant: bytes = b"default") -> Limits:
+        greeting = self.receive()
+        assert greeting.kind == CHALLENGE, greeting
+        assert len(greeting.body) == 48, greeting
+        node_nonce, incarnation = greeting.body[:32], greeting.body[32:]
+        nonce = os.urandom(32)
+        proof = mac(b"client", token, node_nonce, nonce, incarnation, tenant)
+        self.send(AUTH, auth(tenant, nonce, proof), request_id=1)
+        welcome = self.receive()
+        assert (welcome.kind, welcome.request_id) == (WELCOME, 1), welcome
+        assert welcome.body[:32] == mac(b"node", token, nonce, node_nonce, incarnation, tenant)
+        assert len(self.descriptors) == 2
+        return Limits(*WELCOME_LIMITS.unpack(welcome.body[32:]))
+
+    def send(self, kind: int, body: bytes = b"", *, request_id: int = 0, flags: int = 0) -> None:
+        self.socket.sendall(frame(kind, body, request_id=request_id, flags=flags))
+
+    def receive(self) -> Frame:
+        magic, version, kind, flags, size, zero, request_id = HEADER.unpack(self._exactly(HEADER.size))
+        assert (magic, version, zero) == (MAGIC, VERSION, 0)
+        return Frame(kind, flags, request_id, self._exactly(size))
+
+    def ask(self, kind: int, body: bytes = b"") -> Frame:
+        """Sends a request and gives its answer, an ERROR frame included."""
+        self._request_id += 1
+        self.send(kind, body, request_id=self._request_id)
+        answer = self.receive()
+        assert answer.request_id in (self._request_id, 0), answer
+        assert answer.kind == ERROR or (answer.kind, answer.flags) == (kind, ANSWER), answer
+        return answer
+
+    def ended(self) -> tuple[int, str]:
+        """Waits for the ERROR frame with which the node ends a connection, and for the end."""
+        last = self.receive()
+        assert last.request_id == 0
+        assert self.is_closed()
+        return last.error
+
+    def is_closed(self) -> bool:
+        """Waits for the end of the connection; False when there are more bytes."""
+        try:
+            return self.socket.recv(1) == b""
+        except ConnectionError:
+            return True
+
+    def lease(self, least: int, want: int) -> tuple[int, int, str]:
+        """(offset, size, why not)"""
+        body = self.ask(LEASE, lease(least, want)).body
+        offset, size, text = struct.unpack_from("<QQH", body)
+        assert len(body) == 18 + text
+        return offset, size, body[18:].decode()
+
+    def commit(self, rows: Iterable[Row], *, flags: int = 0) -> list[int]:
+        body = self.ask(COMMIT, commit(self.space, rows, flags=flags)).body
+        (n,) = struct.unpack_from("<I", body)
+        assert len(body) == 4 + n
+        return list(body[4:])
+
+    def lookup(self, names: list[bytes], *, flags: int = 0, width: int = 1) -> tuple[int, int, list[tuple[int, ...]]]:
+        """(pin, hits, descriptors)"""
+        body = self.ask(LOOKUP, lookup(self.space, names, flags=flags, width=width)).body
+        pin, hits, n = struct.unpack_from("<QII", body)
+        assert len(body) == 16 + 32 * n
+        return pin, hits, list(DESCRIPTOR.iter_unpack(body[16:]))
+
+    def stat(self) -> dict[str, int]:
+        body = self.ask(STAT).body
+        (n,) = struct.unpack_from("<I", body)
+        at, rows = 4, {}
+        for _ in range(n):
+            (size,) = struct.unpack_from("<H", body, at)
+            name = body[at + 2 : at + 2 + size].decode()
+            (rows[name],) = struct.unpack_from("<Q", body, at + 2 + size)
+            at += 10 + size
+        assert at == len(body)
+        return rows
+
+    def close(self) -> None:
+        self.socket.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors.clear()
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _exactly(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            piece, descriptors, _, _ = socket.recv_fds(self.socket, size - len(data), 4)
+            self.descriptors += descriptors
+            if not piece:
+                raise Closed(f"after {len(data)} of {size} bytes")
+            data += piece
+        return bytes(data)
+
+
+class FakeNode:
+    """A listening socket with a script for each connection, for what a real node would never do."""
+
+    def __init__(self, path: Path) -> None:
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(str(path))
+        self.listener.listen(8)
+        self.listener.settimeout(10)
+
+    def serve(self, script: Callable[[Wire], None]) -> None:
+        """Takes one connection and plays the script; the client may end it at any time."""
+        sock, _ = self.listener.accept()
+        with Wire(sock) as wire:
+            try:
+                script(wire)
+            except (Closed, ConnectionError):
+                return
+
+    def close(self) -> None:
+        self.listener.close()
