@@ -1,18 +1,30 @@
 """``AsyncStore``: the verbs of ``Store`` for asyncio.
 
-Operations run on a C++ thread that never takes the GIL; the event loop learns of their end through an eventfd. At most
-4,096 operations wait at a time: one more raises TooLarge at once.
+Operations run on a C++ thread that never takes the GIL; the event loop learns of their end through an
+eventfd. At most 4,096 operations wait at a time: one more raises TooLarge at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 from moonpool.core.buffers import as_parts
 from moonpool.core.errors import Closed
 from moonpool.core.store import NO_ANSWER, check_replicas, is_one, open_client
-from moonpool.core.store_types import Entry, Key, Keys, Pin, Prefix, Presence, PutResult, presences, put_results
+from moonpool.core.store_types import (
+    Entry,
+    Key,
+    Keys,
+    Object,
+    Pin,
+    Prefix,
+    Presence,
+    PutResult,
+    presences,
+    put_results,
+)
 
 
 class AsyncStore:
@@ -76,6 +88,30 @@ class AsyncStore:
         if self._server is not None:
             await asyncio.to_thread(self._server.stop)
 
+    @overload
+    async def put(
+        self,
+        keys: Key,
+        buffers: Object,
+        *,
+        parents: Key | None = None,
+        replace: bool = False,
+        ack: bool = True,
+        replicas: int = 1,
+    ) -> PutResult: ...
+
+    @overload
+    async def put(
+        self,
+        keys: Keys,
+        buffers: Sequence[Object],
+        *,
+        parents: Sequence[Key | None] | None = None,
+        replace: bool = False,
+        ack: bool = True,
+        replicas: int = 1,
+    ) -> list[PutResult]: ...
+
     async def put(
         self,
         keys: Key | Keys,
@@ -98,6 +134,26 @@ class AsyncStore:
         results: list[PutResult] = put_results(outcomes, refusal)
         return results[0] if one else results
 
+    @overload
+    async def get(
+        self, keys: Key, into: None = None, *, pin: Pin | None = None, verify: bool = False
+    ) -> memoryview | None: ...
+
+    @overload
+    async def get(
+        self, keys: Keys, into: None = None, *, pin: Pin | None = None, verify: bool = False
+    ) -> list[memoryview | None]: ...
+
+    @overload
+    async def get(
+        self, keys: Key, into: Object, *, pin: Pin | None = None, verify: bool = False
+    ) -> int | None: ...
+
+    @overload
+    async def get(
+        self, keys: Keys, into: Sequence[Object], *, pin: Pin | None = None, verify: bool = False
+    ) -> list[int | None]: ...
+
     async def get(
         self, keys: Key | Keys, into: Any = None, *, pin: Pin | None = None, verify: bool = False
     ) -> Any:
@@ -113,6 +169,12 @@ class AsyncStore:
         else:
             many = await self._submit("get_into", names, as_parts(into), verify, held=into)
         return many[0] if one else many
+
+    @overload
+    async def exists(self, keys: Key) -> Presence: ...
+
+    @overload
+    async def exists(self, keys: Keys) -> list[Presence]: ...
 
     async def exists(self, keys: Key | Keys) -> Any:
         """See Store.exists: a Presence, or a list."""
@@ -137,6 +199,12 @@ class AsyncStore:
         """Gives a pin back; never waits."""
         pin.release()
 
+    @overload
+    async def remove(self, keys: Key) -> bool: ...
+
+    @overload
+    async def remove(self, keys: Keys) -> list[bool]: ...
+
     async def remove(self, keys: Key | Keys) -> Any:
         """See Store.remove: a bool, or a list."""
         flags = await self._submit("names", "remove", [keys] if is_one(keys) else keys)
@@ -155,7 +223,9 @@ class AsyncStore:
 
     def _open_client(self) -> Any:
         if self._closed or self._client is None:
-            raise Closed("this store is closed" if self._closed else "open this store first: async with AsyncStore()")
+            raise Closed(
+                "this store is closed" if self._closed else "open this store first: async with AsyncStore()"
+            )
         return self._client
 
     async def _submit(self, verb: str, *arguments: Any, held: object = None) -> Any:

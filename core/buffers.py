@@ -39,7 +39,9 @@ def _as_part(item: Any) -> Any:
             array: Any = np.from_dlpack(item)
             return _as_bytes(memoryview(array))
         except (TypeError, ValueError, BufferError, RuntimeError) as error:
-            raise InvalidArgument(f"a {type(item).__name__} is not contiguous CPU memory", cause=error) from error
+            raise InvalidArgument(
+                f"a {type(item).__name__} is not contiguous CPU memory", cause=error
+            ) from error
     raise InvalidArgument(
         f"a {type(item).__name__} is no buffer; give bytes, a contiguous array or tensor in CPU memory, an "
         f"(address, length) pair, or a list of those"

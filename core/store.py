@@ -4,10 +4,10 @@
         store.put("answer", b"42")
         view = store.get("answer")          # a read-only memoryview of the pool's own memory: no copy
 
-One key or a list of keys, one result or a list of results. A miss is None, never an error. Calls block; they release
-the GIL, may come from any thread, and never wait longer than ``timeout_s`` without progress. ``AsyncStore`` has the
-same verbs for asyncio. Bytes move between the caller's memory and the node's arena, which both map: the node itself is
-only asked for memory to write into, to commit, and to pin.
+One key or a list of keys, one result or a list of results. A miss is None, never an error. Calls block; they
+release the GIL, may come from any thread, and never wait longer than ``timeout_s`` without progress.
+``AsyncStore`` has the same verbs for asyncio. Bytes move between the caller's memory and the node's arena,
+which both map: the node itself is only asked for memory to write into, to commit, and to pin.
 """
 
 from __future__ import annotations
@@ -83,23 +83,28 @@ def open_client(
 def check_replicas(replicas: int) -> None:
     """One node has one replica of each object."""
     if replicas != 1:
-        raise InvalidArgument(f"replicas={replicas} needs a cluster of nodes; one node keeps 1", operation="put")
+        raise InvalidArgument(
+            f"replicas={replicas} needs a cluster of nodes; one node keeps 1", operation="put"
+        )
 
 
 class Store:
     """The pool, in one space, over one node.
 
     node:       the node's Unix socket; None: the default socket of this user on this host.
-    tenant, namespace, fingerprint: the space that keys live in; stores with different spaces never see each other.
-    embedded:   bytes ("256MiB" or an int) of a node inside this process instead: nothing else to start, gone with it.
+    tenant, namespace, fingerprint: the space that keys live in; stores with different spaces never see each
+    other.
+    embedded:   bytes ("256MiB" or an int) of a node inside this process instead: nothing else to start, gone
+    with it.
     token:      the cluster token; None: the configured one, else the one beside the socket.
     timeout_s:  the longest wait without progress.
 
     Raises Unavailable when there is no node, AuthError when the token or the tenant is wrong.
 
-    After the node was lost, calls raise Unavailable at once (``exists`` says UNKNOWN, ``longest_prefix`` 0 blocks and
-    why) until it is back; each call may try to reconnect, at most every 0.25 to 2 s. Views that were given out stay
-    readable. In a child of fork() every call raises Forked; after close() every call raises Closed.
+    After the node was lost, calls raise Unavailable at once (``exists`` says UNKNOWN, ``longest_prefix`` 0
+    blocks and why) until it is back; each call may try to reconnect, at most every 0.25 to 2 s. Views that
+    were given out stay readable. In a child of fork() every call raises Forked; after close() every call
+    raises Closed.
     """
 
     def __init__(
@@ -174,14 +179,17 @@ class Store:
     ) -> PutResult | list[PutResult]:
         """Stores each buffer under its key.
 
-        parents:  for each key the key that comes before it in a chain, or None: eviction then goes leaf first.
-        replace:  a new generation in place of an old one; pinned readers keep theirs. Otherwise old bytes stay: EXISTS.
+        parents:  for each key the key that comes before it in a chain, or None: eviction then goes leaf
+        first.
+        replace:  a new generation in place of an old one; pinned readers keep theirs. Otherwise old bytes
+        stay: EXISTS.
         ack:      False: do not wait for the commit (and report STORED for what was sent).
         timeout_s: the longest wait without progress, for this call.
 
-        Acknowledged means: every get that starts afterwards, anywhere on this host, sees it. REFUSED has a reason: over
-        a quarter of the arena, or the arena is full of pinned objects. Raises InvalidArgument for a bad key or buffer
-        (nothing is stored), Unavailable or Timeout when the node is lost (any part may have been stored).
+        Acknowledged means: every get that starts afterwards, anywhere on this host, sees it. REFUSED has a
+        reason: over a quarter of the arena, or the arena is full of pinned objects. Raises InvalidArgument
+        for a bad key or buffer (nothing is stored), Unavailable or Timeout when the node is lost (any part
+        may have been stored).
         """
         check_replicas(replicas)
         wait_s = -1.0 if timeout_s is None else timeout_s
@@ -211,15 +219,14 @@ class Store:
         self, keys: Keys, into: Sequence[Object], *, pin: Pin | None = None, verify: bool = False
     ) -> list[int | None]: ...
 
-    def get(
-        self, keys: Key | Keys, into: Any = None, *, pin: Pin | None = None, verify: bool = False
-    ) -> Any:
+    def get(self, keys: Key | Keys, into: Any = None, *, pin: Pin | None = None, verify: bool = False) -> Any:
         """Reads objects: as views of the pool's memory, or copied ``into`` the caller's buffers. None is a miss.
 
-        A view is a read-only memoryview that pins its object until the last reference to it is gone. With ``into`` the
-        result is the object's size in bytes; a buffer may be larger, a smaller one raises InvalidArgument before
-        anything is written to it. On a miss the buffer's content is undefined.
-        pin:    read what was pinned before (by exists or longest_prefix), though it may be removed or replaced by now.
+        A view is a read-only memoryview that pins its object until the last reference to it is gone. With
+        ``into`` the result is the object's size in bytes; a buffer may be larger, a smaller one raises
+        InvalidArgument before anything is written to it. On a miss the buffer's content is undefined.
+        pin:    read what was pinned before (by exists or longest_prefix), though it may be removed or
+        replaced by now.
         verify: check the bytes against their checksum; raises CorruptObject. Without it memory is trusted.
         """
         if is_one(keys):
@@ -246,8 +253,8 @@ class Store:
     def exists(self, keys: Key | Keys, *, pin: bool = False) -> Any:
         """HIT, MISS, or UNKNOWN when the node does not answer.
 
-        Without a pin a HIT is a statement about now. With one it is a promise: the second value of the pair is the pin
-        on all that were hit (None: nothing was).
+        Without a pin a HIT is a statement about now. With one it is a promise: the second value of the pair
+        is the pin on all that were hit (None: nothing was).
         """
         names = [keys] if is_one(keys) else keys
         try:
@@ -305,7 +312,9 @@ def _copy(view: memoryview | None, into: Any) -> int | None:
         return None
     target = memoryview(into).cast("B")
     if len(target) < len(view):
-        raise InvalidArgument(f"the buffer holds {len(target)} bytes, the object has {len(view)}", operation="get")
+        raise InvalidArgument(
+            f"the buffer holds {len(target)} bytes, the object has {len(view)}", operation="get"
+        )
     target[: len(view)] = view
     return len(view)
 

@@ -58,7 +58,8 @@ class Presence(enum.Enum):
 class Pin:
     """A right to read some objects, kept until it is released, dropped, or its store is closed.
 
-    A pinned object stays readable (``store.get(keys, pin=pin)``) even when it is removed or replaced meanwhile.
+    A pinned object stays readable (``store.get(keys, pin=pin)``) even when it is removed or replaced
+    meanwhile.
     """
 
     __slots__ = ("_native",)
@@ -81,7 +82,8 @@ class Pin:
 class Prefix:
     """How much of a chain is here: its first ``blocks`` blocks, pinned under ``pin`` unless that is None.
 
-    holders and tiers have one element for each block. why: why the answer may be too small ("" when the node answered).
+    holders and tiers have one element for each block. why: why the answer may be too small ("" when the node
+    answered).
     """
 
     blocks: int
