@@ -28,7 +28,7 @@ from moonpool.core.store_types import (
 
 
 class AsyncStore:
-    """The same arguments, results and errors as ``Store``. Open it with ``async with`` or ``await AsyncStore.open()``.
+    """The same arguments, results and errors as ``Store``; opened by ``async with`` or ``await AsyncStore.open()``.
 
     A cancelled call may still take effect; its buffers are held until it ended.
     """
@@ -46,7 +46,7 @@ class AsyncStore:
     ) -> None:
         self._arguments = (node, tenant, namespace, fingerprint, embedded, token, timeout_s)
         self._holder = "embedded" if embedded is not None else node or "local"
-        # Ticket -> the future and the arguments: memory given by address must outlive a caller that was cancelled.
+        # Ticket -> the future and the arguments: memory must outlive a caller that was cancelled.
         self._waiting: dict[int, tuple[asyncio.Future[Any], object]] = {}
         self._client: Any = None
         self._worker: Any = None
@@ -72,7 +72,7 @@ class AsyncStore:
         await self.close()
 
     async def close(self) -> None:
-        """Waits for the running operation, fails those that have not started with Closed, ends the connection."""
+        """Waits for the running operation, fails with Closed those not yet started, ends the connection."""
         if self._closed or self._worker is None:
             self._closed = True
             return

@@ -1,4 +1,4 @@
-"""What users hand us as memory, brought to the forms that the C++ core takes: buffers and (address, length) pairs."""
+"""What users hand us as memory, in the forms that the C++ core takes: buffers and (address, length) pairs."""
 
 from __future__ import annotations
 

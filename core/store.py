@@ -124,7 +124,7 @@ class Store:
         self._holder = "embedded" if embedded is not None else node or "local"
 
     def close(self) -> None:
-        """Ends the connection and its pins. Views stay readable; every other call raises Closed from now on."""
+        """Ends the connection and its pins. Views stay readable; every other call raises Closed."""
         self._client.close()
         if self._server is not None:
             self._server.stop()
@@ -220,7 +220,7 @@ class Store:
     ) -> list[int | None]: ...
 
     def get(self, keys: Key | Keys, into: Any = None, *, pin: Pin | None = None, verify: bool = False) -> Any:
-        """Reads objects: as views of the pool's memory, or copied ``into`` the caller's buffers. None is a miss.
+        """Reads objects: views of the pool's memory, or copies ``into`` the caller's buffers. None is a miss.
 
         A view is a read-only memoryview that pins its object until the last reference to it is gone. With
         ``into`` the result is the object's size in bytes; a buffer may be larger, a smaller one raises

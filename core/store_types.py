@@ -95,7 +95,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One object as ``list`` shows it. size in bytes; crc32c of its bytes; pins: how many readers hold it now."""
+    """One object as ``list`` shows it: size in bytes, checksum, and how many readers hold it now."""
 
     key: bytes
     size: int

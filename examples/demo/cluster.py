@@ -74,7 +74,6 @@ class Cluster:
         self.config.write_text(self._toml(model, cpu))
         self.logs = self.folder / "logs"
         self._process: subprocess.Popen[bytes] | None = None
-        self._keep = False
 
     def _toml(self, model: Model, cpu: bool) -> str:
         """JSON strings and lists of strings are TOML too."""
@@ -123,15 +122,17 @@ class Cluster:
             )
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        """Takes everything down. The folder stays when something went wrong, for its logs."""
+        failed = kind is not None and issubclass(kind, Exception)
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
                 self._process.wait(STOP_S)
             except subprocess.TimeoutExpired:
-                self._keep = True
+                failed = True
         _kill_descendants()
-        if error is None and not self._keep:
+        if not failed:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def wait_until_ready(self, say: Callable[[str], None]) -> None:
