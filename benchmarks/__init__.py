@@ -1,0 +1,9 @@
+"""What Moonpool's speed claims rest on: scripts that anyone can run, beside the systems it is compared with.
+
+    python -m benchmarks.store_vs_peers     the store beside Mooncake, Redis, memcached and memcpy
+    python -m benchmarks.engine_overhead    what the connector costs a vLLM scheduler step
+    python -m benchmarks.engine_ttft        time to first token from a warm pool
+
+README.md says how to run them, RESULTS.md holds the last full run. Nothing in moonpool imports this package,
+and no test asserts its figures.
+"""

@@ -1,0 +1,87 @@
+"""One form for every benchmark's result: rows, a table of them, and JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+MORE_IS_BETTER = ("GB/s",)
+TABLE_WIDTH_MIN = 150  # also where the output is a file
+
+
+@dataclass(frozen=True)
+class Row:
+    """work: what was done, with its working set. ours: the median. peers: name -> median, or "not run".
+    limit: what the machine itself can do, in the same unit. target: in words. met: None where there is no
+    target or it could not be judged.
+    """
+
+    work: str
+    ours: float
+    unit: str
+    peers: dict[str, float | str]
+    limit: float | None
+    target: str
+    met: bool | None
+
+
+def write_json(path: Path, rows: list[Row]) -> None:
+    path.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+def number(value: float) -> str:
+    """Three significant digits."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def times(row: Row, other: float) -> str:
+    """How many times better ours is than ``other``."""
+    if row.ours <= 0 or other <= 0:
+        return "-"
+    factor = row.ours / other if row.unit in MORE_IS_BETTER else other / row.ours
+    return f"{factor:.3g}x"
+
+
+def verdict(row: Row) -> str:
+    if not row.target:
+        return ""
+    return {True: "met", False: "MISSED", None: "not judged"}[row.met]
+
+
+def print_table(title: str, rows: list[Row], limit_name: str = "") -> None:
+    """Beside each other's figure, in brackets: how many times better ours is."""
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("work [working set]")
+    table.add_column("ours", justify="right")
+    table.add_column("unit")
+    for name in [*rows[0].peers, *([limit_name] if limit_name else [])]:
+        table.add_column(name, justify="right")
+    table.add_column("target")
+    table.add_column("")
+    for row in rows:
+        others = [*row.peers.values(), *([row.limit] if limit_name else [])]
+        said = verdict(row)
+        color = {True: "green", False: "red", None: "yellow"}[row.met]
+        table.add_row(
+            Text(row.work),
+            number(row.ours),
+            row.unit,
+            *[beside(row, other) for other in others],
+            row.target,
+            Text(said, color),
+        )
+    wide = max(Console().width, TABLE_WIDTH_MIN)
+    Console(width=wide).print(table)
+
+
+def beside(row: Row, other: float | str | None) -> str:
+    if isinstance(other, float):
+        return f"{number(other)} ({times(row, other)})"
+    return other or ""
