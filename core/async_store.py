@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from moonpool.core.buffers import as_parts
 from moonpool.core.errors import Closed
@@ -28,7 +28,7 @@ from moonpool.core.store_types import (
 
 
 class AsyncStore:
-    """The same arguments, results and errors as ``Store``; opened by ``async with`` or ``await AsyncStore.open()``.
+    """The arguments, results and errors of ``Store``; opened by ``async with`` or ``await AsyncStore.open()``.
 
     A cancelled call may still take effect; its buffers are held until it ended.
     """
@@ -162,8 +162,12 @@ class AsyncStore:
         names: Keys = [keys] if is_one(keys) else keys
         if one and into is not None:
             into = [into]
-        if pin is not None:
-            many = self._open_client().pinned_views(pin._native, names, verify)  # memory, not messages
+        if pin is not None:  # memory, not messages
+            client = self._open_client()
+            if into is None:
+                many = await asyncio.to_thread(client.pinned_views, pin._native, names, verify)
+            else:
+                many = await asyncio.to_thread(client.pinned_into, pin._native, names, as_parts(into), verify)
         elif into is None:
             many = await self._submit("names", "views", names, 1, True, verify)
         else:
@@ -171,18 +175,28 @@ class AsyncStore:
         return many[0] if one else many
 
     @overload
-    async def exists(self, keys: Key) -> Presence: ...
+    async def exists(self, keys: Key, *, pin: Literal[False] = False) -> Presence: ...
 
     @overload
-    async def exists(self, keys: Keys) -> list[Presence]: ...
+    async def exists(self, keys: Keys, *, pin: Literal[False] = False) -> list[Presence]: ...
 
-    async def exists(self, keys: Key | Keys) -> Any:
-        """See Store.exists: a Presence, or a list."""
-        names = [keys] if is_one(keys) else keys
+    @overload
+    async def exists(self, keys: Keys, *, pin: Literal[True]) -> tuple[list[Presence], Pin | None]: ...
+
+    async def exists(self, keys: Key | Keys, *, pin: bool = False) -> Any:
+        """See Store.exists: a Presence, or a list; with ``pin`` the list and the Pin."""
+        names: Keys = [keys] if is_one(keys) else keys
+        native = None
         try:
-            found = presences(await self._submit("names", "exists", names))
+            if pin:
+                flags, native = await self._submit("names", "pin", names)
+            else:
+                flags = await self._submit("names", "exists", names)
+            found = presences(flags)
         except NO_ANSWER:
             found = [Presence.UNKNOWN] * len(names)
+        if pin:
+            return found, None if native is None else Pin(native)
         return found[0] if is_one(keys) else found
 
     async def longest_prefix(self, keys: Keys, *, width: int = 1, pin: bool = True) -> Prefix:

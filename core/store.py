@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from moonpool import _native
 
+NAME_BYTES_MAX = 255
 NO_ANSWER = (Unavailable, Timeout)  # the node is not there or silent: UNKNOWN, which callers treat as a miss
 
 
@@ -57,8 +58,8 @@ def open_client(
     """A connected native client, and the node that it embeds if any. Raises Unavailable or AuthError."""
     from moonpool import _native
 
-    if not timeout_s > 0:  # NaN is not either
-        raise InvalidArgument(f"timeout_s must be above 0, not {timeout_s}", operation="connect")
+    check_timeout(timeout_s, "connect")
+    check_names(tenant=tenant, namespace=namespace)
     server = None
     if embedded is not None:
         if node is not None:
@@ -78,6 +79,23 @@ def open_client(
             server.stop()
         raise
     return client, server
+
+
+def check_timeout(timeout_s: float, operation: str) -> None:
+    """A wait of no time at all can only fail."""
+    if not timeout_s > 0:  # NaN is not either
+        raise InvalidArgument(f"timeout_s must be above 0, not {timeout_s}", operation=operation)
+
+
+def check_names(**names: str) -> None:
+    """Tenants and namespaces stand in keys and in the handshake, between zero bytes."""
+    for what, name in names.items():
+        if not 1 <= len(name.encode()) <= NAME_BYTES_MAX or "\0" in name:
+            raise InvalidArgument(
+                f"a {what} has 1 to {NAME_BYTES_MAX} bytes and no zero byte; got {name[:80]!r}",
+                operation="connect",
+                key=what,
+            )
 
 
 def check_replicas(replicas: int) -> None:
@@ -192,14 +210,17 @@ class Store:
         may have been stored).
         """
         check_replicas(replicas)
+        if timeout_s is not None:
+            check_timeout(timeout_s, "put")
         wait_s = -1.0 if timeout_s is None else timeout_s
-        if is_one(keys):
-            buffers = as_parts([buffers])
-            parents = None if parents is None else [parents]
-            outcomes, refusal = self._client.put([keys], buffers, parents, replace, ack, wait_s)
-            return put_results(outcomes, refusal)[0]
-        outcomes, refusal = self._client.put(keys, as_parts(buffers), parents, replace, ack, wait_s)
-        return put_results(outcomes, refusal)
+        one = is_one(keys)
+        names: Keys = [keys] if is_one(keys) else keys
+        if one:
+            buffers, parents = [buffers], None if parents is None else [parents]
+        # `buffers` keeps the caller's objects alive: a part may be no more than a tensor's address.
+        outcomes, refusal = self._client.put(names, as_parts(buffers), parents, replace, ack, wait_s)
+        results = put_results(outcomes, refusal)
+        return results[0] if one else results
 
     @overload
     def get(
@@ -235,8 +256,9 @@ class Store:
 
     def _get_many(self, keys: Keys, into: Any, pin: Pin | None, verify: bool) -> list[Any]:
         if pin is not None:
-            views: list[memoryview | None] = self._client.pinned_views(pin._native, keys, verify)
-            return views if into is None else [_copy(view, to) for view, to in zip(views, into, strict=True)]
+            if into is None:
+                return self._client.pinned_views(pin._native, keys, verify)
+            return self._client.pinned_into(pin._native, keys, as_parts(into), verify)
         if into is None:
             return self._client.get_views(keys, verify)
         return self._client.get_into(keys, as_parts(into), verify)
@@ -273,6 +295,8 @@ class Store:
 
         A block counts only when all its objects are here. One question to the node, whatever the length.
         """
+        if is_one(keys):
+            raise InvalidArgument("longest_prefix takes a list of keys", operation="longest_prefix")
         try:
             blocks, native = self._client.longest_prefix(keys, width, pin)
         except NO_ANSWER as error:
@@ -305,18 +329,6 @@ class Store:
     def stat(self) -> dict[str, int]:
         """The node's counters (``*_total``) and gauges, by name."""
         return self._client.stat()
-
-
-def _copy(view: memoryview | None, into: Any) -> int | None:
-    if view is None:
-        return None
-    target = memoryview(into).cast("B")
-    if len(target) < len(view):
-        raise InvalidArgument(
-            f"the buffer holds {len(target)} bytes, the object has {len(view)}", operation="get"
-        )
-    target[: len(view)] = view
-    return len(view)
 
 
 __all__ = ["AuthError", "Store"]

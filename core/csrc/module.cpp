@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <unordered_map>
 
 #include "base/crc32c.hpp"
@@ -139,7 +140,10 @@ class PyClient {
         py::gil_scoped_acquire gil;
         unwrap(std::move(status), "connect", peer_);
     }
-    bool connected() { return client_->connected(); }
+    bool connected() {
+        py::gil_scoped_release nogil;
+        return client_->connected();
+    }
     void close() {
         py::gil_scoped_release nogil;
         client_->close();
@@ -173,36 +177,41 @@ class PyClient {
 
     py::list get_views(const py::object& keys, bool verify) {
         Names names(keys);
-        Result<Pinned> result = pin_names(names);
-        return views_answer(unwrap(std::move(result), "get", peer_), names.views(), verify);
+        Pinned pinned = unwrap(pin_names(names, verify), "get", peer_);
+        return views_answer(pinned, all_places(names.size()));
     }
 
     py::tuple pin(const py::object& keys) {
         Names names(keys);
-        Result<Pinned> result = pin_names(names);
-        Pinned pinned = unwrap(std::move(result), "pin", peer_);
-        std::string hits;
-        for (const Descriptor& d : pinned.descriptors) hits.push_back(d.generation != 0);
-        if (hits.find('\1') == std::string::npos) return py::make_tuple(py::bytes(hits), py::none());
-        auto pin = std::make_shared<PyPin>();
-        pin->names.assign(names.views().begin(), names.views().end());
-        pin->held = std::move(pinned);
-        return py::make_tuple(py::bytes(hits), pin);
+        Pinned pinned = unwrap(pin_names(names, false), "pin", peer_);
+        return pin_answer(std::move(pinned), names);
     }
 
-    // Views of keys under a pin taken before; None for a key that the pin does not cover.
+    // Keys under a pin taken before, as views or copied; None for a key that the pin does not cover.
     py::list pinned_views(const std::shared_ptr<PyPin>& pin, const py::object& keys, bool verify) {
         Names names(keys);
-        if (client_->closed()) raise(Error{Code::kClosed, "this store is closed"}, "get", peer_);
-        if (pin->held.pins.empty()) raise(Error{Code::kClosed, "this pin was released"}, "get", peer_);
-        std::unordered_map<std::string_view, size_t> places;
-        for (size_t i = 0; i < pin->names.size(); ++i) places.emplace(pin->names[i], i);
-        py::list out(names.size());
-        for (size_t i = 0; i < names.size(); ++i) {
-            auto it = places.find(names.views()[i]);
-            out[i] = it == places.end() ? py::none() : view_of(pin->held, it->second, it->first, verify);
+        std::vector<size_t> places = places_in(*pin, names);
+        if (verify) {
+            py::gil_scoped_release nogil;
+            Status status = Client::verify(pin->held, places, names.views());
+            py::gil_scoped_acquire gil;
+            unwrap(std::move(status), "get", peer_);
         }
-        return out;
+        return views_answer(pin->held, places);
+    }
+
+    py::list pinned_into(const std::shared_ptr<PyPin>& pin, const py::object& keys, const py::object& buffers,
+                         bool verify) {
+        Names names(keys);
+        Buffers parts(buffers, true);
+        check_counts(names.size(), parts.size(), "buffers");
+        std::vector<size_t> places = places_in(*pin, names);
+        std::vector<GetItem> items = get_items(names, parts);
+        Pinned held = pin->held;  // another thread may release the pin meanwhile
+        py::gil_scoped_release nogil;
+        auto sizes = Client::get_pinned(held, places, items, verify);
+        py::gil_scoped_acquire gil;
+        return get_answer(unwrap(std::move(sizes), "get", peer_));
     }
 
     py::bytes exists(const py::object& keys) {
@@ -292,24 +301,42 @@ class PyClient {
         return out;
     }
 
-    static py::list views_answer(const Pinned& pinned, std::span<const std::string_view> names, bool verify) {
-        py::list out(pinned.descriptors.size());
-        for (size_t i = 0; i < pinned.descriptors.size(); ++i) out[i] = view_of(pinned, i, names[i], verify);
+    static Result<Pinned> pin_and_verify(Client& client, const Names& names, bool verify) {
+        Result<Pinned> pinned = client.pin(names.views());
+        if (!pinned || !verify) return pinned;
+        Status status = Client::verify(*pinned, all_places(names.size()), names.views());
+        return status ? std::move(pinned) : Result<Pinned>(status.error());
+    }
+
+    static std::vector<size_t> all_places(size_t n) {
+        std::vector<size_t> places(n);
+        std::iota(places.begin(), places.end(), 0);
+        return places;
+    }
+
+    static py::list views_answer(const Pinned& pinned, const std::vector<size_t>& places) {
+        py::list out(places.size());
+        for (size_t i = 0; i < places.size(); ++i) {
+            if (places[i] == kNotPinned || pinned.descriptors[places[i]].generation == 0) {
+                out[i] = py::none();
+                continue;
+            }
+            const Descriptor& d = pinned.descriptors[places[i]];
+            const std::shared_ptr<Pin>& pin = pinned.pin_of(places[i]);
+            pin->session()->note_read(d.slot, d.size);
+            out[i] = make_view(view_type, pin, pin->session()->arena() + d.offset, d.size);
+        }
         return out;
     }
 
-    static py::object view_of(const Pinned& pinned, size_t i, std::string_view name, bool verify) {
-        const Descriptor& d = pinned.descriptors[i];
-        if (d.generation == 0) return py::none();
-        const std::shared_ptr<Pin>& pin = pinned.pin_of(i);
-        const std::byte* data = pin->session()->arena() + d.offset;
-        if (verify && crc32c(0, data, d.size) != d.crc) {
-            raise(Error{Code::kCorrupt,
-                        "the bytes of key " + std::string(name) + " do not match their checksum"},
-                  "get");
-        }
-        pin->session()->note_read(d.slot, d.size);
-        return make_view(view_type, pin, data, d.size);
+    static py::tuple pin_answer(Pinned pinned, const Names& names) {
+        std::string hits;
+        for (const Descriptor& d : pinned.descriptors) hits.push_back(d.generation != 0);
+        if (hits.find('\1') == std::string::npos) return py::make_tuple(py::bytes(hits), py::none());
+        auto pin = std::make_shared<PyPin>();
+        pin->names.assign(names.views().begin(), names.views().end());
+        pin->held = std::move(pinned);
+        return py::make_tuple(py::bytes(hits), pin);
     }
 
     static py::tuple prefix_answer(Prefix prefix, const Names& names) {
@@ -321,9 +348,22 @@ class PyClient {
     }
 
    private:
-    Result<Pinned> pin_names(const Names& names) {
+    Result<Pinned> pin_names(const Names& names, bool verify) {
         py::gil_scoped_release nogil;
-        return client_->pin(names.views());
+        return pin_and_verify(*client_, names, verify);
+    }
+
+    std::vector<size_t> places_in(const PyPin& pin, const Names& names) {
+        unwrap(client_->check_open(), "get", peer_);
+        if (pin.held.pins.empty()) raise(Error{Code::kClosed, "this pin was released"}, "get", peer_);
+        std::unordered_map<std::string_view, size_t> by_name;
+        for (size_t i = 0; i < pin.names.size(); ++i) by_name.emplace(pin.names[i], i);
+        std::vector<size_t> places;
+        for (std::string_view name : names.views()) {
+            auto it = by_name.find(name);
+            places.push_back(it == by_name.end() ? kNotPinned : it->second);
+        }
+        return places;
     }
 
     std::shared_ptr<Client> client_;
@@ -576,7 +616,9 @@ class PyWorker {
             void run(Client& client) override {
                 if (what == "exists") flags = client.exists(names.views());
                 if (what == "remove") flags = client.remove(names.views());
-                if (what == "views") pinned = client.pin(names.views());
+                if (what == "views" || what == "pin") {
+                    pinned = PyClient::pin_and_verify(client, names, verify);
+                }
                 if (what == "prefix") prefix = client.longest_prefix(names.views(), width, pin);
             }
             py::object answer() override {
@@ -584,12 +626,9 @@ class PyWorker {
                 if (!pinned) return failure(pinned.error(), what.c_str());
                 if (!prefix) return failure(prefix.error(), what.c_str());
                 if (what == "views") {
-                    try {
-                        return PyClient::views_answer(*pinned, names.views(), verify);
-                    } catch (py::error_already_set& error) {
-                        return error.value();
-                    }
+                    return PyClient::views_answer(*pinned, PyClient::all_places(names.size()));
                 }
+                if (what == "pin") return PyClient::pin_answer(std::move(*pinned), names);
                 if (what == "prefix") return PyClient::prefix_answer(std::move(*prefix), names);
                 return to_bytes(*flags);
             }
@@ -742,6 +781,8 @@ PYBIND11_MODULE(_native, m) {
         .def("get_views", &PyClient::get_views, py::arg("keys"), py::arg("verify") = false)
         .def("pin", &PyClient::pin, py::arg("keys"))
         .def("pinned_views", &PyClient::pinned_views, py::arg("pin"), py::arg("keys"),
+             py::arg("verify") = false)
+        .def("pinned_into", &PyClient::pinned_into, py::arg("pin"), py::arg("keys"), py::arg("buffers"),
              py::arg("verify") = false)
         .def("exists", &PyClient::exists, py::arg("keys"))
         .def("longest_prefix", &PyClient::longest_prefix, py::arg("keys"), py::arg("width") = 1,

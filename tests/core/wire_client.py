@@ -153,8 +153,7 @@ class Wire:
     @classmethod
     def dial(cls, path: Path | str, timeout_s: float = 10.0) -> Wire:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(timeout_s)
-        sock.connect(str(path))
+        sock.connect(str(path))  # blocking: with a timeout, Python gives up where the queue is full
         return cls(sock, timeout_s)
 
     @classmethod

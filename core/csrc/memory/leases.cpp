@@ -52,7 +52,7 @@ const Leases::Lease* Leases::holding(Extent extent) const {
     return inside ? &lease : nullptr;
 }
 
-bool Leases::inside_open(Extent extent) const { return holding(extent) != nullptr; }
+bool Leases::inside_open(Extent extent) const { return extent.size != 0 && holding(extent) != nullptr; }
 
 bool Leases::check_integrity() const {
     uint64_t end = 0;

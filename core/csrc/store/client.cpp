@@ -21,7 +21,6 @@ uint64_t total(std::span<const Part> parts) {
     return bytes;
 }
 
-// Copies `size` bytes from one range to several, or the other way round.
 void scatter(std::span<const Part> parts, const std::byte* from, uint64_t size) {
     for (const Part& part : parts) {
         uint64_t n = std::min(part.size, size);
@@ -31,7 +30,13 @@ void scatter(std::span<const Part> parts, const std::byte* from, uint64_t size) 
     }
 }
 
-uint32_t scatter_crc(std::span<const Part> parts, const std::byte* from, uint64_t size) {
+// Copies one range to several. The checksum of what was copied; without `verify` it is taken on trust.
+uint32_t copy_out(std::span<const Part> parts, const std::byte* from, uint64_t size, bool verify,
+                  uint32_t expected) {
+    if (!verify) {
+        scatter(parts, from, size);
+        return expected;
+    }
     uint32_t crc = 0;
     for (const Part& part : parts) {
         uint64_t n = std::min(part.size, size);
@@ -169,12 +174,18 @@ void Client::close() {
     session_.reset();
 }
 
-Result<std::shared_ptr<Session>> Client::session() {
+Status Client::check_open() const {
     if (fork_.in_child()) {
         return Error{Code::kForked, "this handle belongs to the parent process; open a new one after fork"};
     }
-    std::lock_guard lock(mutex_);
     if (closed_) return Error{Code::kClosed, "this store is closed"};
+    return success();
+}
+
+Result<std::shared_ptr<Session>> Client::session() {
+    if (Status status = check_open(); !status) return status.error();
+    std::lock_guard lock(mutex_);
+    if (closed_) return Error{Code::kClosed, "this store is closed"};  // while this call waited
     if (session_ != nullptr && session_->check_alive()) return session_;
     session_.reset();
     auto now = std::chrono::steady_clock::now();
@@ -255,8 +266,8 @@ Result<PutReport> Client::put(std::span<const PutItem> items, bool replace, bool
             };
             status = s.call(Kind::kCommit, build, parse, timeout_ms);
         } else {
-            s.post(Kind::kCommit, build);
-            for (Written& x : written) report.outcomes[x.item] = PutOutcome::kStored;
+            status = s.send(Kind::kCommit, build);
+            for (Written& x : written) report.outcomes[x.item] = PutOutcome::kStored;  // as far as we know
         }
         for (size_t i = written.size(); i-- > 0;) {
             Written& x = written[i];
@@ -324,12 +335,7 @@ Result<std::vector<int64_t>> Client::get(std::span<const GetItem> items, bool ve
         uint64_t room = total(item.parts);
         if (room < hit->size) return too_small(item.name, room, hit->size);
         const std::byte* from = s.arena() + hit->offset;
-        uint32_t crc = hit->crc;
-        if (verify) {
-            crc = scatter_crc(item.parts, from, hit->size);
-        } else {
-            scatter(item.parts, from, hit->size);
-        }
+        uint32_t crc = copy_out(item.parts, from, hit->size, verify, hit->crc);
         if (!hit->still_valid()) {
             ask.push_back(i);
             continue;
@@ -350,12 +356,7 @@ Result<std::vector<int64_t>> Client::get(std::span<const GetItem> items, bool ve
         const GetItem& item = items[ask[k]];
         uint64_t room = total(item.parts);
         if (room < d.size) return too_small(item.name, room, d.size);
-        uint32_t crc = d.crc;
-        if (verify) {
-            crc = scatter_crc(item.parts, s.arena() + d.offset, d.size);
-        } else {
-            scatter(item.parts, s.arena() + d.offset, d.size);
-        }
+        uint32_t crc = copy_out(item.parts, s.arena() + d.offset, d.size, verify, d.crc);
         if (crc != d.crc) return corrupt(item.name);
         s.note_read(d.slot, d.size);
         sizes[ask[k]] = static_cast<int64_t>(d.size);
@@ -419,6 +420,35 @@ Result<Pinned> Client::pin(std::span<const std::string_view> names) {
     return pinned;
 }
 
+Status Client::verify(const Pinned& pinned, std::span<const size_t> places,
+                      std::span<const std::string_view> names) {
+    for (size_t i = 0; i < places.size(); ++i) {
+        if (places[i] == kNotPinned || pinned.descriptors[places[i]].generation == 0) continue;
+        const Descriptor& d = pinned.descriptors[places[i]];
+        const std::byte* data = pinned.pin_of(places[i])->session()->arena() + d.offset;
+        if (crc32c(0, data, d.size) != d.crc) return corrupt(names[i]);
+    }
+    return success();
+}
+
+Result<std::vector<int64_t>> Client::get_pinned(const Pinned& pinned, std::span<const size_t> places,
+                                                std::span<const GetItem> items, bool verify) {
+    std::vector<int64_t> sizes(items.size(), kMiss);
+    for (size_t i = 0; i < items.size(); ++i) {
+        if (places[i] == kNotPinned || pinned.descriptors[places[i]].generation == 0) continue;
+        const Descriptor& d = pinned.descriptors[places[i]];
+        Session& s = *pinned.pin_of(places[i])->session();
+        uint64_t room = total(items[i].parts);
+        if (room < d.size) return too_small(items[i].name, room, d.size);
+        if (copy_out(items[i].parts, s.arena() + d.offset, d.size, verify, d.crc) != d.crc) {
+            return corrupt(items[i].name);
+        }
+        s.note_read(d.slot, d.size);
+        sizes[i] = static_cast<int64_t>(d.size);
+    }
+    return sizes;
+}
+
 Result<std::vector<uint8_t>> Client::exists(std::span<const std::string_view> names) {
     Result<std::shared_ptr<Session>> opened = session();
     if (!opened) return opened.error();
@@ -470,8 +500,7 @@ Result<Prefix> Client::longest_prefix(std::span<const std::string_view> names, u
         Status sent = lookup(s, names.subspan(begin, end - begin), flags, width, answer, prefix.descriptors);
         if (!sent) return sent.error();
         if (answer.pin_id != 0) {
-            prefix.pins.push_back(
-                {std::make_shared<Pin>(*opened, answer.pin_id), prefix.descriptors.size()});
+            prefix.pins.push_back({std::make_shared<Pin>(*opened, answer.pin_id), prefix.descriptors.size()});
         }
         return answer.hits == end - begin;
     });
@@ -588,12 +617,7 @@ LoadReport Client::load(const Incarnation& incarnation, std::span<const Descript
             continue;
         }
         table.parts(columns[i], indices[i], parts);
-        uint32_t crc = d.crc;
-        if (verify) {
-            crc = scatter_crc(parts, s.arena() + d.offset, d.size);
-        } else {
-            scatter(parts, s.arena() + d.offset, d.size);
-        }
+        uint32_t crc = copy_out(parts, s.arena() + d.offset, d.size, verify, d.crc);
         if (!hit->still_valid()) {
             report.error = "a pinned object was removed while it was loaded";
             continue;

@@ -45,6 +45,7 @@ struct GetItem {
 };
 
 inline constexpr int64_t kMiss = -1;
+inline constexpr size_t kNotPinned = SIZE_MAX;
 
 // A counted right to read. Released by release(), or with the last holder.
 class Pin {
@@ -126,7 +127,7 @@ class Client {
     Status connect();
     bool connected();
     void close();
-    bool closed() const { return closed_; }
+    Status check_open() const;  // kClosed, or kForked in a child of fork()
 
     Result<PutReport> put(std::span<const PutItem> items, bool replace, bool ack, int timeout_ms = 0);
 
@@ -136,6 +137,12 @@ class Client {
 
     // Pins what is there, without copying.
     Result<Pinned> pin(std::span<const std::string_view> names);
+    // Of what was pinned: places[i] is where key i stands in it, or kNotPinned. Check bytes, or copy them
+    // out.
+    static Status verify(const Pinned& pinned, std::span<const size_t> places,
+                         std::span<const std::string_view> names);
+    static Result<std::vector<int64_t>> get_pinned(const Pinned& pinned, std::span<const size_t> places,
+                                                   std::span<const GetItem> items, bool verify);
     Result<std::vector<uint8_t>> exists(std::span<const std::string_view> names);
     Result<Prefix> longest_prefix(std::span<const std::string_view> names, uint32_t width, bool pin);
     Result<std::vector<uint8_t>> remove(std::span<const std::string_view> names);

@@ -52,6 +52,7 @@ bool Connection::greet() {
 }
 
 bool Connection::on_readable(uint64_t now_ms) {
+    if (ended_) return discard();
     constexpr int kRoundsMax = 8;  // then it is the turn of others; epoll tells again what is left
     for (int round = 0; round < kRoundsMax; ++round) {
         if (in_begin_ == in_end_) in_begin_ = in_end_ = 0;
@@ -84,6 +85,7 @@ bool Connection::on_readable(uint64_t now_ms) {
 // no event will come for bytes that were received before.
 bool Connection::serve() {
     for (;;) {
+        if (ended_) return flush();
         if (!parse_frames()) return false;
         bool waited = backlog() > server_.options_.limits.send_backlog_bytes;
         if (!flush()) return false;
@@ -224,7 +226,7 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
 bool Connection::on_open_space(const FrameHeader& header, Reader body) {
     std::string_view name_space = body.text16();
     std::string_view fingerprint = body.text16();
-    if (!body.done()) return malformed("is no OPEN_SPACE");
+    if (!body.done() || name_space.find('\0') != name_space.npos) return malformed("is no OPEN_SPACE");
     uint32_t limit = server_.options_.limits.spaces;
     std::optional<uint32_t> id = pool_->open_space(name_space, fingerprint, limit);
     if (!id) {
@@ -249,7 +251,10 @@ bool Connection::on_lease(const FrameHeader& header, Reader body) {
               " bytes (node.object_share_max of the arena)";
     } else if (leases_.size() >= limits.slabs) {
         why = "this client already holds " + std::to_string(limits.slabs) + " leases, the limit";
-    } else if (std::optional<Extent> lease = pool_->lease(min, std::min(want, pool_->object_bytes_max()))) {
+    } else if (leased_bytes_ + min > pool_->arena_bytes() / 2) {
+        why = "this client already holds " + std::to_string(leased_bytes_) +
+              " bytes in leases, half of the arena";
+    } else if (std::optional<Extent> lease = pool_->lease(min, std::min(want, fair_lease_bytes()))) {
         extent = *lease;
         leased_bytes_ += extent.size;
         leases_.emplace(extent.offset, extent);
@@ -265,6 +270,12 @@ bool Connection::on_lease(const FrameHeader& header, Reader body) {
     w.text16(why);
     finish_frame(out_, at);
     return true;
+}
+
+// A client keeps its lease until it is full, so what one may take ahead shrinks with the number of clients.
+uint64_t Connection::fair_lease_bytes() const {
+    uint64_t clients = std::max<size_t>(server_.connections_.size(), 1);
+    return std::min(pool_->object_bytes_max(), pool_->arena_bytes() / 16 / clients);
 }
 
 bool Connection::leased(Extent extent) const {
@@ -536,8 +547,23 @@ bool Connection::fail(Code code, const std::string& text) {
     // Half an answer may stand behind the whole ones.
     out_.resize(std::max(out_sent_, std::min(out_.size(), whole_answers_)));
     refuse(0, code, text);
-    flush();
-    return false;
+    if (!flush() || (pins_.empty() && leases_.empty())) return false;
+    // The client still maps the arena: what it holds stays its own until it has hung up, or it would read, or
+    // write, memory that has become another object's.
+    ended_ = true;
+    in_begin_ = in_end_ = 0;
+    ::shutdown(fd_.get(), SHUT_WR);
+    return true;
+}
+
+// After the end: waits for the client to hang up.
+bool Connection::discard() {
+    std::byte nothing[4096];
+    ssize_t n;
+    do {
+        n = ::recv(fd_.get(), nothing, sizeof(nothing), 0);
+    } while (n > 0 || (n < 0 && errno == EINTR));
+    return n < 0 && errno == EAGAIN;
 }
 
 bool Connection::malformed(const char* what) {
@@ -580,6 +606,7 @@ void Connection::want_events() {
 }
 
 bool Connection::check_deadlines(uint64_t now_ms) {
+    if (ended_) return true;
     const Limits& limits = server_.options_.limits;
     if (!proved() && now_ms - since_ms_ > limits.handshake_ms) {
         count(server_.metrics_.handshake_timeouts_total);

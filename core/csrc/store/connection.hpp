@@ -53,12 +53,14 @@ class Connection {
     bool on_stat(const FrameHeader& header);
 
     bool leased(Extent extent) const;
+    uint64_t fair_lease_bytes() const;
     void unpin(const std::vector<Pinned>& pinned);
 
     bool refuse(uint64_t request_id, Code code,
                 const std::string& text);           // an ERROR frame; the connection goes on
     bool fail(Code code, const std::string& text);  // an ERROR frame, then the end
     bool malformed(const char* what);
+    bool discard();
     bool flush();
     size_t backlog() const { return out_.size() - out_sent_; }
     void want_events();
@@ -76,6 +78,7 @@ class Connection {
     size_t out_sent_ = 0;
     size_t whole_answers_ = 0;  // of out_, before the frame that is being handled
     uint32_t events_ = 0;
+    bool ended_ = false;                 // refused; kept for what its client holds
     std::map<uint64_t, Extent> leases_;  // its own, by offset
     uint64_t leased_bytes_ = 0;
     std::unordered_map<uint64_t, std::vector<Pinned>> pins_;

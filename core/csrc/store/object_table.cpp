@@ -126,8 +126,18 @@ void ObjectTable::forget_parent(uint32_t slot) {
     if (--p.children == 0) list_if_leaf(parent, false);
 }
 
-bool ObjectTable::evict_one() {
+bool ObjectTable::evict_one() { return evict(oldest_); }
+
+bool ObjectTable::evict_for_memory() {
+    constexpr int kPassMax = 64;
     uint32_t victim = oldest_;
+    for (int i = 0; i < kPassMax && victim != kNoSlot && leases_.inside_open(extent(victim)); ++i) {
+        victim = objects_[victim].newer;
+    }
+    return evict(victim);
+}
+
+bool ObjectTable::evict(uint32_t victim) {
     if (victim == kNoSlot) return false;
     ++counters_.evicted_total;
     counters_.evicted_bytes_total += extent(victim).size;
@@ -174,11 +184,7 @@ bool ObjectTable::evict_window(uint64_t bytes) {
     }
     if (best_price == UINT64_MAX) return false;
     for (size_t i = best_begin; i < best_end; ++i) {
-        uint32_t slot = pieces[i].slot;
-        if (slot == kNoSlot) continue;
-        ++counters_.evicted_total;
-        counters_.evicted_bytes_total += pieces[i].extent.size;
-        remove(slot);
+        evict(pieces[i].slot);
     }
     return true;
 }

@@ -60,6 +60,8 @@ class ObjectTable {
 
     // Removes the least recently used leaf without pins. False when there is none.
     bool evict_one();
+    // The same, passing over objects in open leases, whose memory would not come back.
+    bool evict_for_memory();
 
     // Frees `bytes` in one piece at the cost of the fewest object bytes, where evicting by age has left holes
     // only. False when pinned or leased memory stands in the way everywhere.
@@ -103,6 +105,7 @@ class ObjectTable {
     void unlist(uint32_t slot);
     void forget_parent(uint32_t slot);
     void release(uint32_t slot);  // complete or detached -> free
+    bool evict(uint32_t victim);
 
     IndexWriter index_;
     ExtentAllocator& allocator_;

@@ -46,14 +46,20 @@ std::optional<Extent> Pool::lease(uint64_t min, uint64_t want) {
         want = round_up_to_huge_page(std::max(want, min));
     }
     want = std::max(want, min);
-    // Evict by age until a whole lease fits, but not much more than one: when what was freed is scattered, a
-    // smaller lease does.
+    // Evict by age as long as nothing fits or little is free, but not for the sake of one large piece:
+    // objects die scattered, and a smaller lease does as well.
+    bool large = min > options_.slab_bytes;
+    uint64_t free_wanted = std::max(2 * want, allocator_.capacity() / 16);
     uint64_t evicted_before = table_->counters().evicted_bytes_total;
+    auto short_of_room = [&] {
+        return allocator_.largest() < round_up_to_page(min) || allocator_.free_bytes() < free_wanted;
+    };
     auto evicted = [&] { return table_->counters().evicted_bytes_total - evicted_before; };
-    while (allocator_.largest() < want + align && evicted() < 2 * want && table_->evict_one()) {
+    while (!large && short_of_room() && evicted() < 2 * want && table_->evict_for_memory()) {
     }
     if (std::optional<Extent> extent = leases_.open(min, want, align)) return extent;
     if (std::optional<Extent> extent = leases_.open(min, want, kPageBytes)) return extent;
+    // One piece of that size: the window that costs the fewest bytes, or nothing at all.
     if (!table_->evict_window(min + 2 * kPageBytes)) return std::nullopt;
     return leases_.open(min, want, kPageBytes);
 }
@@ -75,17 +81,27 @@ std::optional<uint32_t> Pool::open_space(std::string_view name_space, std::strin
 uint64_t Pool::scrub(uint64_t budget) {
     uint64_t dropped = 0;
     for (uint32_t looked = 0; looked < 4096 && budget > 0 && table_->slots_used() > 0; ++looked) {
-        if (scrub_slot_ >= table_->slots_used()) scrub_slot_ = 0;
-        uint32_t slot = scrub_slot_++;
-        if (!table_->complete(slot) || table_->scrubbed(slot)) continue;
+        if (scrub_.slot >= table_->slots_used()) scrub_ = {};
+        uint32_t slot = scrub_.slot;
+        if (!table_->complete(slot) || table_->scrubbed(slot)) {
+            scrub_ = Scrub{slot + 1};
+            continue;
+        }
+        // A large object takes several turns; one that was replaced in between starts anew.
+        if (scrub_.generation != table_->generation(slot)) scrub_ = Scrub{slot, table_->generation(slot)};
         const IndexEntry& entry = table_->entry(slot);
-        budget -= std::min<uint64_t>(budget, entry.size);
-        if (crc32c(0, arena_.data() + entry.offset, entry.size) == entry.crc) {
+        uint64_t bytes = std::min(budget, entry.size - scrub_.done);
+        scrub_.crc = crc32c(scrub_.crc, arena_.data() + entry.offset + scrub_.done, bytes);
+        scrub_.done += bytes;
+        budget -= bytes;
+        if (scrub_.done < entry.size) break;
+        if (scrub_.crc == entry.crc) {
             table_->set_scrubbed(slot);
         } else {
             table_->remove(slot);
             ++dropped;
         }
+        scrub_ = Scrub{slot + 1};
     }
     return dropped;
 }

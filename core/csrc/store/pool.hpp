@@ -84,7 +84,13 @@ class Pool {
     std::unique_ptr<ObjectTable> table_;
     std::unordered_map<std::string, uint32_t> space_ids_;
     std::vector<KeyHasher> hashers_;
-    uint32_t scrub_slot_ = 0;
+    struct Scrub {  // where the background verification stands
+        uint32_t slot = 0;
+        uint64_t generation = 0;
+        uint64_t done = 0;  // bytes of that object
+        uint32_t crc = 0;
+    };
+    Scrub scrub_;
     std::atomic<uint64_t> huge_bytes_{0};
 };
 

@@ -205,7 +205,7 @@ void Server::loop() {
             }
         }
         if (now - last_tick >= kTickMs) {
-            on_tick(now);
+            on_tick(now_ms());
             last_tick = now;
         }
     }
@@ -307,7 +307,7 @@ bool Server::call_on_loop(F f) {
     }
     uint64_t one = 1;
     (void)!::write(wake_.get(), &one, sizeof(one));
-    return finished.wait_for(std::chrono::seconds(5)) == std::future_status::ready;
+    return finished.wait_for(std::chrono::seconds(2)) == std::future_status::ready;
 }
 
 bool Server::check_integrity() {

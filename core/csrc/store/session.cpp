@@ -71,6 +71,10 @@ Result<Fd> connect_to(const ClientOptions& options) {
     return fd;
 }
 
+Error forked() {
+    return Error{Code::kForked, "this handle belongs to the parent process; open a new one after fork"};
+}
+
 Error read_error(Reader& body) {
     auto code = body.number<uint16_t>();
     std::string_view text = body.text16();
@@ -102,9 +106,11 @@ Result<std::shared_ptr<Session>> Session::open(const ClientOptions& options) {
 
 Session::~Session() {
     bool was_alive = alive_.exchange(false);
-    // In a child of fork() the socket is the parent's: closing our copy of the descriptor is all we may do.
-    if (fd_.valid() && !fork_.in_child()) {
-        if (was_alive) flush_reads();
+    if (fd_.valid()) {  // else we are in a child of fork()
+        if (was_alive) {
+            std::lock_guard lock(io_mutex_);
+            drain(true);
+        }
         ::shutdown(fd_.get(), SHUT_RDWR);
     }
     slab_.reset();
@@ -282,8 +288,7 @@ Status Session::receive_frame(FrameHeader& header, std::vector<Fd>* fds) {
 }
 
 Status Session::call(Kind kind, const Build& build, const Parse& parse, int timeout_ms) {
-    if (fork_.in_child())
-        return Error{Code::kForked, "this handle belongs to the parent process; open a new one after fork"};
+    if (fork_.in_child()) return forked();
     Status status = success();
     {
         std::lock_guard lock(io_mutex_);
@@ -357,11 +362,37 @@ void Session::flush_posted() {
         }
         std::unique_lock lock(io_mutex_, std::try_to_lock);
         if (!lock.owns_lock() || !alive()) return;
-        if (unsent_.empty()) take_posted(unsent_);
-        ssize_t n = ::send(fd_.get(), unsent_.data(), unsent_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n > 0) unsent_.erase(unsent_.begin(), unsent_.begin() + n);
-        if (!unsent_.empty()) return;  // the next call sends the rest
+        if (!drain(false)) return;
     }
+}
+
+// Sends what waits; io_mutex_ is held. Without `wait` a node that takes nothing now is let be, but a frame is
+// never left half sent: the node would wait for the rest, and then hang up. True when nothing is left.
+bool Session::drain(bool wait) {
+    if (unsent_.empty()) take_posted(unsent_);
+    if (unsent_.empty()) return true;
+    size_t sent = 0;
+    if (!wait) {
+        ssize_t n = ::send(fd_.get(), unsent_.data(), unsent_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n <= 0) return false;
+        sent = static_cast<size_t>(n);
+    }
+    if (sent < unsent_.size() && !send_all(unsent_.data() + sent, unsent_.size() - sent)) return false;
+    unsent_.clear();
+    return true;
+}
+
+Status Session::send(Kind kind, const Build& build) {
+    if (fork_.in_child()) return forked();
+    std::lock_guard lock(io_mutex_);
+    if (!alive()) return Error{Code::kUnavailable, "the connection to " + peer_ + " is lost"};
+    take_posted(unsent_);
+    size_t at = begin_frame(unsent_, kind, kFlagOneWay, 0);
+    Writer w(unsent_);
+    build(w);
+    finish_frame(unsent_, at);
+    if (drain(true)) return success();
+    return Error{Code::kUnavailable, "the connection to " + peer_ + " is lost"};
 }
 
 bool Session::behind() {
@@ -370,6 +401,7 @@ bool Session::behind() {
 }
 
 void Session::note_read(uint32_t slot, uint64_t bytes) {
+    if (fork_.in_child()) return;
     size_t waiting;
     {
         std::lock_guard lock(posted_mutex_);
@@ -383,10 +415,7 @@ void Session::note_read(uint32_t slot, uint64_t bytes) {
 
 void Session::flush_reads() {
     std::lock_guard lock(io_mutex_);
-    take_posted(unsent_);
-    if (unsent_.empty()) return;
-    ssize_t n = ::send(fd_.get(), unsent_.data(), unsent_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n > 0) unsent_.erase(unsent_.begin(), unsent_.begin() + n);
+    if (alive()) drain(true);
 }
 
 Result<std::shared_ptr<Slab>> Session::lease(uint64_t min, uint64_t want, std::string& why, int timeout_ms) {
@@ -425,13 +454,13 @@ Status Session::make_writable(Extent extent) {
 }
 
 Result<Room> Session::reserve(uint64_t size, uint64_t ahead, std::string& why, int timeout_ms) {
-    uint64_t need = (size + kObjectAlign - 1) / kObjectAlign * kObjectAlign;
-    if (need == 0) return Room{};
+    if (size == 0) return Room{};
     if (size > object_bytes_max_) {
         why = "an object of " + std::to_string(size) + " bytes is over the limit of " +
               std::to_string(object_bytes_max_) + " bytes (node.object_share_max of the arena)";
         return Room{};
     }
+    uint64_t need = (size + kObjectAlign - 1) / kObjectAlign * kObjectAlign;
     std::lock_guard lock(slab_mutex_);
     if (slab_ == nullptr || slab_->cursor + need > slab_->extent.size) {
         // A large object gets a lease of its own; the slab for small ones stays as it is.

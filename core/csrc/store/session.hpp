@@ -74,7 +74,10 @@ class Session {
     // timeout_ms: the longest wait without progress, 0: the session's own.
     Status call(Kind kind, const Build& build, const Parse& parse, int timeout_ms = 0);
 
-    // One-way: never blocks, never fails; lost with the connection.
+    // One-way, and waits until the socket has taken it.
+    Status send(Kind kind, const Build& build);
+
+    // One-way: does not wait for a node that takes nothing, never fails; lost with the connection.
     void post(Kind kind, const Build& build);
 
     // Room for an object of `size` bytes. `ahead`: how many more bytes this call is going to ask for. A
@@ -110,11 +113,13 @@ class Session {
     Status lost(Error error);  // marks the session dead, gives the error back
     Status exchange(Kind kind, const Build& build, const Parse& parse);
     void take_posted(std::vector<std::byte>& out);
+    bool drain(bool wait);
     void flush_posted();
     Status make_writable(Extent extent);
     Result<std::shared_ptr<Slab>> lease(uint64_t min, uint64_t want, std::string& why, int timeout_ms);
 
     Fd fd_;
+    ClosedInChildren closed_in_children_{fd_};
     ForkGuard fork_;
     std::string peer_;
     int timeout_ms_ = 2000;

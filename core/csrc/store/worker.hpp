@@ -49,7 +49,7 @@ class Worker {
     Fd event_;
     uint32_t queue_max_;
     uint64_t next_ticket_ = 1;
-    State state_;
+    std::unique_ptr<State> state_ = std::make_unique<State>();
     std::vector<std::unique_ptr<std::thread>> threads_;
 };
 

@@ -1,0 +1,159 @@
+"""fork() with an open store: the child's handles raise, and nothing that it does, its end included, reaches the parent's
+connection."""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from moonpool import STORED, Store, _native
+from moonpool.core.errors import Forked
+
+from .store_bed import MIB, TOKEN, until
+
+
+@pytest.fixture
+def server(runtime_dir: Path) -> Iterator[_native.Server]:
+    server = _native.Server(str(runtime_dir / "n.sock"), [("default", 16 * MIB)], TOKEN)
+    server.start()
+    yield server
+    assert server.check_integrity()
+    server.stop()
+
+
+def wait_for(pid: int) -> int:
+    statuses: list[int] = []
+
+    def ended() -> bool:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        statuses.append(status)
+        return found == pid
+
+    until(ended)
+    return os.waitstatus_to_exitcode(statuses[-1])
+
+
+def run_child(body: Callable[[], None]) -> int:
+    """The exit code of a child of fork() that ran ``body``: 0 unless it raised."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            body()
+            gc.collect()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return wait_for(pid)
+
+
+def test_every_call_of_the_child_raises_and_the_parent_goes_on(server: _native.Server, runtime_dir: Path) -> None:
+    store = Store(str(runtime_dir / "n.sock"), token=TOKEN)
+    store.put("k", b"before")
+    view = store.get("k")
+    pin = store.longest_prefix(["k"]).pin
+    held: list[object] = [view, pin]
+
+    def child() -> None:
+        calls = (
+            lambda: store.put("k2", b"x"),
+            lambda: store.get("k"),
+            lambda: store.get("k", bytearray(6)),
+            lambda: store.get("k", pin=pin),
+            lambda: store.exists("k"),
+            lambda: store.longest_prefix(["k"]),
+            lambda: store.remove("k"),
+            lambda: store.list(),
+            lambda: store.stat(),
+        )
+        for call in calls:
+            with pytest.raises(Forked, match="parent process"):
+                call()
+        assert not store.connected
+        assert view == b"before"
+        assert pin is not None
+        pin.release()
+        held.clear()
+        with Store(str(runtime_dir / "n.sock"), token=TOKEN) as own:  # a store of its own works
+            assert own.put("child", b"mine") == STORED
+        store.close()
+
+    assert run_child(child) == 0
+    metrics = server.metrics()
+    assert (metrics["pins"], metrics["connections"]) == (2, 1)  # the child's release was none
+    assert store.put("after", b"x") == STORED
+    assert store.get(["k", "child"]) == [b"before", b"mine"]
+    assert metrics["protocol_errors_total"] == 0
+    store.close()
+
+
+def test_a_child_that_drops_everything_disturbs_nobody(server: _native.Server, runtime_dir: Path) -> None:
+    stores = [Store(str(runtime_dir / "n.sock"), token=TOKEN)]
+    stores[0].put(["a", "b"], [b"aa", b"bb"], ack=False)
+    views = [stores[0].get("a")]
+    workers = [_native.Worker(stores[0]._client)]
+
+    def child() -> None:
+        views.clear()
+        workers.clear()
+        stores.clear()
+
+    assert run_child(child) == 0
+    assert stores[0].put("c", b"cc") == STORED
+    assert views[0] == b"aa"
+    assert server.metrics()["connections"] == 1
+    workers[0].close()
+    stores[0].close()
+
+
+def test_a_child_of_a_process_with_an_embedded_node(runtime_dir: Path) -> None:
+    stores = [Store(embedded=4 * MIB)]
+    stores[0].put("k", b"x")
+    server = _native.Server(str(runtime_dir / "e.sock"), [("default", 4 * MIB)], TOKEN)
+    server.start()
+    servers = [server]
+
+    def child() -> None:
+        with pytest.raises(Forked):
+            stores[0].put("k2", b"x")
+        assert not servers[0].check_integrity()
+        assert servers[0].metrics() == {}
+        stores[0].close()
+        servers[0].stop()  # it has no thread to wait for, and the socket is not its own
+        servers.clear()
+        stores.clear()
+
+    assert run_child(child) == 0
+    assert (runtime_dir / "e.sock").exists()
+    with Store(str(runtime_dir / "e.sock"), token=TOKEN) as other:
+        assert other.put("k", b"x") == STORED
+    assert stores[0].put("k2", b"x") == STORED
+    stores[0].close()
+    server.stop()
+
+
+def test_a_child_that_lives_on_does_not_keep_the_parents_connection(server: _native.Server, runtime_dir: Path) -> None:
+    """The descriptor is in both processes: without a shutdown the node would wait for the child's end, too."""
+    store = Store(str(runtime_dir / "n.sock"), token=TOKEN)
+    store.put("k", b"x")
+    view = store.get("k")
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(write_end)
+        os.read(read_end, 1)  # until the parent closes it
+        os._exit(0)
+    os.close(read_end)
+    store.close()
+    del view
+    until(lambda: server.metrics()["connections"] == 0)
+    assert server.metrics()["pins"] == 0
+    os.close(write_end)
+    assert wait_for(pid) == 0
