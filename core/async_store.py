@@ -28,7 +28,7 @@ from moonpool.core.store_types import (
 
 
 class AsyncStore:
-    """The arguments, results and errors of ``Store``; opened by ``async with`` or ``await AsyncStore.open()``.
+    """Arguments, results and errors as in ``Store``; opened by ``async with`` or ``await AsyncStore.open()``.
 
     A cancelled call may still take effect; its buffers are held until it ended.
     """
