@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -132,6 +133,11 @@ class Talker:
         """Its end of the socket ends: that is how it knows."""
         self._socket.close()
         self.process.stop()
+
+
+def end_on_sigterm() -> None:
+    """From now on SIGTERM unwinds this process, as Ctrl-C does: its children go with it."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def free_port() -> int:

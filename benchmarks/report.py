@@ -1,8 +1,12 @@
-"""One form for every benchmark's result: rows, a table of them, and JSON."""
+"""One form for every benchmark's result: rows, a table of them, and JSON.
+
+python -m benchmarks.report FILE.json...     the same rows as Markdown tables, for RESULTS.md
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 MORE_IS_BETTER = ("GB/s",)
-TABLE_WIDTH_MIN = 150  # also where the output is a file
+TABLE_WIDTH_MIN = 170  # also where the output is a file
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,10 @@ class Row:
 
 def write_json(path: Path, rows: list[Row]) -> None:
     path.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+def read_json(path: Path) -> list[Row]:
+    return [Row(**row) for row in json.loads(path.read_text())["rows"]]
 
 
 def number(value: float) -> str:
@@ -85,3 +93,20 @@ def beside(row: Row, other: float | str | None) -> str:
     if isinstance(other, float):
         return f"{number(other)} ({times(row, other)})"
     return other or ""
+
+
+def markdown(rows: list[Row]) -> str:
+    """As print_table, without colours."""
+    peers = list(rows[0].peers)
+    lines = [
+        ["work [working set]", "ours", "unit", *peers, "limit", "target", ""],
+        ["---", "--:", "---", *["--:"] * (len(peers) + 1), "---", "---"],
+    ]
+    for row in rows:
+        others = [beside(row, other) for other in [*row.peers.values(), row.limit]]
+        lines.append([row.work, number(row.ours), row.unit, *others, row.target, verdict(row)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    print("\n\n".join(markdown(read_json(Path(name))) for name in sys.argv[1:]))

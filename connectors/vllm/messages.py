@@ -83,4 +83,5 @@ class Handshake(compat.HandshakeMetadata):
 
     fingerprint: bytes = b""
     columns: tuple[Ranges, ...] = ()
+    bytes_per_block: int = 0
     refusal: str = ""

@@ -83,8 +83,9 @@ class SchedulerHalf:
         self._suffixes = b"".join(map(Ranges.suffix, columns))
         fingerprint = handshakes[0].fingerprint
         self._log.info(
-            "moonpool: blocks of %d tokens in %d objects, fingerprint %s",
+            "moonpool: blocks of %d tokens, %d bytes in %d objects, fingerprint %s",
             self._facts.block_tokens,
+            sum(hand.bytes_per_block for hand in handshakes),
             len(columns),
             fingerprint.hex()[:16],
         )

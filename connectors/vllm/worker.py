@@ -45,12 +45,11 @@ GONE = "there is no pool now"
 @dataclass(frozen=True, slots=True)
 class Memory:
     """The KV memory of this worker, ready for the native threads: the objects of a block that it holds, where
-    their bytes lie, and to which KV cache group each belongs."""
+    their bytes lie, and whether it saves them (of ranks that hold the same heads, one does)."""
 
     columns: tuple[Ranges, ...]
     rows: Rows
     saves: bool
-    bytes_per_block: int
 
 
 @dataclass(slots=True)
@@ -107,7 +106,7 @@ class WorkerHalf:
             self._handshake = Handshake(refusal=str(error))
             return
         self._memory = memory
-        self._handshake = Handshake(fingerprint=fingerprint, columns=memory.columns)
+        self._handshake = Handshake(fingerprint, memory.columns, layout.bytes_per_block)
         self._link = self._open_link(fingerprint)
 
     def handshake(self) -> Handshake:
@@ -204,7 +203,6 @@ class WorkerHalf:
             columns=columns,
             rows=layouts.all_rows(layout, columns, first_head=first),
             saves=layouts.holds_first_copy(facts.kv_heads, heads, tp_rank, facts.tp_size),
-            bytes_per_block=layout.bytes_per_block,
         )
         return memory, layout
 

@@ -1,0 +1,107 @@
+"""Medians against targets: the rows of the table.
+
+The targets are times on one machine and ratios to peers in the same run; no test asserts them. CPU seconds
+are of the client and of every process that stores.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from benchmarks.report import Row
+from benchmarks.store.workload import CELLS, Cell
+
+NOT_RUN = "not run"
+Passes = Mapping[str, list[dict[str, float]]]  # verb -> passes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """passes: backend -> cell -> verb -> passes. missing: a peer that did not run -> why."""
+
+    passes: Mapping[str, Mapping[str, Passes]]
+    missing: Mapping[str, str]
+
+    def median(self, backend: str, cell: Cell, verb: str, figure: str) -> float | None:
+        rows = self.passes.get(backend, {}).get(cell.name, {}).get(verb)
+        return statistics.median(row[figure] for row in rows) if rows else None
+
+
+class _Builder:
+    def __init__(self, outcome: Outcome, peers: list[str]) -> None:
+        self.outcome, self.peers = outcome, peers
+
+    def row(
+        self,
+        work: str,
+        cell: Cell,
+        verb: str,
+        figure: str,
+        *,
+        unit: str,
+        peer_verb: str = "",
+        limit: bool = False,
+        at_most: float | None = None,
+        of_mooncake: float | None = None,
+        of_limit: float | None = None,
+    ) -> Row:
+        """of_mooncake: at most so many times Mooncake's. of_limit: at least so much of one memcpy thread."""
+
+        def value(backend: str, what: str) -> float | None:
+            found = self.outcome.median(backend, cell, what, figure)
+            return None if found is None else found * (1e-3 if unit == "ms" else 1)
+
+        ours = value("ours", verb)
+        assert ours is not None
+        peers: dict[str, float | str] = {}
+        for name in self.peers:
+            found = value(name, peer_verb or verb)
+            peers[name] = NOT_RUN if found is None else found
+        memcpy = value("ours", f"memcpy {verb}") if limit else None
+        target, met = "", None
+        if at_most is not None:
+            target, met = f"<= {at_most:g} {unit}", ours <= at_most
+        if of_mooncake is not None:
+            target = f"<= {of_mooncake:.2g}x Mooncake"
+            mooncake = peers.get("mooncake")
+            met = ours <= of_mooncake * mooncake if isinstance(mooncake, float) else None
+        if of_limit is not None and memcpy is not None:
+            target, met = f">= {of_limit:.0%} of memcpy", ours >= of_limit * memcpy
+        return Row(f"{work} [{cell.described}]", ours, unit, peers, memcpy, target, met)
+
+
+def rows(outcome: Outcome, peers: list[str]) -> Iterator[Row]:
+    """Every row of the table, in order."""
+    small, medium, large, batch, exists = CELLS
+    make = _Builder(outcome, peers).row
+
+    def cpu(work: str, cell: Cell, verb: str) -> Row:
+        return make(f"{work}, CPU", cell, verb, "cpu_s_gb", unit="s/GB", limit=True, of_mooncake=0.35)
+
+    yield make("put 64 KiB", small, "put", "p50_us", unit="us", limit=True, at_most=40)
+    yield make("get 64 KiB into a buffer", small, "get", "p50_us", unit="us", limit=True, at_most=25)
+    yield make("get 64 KiB in own form", small, "own", "p50_us", unit="us")
+    yield cpu("put 64 KiB", small, "put")
+    yield cpu("get 64 KiB into a buffer", small, "get")
+    for cell, share in ((medium, 0.85), (large, 0.80)):
+        put, get = f"put {cell.name}", f"get {cell.name} into a buffer"
+        yield make(put, cell, "put", "gb_s", unit="GB/s", limit=True, of_limit=share)
+        yield make(get, cell, "get", "gb_s", unit="GB/s", limit=True, of_limit=share)
+        yield make(f"{put}, p50", cell, "put", "p50_us", unit="us", limit=True)
+        yield make(f"{get}, p50", cell, "get", "p50_us", unit="us", limit=True)
+        yield make(f"get {cell.name} in own form", cell, "own", "p50_us", unit="us")
+        yield cpu(put, cell, "put")
+        yield cpu(get, cell, "get")
+    put, get, own = (f"batch {batch.name}: {verb}" for verb in ("put", "get into buffers", "get in own form"))
+    yield make(put, batch, "put", "p50_us", unit="ms", limit=True, of_mooncake=1 / 4)
+    yield make(get, batch, "get", "p50_us", unit="ms", limit=True, of_mooncake=1 / 3)
+    yield make(own, batch, "own", "p50_us", unit="ms")
+    views = f"batch {batch.name}: views (peers: get into buffers)"
+    yield make(views, batch, "own", "p50_us", unit="ms", peer_verb="get", of_mooncake=1 / 20)
+    yield cpu(put, batch, "put")
+    yield cpu(get, batch, "get")
+    yield make("exists, hit", exists, "hit", "p50_us", unit="us", of_mooncake=0.5)
+    yield make("exists, miss", exists, "miss", "p50_us", unit="us", of_mooncake=0.5)
+    yield make("exists of 1,000 keys", exists, "batch", "p50_us", unit="us")

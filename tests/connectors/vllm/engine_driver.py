@@ -1,0 +1,284 @@
+"""A real vLLM engine in a process of its own, driven line by line: JSON commands in, JSON answers out.
+
+Run by tests with the interpreter that has vLLM: ``engine_driver.py ANSWER_FD CONFIG_JSON``. vLLM writes to
+stdout as it likes, so the answers go to a descriptor of their own. The engine runs in this process (no HTTP,
+no children) and is stepped by hand, which lets a test act between two steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+from vllm import LLM, SamplingParams
+
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 4096,
+    "max_num_seqs": 8,
+    "block_size": 32,
+    "enforce_eager": True,
+    "seed": 0,
+    "disable_log_stats": False,
+}
+
+
+class Driver:
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.llm = LLM(**DEFAULTS | config)
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.next_id = 0
+        self.preemptions = 0
+        original = self.scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> None:
+            self.preemptions += 1
+            original(*args, **kwargs)
+
+        self.scheduler._preempt_request = counted
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 8,
+        abort: list[int] | None = None,
+        abort_when: str = "",
+        salt: str | None = None,
+    ) -> dict[str, Any]:
+        """Runs all prompts together. abort: positions of the prompts to abort, ``abort_when`` they first are
+        "loading" (waiting for a load), "looking" (before the first step) or "running" (after the first
+        token)."""
+        ids = {}
+        for position, prompt in enumerate(prompts):
+            request_id = f"r{self.next_id}"
+            self.next_id += 1
+            ids[request_id] = position
+            request: dict[str, Any] = {"prompt_token_ids": prompt}
+            if salt is not None:
+                request["cache_salt"] = salt
+            self.engine.add_request(
+                request_id,
+                request,
+                SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            )
+        doomed = {request_id for request_id, position in ids.items() if position in (abort or [])}
+        outputs: dict[int, dict[str, Any]] = {}
+        started_s = time.monotonic()
+        first_s: dict[int, float] = {}
+        if abort_when == "looking":
+            self.engine.abort_request(list(doomed))
+        preemptions = self.preemptions
+        while self.engine.has_unfinished_requests():
+            if abort_when in ("loading", "running"):
+                hit = {request for request in doomed if self._is(request, abort_when)}
+                if hit:
+                    self.engine.abort_request(list(hit))
+                    doomed -= hit
+            for output in self.engine.step():
+                position = ids.get(output.request_id, -1)
+                if output.outputs[0].token_ids and position not in first_s:
+                    first_s[position] = time.monotonic() - started_s
+                if output.finished:
+                    outputs[position] = {
+                        "tokens": list(output.outputs[0].token_ids),
+                        "pool": (output.kv_transfer_params or {}).get("moonpool"),
+                        "cached": output.num_cached_tokens,
+                        "reason": output.outputs[0].finish_reason,
+                    }
+        return {
+            "outputs": [outputs.get(position) for position in range(len(prompts))],
+            "first_s": [first_s.get(position) for position in range(len(prompts))],
+            "preemptions": self.preemptions - preemptions,
+        }
+
+    def _is(self, external_id: str, stage: str) -> bool:
+        for request_id, request in self.scheduler.requests.items():
+            if request_id == external_id or request_id.startswith(external_id + "-"):
+                if stage == "loading":
+                    return request.status.name == "WAITING_FOR_REMOTE_KVS"
+                return request.status.name == "RUNNING" and request.num_output_tokens > 0
+        return False
+
+    def drain(self, timeout_s: float = 10.0) -> dict[str, Any]:
+        """Steps until nothing is pending. Tells what is left: blocks in use, pins, requests."""
+        deadline_s = time.monotonic() + timeout_s
+        connector = self.scheduler.connector
+        while time.monotonic() < deadline_s and self.scheduler.has_requests():
+            self.engine.step()
+            self.core.step()
+            time.sleep(0.001)
+        pool = self.scheduler.kv_cache_manager.block_pool
+        half = getattr(connector, "_sched", None)
+        return {
+            "used_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "requests": len(self.scheduler.requests),
+            "pins": half.lookups.pins if half else 0,
+            "saves": half.saves.under_way if half else 0,
+            "lookups": half.lookups.under_way if half else 0,
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """What /metrics would say, of the connector and of caches: name (and source label) -> value."""
+        from prometheus_client import REGISTRY
+
+        return {
+            " ".join([sample.name, *filter(None, [sample.labels.get("source")])]): sample.value
+            for family in REGISTRY.collect()
+            for sample in family.samples
+            if ("moonpool" in sample.name or "cache" in sample.name) and "le" not in sample.labels
+        }
+
+    def reset_prefix_cache(self) -> bool:
+        return bool(self.llm.reset_prefix_cache())
+
+    def break_loads(self, broken: bool = True) -> None:
+        """From now on every load asks for another life of the node, as after its restart."""
+        from moonpool.connectors.vllm.native import NativePool
+
+        if not hasattr(NativePool, "true_submit_load"):
+            NativePool.true_submit_load = NativePool.submit_load
+
+        def submit_load(pool: Any, incarnation: bytes, *rest: Any) -> int:
+            return int(pool.true_submit_load(bytes(16) if broken else incarnation, *rest))
+
+        NativePool.submit_load = submit_load
+
+    def fail_requests(self, failing: bool) -> None:
+        """What kv_load_failure_policy says: fail, or recompute."""
+        self.scheduler.recompute_kv_load_failures = not failing
+
+    def kill_at(self, operation: str, pid: int) -> None:
+        """Kills the process ``pid`` right before the next submit_load or submit_save, once."""
+        from moonpool.connectors.vllm.native import NativePool
+
+        original = getattr(NativePool, operation)
+
+        def killing(pool: Any, *args: Any) -> int:
+            setattr(NativePool, operation, original)
+            os.kill(pid, signal.SIGKILL)
+            return int(original(pool, *args))
+
+        setattr(NativePool, operation, killing)
+
+    def joined(self) -> bool:
+        return self.scheduler.connector._sched.pool() is not None
+
+    def step_cost(self, requests: int = 8, steps: int = 200) -> dict[str, float]:
+        """Median microseconds of one decode step's schedule() + update_from_output(), and of the connector's
+        worker hooks, with a full batch and nothing to load or save."""
+        for position in range(requests):
+            self.engine.add_request(
+                f"cost{self.next_id}",
+                {"prompt_token_ids": [position + 1] * 20},
+                SamplingParams(temperature=0.0, max_tokens=steps + 20, ignore_eos=True),
+            )
+            self.next_id += 1
+        for _ in range(10):
+            self.engine.step()
+        timed: dict[str, list[float]] = {"schedule": [], "update": [], "worker": _worker_hooks(steps)}
+        _time_calls(self.scheduler, "schedule", timed["schedule"])
+        _time_calls(self.scheduler, "update_from_output", timed["update"])
+        for _ in range(steps):
+            self.engine.step()
+        for name in ("schedule", "update_from_output"):
+            delattr(self.scheduler, name)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        return {name: statistics.median(values) * 1e6 for name, values in timed.items() if values}
+
+
+def _time_calls(target: Any, name: str, into: list[float]) -> None:
+    original = getattr(target, name)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start_s = time.perf_counter()
+        result = original(*args, **kwargs)
+        into.append(time.perf_counter() - start_s)
+        return result
+
+    setattr(target, name, timed)
+
+
+def _worker_hooks(steps: int) -> list[float]:
+    """Seconds that the hooks of one empty step take in the worker, as the model runner calls them."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        return [0.0]
+    connector = get_kv_transfer_group()
+    metadata = _empty_metadata(connector)
+    layers = [f"model.layers.{number}.self_attn.attn" for number in range(4)]
+    nothing: set[str] = set()
+    times = []
+    for _ in range(steps):
+        start_s = time.perf_counter()
+        connector.handle_preemptions(metadata)
+        connector.bind_connector_metadata(metadata)
+        for layer in layers:
+            connector.wait_for_layer_load(layer)
+            connector.save_kv_layer(layer, None, None)
+        connector.start_load_kv(None)
+        connector.wait_for_save()
+        connector.get_transfer_results(nothing)
+        connector.get_block_ids_with_load_errors()
+        connector.get_kv_connector_stats()
+        connector.get_kv_connector_kv_cache_events()
+        connector.build_connector_worker_meta()
+        connector.clear_connector_metadata()
+        times.append(time.perf_counter() - start_s)
+    return times
+
+
+def _empty_metadata(connector: Any) -> Any:
+    """What the connector's scheduler half sends in a step without work."""
+    if type(connector).__name__ == "ExampleConnector":
+        from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnectorMetadata
+
+        return ExampleConnectorMetadata()
+    from moonpool.connectors.vllm.messages import NOTHING
+
+    return NOTHING
+
+
+def main() -> None:
+    answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+    started_s = time.monotonic()
+    try:
+        driver = Driver(json.loads(sys.argv[2]))
+    except Exception as error:
+        chain = []
+        cause: BaseException | None = error
+        while cause is not None:
+            chain.append(f"{type(cause).__name__}: {cause}")
+            cause = cause.__cause__ or cause.__context__
+        print(json.dumps({"error": chain}), file=answers)
+        return
+    print(json.dumps({"ready_s": time.monotonic() - started_s}), file=answers)
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["op"] == "exit":
+            break
+        try:
+            result = getattr(driver, command["op"])(**command.get("args", {}))
+            print(json.dumps({"result": result}), file=answers)
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            print(json.dumps({"error": [f"{type(error).__name__}: {error}"]}), file=answers)
+    driver.core.shutdown()
+    sys.stdout.flush()
+    os._exit(0)  # interpreter teardown of torch and vLLM takes seconds and shows nothing
+
+
+if __name__ == "__main__":
+    main()

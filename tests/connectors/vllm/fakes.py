@@ -1,0 +1,301 @@
+"""Stand-ins for unit tests: a pool that answers when it is told to, vLLM's objects, and tensors over numpy
+memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.connectors.vllm.facts import EngineFacts
+from moonpool.connectors.vllm.link import Link
+from moonpool.connectors.vllm.messages import Handshake
+from moonpool.connectors.vllm.pool import Rows
+from moonpool.connectors.vllm.scheduler import SchedulerHalf
+from moonpool.connectors.vllm.settings import Settings
+from moonpool.core.errors import Error, Unavailable
+from moonpool.core.keys import Ranges, block_digests
+
+BLOCK_TOKENS = 4
+COLUMNS = (Ranges(0, 0, 1, 0, 2), Ranges(0, 1, 1, 0, 2))
+FINGERPRINT = bytes(range(32))
+LIFE = bytes(range(16))
+LOG = logging.getLogger("moonpool-tests")
+
+
+@dataclass(frozen=True)
+class Found:
+    blocks: int = 0
+    pin_id: int = 0
+    incarnation: bytes = LIFE
+    descriptors: bytes = b""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    ok: bytes = b""
+    bytes_loaded: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Saved:
+    stored: int = 0
+    existed: int = 0
+    refused: int = 0
+    bytes_stored: int = 0
+    error: str = ""
+
+
+@dataclass
+class FakePool:
+    """Remembers what was submitted and answers by ``answer``. ``broken``: raised by every submission."""
+
+    broken: Error | None = None
+    prefixes: list[tuple[int, bytes, int]] = field(default_factory=list)
+    loads: list[tuple[int, bytes, bytes, list[int], list[int]]] = field(default_factory=list)
+    saves: list[tuple[int, bytes, bytes, list[int], list[int]]] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+    closed: bool = False
+    _done: list[tuple[int, Any]] = field(default_factory=list)
+    _tickets: int = 0
+
+    def part_table(self, rows: Rows) -> Rows:
+        return rows
+
+    def submit_prefix(self, names: bytes, name_size: int, width: int) -> int:
+        self.prefixes.append((self._ticket(), names, width))
+        return self._tickets
+
+    def submit_load(
+        self, incarnation: bytes, descriptors: bytes, parts: object, indices: Any, columns: Any
+    ) -> int:
+        self.loads.append((self._ticket(), incarnation, descriptors, indices.tolist(), columns.tolist()))
+        return self._tickets
+
+    def submit_save(
+        self, names: bytes, name_size: int, parents: bytes, parts: object, indices: Any, columns: Any
+    ) -> int:
+        self.saves.append((self._ticket(), names, parents, indices.tolist(), columns.tolist()))
+        return self._tickets
+
+    def release(self, pin_id: int) -> None:
+        self.released.append(pin_id)
+
+    def poll(self) -> Sequence[tuple[int, Any]]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        self.closed = True
+
+    def answer(self, ticket: int, answer: Found | Loaded | Saved) -> None:
+        self._done.append((ticket, answer))
+
+    def answer_prefix(self, blocks: int, *, pin_id: int = 7, error: str = "") -> None:
+        """Answers the last query: so many blocks are pinned."""
+        ticket, _, width = self.prefixes[-1]
+        descriptors = b"".join(bytes([index % 256] * 32) for index in range(blocks * width))
+        pin_id = pin_id if blocks else 0
+        self.answer(ticket, Found(blocks, pin_id, LIFE, descriptors, error))
+
+    def _ticket(self) -> int:
+        if self.broken is not None:
+            raise self.broken
+        self._tickets += 1
+        return self._tickets
+
+
+@dataclass
+class FakeLora:
+    lora_name: str
+
+
+@dataclass
+class FakeRequest:
+    request_id: str
+    prompt_token_ids: list[int] | None
+    prompt_embeds: Any = None
+    mm_features: Sequence[Any] = ()
+    lora_request: FakeLora | None = None
+    cache_salt: str | None = None
+    num_preemptions: int = 0
+    skip_reading_prefix_cache: bool = False
+    resumable: bool = False
+    answer: list[int] = field(default_factory=list)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids or ())
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return [*(self.prompt_token_ids or ()), *self.answer]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+@dataclass
+class FakeBlock:
+    block_id: int
+    ref_cnt: int = 0
+
+
+class FakeBlockPool:
+    def __init__(self, count: int = 400) -> None:
+        self.blocks = [FakeBlock(number) for number in range(count)]
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Any) -> None:
+        for block in ordered_blocks:
+            assert block.ref_cnt > 0
+            block.ref_cnt -= 1
+
+    def held(self) -> list[int]:
+        return [block.block_id for block in self.blocks if block.ref_cnt]
+
+
+@dataclass
+class FakeBlocks:
+    ids: tuple[list[int], ...]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return self.ids
+
+
+@dataclass
+class New:
+    req_id: str
+    block_ids: tuple[list[int], ...]
+    num_computed_tokens: int
+
+
+@dataclass
+class Cached:
+    req_ids: list[str] = field(default_factory=list)
+    resumed_req_ids: set[str] = field(default_factory=set)
+    new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+
+
+@dataclass
+class FakeStep:
+    """SchedulerOutput."""
+
+    scheduled_new_reqs: list[New] = field(default_factory=list)
+    scheduled_cached_reqs: Cached = field(default_factory=Cached)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class FakeOutput:
+    """KVConnectorOutput."""
+
+    finished_recving: set[str] | None = None
+    kv_connector_worker_meta: Any = None
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def facts(**changes: Any) -> EngineFacts:
+    base: dict[str, Any] = {
+        "block_tokens": BLOCK_TOKENS,
+        "groups": (("layers.0", "layers.1"),),
+        "kv_heads": 2,
+    }
+    return EngineFacts(**base | changes)
+
+
+def link_to(pool: FakePool | None) -> Callable[[bytes], Link]:
+    """Opens a link that is connected to ``pool``, or to nothing."""
+
+    def dial() -> FakePool:
+        if pool is None:
+            raise Unavailable("no node")
+        return pool
+
+    def open_link(fingerprint: bytes) -> Link:
+        link = Link(dial, address="here", log=LOG, retry_s=3600)
+        link.open(required=False)
+        return link
+
+    return open_link
+
+
+def digest(ids: npt.NDArray[np.uint32], block_tokens: int, seed: bytes, previous: bytes) -> bytes:
+    return b"".join(block_digests(ids.tolist(), block_tokens, seed=seed, previous=previous))
+
+
+def scheduler_half(
+    pool: FakePool | None, *, clock: Clock | None = None, settings: Settings | None = None, **changes: Any
+) -> tuple[SchedulerHalf, FakeBlockPool]:
+    """A scheduler's half that has met its workers."""
+    half = SchedulerHalf(
+        facts(**changes),
+        settings or Settings(),
+        open_link=link_to(pool),
+        digest=digest,
+        log=LOG,
+        clock=clock or Clock(),
+    )
+    half.meet_workers([Handshake(FINGERPRINT, COLUMNS)])
+    blocks = FakeBlockPool()
+    half.bind_block_pool(blocks)
+    return half, blocks
+
+
+class FakeStorage:
+    def __init__(self, memory: npt.NDArray[Any]) -> None:
+        self._memory = memory
+
+    def data_ptr(self) -> int:
+        return int(self._memory.ctypes.data)
+
+    def nbytes(self) -> int:
+        return int(self._memory.nbytes)
+
+
+@dataclass
+class FakeDevice:
+    type: str = "cpu"
+
+
+class FakeTensor:
+    """A numpy view that answers like a torch tensor. memory: the array that owns the bytes."""
+
+    def __init__(
+        self, view: npt.NDArray[Any], memory: npt.NDArray[Any] | None = None, device: str = "cpu"
+    ) -> None:
+        self.view = view
+        self.memory = view if memory is None else memory
+        self.device = FakeDevice(device)
+        self.shape = view.shape
+        self.dtype = "torch.float32"
+
+    def data_ptr(self) -> int:
+        return int(self.view.ctypes.data)
+
+    def stride(self) -> list[int]:
+        return [stride // self.view.itemsize for stride in self.view.strides]
+
+    def element_size(self) -> int:
+        return int(self.view.itemsize)
+
+    def untyped_storage(self) -> FakeStorage:
+        return FakeStorage(self.memory)

@@ -1,0 +1,302 @@
+"""The class vLLM talks to, with a configuration in vLLM's shape and no vLLM: what is read from it, and the
+boundary that keeps the engine alive."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moonpool.connectors.vllm import compat, identity
+from moonpool.connectors.vllm.connector import Mooncake
+from moonpool.connectors.vllm.facts import layer_number, read_facts
+from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Step
+from moonpool.core.errors import ConfigError, Unavailable
+from tests.connectors.vllm.fakes import (
+    COLUMNS,
+    FINGERPRINT,
+    FakeBlocks,
+    FakeOutput,
+    FakePool,
+    FakeRequest,
+    FakeStep,
+    link_to,
+)
+
+SCHEDULER, WORKER = compat.ConnectorRole.SCHEDULER, compat.ConnectorRole.WORKER
+OUTSIDE_VLLM = compat.ConnectorBase.__module__.startswith("moonpool")
+pytestmark = pytest.mark.skipif(not OUTSIDE_VLLM, reason="needs the stand-ins of vLLM's base classes")
+
+
+class FullAttentionSpec(SimpleNamespace):
+    pass
+
+
+class MambaSpec(SimpleNamespace):
+    pass
+
+
+class HfConfig(SimpleNamespace):
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+class Dtype:
+    """Prints as a torch.dtype does."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __str__(self) -> str:
+        return f"torch.{self._name}"
+
+
+def group(spec: Any = None, names: tuple[str, ...] = ("layers.0", "layers.1")) -> Any:
+    return SimpleNamespace(layer_names=list(names), kv_cache_spec=spec or FullAttentionSpec(block_size=4))
+
+
+def kv_cache(*groups: Any) -> Any:
+    return SimpleNamespace(kv_cache_groups=list(groups or [group()]))
+
+
+def config(model: Path | str = "/nowhere", **extra: Any) -> Any:
+    hf = HfConfig(
+        hidden_size=256, rope_parameters={"rope_theta": 1e4}, _commit_hash=None, transformers_version="5"
+    )
+    transfer = SimpleNamespace(
+        kv_connector_extra_config=extra,
+        kv_load_failure_policy="recompute",
+        is_kv_producer=True,
+        is_kv_consumer=True,
+    )
+    return SimpleNamespace(
+        kv_transfer_config=transfer,
+        model_config=SimpleNamespace(
+            use_mla=False,
+            get_total_num_kv_heads=lambda: 2,
+            hf_config=hf,
+            hf_text_config=hf,
+            dtype=Dtype("float32"),
+            quantization=None,
+            model=str(model),
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            world_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+
+
+# What is read from the configuration
+
+
+def test_facts() -> None:
+    facts = read_facts(config(), kv_cache())
+    assert (facts.block_tokens, facts.kv_heads, facts.workers) == (4, 2, 1)
+    assert facts.groups == (("layers.0", "layers.1"),)
+    assert facts.refusal == ""
+    assert facts.recomputes
+
+
+def refusal(change: Any, *groups: Any) -> str:
+    one = config()
+    change(one)
+    return read_facts(one, kv_cache(*groups)).refusal
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(one: Any) -> None: ...
+
+    assert refusal(keep) == ""
+    assert "Mamba layers" in refusal(keep, group(MambaSpec(block_size=4)))
+    nested = SimpleNamespace(block_size=4, kv_cache_specs={"layers.0": MambaSpec(block_size=4)})
+    assert "Mamba layers" in refusal(keep, group(nested))
+    two = (group(names=("layers.0",)), group(names=("layers.1",)))
+    monkeypatch.setattr(compat, "TransferResults", None)
+    assert "0.30 or newer" in refusal(keep, *two)
+    monkeypatch.setattr(compat, "TransferResults", object)
+    assert refusal(keep, *two) == ""
+    assert "different sizes" in refusal(keep, group(), group(FullAttentionSpec(block_size=8)))
+    assert "decode_context_parallel_size" in refusal(
+        lambda one: setattr(one.parallel_config, "decode_context_parallel_size", 2)
+    )
+    assert "draft models" in refusal(
+        lambda one: setattr(one, "speculative_config", SimpleNamespace(method="eagle"))
+    )
+    assert refusal(lambda one: setattr(one, "speculative_config", SimpleNamespace(method="ngram"))) == ""
+    assert "calculate_kv_scales" in refusal(
+        lambda one: setattr(one.cache_config, "calculate_kv_scales", True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("model.layers.12.self_attn.attn", 12),
+        ("transformer.h.3.attn", 3),
+        ("model.decoder.5.x", 5),
+        ("attn", 0),
+    ],
+)
+def test_layer_numbers(name: str, number: int) -> None:
+    assert layer_number(name) == number
+
+
+def fingerprint(one: Any) -> bytes:
+    return identity.engine_fingerprint(one, block_tokens=4, kv_dtype="float32", form="f")
+
+
+def test_fingerprint_is_about_meaning(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
+    one = config(tmp_path)
+    same = copy.deepcopy(one)
+    same.model_config.hf_config.transformers_version = "6"
+    same.model_config.hf_config._name_or_path = "elsewhere"
+    same.parallel_config.tensor_parallel_size = 4
+    assert fingerprint(same) == fingerprint(one)
+    changes: list[tuple[Any, str, Any]] = [
+        (lambda c: c.model_config.hf_config, "hidden_size", 512),
+        (lambda c: c.model_config.hf_config, "rope_parameters", {"rope_theta": 5e5}),
+        (lambda c: c.model_config, "dtype", Dtype("bfloat16")),
+        (lambda c: c.model_config, "quantization", "fp8"),
+    ]
+    seen = {fingerprint(one)}
+    for place, name, value in changes:
+        other = copy.deepcopy(one)
+        setattr(place(other), name, value)
+        seen.add(fingerprint(other))
+    (tmp_path / "model.safetensors").write_bytes(b"\1" * 100)
+    seen.add(fingerprint(one))
+    assert len(seen) == len(changes) + 2
+
+
+def test_revisions(tmp_path: Path) -> None:
+    hub = config("org/model")
+    with pytest.raises(ConfigError, match="cannot tell which weights 'org/model'"):
+        identity.revision(hub)
+    hub.model_config.hf_config._commit_hash = "a" * 40
+    assert identity.revision(hub) == "commit " + "a" * 40
+    hub.load_config.load_format = "dummy"
+    assert identity.revision(hub) == "dummy tp=1 pp=1"
+
+
+def test_kv_dtype() -> None:
+    one = config()
+    assert identity.kv_dtype(one, Dtype("bfloat16")) == "bfloat16"
+    one.cache_config.cache_dtype = "fp8_e4m3"
+    assert identity.kv_dtype(one, Dtype("uint8")) == "fp8_e4m3"
+
+
+# The boundary
+
+
+def scheduler(monkeypatch: pytest.MonkeyPatch, pool: FakePool | None = None) -> Mooncake:
+    connector = Mooncake(config(), SCHEDULER, kv_cache())
+    monkeypatch.setattr(connector._sched, "_open_link", link_to(pool or FakePool()))
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(FINGERPRINT, COLUMNS)})
+    return connector
+
+
+def test_unknown_option() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'tenant'"):
+        Mooncake(config(tenat="x"), SCHEDULER, kv_cache())
+
+
+def test_require_pool_without_a_node(tmp_path: Path) -> None:
+    connector = Mooncake(config(require_pool=True, node=str(tmp_path / "none.sock")), SCHEDULER, kv_cache())
+    with pytest.raises(Unavailable):
+        connector.set_xfer_handshake_metadata({0: Handshake(FINGERPRINT, COLUMNS)})
+
+
+def test_policy_fail_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    one = config()
+    one.kv_transfer_config.kv_load_failure_policy = "fail"
+    Mooncake(one, SCHEDULER, kv_cache())
+    Mooncake(one, WORKER, kv_cache())
+    (record,) = caplog.records
+    assert '"recompute" computes them instead' in record.getMessage()
+
+
+@pytest.mark.parametrize("role", [SCHEDULER, WORKER])
+def test_before_anything_is_known_nothing_happens(role: compat.ConnectorRole) -> None:
+    connector = Mooncake(config(), role, kv_cache())
+    request = FakeRequest("r", list(range(20)))
+    connector.on_new_request(request)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    connector.update_state_after_alloc(request, FakeBlocks(([],)), 0)
+    assert connector.build_connector_meta(FakeStep()) is NOTHING
+    connector.bind_connector_metadata(NOTHING)
+    connector.start_load_kv(None)
+    connector.wait_for_save()
+    assert connector.get_finished({"r"}) == (None, None)
+    assert connector.get_block_ids_with_load_errors() == set()
+    assert connector.build_connector_worker_meta() is None
+    assert connector.get_kv_connector_stats() is None
+    assert connector.request_finished_all_groups(request, ([],)) == (False, None)
+    assert not connector.has_pending_push_work()
+    connector.shutdown()
+
+
+@pytest.mark.parametrize(
+    "broken", ["arrived", "matched_tokens", "admitted", "build_step", "step_ended", "finished"]
+)
+def test_no_exception_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    connector = scheduler(monkeypatch)
+    half = connector._sched
+    assert half is not None
+    original = half.build_step
+
+    def fail(*args: Any) -> None:
+        monkeypatch.setattr(half, "build_step", original)
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr(half, broken, fail)
+    request = FakeRequest("r", list(range(20)))
+    connector.on_new_request(request)
+    tokens, _ = connector.get_num_new_matched_tokens(request, 0)
+    assert tokens in (0, None)
+    connector.update_state_after_alloc(request, FakeBlocks(([5, 6, 7],)), 8)
+    step = connector.build_connector_meta(FakeStep())
+    connector.update_connector_output(FakeOutput({"r"}))
+    assert connector.request_finished(request, [])[0] is False
+    stats = connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["survived_errors"] >= 1
+    if broken == "admitted":
+        (load,) = step.loads
+        assert load.block_ids == ((6, 7),)
+
+
+def test_no_exception_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = Mooncake(config(), WORKER, kv_cache())
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("unexpected")
+
+    for name in ("start_loads", "start_saves", "poll"):
+        monkeypatch.setattr(connector._worker, name, fail)
+    connector.bind_connector_metadata(Step((Load("r", 0, b"", b"", b"", ((3,),)),)))
+    connector.start_load_kv(None)
+    connector.wait_for_save()
+    assert connector.get_finished(set()) == (None, {"r"})
+    assert connector.get_block_ids_with_load_errors() == {3}
+
+
+def test_messages_survive_pickling() -> None:
+    import pickle
+
+    step = Step((Load("r", 2, b"n", b"i", b"d", ((1, 2),)),))
+    assert pickle.loads(pickle.dumps(step)) == step
+    assert pickle.loads(pickle.dumps(Handshake(FINGERPRINT, COLUMNS))) == Handshake(FINGERPRINT, COLUMNS)
+    assert dataclasses.is_dataclass(step)

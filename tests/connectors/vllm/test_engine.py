@@ -1,0 +1,326 @@
+"""Real vLLM engines in separate processes: tokens through the pool are the tokens of a plain engine, whatever
+happens."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonpool.connectors.vllm.lookups import ANSWER_TIMEOUT_S
+from tests.connectors.vllm.conftest import (
+    BLOCK_TOKENS,
+    BYTES_PER_TOKEN,
+    Line,
+    make_prompt,
+    tokens_of,
+    wait_joined,
+)
+from tests.connectors.vllm.processes import Engine, EngineFailed
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+CHUNK_TOKENS = 256
+NOTHING_LEFT = {"used_blocks": 0, "requests": 0, "pins": 0, "saves": 0, "lookups": 0}
+
+
+def loadable(prompt: list[int]) -> int:
+    """Tokens that can come from the pool: whole blocks, and one token is always computed."""
+    return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def pool_tokens(answer: dict[str, Any]) -> list[int]:
+    return [output["pool"]["pool_tokens"] for output in answer["outputs"]]
+
+
+def counters(engine: Engine) -> dict[str, float]:
+    return {
+        name.removeprefix("moonpool_connector_"): value
+        for name, value in engine.call("metrics").items()
+        if name.startswith("moonpool_connector_")
+    }
+
+
+def grown(before: dict[str, float], after: dict[str, float], name: str) -> float:
+    return after.get(name, 0.0) - before.get(name, 0.0)
+
+
+def store(writer: Engine, reader: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """One engine computes the prompts and saves them; the other's own cache is emptied."""
+    answer = writer.call("generate", prompts=prompts)
+    writer.call("drain")
+    reader.call("drain")  # blocks that are still being saved are in use
+    assert reader.call("reset_prefix_cache")
+    return tokens_of(answer)
+
+
+def assert_nothing_left(line: Line, engine: Engine) -> None:
+    left = engine.call("drain")
+    assert left == NOTHING_LEFT
+    metrics = line.node.metrics()
+    assert metrics["integrity"]
+    assert metrics["objects_pinned"] == 0
+
+
+def test_lengths_around_blocks_and_chunks(line: Line) -> None:
+    edges = [
+        BLOCK_TOKENS,
+        2 * BLOCK_TOKENS,
+        3 * BLOCK_TOKENS,
+        CHUNK_TOKENS,
+        CHUNK_TOKENS + 32,
+        2 * CHUNK_TOKENS,
+    ]
+    lengths = [1, *(edge + offset for edge in edges for offset in (-1, 0, 1)), 1000]
+    prompts = [make_prompt(100 + position, length) for position, length in enumerate(lengths)]
+    expected = line.expected(prompts)
+    assert store(line.second, line.first, prompts) == expected
+
+    before, served = counters(line.first), line.node.metrics()["served_bytes_total"]
+    answer = line.first.call("generate", prompts=prompts)
+
+    assert tokens_of(answer) == expected
+    assert pool_tokens(answer) == [loadable(prompt) for prompt in prompts]
+    assert all(output["pool"]["load_errors"] == 0 for output in answer["outputs"])
+    assert_nothing_left(line, line.first)
+    after, total = counters(line.first), sum(map(loadable, prompts))
+    assert grown(before, after, "loaded_tokens_total") == total
+    assert grown(before, after, "loaded_bytes_total") == total * BYTES_PER_TOKEN
+    assert line.node.metrics()["served_bytes_total"] - served == total * BYTES_PER_TOKEN
+    assert grown(before, after, "load_errors_total") == 0
+    assert grown(before, after, "prompt_tokens_total") == sum(lengths)
+    assert after["lookup_seconds_count"] > 0
+    assert after["load_seconds_count"] > 0
+    metrics = line.first.call("metrics")
+    assert metrics["vllm:prompt_tokens_cached_by_source_total host"] >= total
+
+
+def test_shared_prefixes_and_partly_local_hits(line: Line) -> None:
+    stem = make_prompt(200, 320)
+    family = [stem + make_prompt(201 + child, 40 + 30 * child) for child in range(6)]
+    expected = line.expected(family)
+    assert store(line.first, line.second, family) == expected
+    assert tokens_of(line.second.call("generate", prompts=family[:1])) == expected[:1]
+
+    answer = line.second.call("generate", prompts=family[1:])  # the stem is local now, the tails are not
+
+    assert tokens_of(answer) == expected[1:]
+    for prompt, output in zip(family[1:], answer["outputs"], strict=True):
+        assert output["pool"]["local_tokens"] == len(stem)
+        assert output["pool"]["pool_tokens"] == loadable(prompt) - len(stem)
+    assert_nothing_left(line, line.second)
+
+
+def test_salt_separates(line: Line) -> None:
+    prompt = make_prompt(250, 300)
+    store(line.first, line.second, [prompt])
+
+    salted = line.second.call("generate", prompts=[prompt], salt="other tenant")
+    plain = line.second.call("generate", prompts=[prompt])
+
+    assert pool_tokens(salted) == [0]
+    assert pool_tokens(plain) == [loadable(prompt)]
+    assert tokens_of(salted) == tokens_of(plain)
+
+
+def test_preemption(line: Line) -> None:
+    """Eight long answers in a KV cache for six: requests are preempted, resumed, saved and loaded in turn."""
+    prompts = [make_prompt(300 + position, 260 + 8 * position) for position in range(8)]
+    expected = line.expected(prompts, max_tokens=120)
+    for _ in range(2):  # the first round saves while it preempts, the second loads
+        assert line.second.call("reset_prefix_cache")
+        answer = line.second.call("generate", prompts=prompts, max_tokens=120)
+        assert tokens_of(answer) == expected
+        assert answer["preemptions"] > 0
+        assert_nothing_left(line, line.second)
+    assert pool_tokens(answer) == [loadable(prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("stage", ["looking", "loading", "running"])
+def test_abort(line: Line, stage: str) -> None:
+    seed = 400 + 10 * len(stage)
+    prompts = [make_prompt(seed + position, 500) for position in range(4)]
+    expected = line.expected(prompts)
+    store(line.first, line.second, prompts)
+
+    answer = line.second.call("generate", prompts=prompts, abort=[0, 2], abort_when=stage)
+
+    assert tokens_of(answer)[1] == expected[1]
+    assert tokens_of(answer)[3] == expected[3]
+    assert answer["outputs"][0] is None or answer["outputs"][0]["reason"] == "abort"
+    assert_nothing_left(line, line.second)
+    assert tokens_of(line.second.call("generate", prompts=prompts)) == expected
+
+
+def test_other_weights_find_nothing(line: Line) -> None:
+    prompts = [make_prompt(500 + position, 200) for position in range(3)]
+    expected = store(line.first, line.second, prompts)
+
+    answer = line.other.call("generate", prompts=prompts)
+    assert pool_tokens(answer) == [0, 0, 0]
+    assert tokens_of(answer) != expected
+    line.other.call("drain")
+    assert line.other.call("reset_prefix_cache")
+    again = line.other.call("generate", prompts=prompts)  # what it stored itself, it finds
+
+    assert pool_tokens(again) == [loadable(prompt) for prompt in prompts]
+    assert tokens_of(again) == tokens_of(answer)
+
+
+def test_a_flipped_byte_changes_the_answer(line: Line) -> None:
+    """The bytes of the pool are truly used: nothing else could notice one that was changed behind its
+    back."""
+    prompt = make_prompt(600, 300)
+    with arena(line.node.pid) as memory:
+        before = memory[:]
+        expected = store(line.first, line.second, [prompt])
+        changed = stored_byte(before, memory)
+        memory[changed] ^= 0x40  # an exponent bit of a float of the first block
+
+        answer = line.second.call("generate", prompts=[prompt])
+
+        memory[changed] ^= 0x40
+    assert pool_tokens(answer) == [loadable(prompt)]
+    assert tokens_of(answer) != expected
+    assert line.second.call("reset_prefix_cache")
+    assert tokens_of(line.second.call("generate", prompts=[prompt])) == expected
+
+
+def test_every_load_failing(line: Line) -> None:
+    prompts = [make_prompt(700 + position, 300 + position) for position in range(4)]
+    expected = line.expected(prompts)
+    store(line.first, line.second, prompts)
+    before = counters(line.second)
+    line.second.call("break_loads")
+    try:
+        answer = line.second.call("generate", prompts=prompts)
+    finally:
+        line.second.call("break_loads", broken=False)
+
+    assert tokens_of(answer) == expected
+    assert pool_tokens(answer) == [0, 0, 0, 0]
+    assert all(output["pool"]["load_errors"] > 0 for output in answer["outputs"])
+    assert grown(before, counters(line.second), "loaded_tokens_total") == 0
+    assert_nothing_left(line, line.second)
+
+
+def test_policy_fail_ends_the_request_and_nothing_else(line: Line) -> None:
+    prompts = [make_prompt(750, 300), make_prompt(751, 300)]
+    expected = line.expected(prompts)
+    store(line.first, line.second, prompts[:1])
+    line.second.call("break_loads")
+    line.second.call("fail_requests", failing=True)
+    try:
+        answer = line.second.call("generate", prompts=prompts)
+    finally:
+        line.second.call("break_loads", broken=False)
+        line.second.call("fail_requests", failing=False)
+
+    assert answer["outputs"][0]["reason"] == "error"
+    assert tokens_of(answer)[1] == expected[1]
+    assert_nothing_left(line, line.second)
+    assert tokens_of(line.second.call("generate", prompts=prompts)) == expected
+
+
+def test_before_there_was_a_node(line: Line) -> None:
+    """The second engine served without the pool, said so in one sentence, and joined when the node
+    appeared."""
+    assert line.early["tokens"] == line.early["expected"]
+    warnings = [text for text in line.second.logged().splitlines() if "no pool at" in text]
+    assert len(warnings) == 1
+    assert "serves without it and joins when a node appears" in warnings[0]
+
+
+def test_require_pool(line: Line) -> None:
+    with pytest.raises(EngineFailed) as failure:
+        line.refused.wait()
+    assert any(cause.startswith("Unavailable: ") for cause in failure.value.causes)
+
+
+@pytest.mark.parametrize("operation", ["submit_load", "submit_save"])
+def test_node_killed(line: Line, operation: str) -> None:
+    """kill -9 of the node right as a load or a save begins: the same tokens, and the pool comes back with the
+    node."""
+    seed = 800 + len(operation)
+    prompts = [make_prompt(seed + position, 400 + position) for position in range(6)]
+    expected = line.expected(prompts)
+    if operation == "submit_load":
+        store(line.first, line.second, prompts)
+    line.second.call("kill_at", operation=operation, pid=line.node.pid)
+
+    answer = line.second.call("generate", prompts=prompts)
+
+    assert tokens_of(answer) == expected
+    assert all(output["reason"] == "length" for output in answer["outputs"])
+    left = line.second.call("drain")
+    assert left == NOTHING_LEFT
+    line.node.kill()
+    line.node.start()
+    again = [make_prompt(seed + 50, 300)]
+    for engine in (line.first, line.second):
+        wait_joined(engine)
+        revive(engine)
+    assert store(line.first, line.second, again) == line.expected(again)
+    assert pool_tokens(line.second.call("generate", prompts=again)) == [loadable(again[0])]
+
+
+def test_silent_node(line: Line) -> None:
+    """A node that accepts and never answers costs a lookup's deadline, not more; saves end, and it is found
+    again."""
+    prompts = [make_prompt(900 + position, 300) for position in range(3)]
+    expected = line.expected(prompts)
+    store(line.first, line.second, prompts)
+    os.kill(line.node.pid, signal.SIGSTOP)
+    try:
+        answer = line.second.call("generate", prompts=prompts)
+        left = line.second.call("drain")
+    finally:
+        os.kill(line.node.pid, signal.SIGCONT)
+
+    assert tokens_of(answer) == expected
+    assert pool_tokens(answer) == [0, 0, 0]
+    assert left == NOTHING_LEFT
+    slowest_s = max(answer["first_s"])
+    print(f"slowest first token with a silent node: {slowest_s:.2f} s")
+    assert slowest_s < 5 * (ANSWER_TIMEOUT_S + 0.5)
+    revive(line.second)
+
+
+def revive(engine: Engine) -> None:
+    """Asks until a lookup is answered again: the client comes back by itself, with the first call that may
+    try."""
+    for attempt in range(100):
+        before = counters(engine)
+        engine.call("generate", prompts=[make_prompt(5000 + attempt, 40)], max_tokens=1)
+        if grown(before, counters(engine), "lookups_total"):
+            return
+    raise AssertionError("the engine did not find its way back to the pool")
+
+
+def arena(pid: int) -> mmap.mmap:
+    """The node's arena, mapped through its descriptor: the largest memfd it holds."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        if "memfd:" in os.readlink(link):
+            found.append((link.stat().st_size, str(link)))
+    size, path = max(found)
+    with open(path, "r+b") as file:
+        return mmap.mmap(file.fileno(), size)
+
+
+def stored_byte(before: bytes, memory: mmap.mmap) -> int:
+    """Where the top byte of a float lies in the middle of what was stored: of the longest run of changed
+    pages."""
+    page = mmap.PAGESIZE
+    runs: list[list[int]] = [[]]
+    for start in range(0, len(before), page):
+        if before[start : start + page] != memory[start : start + page]:
+            runs[-1].append(start)
+        elif runs[-1]:
+            runs.append([])
+    longest = max(runs, key=len)
+    return longest[len(longest) // 2] + 3

@@ -1,0 +1,98 @@
+"""The entry point: idempotent, and silent or one sentence whatever it meets."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from moonpool.connectors.vllm import compat, plugin
+
+FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
+
+
+class Factory:
+    """KVConnectorFactory of vLLM 0.32, as far as plugins see it."""
+
+    def __init__(self) -> None:
+        self._registry: dict[str, Callable[[], str]] = {}
+
+    def register_connector(self, name: str, module_path: str, class_name: str) -> None:
+        if name in self._registry:
+            raise ValueError(f"Connector '{name}' is already registered.")
+
+        def loader() -> str:
+            return f"{module_path}.{class_name}"
+
+        self._registry[name] = loader
+
+
+@pytest.fixture
+def factory(monkeypatch: pytest.MonkeyPatch) -> Factory:
+    factory = Factory()
+    parts = FACTORY.split(".")
+    for count in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:count]), ModuleType(parts[count - 1]))
+    module: Any = ModuleType(FACTORY)
+    module.KVConnectorFactory = factory
+    monkeypatch.setitem(sys.modules, FACTORY, module)
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.32.0+cpu")
+    return factory
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    with caplog.at_level(logging.INFO):
+        yield lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_registers_once_and_lazily(factory: Factory, said: Callable[[], list[str]]) -> None:
+    for _ in range(3):
+        plugin.register()
+    assert factory._registry["Mooncake"]() == "moonpool.connectors.vllm.connector.Mooncake"
+    assert said() == []
+
+
+def test_name_taken_by_another(factory: Factory, said: Callable[[], list[str]]) -> None:
+    factory.register_connector("Mooncake", "someone.else", "Mooncake")
+    plugin.register()
+    assert factory._registry["Mooncake"]() == "someone.else.Mooncake"
+    (sentence,) = said()
+    assert "another plugin has taken the connector name Mooncake" in sentence
+
+
+@pytest.mark.parametrize("version", ["0.22.1", "0.8.5"])
+def test_too_old(
+    factory: Factory, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(compat, "vllm_version", lambda: version)
+    plugin.register()
+    assert factory._registry == {}
+    (sentence,) = said()
+    assert f"vLLM {version} is too old" in sentence
+    assert "0.23 or newer" in sentence
+
+
+@pytest.mark.parametrize("version", ["0.23.0", "0.32.0+cpu", "0.33.0", "1.0.0", "0.0.0+dev", "", "nightly"])
+def test_new_enough(version: str) -> None:
+    assert not compat.is_too_old(version)
+
+
+def test_without_connectors(said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    plugin.register()
+    (sentence,) = said()
+    assert "no KV connectors" in sentence
+
+
+def test_factory_of_the_future(factory: Factory, said: Callable[[], list[str]]) -> None:
+    def register_connector(spec: object) -> None: ...
+
+    factory.register_connector = register_connector  # type: ignore[method-assign, assignment]
+    plugin.register()
+    (sentence,) = said()
+    assert "cannot register the connector Mooncake (TypeError" in sentence

@@ -1,0 +1,474 @@
+"""The scheduler's half against a pool that answers when told to: pins, loads, saves and every way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.connectors.vllm.lookups import ANSWER_TIMEOUT_S
+from moonpool.connectors.vllm.messages import NOTHING, Handshake, Report, Save
+from moonpool.connectors.vllm.scheduler import LOOKUPS_AHEAD_MAX, SchedulerHalf
+from moonpool.connectors.vllm.settings import Settings
+from moonpool.core.errors import ConfigError, Unavailable
+from moonpool.core.keys import block_digests, block_name, chain_seed
+from tests.connectors.vllm.fakes import (
+    BLOCK_TOKENS,
+    COLUMNS,
+    FINGERPRINT,
+    LIFE,
+    LOG,
+    Cached,
+    Clock,
+    FakeBlocks,
+    FakeLora,
+    FakeOutput,
+    FakePool,
+    FakeRequest,
+    FakeStep,
+    New,
+    digest,
+    facts,
+    link_to,
+    scheduler_half,
+)
+
+WIDTH = len(COLUMNS)
+
+
+def request(tokens: int = 18, name: str = "r", **fields: object) -> FakeRequest:
+    return FakeRequest(name, list(range(tokens)), **fields)  # type: ignore[arg-type]
+
+
+def names(tokens: list[int], seed: bytes = b"") -> list[bytes]:
+    return [
+        block_name(digest, ranges)
+        for digest in block_digests(tokens, BLOCK_TOKENS, seed=seed)
+        for ranges in COLUMNS
+    ]
+
+
+def admit(half: SchedulerHalf, one: FakeRequest, local: int = 0, blocks: int = 20) -> int:
+    """Asks and admits as vLLM does. Returns the tokens to be loaded."""
+    tokens, asynchronous = half.matched_tokens(one, local)
+    assert tokens is not None
+    assert asynchronous == (tokens > 0)
+    half.admitted(one, FakeBlocks((list(range(100, 100 + blocks)),)), tokens)
+    return tokens
+
+
+def first_step(one: FakeRequest, computed: int, scheduled: int, blocks: int = 20) -> FakeStep:
+    new = New(one.request_id, (list(range(100, 100 + blocks)),), computed)
+    return FakeStep([new], num_scheduled_tokens={one.request_id: scheduled})
+
+
+def next_step(one: FakeRequest, computed: int, scheduled: int, fresh: list[int] | None = None) -> FakeStep:
+    cached = Cached([one.request_id], set(), [None if fresh is None else (fresh,)], [computed])
+    return FakeStep([], cached, {one.request_id: scheduled})
+
+
+def finish_saves(half: SchedulerHalf, *saves: Save) -> None:
+    half.step_ended(FakeOutput(kv_connector_worker_meta=Report(saved={save.job_id: 1 for save in saves})))
+
+
+def test_one_query_with_all_objects_of_all_full_blocks() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool)
+    one = request(18)
+    half.arrived(one)
+    assert len(pool.prefixes) == 1
+    assert pool.prefixes[0][1:] == (b"".join(names(list(range(18)))), WIDTH)
+    for _ in range(3):
+        assert half.matched_tokens(one, 0) == (None, False)
+    assert len(pool.prefixes) == 1
+
+
+def test_hit_is_loaded_and_the_pin_released_after_the_load() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool)
+    one = request(18)
+    half.arrived(one)
+    pool.answer_prefix(3)
+    for _ in range(2):  # asking has no side effect
+        assert half.matched_tokens(one, BLOCK_TOKENS) == (2 * BLOCK_TOKENS, True)
+    assert admit(half, one, local=BLOCK_TOKENS) == 2 * BLOCK_TOKENS
+
+    step = half.build_step(FakeStep())
+
+    (load,) = step.loads
+    assert load.request_id == "r"
+    assert load.incarnation == LIFE
+    assert load.block_ids == ((101, 102),)
+    assert load.first_names == b"".join(names(list(range(18)))[WIDTH : 2 * WIDTH])
+    assert load.descriptors == b"".join(bytes([index] * 32) for index in range(WIDTH, 3 * WIDTH))
+    assert half.build_step(FakeStep()) is NOTHING
+    assert pool.released == []
+    half.step_ended(FakeOutput({"r"}, Report(loaded={"r": 2})))
+    assert pool.released == [7]
+    assert half.finished(one) == {
+        "moonpool": {"pool_tokens": 2 * BLOCK_TOKENS, "local_tokens": BLOCK_TOKENS, "load_errors": 0}
+    }
+    assert half.lookups.pins == 0
+    assert not half.has_pending_work()
+
+
+def test_one_token_is_left_to_compute() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool)
+    one = request(16)
+    half.arrived(one)
+    pool.answer_prefix(4)
+    assert half.matched_tokens(one, 0) == (12, True)
+
+
+def test_local_cache_covers_the_hit() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool)
+    one = request(18)
+    half.arrived(one)
+    pool.answer_prefix(2)
+    assert half.matched_tokens(one, 8) == (0, False)
+    assert pool.released == []  # asked once more with less, it could still load
+    admit(half, one, local=8)
+    assert pool.released == [7]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_no_answer_in_time_is_a_miss(late: bool) -> None:
+    pool, clock = FakePool(), Clock()
+    half, _ = scheduler_half(pool, clock=clock)
+    one = request()
+    half.arrived(one)
+    clock.now_s += ANSWER_TIMEOUT_S - 0.01
+    assert half.matched_tokens(one, 0) == (None, False)
+    clock.now_s += 0.02
+    assert half.matched_tokens(one, 0) == (0, False)
+    if late:
+        pool.answer_prefix(4)
+        assert half.has_pending_work()
+        half.build_step(FakeStep())
+        assert pool.released == [7]
+        assert not half.has_pending_work()
+        assert half.matched_tokens(one, 0) == (0, False)
+
+
+@pytest.mark.parametrize("how", ["error", "broken", "gone"])
+def test_a_pool_that_fails_is_a_miss(how: str) -> None:
+    pool = FakePool(broken=Unavailable("gone") if how == "broken" else None)
+    half, _ = scheduler_half(None if how == "gone" else pool)
+    one = request()
+    half.arrived(one)
+    if how == "error":
+        pool.answer_prefix(0, error="the node was lost")
+    assert half.matched_tokens(one, 0) == (0, False)
+    admit(half, one)
+    assert half.finished(one) is not None
+    stats = half.tally.take()
+    assert stats is not None
+    assert stats.data.get("lookups_unknown", 0) == (0 if how == "gone" else 1)
+
+
+def test_abort_in_every_phase_keeps_no_pin() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool)
+    looking, hit, loading = request(name="looking"), request(name="hit"), request(name="loading")
+    half.arrived(looking)
+    half.finished(looking)
+    pool.answer_prefix(4, pin_id=1)
+    half.build_step(FakeStep())
+    assert pool.released == [1]
+
+    half.arrived(hit)
+    pool.answer_prefix(4, pin_id=2)
+    half.matched_tokens(hit, 0)
+    half.finished(hit)
+    assert pool.released == [1, 2]
+
+    half.arrived(loading)
+    pool.answer_prefix(4, pin_id=3)
+    admit(half, loading)
+    assert len(half.build_step(FakeStep()).loads) == 1
+    half.finished(loading)
+    assert pool.released == [1, 2]  # its blocks are still being written to
+    half.step_ended(FakeOutput({"loading"}, Report(loaded={"loading": 4})))
+    assert pool.released == [1, 2, 3]
+    assert half.lookups.pins == 0
+
+
+def test_failed_load_is_computed_and_saved() -> None:
+    pool = FakePool()
+    half, blocks = scheduler_half(pool)
+    one = request(18)
+    half.arrived(one)
+    pool.answer_prefix(4)
+    admit(half, one)
+    half.build_step(FakeStep())
+    half.step_ended(FakeOutput({"r"}, Report(loaded={"r": 1})))
+    half.admitted(one, FakeBlocks((list(range(100, 120)),)), 0)
+
+    (save,) = half.build_step(first_step(one, computed=4, scheduled=14)).saves
+
+    assert save.block_ids == ((101, 102, 103),)
+    assert blocks.held() == [101, 102, 103]
+    result = half.finished(one)
+    assert result == {"moonpool": {"pool_tokens": 4, "local_tokens": 0, "load_errors": 3}}
+    stats = half.tally.take()
+    assert stats is not None
+    assert stats.data["loaded_tokens"] == 4
+    assert stats.data["load_errors"] == 3
+
+
+def test_load_that_failed_whole_does_not_ask_again() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool)
+    one = request(18)
+    half.arrived(one)
+    pool.answer_prefix(4)
+    admit(half, one)
+    half.build_step(FakeStep())
+    half.step_ended(FakeOutput({"r"}, Report(loaded={"r": 0})))
+    assert half.matched_tokens(one, 0) == (0, False)
+    assert len(pool.prefixes) == 1
+
+
+def test_ranks_report_in_different_steps_and_the_worst_counts() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool, workers=2)
+    one = request(18)
+    half.arrived(one)
+    pool.answer_prefix(4)
+    admit(half, one)
+    half.build_step(FakeStep())
+    half.step_ended(FakeOutput(None, Report(loaded={"r": 2})))
+    half.step_ended(FakeOutput({"r"}, Report(loaded={"r": 4})))
+    assert half.finished(one) == {"moonpool": {"pool_tokens": 8, "local_tokens": 0, "load_errors": 2}}
+
+
+def test_chunks_are_saved_as_they_fill_blocks() -> None:
+    pool = FakePool()
+    half, blocks = scheduler_half(pool)
+    one = request(18)
+    half.arrived(one)
+    pool.answer_prefix(0)
+    admit(half, one)
+    every = names(list(range(18)))
+
+    (first,) = half.build_step(first_step(one, computed=0, scheduled=6, blocks=2)).saves
+    (second,) = half.build_step(next_step(one, computed=6, scheduled=7, fresh=[102, 103])).saves
+    (third,) = half.build_step(next_step(one, computed=13, scheduled=5, fresh=[104])).saves
+
+    assert [save.block_ids for save in (first, second, third)] == [((100,),), ((101, 102),), ((103,),)]
+    assert first.names == b"".join(every[:WIDTH])
+    assert first.parents == bytes(len(first.names))
+    assert second.names == b"".join(every[WIDTH : 3 * WIDTH])
+    assert second.parents == b"".join(every[: 2 * WIDTH])
+    assert half.build_step(next_step(one, computed=18, scheduled=1)) is NOTHING
+    assert not half.saves.tracked
+    assert blocks.held() == [100, 101, 102, 103]
+    half.finished(one)
+    assert half.has_pending_work()
+    assert half.has_pending_frees()
+    finish_saves(half, first, second)
+    assert blocks.held() == [103]
+    finish_saves(half, third, third)  # a second report of a job that is done changes nothing
+    assert blocks.held() == []
+    assert not half.has_pending_work()
+
+
+def test_what_the_pool_has_is_not_saved_again() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool)
+    one = request(18)
+    half.arrived(one)
+    pool.answer_prefix(3)
+    admit(half, one, local=12)
+    (save,) = half.build_step(first_step(one, computed=12, scheduled=6)).saves
+    assert save.block_ids == ((103,),)
+
+
+def test_blocks_are_held_until_every_rank_is_done() -> None:
+    half, blocks = scheduler_half(pool := FakePool(), workers=2)
+    one = request(4)
+    half.arrived(one)
+    pool.answer_prefix(0)
+    admit(half, one)
+    (save,) = half.build_step(first_step(one, 0, 4)).saves
+    finish_saves(half, save)
+    assert blocks.held() == [100]
+    finish_saves(half, save)
+    assert blocks.held() == []
+
+
+def test_preempted_request_asks_again_and_saves_from_its_new_blocks() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool)
+    one = request(18)
+    half.arrived(one)
+    pool.answer_prefix(0)
+    admit(half, one)
+    (save,) = half.build_step(first_step(one, computed=0, scheduled=6)).saves
+    assert half.build_step(FakeStep()) is NOTHING  # preempted: not scheduled
+
+    one.num_preemptions = 1
+    assert half.matched_tokens(one, 0) == (None, False)
+    assert len(pool.prefixes) == 2
+    pool.answer_prefix(1, pin_id=9)
+    assert admit(half, one, local=4) == 0
+    assert pool.released == [9]
+    resumed = Cached(["r"], {"r"}, [([200, 201, 202, 203, 204],)], [4])
+    (after,) = half.build_step(FakeStep([], resumed, {"r": 14})).saves
+
+    assert save.block_ids == ((100,),)
+    assert after.block_ids == ((201, 202, 203),)
+
+
+def test_answers_are_saved_on_request_only() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool, settings=Settings(save_decode=True))
+    one = request(6)
+    half.arrived(one)
+    pool.answer_prefix(0)
+    admit(half, one)
+    (first,) = half.build_step(first_step(one, computed=0, scheduled=6)).saves
+    one.answer = [50]
+    assert half.build_step(next_step(one, computed=6, scheduled=1)) is NOTHING
+    one.answer = [50, 51]
+    (second,) = half.build_step(next_step(one, computed=7, scheduled=1)).saves
+    assert first.block_ids == ((100,),)
+    assert second.block_ids == ((101,),)
+    assert second.names == b"".join(names([*range(6), 50, 51])[WIDTH:])
+
+
+def test_too_many_held_blocks_end_the_saves_of_a_request() -> None:
+    pool = FakePool()
+    half, blocks = scheduler_half(pool)
+    one = request(BLOCK_TOKENS * 120)
+    half.arrived(one)
+    pool.answer_prefix(0)
+    half.matched_tokens(one, 0)
+    half.admitted(one, FakeBlocks((list(range(120)),)), 0)
+    step = FakeStep([New("r", (list(range(120)),), 0)], num_scheduled_tokens={"r": 480})
+    assert half.build_step(step) is NOTHING
+    assert blocks.held() == []
+    stats = half.tally.take()
+    assert stats is not None
+    assert stats.data["unsaved_blocks"] == 120
+
+
+def test_pins_that_wait_are_bounded() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool)
+    for number in range(LOOKUPS_AHEAD_MAX + 10):
+        half.arrived(request(name=f"r{number}"))
+    assert len(pool.prefixes) == LOOKUPS_AHEAD_MAX
+    last = request(name=f"r{LOOKUPS_AHEAD_MAX + 9}")
+    assert half.matched_tokens(last, 0) == (None, False)  # asks when it is its turn
+    assert len(pool.prefixes) == LOOKUPS_AHEAD_MAX + 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"mm_features": [object()]}, {"prompt_embeds": object()}, {"resumable": True}],
+    ids=["multimodal", "embeddings", "session"],
+)
+def test_requests_that_are_more_than_their_tokens_do_not_use_the_pool(fields: dict[str, object]) -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool)
+    one = request(**fields)
+    half.arrived(one)
+    assert pool.prefixes == []
+    assert half.matched_tokens(one, 0) == (0, False)
+    half.admitted(one, FakeBlocks(([],)), 0)
+    assert half.finished(one) is None
+
+
+def test_requests_that_must_compute_everything_still_save() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool)
+    one = request(skip_reading_prefix_cache=True)
+    half.arrived(one)
+    assert pool.prefixes == []
+    admit(half, one)
+    assert len(half.build_step(first_step(one, 0, 18)).saves) == 1
+
+
+def test_lora_and_salt_seed_the_chain() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool)
+    half.arrived(request(lora_request=FakeLora("sql"), cache_salt="s"))
+    assert pool.prefixes[0][1] == b"".join(names(list(range(18)), chain_seed("sql", "s")))
+
+
+def test_reset_forgets_what_is_stored() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool)
+    half.arrived(request(name="before"))
+    half.forget_everything_stored()
+    half.arrived(request(name="after"))
+    assert pool.prefixes[0][1] != pool.prefixes[1][1]
+
+
+@pytest.mark.parametrize(("role", "loads", "saves"), [("may_load", 0, 1), ("may_save", 1, 0)])
+def test_roles(role: str, loads: int, saves: int) -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool, **{role: False})
+    one = request()
+    half.arrived(one)
+    assert len(pool.prefixes) == loads
+    if loads:
+        pool.answer_prefix(0)
+    admit(half, one)
+    assert len(half.build_step(first_step(one, 0, 18)).saves) == saves
+
+
+def test_a_load_that_cannot_be_planned_fails_and_does_not_hang() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool)
+    one = request()
+    half.arrived(one)
+    pool.answer_prefix(4)
+    assert half.matched_tokens(one, 0) == (16, True)
+    half.fail_load("r", ([100, 101, 102, 103],), 16)
+    assert pool.released == [7]
+    (load,) = half.build_step(FakeStep()).loads
+    assert load.width == 0
+    assert load.block_ids == ((100, 101, 102, 103),)
+
+
+def test_saves_that_cannot_be_planned_hold_nothing() -> None:
+    pool = FakePool()
+    half, blocks = scheduler_half(pool)
+    good, bad = request(name="good"), request(name="bad")
+    for one in (good, bad):
+        half.arrived(one)
+        pool.answer_prefix(0)
+        admit(half, one)
+    step = first_step(good, 0, 18)
+    step.scheduled_new_reqs.append(New("bad", ([9999] * 5,), 0))
+    step.num_scheduled_tokens["bad"] = 18
+    with pytest.raises(IndexError):
+        half.build_step(step)
+    half.saves.give_up()
+    assert blocks.held() == []
+    assert half.build_step(step) is NOTHING
+
+
+def test_workers_that_refuse() -> None:
+    def half(require_pool: bool, **changes: object) -> SchedulerHalf:
+        return SchedulerHalf(
+            facts(**changes),
+            Settings(require_pool=require_pool),
+            open_link=link_to(FakePool()),
+            digest=digest,
+            log=LOG,
+        )
+
+    refusing = Handshake(refusal="the KV cache lies in cuda memory")
+    quiet = half(False)
+    quiet.meet_workers([refusing])
+    quiet.arrived(request())
+    assert quiet.matched_tokens(request(), 0) == (0, False)
+    with pytest.raises(ConfigError, match="cuda memory"):
+        half(True).meet_workers([refusing])
+    with pytest.raises(ConfigError, match="disagree"):
+        half(True).meet_workers([Handshake(FINGERPRINT, COLUMNS), Handshake(bytes(32), COLUMNS)])
+    with pytest.raises(ConfigError, match="Mamba"):
+        half(True, refusal="the model has Mamba layers").meet_workers([Handshake(FINGERPRINT, COLUMNS)])

@@ -1,0 +1,58 @@
+"""kv_connector_extra_config: what it takes and what it says to what it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moonpool.connectors.vllm.settings import Settings
+from moonpool.core.errors import ConfigError
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("MOONPOOL_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_defaults() -> None:
+    assert Settings.parse({}) == Settings(None, False, "default", "default", False)
+
+
+def test_values() -> None:
+    settings = Settings.parse(
+        {"node": "n1", "require_pool": True, "tenant": "t", "namespace": "n", "save_decode": "true"}
+    )
+    assert settings == Settings("n1", True, "t", "n", True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"requirepool": True}, ["requirepool", "did you mean 'require_pool'?"]),
+        ({"tenent": "x"}, ["did you mean 'tenant'?"]),
+        ({"zzz": 1}, ["'zzz'", "the options are node, require_pool, tenant, namespace, save_decode"]),
+        ({"token": "0xc0ffee"}, ["MOONPOOL_CLUSTER_TOKEN_FILE"]),
+        ({"require_pool": "maybe"}, ["require_pool must be true or false, not 'maybe'"]),
+        ({"save_decode": 1}, ["save_decode must be true or false"]),
+        ({"tenant": ""}, ["tenant must be a non-empty text"]),
+        ({"namespace": None}, ["namespace must be a non-empty text"]),
+    ],
+)
+def test_refusals(extra: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Settings.parse(extra)
+    assert all(word in str(refused.value) for word in words)
+    assert "c0ffee" not in str(refused.value)
+
+
+def test_sockets(runtime: Path) -> None:
+    assert Settings().socket() == runtime / "node.sock"
+    assert Settings(node="blue").socket() == runtime / "node-blue.sock"
+    assert Settings(node="/tmp/x.sock").socket() == Path("/tmp/x.sock")
+    with pytest.raises(ConfigError, match="nodes of its own host only"):
+        Settings(node="10.0.0.1:7710").socket()
+    with pytest.raises(ConfigError, match="shorter folder"):
+        Settings(node="/" + "x" * 200).socket()

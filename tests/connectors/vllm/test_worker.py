@@ -1,0 +1,295 @@
+"""The worker's half: every load and save of a step is reported once, and bytes go where they belong.
+
+The last tests run on the real node and the real native threads, with numpy memory in the place of KV caches.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from moonpool import _native
+from moonpool.connectors.vllm.link import Link
+from moonpool.connectors.vllm.messages import NOTHING, Load, Report, Save, Step
+from moonpool.connectors.vllm.native import NativePool
+from moonpool.connectors.vllm.worker import WorkerHalf
+from moonpool.core.errors import Unavailable
+from moonpool.core.keys import BLOCK_NAME_BYTES, Ranges, block_name
+from tests.connectors.vllm.fakes import (
+    FINGERPRINT,
+    LIFE,
+    LOG,
+    FakePool,
+    FakeTensor,
+    Loaded,
+    Saved,
+    facts,
+    link_to,
+)
+
+BLOCKS, TOKENS, CONTENT = 6, 4, 6
+GROUP = ("layers.0", "layers.1")
+
+
+def memory(heads: int = 2) -> npt.NDArray[np.float32]:
+    """[layers, blocks, heads, tokens, content]"""
+    return np.zeros((len(GROUP), BLOCKS, heads, TOKENS, CONTENT), np.float32)
+
+
+def worker_half(
+    kv: npt.NDArray[np.float32], open_link: Callable[[bytes], Link], *, rank: int = 0, **changes: Any
+) -> WorkerHalf:
+    half = WorkerHalf(
+        facts(**changes),
+        ranks=lambda: (rank, 0),
+        fingerprint=lambda layout, tensor: FINGERPRINT,
+        open_link=open_link,
+        log=LOG,
+    )
+    half.register({name: FakeTensor(kv[number], kv) for number, name in enumerate(GROUP)})
+    return half
+
+
+def load(half: WorkerHalf, *blocks: int, request_id: str = "r") -> Load:
+    columns = half.handshake().columns
+    first = b"".join(block_name(bytes(32), ranges) for ranges in columns)
+    return Load(request_id, len(columns), first, LIFE, bytes(32 * len(columns) * len(blocks)), (blocks,))
+
+
+def save(half: WorkerHalf, *blocks: int, job_id: int = 1) -> Save:
+    columns = half.handshake().columns
+    names = b"".join(block_name(bytes([b] * 32), ranges) for b in blocks for ranges in columns)
+    return Save(job_id, len(columns), names, bytes(len(names)), (blocks,))
+
+
+def test_handshake_tells_the_objects() -> None:
+    half = worker_half(memory(), link_to(FakePool()))
+    assert half.handshake().fingerprint == FINGERPRINT
+    assert half.handshake().columns == (Ranges(0, 0, 1, 0, 2), Ranges(0, 1, 1, 0, 2))
+    second = worker_half(memory(1), link_to(FakePool()), rank=1, tp_size=2)
+    assert second.handshake().columns == (Ranges(0, 1, 1, 0, 2),)
+
+
+def test_load_ends_well() -> None:
+    half = worker_half(memory(), link_to(pool := FakePool()))
+    half.start_loads(Step((load(half, 3, 5),)))
+    ((ticket, life, descriptors, indices, columns),) = pool.loads
+    assert (life, len(descriptors)) == (LIFE, 4 * 32)
+    assert indices == [3, 3, 5, 5]
+    assert columns == [0, 1, 0, 1]
+    half.poll()
+    assert half.take_finished() == (set(), set())
+    pool.answer(ticket, Loaded(bytes([1, 1, 1, 1]), 999))
+    half.poll()
+    assert half.take_finished() == ({"r"}, set())
+    assert half.take_finished() == (set(), set())
+    assert half.take_failed_blocks() == set()
+    assert half.take_report() == Report(loaded={"r": 2})
+    assert half.take_report() is None
+    stats = half.tally.take()
+    assert stats is not None
+    assert stats.data["loaded_bytes"] == 999
+
+
+def test_failed_objects_are_failed_blocks() -> None:
+    half = worker_half(memory(), link_to(pool := FakePool()))
+    half.start_loads(Step((load(half, 0, 2, 4),)))
+    pool.answer(pool.loads[0][0], Loaded(bytes([1, 1, 1, 0, 1, 1]), 5, "a pinned object was removed"))
+    half.poll()
+    assert half.take_finished() == ({"r"}, set())
+    assert half.take_failed_blocks() == {2}
+    assert half.take_report() == Report(loaded={"r": 1})
+
+
+def test_several_groups_fail_by_request() -> None:
+    half = worker_half(memory(), link_to(pool := FakePool()), groups=(("layers.0",), ("layers.1",)))
+    columns = half.handshake().columns
+    assert [ranges.group for ranges in columns] == [0, 0, 1, 1]
+    first = b"".join(block_name(bytes(32), ranges) for ranges in columns)
+    half.start_loads(Step((Load("r", 4, first, LIFE, bytes(2 * 4 * 32), ((0, 1), (4, 5))),)))
+    assert pool.loads[0][3] == [0, 0, 4, 4, 1, 1, 5, 5]
+    assert pool.loads[0][4] == [0, 1, 2, 3] * 2
+    pool.answer(pool.loads[0][0], Loaded(bytes([1] * 7 + [0])))
+    half.poll()
+    assert half.take_finished() == ({"r"}, {"r"})
+    assert half.take_failed_blocks() == set()
+    assert half.take_report() == Report(loaded={"r": 0})
+
+
+@pytest.mark.parametrize("how", ["gone", "broken", "unplanned", "short"])
+def test_every_load_ends(how: str) -> None:
+    pool = FakePool(broken=Unavailable("gone") if how == "broken" else None)
+    half = worker_half(memory(), link_to(None if how == "gone" else pool))
+    job = load(half, 1, 2)
+    if how == "unplanned":
+        job = Load("r", 0, b"", b"", b"", ((1, 2),))
+    half.start_loads(Step((job,)))
+    if how == "short":
+        pool.answer(pool.loads[0][0], Loaded(bytes([1, 1, 1])))
+        half.poll()
+    assert half.take_finished() == ({"r"}, set())
+    assert half.take_failed_blocks() == {1, 2}
+
+
+@pytest.mark.parametrize("how", ["gone", "broken", "replica", "answered"])
+def test_every_save_ends(how: str) -> None:
+    pool = FakePool(broken=Unavailable("gone") if how == "broken" else None)
+    replica = {"rank": 1, "tp_size": 4} if how == "replica" else {}
+    half = worker_half(memory(1 if replica else 2), link_to(None if how == "gone" else pool), **replica)
+    half.start_saves(Step((), (save(half, 1, 2, job_id=8),)))
+    if how == "answered":
+        assert half.take_report() is None
+        pool.answer(pool.saves[0][0], Saved(stored=3, existed=1, bytes_stored=77))
+        half.poll()
+    assert half.take_report() == Report(saved={8: 1})
+    assert (len(pool.saves) == 1) == (how == "answered")
+
+
+def test_after_an_exception_what_is_not_under_way_has_failed() -> None:
+    half = worker_half(memory(), link_to(pool := FakePool()))
+    step = Step((load(half, 1), load(half, 2, request_id="s")), (save(half, 3), save(half, 4, job_id=2)))
+    half.start_loads(Step(step.loads[:1]))
+    half.start_saves(Step((), step.saves[:1]))
+    half.fail_loads(step)
+    half.give_up_saves(step)
+    assert half.take_finished() == ({"s"}, set())
+    assert half.take_report() == Report(loaded={"s": 0}, saved={2: 1})
+    assert len(pool.loads) == len(pool.saves) == 1
+
+
+def test_memory_that_cannot_be_used_is_refused_in_the_handshake() -> None:
+    half = WorkerHalf(
+        facts(),
+        ranks=lambda: (0, 0),
+        fingerprint=lambda layout, tensor: FINGERPRINT,
+        open_link=link_to(FakePool()),
+        log=LOG,
+    )
+    half.register({name: FakeTensor(memory()[0], device="cuda") for name in GROUP})
+    assert "CPU memory only in this release" in half.handshake().refusal
+    half.start_loads(Step((Load("r", 2, b"", b"", b"", ((1,),)),)))
+    assert half.take_finished() == ({"r"}, set())
+
+
+def test_nothing_to_do_touches_nothing() -> None:
+    half = worker_half(memory(), link_to(pool := FakePool()))
+    half.start_loads(NOTHING)
+    half.start_saves(NOTHING)
+    half.poll()
+    assert pool == FakePool()
+
+
+# On the real node
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[_native.Server]:
+    server = _native.Server(str(tmp_path / "node.sock"), [("default", 64 << 20)], b"token")
+    server.start()
+    yield server
+    server.stop()
+
+
+def real_link(tmp_path: Path) -> Callable[[bytes], Link]:
+    def dial() -> NativePool:
+        client = _native.Client(str(tmp_path / "node.sock"), b"token", fingerprint=FINGERPRINT)
+        client.connect()
+        return NativePool(client)
+
+    def open_link(fingerprint: bytes) -> Link:
+        link = Link(dial, address="here", log=LOG)
+        link.open(required=True)
+        return link
+
+    return open_link
+
+
+def wait_for(half: WorkerHalf) -> Report:
+    deadline_s = time.monotonic() + 10
+    while time.monotonic() < deadline_s:
+        half.poll()
+        report = half.take_report()
+        if report is not None:
+            return report
+        select.select([], [], [], 0.001)
+    raise AssertionError("no report within 10 s")
+
+
+def lookup(tmp_path: Path, names: bytes, width: int) -> Any:
+    client = _native.Client(str(tmp_path / "node.sock"), b"token", fingerprint=FINGERPRINT)
+    worker = _native.Worker(client)
+    worker.submit_prefix(names, BLOCK_NAME_BYTES, width)
+    assert select.select([worker.eventfd], [], [], 10)[0]
+    ((_, answer),) = worker.poll()
+    assert answer.error == ""
+    return worker, answer
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_ranks_read_what_one_wrote(server: _native.Server, tmp_path: Path, ranks: int) -> None:
+    """The canonical form: objects do not depend on how many ranks wrote or read them."""
+    source = memory()
+    source[:] = np.random.default_rng(1).random(source.shape, np.float32)
+    writer = worker_half(source, real_link(tmp_path))
+    job = save(writer, 1, 2, 3)
+    writer.start_saves(Step((), (job,)))
+    assert wait_for(writer).saved == {1: 1}
+    assert server.metrics()["objects"] == 6
+
+    keeper, found = lookup(tmp_path, job.names, job.width)
+    assert found.blocks == 3
+    target = memory()
+    for rank in range(ranks):
+        heads = 2 // ranks
+        part = np.ascontiguousarray(target[:, :, rank * heads : (rank + 1) * heads])
+        reader = worker_half(part, real_link(tmp_path), rank=rank, tp_size=ranks)
+        wanted = Load(
+            "r",
+            job.width,
+            job.names[: job.width * BLOCK_NAME_BYTES],
+            found.incarnation,
+            found.descriptors,
+            ((5, 0, 4),),
+        )
+        reader.start_loads(Step((wanted,)))
+        assert wait_for(reader).loaded == {"r": 3}
+        target[:, :, rank * heads : (rank + 1) * heads] = part
+        reader.close()
+
+    assert (target[:, [5, 0, 4]] == source[:, [1, 2, 3]]).all()
+    assert not target[:, [1, 2, 3]].any()
+    assert server.check_integrity()
+    keeper.close()
+    writer.close()
+
+
+def test_a_restarted_node_is_a_failed_load_and_never_wrong_bytes(
+    server: _native.Server, tmp_path: Path
+) -> None:
+    source = memory()
+    source[:] = 1.0
+    writer = worker_half(source, real_link(tmp_path))
+    job = save(writer, 1)
+    writer.start_saves(Step((), (job,)))
+    wait_for(writer)
+    keeper, found = lookup(tmp_path, job.names, job.width)
+    reader = worker_half(target := memory(), real_link(tmp_path))
+
+    names, descriptors = job.names[: job.width * BLOCK_NAME_BYTES], found.descriptors
+    reader.start_loads(Step((Load("r", job.width, names, bytes(16), descriptors, ((2,),)),)))
+    assert wait_for(reader).loaded == {"r": 0}
+    assert reader.take_failed_blocks() == {2}
+    server.stop()
+    reader.start_loads(Step((Load("s", job.width, names, found.incarnation, descriptors, ((3,),)),)))
+    assert wait_for(reader).loaded.keys() == {"s"}
+    assert not target[:, 2].any()
+    for half in (reader, writer):
+        half.close()
+    keeper.close()
