@@ -1,4 +1,4 @@
-"""What the tests of the store share: nodes and clients in processes of their own, and waiting with a deadline."""
+"""What the tests of the store share: nodes and clients in processes of their own, waiting with a deadline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class Puppet:
 
     def __init__(self, verb: str, *arguments: object) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(PUPPET), verb, *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, str(PUPPET), verb, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
 
     @property

@@ -1,5 +1,5 @@
-"""Other processes for the tests of the store: ``store_puppet.py VERB ARGUMENTS``. Each says on stdout what it did, one
-JSON value a line, and ends when its stdin does, unless it was killed before."""
+"""Other processes for the tests of the store: ``store_puppet.py VERB ARGUMENTS``. Each says on stdout what it
+did, one JSON value a line, and ends when its stdin does, unless it was killed before."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def holder(socket_path: str, token: str, prefix: str, n: str) -> None:
 
 
 def traffic(socket_path: str, token: str, size: str) -> None:
-    """Puts and gets until told to stop; each call's outcome and time, and no other exception than the two of a lost
-    node."""
+    """Puts and gets until told to stop; counts outcomes and times, and lets no exception pass but the two of a
+    lost node."""
     store = Store(socket_path, token=token.encode())
     into, data = bytearray(int(size)), os.urandom(int(size))
     counts = {"done": 0, "lost": 0, "missed": 0, "longest_s": 0.0, "recovered": 0}
@@ -119,7 +119,11 @@ def hammer(socket_path: str, token: str, seed: str, operations: str, keys: str) 
             size = rng.choice((16, 64, 1024, 4096, 16384, 65536))
             data = stamped(key, (int(seed) << 20) ^ i, size)
             result = store.put(name, data, replace=verb < 0.25, ack=verb < 0.28)
-            counts[{PutStatus.STORED: "put", PutStatus.EXISTS: "exists", PutStatus.REFUSED: "refused"}[result.status]] += 1
+            counts[
+                {PutStatus.STORED: "put", PutStatus.EXISTS: "exists", PutStatus.REFUSED: "refused"}[
+                    result.status
+                ]
+            ] += 1
         elif verb < 0.80:
             size = store.get(name, into)
             if size is None:
@@ -140,7 +144,9 @@ def hammer(socket_path: str, token: str, seed: str, operations: str, keys: str) 
             first = rng.randrange(len(names) - 4)
             chain = names[first : first + 4]
             with_pin = store.longest_prefix(chain)
-            for offset, view in enumerate(store.get(chain[: with_pin.blocks], pin=with_pin.pin) if with_pin.blocks else []):
+            for offset, view in enumerate(
+                store.get(chain[: with_pin.blocks], pin=with_pin.pin) if with_pin.blocks else []
+            ):
                 assert view is not None
                 check_stamped(first + offset, view)
             counts["prefix"] += 1

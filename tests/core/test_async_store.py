@@ -30,7 +30,10 @@ def test_the_verbs() -> None:
     async def main() -> None:
         async with AsyncStore(embedded=16 * MIB) as store:
             assert await store.put("one", b"1") == STORED
-            assert await store.put(["one", b"two"], [b"x", [b"2", b"2"]], parents=[None, "one"]) == [EXISTS, STORED]
+            assert await store.put(["one", b"two"], [b"x", [b"2", b"2"]], parents=[None, "one"]) == [
+                EXISTS,
+                STORED,
+            ]
             assert await store.get("two") == b"22"
             assert await store.get(["one", "absent"]) == [b"1", None]
             into = bytearray(4)

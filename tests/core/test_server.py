@@ -1,5 +1,5 @@
-"""The node's Unix socket, spoken to by tests/core/wire_client.py: the handshake, and what comes from strangers and from
-clients that broke. In each test another client is served meanwhile, and the node keeps its memory."""
+"""The node's Unix socket, spoken to by tests/core/wire_client.py: the handshake, and what comes from strangers
+and from clients that broke. In each test another client is served meanwhile, and the node keeps its memory."""
 
 from __future__ import annotations
 
@@ -213,7 +213,18 @@ def _noting(errors: list[BaseException], call: object) -> None:
         (b"MPL1", Unavailable),
         (b"", Unavailable),
     ],
-    ids=["http", "short", "kind", "version", "4 GiB", "error", "code", "half error", "half header", "nothing"],
+    ids=[
+        "http",
+        "short",
+        "kind",
+        "version",
+        "4 GiB",
+        "error",
+        "code",
+        "half error",
+        "half header",
+        "nothing",
+    ],
 )
 def test_what_answers_but_is_no_node(path: Path, greeting: bytes, error: type[Error]) -> None:
     fake = FakeNode(path)
@@ -318,7 +329,7 @@ def requests(space: int) -> dict[str, tuple[int, bytes]]:
 
 @pytest.mark.parametrize("name", requests(0))
 def test_every_body_is_read_to_its_end_and_not_further(server: _native.Server, path: Path, name: str) -> None:
-    """Each body cut off anywhere, or with a byte too many, is refused; the node reads no byte outside of it."""
+    """Each body cut off anywhere, or with a byte too many, is refused; nothing outside of it is read."""
     kind, body = requests(0)[name]
     for cut in range(len(body)):
         with Wire.open(path, TOKEN) as wire:
@@ -384,7 +395,7 @@ def test_half_frames_cost_what_was_sent(node: NodeProcess, path: Path) -> None:
 
 
 def test_a_half_frame_ends_by_itself(path: Path) -> None:
-    """The deadline of a frame is 10 s; this test waits for that of the handshake, 5 s, which ends the same way."""
+    """The deadline of a frame is 10 s; this waits for that of the handshake, 5 s, which ends the same way."""
     node = NodeProcess(path)
     stranger = Wire.dial(path, timeout_s=20)
     stranger.receive()
@@ -403,7 +414,7 @@ def test_a_half_frame_ends_by_itself(path: Path) -> None:
 
 
 def test_thousands_of_idle_strangers(node: NodeProcess, path: Path) -> None:
-    """Only the newest 64 are kept; whoever knows the token gets in at any time, and its connection is never the one."""
+    """Only the newest 64 are kept. Who knows the token gets in at any time, and its connection stays."""
     resource_soft, resource_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(resource_hard, 8192), resource_hard))
     before = node.rss_bytes()

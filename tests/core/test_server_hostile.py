@@ -1,5 +1,5 @@
-"""A client that knows the token and shakes hands rightly, then lies: it harms itself only. The node's books stay sound,
-its memory bounded, and others are served."""
+"""A client that knows the token and shakes hands rightly, then lies: it harms itself only. The node's books stay
+sound, its memory bounded, and others are served."""
 
 from __future__ import annotations
 
@@ -68,7 +68,16 @@ def test_the_good_case_first(wire: Wire, node: NodeProcess) -> None:
 
 @pytest.mark.parametrize(
     ("begin", "size"),
-    [(-4096, 4096), (-1, 2), (4095, 2), (8192, 1), (0, 1 << 32), (0, (1 << 64) - 1), (1 << 63, 1 << 63), (-64, 64)],
+    [
+        (-4096, 4096),
+        (-1, 2),
+        (4095, 2),
+        (8192, 1),
+        (0, 1 << 32),
+        (0, (1 << 64) - 1),
+        (1 << 63, 1 << 63),
+        (-64, 64),
+    ],
 )
 def test_memory_that_was_not_leased(wire: Wire, begin: int, size: int) -> None:
     other = Wire.open(wire.socket.getpeername(), TOKEN)
@@ -214,7 +223,7 @@ def test_a_flood_of_questions_whose_answers_are_never_read(wire: Wire, node: Nod
     before = node.rss_bytes()
     sent = 0
     wire.socket.settimeout(0.3)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError):  # noqa: PT012
         while True:
             assert sent < 200 << 20
             wire.socket.sendall(question)
@@ -265,7 +274,7 @@ def test_a_flood_of_one_way_frames_does_not_starve_others(wire: Wire, node: Node
 
 def test_objects_smaller_than_the_alignment_fill_a_lease(wire: Wire, node: NodeProcess) -> None:
     """One byte each, placed backwards: no quadratic cost, and every byte comes back."""
-    offset, size, _ = wire.lease(16384 * 2, 16384 * 2)
+    offset, _, _ = wire.lease(16384 * 2, 16384 * 2)
     before = node.rss_bytes()
     rows = [Row(offset + 2 * i, 1, 0, b"%d" % i) for i in reversed(range(16384))]
     assert wire.commit(rows) == [w.STORED] * 16384

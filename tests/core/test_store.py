@@ -135,7 +135,9 @@ def test_put_without_acknowledgement_is_seen_by_the_same_store(store: Store) -> 
 # ---- sizes
 
 
-@pytest.mark.parametrize("empty", [b"", bytearray(), memoryview(b""), np.empty(0, np.float32), [], [b"", b""]])
+@pytest.mark.parametrize(
+    "empty", [b"", bytearray(), memoryview(b""), np.empty(0, np.float32), [], [b"", b""]]
+)
 def test_an_object_of_no_bytes(store: Store, empty: Any) -> None:
     assert store.put("k", empty) == STORED
     view = store.get("k")
@@ -503,7 +505,9 @@ def test_many_long_keys_fill_frames_by_their_bytes() -> None:
 def test_list_shows_objects_by_prefix(store: Store) -> None:
     store.put([f"a{i}" for i in range(30)], [bytes(i) for i in range(30)])
     store.put("b", b"bb")
-    assert sorted(entry.key for entry in store.list("a1")) == sorted([b"a1", *(f"a1{i}".encode() for i in range(10))])
+    assert sorted(entry.key for entry in store.list("a1")) == sorted(
+        [b"a1", *(f"a1{i}".encode() for i in range(10))]
+    )
     assert {entry.key: entry.size for entry in store.list(b"")}[b"a29"] == 29
     assert len(store.list("a", limit=7)) == 7
     assert store.list("a", limit=0) == []

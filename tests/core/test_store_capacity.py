@@ -1,4 +1,4 @@
-"""How much of the arena serves, and what of it survives: eviction by need, fair leases, promises that outlast errors."""
+"""How much of the arena serves, and what survives: eviction by need, fair leases, promises that outlast errors."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_thousands_of_one_way_puts_arrive(path: Path) -> None:
 
 
 def test_a_view_outlives_the_connection_that_broke_the_rules(path: Path) -> None:
-    """The node hangs up on a client that stalled inside a frame; the client's views still show their objects."""
+    """The node is done with a client that stalled inside a frame; its views still show their objects."""
     node = NodeProcess(path, tenants=[["default", 8 * MIB]], slab_bytes=MIB)
     store = Store(str(path), token=TOKEN, timeout_s=0.3)
     try:

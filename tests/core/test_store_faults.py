@@ -126,7 +126,7 @@ def test_a_reader_never_serves_a_dead_nodes_memory_as_the_new_ones(nodes: Any, p
 
 
 def test_kill_during_traffic_of_another_process(nodes: Any, path: Path) -> None:
-    """Twice: each call of the other process ends in time, with one of two errors, and it goes on with the new node."""
+    """Twice: each call of the other process ends in time, in one of two errors; it goes on with the new node."""
     node = nodes()
     traffic = Puppet("traffic", path, TOKEN.decode(), 256 * 1024)
     assert traffic.hear() == "ready"
@@ -249,7 +249,7 @@ def test_one_way_puts_to_a_stopped_node_wait_at_last(nodes: Any, path: Path) -> 
     store = open_store(path, timeout_s=0.3)
     store.put("first", b"x")
     node.stop()
-    with pytest.raises(NO_ANSWER):
+    with pytest.raises(NO_ANSWER):  # noqa: PT012
         for i in range(100_000):
             store.put(b"%0500d" % i, b"", ack=False)
     print(f"after {i} puts of 500 bytes of key")
@@ -262,7 +262,7 @@ def test_one_way_puts_to_a_stopped_node_wait_at_last(nodes: Any, path: Path) -> 
 
 
 def test_a_writer_killed_in_mid_put(nodes: Any, path: Path) -> None:
-    """It puts objects of 32 MiB for ever. Killed at any moment: its leases come back, its keys are free at once."""
+    """It puts objects of 32 MiB for ever. Killed at any moment: its leases come back, its keys are free."""
     node = nodes(tenants=[["default", 256 * MIB]])
     for _ in range(5):
         writer = Puppet("writer", path, TOKEN.decode(), 32 * MIB)
@@ -382,7 +382,9 @@ def test_the_scrub_drops_what_went_bad(nodes: Any, path: Path) -> None:
     wire = Wire.open(path, TOKEN)
     offset, _, _ = wire.lease(4096, 4096)
     before = node.metric("scrub_dropped_total")
-    assert wire.commit([w.Row(offset, 4096, 0x12345678, b"bad")]) == [w.STORED]  # a checksum that never was right
+    assert wire.commit([w.Row(offset, 4096, 0x12345678, b"bad")]) == [
+        w.STORED
+    ]  # a checksum that never was right
     store.put("good", os.urandom(MIB))
     until(lambda: node.metric("scrub_dropped_total") == before + 1)
     assert store.exists(["bad", "good"]) == [Presence.MISS, Presence.HIT]

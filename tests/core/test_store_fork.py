@@ -1,5 +1,5 @@
-"""fork() with an open store: the child's handles raise, and nothing that it does, its end included, reaches the parent's
-connection."""
+"""fork() with an open store: the child's handles raise, and nothing that it does, its end included, reaches the
+parent's connection."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def run_child(body: Callable[[], None]) -> int:
     return wait_for(pid)
 
 
-def test_every_call_of_the_child_raises_and_the_parent_goes_on(server: _native.Server, runtime_dir: Path) -> None:
+def test_every_call_of_the_child_raises_and_the_parent_goes_on(
+    server: _native.Server, runtime_dir: Path
+) -> None:
     store = Store(str(runtime_dir / "n.sock"), token=TOKEN)
     store.put("k", b"before")
     view = store.get("k")
@@ -139,8 +141,10 @@ def test_a_child_of_a_process_with_an_embedded_node(runtime_dir: Path) -> None:
     server.stop()
 
 
-def test_a_child_that_lives_on_does_not_keep_the_parents_connection(server: _native.Server, runtime_dir: Path) -> None:
-    """The descriptor is in both processes: without a shutdown the node would wait for the child's end, too."""
+def test_a_child_that_lives_on_does_not_keep_the_parents_connection(
+    server: _native.Server, runtime_dir: Path
+) -> None:
+    """The descriptor is in both processes: without a shutdown the node would wait for the child's end."""
     store = Store(str(runtime_dir / "n.sock"), token=TOKEN)
     store.put("k", b"x")
     view = store.get("k")

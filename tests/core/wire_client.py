@@ -1,5 +1,5 @@
-"""The wire format once more, in plain Python: docs/wire.md as a program. It speaks to the real node in tests, rightly
-or, where a test wants it, wrongly; nothing of the product uses it."""
+"""The wire format once more, in plain Python: docs/wire.md as a program. It speaks to the real node in tests,
+rightly or, where a test wants it, wrongly; nothing of the product uses it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ ENTRY = struct.Struct("<QQII")  # size, generation, crc, pins of a LIST row; its
 WELCOME_LIMITS = struct.Struct("<QQQQIIII")  # see Limits
 
 
-def frame(kind: int, body: bytes = b"", *, request_id: int = 0, flags: int = 0, version: int = VERSION) -> bytes:
+def frame(
+    kind: int, body: bytes = b"", *, request_id: int = 0, flags: int = 0, version: int = VERSION
+) -> bytes:
     return HEADER.pack(MAGIC, version, kind, flags, len(body), 0, request_id) + body
 
 
@@ -223,7 +225,9 @@ class Wire:
         assert len(body) == 4 + n
         return list(body[4:])
 
-    def lookup(self, names: list[bytes], *, flags: int = 0, width: int = 1) -> tuple[int, int, list[tuple[int, ...]]]:
+    def lookup(
+        self, names: list[bytes], *, flags: int = 0, width: int = 1
+    ) -> tuple[int, int, list[tuple[int, ...]]]:
         """(pin, hits, descriptors)"""
         body = self.ask(LOOKUP, lookup(self.space, names, flags=flags, width=width)).body
         pin, hits, n = struct.unpack_from("<QII", body)

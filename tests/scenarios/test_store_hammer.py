@@ -1,5 +1,5 @@
-"""Several processes on the same few keys of a small arena: constant replacing, removing and evicting under readers. Every
-object names its key in each of its words, so a torn or foreign byte cannot hide."""
+"""Several processes on the same few keys of a small arena: constant replacing, removing and evicting under
+readers. Every object names its key in each of its words, so a torn or foreign byte cannot hide."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def node(runtime_dir: Path) -> Iterator[NodeProcess]:
 def test_no_torn_or_foreign_byte(node: NodeProcess, rng: random.Random) -> None:
     began = time.monotonic()
     processes = [
-        Puppet("hammer", node.socket_path, TOKEN.decode(), rng.randrange(1 << 30), OPERATIONS, 200) for _ in range(4)
+        Puppet("hammer", node.socket_path, TOKEN.decode(), rng.randrange(1 << 30), OPERATIONS, 200)
+        for _ in range(4)
     ]
     for _ in range(20):
         assert node.is_sound()

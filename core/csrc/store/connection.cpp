@@ -59,7 +59,7 @@ bool Connection::on_readable(uint64_t now_ms) {
         if (in_.size() - in_end_ < 4096) {
             // Move what is left to the front, then grow: memory follows what was sent, never a length that
             // was claimed.
-            std::memmove(in_.data(), in_.data() + in_begin_, in_end_ - in_begin_);
+            if (in_begin_ != 0) std::memmove(in_.data(), in_.data() + in_begin_, in_end_ - in_begin_);
             in_end_ -= in_begin_;
             in_begin_ = 0;
             if (in_.size() - in_end_ < 4096)

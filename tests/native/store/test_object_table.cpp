@@ -1,0 +1,286 @@
+// ObjectTable against a slow model: a list of objects, searched from end to end.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <list>
+#include <set>
+
+#include "../random.hpp"
+#include "store/object_table.hpp"
+#include "store/space.hpp"
+
+using namespace moonpool;
+using moonpool::testing::Random;
+
+namespace {
+
+constexpr uint64_t kObjectBytes = 64;
+const KeyHasher kHash("default", "default", "");
+
+struct Bed {
+    explicit Bed(uint32_t slots, uint64_t bytes = 1 << 16)
+        : leases(allocator),
+          table(std::move(*IndexWriter::create(slots, random_incarnation())), allocator, leases) {
+        allocator.grow(bytes);
+    }
+
+    // Commits an object in memory of its own; its lease is closed again, so the object alone holds it.
+    ObjectTable::Commit commit(std::string_view name, uint32_t parent = kNoSlot, bool replace = false,
+                               uint64_t size = kObjectBytes) {
+        auto lease = leases.open(size, size, kObjectBytes);
+        REQUIRE(lease);
+        Extent extent{lease->offset, size};
+        REQUIRE(leases.commit(extent));
+        auto result = table.commit(0, kHash(name), name, extent, 0, parent, replace);
+        if (result != ObjectTable::Commit::kStored) leases.free(extent);
+        leases.close(lease->offset);
+        return result;
+    }
+    uint32_t find(std::string_view name) const { return table.find(0, kHash(name), name); }
+
+    ExtentAllocator allocator;
+    Leases leases;
+    ObjectTable table;
+};
+
+struct ModelObject {
+    std::string name;
+    uint64_t id;      // its generation, in order of commits
+    uint64_t parent;  // id or 0
+    uint64_t used;
+    int pins = 0;
+    bool complete = true;  // else detached
+};
+
+class Model {
+   public:
+    ModelObject* find(const std::string& name) {
+        for (auto& o : objects) {
+            if (o.complete && o.name == name) return &o;
+        }
+        return nullptr;
+    }
+    bool has_child(uint64_t id) const {
+        return std::any_of(objects.begin(), objects.end(), [&](auto& o) { return o.parent == id; });
+    }
+    // Least recently used, complete, not pinned, nobody's parent.
+    ModelObject* victim() {
+        ModelObject* best = nullptr;
+        for (auto& o : objects) {
+            if (o.complete && o.pins == 0 && !has_child(o.id) && (best == nullptr || o.used < best->used))
+                best = &o;
+        }
+        return best;
+    }
+    void remove(ModelObject* o) {
+        o->complete = false;
+        drop_if_unused(o);
+    }
+    void drop_if_unused(ModelObject* o) {
+        if (!o->complete && o->pins == 0) objects.remove_if([o](auto& x) { return &x == o; });
+    }
+    std::list<ModelObject> objects;
+    uint64_t clock = 0;
+};
+
+}  // namespace
+
+TEST_CASE("object table: random commits, replaces, removals, pins and evictions agree with the model") {
+    for (uint32_t slots : {8u, 40u}) {
+        Random random(300 + slots);
+        Bed bed(slots);
+        Model model;
+        struct Held {
+            uint32_t slot;
+            uint64_t generation;
+            uint64_t id;
+        };
+        std::vector<Held> pins;
+        std::set<uint64_t> generations;
+        for (int step = 0; step < 20000; ++step) {
+            std::string name = "k" + std::to_string(random.below(60));
+            if (random.one_in(8)) name += std::string(100, 'x');  // over kInlineName: not in the shared index
+            uint64_t verb = random.below(12);
+            uint32_t slot = bed.find(name);
+            ModelObject* known = model.find(name);
+            REQUIRE((slot != kNoSlot) == (known != nullptr));
+            if (verb < 5) {
+                std::string parent_name = "k" + std::to_string(random.below(60));
+                uint32_t parent = random.one_in(2) ? bed.find(parent_name) : kNoSlot;
+                ModelObject* parent_object = parent == kNoSlot ? nullptr : model.find(parent_name);
+                uint64_t parent_id = parent_object == nullptr ? 0 : parent_object->id;
+                bool replace = random.one_in(3);
+                bool full = model.objects.size() == slots;
+                auto result = bed.commit(name, parent, replace);
+                if (known != nullptr && !replace) {
+                    REQUIRE(result == ObjectTable::Commit::kExists);
+                } else {
+                    bool makes_room = known != nullptr && known->pins == 0;
+                    ModelObject* victim = full && !makes_room ? model.victim() : nullptr;
+                    if (full && !makes_room && victim == nullptr) {
+                        REQUIRE(result == ObjectTable::Commit::kNoSlot);
+                        REQUIRE(bed.find(name) == slot);  // a refused replacement leaves the old one
+                    } else {
+                        REQUIRE(result == ObjectTable::Commit::kStored);
+                        if (victim != nullptr) model.remove(victim);
+                        if (known != nullptr) model.remove(known);
+                        bool parent_there =
+                            std::any_of(model.objects.begin(), model.objects.end(),
+                                        [&](auto& o) { return o.id == parent_id && o.complete; });
+                        uint32_t now = bed.find(name);
+                        uint64_t id = bed.table.generation(now);
+                        REQUIRE(generations.insert(id).second);  // never twice
+                        uint64_t used = ++model.clock;
+                        model.objects.push_back({name, id, parent_there ? parent_id : 0, used});
+                    }
+                }
+            } else if (verb == 5 && slot != kNoSlot) {
+                bed.table.remove(slot);
+                model.remove(known);
+            } else if (verb < 8 && slot != kNoSlot) {
+                bed.table.pin(slot);
+                pins.push_back({slot, bed.table.generation(slot), known->id});
+                ++known->pins;
+                known->used = ++model.clock;
+            } else if (verb < 10 && !pins.empty()) {
+                std::swap(pins[random.below(pins.size())], pins.back());
+                Held held = pins.back();
+                pins.pop_back();
+                bed.table.unpin(held.slot, held.generation);
+                for (auto& o : model.objects) {
+                    if (o.id != held.id) continue;
+                    if (--o.pins == 0 && o.complete) o.used = ++model.clock;
+                    model.drop_if_unused(&o);
+                    break;
+                }
+            } else if (verb == 10 && slot != kNoSlot) {
+                bed.table.touch(slot);
+                known->used = ++model.clock;
+            } else if (verb == 11) {
+                ModelObject* victim = model.victim();
+                std::string victim_name = victim == nullptr ? "" : victim->name;
+                REQUIRE(bed.table.evict_one() == (victim != nullptr));
+                if (victim != nullptr) {
+                    REQUIRE(bed.find(victim_name) == kNoSlot);
+                    model.remove(victim);
+                }
+            }
+            REQUIRE(bed.table.check_integrity());
+            const TableCounters& c = bed.table.counters();
+            uint64_t complete = 0, detached = 0, pinned = 0;
+            for (auto& o : model.objects) {
+                complete += o.complete;
+                detached += !o.complete;
+                pinned += o.pins != 0;
+            }
+            REQUIRE(c.objects == complete);
+            REQUIRE(c.detached == detached);
+            REQUIRE(c.pinned == pinned);
+            REQUIRE(c.object_bytes == complete * kObjectBytes);
+            REQUIRE(bed.allocator.free_bytes() == (1u << 16) - (complete + detached) * kObjectBytes);
+        }
+        for (const Held& held : pins) bed.table.unpin(held.slot, held.generation);
+        while (bed.table.evict_one()) REQUIRE(bed.table.check_integrity());
+        CHECK(bed.table.counters().objects == 0);
+        CHECK(bed.allocator.free_bytes() == 1u << 16);
+    }
+}
+
+TEST_CASE("object table: a chain goes leaf first, however old its root is") {
+    Bed bed(16);
+    uint32_t parent = kNoSlot;
+    for (int i = 0; i < 6; ++i) {
+        std::string name = "c" + std::to_string(i);
+        REQUIRE(bed.commit(name, parent) == ObjectTable::Commit::kStored);
+        parent = bed.find(name);
+    }
+    for (int i = 0; i < 6; ++i) bed.table.touch(bed.find("c" + std::to_string(i)));  // the leaf is the newest
+    for (int i = 5; i >= 0; --i) {
+        REQUIRE(bed.find("c" + std::to_string(i)) != kNoSlot);
+        REQUIRE(bed.table.evict_one());
+        REQUIRE(bed.find("c" + std::to_string(i)) == kNoSlot);
+        REQUIRE(bed.table.check_integrity());
+    }
+    CHECK_FALSE(bed.table.evict_one());
+}
+
+TEST_CASE("object table: a pinned leaf protects its chain, a removed parent protects nobody") {
+    Bed bed(16);
+    bed.commit("root");
+    bed.commit("leaf", bed.find("root"));
+    uint32_t leaf = bed.find("leaf");
+    bed.table.pin(leaf);
+    CHECK_FALSE(bed.table.evict_one());
+    bed.table.remove(bed.find("root"));
+    bed.commit("root");  // of that name again, in the same slot: not the leaf's parent
+    CHECK(bed.table.check_integrity());
+    CHECK(bed.table.evict_one());
+    CHECK(bed.find("root") == kNoSlot);
+    bed.table.unpin(leaf, bed.table.generation(leaf));
+    CHECK(bed.table.evict_one());
+    CHECK(bed.table.check_integrity());
+}
+
+TEST_CASE("object table: a late unpin of a slot that was reused touches nobody") {
+    Bed bed(1);
+    bed.commit("a");
+    uint32_t slot = bed.find("a");
+    uint64_t old = bed.table.generation(slot);
+    bed.table.pin(slot);
+    bed.table.unpin(slot, old);
+    REQUIRE(bed.commit("b") == ObjectTable::Commit::kStored);  // evicts a, takes its slot
+    REQUIRE(bed.find("b") == slot);
+    bed.table.pin(slot);
+    bed.table.unpin(slot, old);
+    CHECK(bed.table.pins(slot) == 1);
+    CHECK(bed.commit("c") == ObjectTable::Commit::kNoSlot);
+    bed.table.unpin(slot, bed.table.generation(slot));
+    CHECK(bed.commit("c") == ObjectTable::Commit::kStored);
+}
+
+TEST_CASE("object table: a window of bytes is cleared at the lowest price") {
+    Random random(400);
+    for (int round = 0; round < 300; ++round) {
+        constexpr uint64_t kBytes = 16 * kObjectBytes;
+        Bed bed(32, kBytes);
+        struct Placed {
+            Extent extent;
+            uint32_t slot;
+            bool pinned;
+        };
+        std::vector<Placed> placed;
+        for (int i = 0;; ++i) {
+            uint64_t size = random.between(1, 3) * kObjectBytes;
+            if (bed.allocator.largest() < size) break;
+            std::string name = "o" + std::to_string(i);
+            bed.commit(name, kNoSlot, false, size);
+            uint32_t slot = bed.find(name);
+            placed.push_back({{bed.table.entry(slot).offset, size}, slot, random.one_in(4)});
+            if (placed.back().pinned) bed.table.pin(slot);
+        }
+        for (size_t i = 0; i < placed.size(); ++i) {
+            if (placed[i].pinned || !random.one_in(3)) continue;
+            bed.table.remove(placed[i].slot);
+            placed.erase(placed.begin() + long(i--));
+        }
+        uint64_t wanted = random.between(1, 6) * kObjectBytes;
+        // By hand: each window of that many bytes, its price the bytes of the objects that it touches.
+        uint64_t best = UINT64_MAX;
+        for (uint64_t begin = 0; begin + wanted <= kBytes; begin += kObjectBytes) {
+            uint64_t price = 0;
+            bool possible = true;
+            for (const Placed& p : placed) {
+                if (p.extent.end() <= begin || p.extent.offset >= begin + wanted) continue;
+                possible &= !p.pinned;
+                price += p.extent.size;
+            }
+            if (possible) best = std::min(best, price);
+        }
+        uint64_t before = bed.table.counters().evicted_bytes_total;
+        REQUIRE(bed.table.evict_window(wanted) == (best != UINT64_MAX));
+        REQUIRE(bed.table.check_integrity());
+        if (best == UINT64_MAX) continue;
+        REQUIRE(bed.allocator.largest() >= wanted);
+        REQUIRE(bed.table.counters().evicted_bytes_total - before == best);
+    }
+}
