@@ -19,8 +19,11 @@ def main() -> None:
     parser.add_argument("--json", default="", help="write the table to this file (JSON=...)")
     options = parser.parse_args()
     progress = Progress(environments.cache() / "logs" / "demo-setup.log")
-    choice = engine_choice.choose()
-    where = "no NVIDIA GPU here, so on the CPU" if choice.is_cpu else "on the GPU"
+    # The connector copies CPU memory only so far: on a GPU the engines would serve without the pool.
+    choice = engine_choice.CPU
+    where = "on the CPU; this release does not pool the KV cache of GPUs yet"
+    if not engine_choice.has_nvidia_gpu():
+        where = "no NVIDIA GPU here, so on the CPU"
     progress.say(f"moonpool demo: two vLLM engines share one pool of KV cache ({where})")
     system_packages.require(progress, *system_packages.BUILD, *system_packages.ENGINE)
     environment = environments.engine(progress, choice)

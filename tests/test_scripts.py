@@ -1,0 +1,93 @@
+"""The set-up of environments: what a user is told, and that an interrupted run leaves nothing half-made."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """scripts.environments with a cache of its own."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setenv("MOONPOOL_CACHE", str(tmp_path / "cache"))
+    return importlib.import_module("scripts.environments")
+
+
+@pytest.fixture
+def progress(scripts: ModuleType, tmp_path: Path) -> object:
+    return importlib.import_module("scripts.progress").Progress(tmp_path / "logs" / "log")
+
+
+def test_without_root_the_exact_command_is_printed(
+    scripts: ModuleType, progress: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packages = importlib.import_module("scripts.system_packages")
+    monkeypatch.setattr(packages, "CHECKS", {"there": lambda: True, "a": lambda: False, "b": lambda: False})
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    packages.require(progress, "there")
+    with pytest.raises(SystemExit):
+        packages.require(progress, "there", "a", "b")
+    assert "    sudo apt-get install -y --no-install-recommends a b\n" in capsys.readouterr().err
+
+
+def test_a_missing_cpu_build_of_torch_says_what_to_set(
+    scripts: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = importlib.import_module("scripts.engine_choice")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://mine.example/simple")
+    told = choice.no_cpu_torch("ERROR: No matching distribution found for torch==2.13.0+cpu")
+    index = "https://download.pytorch.org/whl/cpu"
+    assert f"    export PIP_EXTRA_INDEX_URL='https://mine.example/simple {index}'\n" in told
+    assert choice.no_cpu_torch("ERROR: connection reset") is None
+
+
+def test_a_failed_command_shows_its_last_lines_and_its_log(
+    progress: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        progress.run("counting", [sys.executable, "-c", "print('one'); print('two'); exit(3)"])  # type: ignore[attr-defined]
+    told = capsys.readouterr().err
+    assert "counting" in told
+    assert "ended with 3" in told
+    assert "one\ntwo" in told
+    assert str(progress.log) in told  # type: ignore[attr-defined]
+
+
+def test_an_interrupted_environment_leaves_nothing_and_a_complete_one_is_kept(
+    scripts: ModuleType, progress: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = []
+
+    def interrupted(_: object, made: object, *rest: object) -> None:
+        (made.path / "half").mkdir()  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    def complete(_: object, made: object, *rest: object) -> None:
+        (made.path / "bin").mkdir()  # type: ignore[attr-defined]
+        made.python.touch()  # type: ignore[attr-defined]
+        filled.append(made)
+
+    monkeypatch.setattr(scripts, "_fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scripts._base(progress, "x", ["a", "b"])
+    assert [path.name for path in (scripts.cache() / "envs").iterdir() if path.suffix != ".lock"] == []
+
+    monkeypatch.setattr(scripts, "_fill", complete)
+    first = scripts._base(progress, "x", ["a", "b"])
+    assert first.python.exists()
+    assert scripts._base(progress, "x", ["b", "a"]) == first
+    assert scripts._base(progress, "x", ["b", "c"]) != first
+    assert len(filled) == 2
+
+
+def test_requirements_come_from_pyproject_with_nested_extras(scripts: ModuleType) -> None:
+    names = {requirement.split(">")[0].split("=")[0] for requirement in scripts.project_requirements("dev")}
+    assert {"aiohttp", "pytest", "ruff", "setuptools"} <= names
+    assert not [name for name in names if name.startswith("moonpool")]
