@@ -1,5 +1,5 @@
-"""Which vLLM the demo and the tests run: the CPU build, also where a GPU is. The connector copies KV caches in
-CPU memory only so far; on a GPU an engine would serve without the pool.
+"""Which vLLM the demo and the tests run: the CPU build, also where a GPU is: the connector copies KV caches
+in CPU memory only so far, and on a GPU an engine would serve without the pool.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def holder(socket_path: str, token: str, prefix: str, n: str) -> None:
 
 
 def traffic(socket_path: str, token: str, size: str) -> None:
-    """Puts and gets until told to stop; counts outcomes and times, and lets no exception pass but the two of a
-    lost node."""
+    """Puts and gets until told to stop; counts outcomes and times, and lets no exception pass but the two of
+    a lost node."""
     store = Store(socket_path, token=token.encode())
     into, data = bytearray(int(size)), os.urandom(int(size))
     counts = {"done": 0, "lost": 0, "missed": 0, "longest_s": 0.0, "recovered": 0}
@@ -101,6 +101,15 @@ def check_stamped(key: int, data: bytes | bytearray | memoryview) -> None:
     assert int.from_bytes(word[8:12], "little") == len(whole), "another object's length"
     assert zlib.crc32(word[:12]) == int.from_bytes(word[12:], "little"), "a torn stamp"
     assert whole == word * (len(whole) // STAMP), "a torn object"
+
+
+def rewriter(socket_path: str, token: str, size: str) -> None:
+    """Replaces one large object for ever, each time with other content."""
+    store = Store(socket_path, token=token.encode())
+    for stamp in range(1 << 60):
+        store.put("large", stamped(0, stamp, int(size)), replace=True)
+        if stamp == 0:
+            say("ready")
 
 
 def hammer(socket_path: str, token: str, seed: str, operations: str, keys: str) -> None:
@@ -160,4 +169,4 @@ def hammer(socket_path: str, token: str, seed: str, operations: str, keys: str) 
 
 
 if __name__ == "__main__":
-    {f.__name__: f for f in (node, writer, holder, traffic, hammer)}[sys.argv[1]](*sys.argv[2:])
+    {f.__name__: f for f in (node, writer, holder, traffic, rewriter, hammer)}[sys.argv[1]](*sys.argv[2:])

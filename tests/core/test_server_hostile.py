@@ -1,5 +1,5 @@
-"""A client that knows the token and shakes hands rightly, then lies: it harms itself only. The node's books stay
-sound, its memory bounded, and others are served."""
+"""A client that knows the token and shakes hands rightly, then lies: it harms itself only. The node's books
+stay sound, its memory bounded, and others are served."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""docs/wire.md, byte by byte: its examples are what wire_client.py builds, which speaks to the real node in the
-other tests, and what the real client sends is built alike."""
+"""docs/wire.md, byte by byte: its examples are what wire_client.py builds, which speaks to the real node in
+the other tests, and what the real client sends is built alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of the arena serves, and what survives: eviction by need, fair leases, promises that outlast errors."""
+"""How much of the arena serves, and what survives: eviction by need, fair leases, promises kept."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_a_reader_never_serves_a_dead_nodes_memory_as_the_new_ones(nodes: Any, p
 
 
 def test_kill_during_traffic_of_another_process(nodes: Any, path: Path) -> None:
-    """Twice: each call of the other process ends in time, in one of two errors; it goes on with the new node."""
+    """Twice: each call of the other process ends in time, and it goes on with the new node by itself."""
     node = nodes()
     traffic = Puppet("traffic", path, TOKEN.decode(), 256 * 1024)
     assert traffic.hear() == "ready"

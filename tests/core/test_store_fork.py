@@ -1,5 +1,5 @@
-"""fork() with an open store: the child's handles raise, and nothing that it does, its end included, reaches the
-parent's connection."""
+"""fork() with an open store: the child's handles raise, and nothing that it does, its end included, reaches
+the parent's connection."""
 
 from __future__ import annotations
 

@@ -10,15 +10,40 @@ from pathlib import Path
 
 import pytest
 
-from ..core.store_bed import MIB, TOKEN, NodeProcess, Puppet
+from moonpool import Store
 
-OPERATIONS = 30_000  # of each process
+from ..core.store_bed import MIB, TOKEN, NodeProcess, Puppet
+from ..core.store_puppet import STAMP, check_stamped
+
+OPERATIONS = 60_000  # of each process
 
 
 @pytest.fixture
 def node(runtime_dir: Path) -> Iterator[NodeProcess]:
     node = NodeProcess(runtime_dir / "node-t.sock", tenants=[["default", 2 * MIB]], slab_bytes=64 << 10)
     yield node
+    node.close()
+
+
+def test_a_large_object_is_replaced_while_it_is_copied(runtime_dir: Path) -> None:
+    """A copy takes longer than a replacement, whose memory is that of an old generation: almost every read is
+    overtaken, and must notice."""
+    size = 4 * MIB
+    node = NodeProcess(runtime_dir / "node-t.sock", tenants=[["default", 16 * MIB]])
+    rewriter = Puppet("rewriter", node.socket_path, TOKEN.decode(), size)
+    assert rewriter.hear() == "ready"
+    seen = set()
+    into = bytearray(size)
+    with Store(str(node.socket_path), token=TOKEN) as store:
+        for _ in range(200):
+            if store.get("large", into) is None:
+                continue
+            check_stamped(0, into)
+            seen.add(bytes(into[:STAMP]))
+    print(f"{len(seen)} generations seen in 200 reads")
+    assert len(seen) > 10
+    rewriter.close()
+    assert node.is_sound()
     node.close()
 
 

@@ -1,5 +1,6 @@
 // Result<T>: either a value or an Error. Nothing in the C++ core throws across a function border; the Python
-// binding turns an Error into the exception class of its Code. (std::expected needs C++23; this is the part we use.)
+// binding turns an Error into the exception class of its Code. (std::expected needs C++23; this is the part
+// we use.)
 #pragma once
 
 #include <cerrno>

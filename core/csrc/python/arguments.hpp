@@ -78,7 +78,8 @@ class Buffers {
 
    private:
     // Owns what was taken, also when the constructor of Buffers throws half way.
-    struct Views : std::deque<Py_buffer> {  // their addresses must not change: PyBuffer_FillInfo may point into them
+    struct Views
+        : std::deque<Py_buffer> {  // their addresses must not change: PyBuffer_FillInfo may point into them
         ~Views() {
             for (Py_buffer& view : *this) PyBuffer_Release(&view);
         }
@@ -90,8 +91,9 @@ class Buffers {
             auto size = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(item, 1));
             if (PyErr_Occurred() != nullptr) {
                 PyErr_Clear();
-                raise(Error{Code::kInvalidArgument, "an address and a length must be numbers from 0 to 2**64"},
-                      "buffer");
+                raise(
+                    Error{Code::kInvalidArgument, "an address and a length must be numbers from 0 to 2**64"},
+                    "buffer");
             }
             parts_.push_back(Part{reinterpret_cast<std::byte*>(address), size});
             return;

@@ -5,6 +5,7 @@
 // which ThreadSanitizer cannot see.
 #include <doctest/doctest.h>
 #include <stdlib.h>
+#include <sys/socket.h>
 
 #include <cstring>
 #include <thread>
@@ -234,6 +235,48 @@ TEST_CASE("server: threads put, get, pin, remove and look up the same few keys w
     CHECK(gauge(*server, "arena_free_bytes") + gauge(*server, "object_bytes") ==
           gauge(*server, "arena_ready_bytes"));
     CHECK(server->check_integrity());
+}
+
+// A connection whose questions are not answered one by one.
+TEST_CASE("server: questions that waited for the backlog are answered though no further byte comes") {
+    Limits limits;
+    limits.send_backlog_bytes = 100;  // less than one answer: after each, the rest of the questions waits
+    auto server = make_server(1 << 20, {}, limits);
+    Fd fd = std::move(*server->dial());
+    timeval tv{20, 0};
+    REQUIRE(::setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &tv, sizeof(tv)) == 0);
+    std::vector<std::byte> body;
+    auto receive = [&] {
+        FrameHeader header;
+        REQUIRE(::recv(fd.get(), &header, sizeof(header), MSG_WAITALL) == sizeof(header));
+        body.resize(header.length);
+        REQUIRE(::recv(fd.get(), body.data(), body.size(), MSG_WAITALL) == ssize_t(body.size()));
+        return header;
+    };
+    auto send = [&](const std::vector<std::byte>& frames) {
+        REQUIRE(::send(fd.get(), frames.data(), frames.size(), MSG_NOSIGNAL) == ssize_t(frames.size()));
+    };
+    REQUIRE(receive().kind == Kind::kChallenge);
+    Nonce node_nonce, nonce{};
+    Incarnation life;
+    std::memcpy(node_nonce.data(), body.data(), node_nonce.size());
+    std::memcpy(life.data(), body.data() + node_nonce.size(), life.size());
+    Mac mac = handshake_mac(Role::kClient, kToken, node_nonce, nonce, life, "default");
+    std::vector<std::byte> frames;
+    size_t at = begin_frame(frames, Kind::kAuth, 0, 1);
+    Writer w(frames);
+    w.text16("default");
+    w.bytes(nonce.data(), nonce.size());
+    w.bytes(mac.data(), mac.size());
+    finish_frame(frames, at);
+    send(frames);
+    REQUIRE(receive().kind == Kind::kWelcome);
+    constexpr uint64_t kQuestions = 100;
+    frames.clear();
+    for (uint64_t id = 1; id <= kQuestions; ++id)
+        finish_frame(frames, begin_frame(frames, Kind::kStat, 0, id));
+    send(frames);
+    for (uint64_t id = 1; id <= kQuestions; ++id) REQUIRE(receive().request_id == id);
 }
 
 TEST_CASE("server: stopped under its clients, every call ends") {
