@@ -40,8 +40,10 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         facts = read_facts(vllm_config, kv_cache_config)
         if role is compat.ConnectorRole.SCHEDULER:
             self._sched = self._scheduler_half(facts)
+            self._tally = self._sched.tally
         else:
             self._worker = self._worker_half(facts, vllm_config)
+            self._tally = self._worker.tally
 
     def _scheduler_half(self, facts: EngineFacts) -> SchedulerHalf:
         from moonpool.connectors.vllm import native
@@ -109,8 +111,8 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             half.close()
 
     def get_kv_connector_stats(self) -> Stats | None:
-        half = self._sched or self._worker
-        return None if half is None else half.tally.take()
+        tally = self._tally
+        return tally.take() if tally else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
@@ -137,6 +139,8 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         return None if self._worker is None else self._worker.handshake()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._connector_metadata is NOTHING:
+            return
         worker, step = self._worker, self._step()
         if worker is None or not step.loads:
             return
@@ -154,6 +158,8 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
     def wait_for_save(self) -> None:
         """Hands the step's saves over, now that the forward has ended; their blocks are held, so nobody
         waits."""
+        if self._connector_metadata is NOTHING:
+            return
         worker, step = self._worker, self._step()
         if worker is None or not step.saves:
             return
@@ -170,7 +176,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """vLLM 0.30 and newer."""
-        if self._worker is None:
+        if self._worker is None or self._worker.is_idle:
             return compat.transfer_results(set(), set())
         return compat.transfer_results(*self._take_finished(self._worker))
 
@@ -248,6 +254,8 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         if self._sched is None:
+            return
+        if connector_output.kv_connector_worker_meta is None and not connector_output.finished_recving:
             return
         try:
             self._sched.step_ended(connector_output)

@@ -36,14 +36,14 @@ class Lookups:
         self._tally = tally
         self._log = log
         self._clock = clock
-        self._tickets: dict[int, tuple[RequestState | None, float]] = {}
+        self.tickets: dict[int, tuple[RequestState | None, float]] = {}
         self._lost = False
         self.pins = 0
 
     @property
     def under_way(self) -> int:
         """Queries without an answer."""
-        return len(self._tickets)
+        return len(self.tickets)
 
     def ask(self, state: RequestState) -> None:
         """Asks for the longest stored prefix of the state's chain. Without a pool that is a miss."""
@@ -59,7 +59,7 @@ class Lookups:
             return
         now_s = self._clock()
         state.asked(ticket, now_s)
-        self._tickets[ticket] = (state, now_s)
+        self.tickets[ticket] = (state, now_s)
 
     def is_settled(self, state: RequestState) -> bool:
         """Whether the query of this state is decided: answered, or without an answer for too long."""
@@ -74,22 +74,22 @@ class Lookups:
 
     def poll(self) -> None:
         """Takes in the answers that came."""
-        pool = self._pool() if self._tickets else None
+        pool = self._pool() if self.tickets else None
         if pool is None:
             return
         now_s = self._clock()
         for ticket, answer in pool.poll():
-            state, asked_s = self._tickets.pop(ticket, (None, now_s))
+            state, asked_s = self.tickets.pop(ticket, (None, now_s))
             self._answered(state, cast(PrefixAnswer, answer), now_s - asked_s)
-        oldest = next(iter(self._tickets.items()), None)
+        oldest = next(iter(self.tickets.items()), None)
         if oldest is not None and now_s - oldest[1][1] > FORGET_TICKET_S:
             self._log.error("moonpool: the native worker never answered query %d", oldest[0])
-            del self._tickets[oldest[0]]
+            del self.tickets[oldest[0]]
 
     def abandon(self, state: RequestState) -> None:
         """Nobody waits for the answer of this state; its pin is released when it comes."""
-        if state.ticket in self._tickets:
-            self._tickets[state.ticket] = (None, state.asked_s)
+        if state.ticket in self.tickets:
+            self.tickets[state.ticket] = (None, state.asked_s)
 
     def release(self, pin_id: int) -> None:
         """Gives up a pin; 0 is none."""

@@ -49,13 +49,21 @@ class Save:
 
 @dataclass(slots=True)
 class Step(compat.ConnectorMetadata):
-    """The work of one engine step. NOTHING is the one that says nothing."""
+    """The work of one engine step. NOTHING is the one that says nothing, also after it was pickled: most steps
+    have no work, and a comparison with it is all they cost."""
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
 
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return (Step, (self.loads, self.saves)) if self.loads or self.saves else (_nothing, ())
+
 
 NOTHING = Step()
+
+
+def _nothing() -> Step:
+    return NOTHING
 
 
 @dataclass(slots=True)

@@ -52,6 +52,10 @@ class Tally:
     def __init__(self) -> None:
         self._data: Data = {}
 
+    def __bool__(self) -> bool:
+        """Whether anything was counted."""
+        return bool(self._data)
+
     def add(self, counter: str, amount: int = 1) -> None:
         """Adds to one of COUNTERS."""
         if amount:

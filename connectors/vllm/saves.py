@@ -27,7 +27,7 @@ class Saves:
         self._save_decode = save_decode
         self._tally = tally
         self._blocks: BlockPool | None = None
-        self._tracked: dict[str, tuple[RequestState, Request]] = {}
+        self.tracked: dict[str, tuple[RequestState, Request]] = {}  # requests that may have blocks to save
         self._held: dict[int, tuple[list[Block], int]] = {}
         self._held_blocks = 0
         self._next_job = 1
@@ -36,11 +36,6 @@ class Saves:
     def bind(self, blocks: BlockPool) -> None:
         """The engine's blocks; without them nothing is saved, because nothing could be held."""
         self._blocks = blocks
-
-    @property
-    def tracked(self) -> bool:
-        """Whether any request may have blocks to save."""
-        return bool(self._tracked)
 
     @property
     def under_way(self) -> int:
@@ -62,24 +57,24 @@ class Saves:
         if not self._facts.may_save or self._blocks is None:
             return
         if state.saved < state.chain.blocks or self._save_decode:
-            self._tracked[state.request_id] = (state, request)
+            self.tracked[state.request_id] = (state, request)
 
     def forget(self, request_id: str) -> None:
         """The request is over; what is held for it stays held."""
-        self._tracked.pop(request_id, None)
+        self.tracked.pop(request_id, None)
 
     def plan(self, output: SchedulerOutput) -> tuple[Save, ...]:
         """The saves of the step that ``output`` describes."""
         self._planned = []
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
-            if new.req_id in self._tracked:
-                self._tracked[new.req_id][0].block_ids = [list(ids) for ids in new.block_ids]
+            if new.req_id in self.tracked:
+                self.tracked[new.req_id][0].block_ids = [list(ids) for ids in new.block_ids]
                 self._plan_request(new.req_id, new.num_computed_tokens, scheduled)
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
-            if request_id in self._tracked:
-                state = self._tracked[request_id][0]
+            if request_id in self.tracked:
+                state = self.tracked[request_id][0]
                 fresh = cached.new_block_ids[index]
                 if fresh is not None and request_id in cached.resumed_req_ids:
                     state.block_ids = [list(ids) for ids in fresh]  # after a preemption: all of them
@@ -92,7 +87,7 @@ class Saves:
 
     def give_up(self) -> None:
         """``plan`` raised: what it held is let go, and what runs now is not saved any more."""
-        self._tracked.clear()
+        self.tracked.clear()
         for save in self._planned:
             self.ended(save.job_id, self._facts.workers)
         self._planned = []
@@ -113,17 +108,17 @@ class Saves:
 
     def _plan_request(self, request_id: str, computed: int, scheduled: Mapping[str, int]) -> None:
         """Plans the blocks of this request that are full when the step ends."""
-        state, request = self._tracked[request_id]
+        state, request = self.tracked[request_id]
         if self._save_decode:
             state.chain.extend(self.savable_tokens(request))
         full = min((computed + scheduled[request_id]) // self._facts.block_tokens, state.chain.blocks)
         if full > state.saved and not self._hold(state, state.saved, full):
             self._tally.add("unsaved_blocks", state.chain.blocks - state.saved)
-            del self._tracked[request_id]  # blocks behind a gap would never be found
+            del self.tracked[request_id]  # blocks behind a gap would never be found
             return
         state.saved = max(full, state.saved)
         if state.saved >= state.chain.blocks and not self._save_decode:
-            del self._tracked[request_id]
+            del self.tracked[request_id]
 
     def _hold(self, state: RequestState, first: int, last: int) -> bool:
         """Plans one save of the blocks [first, last). False when too many blocks are held already."""

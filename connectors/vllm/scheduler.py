@@ -64,6 +64,9 @@ class SchedulerHalf:
             self.pool, block_tokens=facts.block_tokens, tally=self.tally, log=log, clock=clock
         )
         self.saves = Saves(facts, save_decode=settings.save_decode, tally=self.tally)
+        # What a step looks at first: a step without work must cost next to nothing.
+        self._waiting = self.lookups.tickets
+        self._tracked = self.saves.tracked
 
     # Start and end
 
@@ -164,7 +167,9 @@ class SchedulerHalf:
 
     def build_step(self, output: SchedulerOutput) -> Step:
         """The work of this step."""
-        if self.lookups.under_way:
+        if not (self._loads or self._waiting or self._tracked):
+            return NOTHING
+        if self._waiting:
             self.lookups.poll()
         saves = self.saves.plan(output) if self.saves.tracked else ()
         if not self._loads and not saves:

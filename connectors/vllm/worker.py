@@ -120,6 +120,11 @@ class WorkerHalf:
 
     # A step
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no load or save is under way, and none has ended that was not reported."""
+        return not (self._running or self._finished or self._failed_blocks)
+
     def start_loads(self, step: Step) -> None:
         """Hands the loads of this step over. One that cannot be handed over has failed."""
         for load in step.loads:
