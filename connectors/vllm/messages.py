@@ -49,8 +49,8 @@ class Save:
 
 @dataclass(slots=True)
 class Step(compat.ConnectorMetadata):
-    """The work of one engine step. NOTHING is the one that says nothing, also after it was pickled: most steps
-    have no work, and a comparison with it is all they cost."""
+    """The work of one engine step. NOTHING is the one that says nothing, also after it was pickled: most
+    steps have no work, and a comparison with it is all that they cost."""
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -171,6 +172,18 @@ class Node:
             self.process.kill()
             self._reap()
 
+    def pause(self) -> None:
+        """Stops the process where it is. One thread takes the signal and stops the others, so wait for
+        all."""
+        os.kill(self.pid, signal.SIGSTOP)
+        deadline_s = time.monotonic() + 10
+        while any(_state(task) != "T" for task in Path(f"/proc/{self.pid}/task").iterdir()):
+            assert time.monotonic() < deadline_s, "the node does not stop"
+            time.sleep(0.001)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
     def stop(self) -> None:
         if self.process is not None:
             assert self.process.stdin is not None
@@ -186,3 +199,8 @@ class Node:
         self.process.stdin.close()
         self.process.stdout.close()
         self.process = None
+
+
+def _state(task: Path) -> str:
+    """One letter: R running, S sleeping, T stopped, ..."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -274,12 +273,12 @@ def test_silent_node(line: Line) -> None:
     prompts = [make_prompt(900 + position, 300) for position in range(3)]
     expected = line.expected(prompts)
     store(line.first, line.second, prompts)
-    os.kill(line.node.pid, signal.SIGSTOP)
+    line.node.pause()
     try:
         answer = line.second.call("generate", prompts=prompts)
         left = line.second.call("drain")
     finally:
-        os.kill(line.node.pid, signal.SIGCONT)
+        line.node.resume()
 
     assert tokens_of(answer) == expected
     assert pool_tokens(answer) == [0, 0, 0]
