@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 
 from moonpool.core.buffers import as_parts
 from moonpool.core.errors import Closed
-from moonpool.core.store import NO_ANSWER, check_replicas, is_one, open_client
+from moonpool.core.store import NO_ANSWER, check_replicas, is_one, open_client, put_timeout
 from moonpool.core.store_types import (
     Entry,
     Key,
@@ -98,6 +98,7 @@ class AsyncStore:
         replace: bool = False,
         ack: bool = True,
         replicas: int = 1,
+        timeout_s: float | None = None,
     ) -> PutResult: ...
 
     @overload
@@ -110,6 +111,7 @@ class AsyncStore:
         replace: bool = False,
         ack: bool = True,
         replicas: int = 1,
+        timeout_s: float | None = None,
     ) -> list[PutResult]: ...
 
     async def put(
@@ -121,15 +123,17 @@ class AsyncStore:
         replace: bool = False,
         ack: bool = True,
         replicas: int = 1,
+        timeout_s: float | None = None,
     ) -> Any:
         """See Store.put: one PutResult, or a list."""
         check_replicas(replicas)
+        wait_s = put_timeout(timeout_s)
         one = is_one(keys)
         names: Keys = [keys] if is_one(keys) else keys
         if one:
             buffers, parents = [buffers], None if parents is None else [parents]
         outcomes, refusal = await self._submit(
-            "put", names, as_parts(buffers), parents, replace, ack, held=buffers
+            "put", names, as_parts(buffers), parents, replace, ack, wait_s, held=buffers
         )
         results: list[PutResult] = put_results(outcomes, refusal)
         return results[0] if one else results

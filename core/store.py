@@ -87,6 +87,14 @@ def check_timeout(timeout_s: float, operation: str) -> None:
         raise InvalidArgument(f"timeout_s must be above 0, not {timeout_s}", operation=operation)
 
 
+def put_timeout(timeout_s: float | None) -> float:
+    """A put's own wait in seconds; below 0: the store's."""
+    if timeout_s is None:
+        return -1.0
+    check_timeout(timeout_s, "put")
+    return timeout_s
+
+
 def check_names(**names: str) -> None:
     """Tenants and namespaces stand in keys and in the handshake, between zero bytes."""
     for what, name in names.items():
@@ -210,9 +218,7 @@ class Store:
         may have been stored).
         """
         check_replicas(replicas)
-        if timeout_s is not None:
-            check_timeout(timeout_s, "put")
-        wait_s = -1.0 if timeout_s is None else timeout_s
+        wait_s = put_timeout(timeout_s)
         one = is_one(keys)
         names: Keys = [keys] if is_one(keys) else keys
         if one:

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <unordered_map>
 
@@ -422,18 +421,10 @@ class PyWorker {
             worker_.close();
         }
         pending_.clear();
-        std::lock_guard lock(*pins_mutex_);
-        pins_->clear();
+        pins_.clear();
     }
 
-    void release(uint64_t pin_id) {
-        std::vector<PinnedRun> pins;
-        std::lock_guard lock(*pins_mutex_);
-        auto it = pins_->find(pin_id);
-        if (it == pins_->end()) return;
-        pins.swap(it->second);
-        pins_->erase(it);
-    }
+    void release(uint64_t pin_id) { pins_.erase(pin_id); }
 
     uint64_t submit_prefix(const py::bytes& names, size_t name_size, uint32_t width) {
         struct Op : Pending {
@@ -558,16 +549,18 @@ class PyWorker {
     }
 
     uint64_t submit_put(const py::object& keys, const py::object& buffers, const py::object& parents,
-                        bool replace, bool ack) {
+                        bool replace, bool ack, double timeout_s) {
         struct Op : Pending {
             Names names, parent_names;
             Buffers buffers;
             bool replace, ack;
+            int timeout_ms = 0;
             Result<PutReport> result = PutReport{};
             Op(const py::object& k, const py::object& b, const py::object& p)
                 : names(k), parent_names(p.is_none() ? Names() : Names(p)), buffers(b, false) {}
             void run(Client& client) override {
-                result = client.put(PyClient::put_items(names, buffers, parent_names), replace, ack);
+                result =
+                    client.put(PyClient::put_items(names, buffers, parent_names), replace, ack, timeout_ms);
             }
             py::object answer() override {
                 return result ? py::object(PyClient::put_answer(*result)) : failure(result.error(), "put");
@@ -578,6 +571,7 @@ class PyWorker {
         if (!parents.is_none()) PyClient::check_counts(op->names.size(), op->parent_names.size(), "parents");
         op->replace = replace;
         op->ack = ack;
+        op->timeout_ms = timeout_s > 0 ? milliseconds(timeout_s) : 0;
         return submit(op);
     }
 
@@ -667,9 +661,8 @@ class PyWorker {
     }
 
     uint64_t keep(std::vector<PinnedRun> pins) {
-        std::lock_guard lock(*pins_mutex_);
         uint64_t id = next_pin_++;
-        pins_->emplace(id, std::move(pins));
+        pins_.emplace(id, std::move(pins));
         return id;
     }
 
@@ -686,9 +679,7 @@ class PyWorker {
     std::shared_ptr<Client> client_;
     std::string peer_;
     std::unordered_map<uint64_t, std::shared_ptr<Pending>> pending_;
-    std::unique_ptr<std::mutex> pins_mutex_ = std::make_unique<std::mutex>();
-    std::unique_ptr<std::unordered_map<uint64_t, std::vector<PinnedRun>>> pins_ =
-        std::make_unique<std::unordered_map<uint64_t, std::vector<PinnedRun>>>();
+    std::unordered_map<uint64_t, std::vector<PinnedRun>> pins_;
     uint64_t next_pin_ = 1;
     Worker worker_;  // last: its threads end before what they use
 };
@@ -836,7 +827,8 @@ PYBIND11_MODULE(_native, m) {
         .def("submit_save", &PyWorker::submit_save, py::arg("names"), py::arg("name_size"),
              py::arg("parents"), py::arg("parts"), py::arg("indices"), py::arg("columns"))
         .def("submit_put", &PyWorker::submit_put, py::arg("keys"), py::arg("buffers"),
-             py::arg("parents") = py::none(), py::arg("replace") = false, py::arg("ack") = true)
+             py::arg("parents") = py::none(), py::arg("replace") = false, py::arg("ack") = true,
+             py::arg("timeout_s") = -1.0)
         .def("submit_get_into", &PyWorker::submit_get_into, py::arg("keys"), py::arg("buffers"),
              py::arg("verify") = false)
         .def("submit_names", &PyWorker::submit_names, py::arg("what"), py::arg("keys"), py::arg("width") = 1,

@@ -66,7 +66,6 @@ class Pool {
     // Reserves the next piece of the arena's memory (any thread); opens it to the allocator (the loop).
     Result<uint64_t> commit_memory();
     void open_memory(uint64_t bytes) { allocator_.grow(bytes); }
-    uint64_t committed() const { return arena_.committed(); }
     // Makes huge pages of the next piece of committed memory (any thread); 0: all is done, or the kernel does
     // not.
     uint64_t collapse_memory();

@@ -76,7 +76,6 @@ class Server {
     Fd listen_, epoll_, wake_, spare_;
     std::unordered_map<int, std::unique_ptr<Connection>> connections_;
     uint64_t next_pin_ = 1;
-    uint64_t scrub_allowance_ = 0;
 
     std::mutex posted_mutex_;
     std::vector<std::function<void()>> posted_;
