@@ -17,7 +17,9 @@ from moonpool import STORED, Presence, Store, _native
 from moonpool.core.errors import InvalidArgument
 from moonpool.core.store_types import PutStatus
 
+from . import wire_client as w
 from .store_bed import MIB, TOKEN, NodeProcess, until
+from .wire_client import Wire
 
 BLOCK = 16 * 1024
 
@@ -91,7 +93,7 @@ def test_thousands_of_one_way_puts_arrive(path: Path) -> None:
 
 
 def test_a_view_outlives_the_connection_that_broke_the_rules(path: Path) -> None:
-    """The node is done with a client that stalled inside a frame; its views still show their objects."""
+    """A client that gave up in the middle of a frame: its views still show their objects."""
     node = NodeProcess(path, tenants=[["default", 8 * MIB]], slab_bytes=MIB)
     store = Store(str(path), token=TOKEN, timeout_s=0.3)
     try:
@@ -114,6 +116,22 @@ def test_a_view_outlives_the_connection_that_broke_the_rules(path: Path) -> None
         until(lambda: node.metric("objects_pinned") == 0)
     finally:
         store.close()
+        node.close()
+
+
+def test_a_client_that_broke_the_rules_keeps_its_pins_until_it_hangs_up(path: Path) -> None:
+    node = NodeProcess(path, tenants=[["default", 8 * MIB]])
+    try:
+        with Store(str(path), token=TOKEN) as store, Wire.open(path, TOKEN) as wire:
+            store.put("kept", b"A" * 100_000)
+            pin, hits, _ = wire.lookup([b"kept"], flags=w.PIN)
+            assert (pin > 0, hits) == (True, 1)
+            wire.send(99)  # no such kind
+            assert "does not know" in wire.ended()[1]
+            assert node.metric("objects_pinned") == 1
+        until(lambda: node.metric("objects_pinned") == 0)
+        assert node.is_sound()
+    finally:
         node.close()
 
 
@@ -141,7 +159,8 @@ class Tensor:
 
 def test_a_tensor_that_only_the_call_holds_is_read_before_it_dies() -> None:
     with Store(embedded=8 * MIB) as store:
-        assert store.put("t", Tensor(MIB)) == STORED
+        result = store.put("t", Tensor(MIB))  # not inside assert, which would hold the tensor too
+        assert result == STORED
         assert bytes(store.get("t") or b"") == b"T" * MIB
 
 
