@@ -22,6 +22,7 @@ from moonpool.core.store_types import (
     Prefix,
     Presence,
     PutResult,
+    prefix_of,
     presences,
     put_results,
 )
@@ -209,9 +210,7 @@ class AsyncStore:
             blocks, native = await self._submit("names", "prefix", keys, width, pin)
         except NO_ANSWER as error:
             return Prefix(0, why=str(error))
-        return Prefix(
-            blocks, None if native is None else Pin(native), (self._holder,) * blocks, ("dram",) * blocks
-        )
+        return prefix_of(blocks, native, self._holder)
 
     def release(self, pin: Pin) -> None:
         """Gives a pin back; never waits."""

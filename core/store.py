@@ -27,6 +27,7 @@ from moonpool.core.store_types import (
     Prefix,
     Presence,
     PutResult,
+    prefix_of,
     presences,
     put_results,
 )
@@ -307,9 +308,7 @@ class Store:
             blocks, native = self._client.longest_prefix(keys, width, pin)
         except NO_ANSWER as error:
             return Prefix(0, why=str(error))
-        return Prefix(
-            blocks, None if native is None else Pin(native), (self._holder,) * blocks, ("dram",) * blocks
-        )
+        return prefix_of(blocks, native, self._holder)
 
     def release(self, pin: Pin) -> None:
         """Gives a pin back; the same as ``pin.release()``."""

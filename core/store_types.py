@@ -93,6 +93,11 @@ class Prefix:
     why: str = ""
 
 
+def prefix_of(blocks: int, pin: NativePin | None, holder: str) -> Prefix:
+    """The native answer as a value: one node, in memory."""
+    return Prefix(blocks, None if pin is None else Pin(pin), (holder,) * blocks, ("dram",) * blocks)
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One object as ``list`` shows it: size in bytes, checksum, and how many readers hold it now."""
