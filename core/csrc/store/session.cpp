@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/hmac.hpp"
+#include "wire/dial.hpp"
 
 namespace moonpool {
 
@@ -38,12 +39,6 @@ ssize_t receive_soon(int fd, void* data, size_t size) {
     return ::recv(fd, data, size, 0);
 }
 
-void set_timeout(int fd, int timeout_ms) {
-    timeval tv{timeout_ms / 1000, (timeout_ms % 1000) * 1000};
-    ::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &tv, sizeof(tv));
-    ::setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &tv, sizeof(tv));
-}
-
 Result<Fd> connect_to(const ClientOptions& options) {
     if (options.dial) return options.dial();
     const std::string& path = options.socket_path;
@@ -56,7 +51,7 @@ Result<Fd> connect_to(const ClientOptions& options) {
     std::memcpy(address.sun_path, path.data(), path.size());
     Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (!fd.valid()) return os_error("socket");
-    set_timeout(fd.get(), options.timeout_ms);  // a node that accepts nobody has a full queue at last
+    set_socket_timeouts(fd.get(), options.timeout_ms);  // a node that accepts nobody has a full queue at last
     int connected;
     do {
         connected = ::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address));
@@ -75,14 +70,6 @@ Error forked() {
     return Error{Code::kForked, "this handle belongs to the parent process; open a new one after fork"};
 }
 
-Error read_error(Reader& body) {
-    auto code = body.number<uint16_t>();
-    std::string_view text = body.text16();
-    if (!body.ok() || code > static_cast<uint16_t>(Code::kOs))
-        return Error{Code::kProtocol, "an unreadable refusal"};
-    return Error{static_cast<Code>(code), std::string(text)};
-}
-
 }  // namespace
 
 Slab::~Slab() {
@@ -98,7 +85,7 @@ Result<std::shared_ptr<Session>> Session::open(const ClientOptions& options) {
     session->fd_ = std::move(*fd);
     session->peer_ = options.dial ? "the embedded node" : options.socket_path;
     session->timeout_ms_ = options.timeout_ms;
-    set_timeout(session->fd_.get(), options.timeout_ms);
+    set_socket_timeouts(session->fd_.get(), options.timeout_ms);
     if (Status status = session->handshake(options); !status) return status.error();
     if (Status status = session->open_space(options); !status) return status.error();
     return session;
@@ -294,9 +281,9 @@ Status Session::call(Kind kind, const Build& build, const Parse& parse, int time
         std::lock_guard lock(io_mutex_);
         if (!alive()) return Error{Code::kUnavailable, "the connection to " + peer_ + " is lost"};
         bool own_timeout = timeout_ms > 0 && timeout_ms != timeout_ms_;
-        if (own_timeout) set_timeout(fd_.get(), timeout_ms);
+        if (own_timeout) set_socket_timeouts(fd_.get(), timeout_ms);
         status = exchange(kind, build, parse);
-        if (own_timeout) set_timeout(fd_.get(), timeout_ms_);
+        if (own_timeout) set_socket_timeouts(fd_.get(), timeout_ms_);
     }
     flush_posted();
     return status;

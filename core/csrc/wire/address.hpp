@@ -1,0 +1,41 @@
+// TCP addresses as people write them, "10.0.0.7:7710" or "[fd00::7]:7710", and sockets on them.
+#pragma once
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <string>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "base/result.hpp"
+
+namespace moonpool {
+
+struct SocketAddress {
+    sockaddr_storage storage{};
+    socklen_t size = 0;
+
+    const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
+    sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
+    int family() const { return storage.ss_family; }
+};
+
+// Every address that the text names, in the resolver's order. `listening`: to bind to.
+Result<std::vector<SocketAddress>> resolve(const std::string& text, bool listening);
+
+std::string to_text(const SocketAddress& address);
+std::string local_address(int fd);
+std::string peer_address(int fd);
+
+// What every TCP connection of Moonpool has: no delay of small frames, and a dead peer is noticed within
+// about 11 s even when nothing is sent (keepalive) or acknowledged (user timeout). `interface` binds to one
+// device.
+Status prepare_socket(int fd, const std::string& interface = "");
+
+Result<Fd> listen_tcp(const SocketAddress& address, const std::string& text);
+
+// Connects within `timeout_ms`; the socket is blocking.
+Result<Fd> connect_tcp(const std::string& text, int timeout_ms, const std::string& interface = "");
+
+}  // namespace moonpool

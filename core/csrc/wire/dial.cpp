@@ -1,0 +1,152 @@
+#include "wire/dial.hpp"
+
+#include <sys/socket.h>
+#include <sys/time.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "base/hmac.hpp"
+#include "wire/address.hpp"
+#include "wire/limits.hpp"
+
+namespace moonpool {
+
+namespace {
+
+constexpr uint32_t kWelcomeBytesMax = 64u << 10;
+
+class Handshake {
+   public:
+    Handshake(int fd, std::string peer) : fd_(fd), peer_(std::move(peer)) {}
+
+    Status send(const std::vector<std::byte>& bytes) {
+        size_t sent = 0;
+        while (sent < bytes.size()) {
+            ssize_t n = ::send(fd_, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL);
+            if (n < 0 && errno == EINTR) continue;
+            if (n < 0) return lost();
+            sent += static_cast<size_t>(n);
+        }
+        return success();
+    }
+
+    Status receive(FrameHeader& header, std::vector<std::byte>& body, uint32_t bytes_max) {
+        if (Status status = receive(&header, sizeof(header)); !status) return status;
+        if (header.magic != kMagic) {
+            return Error{Code::kProtocol, peer_ + " does not speak the protocol of Moonpool"};
+        }
+        if (header.version != kVersion) {
+            return Error{Code::kProtocol, peer_ + " speaks version " + std::to_string(header.version) +
+                                              " of the wire format, this process " +
+                                              std::to_string(kVersion) + "; run adjacent releases"};
+        }
+        if (header.length > bytes_max) return Error{Code::kProtocol, peer_ + " sent a frame over the limit"};
+        body.resize(header.length);
+        return receive(body.data(), body.size());
+    }
+
+   private:
+    Status receive(void* data, size_t size) {
+        auto* at = static_cast<std::byte*>(data);
+        while (size != 0) {
+            ssize_t n = ::recv(fd_, at, size, 0);
+            if (n < 0 && errno == EINTR) continue;
+            if (n == 0) {
+                return Error{Code::kUnavailable, peer_ + " closed the connection during the handshake"};
+            }
+            if (n < 0) return lost();
+            at += n;
+            size -= static_cast<size_t>(n);
+        }
+        return success();
+    }
+    Error lost() const {
+        if (errno == EAGAIN) return Error{Code::kTimeout, peer_ + " did not finish the handshake in time"};
+        return Error{Code::kUnavailable, "the connection to " + peer_ + " is lost: " + std::strerror(errno)};
+    }
+
+    int fd_;
+    std::string peer_;
+};
+
+}  // namespace
+
+std::string mac_tenant(std::string_view tenant, std::string_view purpose) {
+    std::string text(tenant);
+    text.push_back('\0');
+    text.append(purpose);
+    return text;
+}
+
+Error read_error(Reader& body) {
+    auto code = body.number<uint16_t>();
+    std::string_view text = body.text16();
+    if (!body.ok() || code > static_cast<uint16_t>(Code::kOs))
+        return Error{Code::kProtocol, "an unreadable refusal"};
+    return Error{static_cast<Code>(code), std::string(text)};
+}
+
+void set_socket_timeouts(int fd, int timeout_ms) {
+    timeval tv{timeout_ms / 1000, (timeout_ms % 1000) * 1000};
+    ::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &tv, sizeof(tv));
+    ::setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &tv, sizeof(tv));
+}
+
+Result<Dialed> dial(const DialOptions& options) {
+    Result<Fd> fd = connect_tcp(options.address, options.timeout_ms, options.interface);
+    if (!fd) return fd.error();
+    Dialed dialed;
+    dialed.fd = std::move(*fd);
+    dialed.peer = options.address;
+    set_socket_timeouts(dialed.fd.get(), options.timeout_ms);
+    Handshake handshake(dialed.fd.get(), options.address);
+
+    FrameHeader header;
+    std::vector<std::byte> body;
+    if (Status status = handshake.receive(header, body, Limits{}.handshake_bytes); !status) {
+        return status.error();
+    }
+    Reader challenge(body);
+    if (header.kind == Kind::kError) return read_error(challenge);
+    Nonce node_nonce;
+    std::string_view nonce = challenge.bytes(node_nonce.size());
+    std::string_view incarnation = challenge.bytes(dialed.incarnation.size());
+    if (header.kind != Kind::kChallenge || !challenge.done()) {
+        return Error{Code::kProtocol, options.address + " does not speak the protocol of Moonpool"};
+    }
+    std::memcpy(node_nonce.data(), nonce.data(), nonce.size());
+    std::memcpy(dialed.incarnation.data(), incarnation.data(), incarnation.size());
+
+    Nonce client_nonce = random_nonce();
+    std::string covered = mac_tenant(options.tenant, options.purpose);
+    Mac mac =
+        handshake_mac(Role::kClient, options.token, node_nonce, client_nonce, dialed.incarnation, covered);
+    std::vector<std::byte> out;
+    size_t at = begin_frame(out, Kind::kAuth, 0, 1);
+    Writer w(out);
+    w.text16(options.tenant);
+    w.bytes(client_nonce.data(), client_nonce.size());
+    w.bytes(mac.data(), mac.size());
+    w.text16(options.purpose);
+    finish_frame(out, at);
+    if (Status status = handshake.send(out); !status) return status.error();
+
+    if (Status status = handshake.receive(header, body, kWelcomeBytesMax); !status) return status.error();
+    Reader welcome(body);
+    if (header.kind == Kind::kError) return read_error(welcome);
+    std::string_view proof = welcome.bytes(sizeof(Mac));
+    if (header.kind != Kind::kWelcome || !welcome.ok()) {
+        return Error{Code::kProtocol, options.address + " does not speak the protocol of Moonpool"};
+    }
+    Mac expected =
+        handshake_mac(Role::kNode, options.token, node_nonce, client_nonce, dialed.incarnation, covered);
+    if (!equal_constant_time(expected,
+                             std::span(reinterpret_cast<const uint8_t*>(proof.data()), proof.size()))) {
+        return Error{Code::kAuth, options.address + " does not know the cluster token"};
+    }
+    dialed.welcome.assign(body.begin() + static_cast<ptrdiff_t>(sizeof(Mac)), body.end());
+    return dialed;
+}
+
+}  // namespace moonpool

@@ -1,0 +1,48 @@
+// The caller's half of a TCP connection's beginning: connect, and prove on both sides that the cluster token
+// is known. What comes back is a socket on which only frames of the chosen purpose travel.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "base/result.hpp"
+#include "wire/auth.hpp"
+#include "wire/frame.hpp"
+
+namespace moonpool {
+
+// Who serves a connection: a node's store, a transfer engine, a master towards nodes, or towards clients.
+inline constexpr std::string_view kPurposeStore = "store";
+inline constexpr std::string_view kPurposeEngine = "engine";
+inline constexpr std::string_view kPurposeMember = "member";
+inline constexpr std::string_view kPurposeDirectory = "directory";
+
+struct DialOptions {
+    std::string address;  // host:port
+    std::string token;
+    std::string tenant = "default";
+    std::string purpose;
+    int timeout_ms = 2000;  // for connecting, and then for each wait
+    std::string interface;  // a network device, empty: the route decides
+};
+
+struct Dialed {
+    Fd fd;  // blocking, with timeout_ms as its receive and send timeouts
+    Incarnation incarnation{};
+    std::vector<std::byte> welcome;  // the purpose's own part of WELCOME
+    std::string peer;
+};
+
+Result<Dialed> dial(const DialOptions& options);
+
+// The tenant as the macs of a TCP handshake cover it.
+std::string mac_tenant(std::string_view tenant, std::string_view purpose);
+
+// What an ERROR frame says.
+Error read_error(Reader& body);
+
+void set_socket_timeouts(int fd, int timeout_ms);
+
+}  // namespace moonpool

@@ -1,0 +1,276 @@
+#include "wire/doorman.hpp"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+
+#include "base/hmac.hpp"
+#include "wire/address.hpp"
+#include "wire/frame.hpp"
+
+namespace moonpool {
+
+namespace {
+
+constexpr int kTickMs = 100;
+
+uint64_t now_ms() {
+    auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
+}
+
+// To a socket that has sent nothing yet or little: it fits, or the peer is of no interest.
+bool send_now(int fd, const std::vector<std::byte>& frame) {
+    return ::send(fd, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
+           static_cast<ssize_t>(frame.size());
+}
+
+void send_error(int fd, Code code, const std::string& text) {
+    std::vector<std::byte> frame;
+    size_t at = begin_frame(frame, Kind::kError, 0, 0);
+    Writer w(frame);
+    w.number(static_cast<uint16_t>(code));
+    w.text16(text);
+    finish_frame(frame, at);
+    (void)send_now(fd, frame);
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Doorman>> Doorman::create(DoormanOptions options) {
+    if (options.token.empty()) return Error{Code::kInvalidArgument, "a listening port needs a cluster token"};
+    std::unique_ptr<Doorman> doorman(new Doorman(std::move(options)));
+    for (const std::string& text : doorman->options_.addresses) {
+        Result<std::vector<SocketAddress>> addresses = resolve(text, true);
+        if (!addresses) return addresses.error();
+        Result<Fd> listener = Error{Code::kUnavailable, text + " has no address"};
+        for (const SocketAddress& address : *addresses) {
+            listener = listen_tcp(address, text);
+            if (listener) break;
+        }
+        if (!listener) return listener.error();
+        doorman->addresses_.push_back(local_address(listener->get()));
+        doorman->listeners_.push_back(std::make_unique<Listener>(std::move(*listener)));
+    }
+    return doorman;
+}
+
+Doorman::~Doorman() { stop(); }
+
+void Doorman::offer(std::string purpose, Purpose handler) {
+    purposes_.insert_or_assign(std::move(purpose), std::move(handler));
+}
+
+Status Doorman::start() {
+    if (running_) return success();
+    epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
+    wake_.reset(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+    spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    if (!epoll_.valid() || !wake_.valid()) return os_error("epoll");
+    auto watch = [this](int fd) {
+        epoll_event event{};
+        event.events = EPOLLIN;
+        event.data.fd = fd;
+        ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
+    };
+    watch(wake_.get());
+    for (const auto& listener : listeners_) watch(listener->fd.get());
+    stopping_ = false;
+    running_ = true;
+    thread_ = std::thread([this] { loop(); });
+    return success();
+}
+
+void Doorman::stop() {
+    if (!std::exchange(running_, false)) return;
+    if (fork_.in_child()) {
+        (void)new std::thread(std::move(thread_));  // the parent's: there is nobody to join
+        return;
+    }
+    stopping_ = true;
+    uint64_t one = 1;
+    (void)!::write(wake_.get(), &one, sizeof(one));
+    thread_.join();
+    strangers_.clear();
+    listeners_.clear();
+}
+
+void Doorman::loop() {
+    std::vector<epoll_event> events(128);
+    uint64_t last_tick = now_ms();
+    while (!stopping_) {
+        int n = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()),
+                             strangers_.empty() ? -1 : kTickMs);
+        for (int i = 0; i < n && !stopping_; ++i) {
+            int fd = events[static_cast<size_t>(i)].data.fd;
+            if (fd == wake_.get()) continue;
+            auto it = strangers_.find(fd);
+            if (it != strangers_.end()) {
+                if (!on_readable(*it->second)) strangers_.erase(it);
+            } else if (std::ranges::any_of(listeners_, [fd](const auto& l) { return l->fd.get() == fd; })) {
+                accept_all(fd);
+            }
+        }
+        if (uint64_t now = now_ms(); now - last_tick >= kTickMs) {
+            drop_late(now);
+            last_tick = now;
+        }
+    }
+}
+
+void Doorman::accept_all(int listener) {
+    for (int round = 0; round < 64; ++round) {  // then it is the turn of those who are already in
+        Fd fd(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+        if (!fd.valid()) {
+            if (errno == EINTR || errno == ECONNABORTED) continue;
+            if (errno == EMFILE || errno == ENFILE) {
+                // Out of descriptors: give up the spare one to tell the peer, rather than spin.
+                spare_.reset();
+                Fd refused(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
+                if (refused.valid()) {
+                    send_error(refused.get(), Code::kTooLarge, "this process is out of file descriptors");
+                }
+                counters_.refused_total.fetch_add(1);
+                refused.reset();
+                spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+            }
+            return;
+        }
+        greet(std::move(fd));
+    }
+}
+
+void Doorman::greet(Fd fd) {
+    if (strangers_.size() >= options_.limits.connections_unproved) {
+        auto oldest = std::ranges::min_element(strangers_, {},
+                                               [](const auto& entry) { return entry.second->since_ms; });
+        counters_.refused_total.fetch_add(1);
+        strangers_.erase(oldest);
+    }
+    (void)prepare_socket(fd.get());
+    auto stranger = std::make_unique<Stranger>();
+    stranger->nonce = random_nonce();
+    stranger->peer = peer_address(fd.get());
+    stranger->since_ms = now_ms();
+    stranger->fd = std::move(fd);
+    std::vector<std::byte> frame;
+    size_t at = begin_frame(frame, Kind::kChallenge, 0, 0);
+    Writer w(frame);
+    w.bytes(stranger->nonce.data(), stranger->nonce.size());
+    w.bytes(options_.incarnation.data(), options_.incarnation.size());
+    finish_frame(frame, at);
+    if (!send_now(stranger->fd.get(), frame)) return;
+    counters_.accepted_total.fetch_add(1);
+    int key = stranger->fd.get();
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.fd = key;
+    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, key, &event) != 0) return;
+    strangers_.emplace(key, std::move(stranger));
+}
+
+bool Doorman::on_readable(Stranger& stranger) {
+    // Only the header until it is known how long AUTH is, and never a byte behind it: those are not ours.
+    for (;;) {
+        size_t want = sizeof(FrameHeader);
+        FrameHeader header;
+        if (stranger.in.size() >= sizeof(header)) {
+            std::memcpy(&header, stranger.in.data(), sizeof(header));
+            if (header.magic != kMagic) {
+                return refuse(stranger, Code::kProtocol, "a frame does not start with the magic number");
+            }
+            if (header.version != kVersion) {
+                return refuse(stranger, Code::kProtocol,
+                              "this process speaks version " + std::to_string(kVersion) +
+                                  " of the wire format, the caller " + std::to_string(header.version) +
+                                  "; run adjacent releases");
+            }
+            if (header.kind != Kind::kAuth) {
+                return refuse(stranger, Code::kProtocol, "a frame came before the handshake");
+            }
+            if (header.length > options_.limits.handshake_bytes) {
+                return refuse(stranger, Code::kTooLarge,
+                              "a handshake of " + std::to_string(header.length) + " bytes is over the limit");
+            }
+            want = sizeof(header) + header.length;
+            if (stranger.in.size() == want) {
+                std::span<const std::byte> body(stranger.in);
+                return on_auth(stranger, header, Reader(body.subspan(sizeof(header))));
+            }
+        }
+        size_t have = stranger.in.size();
+        stranger.in.resize(want);
+        ssize_t n;
+        do {
+            n = ::recv(stranger.fd.get(), stranger.in.data() + have, want - have, 0);
+        } while (n < 0 && errno == EINTR);
+        stranger.in.resize(have + static_cast<size_t>(std::max<ssize_t>(n, 0)));
+        if (n == 0) return false;
+        if (n < 0) return errno == EAGAIN;
+    }
+}
+
+bool Doorman::on_auth(Stranger& stranger, const FrameHeader& header, Reader body) {
+    std::string tenant(body.text16());
+    std::string_view client_nonce_bytes = body.bytes(sizeof(Nonce));
+    std::string_view mac = body.bytes(sizeof(Mac));
+    std::string purpose(body.text16());
+    if (!body.done()) return refuse(stranger, Code::kProtocol, "a frame is no AUTH of a TCP connection");
+    Nonce client_nonce;
+    std::memcpy(client_nonce.data(), client_nonce_bytes.data(), client_nonce.size());
+    std::string covered = mac_tenant(tenant, purpose);
+    Mac expected = handshake_mac(Role::kClient, options_.token, stranger.nonce, client_nonce,
+                                 options_.incarnation, covered);
+    if (!equal_constant_time(expected, std::span(reinterpret_cast<const uint8_t*>(mac.data()), mac.size()))) {
+        return refuse(stranger, Code::kAuth,
+                      "the cluster token is wrong; give all processes of the cluster the same token file");
+    }
+    auto it = purposes_.find(purpose);
+    if (it == purposes_.end()) {
+        return refuse(stranger, Code::kAuth, "nothing behind this port serves \"" + purpose + "\"");
+    }
+    Result<std::vector<std::byte>> welcome = it->second.welcome(tenant);
+    if (!welcome) return refuse(stranger, welcome.error().code, welcome.error().text);
+    Mac proof = handshake_mac(Role::kNode, options_.token, stranger.nonce, client_nonce, options_.incarnation,
+                              covered);
+    std::vector<std::byte> frame;
+    size_t at = begin_frame(frame, Kind::kWelcome, kFlagAnswer, header.request_id);
+    Writer w(frame);
+    w.bytes(proof.data(), proof.size());
+    w.bytes(welcome->data(), welcome->size());
+    finish_frame(frame, at);
+    if (!send_now(stranger.fd.get(), frame)) return false;
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, stranger.fd.get(), nullptr);
+    // The map still has its number as the key; the caller's socket cannot take another until it is erased.
+    it->second.serve(Caller{std::move(stranger.fd), std::move(tenant), std::move(stranger.peer)});
+    return false;
+}
+
+bool Doorman::refuse(Stranger& stranger, Code code, const std::string& text) {
+    (code == Code::kAuth ? counters_.auth_failures_total : counters_.protocol_errors_total).fetch_add(1);
+    send_error(stranger.fd.get(), code, text);
+    // Bytes left unread would turn the close into a reset, which could overtake the reason.
+    std::byte nothing[4096];
+    while (::recv(stranger.fd.get(), nothing, sizeof(nothing), MSG_DONTWAIT) > 0) {
+    }
+    ::shutdown(stranger.fd.get(), SHUT_WR);
+    return false;
+}
+
+void Doorman::drop_late(uint64_t now) {
+    std::erase_if(strangers_, [&](auto& entry) {
+        if (now - entry.second->since_ms <= options_.limits.handshake_ms) return false;
+        counters_.handshake_timeouts_total.fetch_add(1);
+        send_error(entry.second->fd.get(), Code::kTimeout,
+                   "the handshake took over " + std::to_string(options_.limits.handshake_ms) + " ms");
+        return true;
+    });
+}
+
+}  // namespace moonpool

@@ -1,0 +1,113 @@
+// Doorman: the one listening TCP port of a process, whoever lives behind it: a node's store, a transfer
+// engine, a master. It sends the challenge, waits for the proof, answers it, and hands the socket to whom the
+// caller asked for. Nothing but the handshake is read here, and nothing else is parsed before the proof.
+//
+// One thread with an epoll of its own. Strangers have 5 s and at most 64 places; the longest waiting makes
+// room, so that idle connections keep nobody out.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "base/fork.hpp"
+#include "base/result.hpp"
+#include "wire/auth.hpp"
+#include "wire/dial.hpp"
+#include "wire/limits.hpp"
+
+namespace moonpool {
+
+// A socket whose other side has proved that it knows the token, and knows that we do.
+struct Caller {
+    Fd fd;  // non-blocking
+    std::string tenant;
+    std::string peer;
+};
+
+// Both run on the doorman's thread: serve() hands the socket to another thread and returns at once.
+struct Purpose {
+    // What WELCOME says after the proof; an error is told to the caller, and the connection ends.
+    std::function<Result<std::vector<std::byte>>(std::string_view tenant)> welcome;
+    std::function<void(Caller)> serve;
+};
+
+struct DoormanOptions {
+    std::vector<std::string> addresses;  // host:port each; port 0: any that is free
+    std::string token;
+    Incarnation incarnation{};
+    Limits limits;
+};
+
+struct DoormanCounters {
+    std::atomic<uint64_t> accepted_total{0};
+    std::atomic<uint64_t> refused_total{0};  // no descriptors left, or crowded out by later strangers
+    std::atomic<uint64_t> auth_failures_total{0};
+    std::atomic<uint64_t> protocol_errors_total{0};
+    std::atomic<uint64_t> handshake_timeouts_total{0};
+};
+
+class Doorman {
+   public:
+    // Listens from its return on; connections wait until start().
+    static Result<std::unique_ptr<Doorman>> create(DoormanOptions options);
+    ~Doorman();
+    Doorman(const Doorman&) = delete;
+
+    // Before start().
+    void offer(std::string purpose, Purpose handler);
+    Status start();
+    // Idempotent. No handler runs after its return.
+    void stop();
+
+    const std::vector<std::string>& addresses() const { return addresses_; }  // with the real ports
+    const DoormanCounters& counters() const { return counters_; }
+
+   private:
+    struct Stranger {
+        Fd fd;
+        Nonce nonce;
+        std::string peer;
+        uint64_t since_ms = 0;
+        std::vector<std::byte> in;
+    };
+
+    // A child of fork() must not keep the port in use after we are gone.
+    struct Listener {
+        explicit Listener(Fd socket) : fd(std::move(socket)) {}
+        Fd fd;
+        ClosedInChildren closed_in_children{fd};
+    };
+
+    explicit Doorman(DoormanOptions options) : options_(std::move(options)) {}
+    void loop();
+    void accept_all(int listener);
+    void greet(Fd fd);
+    bool on_readable(Stranger& stranger);  // false: it is over with this stranger, here or for good
+    bool on_auth(Stranger& stranger, const FrameHeader& header, Reader body);
+    bool refuse(Stranger& stranger, Code code, const std::string& text);
+    void drop_late(uint64_t now_ms);
+
+    DoormanOptions options_;
+    std::vector<std::string> addresses_;
+    DoormanCounters counters_;
+    std::map<std::string, Purpose, std::less<>> purposes_;
+    ForkGuard fork_;
+    std::vector<std::unique_ptr<Listener>> listeners_;
+    Fd epoll_, wake_, spare_;
+    std::unordered_map<int, std::unique_ptr<Stranger>> strangers_;
+    std::atomic<bool> stopping_{false};
+    bool running_ = false;
+    std::thread thread_;
+};
+
+}  // namespace moonpool
