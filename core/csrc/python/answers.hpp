@@ -1,0 +1,39 @@
+// What a client's call takes from its arguments and hands back, the same whether the caller waits for it
+// (Client) or a worker thread runs it (Worker).
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "python/arguments.hpp"
+#include "store/client.hpp"
+
+namespace moonpool::python {
+
+struct PyPin {
+    Pinned held;
+    std::vector<std::string> names;  // one for each descriptor; generation 0: was not found, is not pinned
+
+    void release() { held.pins.clear(); }  // views that were made under it go on holding it
+};
+
+// Makes the type of the views; once, at import.
+void prepare_views();
+
+void check_counts(size_t keys, size_t others, const char* what);
+std::vector<PutItem> put_items(const Names& names, const Buffers& parts, const Names& parents);
+std::vector<GetItem> get_items(const Names& names, const Buffers& parts);
+// (one outcome byte per key: 0 stored, 1 exists, 2 refused; why refused)
+py::tuple put_answer(const PutReport& report);
+py::list get_answer(const std::vector<int64_t>& sizes);
+Result<Pinned> pin_and_verify(Client& client, const Names& names, bool verify);
+std::vector<size_t> all_places(size_t n);
+py::list views_answer(const Pinned& pinned, const std::vector<size_t>& places);
+py::tuple pin_answer(Pinned pinned, const Names& names);
+py::tuple prefix_answer(Prefix prefix, const Names& names);
+
+}  // namespace moonpool::python

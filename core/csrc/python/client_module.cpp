@@ -1,0 +1,212 @@
+#include "python/client_module.hpp"
+
+#include <pybind11/stl.h>
+
+#include <string_view>
+#include <unordered_map>
+
+#include "python/module.hpp"
+#include "python/raise.hpp"
+#include "python/server_module.hpp"
+
+namespace moonpool::python {
+
+PyClient::PyClient(std::string socket_path, const py::bytes& token, std::string tenant,
+                   std::string name_space, const py::bytes& fingerprint, double timeout_s,
+                   const py::object& embedded) {
+    ClientOptions options;
+    options.socket_path = std::move(socket_path);
+    options.token = std::string(token);
+    options.tenant = std::move(tenant);
+    options.name_space = std::move(name_space);
+    options.fingerprint = std::string(fingerprint);
+    options.timeout_ms = milliseconds(timeout_s);
+    if (!embedded.is_none()) {
+        options.dial = [server = embedded.cast<const PyServer&>().server()] { return server->dial(); };
+    }
+    peer_ = !embedded.is_none() ? "the embedded node" : options.socket_path;
+    client_ = std::make_shared<Client>(std::move(options));
+}
+
+void PyClient::connect() {
+    py::gil_scoped_release nogil;
+    Status status = client_->connect();
+    py::gil_scoped_acquire gil;
+    unwrap(std::move(status), "connect", peer_);
+}
+
+bool PyClient::connected() {
+    py::gil_scoped_release nogil;
+    return client_->connected();
+}
+
+void PyClient::close() {
+    py::gil_scoped_release nogil;
+    client_->close();
+}
+
+py::tuple PyClient::put(const py::object& keys, const py::object& buffers, const py::object& parents,
+                        bool replace, bool ack, double timeout_s) {
+    Names names(keys);
+    Buffers parts(buffers, false);
+    Names parent_names = parents.is_none() ? Names() : Names(parents);
+    check_counts(names.size(), parts.size(), "buffers");
+    if (!parents.is_none()) check_counts(names.size(), parent_names.size(), "parents");
+    std::vector<PutItem> items = put_items(names, parts, parent_names);
+    py::gil_scoped_release nogil;
+    Result<PutReport> report = client_->put(items, replace, ack, timeout_s > 0 ? milliseconds(timeout_s) : 0);
+    py::gil_scoped_acquire gil;
+    return put_answer(unwrap(std::move(report), "put", peer_));
+}
+
+py::list PyClient::get_into(const py::object& keys, const py::object& buffers, bool verify) {
+    Names names(keys);
+    Buffers parts(buffers, true);
+    check_counts(names.size(), parts.size(), "buffers");
+    std::vector<GetItem> items = get_items(names, parts);
+    py::gil_scoped_release nogil;
+    Result<std::vector<int64_t>> sizes = client_->get(items, verify);
+    py::gil_scoped_acquire gil;
+    return get_answer(unwrap(std::move(sizes), "get", peer_));
+}
+
+py::list PyClient::get_views(const py::object& keys, bool verify) {
+    Names names(keys);
+    Pinned pinned = unwrap(pin_names(names, verify), "get", peer_);
+    return views_answer(pinned, all_places(names.size()));
+}
+
+py::tuple PyClient::pin(const py::object& keys) {
+    Names names(keys);
+    Pinned pinned = unwrap(pin_names(names, false), "pin", peer_);
+    return pin_answer(std::move(pinned), names);
+}
+
+py::list PyClient::pinned_views(const std::shared_ptr<PyPin>& pin, const py::object& keys, bool verify) {
+    Names names(keys);
+    std::vector<size_t> places = places_in(*pin, names);
+    if (verify) {
+        py::gil_scoped_release nogil;
+        Status status = Client::verify(pin->held, places, names.views());
+        py::gil_scoped_acquire gil;
+        unwrap(std::move(status), "get", peer_);
+    }
+    return views_answer(pin->held, places);
+}
+
+py::list PyClient::pinned_into(const std::shared_ptr<PyPin>& pin, const py::object& keys,
+                               const py::object& buffers, bool verify) {
+    Names names(keys);
+    Buffers parts(buffers, true);
+    check_counts(names.size(), parts.size(), "buffers");
+    std::vector<size_t> places = places_in(*pin, names);
+    std::vector<GetItem> items = get_items(names, parts);
+    Pinned held = pin->held;  // another thread may release the pin meanwhile
+    py::gil_scoped_release nogil;
+    auto sizes = Client::get_pinned(held, places, items, verify);
+    py::gil_scoped_acquire gil;
+    return get_answer(unwrap(std::move(sizes), "get", peer_));
+}
+
+py::bytes PyClient::exists(const py::object& keys) {
+    Names names(keys);
+    py::gil_scoped_release nogil;
+    auto present = client_->exists(names.views());
+    py::gil_scoped_acquire gil;
+    return to_bytes(unwrap(std::move(present), "exists", peer_));
+}
+
+py::tuple PyClient::longest_prefix(const py::object& keys, uint32_t width, bool pin) {
+    Names names(keys);
+    py::gil_scoped_release nogil;
+    auto prefix = client_->longest_prefix(names.views(), width, pin);
+    py::gil_scoped_acquire gil;
+    return prefix_answer(unwrap(std::move(prefix), "longest_prefix", peer_), names);
+}
+
+py::bytes PyClient::remove(const py::object& keys) {
+    Names names(keys);
+    py::gil_scoped_release nogil;
+    auto removed = client_->remove(names.views());
+    py::gil_scoped_acquire gil;
+    return to_bytes(unwrap(std::move(removed), "remove", peer_));
+}
+
+py::list PyClient::list(const py::bytes& prefix, uint64_t limit) {
+    std::string text(prefix);
+    py::gil_scoped_release nogil;
+    auto rows = client_->list(text, limit);
+    py::gil_scoped_acquire gil;
+    py::list out;
+    for (ListRow& row : unwrap(std::move(rows), "list", peer_)) {
+        out.append(py::make_tuple(py::bytes(row.name), row.size, row.generation, row.crc, row.pins));
+    }
+    return out;
+}
+
+std::map<std::string, uint64_t> PyClient::stat() {
+    py::gil_scoped_release nogil;
+    auto rows = client_->stat();
+    py::gil_scoped_acquire gil;
+    std::map<std::string, uint64_t> out;
+    for (auto& [name, value] : unwrap(std::move(rows), "stat", peer_)) out.emplace(name, value);
+    return out;
+}
+
+Result<Pinned> PyClient::pin_names(const Names& names, bool verify) {
+    py::gil_scoped_release nogil;
+    return pin_and_verify(*client_, names, verify);
+}
+
+std::vector<size_t> PyClient::places_in(const PyPin& pin, const Names& names) {
+    unwrap(client_->check_open(), "get", peer_);
+    if (pin.held.pins.empty()) raise(Error{Code::kClosed, "this pin was released"}, "get", peer_);
+    std::unordered_map<std::string_view, size_t> by_name;
+    for (size_t i = 0; i < pin.names.size(); ++i) by_name.emplace(pin.names[i], i);
+    std::vector<size_t> places;
+    for (std::string_view name : names.views()) {
+        auto it = by_name.find(name);
+        places.push_back(it == by_name.end() ? kNotPinned : it->second);
+    }
+    return places;
+}
+
+void bind_client(py::module_& m) {
+    prepare_views();
+
+    py::class_<PyPin, std::shared_ptr<PyPin>>(
+        m, "Pin", "A right to read some objects; released by release() or when dropped.")
+        .def("release", &PyPin::release)
+        .def_property_readonly("names", [](const PyPin& pin) {
+            py::list names;
+            for (const std::string& name : pin.names) names.append(py::bytes(name));
+            return names;
+        });
+
+    py::class_<PyClient>(m, "Client", "One process's access to one node, in one space.")
+        .def(py::init<std::string, const py::bytes&, std::string, std::string, const py::bytes&, double,
+                      const py::object&>(),
+             py::arg("socket_path"), py::arg("token"), py::arg("tenant") = "default",
+             py::arg("namespace") = "default", py::arg("fingerprint") = py::bytes(),
+             py::arg("timeout_s") = 2.0, py::arg("embedded") = py::none(), py::keep_alive<1, 8>())
+        .def("connect", &PyClient::connect)
+        .def_property_readonly("connected", &PyClient::connected)
+        .def("close", &PyClient::close)
+        .def("put", &PyClient::put, py::arg("keys"), py::arg("buffers"), py::arg("parents") = py::none(),
+             py::arg("replace") = false, py::arg("ack") = true, py::arg("timeout_s") = -1.0)
+        .def("get_into", &PyClient::get_into, py::arg("keys"), py::arg("buffers"), py::arg("verify") = false)
+        .def("get_views", &PyClient::get_views, py::arg("keys"), py::arg("verify") = false)
+        .def("pin", &PyClient::pin, py::arg("keys"))
+        .def("pinned_views", &PyClient::pinned_views, py::arg("pin"), py::arg("keys"),
+             py::arg("verify") = false)
+        .def("pinned_into", &PyClient::pinned_into, py::arg("pin"), py::arg("keys"), py::arg("buffers"),
+             py::arg("verify") = false)
+        .def("exists", &PyClient::exists, py::arg("keys"))
+        .def("longest_prefix", &PyClient::longest_prefix, py::arg("keys"), py::arg("width") = 1,
+             py::arg("pin") = true)
+        .def("remove", &PyClient::remove, py::arg("keys"))
+        .def("list", &PyClient::list, py::arg("prefix"), py::arg("limit"))
+        .def("stat", &PyClient::stat);
+}
+
+}  // namespace moonpool::python

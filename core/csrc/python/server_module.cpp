@@ -1,0 +1,93 @@
+#include "python/server_module.hpp"
+
+#include <pybind11/stl.h>
+
+#include "python/raise.hpp"
+
+namespace moonpool::python {
+
+PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::string, uint64_t>>& tenants,
+                   const py::bytes& token, std::string name, uint32_t objects_max, uint64_t slab_bytes,
+                   uint32_t connections_max, uint64_t scrub_bytes_per_s, uint32_t key_bytes_max,
+                   uint32_t parts_max, uint32_t frame_bytes_max, uint32_t frame_keys_max,
+                   double object_share_max)
+    : name_(std::move(name)) {
+    ServerOptions options;
+    options.socket_path = std::move(socket_path);
+    options.token = std::string(token);
+    for (const auto& [tenant, bytes] : tenants) {
+        options.pools.push_back(PoolOptions{tenant, bytes, objects_max, slab_bytes});
+    }
+    options.limits.connections = connections_max;
+    options.limits.key_bytes = key_bytes_max;
+    options.limits.parts = parts_max;
+    options.limits.frame_bytes = frame_bytes_max;
+    options.limits.frame_keys = frame_keys_max;
+    options.limits.object_share = object_share_max;
+    options.scrub_bytes_per_s = scrub_bytes_per_s;
+    server_ = unwrap(Server::create(std::move(options)), "node");
+}
+
+void PyServer::start() {
+    py::gil_scoped_release nogil;
+    Status status = server_->start();
+    py::gil_scoped_acquire gil;
+    unwrap(std::move(status), "node");
+}
+
+void PyServer::stop() {
+    py::gil_scoped_release nogil;
+    server_->stop();
+}
+
+std::map<std::string, uint64_t> PyServer::metrics() {
+    std::map<std::string, uint64_t> rows;
+    py::gil_scoped_release nogil;
+    for (auto& [name, value] : server_->snapshot()) rows.emplace(name, value);
+    return rows;
+}
+
+py::dict PyServer::histograms() {
+    py::dict all;
+    const NodeMetrics& m = server_->metrics();
+    const std::pair<const char*, const LatencyHistogram*> rows[] = {{"lease_seconds", &m.lease},
+                                                                    {"commit_seconds", &m.commit},
+                                                                    {"lookup_seconds", &m.lookup},
+                                                                    {"other_seconds", &m.other}};
+    for (auto& [name, histogram] : rows) {
+        std::vector<double> bounds(LatencyHistogram::kBoundsSeconds.begin(),
+                                   LatencyHistogram::kBoundsSeconds.end());
+        std::vector<uint64_t> counts;
+        for (size_t i = 0; i <= bounds.size(); ++i) counts.push_back(histogram->count(i));
+        all[name] = py::make_tuple(bounds, counts, histogram->sum_seconds());
+    }
+    return all;
+}
+
+bool PyServer::check_integrity() {
+    py::gil_scoped_release nogil;
+    return server_->check_integrity();
+}
+
+void bind_server(py::module_& m) {
+    py::class_<PyServer>(m, "Server",
+                         "A node's data plane: one thread, one Unix socket, an arena for each tenant.")
+        .def(py::init<std::string, const std::vector<std::pair<std::string, uint64_t>>&, const py::bytes&,
+                      std::string, uint32_t, uint64_t, uint32_t, uint64_t, uint32_t, uint32_t, uint32_t,
+                      uint32_t, double>(),
+             py::arg("socket_path"), py::arg("tenants"), py::arg("token"), py::kw_only(),
+             py::arg("name") = "default", py::arg("objects_max") = 0, py::arg("slab_bytes") = 0,
+             py::arg("connections_max") = 512, py::arg("scrub_bytes_per_s") = uint64_t{64} << 20,
+             py::arg("key_bytes_max") = 1024, py::arg("parts_max") = 4096,
+             py::arg("frame_bytes_max") = 8u << 20, py::arg("frame_keys_max") = 16384,
+             py::arg("object_share_max") = 0.25)
+        .def_property_readonly("name", &PyServer::name)
+        .def("start", &PyServer::start)
+        .def("stop", &PyServer::stop)
+        .def("metrics", &PyServer::metrics, "Counters (*_total) and gauges by name.")
+        .def("histograms", &PyServer::histograms,
+             "name -> (upper bounds in s, counts with one more for +Inf, sum in s)")
+        .def("check_integrity", &PyServer::check_integrity, "Recounts every table; for tests.");
+}
+
+}  // namespace moonpool::python

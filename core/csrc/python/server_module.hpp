@@ -1,0 +1,36 @@
+// The node's data plane as Python sees it: moonpool._native.Server.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "python/module.hpp"
+#include "store/server.hpp"
+
+namespace moonpool::python {
+
+class PyServer {
+   public:
+    PyServer(std::string socket_path, const std::vector<std::pair<std::string, uint64_t>>& tenants,
+             const py::bytes& token, std::string name, uint32_t objects_max, uint64_t slab_bytes,
+             uint32_t connections_max, uint64_t scrub_bytes_per_s, uint32_t key_bytes_max, uint32_t parts_max,
+             uint32_t frame_bytes_max, uint32_t frame_keys_max, double object_share_max);
+    void start();
+    void stop();
+    std::map<std::string, uint64_t> metrics();
+    py::dict histograms();
+    bool check_integrity();
+    const std::string& name() const { return name_; }
+    const std::shared_ptr<Server>& server() const { return server_; }
+
+   private:
+    std::string name_;
+    std::shared_ptr<Server> server_;
+};
+
+}  // namespace moonpool::python

@@ -1,0 +1,391 @@
+// Threads that run a client's operations, as Python sees them: moonpool._native.Worker.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "python/answers.hpp"
+#include "python/arguments.hpp"
+#include "python/client_module.hpp"
+#include "python/module.hpp"
+#include "python/raise.hpp"
+#include "store/worker.hpp"
+
+namespace moonpool::python {
+
+namespace {
+
+struct PrefixAnswer {
+    uint64_t blocks = 0;
+    uint64_t pin_id = 0;
+    py::bytes incarnation, descriptors;
+    std::string error;
+};
+
+struct LoadAnswer {
+    py::bytes ok;
+    uint64_t bytes_loaded = 0;
+    std::string error;
+};
+
+struct SaveAnswer {
+    uint64_t stored = 0, existed = 0, refused = 0, bytes_stored = 0;
+    std::string error;
+};
+
+// n names of equal size, one behind the other.
+std::vector<std::string_view> split(std::string_view names, size_t name_size) {
+    std::vector<std::string_view> out;
+    if (name_size == 0) return out;
+    out.reserve(names.size() / name_size);
+    for (size_t at = 0; at + name_size <= names.size(); at += name_size)
+        out.push_back(names.substr(at, name_size));
+    return out;
+}
+
+class PyWorker {
+   public:
+    PyWorker(const PyClient& client, uint32_t threads, uint32_t queue_max)
+        : client_(client.client()), peer_(client.peer()), worker_(threads, queue_max) {}
+
+    int event_fd() const { return worker_.event_fd(); }
+
+    py::list poll() {
+        py::list out;
+        for (uint64_t ticket : worker_.poll()) {
+            auto node = pending_.extract(ticket);
+            if (!node.empty()) out.append(py::make_tuple(ticket, node.mapped()->answer()));
+        }
+        return out;
+    }
+
+    void close() {
+        {
+            py::gil_scoped_release nogil;
+            worker_.close();
+        }
+        pending_.clear();
+        pins_.clear();
+    }
+
+    void release(uint64_t pin_id) { pins_.erase(pin_id); }
+
+    uint64_t submit_prefix(const py::bytes& names, size_t name_size, uint32_t width) {
+        struct Op : Pending {
+            std::string names;
+            size_t name_size;
+            uint32_t width;
+            Result<Prefix> result = Prefix{};
+            PyWorker* owner;
+            void run(Client& client) override {
+                result = client.longest_prefix(split(names, name_size), width, true);
+            }
+            py::object answer() override {
+                PrefixAnswer a;
+                if (!result) {
+                    a.error = result.error().text;
+                    return py::cast(a);
+                }
+                a.blocks = result->blocks;
+                a.incarnation = to_bytes(result->incarnation.data(), result->incarnation.size());
+                a.descriptors = to_bytes(result->descriptors);
+                if (!result->pins.empty()) a.pin_id = owner->keep(std::move(result->pins));
+                return py::cast(a);
+            }
+        };
+        auto op = std::make_shared<Op>();
+        op->names = std::string(names);
+        op->name_size = name_size;
+        op->width = width;
+        op->owner = this;
+        return submit(op);
+    }
+
+    uint64_t submit_load(const py::bytes& incarnation, const py::bytes& descriptors,
+                         std::shared_ptr<PartTable> parts, const py::object& indices,
+                         const py::object& columns, bool verify) {
+        struct Op : Pending {
+            Incarnation incarnation;
+            std::vector<Descriptor> descriptors;
+            std::shared_ptr<PartTable> parts;
+            std::vector<uint32_t> indices;
+            std::vector<uint16_t> columns;
+            bool verify;
+            LoadReport report;
+            void run(Client& client) override {
+                report = client.load(incarnation, descriptors, *parts, indices, columns, verify);
+            }
+            py::object answer() override {
+                return py::cast(LoadAnswer{to_bytes(report.ok), report.bytes, report.error});
+            }
+        };
+        auto op = std::make_shared<Op>();
+        std::string_view life(incarnation), rows(descriptors);
+        if (life.size() != op->incarnation.size() || rows.size() % sizeof(Descriptor) != 0) {
+            raise(Error{Code::kInvalidArgument, "incarnation has 16 bytes, descriptors 32 for each object"},
+                  "load", peer_);
+        }
+        std::memcpy(op->incarnation.data(), life.data(), life.size());
+        op->descriptors.resize(rows.size() / sizeof(Descriptor));
+        std::memcpy(op->descriptors.data(), rows.data(), rows.size());
+        take_places(indices, columns, op->descriptors.size(), op->indices, op->columns);
+        op->parts = std::move(parts);
+        op->verify = verify;
+        return submit(op);
+    }
+
+    uint64_t submit_save(const py::bytes& names, size_t name_size, const py::bytes& parents,
+                         std::shared_ptr<PartTable> parts, const py::object& indices,
+                         const py::object& columns) {
+        struct Op : Pending {
+            std::string names, parents;
+            size_t name_size;
+            std::shared_ptr<PartTable> parts;
+            std::vector<uint32_t> indices;
+            std::vector<uint16_t> columns;
+            Result<PutReport> result = PutReport{};
+            void run(Client& client) override {
+                std::vector<std::string_view> keys = split(names, name_size),
+                                              above = split(parents, name_size);
+                std::vector<std::vector<Part>> sources(keys.size());
+                std::vector<PutItem> items;
+                for (size_t i = 0; i < keys.size(); ++i) {
+                    if (columns[i] >= parts->columns()) {
+                        result = Error{Code::kInvalidArgument, "a column is not in the part table"};
+                        return;
+                    }
+                    parts->parts(columns[i], indices[i], sources[i]);
+                    std::string_view parent = above.empty() ? std::string_view() : above[i];
+                    // All zero bytes: the first block of a chain, which has no parent.
+                    if (parent.find_first_not_of('\0') == std::string_view::npos) parent = {};
+                    items.push_back({keys[i], parent, sources[i]});
+                }
+                result = client.put(items, false, true);
+            }
+            py::object answer() override {
+                SaveAnswer a;
+                if (!result) {
+                    a.error = result.error().text;
+                    a.refused = indices.size();
+                    return py::cast(a);
+                }
+                for (PutOutcome outcome : result->outcomes) {
+                    a.stored += outcome == PutOutcome::kStored;
+                    a.existed += outcome == PutOutcome::kExists;
+                    a.refused += outcome == PutOutcome::kRefused;
+                }
+                a.bytes_stored = result->stored_bytes;
+                a.error = result->refusal;
+                return py::cast(a);
+            }
+        };
+        auto op = std::make_shared<Op>();
+        op->names = std::string(names);
+        op->parents = std::string(parents);
+        op->name_size = name_size;
+        size_t n = name_size == 0 ? 0 : op->names.size() / name_size;
+        if (!op->parents.empty() && op->parents.size() != op->names.size()) {
+            raise(Error{Code::kInvalidArgument, "parents must be empty or as long as names"}, "save", peer_);
+        }
+        take_places(indices, columns, n, op->indices, op->columns);
+        op->parts = std::move(parts);
+        return submit(op);
+    }
+
+    uint64_t submit_put(const py::object& keys, const py::object& buffers, const py::object& parents,
+                        bool replace, bool ack, double timeout_s) {
+        struct Op : Pending {
+            Names names, parent_names;
+            Buffers buffers;
+            bool replace, ack;
+            int timeout_ms = 0;
+            Result<PutReport> result = PutReport{};
+            Op(const py::object& k, const py::object& b, const py::object& p)
+                : names(k), parent_names(p.is_none() ? Names() : Names(p)), buffers(b, false) {}
+            void run(Client& client) override {
+                result = client.put(put_items(names, buffers, parent_names), replace, ack, timeout_ms);
+            }
+            py::object answer() override {
+                return result ? py::object(put_answer(*result)) : failure(result.error(), "put");
+            }
+        };
+        auto op = std::make_shared<Op>(keys, buffers, parents);
+        check_counts(op->names.size(), op->buffers.size(), "buffers");
+        if (!parents.is_none()) check_counts(op->names.size(), op->parent_names.size(), "parents");
+        op->replace = replace;
+        op->ack = ack;
+        op->timeout_ms = timeout_s > 0 ? milliseconds(timeout_s) : 0;
+        return submit(op);
+    }
+
+    uint64_t submit_get_into(const py::object& keys, const py::object& buffers, bool verify) {
+        struct Op : Pending {
+            Names names;
+            Buffers buffers;
+            bool verify = false;
+            Result<std::vector<int64_t>> result = std::vector<int64_t>{};
+            Op(const py::object& k, const py::object& b) : names(k), buffers(b, true) {}
+            void run(Client& client) override { result = client.get(get_items(names, buffers), verify); }
+            py::object answer() override {
+                return result ? py::object(get_answer(*result)) : failure(result.error(), "get");
+            }
+        };
+        auto op = std::make_shared<Op>(keys, buffers);
+        check_counts(op->names.size(), op->buffers.size(), "buffers");
+        op->verify = verify;
+        return submit(op);
+    }
+
+    // what: "exists", "remove", "views", "pin" or "prefix"
+    uint64_t submit_names(const std::string& what, const py::object& keys, uint32_t width, bool pin,
+                          bool verify) {
+        struct Op : Pending {
+            std::string what;
+            Names names;
+            uint32_t width = 1;
+            bool pin = true, verify = false;
+            Result<std::vector<uint8_t>> flags = std::vector<uint8_t>{};
+            Result<Pinned> pinned = Pinned{};
+            Result<Prefix> prefix = Prefix{};
+            explicit Op(const py::object& k) : names(k) {}
+            void run(Client& client) override {
+                if (what == "exists") flags = client.exists(names.views());
+                if (what == "remove") flags = client.remove(names.views());
+                if (what == "views" || what == "pin") {
+                    pinned = pin_and_verify(client, names, verify);
+                }
+                if (what == "prefix") prefix = client.longest_prefix(names.views(), width, pin);
+            }
+            py::object answer() override {
+                if (!flags) return failure(flags.error(), what.c_str());
+                if (!pinned) return failure(pinned.error(), what.c_str());
+                if (!prefix) return failure(prefix.error(), what.c_str());
+                if (what == "views") {
+                    return views_answer(*pinned, all_places(names.size()));
+                }
+                if (what == "pin") return pin_answer(std::move(*pinned), names);
+                if (what == "prefix") return prefix_answer(std::move(*prefix), names);
+                return to_bytes(*flags);
+            }
+        };
+        auto op = std::make_shared<Op>(keys);
+        op->what = what;
+        op->width = width;
+        op->pin = pin;
+        op->verify = verify;
+        return submit(op);
+    }
+
+   private:
+    struct Pending {
+        virtual ~Pending() = default;          // with the GIL: it lets go of Python buffers
+        virtual void run(Client& client) = 0;  // on a worker thread, without it
+        virtual py::object answer() = 0;       // with it
+    };
+
+    // An exception object, for the caller to raise where it waits.
+    static py::object failure(const Error& error, const char* operation) {
+        try {
+            raise(error, operation);
+        } catch (py::error_already_set& exception) {
+            return exception.value();
+        }
+    }
+
+    uint64_t submit(std::shared_ptr<Pending> op) {
+        // The thread must not own the operation: whoever lets go last needs the GIL.
+        Pending* raw = op.get();
+        Result<uint64_t> ticket = worker_.submit([raw, client = client_] { raw->run(*client); });
+        uint64_t id = unwrap(std::move(ticket), "submit", peer_);
+        pending_.emplace(id, std::move(op));
+        return id;
+    }
+
+    uint64_t keep(std::vector<PinnedRun> pins) {
+        uint64_t id = next_pin_++;
+        pins_.emplace(id, std::move(pins));
+        return id;
+    }
+
+    void take_places(const py::object& indices, const py::object& columns, size_t n,
+                     std::vector<uint32_t>& indices_out, std::vector<uint16_t>& columns_out) {
+        ArrayOf<uint32_t> index_array(indices, "indices");
+        ArrayOf<uint16_t> column_array(columns, "columns");
+        check_counts(n, index_array.span().size(), "indices");
+        check_counts(n, column_array.span().size(), "columns");
+        indices_out.assign(index_array.span().begin(), index_array.span().end());
+        columns_out.assign(column_array.span().begin(), column_array.span().end());
+    }
+
+    std::shared_ptr<Client> client_;
+    std::string peer_;
+    std::unordered_map<uint64_t, std::shared_ptr<Pending>> pending_;
+    std::unordered_map<uint64_t, std::vector<PinnedRun>> pins_;
+    uint64_t next_pin_ = 1;
+    Worker worker_;  // last: its threads end before what they use
+};
+
+}  // namespace
+
+void bind_worker(py::module_& m) {
+    py::class_<PartTable, std::shared_ptr<PartTable>>(
+        m, "PartTable", "Strided memory: columns of (address, stride, length) rows.")
+        .def(py::init([](const std::vector<std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>>& columns) {
+                 std::vector<std::vector<StridedRow>> rows(columns.size());
+                 for (size_t c = 0; c < columns.size(); ++c) {
+                     for (const auto& [address, stride, length] : columns[c])
+                         rows[c].push_back({address, stride, length});
+                 }
+                 return std::make_shared<PartTable>(std::move(rows));
+             }),
+             py::arg("columns"))
+        .def("object_bytes", &PartTable::object_bytes, py::arg("column"));
+
+    py::class_<PrefixAnswer>(m, "PrefixAnswer")
+        .def_readonly("blocks", &PrefixAnswer::blocks)
+        .def_readonly("pin_id", &PrefixAnswer::pin_id)
+        .def_readonly("incarnation", &PrefixAnswer::incarnation)
+        .def_readonly("descriptors", &PrefixAnswer::descriptors)
+        .def_readonly("error", &PrefixAnswer::error);
+    py::class_<LoadAnswer>(m, "LoadAnswer")
+        .def_readonly("ok", &LoadAnswer::ok)
+        .def_readonly("bytes_loaded", &LoadAnswer::bytes_loaded)
+        .def_readonly("error", &LoadAnswer::error);
+    py::class_<SaveAnswer>(m, "SaveAnswer")
+        .def_readonly("stored", &SaveAnswer::stored)
+        .def_readonly("existed", &SaveAnswer::existed)
+        .def_readonly("refused", &SaveAnswer::refused)
+        .def_readonly("bytes_stored", &SaveAnswer::bytes_stored)
+        .def_readonly("error", &SaveAnswer::error);
+
+    py::class_<PyWorker>(m, "Worker",
+                         "Threads that run a client's operations; tickets in, answers out by poll().")
+        .def(py::init<const PyClient&, uint32_t, uint32_t>(), py::arg("client"), py::arg("threads") = 1,
+             py::arg("queue_max") = 4096)
+        .def_property_readonly("eventfd", &PyWorker::event_fd)
+        .def("poll", &PyWorker::poll)
+        .def("close", &PyWorker::close)
+        .def("release", &PyWorker::release, py::arg("pin_id"))
+        .def("submit_prefix", &PyWorker::submit_prefix, py::arg("names"), py::arg("name_size"),
+             py::arg("width"))
+        .def("submit_load", &PyWorker::submit_load, py::arg("incarnation"), py::arg("descriptors"),
+             py::arg("parts"), py::arg("indices"), py::arg("columns"), py::arg("verify") = false)
+        .def("submit_save", &PyWorker::submit_save, py::arg("names"), py::arg("name_size"),
+             py::arg("parents"), py::arg("parts"), py::arg("indices"), py::arg("columns"))
+        .def("submit_put", &PyWorker::submit_put, py::arg("keys"), py::arg("buffers"),
+             py::arg("parents") = py::none(), py::arg("replace") = false, py::arg("ack") = true,
+             py::arg("timeout_s") = -1.0)
+        .def("submit_get_into", &PyWorker::submit_get_into, py::arg("keys"), py::arg("buffers"),
+             py::arg("verify") = false)
+        .def("submit_names", &PyWorker::submit_names, py::arg("what"), py::arg("keys"), py::arg("width") = 1,
+             py::arg("pin") = true, py::arg("verify") = false);
+}
+
+}  // namespace moonpool::python
