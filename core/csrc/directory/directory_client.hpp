@@ -1,0 +1,118 @@
+// DirectoryClient: a process's way to the master's directory. Any thread may call; one call at a time is on
+// the socket, and the caller drives it. What it answers is a hint: the pin at the holder decides.
+//
+// A master that is not there costs nobody time: a thread of its own dials, with a growing pause between the
+// attempts, and until it has succeeded every call fails at once with kUnavailable. Only the very first call
+// waits for the first attempt, at most timeout_ms.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "base/fork.hpp"
+#include "base/result.hpp"
+#include "directory/types.hpp"
+#include "wire/frame.hpp"
+
+namespace moonpool {
+
+struct DirectoryClientOptions {
+    std::string master;  // "host:port"
+    std::string token;
+    std::string tenant = "default";
+    std::string interface;         // of this host, to dial from; empty: the kernel's choice
+    int timeout_ms = 500;          // without progress; also of one attempt to connect
+    int members_ms = 200;          // members() asks again when its answer is older
+    int backoff_first_ms = 100;    // pause after a failed attempt; it doubles,
+    int backoff_longest_ms = 500;  // up to this
+};
+
+struct LocateOptions {
+    bool prefix = false;      // stop at the first key without a holder, and count whole blocks only,
+    uint16_t width = 1;       // of so many keys each
+    bool suspects = false;    // also holders that are suspect now: for removals
+    uint8_t holders_max = 0;  // of one key, nearest tier first; 0: all (255)
+};
+
+struct LocateAnswer {
+    Located keys;
+    std::shared_ptr<const Members> members;  // knows every holder named in keys
+};
+
+struct Avoid {
+    std::vector<NodeId> nodes;
+    std::vector<std::string> host_ids;
+};
+
+class DirectoryClient {
+   public:
+    explicit DirectoryClient(DirectoryClientOptions options);
+    ~DirectoryClient();
+    DirectoryClient(const DirectoryClient&) = delete;
+
+    // Any number of keys: split into pipelined frames.
+    Result<LocateAnswer> locate(std::span<const Hash128> hashes, const LocateOptions& options = {});
+
+    // Who is in the pool. Cached for members_ms; while the master is away, the last answer there was. fresh:
+    // asks in any case, and fails when there is no answer.
+    Result<std::shared_ptr<const Members>> members(bool fresh = false);
+
+    // Up to n alive nodes with room for `bytes` more of this client's tenant, most room first, each on
+    // another host than the others and than those to avoid (where there are too few hosts: fewer nodes).
+    Result<std::vector<NodeId>> place(uint64_t bytes, uint16_t n, const Avoid& avoid = {});
+
+    // The keys were removed, or replaced elsewhere. Holders that are not in touch with the master now drop
+    // their copies when they return, before anybody is sent to them; so do, at once, those of `unreached`:
+    // nodes that the caller could not tell itself. The number of copies that are void now.
+    Result<uint32_t> forget(std::span<const Hash128> hashes, std::span<const NodeId> unreached = {});
+
+    bool connected() const { return connected_.load(std::memory_order_acquire); }
+    const std::string& master() const { return options_.master; }
+    void close();  // ends calls in progress; every later call fails with kClosed
+
+   private:
+    using Build = std::function<void(Writer&)>;
+    using Parse = std::function<bool(Reader&)>;
+    using Clock = std::chrono::steady_clock;
+
+    Status ready(std::unique_lock<std::mutex>& lock);
+    Status ask(Kind kind, const Build& build, const Parse& parse);
+    Status send_all(std::span<const std::byte> bytes);
+    Status receive_answer(Kind kind, uint64_t request_id, const Parse& parse);
+    Status receive(void* data, size_t size);
+    Status refresh_members();
+    Error lost(Error error);
+    void dial_loop();
+
+    DirectoryClientOptions options_;
+    ForkGuard fork_;
+    std::atomic<bool> connected_{false};
+    std::atomic<bool> closed_{false};
+
+    std::mutex io_mutex_;  // the socket and what follows
+    Fd fd_;
+    ClosedInChildren closed_in_children_{fd_};
+    std::vector<std::byte> out_, body_;
+    uint64_t next_request_ = 1;
+    std::shared_ptr<const Members> members_;
+    Clock::time_point members_at_{};
+
+    std::mutex dial_mutex_;  // between callers and the thread that dials
+    std::condition_variable dial_wake_, dial_done_;
+    bool dial_wanted_ = false, dialed_once_ = false;
+    Fd dialed_;
+    Error why_not_;
+    std::thread dialer_;
+};
+
+}  // namespace moonpool
