@@ -49,9 +49,10 @@ struct LocateAnswer {
     std::shared_ptr<const Members> members;  // knows every holder named in keys
 };
 
-struct Avoid {
-    std::vector<NodeId> nodes;
-    std::vector<std::string> host_ids;
+struct PlaceOptions {
+    std::vector<NodeId> avoid_nodes;
+    std::vector<std::string> avoid_host_ids;
+    bool evict = false;  // also nodes without free room, where older blocks than elsewhere would go for it
 };
 
 class DirectoryClient {
@@ -69,7 +70,7 @@ class DirectoryClient {
 
     // Up to n alive nodes with room for `bytes` more of this client's tenant, most room first, each on
     // another host than the others and than those to avoid (where there are too few hosts: fewer nodes).
-    Result<std::vector<NodeId>> place(uint64_t bytes, uint16_t n, const Avoid& avoid = {});
+    Result<std::vector<NodeId>> place(uint64_t bytes, uint16_t n, const PlaceOptions& options = {});
 
     // The keys were removed, or replaced elsewhere. Holders that are not in touch with the master now drop
     // their copies when they return, before anybody is sent to them; so do, at once, those of `unreached`:
