@@ -1,0 +1,89 @@
+// DeltaLog: what changed in a node since its agent last told the master. The store's loop pushes, the agent
+// takes; neither waits for the other longer than for a push.
+//
+// Bounded: when the agent is behind by `max` rows, or has no master to tell, the rows are dropped and a full
+// inventory is due instead.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <vector>
+
+#include "directory/types.hpp"
+
+namespace moonpool {
+
+struct DeltaRow {
+    Hash128 hash;
+    Tier tier = Tier::kDram;
+    bool added = true;
+
+    friend bool operator==(const DeltaRow&, const DeltaRow&) = default;
+};
+
+class DeltaLog {
+   public:
+    // wake() is called, by the pushing thread, when the first row comes to an empty log, or when it
+    // overflows.
+    explicit DeltaLog(size_t max, std::function<void()> wake = {}) : max_(max), wake_(std::move(wake)) {}
+    DeltaLog(const DeltaLog&) = delete;
+
+    void push(const Hash128& hash, Tier tier, bool added) {
+        bool first = false;
+        {
+            std::lock_guard lock(mutex_);
+            if (inventory_due_) return;
+            first = rows_.empty();
+            if (rows_.size() == max_) {
+                rows_ = {};
+                inventory_due_ = first = true;
+                ++overflows_;
+            } else {
+                rows_.push_back({hash, tier, added});
+            }
+        }
+        if (first && wake_) wake_();
+    }
+
+    // Moves the rows to `out`, which is empty and lends its memory. False: an inventory is due instead.
+    bool take(std::vector<DeltaRow>& out) {
+        std::lock_guard lock(mutex_);
+        if (inventory_due_) return false;
+        std::swap(rows_, out);
+        return true;
+    }
+
+    // From now on rows are kept again: an inventory that is taken later, piece by piece and each told before
+    // the rows that come after it, is complete with them.
+    void begin_inventory() {
+        std::lock_guard lock(mutex_);
+        rows_.clear();
+        inventory_due_ = false;
+    }
+    // Nobody takes: rows are not kept until the next inventory.
+    void pause() {
+        std::lock_guard lock(mutex_);
+        rows_ = {};
+        inventory_due_ = true;
+    }
+
+    size_t size() const {
+        std::lock_guard lock(mutex_);
+        return rows_.size();
+    }
+    uint64_t overflows() const {
+        std::lock_guard lock(mutex_);
+        return overflows_;
+    }
+
+   private:
+    const size_t max_;
+    const std::function<void()> wake_;
+    mutable std::mutex mutex_;
+    std::vector<DeltaRow> rows_;
+    bool inventory_due_ = true;  // the first thing that a master hears
+    uint64_t overflows_ = 0;
+};
+
+}  // namespace moonpool

@@ -1,0 +1,289 @@
+#include "directory/directory.hpp"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <utility>
+
+namespace moonpool {
+
+namespace {
+
+uint64_t page_bytes() {
+    static const auto bytes = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+    return bytes;
+}
+
+// A fresh table is half full: it grows when it is three quarters full and shrinks when it is one quarter
+// full.
+bool too_full(uint32_t size, uint32_t capacity) { return uint64_t{size} * 4 >= uint64_t{capacity} * 3; }
+bool too_empty(uint32_t size, uint32_t capacity) { return uint64_t{size} * 4 < capacity; }
+
+}  // namespace
+
+DirectoryShard::~DirectoryShard() { free_table(); }
+
+void DirectoryShard::free_table() {
+    if (rows_ != nullptr) ::munmap(rows_, bytes_);
+    rows_ = nullptr;
+    capacity_ = 0;
+    bytes_ = 0;
+}
+
+bool DirectoryShard::resize(uint32_t rows) {
+    uint64_t page = page_bytes();
+    uint64_t bytes = (uint64_t{rows} * sizeof(DirectoryRow) + page - 1) / page * page;
+    if (bytes == bytes_) return true;
+    void* fresh = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (fresh == MAP_FAILED) return false;
+    DirectoryRow* old = std::exchange(rows_, static_cast<DirectoryRow*>(fresh));
+    uint32_t old_capacity = std::exchange(capacity_, static_cast<uint32_t>(bytes / sizeof(DirectoryRow)));
+    uint64_t old_bytes = std::exchange(bytes_, bytes);
+    std::memset(static_cast<void*>(rows_), 0xFF, bytes);  // node kNoNode in every slot
+    for (uint32_t slot = 0; slot < old_capacity; ++slot) {
+        if (old[slot].node != kNoNode) place(old[slot]);
+    }
+    if (old != nullptr) ::munmap(old, old_bytes);
+    return true;
+}
+
+void DirectoryShard::place(const DirectoryRow& row) {
+    uint32_t slot = home(row.hash());
+    while (rows_[slot].node != kNoNode) slot = next(slot);
+    rows_[slot] = row;
+}
+
+DirectoryRow* DirectoryShard::find(const Hash128& hash, NodeId node, Tier tier) {
+    if (capacity_ == 0) return nullptr;
+    for (uint32_t slot = home(hash); rows_[slot].node != kNoNode; slot = next(slot)) {
+        DirectoryRow& row = rows_[slot];
+        if (row.hash() == hash && row.node == node && row.tier == tier) return &row;
+    }
+    return nullptr;
+}
+
+bool DirectoryShard::insert(const DirectoryRow& row) {
+    // Growth that fails is tried again with the next row; one slot stays empty, or a search would not end.
+    if (too_full(size_ + 1, capacity_) && !resize((size_ + 1) * 2) && size_ + 1 >= capacity_) return false;
+    place(row);
+    ++size_;
+    return true;
+}
+
+void DirectoryShard::erase(DirectoryRow* row) {
+    // Close the hole: a row moves back into it unless that would put it before its home.
+    auto hole = static_cast<uint32_t>(row - rows_);
+    for (uint32_t slot = next(hole); rows_[slot].node != kNoNode; slot = next(slot)) {
+        uint32_t from_home = slot >= home(rows_[slot].hash()) ? slot - home(rows_[slot].hash())
+                                                              : slot + capacity_ - home(rows_[slot].hash());
+        uint32_t from_hole = slot >= hole ? slot - hole : slot + capacity_ - hole;
+        if (from_home < from_hole) continue;
+        rows_[hole] = rows_[slot];
+        hole = slot;
+    }
+    rows_[hole] = DirectoryRow{};
+    if (--size_ == 0) {
+        free_table();
+    } else if (too_empty(size_, capacity_)) {
+        resize(size_ * 2);
+    }
+}
+
+template <class Keep>
+uint32_t DirectoryShard::keep_only(Keep keep) {
+    std::vector<DirectoryRow> kept;
+    kept.reserve(size_);
+    for_each([&](const DirectoryRow& row) {
+        if (keep(row)) kept.push_back(row);
+    });
+    uint32_t went = size_ - static_cast<uint32_t>(kept.size());
+    if (went == 0) return 0;
+    size_ = static_cast<uint32_t>(kept.size());
+    if (kept.empty()) {
+        free_table();
+        return went;
+    }
+    std::memset(static_cast<void*>(rows_), 0xFF, bytes_);
+    if (too_empty(size_, capacity_)) resize(size_ * 2);
+    for (const DirectoryRow& row : kept) place(row);
+    return went;
+}
+
+bool DirectoryShard::check_integrity() const {
+    if (size_ == 0) return rows_ == nullptr && capacity_ == 0 && bytes_ == 0;
+    if (size_ >= capacity_ || capacity_ != bytes_ / sizeof(DirectoryRow)) return false;
+    if (too_empty(size_, capacity_) && bytes_ > page_bytes()) return false;
+    uint32_t filled = 0;
+    for (uint32_t slot = 0; slot < capacity_; ++slot) {
+        const DirectoryRow& row = rows_[slot];
+        if (row.node == kNoNode) continue;
+        ++filled;
+        uint32_t same = 0;
+        bool reached = false;
+        for (uint32_t at = home(row.hash()); rows_[at].node != kNoNode; at = next(at)) {
+            reached |= at == slot;
+            same +=
+                rows_[at].hash() == row.hash() && rows_[at].node == row.node && rows_[at].tier == row.tier;
+        }
+        if (!reached || same != 1) return false;
+    }
+    return filled == size_;
+}
+
+Directory::Directory(uint64_t rows_max) : rows_max_(rows_max) {}
+
+void Directory::open(NodeId node) {
+    if (node >= lives_.size()) lives_.resize(size_t{node} + 1);
+    lives_[node].open = true;
+}
+
+void Directory::close(NodeId node) {
+    Life& life = lives_[node];
+    life.open = false;
+    life.depth = 0;
+    make_void(life, life.rows);
+    make_void(life, life.previous);
+}
+
+void Directory::make_void(Life& life, std::array<uint64_t, kTiers>& rows) {
+    for (uint64_t& n : rows) {
+        life.void_rows += n;
+        void_rows_ += n;
+        rows_ -= n;
+        n = 0;
+    }
+}
+
+void Directory::begin_inventory(NodeId node) {
+    Life& life = lives_[node];
+    if (!life.open) return;
+    // Rounds come again after 256 inventories; so a void row must not stay for that long.
+    constexpr uint8_t kRoundsMax = 64;
+    if (life.depth == kRoundsMax) end_inventory(node);
+    if (life.round % kRoundsMax == 0 && life.void_rows != 0) {
+        for (DirectoryShard& shard : shards_) sweep_shard(shard);
+    }
+    ++life.round;
+    ++life.depth;
+    for (size_t tier = 0; tier < kTiers; ++tier) life.previous[tier] += std::exchange(life.rows[tier], 0);
+}
+
+void Directory::end_inventory(NodeId node) {
+    Life& life = lives_[node];
+    life.depth = 0;
+    make_void(life, life.previous);
+}
+
+uint64_t& Directory::count_of(const DirectoryRow& row) {
+    Life& life = lives_[row.node];
+    auto tier = static_cast<size_t>(row.tier);
+    if (!counts(row)) return life.void_rows;
+    return row.round == life.round ? life.rows[tier] : life.previous[tier];
+}
+
+bool Directory::add(const Hash128& hash, NodeId node, Tier tier) {
+    if (node >= lives_.size() || !lives_[node].open) return false;
+    DirectoryShard& shard = shards_[shard_of(hash)];
+    DirectoryRow* row = shard.find(hash, node, tier);
+    if (row == nullptr) {
+        DirectoryRow fresh{hash, node, tier, lives_[node].round};
+        if (rows_ + void_rows_ >= rows_max_ || !shard.insert(fresh)) {
+            ++refused_total_;
+            return false;
+        }
+        ++count_of(fresh);
+        ++rows_;
+        return true;
+    }
+    if (!counts(*row)) {
+        --void_rows_;
+        ++rows_;
+    }
+    --count_of(*row);
+    row->round = lives_[node].round;
+    ++count_of(*row);
+    return true;
+}
+
+void Directory::erase(DirectoryShard& shard, DirectoryRow* row) {
+    --(counts(*row) ? rows_ : void_rows_);
+    --count_of(*row);
+    shard.erase(row);
+}
+
+bool Directory::remove(const Hash128& hash, NodeId node, Tier tier) {
+    if (node >= lives_.size()) return false;
+    DirectoryShard& shard = shards_[shard_of(hash)];
+    DirectoryRow* row = shard.find(hash, node, tier);
+    if (row == nullptr) return false;
+    bool counted = counts(*row);
+    erase(shard, row);
+    return counted;
+}
+
+bool Directory::remove(const Hash128& hash, NodeId node) {
+    bool was_there = false;
+    for (size_t tier = 0; tier < kTiers; ++tier) was_there |= remove(hash, node, static_cast<Tier>(tier));
+    return was_there;
+}
+
+void Directory::sweep_shard(DirectoryShard& shard) {
+    void_rows_ -= shard.keep_only([this](const DirectoryRow& row) {
+        if (counts(row)) return true;
+        --lives_[row.node].void_rows;
+        return false;
+    });
+}
+
+bool Directory::sweep() {
+    if (void_rows_ == 0) return false;
+    sweep_shard(shards_[sweep_at_]);
+    sweep_at_ = (sweep_at_ + 1) % kShards;
+    return void_rows_ != 0;
+}
+
+uint64_t Directory::rows(NodeId node, Tier tier) const {
+    if (node >= lives_.size()) return 0;
+    auto at = static_cast<size_t>(tier);
+    return lives_[node].rows[at] + lives_[node].previous[at];
+}
+
+DirectoryCounters Directory::counters() const {
+    DirectoryCounters c{rows_, void_rows_, 0, refused_total_};
+    for (const DirectoryShard& shard : shards_) c.table_bytes += shard.bytes();
+    return c;
+}
+
+bool Directory::check_integrity() const {
+    std::vector<Life> seen(lives_.size());
+    uint64_t counted = 0, voided = 0;
+    for (uint32_t i = 0; i < kShards; ++i) {
+        if (!shards_[i].check_integrity()) return false;
+        bool sound = true;
+        shards_[i].for_each([&](const DirectoryRow& row) {
+            if (shard_of(row.hash()) != i || row.node >= lives_.size()) {
+                sound = false;
+                return;
+            }
+            auto tier = static_cast<size_t>(row.tier);
+            Life& life = seen[row.node];
+            if (!counts(row)) {
+                ++voided;
+                ++life.void_rows;
+            } else {
+                ++counted;
+                ++(row.round == lives_[row.node].round ? life.rows[tier] : life.previous[tier]);
+            }
+        });
+        if (!sound) return false;
+    }
+    for (size_t node = 0; node < lives_.size(); ++node) {
+        const Life &life = lives_[node], &recount = seen[node];
+        if (life.rows != recount.rows || life.previous != recount.previous) return false;
+        if (life.void_rows != recount.void_rows) return false;
+    }
+    return counted == rows_ && voided == void_rows_;
+}
+
+}  // namespace moonpool

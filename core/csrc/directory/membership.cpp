@@ -1,0 +1,214 @@
+#include "directory/membership.hpp"
+
+#include <algorithm>
+#include <set>
+
+namespace moonpool {
+
+namespace {
+
+bool same_member(const NodeIdentity& a, const NodeIdentity& b) {
+    return a.host_id == b.host_id && a.name == b.name;
+}
+
+}  // namespace
+
+std::optional<NodeId> Membership::find(const NodeIdentity& identity) const {
+    for (const auto& [id, life] : lives_) {
+        if (same_member(life.identity, identity)) return id;
+    }
+    return std::nullopt;
+}
+
+std::optional<uint64_t> Membership::last_heard(const NodeIdentity& identity) const {
+    std::optional<uint64_t> last;
+    for (const Past& past : past_) {
+        if (same_member(past.identity, identity)) last = std::max(last.value_or(0), past.heard_ms);
+    }
+    return last;
+}
+
+std::optional<NodeId> Membership::free_id(const std::function<bool(NodeId)>& usable) const {
+    for (uint32_t id = 0; id < kNoNode; ++id) {
+        auto candidate = static_cast<NodeId>(id);
+        if (!lives_.contains(candidate) && usable(candidate)) return candidate;
+    }
+    return std::nullopt;
+}
+
+Result<Membership::Joined> Membership::join(uint64_t now_ms, const NodeIdentity& identity,
+                                            const NodeLoad& load, LinkId link,
+                                            const std::function<bool(NodeId)>& usable) {
+    std::string whole_name = identity.name + " on host " + identity.host_id;
+    for (const Past& past : past_) {
+        if (past.fenced && past.identity.incarnation == identity.incarnation) {
+            return Error{Code::kInvalidArgument, "another process took the place of the node " + whole_name +
+                                                     "; end this one, or give it a name of its own"};
+        }
+    }
+    Joined joined;
+    std::optional<NodeId> known = find(identity);
+    if (known) {
+        Life& life = lives_.at(*known);
+        joined.heard_ms = life.heard_ms;
+        joined.old_link = life.link;
+        if (life.identity.incarnation == identity.incarnation) {
+            joined.id = *known;
+            joined.resumed = true;
+            life.identity = identity;
+            life.load = load;
+            life.link = link;
+            life.heard_ms = now_ms;
+            life.state = MemberState::kAlive;
+            ++epoch_;
+            return joined;
+        }
+        if (life.state == MemberState::kAlive) {
+            return Error{Code::kInvalidArgument, "the node " + whole_name +
+                                                     " is in the pool already, as another process; give each "
+                                                     "node of a host a name of its own (node.name)"};
+        }
+    } else {
+        joined.heard_ms = last_heard(identity);
+        if (lives_.size() >= options_.members_max) {
+            return Error{Code::kTooLarge, "the pool already has " + std::to_string(options_.members_max) +
+                                              " nodes, the limit (master.nodes_max)"};
+        }
+    }
+    std::optional<NodeId> id = free_id(usable);
+    if (!id) return Error{Code::kTooLarge, "every node number is in use; try again soon"};
+    if (known) {
+        joined.replaced = known;
+        end(*known, true);
+    }
+    joined.id = *id;
+    lives_.emplace(*id, Life{identity, load, MemberState::kAlive, link, now_ms});
+    ++epoch_;
+    return joined;
+}
+
+void Membership::end(NodeId id, bool fenced) {
+    auto it = lives_.find(id);
+    past_.push_back(Past{std::move(it->second.identity), it->second.heard_ms, fenced});
+    if (past_.size() > options_.past_max) past_.pop_front();
+    lives_.erase(it);
+    ++epoch_;
+}
+
+void Membership::set_state(Life& life, MemberState state) {
+    if (life.state == state) return;
+    life.state = state;
+    ++epoch_;
+}
+
+void Membership::heard(uint64_t now_ms, NodeId id, LinkId link) {
+    auto it = lives_.find(id);
+    if (it == lives_.end() || it->second.link != link) return;  // an old connection of a life that has moved
+    it->second.heard_ms = now_ms;
+    set_state(it->second, MemberState::kAlive);
+}
+
+void Membership::beat(uint64_t now_ms, NodeId id, LinkId link, const NodeLoad& load) {
+    heard(now_ms, id, link);
+    auto it = lives_.find(id);
+    if (it != lives_.end() && it->second.link == link) it->second.load = load;
+}
+
+void Membership::disconnected(NodeId id, LinkId link) {
+    auto it = lives_.find(id);
+    if (it == lives_.end() || it->second.link != link) return;
+    it->second.link = kNoLink;
+    set_state(it->second, MemberState::kSuspect);
+}
+
+std::vector<NodeId> Membership::tick(uint64_t now_ms) {
+    uint64_t gap = now_ms - std::exchange(ticked_ms_, now_ms);
+    std::vector<NodeId> gone;
+    for (auto& [id, life] : lives_) {
+        // What they sent meanwhile waits to be read.
+        if (gap > options_.suspect_ms / 2) life.heard_ms = std::min(now_ms, life.heard_ms + gap);
+        uint64_t silent_ms = now_ms - std::min(now_ms, life.heard_ms);
+        if (silent_ms >= options_.suspect_ms) set_state(life, MemberState::kSuspect);
+        if (silent_ms >= options_.gone_ms) gone.push_back(id);
+    }
+    for (NodeId id : gone) end(id, false);
+    return gone;
+}
+
+std::vector<NodeId> Membership::place(std::string_view tenant, uint64_t bytes, size_t n,
+                                      const std::vector<NodeId>& avoid_nodes,
+                                      const std::vector<std::string_view>& avoid_hosts, bool evict) {
+    struct Choice {
+        NodeId id;
+        TenantLoad* load;
+        bool room;
+    };
+    std::vector<Choice> choices;
+    for (auto& [id, life] : lives_) {
+        if (life.state != MemberState::kAlive) continue;
+        if (std::find(avoid_nodes.begin(), avoid_nodes.end(), id) != avoid_nodes.end()) continue;
+        if (std::find(avoid_hosts.begin(), avoid_hosts.end(), life.identity.host_id) != avoid_hosts.end())
+            continue;
+        auto* load = const_cast<TenantLoad*>(life.load.find(tenant));
+        if (load == nullptr || load->arena_bytes < bytes) continue;
+        bool room = load->free_bytes >= bytes;
+        if (room || evict) choices.push_back({id, load, room});
+    }
+    // Free room first, the most of it; then where the oldest blocks are.
+    std::sort(choices.begin(), choices.end(), [](const Choice& a, const Choice& b) {
+        if (a.room != b.room) return a.room;
+        if (a.room) return a.load->free_bytes > b.load->free_bytes;
+        return a.load->oldest_age_ms > b.load->oldest_age_ms;
+    });
+    std::vector<NodeId> chosen;
+    std::set<std::string_view> hosts;
+    for (const Choice& choice : choices) {
+        if (chosen.size() == n) break;
+        if (!hosts.insert(lives_.at(choice.id).identity.host_id).second) continue;
+        choice.load->free_bytes -= std::min(bytes, choice.load->free_bytes);
+        chosen.push_back(choice.id);
+    }
+    return chosen;
+}
+
+bool Membership::alive(NodeId id) const {
+    auto it = lives_.find(id);
+    return it != lives_.end() && it->second.state == MemberState::kAlive;
+}
+
+LinkId Membership::link(NodeId id) const {
+    auto it = lives_.find(id);
+    return it == lives_.end() ? kNoLink : it->second.link;
+}
+
+size_t Membership::suspects() const {
+    return static_cast<size_t>(std::count_if(lives_.begin(), lives_.end(), [](const auto& entry) {
+        return entry.second.state == MemberState::kSuspect;
+    }));
+}
+
+bool Membership::all_alive() const { return past_.empty() && suspects() == 0; }
+
+Members Membership::current(uint64_t now_ms) const {
+    Members members;
+    members.epoch = epoch_;
+    for (const auto& [id, life] : lives_) {
+        members.rows.push_back(
+            Member{id, life.state, life.identity, life.load, now_ms - std::min(now_ms, life.heard_ms)});
+    }
+    return members;
+}
+
+bool Membership::check_integrity() const {
+    std::set<std::pair<std::string, std::string>> names;
+    for (const auto& [id, life] : lives_) {
+        if (!names.emplace(life.identity.host_id, life.identity.name).second) return false;
+        if (life.link == kNoLink && life.state != MemberState::kSuspect) return false;
+        for (const Past& past : past_) {
+            if (past.fenced && past.identity.incarnation == life.identity.incarnation) return false;
+        }
+    }
+    return lives_.size() <= options_.members_max && past_.size() <= options_.past_max;
+}
+
+}  // namespace moonpool

@@ -1,0 +1,69 @@
+// Tombstones: the keys that were removed while somebody who may hold them was not in touch. Whoever comes
+// back has its inventory compared with what was forgotten since it was last heard, so that no copy of a
+// removed key returns to life. Pure.
+//
+// It holds at most `max` keys and remembers since when it is complete. A holder that was away for longer has
+// to drop all it holds: that costs misses, never a stale read.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <unordered_map>
+
+#include "base/xxh3.hpp"
+
+namespace moonpool {
+
+class Tombstones {
+   public:
+    explicit Tombstones(uint32_t max) : max_(max) {}
+
+    void add(uint64_t now_ms, const Hash128& hash) {
+        // One time for each key, its last; older entries of the queue are passed over when they leave.
+        last_ms_[hash] = now_ms;
+        queue_.push_back({hash, now_ms});
+        while (queue_.size() > max_) {
+            complete_since_ms_ = std::max(complete_since_ms_, queue_.front().ms + 1);
+            pop();
+        }
+    }
+
+    // A removal that was not recorded, as nobody was away.
+    void skip(uint64_t now_ms) {
+        complete_since_ms_ = now_ms + 1;
+        while (!queue_.empty()) pop();
+    }
+
+    // Whether every removal at or after since_ms is here.
+    bool covers(uint64_t since_ms) const { return since_ms >= complete_since_ms_; }
+    bool has(const Hash128& hash, uint64_t since_ms) const {
+        auto it = last_ms_.find(hash);
+        return it != last_ms_.end() && it->second >= since_ms;
+    }
+
+    size_t size() const { return queue_.size(); }
+    bool check_integrity() const { return queue_.size() <= max_ && last_ms_.size() <= queue_.size(); }
+
+   private:
+    struct Entry {
+        Hash128 hash;
+        uint64_t ms;
+    };
+    struct Fold {
+        size_t operator()(const Hash128& hash) const { return hash.high; }
+    };
+
+    void pop() {
+        auto it = last_ms_.find(queue_.front().hash);
+        if (it != last_ms_.end() && it->second == queue_.front().ms) last_ms_.erase(it);
+        queue_.pop_front();
+    }
+
+    uint32_t max_;
+    std::deque<Entry> queue_;
+    std::unordered_map<Hash128, uint64_t, Fold> last_ms_;
+    uint64_t complete_since_ms_ = 0;
+};
+
+}  // namespace moonpool

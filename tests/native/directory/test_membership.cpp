@@ -1,0 +1,203 @@
+#include <doctest/doctest.h>
+
+#include <map>
+#include <string>
+
+#include "../random.hpp"
+#include "directory/membership.hpp"
+
+namespace moonpool {
+namespace {
+
+using testing::Random;
+
+NodeIdentity identity(const std::string& name, uint8_t life, const std::string& host = "h1") {
+    NodeIdentity who;
+    who.name = name;
+    who.host_id = host;
+    who.incarnation.fill(life);
+    who.address = "127.0.0.1:1";
+    return who;
+}
+
+NodeLoad load(uint64_t free_bytes, uint64_t arena = 1000, uint64_t age = 0) {
+    return NodeLoad{{TenantLoad{"default", arena, free_bytes, 0, age}}, 0, 0};
+}
+
+bool any(NodeId) { return true; }
+
+NodeId joined(Membership& m, uint64_t now, const NodeIdentity& who, LinkId link,
+              const NodeLoad& l = load(500)) {
+    Result<Membership::Joined> result = m.join(now, who, l, link, any);
+    REQUIRE(result);
+    REQUIRE(m.check_integrity());
+    return result->id;
+}
+
+TEST_CASE("membership: silence makes a suspect, a word makes it alive again, long silence ends its life") {
+    Membership m({});
+    NodeId a = joined(m, 0, identity("a", 1), 1);
+    m.tick(0);
+    uint64_t epoch = m.epoch();
+    for (uint64_t now = 100; now < 1000; now += 100) CHECK(m.tick(now).empty());
+    CHECK(m.alive(a));
+    CHECK(m.epoch() == epoch);
+    m.tick(1000);
+    CHECK_FALSE(m.alive(a));
+    CHECK(m.epoch() != epoch);
+    m.heard(1100, a, 1);
+    CHECK(m.alive(a));
+    uint64_t gone_at = 0;
+    for (uint64_t now = 1100; now < 40000 && gone_at == 0; now += 100) {
+        if (m.tick(now) == std::vector<NodeId>{a}) gone_at = now;
+    }
+    CHECK(gone_at == 31100);
+    CHECK(m.size() == 0);
+    CHECK(m.past().front().heard_ms == 1100);
+    CHECK(m.check_integrity());
+}
+
+TEST_CASE("membership: a broken connection makes a suspect at once, but not that of an older link") {
+    Membership m({});
+    NodeId a = joined(m, 0, identity("a", 1), 1);
+    Result<Membership::Joined> again = m.join(10, identity("a", 1), load(5), 2, any);
+    REQUIRE(again);
+    CHECK(again->resumed);
+    CHECK(again->id == a);
+    CHECK(again->old_link == 1);
+    m.disconnected(a, 1);
+    CHECK(m.alive(a));
+    m.disconnected(a, 2);
+    CHECK_FALSE(m.alive(a));
+    m.heard(20, a, 2);  // read from what was left of it
+    CHECK_FALSE(m.alive(a));
+    CHECK(m.check_integrity());
+}
+
+TEST_CASE("membership: a new life takes the place of a suspect one and fences it") {
+    Membership m({});
+    NodeId old_id = joined(m, 0, identity("a", 1), 1);
+    Result<Membership::Joined> refused = m.join(10, identity("a", 2), load(5), 2, any);
+    REQUIRE_FALSE(refused);
+    CHECK(refused.error().text.find("node.name") != std::string::npos);
+    CHECK(m.join(10, identity("a", 2, "h2"), load(5), 2, any)->id != old_id);  // another host: another member
+    m.disconnected(old_id, 1);
+    Result<Membership::Joined> taken = m.join(20, identity("a", 3), load(5), 3, any);
+    REQUIRE(taken);
+    CHECK(taken->replaced == old_id);
+    CHECK(taken->heard_ms == 0);
+    CHECK_FALSE(taken->resumed);
+    CHECK(taken->id != old_id);
+    for (int i = 0; i < 2; ++i) {
+        CHECK_FALSE(m.join(30, identity("a", 1), load(5), 4, any));  // the old process is back
+        m.disconnected(taken->id, 3);
+    }
+    CHECK(m.check_integrity());
+}
+
+TEST_CASE("membership: a number is not given away while its rows are there") {
+    Membership m({});
+    Result<Membership::Joined> result =
+        m.join(0, identity("a", 1), load(5), 1, [](NodeId id) { return id >= 5; });
+    CHECK(result->id == 5);
+    CHECK_FALSE(m.join(0, identity("b", 1), load(5), 2, [](NodeId) { return false; }));
+}
+
+TEST_CASE("membership: limits") {
+    Membership m({.members_max = 2});
+    joined(m, 0, identity("a", 1), 1);
+    joined(m, 0, identity("b", 2), 2);
+    Result<Membership::Joined> third = m.join(0, identity("c", 3), load(5), 3, any);
+    REQUIRE_FALSE(third);
+    CHECK(third.error().code == Code::kTooLarge);
+    CHECK(m.join(0, identity("a", 1), load(5), 4, any)->resumed);  // is in already
+}
+
+TEST_CASE("membership: a master that stood still does not blame its members") {
+    Membership m({});
+    NodeId a = joined(m, 0, identity("a", 1), 1);
+    m.tick(100);
+    m.tick(60000);  // it was stopped for a minute; what the member sent waits in the socket
+    CHECK(m.alive(a));
+    for (uint64_t now = 60100; now <= 61000; now += 100) m.tick(now);
+    CHECK_FALSE(m.alive(a));
+}
+
+TEST_CASE("membership: place by free room, on different hosts, then by the age of what would go") {
+    Membership m({});
+    NodeId a = joined(m, 0, identity("a", 1, "h1"), 1, load(500));
+    NodeId b = joined(m, 0, identity("b", 2, "h1"), 2, load(900));
+    NodeId c = joined(m, 0, identity("c", 3, "h2"), 3, load(700));
+    NodeId d = joined(m, 0, identity("d", 4, "h3"), 4, load(0, 1000, 50));
+    NodeId e = joined(m, 0, identity("e", 5, "h4"), 5, load(0, 1000, 90));
+    using Ids = std::vector<NodeId>;
+    CHECK(m.place("default", 100, 3, {}, {}, false) == Ids{b, c});
+    CHECK(m.place("default", 750, 1, {}, {}, false) == Ids{b});  // 800 are left
+    CHECK(m.place("default", 750, 1, {}, {}, false).empty());    // promised before its next beat
+    m.beat(1, b, 2, load(900));
+    CHECK(m.place("default", 100, 5, {b}, {}, true) == Ids{c, a, e, d});
+    CHECK(m.place("default", 100, 1, {}, {"h1"}, false) == Ids{c});
+    CHECK(m.place("other", 1, 1, {}, {}, true).empty());
+    CHECK(m.place("default", 2000, 1, {}, {}, true).empty());
+    m.disconnected(c, 3);
+    CHECK(m.place("default", 100, 1, {}, {"h1"}, false).empty());
+}
+
+// Every sequence of a few events on one name, two lives of it: the invariants hold, and the epoch moves
+// whenever what clients see does.
+TEST_CASE("membership: all short histories of one member") {
+    constexpr int kEvents = 7, kLength = 6;
+    int histories = 1;
+    for (int i = 0; i < kLength; ++i) histories *= kEvents;
+    for (int history = 0; history < histories; ++history) {
+        Membership m({});
+        uint64_t now = 0;
+        LinkId link = 0;
+        std::map<uint8_t, std::pair<NodeId, LinkId>> lives;
+        bool fenced[3] = {};
+        for (int step = 0, rest = history; step < kLength; ++step, rest /= kEvents) {
+            Members before = m.current(now);
+            int event = rest % kEvents;
+            auto life = static_cast<uint8_t>(1 + event % 2);
+            switch (event) {
+                case 0:
+                case 1: {
+                    Result<Membership::Joined> result =
+                        m.join(now, identity("a", life), load(1), ++link, any);
+                    if (result) {
+                        REQUIRE_FALSE(fenced[life]);
+                        if (result->replaced) fenced[3 - life] = true;
+                        lives[life] = {result->id, link};
+                    }
+                    break;
+                }
+                case 2:
+                case 3:
+                    if (lives.contains(life)) m.disconnected(lives[life].first, lives[life].second);
+                    break;
+                case 4:
+                    if (lives.contains(1)) m.heard(now, lives[1].first, lives[1].second);
+                    break;
+                case 5:
+                    for (int i = 0; i < 11; ++i) m.tick(now += 100);
+                    break;
+                case 6:
+                    for (int i = 0; i < 310; ++i) m.tick(now += 100);
+                    break;
+            }
+            REQUIRE(m.check_integrity());
+            REQUIRE(m.size() <= 1);
+            Members after = m.current(now);
+            bool changed = before.rows.size() != after.rows.size();
+            for (size_t i = 0; !changed && i < after.rows.size(); ++i) {
+                changed = before.rows[i].id != after.rows[i].id ||
+                          before.rows[i].state != after.rows[i].state ||
+                          before.rows[i].identity.incarnation != after.rows[i].identity.incarnation;
+            }
+            if (changed) REQUIRE(after.epoch != before.epoch);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace moonpool
