@@ -133,10 +133,10 @@ class AsyncStore:
         names: Keys = [keys] if is_one(keys) else keys
         if one:
             buffers, parents = [buffers], None if parents is None else [parents]
-        outcomes, refusal = await self._submit(
-            "put", names, as_parts(buffers), parents, replace, ack, wait_s, held=buffers
+        answer = await self._submit(
+            "put", names, as_parts(buffers), parents, replace, ack, wait_s, replicas, held=buffers
         )
-        results: list[PutResult] = put_results(outcomes, refusal)
+        results: list[PutResult] = put_results(*answer, replicas=replicas)
         return results[0] if one else results
 
     @overload
@@ -207,10 +207,10 @@ class AsyncStore:
     async def longest_prefix(self, keys: Keys, *, width: int = 1, pin: bool = True) -> Prefix:
         """See Store.longest_prefix."""
         try:
-            blocks, native = await self._submit("names", "prefix", keys, width, pin)
+            answer = await self._submit("names", "prefix", keys, width, pin)
         except NO_ANSWER as error:
             return Prefix(0, why=str(error))
-        return prefix_of(blocks, native, self._holder)
+        return prefix_of(*answer, holder=self._holder)
 
     def release(self, pin: Pin) -> None:
         """Gives a pin back; never waits."""

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from moonpool import _native
 
 NAME_BYTES_MAX = 255
+REPLICAS_MAX = 16
 NO_ANSWER = (Unavailable, Timeout)  # the node is not there or silent: UNKNOWN, which callers treat as a miss
 
 
@@ -108,17 +109,16 @@ def check_names(**names: str) -> None:
 
 
 def check_replicas(replicas: int) -> None:
-    """One node has one replica of each object."""
-    if replicas != 1:
-        raise InvalidArgument(
-            f"replicas={replicas} needs a cluster of nodes; one node keeps 1", operation="put"
-        )
+    """Raises InvalidArgument for a number of copies that nobody can want."""
+    if not 1 <= replicas <= REPLICAS_MAX:
+        raise InvalidArgument(f"replicas={replicas} must be 1 to {REPLICAS_MAX}", operation="put")
 
 
 class Store:
     """The pool, in one space, over one node.
 
-    node:       the node's Unix socket; None: the default socket of this user on this host.
+    node:       the node's Unix socket, or tcp://host:port for a node of another host; None: the default
+    socket of this user on this host.
     tenant, namespace, fingerprint: the space that keys live in; stores with different spaces never see each
     other.
     embedded:   bytes ("256MiB" or an int) of a node inside this process instead: nothing else to start, gone
@@ -211,6 +211,8 @@ class Store:
         replace:  a new generation in place of an old one; pinned readers keep theirs. Otherwise old bytes
         stay: EXISTS.
         ack:      False: do not wait for the commit (and report STORED for what was sent).
+        replicas: on how many hosts the bytes shall lie; each result says on how many they do, and why they
+        are fewer. A cluster of one host keeps one.
         timeout_s: the longest wait without progress, for this call.
 
         Acknowledged means: every get that starts afterwards, anywhere on this host, sees it. REFUSED has a
@@ -225,8 +227,8 @@ class Store:
         if one:
             buffers, parents = [buffers], None if parents is None else [parents]
         # `buffers` keeps the caller's objects alive: a part may be no more than a tensor's address.
-        outcomes, refusal = self._client.put(names, as_parts(buffers), parents, replace, ack, wait_s)
-        results = put_results(outcomes, refusal)
+        answer = self._client.put(names, as_parts(buffers), parents, replace, ack, wait_s, replicas)
+        results = put_results(*answer, replicas=replicas)
         return results[0] if one else results
 
     @overload
@@ -305,10 +307,10 @@ class Store:
         if is_one(keys):
             raise InvalidArgument("longest_prefix takes a list of keys", operation="longest_prefix")
         try:
-            blocks, native = self._client.longest_prefix(keys, width, pin)
+            answer = self._client.longest_prefix(keys, width, pin)
         except NO_ANSWER as error:
             return Prefix(0, why=str(error))
-        return prefix_of(blocks, native, self._holder)
+        return prefix_of(*answer, holder=self._holder)
 
     def release(self, pin: Pin) -> None:
         """Gives a pin back; the same as ``pin.release()``."""

@@ -30,10 +30,14 @@ class PutStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """STORED; EXISTS (the old bytes stay); or REFUSED with the reason, in one sentence."""
+    """STORED; EXISTS (the old bytes stay); or REFUSED with the reason, in one sentence.
+
+    replicas: on how many hosts the bytes lie now. reason: also why there are fewer than asked for.
+    """
 
     status: PutStatus
     reason: str = ""
+    replicas: int = 1
 
     def __bool__(self) -> bool:
         """True when the key now has an object: stored by this call or before."""
@@ -93,9 +97,16 @@ class Prefix:
     why: str = ""
 
 
-def prefix_of(blocks: int, pin: NativePin | None, holder: str) -> Prefix:
-    """The native answer as a value: one node, in memory."""
-    return Prefix(blocks, None if pin is None else Pin(pin), (holder,) * blocks, ("dram",) * blocks)
+def prefix_of(blocks: int, pin: NativePin | None, holders: Sequence[str], why: str, *, holder: str) -> Prefix:
+    """The native answer as a value. A block whose holder has no name is the caller's own node's, ``holder``.
+    What is pinned is in memory."""
+    return Prefix(
+        blocks,
+        None if pin is None else Pin(pin),
+        tuple(name or holder for name in holders),
+        ("dram",) * blocks,
+        why,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +121,25 @@ class Entry:
 
 
 _RESULTS: Sequence[PutResult] = (STORED, EXISTS)
+_PRESENCES: Sequence[Presence] = (Presence.MISS, Presence.HIT, Presence.UNKNOWN)
 
 
-def put_results(outcomes: bytes, refusal: str) -> list[PutResult]:
-    """The native outcome bytes (0 stored, 1 exists, 2 refused) as results."""
-    return [_RESULTS[o] if o < 2 else PutResult(PutStatus.REFUSED, refusal) for o in outcomes]
+def put_results(
+    outcomes: bytes, refusal: str, copies: bytes = b"", short_of_copies: str = "", *, replicas: int = 1
+) -> list[PutResult]:
+    """The native outcome bytes (0 stored, 1 exists, 2 refused) as results; copies: of each, or empty: one."""
+    if not copies:
+        return [_RESULTS[o] if o < 2 else PutResult(PutStatus.REFUSED, refusal) for o in outcomes]
+    results = []
+    for outcome, n in zip(outcomes, copies, strict=True):
+        if outcome >= len(_RESULTS):
+            results.append(PutResult(PutStatus.REFUSED, refusal, 0))
+        else:
+            short = short_of_copies if n < replicas else ""
+            results.append(PutResult(_RESULTS[outcome].status, short, n))
+    return results
 
 
 def presences(flags: bytes) -> list[Presence]:
-    """The native flags (1 here, 0 not) as values."""
-    return [Presence.HIT if flag else Presence.MISS for flag in flags]
+    """The native flags (0 not here, 1 here, 2 not known) as values."""
+    return [_PRESENCES[flag] for flag in flags]

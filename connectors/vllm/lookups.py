@@ -119,7 +119,7 @@ class Lookups:
         self._tally.observe("lookup_seconds", seconds)
         self._tally.add("hit_tokens", answer.blocks * self._block_tokens)
         if answer.blocks:
-            state.answered(Hit(answer.blocks, answer.pin_id, answer.incarnation, answer.descriptors))
+            state.answered(Hit(answer.blocks, answer.pin_id, answer.holders, answer.descriptors))
         else:
             self.release(answer.pin_id)
             state.missed(0)

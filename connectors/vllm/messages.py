@@ -25,7 +25,7 @@ class Load:
     request_id: str
     width: int
     first_names: bytes
-    incarnation: bytes
+    holders: bytes
     descriptors: bytes
     block_ids: tuple[tuple[int, ...], ...]
 

@@ -53,14 +53,14 @@ class NativePool:
 
     def submit_load(
         self,
-        incarnation: bytes,
+        holders: bytes,
         descriptors: bytes,
         parts: PartTable,
         indices: Indices,
         columns: Columns,
     ) -> int:
         table = cast(_native.PartTable, parts)
-        return 2 * self._reads.submit_load(incarnation, descriptors, table, indices, columns)
+        return 2 * self._reads.submit_load(holders, descriptors, table, indices, columns)
 
     def submit_save(
         self,

@@ -21,7 +21,7 @@ class PartTable(Protocol):
 
 class PrefixAnswer(Protocol):
     """blocks: how many leading blocks are pinned, all objects of each; pin_id: under which pin (0: none);
-    incarnation: which life of the node (16 bytes); descriptors: where the objects lie, block by block, as
+    holders: which life of the node (16 bytes); descriptors: where the objects lie, block by block, as
     many bytes each; error: why it is unknown, or ""."""
 
     @property
@@ -29,7 +29,7 @@ class PrefixAnswer(Protocol):
     @property
     def pin_id(self) -> int: ...
     @property
-    def incarnation(self) -> bytes: ...
+    def holders(self) -> bytes: ...
     @property
     def descriptors(self) -> bytes: ...
     @property
@@ -75,7 +75,7 @@ class Pool(Protocol):
 
     def submit_load(
         self,
-        incarnation: bytes,
+        holders: bytes,
         descriptors: bytes,
         parts: PartTable,
         indices: Indices,
@@ -108,7 +108,7 @@ class Failed:
     objects: int = 0
     blocks: int = 0
     pin_id: int = 0
-    incarnation: bytes = b""
+    holders: bytes = b""
     descriptors: bytes = b""
     bytes_loaded: int = 0
     stored: int = 0

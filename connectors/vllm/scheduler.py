@@ -270,7 +270,7 @@ class SchedulerHalf:
                 request_id=state.request_id,
                 width=state.chain.width,
                 first_names=state.chain.names(first, first + 1),
-                incarnation=hit.incarnation,
+                holders=hit.holders,
                 descriptors=hit.descriptors[first * unit : (first + blocks) * unit],
                 block_ids=tuple(tuple(ids[first : first + blocks]) for ids in block_ids),
             )

@@ -231,7 +231,7 @@ class WorkerHalf:
         choice = self._choice(load.first_names, load.width)
         indices, columns = self._places(load.block_ids)
         ticket = pool.submit_load(
-            load.incarnation,
+            load.holders,
             _choose(load.descriptors, load.blocks * load.width, load.width, choice),
             self._parts(pool),
             indices,

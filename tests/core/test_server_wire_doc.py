@@ -61,6 +61,10 @@ EXAMPLES = {
     "LIST, answer": answer(
         w.LIST, struct.pack("<II", 0, 1) + w.ENTRY.pack(5, 7, 0x9A71BB4C, 1) + w.text16(b"key"), 7
     ),
+    "READ": w.frame(w.READ, w.read(0, [w.by_name(b"key", room=5), w.pinned(7, 3, room=5)]), request_id=9),
+    "READ, answer": answer(w.READ, w.read_answer([(5, 5, 7, 0x9A71BB4C, 3), w.READ_MISS], b"hello"), 9),
+    "PUT": w.frame(w.PUT, w.put(0, [(0x9A71BB4C, b"key", b"up", b"hello")]), request_id=10),
+    "PUT, answer": answer(w.PUT, struct.pack("<IB", 1, w.STORED), 10),
     "STAT": w.frame(w.STAT, request_id=8),
     "STAT, answer": answer(w.STAT, struct.pack("<I", 1) + w.text16(b"objects") + struct.pack("<Q", 1), 8),
 }
@@ -81,7 +85,9 @@ def test_the_example_of_the_page_is_what_is_sent(name: str) -> None:
 def test_the_page_has_no_other_examples_and_names_every_kind() -> None:
     assert set(examples_of_the_page()) == set(EXAMPLES)
     kinds = {
-        name: int(kind) for name, kind in re.findall(r"^\| `([A-Z_]+)` \| (\d+) \|", PAGE.read_text(), re.M)
+        name: int(kind)
+        for page in PAGE.parent.glob("wire*.md")
+        for name, kind in re.findall(r"^\| `([A-Z_]+)` \| (\d+) \|", page.read_text(), re.M)
     }
     header = (PAGE.parent.parent / "core" / "csrc" / "wire" / "frame.hpp").read_text()
     enum = re.findall(r"^    k([A-Za-z]+) = (\d+),", header, re.M)

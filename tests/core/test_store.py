@@ -617,8 +617,13 @@ def test_arguments_of_open(runtime_dir: Path) -> None:
             assert store.put("k", b"x") == STORED
     with Store(embedded="4MiB") as store:
         assert store.put("k", b"x", timeout_s=1e12) == STORED
-        with pytest.raises(InvalidArgument, match="replicas"):
-            store.put("k", b"x", replicas=2)
+        for replicas in (0, -1, 17):
+            with pytest.raises(InvalidArgument, match="replicas"):
+                store.put("k", b"x", replicas=replicas)
+        # One node keeps one copy, and says so.
+        result = store.put("two", b"x", replicas=2)
+        assert (result.status, result.replicas) == (PutStatus.STORED, 1)
+        assert "no other nodes" in result.reason
 
 
 def test_errors_are_one_family() -> None:

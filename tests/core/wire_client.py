@@ -18,14 +18,17 @@ HEADER = struct.Struct("<IBBHIIQ")  # magic, version, kind, flags, payload bytes
 ANSWER, ONE_WAY = 1, 2  # flags
 
 ERROR, CHALLENGE, AUTH, WELCOME = 1, 2, 3, 4
-OPEN_SPACE, LEASE, RETURN, COMMIT, LOOKUP, RELEASE, TOUCH, REMOVE, LIST, STAT = range(16, 26)
+OPEN_SPACE, LEASE, RETURN, COMMIT, LOOKUP, RELEASE, TOUCH, REMOVE, LIST, STAT, READ, PUT = range(16, 28)
 
 PIN, PREFIX = 1, 2  # flags of LOOKUP
-REPLACE = 1  # flag of COMMIT
-STORED, EXISTS, REFUSED = 0, 1, 2
+REPLACE = 1  # flag of COMMIT and PUT
+STORED, EXISTS, REFUSED, DAMAGED = 0, 1, 2, 3
+BY_PIN, PIECE = 1, 2  # of the "how" in a row of READ
 
 DESCRIPTOR = struct.Struct("<QQQII")  # offset, size, generation, crc, slot
 ENTRY = struct.Struct("<QQII")  # size, generation, crc, pins of a LIST row; its name follows
+READ_ROW = struct.Struct("<QQQII")  # size, bytes that follow, generation, crc, slot
+READ_MISS = (2**64 - 1, 0, 0, 0, 0)
 WELCOME_LIMITS = struct.Struct("<QQQQIIII")  # see Limits
 
 
@@ -119,6 +122,34 @@ def remove(space: int, names: list[bytes]) -> bytes:
     return struct.pack("<II", space, len(names)) + b"".join(map(text16, names))
 
 
+def by_name(name: bytes, *, room: int, begin: int = 0, how: int = 0) -> bytes:
+    """A row of READ."""
+    return struct.pack("<BQQ", how, begin, room) + text16(name)
+
+
+def pinned(generation: int, slot: int, *, room: int, begin: int = 0, how: int = 0) -> bytes:
+    """A row of READ, for an object that somebody pinned."""
+    return struct.pack("<BQQQI", how | BY_PIN, begin, room, generation, slot)
+
+
+def read(space: int, rows: list[bytes]) -> bytes:
+    return struct.pack("<II", space, len(rows)) + b"".join(rows)
+
+
+def read_answer(rows: list[tuple[int, int, int, int, int]], data: bytes) -> bytes:
+    return struct.pack("<I", len(rows)) + b"".join(READ_ROW.pack(*row) for row in rows) + data
+
+
+def put(space: int, objects: list[tuple[int, bytes, bytes, bytes]], *, flags: int = 0) -> bytes:
+    """objects: (crc, name, parent's name, bytes)"""
+    rows = b"".join(
+        struct.pack("<QI", len(data), crc) + text16(name) + text16(parent)
+        for crc, name, parent, data in objects
+    )
+    head = struct.pack("<IBBHII", space, flags, 0, 0, len(objects), len(rows))
+    return head + rows + b"".join(data for *_, data in objects)
+
+
 def list_objects(space: int, cursor: int, limit: int, prefix: bytes) -> bytes:
     return struct.pack("<III", space, cursor, limit) + text16(prefix)
 
@@ -179,7 +210,7 @@ class Wire:
         assert (welcome.kind, welcome.request_id) == (WELCOME, 1), welcome
         assert welcome.body[:32] == mac(b"node", token, nonce, node_nonce, incarnation, tenant)
         assert len(self.descriptors) == 2
-        return Limits(*WELCOME_LIMITS.unpack(welcome.body[32:]))
+        return Limits(*WELCOME_LIMITS.unpack_from(welcome.body, 32))
 
     def send(self, kind: int, body: bytes = b"", *, request_id: int = 0, flags: int = 0) -> None:
         self.socket.sendall(frame(kind, body, request_id=request_id, flags=flags))

@@ -35,7 +35,7 @@ class Hit:
 
     blocks: int
     pin_id: int
-    incarnation: bytes
+    holders: bytes
     descriptors: bytes
 
 

@@ -76,7 +76,7 @@ Result<Arena> Arena::create(const std::string& name, uint64_t bytes) {
     if (::fcntl(arena.fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
         return os_error("sealing a memfd");
     }
-    Result<Mapping> mapping = Mapping::map(arena.fd_.get(), bytes, false);
+    Result<Mapping> mapping = Mapping::map(arena.fd_.get(), bytes, true);
     if (!mapping) return mapping.error();
     arena.mapping_ = std::move(*mapping);
     return arena;

@@ -65,6 +65,7 @@ class Arena {
     uint64_t size() const { return mapping_.size(); }
     uint64_t committed() const { return committed_; }
     const std::byte* data() const { return mapping_.data(); }
+    std::byte* writable() const { return mapping_.data(); }  // what arrives over TCP or from SSD
 
    private:
     Fd fd_;

@@ -44,7 +44,8 @@ std::vector<GetItem> get_items(const Names& names, const Buffers& parts) {
 }
 
 py::tuple put_answer(const PutReport& report) {
-    return py::make_tuple(to_bytes(report.outcomes), report.refusal);
+    return py::make_tuple(to_bytes(report.outcomes), report.refusal, to_bytes(report.copies),
+                          report.short_of_copies);
 }
 
 py::list get_answer(const std::vector<int64_t>& sizes) {
@@ -55,37 +56,25 @@ py::list get_answer(const std::vector<int64_t>& sizes) {
     return out;
 }
 
-Result<Pinned> pin_and_verify(Client& client, const Names& names, bool verify) {
-    Result<Pinned> pinned = client.pin(names.views());
-    if (!pinned || !verify) return pinned;
-    Status status = Client::verify(*pinned, all_places(names.size()), names.views());
-    return status ? std::move(pinned) : Result<Pinned>(status.error());
-}
-
 std::vector<size_t> all_places(size_t n) {
     std::vector<size_t> places(n);
     std::iota(places.begin(), places.end(), 0);
     return places;
 }
 
-py::list views_answer(const Pinned& pinned, const std::vector<size_t>& places) {
-    py::list out(places.size());
-    for (size_t i = 0; i < places.size(); ++i) {
-        if (places[i] == kNotPinned || pinned.descriptors[places[i]].generation == 0) {
-            out[i] = py::none();
-            continue;
-        }
-        const Descriptor& d = pinned.descriptors[places[i]];
-        const std::shared_ptr<Pin>& pin = pinned.pin_of(places[i]);
-        pin->session()->note_read(d.slot, d.size);
-        out[i] = make_view(view_type, pin, pin->session()->arena() + d.offset, d.size);
+py::list views_answer(const std::vector<ObjectView>& views) {
+    py::list out(views.size());
+    for (size_t i = 0; i < views.size(); ++i) {
+        const ObjectView& view = views[i];
+        out[i] = view.owner == nullptr ? py::object(py::none())
+                                       : make_view(view_type, view.owner, view.data, view.size);
     }
     return out;
 }
 
 py::tuple pin_answer(Pinned pinned, const Names& names) {
     std::string hits;
-    for (const Descriptor& d : pinned.descriptors) hits.push_back(d.generation != 0);
+    for (size_t i = 0; i < pinned.under.size(); ++i) hits.push_back(pinned.has(i));
     if (hits.find('\1') == std::string::npos) return py::make_tuple(py::bytes(hits), py::none());
     auto pin = std::make_shared<PyPin>();
     pin->names.assign(names.views().begin(), names.views().end());
@@ -93,12 +82,20 @@ py::tuple pin_answer(Pinned pinned, const Names& names) {
     return py::make_tuple(py::bytes(hits), pin);
 }
 
-py::tuple prefix_answer(Prefix prefix, const Names& names) {
-    if (prefix.pins.empty()) return py::make_tuple(prefix.blocks, py::none());
+py::tuple prefix_answer(Prefix prefix, const Names& names, uint32_t width) {
+    py::list holders;
+    for (size_t block = 0; block < prefix.blocks; ++block) {
+        size_t i = block * width;
+        bool known = i < prefix.under.size() && prefix.has(i);
+        holders.append(known ? prefix.pin_of(i)->session()->node_name() : std::string());
+    }
+    uint64_t blocks = prefix.blocks;
+    std::string why = prefix.why;
+    if (prefix.pins.empty()) return py::make_tuple(blocks, py::none(), holders, why);
     auto pin = std::make_shared<PyPin>();
     for (size_t i = 0; i < prefix.descriptors.size(); ++i) pin->names.emplace_back(names.views()[i]);
     pin->held = std::move(prefix);
-    return py::make_tuple(prefix.blocks, pin);
+    return py::make_tuple(blocks, pin, holders, why);
 }
 
 }  // namespace moonpool::python

@@ -27,13 +27,14 @@ void prepare_views();
 void check_counts(size_t keys, size_t others, const char* what);
 std::vector<PutItem> put_items(const Names& names, const Buffers& parts, const Names& parents);
 std::vector<GetItem> get_items(const Names& names, const Buffers& parts);
-// (one outcome byte per key: 0 stored, 1 exists, 2 refused; why refused)
+// (one outcome byte per key: 0 stored, 1 exists, 2 refused; why refused; copies of each, or empty: one; why
+// there are fewer copies than asked for)
 py::tuple put_answer(const PutReport& report);
 py::list get_answer(const std::vector<int64_t>& sizes);
-Result<Pinned> pin_and_verify(Client& client, const Names& names, bool verify);
 std::vector<size_t> all_places(size_t n);
-py::list views_answer(const Pinned& pinned, const std::vector<size_t>& places);
+py::list views_answer(const std::vector<ObjectView>& views);
 py::tuple pin_answer(Pinned pinned, const Names& names);
-py::tuple prefix_answer(Prefix prefix, const Names& names);
+// (blocks, pin, the node that holds the first object of each block, why there may be more)
+py::tuple prefix_answer(Prefix prefix, const Names& names, uint32_t width);
 
 }  // namespace moonpool::python

@@ -15,7 +15,13 @@ PyClient::PyClient(std::string socket_path, const py::bytes& token, std::string 
                    std::string name_space, const py::bytes& fingerprint, double timeout_s,
                    const py::object& embedded) {
     ClientOptions options;
-    options.socket_path = std::move(socket_path);
+    constexpr std::string_view kTcp = "tcp://";
+    peer_ = !embedded.is_none() ? "the embedded node" : socket_path;
+    if (socket_path.starts_with(kTcp)) {
+        options.address = socket_path.substr(kTcp.size());
+    } else {
+        options.socket_path = std::move(socket_path);
+    }
     options.token = std::string(token);
     options.tenant = std::move(tenant);
     options.name_space = std::move(name_space);
@@ -24,7 +30,6 @@ PyClient::PyClient(std::string socket_path, const py::bytes& token, std::string 
     if (!embedded.is_none()) {
         options.dial = [server = embedded.cast<const PyServer&>().server()] { return server->dial(); };
     }
-    peer_ = !embedded.is_none() ? "the embedded node" : options.socket_path;
     client_ = std::make_shared<Client>(std::move(options));
 }
 
@@ -46,7 +51,7 @@ void PyClient::close() {
 }
 
 py::tuple PyClient::put(const py::object& keys, const py::object& buffers, const py::object& parents,
-                        bool replace, bool ack, double timeout_s) {
+                        bool replace, bool ack, double timeout_s, uint32_t replicas) {
     Names names(keys);
     Buffers parts(buffers, false);
     Names parent_names = parents.is_none() ? Names() : Names(parents);
@@ -54,7 +59,8 @@ py::tuple PyClient::put(const py::object& keys, const py::object& buffers, const
     if (!parents.is_none()) check_counts(names.size(), parent_names.size(), "parents");
     std::vector<PutItem> items = put_items(names, parts, parent_names);
     py::gil_scoped_release nogil;
-    Result<PutReport> report = client_->put(items, replace, ack, timeout_s > 0 ? milliseconds(timeout_s) : 0);
+    PutOptions options{replace, ack, replicas, timeout_s > 0 ? milliseconds(timeout_s) : 0};
+    Result<PutReport> report = client_->put(items, options);
     py::gil_scoped_acquire gil;
     return put_answer(unwrap(std::move(report), "put", peer_));
 }
@@ -72,26 +78,29 @@ py::list PyClient::get_into(const py::object& keys, const py::object& buffers, b
 
 py::list PyClient::get_views(const py::object& keys, bool verify) {
     Names names(keys);
-    Pinned pinned = unwrap(pin_names(names, verify), "get", peer_);
-    return views_answer(pinned, all_places(names.size()));
+    py::gil_scoped_release nogil;
+    auto views = client_->views(names.views(), verify);
+    py::gil_scoped_acquire gil;
+    return views_answer(unwrap(std::move(views), "get", peer_));
 }
 
 py::tuple PyClient::pin(const py::object& keys) {
     Names names(keys);
-    Pinned pinned = unwrap(pin_names(names, false), "pin", peer_);
-    return pin_answer(std::move(pinned), names);
+    py::gil_scoped_release nogil;
+    auto pinned = client_->pin(names.views());
+    py::gil_scoped_acquire gil;
+    return pin_answer(unwrap(std::move(pinned), "pin", peer_), names);
 }
 
 py::list PyClient::pinned_views(const std::shared_ptr<PyPin>& pin, const py::object& keys, bool verify) {
     Names names(keys);
     std::vector<size_t> places = places_in(*pin, names);
-    if (verify) {
-        py::gil_scoped_release nogil;
-        Status status = Client::verify(pin->held, places, names.views());
-        py::gil_scoped_acquire gil;
-        unwrap(std::move(status), "get", peer_);
-    }
-    return views_answer(pin->held, places);
+    Pinned held = pin->held;  // another thread may release the pin meanwhile
+    py::gil_scoped_release nogil;
+    Status status = verify ? NodeClient::verify(held, places, names.views()) : success();
+    auto views = status ? NodeClient::views(held, places) : status.error();
+    py::gil_scoped_acquire gil;
+    return views_answer(unwrap(std::move(views), "get", peer_));
 }
 
 py::list PyClient::pinned_into(const std::shared_ptr<PyPin>& pin, const py::object& keys,
@@ -103,7 +112,7 @@ py::list PyClient::pinned_into(const std::shared_ptr<PyPin>& pin, const py::obje
     std::vector<GetItem> items = get_items(names, parts);
     Pinned held = pin->held;  // another thread may release the pin meanwhile
     py::gil_scoped_release nogil;
-    auto sizes = Client::get_pinned(held, places, items, verify);
+    auto sizes = NodeClient::get_pinned(held, places, items, verify);
     py::gil_scoped_acquire gil;
     return get_answer(unwrap(std::move(sizes), "get", peer_));
 }
@@ -121,7 +130,7 @@ py::tuple PyClient::longest_prefix(const py::object& keys, uint32_t width, bool 
     py::gil_scoped_release nogil;
     auto prefix = client_->longest_prefix(names.views(), width, pin);
     py::gil_scoped_acquire gil;
-    return prefix_answer(unwrap(std::move(prefix), "longest_prefix", peer_), names);
+    return prefix_answer(unwrap(std::move(prefix), "longest_prefix", peer_), names, width);
 }
 
 py::bytes PyClient::remove(const py::object& keys) {
@@ -151,11 +160,6 @@ std::map<std::string, uint64_t> PyClient::stat() {
     std::map<std::string, uint64_t> out;
     for (auto& [name, value] : unwrap(std::move(rows), "stat", peer_)) out.emplace(name, value);
     return out;
-}
-
-Result<Pinned> PyClient::pin_names(const Names& names, bool verify) {
-    py::gil_scoped_release nogil;
-    return pin_and_verify(*client_, names, verify);
 }
 
 std::vector<size_t> PyClient::places_in(const PyPin& pin, const Names& names) {
@@ -193,7 +197,8 @@ void bind_client(py::module_& m) {
         .def_property_readonly("connected", &PyClient::connected)
         .def("close", &PyClient::close)
         .def("put", &PyClient::put, py::arg("keys"), py::arg("buffers"), py::arg("parents") = py::none(),
-             py::arg("replace") = false, py::arg("ack") = true, py::arg("timeout_s") = -1.0)
+             py::arg("replace") = false, py::arg("ack") = true, py::arg("timeout_s") = -1.0,
+             py::arg("replicas") = 1)
         .def("get_into", &PyClient::get_into, py::arg("keys"), py::arg("buffers"), py::arg("verify") = false)
         .def("get_views", &PyClient::get_views, py::arg("keys"), py::arg("verify") = false)
         .def("pin", &PyClient::pin, py::arg("keys"))

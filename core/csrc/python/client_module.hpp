@@ -24,7 +24,7 @@ class PyClient {
     bool connected();
     void close();
     py::tuple put(const py::object& keys, const py::object& buffers, const py::object& parents, bool replace,
-                  bool ack, double timeout_s);
+                  bool ack, double timeout_s, uint32_t replicas);
     py::list get_into(const py::object& keys, const py::object& buffers, bool verify);
     py::list get_views(const py::object& keys, bool verify);
     py::tuple pin(const py::object& keys);
@@ -42,7 +42,6 @@ class PyClient {
     const std::string& peer() const { return peer_; }
 
    private:
-    Result<Pinned> pin_names(const Names& names, bool verify);
     std::vector<size_t> places_in(const PyPin& pin, const Names& names);
 
     std::shared_ptr<Client> client_;

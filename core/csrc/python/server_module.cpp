@@ -10,7 +10,8 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
                    const py::bytes& token, std::string name, uint32_t objects_max, uint64_t slab_bytes,
                    uint32_t connections_max, uint64_t scrub_bytes_per_s, uint32_t key_bytes_max,
                    uint32_t parts_max, uint32_t frame_bytes_max, uint32_t frame_keys_max,
-                   double object_share_max)
+                   double object_share_max, std::vector<std::string> listen, std::string host_id,
+                   std::string advertise, std::string master)
     : name_(std::move(name)) {
     ServerOptions options;
     options.socket_path = std::move(socket_path);
@@ -25,6 +26,11 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
     options.limits.frame_keys = frame_keys_max;
     options.limits.object_share = object_share_max;
     options.scrub_bytes_per_s = scrub_bytes_per_s;
+    options.listen = std::move(listen);
+    options.name = name_;
+    options.host_id = std::move(host_id);
+    options.advertise = std::move(advertise);
+    options.master = std::move(master);
     server_ = unwrap(Server::create(std::move(options)), "node");
 }
 
@@ -74,14 +80,16 @@ void bind_server(py::module_& m) {
                          "A node's data plane: one thread, one Unix socket, an arena for each tenant.")
         .def(py::init<std::string, const std::vector<std::pair<std::string, uint64_t>>&, const py::bytes&,
                       std::string, uint32_t, uint64_t, uint32_t, uint64_t, uint32_t, uint32_t, uint32_t,
-                      uint32_t, double>(),
+                      uint32_t, double, std::vector<std::string>, std::string, std::string, std::string>(),
              py::arg("socket_path"), py::arg("tenants"), py::arg("token"), py::kw_only(),
              py::arg("name") = "default", py::arg("objects_max") = 0, py::arg("slab_bytes") = 0,
-             py::arg("connections_max") = 512, py::arg("scrub_bytes_per_s") = uint64_t{64} << 20,
+             py::arg("connections_max") = 4096, py::arg("scrub_bytes_per_s") = uint64_t{64} << 20,
              py::arg("key_bytes_max") = 1024, py::arg("parts_max") = 4096,
              py::arg("frame_bytes_max") = 8u << 20, py::arg("frame_keys_max") = 16384,
-             py::arg("object_share_max") = 0.25)
+             py::arg("object_share_max") = 0.25, py::arg("listen") = std::vector<std::string>(),
+             py::arg("host_id") = "", py::arg("advertise") = "", py::arg("master") = "")
         .def_property_readonly("name", &PyServer::name)
+        .def_property_readonly("addresses", &PyServer::addresses, "TCP addresses, with their real ports.")
         .def("start", &PyServer::start)
         .def("stop", &PyServer::stop)
         .def("metrics", &PyServer::metrics, "Counters (*_total) and gauges by name.")

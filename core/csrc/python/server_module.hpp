@@ -19,12 +19,14 @@ class PyServer {
     PyServer(std::string socket_path, const std::vector<std::pair<std::string, uint64_t>>& tenants,
              const py::bytes& token, std::string name, uint32_t objects_max, uint64_t slab_bytes,
              uint32_t connections_max, uint64_t scrub_bytes_per_s, uint32_t key_bytes_max, uint32_t parts_max,
-             uint32_t frame_bytes_max, uint32_t frame_keys_max, double object_share_max);
+             uint32_t frame_bytes_max, uint32_t frame_keys_max, double object_share_max,
+             std::vector<std::string> listen, std::string host_id, std::string advertise, std::string master);
     void start();
     void stop();
     std::map<std::string, uint64_t> metrics();
     py::dict histograms();
     bool check_integrity();
+    std::vector<std::string> addresses() const { return server_->addresses(); }
     const std::string& name() const { return name_; }
     const std::shared_ptr<Server>& server() const { return server_; }
 

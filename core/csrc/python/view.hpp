@@ -1,6 +1,7 @@
-// View: read-only memory of the arena as a Python buffer, without a copy. It holds its pin; the pin is
-// released when the last view (memoryviews and slices of it included) is gone. A plain C type: pybind11's
-// buffer protocol allocates for every export, and a batch makes hundreds.
+// View: read-only bytes of an object as a Python buffer, without a copy: in the arena under a pin, or where
+// they arrived from another host. It holds its owner, which is let go when the last view (memoryviews and
+// slices of it included) is gone. A plain C type: pybind11's buffer protocol allocates for every export, and
+// a batch makes hundreds.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,7 +14,7 @@
 namespace moonpool::python {
 
 struct ViewObject {
-    PyObject_HEAD std::shared_ptr<Pin> pin;
+    PyObject_HEAD std::shared_ptr<const void> owner;
     const std::byte* data;
     Py_ssize_t size;
 };
@@ -24,7 +25,7 @@ inline int view_getbuffer(PyObject* self, Py_buffer* buffer, int flags) {
 }
 
 inline void view_dealloc(PyObject* self) {
-    reinterpret_cast<ViewObject*>(self)->pin.~shared_ptr();
+    reinterpret_cast<ViewObject*>(self)->owner.~shared_ptr();
     PyTypeObject* type = Py_TYPE(self);
     type->tp_free(self);
     Py_DECREF(type);
@@ -34,7 +35,7 @@ inline PyTypeObject* make_view_type() {
     static PyType_Slot slots[] = {
         {Py_tp_dealloc, reinterpret_cast<void*>(view_dealloc)},
         {Py_bf_getbuffer, reinterpret_cast<void*>(view_getbuffer)},
-        {Py_tp_doc, const_cast<char*>("Read-only bytes in the pool; holds a pin.")},
+        {Py_tp_doc, const_cast<char*>("Read-only bytes of the pool; holds their pin.")},
         {0, nullptr},
     };
     static PyType_Spec spec = {"moonpool._native.View", sizeof(ViewObject), 0,
@@ -43,11 +44,11 @@ inline PyTypeObject* make_view_type() {
 }
 
 // A memoryview of [data, data + size), pinned.
-inline py::object make_view(PyTypeObject* type, std::shared_ptr<Pin> pin, const std::byte* data,
+inline py::object make_view(PyTypeObject* type, std::shared_ptr<const void> holder, const std::byte* data,
                             uint64_t size) {
     auto* view = reinterpret_cast<ViewObject*>(type->tp_alloc(type, 0));
     if (view == nullptr) throw py::error_already_set();
-    new (&view->pin) std::shared_ptr<Pin>(std::move(pin));
+    new (&view->owner) std::shared_ptr<const void>(std::move(holder));
     view->data = data;
     view->size = static_cast<Py_ssize_t>(size);
     auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(view));

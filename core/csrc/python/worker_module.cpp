@@ -25,7 +25,7 @@ namespace {
 struct PrefixAnswer {
     uint64_t blocks = 0;
     uint64_t pin_id = 0;
-    py::bytes incarnation, descriptors;
+    py::bytes holders, descriptors;
     std::string error;
 };
 
@@ -94,8 +94,9 @@ class PyWorker {
                     return py::cast(a);
                 }
                 a.blocks = result->blocks;
-                a.incarnation = to_bytes(result->incarnation.data(), result->incarnation.size());
-                a.descriptors = to_bytes(result->descriptors);
+                Handover handover = Client::hand_over(*result);
+                a.holders = py::bytes(handover.holders);
+                a.descriptors = to_bytes(handover.descriptors);
                 if (!result->pins.empty()) a.pin_id = owner->keep(std::move(result->pins));
                 return py::cast(a);
             }
@@ -108,11 +109,11 @@ class PyWorker {
         return submit(op);
     }
 
-    uint64_t submit_load(const py::bytes& incarnation, const py::bytes& descriptors,
+    uint64_t submit_load(const py::bytes& holders, const py::bytes& descriptors,
                          std::shared_ptr<PartTable> parts, const py::object& indices,
                          const py::object& columns, bool verify) {
         struct Op : Pending {
-            Incarnation incarnation;
+            std::string holders;
             std::vector<Descriptor> descriptors;
             std::shared_ptr<PartTable> parts;
             std::vector<uint32_t> indices;
@@ -120,19 +121,20 @@ class PyWorker {
             bool verify;
             LoadReport report;
             void run(Client& client) override {
-                report = client.load(incarnation, descriptors, *parts, indices, columns, verify);
+                report = client.load(holders, descriptors, *parts, indices, columns, verify);
             }
             py::object answer() override {
                 return py::cast(LoadAnswer{to_bytes(report.ok), report.bytes, report.error});
             }
         };
         auto op = std::make_shared<Op>();
-        std::string_view life(incarnation), rows(descriptors);
-        if (life.size() != op->incarnation.size() || rows.size() % sizeof(Descriptor) != 0) {
-            raise(Error{Code::kInvalidArgument, "incarnation has 16 bytes, descriptors 32 for each object"},
+        std::string_view rows(descriptors);
+        op->holders = std::string(holders);
+        if (op->holders.size() < sizeof(Incarnation) || rows.size() % sizeof(Descriptor) != 0) {
+            raise(Error{Code::kInvalidArgument,
+                        "holders are as a prefix query gave them, descriptors 32 bytes for each object"},
                   "load", peer_);
         }
-        std::memcpy(op->incarnation.data(), life.data(), life.size());
         op->descriptors.resize(rows.size() / sizeof(Descriptor));
         std::memcpy(op->descriptors.data(), rows.data(), rows.size());
         take_places(indices, columns, op->descriptors.size(), op->indices, op->columns);
@@ -167,7 +169,7 @@ class PyWorker {
                     if (parent.find_first_not_of('\0') == std::string_view::npos) parent = {};
                     items.push_back({keys[i], parent, sources[i]});
                 }
-                result = client.put(items, false, true);
+                result = client.put(items, PutOptions{});
             }
             py::object answer() override {
                 SaveAnswer a;
@@ -200,17 +202,16 @@ class PyWorker {
     }
 
     uint64_t submit_put(const py::object& keys, const py::object& buffers, const py::object& parents,
-                        bool replace, bool ack, double timeout_s) {
+                        bool replace, bool ack, double timeout_s, uint32_t replicas) {
         struct Op : Pending {
             Names names, parent_names;
             Buffers buffers;
-            bool replace, ack;
-            int timeout_ms = 0;
+            PutOptions options;
             Result<PutReport> result = PutReport{};
             Op(const py::object& k, const py::object& b, const py::object& p)
                 : names(k), parent_names(p.is_none() ? Names() : Names(p)), buffers(b, false) {}
             void run(Client& client) override {
-                result = client.put(put_items(names, buffers, parent_names), replace, ack, timeout_ms);
+                result = client.put(put_items(names, buffers, parent_names), options);
             }
             py::object answer() override {
                 return result ? py::object(put_answer(*result)) : failure(result.error(), "put");
@@ -219,9 +220,7 @@ class PyWorker {
         auto op = std::make_shared<Op>(keys, buffers, parents);
         check_counts(op->names.size(), op->buffers.size(), "buffers");
         if (!parents.is_none()) check_counts(op->names.size(), op->parent_names.size(), "parents");
-        op->replace = replace;
-        op->ack = ack;
-        op->timeout_ms = timeout_s > 0 ? milliseconds(timeout_s) : 0;
+        op->options = PutOptions{replace, ack, replicas, timeout_s > 0 ? milliseconds(timeout_s) : 0};
         return submit(op);
     }
 
@@ -252,26 +251,28 @@ class PyWorker {
             uint32_t width = 1;
             bool pin = true, verify = false;
             Result<std::vector<uint8_t>> flags = std::vector<uint8_t>{};
+            Result<std::vector<Presence>> present = std::vector<Presence>{};
+            Result<std::vector<ObjectView>> views = std::vector<ObjectView>{};
             Result<Pinned> pinned = Pinned{};
             Result<Prefix> prefix = Prefix{};
             explicit Op(const py::object& k) : names(k) {}
             void run(Client& client) override {
-                if (what == "exists") flags = client.exists(names.views());
+                if (what == "exists") present = client.exists(names.views());
                 if (what == "remove") flags = client.remove(names.views());
-                if (what == "views" || what == "pin") {
-                    pinned = pin_and_verify(client, names, verify);
-                }
+                if (what == "views") views = client.views(names.views(), verify);
+                if (what == "pin") pinned = client.pin(names.views());
                 if (what == "prefix") prefix = client.longest_prefix(names.views(), width, pin);
             }
             py::object answer() override {
                 if (!flags) return failure(flags.error(), what.c_str());
+                if (!present) return failure(present.error(), what.c_str());
+                if (!views) return failure(views.error(), what.c_str());
                 if (!pinned) return failure(pinned.error(), what.c_str());
                 if (!prefix) return failure(prefix.error(), what.c_str());
-                if (what == "views") {
-                    return views_answer(*pinned, all_places(names.size()));
-                }
+                if (what == "views") return views_answer(*views);
+                if (what == "exists") return to_bytes(*present);
                 if (what == "pin") return pin_answer(std::move(*pinned), names);
-                if (what == "prefix") return prefix_answer(std::move(*prefix), names);
+                if (what == "prefix") return prefix_answer(std::move(*prefix), names, width);
                 return to_bytes(*flags);
             }
         };
@@ -308,7 +309,7 @@ class PyWorker {
         return id;
     }
 
-    uint64_t keep(std::vector<PinnedRun> pins) {
+    uint64_t keep(std::vector<std::shared_ptr<Pin>> pins) {
         uint64_t id = next_pin_++;
         pins_.emplace(id, std::move(pins));
         return id;
@@ -327,7 +328,7 @@ class PyWorker {
     std::shared_ptr<Client> client_;
     std::string peer_;
     std::unordered_map<uint64_t, std::shared_ptr<Pending>> pending_;
-    std::unordered_map<uint64_t, std::vector<PinnedRun>> pins_;
+    std::unordered_map<uint64_t, std::vector<std::shared_ptr<Pin>>> pins_;
     uint64_t next_pin_ = 1;
     Worker worker_;  // last: its threads end before what they use
 };
@@ -351,7 +352,7 @@ void bind_worker(py::module_& m) {
     py::class_<PrefixAnswer>(m, "PrefixAnswer")
         .def_readonly("blocks", &PrefixAnswer::blocks)
         .def_readonly("pin_id", &PrefixAnswer::pin_id)
-        .def_readonly("incarnation", &PrefixAnswer::incarnation)
+        .def_readonly("holders", &PrefixAnswer::holders)
         .def_readonly("descriptors", &PrefixAnswer::descriptors)
         .def_readonly("error", &PrefixAnswer::error);
     py::class_<LoadAnswer>(m, "LoadAnswer")
@@ -375,13 +376,13 @@ void bind_worker(py::module_& m) {
         .def("release", &PyWorker::release, py::arg("pin_id"))
         .def("submit_prefix", &PyWorker::submit_prefix, py::arg("names"), py::arg("name_size"),
              py::arg("width"))
-        .def("submit_load", &PyWorker::submit_load, py::arg("incarnation"), py::arg("descriptors"),
+        .def("submit_load", &PyWorker::submit_load, py::arg("holders"), py::arg("descriptors"),
              py::arg("parts"), py::arg("indices"), py::arg("columns"), py::arg("verify") = false)
         .def("submit_save", &PyWorker::submit_save, py::arg("names"), py::arg("name_size"),
              py::arg("parents"), py::arg("parts"), py::arg("indices"), py::arg("columns"))
         .def("submit_put", &PyWorker::submit_put, py::arg("keys"), py::arg("buffers"),
              py::arg("parents") = py::none(), py::arg("replace") = false, py::arg("ack") = true,
-             py::arg("timeout_s") = -1.0)
+             py::arg("timeout_s") = -1.0, py::arg("replicas") = 1)
         .def("submit_get_into", &PyWorker::submit_get_into, py::arg("keys"), py::arg("buffers"),
              py::arg("verify") = false)
         .def("submit_names", &PyWorker::submit_names, py::arg("what"), py::arg("keys"), py::arg("width") = 1,

@@ -2,635 +2,797 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
+#include <new>
 #include <numeric>
+#include <thread>
+#include <unordered_set>
 
-#include "base/copy.hpp"
-#include "base/crc32c.hpp"
+#include "store/client_frames.hpp"
 
 namespace moonpool {
 
 namespace {
 
-constexpr std::chrono::milliseconds kBackoffMin{250};
-constexpr std::chrono::milliseconds kBackoffMax{2000};
+constexpr size_t kAttemptsMax = 3;  // holders that are tried for one key in one call
+constexpr int kOffsetBits = 48;     // of a descriptor's offset; above it a hand-over has the holder's place
+constexpr size_t kHoldersMax = 1u << 16;
 
-uint64_t total(std::span<const Part> parts) {
-    uint64_t bytes = 0;
-    for (const Part& part : parts) {
-        if (__builtin_add_overflow(bytes, part.size, &bytes)) return UINT64_MAX;
-    }
-    return bytes;
-}
-
-void scatter(std::span<const Part> parts, const std::byte* from, uint64_t size) {
-    for (const Part& part : parts) {
-        uint64_t n = std::min(part.size, size);
-        copy(part.data, from, n);
-        from += n;
-        size -= n;
-    }
-}
-
-// Copies one range to several. The checksum of what was copied; without `verify` it is taken on trust.
-uint32_t copy_out(std::span<const Part> parts, const std::byte* from, uint64_t size, bool verify,
-                  uint32_t expected) {
-    if (!verify) {
-        scatter(parts, from, size);
-        return expected;
-    }
-    uint32_t crc = 0;
-    for (const Part& part : parts) {
-        uint64_t n = std::min(part.size, size);
-        crc = copy_crc32c(crc, part.data, from, n);
-        from += n;
-        size -= n;
-    }
-    return crc;
-}
-
-uint32_t gather_crc(std::byte* to, std::span<const Part> parts) {
-    uint32_t crc = 0;
-    for (const Part& part : parts) {
-        crc = copy_crc32c(crc, to, part.data, part.size);
-        to += part.size;
-    }
-    return crc;
-}
-
-Error too_small(std::string_view name, uint64_t have, uint64_t need) {
-    return Error{Code::kInvalidArgument, "the buffer for key " + std::string(name) + " holds " +
-                                             std::to_string(have) + " bytes, the object has " +
-                                             std::to_string(need)};
-}
-
-Error corrupt(std::string_view name) {
-    return Error{Code::kCorrupt, "the bytes of key " + std::string(name) + " do not match their checksum"};
-}
-
-// How many items of a call go into one frame: by count and by bytes.
-constexpr uint64_t kLookupHead = 64;  // bytes, generously
-
-class FrameBudget {
-   public:
-    FrameBudget(const Session& session, uint64_t head) : session_(session), head_(head) { reset(); }
-    bool fits(uint64_t item_bytes) const {
-        return keys_ < session_.frame_keys_max() && bytes_ + item_bytes <= session_.frame_bytes_max();
-    }
-    void add(uint64_t item_bytes) {
-        ++keys_;
-        bytes_ += item_bytes;
-    }
-    void reset() {
-        keys_ = 0;
-        bytes_ = head_;
-    }
-
-   private:
-    const Session& session_;
-    uint64_t head_, bytes_ = 0;
-    uint32_t keys_ = 0;
-};
-
-// Calls send(begin, end) for runs of names that fit one frame each; stops at the first that is not ok or says
-// stop.
-template <class Send>
-Status in_frames(const Session& session, std::span<const std::string_view> names, uint32_t multiple,
-                 Send send) {
-    FrameBudget budget(session, kLookupHead);
-    size_t begin = 0;
-    for (size_t i = 0; i < names.size(); i += multiple) {
-        uint64_t bytes = 0;
-        size_t end = std::min(names.size(), i + multiple);
-        for (size_t j = i; j < end; ++j) bytes += 2 + names[j].size();
-        if (kLookupHead + bytes > session.frame_bytes_max()) {
-            return Error{Code::kInvalidArgument, "the names of one block have " + std::to_string(bytes) +
-                                                     " bytes, over the limit of a frame, " +
-                                                     std::to_string(session.frame_bytes_max())};
-        }
-        if (i != begin && !(budget.fits(bytes) && end - begin <= session.frame_keys_max())) {
-            Result<bool> more = send(begin, i);
-            if (!more) return more.error();
-            if (!*more) return success();
-            begin = i;
-            budget.reset();
-        }
-        budget.add(bytes);
-    }
-    if (begin == names.size()) return success();
-    Result<bool> more = send(begin, names.size());
-    return more ? success() : Status(more.error());
-}
-
-void write_names(Writer& w, std::span<const std::string_view> names) {
-    for (std::string_view name : names) w.text16(name);
+bool no_answer(const Error& error) {
+    return error.code == Code::kUnavailable || error.code == Code::kTimeout || error.code == Code::kProtocol;
 }
 
 }  // namespace
 
-PartTable::PartTable(std::vector<std::vector<StridedRow>> columns) : columns_(std::move(columns)) {
-    for (const auto& rows : columns_) {
-        uint64_t bytes = 0;
-        for (const StridedRow& row : rows) bytes += row.length;
-        bytes_.push_back(bytes);
-    }
-}
+Client::Client(ClientOptions options) : own_(options), peers_(options), options_(std::move(options)) {}
 
-void PartTable::parts(size_t column, uint64_t index, std::vector<Part>& out) const {
-    out.clear();
-    for (const StridedRow& row : columns_[column]) {
-        auto* data = reinterpret_cast<std::byte*>(row.address + index * row.stride);
-        if (!out.empty() && out.back().data + out.back().size == data) {
-            out.back().size += row.length;
-        } else {
-            out.push_back(Part{data, row.length});
-        }
-    }
-}
-
-void Pin::release() {
-    uint64_t id = id_.exchange(0);
-    if (id == 0) return;
-    session_->post(Kind::kRelease, [&](Writer& w) { w.number(id); });
-}
-
-Client::Client(ClientOptions options)
-    : options_(std::move(options)), hash_(options_.tenant, options_.name_space, options_.fingerprint) {}
-
-Status Client::connect() {
-    Result<std::shared_ptr<Session>> s = session();
-    return s ? success() : Status(s.error());
-}
-
-bool Client::connected() {
-    if (fork_.in_child()) return false;
-    std::lock_guard lock(mutex_);
-    return session_ != nullptr && session_->check_alive();
-}
+Client::~Client() { close(); }
 
 void Client::close() {
-    closed_ = true;
-    if (fork_.in_child()) return;  // the mutex may be held by a thread that only the parent has
+    own_.close();
+    if (own_.check_open().ok() || own_.check_open().error().code == Code::kForked) return;
+    std::shared_ptr<Pool> pool;
+    {
+        std::lock_guard lock(mutex_);
+        closed_ = true;
+        pool = std::move(pool_);
+    }
+    if (pool != nullptr) pool->directory->close();
+    peers_.close();
+}
+
+// Known once the own node was reached; it stays known when that node is gone.
+std::shared_ptr<Client::Pool> Client::pool() {
+    std::shared_ptr<Session> session = own_.current();
     std::lock_guard lock(mutex_);
-    if (session_ != nullptr) session_->retire();
-    session_.reset();
+    if (closed_ || session == nullptr || session->incarnation() == asked_) return pool_;
+    asked_ = session->incarnation();
+    if (session->master().empty()) {
+        pool_.reset();
+        return pool_;
+    }
+    auto pool = std::make_shared<Pool>();
+    pool->host_id = session->host_id();
+    pool->own = session->incarnation();
+    DirectoryClientOptions to;
+    to.master = session->master();
+    to.token = options_.token;
+    to.tenant = options_.tenant;
+    to.timeout_ms = std::min(options_.timeout_ms, to.timeout_ms);
+    pool->directory = std::make_unique<DirectoryClient>(std::move(to));
+    pool_ = std::move(pool);
+    return pool_;
 }
 
-Status Client::check_open() const {
-    if (fork_.in_child()) {
-        return Error{Code::kForked, "this handle belongs to the parent process; open a new one after fork"};
-    }
-    if (closed_) return Error{Code::kClosed, "this store is closed"};
-    return success();
+std::vector<Hash128> Client::hashes(std::span<const std::string_view> names) const {
+    std::vector<Hash128> out;
+    out.reserve(names.size());
+    for (std::string_view name : names) out.push_back(own_.hasher()(name));
+    return out;
 }
 
-Result<std::shared_ptr<Session>> Client::session() {
-    if (Status status = check_open(); !status) return status.error();
-    std::lock_guard lock(mutex_);
-    if (closed_) return Error{Code::kClosed, "this store is closed"};  // while this call waited
-    if (session_ != nullptr && session_->check_alive()) return session_;
-    session_.reset();
-    auto now = std::chrono::steady_clock::now();
-    if (now < retry_at_) return last_error_;
-    Result<std::shared_ptr<Session>> opened = Session::open(options_);
-    if (!opened) {
-        backoff_ = std::clamp(backoff_ * 2, kBackoffMin, kBackoffMax);
-        retry_at_ = std::chrono::steady_clock::now() + backoff_;
-        last_error_ = opened.error();
-        return last_error_;
-    }
-    backoff_ = std::chrono::milliseconds{0};
-    session_ = *opened;
-    return session_;
+void Client::each(std::vector<Group>& groups, const std::function<void(Group&)>& run) {
+    std::vector<std::thread> threads;
+    for (size_t i = 1; i < groups.size(); ++i) threads.emplace_back([&, i] { run(groups[i]); });
+    if (!groups.empty()) run(groups[0]);
+    for (std::thread& thread : threads) thread.join();
 }
 
-Status Client::check_names(const Session& session, std::span<const std::string_view> names) const {
-    for (std::string_view name : names) {
-        if (name.empty()) return Error{Code::kInvalidArgument, "a key must have at least one byte"};
-        if (name.size() > session.key_bytes_max()) {
-            return Error{Code::kInvalidArgument,
-                         "a key of " + std::to_string(name.size()) + " bytes is over the limit of " +
-                             std::to_string(session.key_bytes_max()) + " (node.key_bytes_max)"};
+// The own node before others of this host before the rest; memory before disk; and else spread by `salt`.
+const Member* Client::nearest(const Pool& pool, const Members& members, std::span<const Holder> holders,
+                              std::span<const NodeId> tried, uint64_t salt) {
+    const Member* best = nullptr;
+    uint64_t best_cost = UINT64_MAX;
+    for (size_t i = 0; i < holders.size(); ++i) {
+        if (std::ranges::find(tried, holders[i].node) != tried.end()) continue;
+        const Member* member = members.find(holders[i].node);
+        if (member == nullptr || member->state != MemberState::kAlive) continue;
+        uint64_t cost = 2;
+        if (member->identity.incarnation == pool.own) {
+            cost = 0;
+        } else if (!pool.host_id.empty() && member->identity.host_id == pool.host_id) {
+            cost = 1;
+        }
+        cost = cost * 2 + static_cast<uint64_t>(holders[i].tier != Tier::kDram);
+        cost = cost * 256 + (salt + i) % holders.size() % 256;
+        if (cost < best_cost) {
+            best = member;
+            best_cost = cost;
         }
     }
-    return success();
+    return best;
 }
 
-Result<PutReport> Client::put(std::span<const PutItem> items, bool replace, bool ack, int timeout_ms) {
-    Result<std::shared_ptr<Session>> opened = session();
-    if (!opened) return opened.error();
-    Session& s = **opened;
-    uint64_t ahead = 0;
-    for (const PutItem& item : items) {
-        std::string_view names[2] = {item.name, item.parent.empty() ? item.name : item.parent};
-        if (Status status = check_names(s, names); !status) return status.error();
-        if (item.parts.size() > s.parts_max()) {
-            return Error{Code::kInvalidArgument, "an object of " + std::to_string(item.parts.size()) +
-                                                     " parts is over the limit of " +
-                                                     std::to_string(s.parts_max()) + " (node.parts_max)"};
-        }
-        ahead += total(item.parts);
-    }
-
-    PutReport report;
-    report.outcomes.assign(items.size(), PutOutcome::kRefused);
-    struct Written {
-        size_t item;
-        Room room;
-        uint32_t crc;
-    };
-    std::vector<Written> written;
-    FrameBudget budget(s, 64);
-
-    auto commit = [&]() -> Status {
-        if (written.empty()) return success();
-        auto build = [&](Writer& w) {
-            w.number(s.space());
-            w.number(static_cast<uint8_t>(replace ? kCommitReplace : 0));
-            w.number(uint8_t{0});
-            w.number(uint16_t{0});
-            w.number(static_cast<uint32_t>(written.size()));
-            for (const Written& x : written) {
-                w.number(x.room.extent.offset);
-                w.number(x.room.extent.size);
-                w.number(x.crc);
-                w.text16(items[x.item].name);
-                w.text16(items[x.item].parent);
-            }
-        };
-        Status status = success();
-        if (ack || s.behind()) {
-            auto parse = [&](Reader& r) {
-                if (r.number<uint32_t>() != written.size()) return false;
-                for (Written& x : written)
-                    report.outcomes[x.item] = static_cast<PutOutcome>(r.number<uint8_t>());
-                return r.done();
-            };
-            status = s.call(Kind::kCommit, build, parse, timeout_ms);
-        } else {
-            status = s.send(Kind::kCommit, build);
-            for (Written& x : written) report.outcomes[x.item] = PutOutcome::kStored;  // as far as we know
-        }
-        for (size_t i = written.size(); i-- > 0;) {
-            Written& x = written[i];
-            PutOutcome outcome = report.outcomes[x.item];
-            if (outcome == PutOutcome::kStored) report.stored_bytes += x.room.extent.size;
-            if (outcome == PutOutcome::kRefused)
-                report.refusal = "the node's object table is full of pinned objects";
-            if (status && outcome != PutOutcome::kStored) s.unreserve(x.room);
-        }
-        written.clear();
-        budget.reset();
-        return status;
-    };
-
-    for (size_t i = 0; i < items.size(); ++i) {
-        const PutItem& item = items[i];
-        uint64_t size = total(item.parts);
-        ahead -= size;
-        if (!replace) {
-            // Already there: nothing to copy. The node has the last word on what is not in the index.
-            if (std::optional<IndexHit> hit = s.index().find(s.space(), hash_(item.name), item.name)) {
-                report.outcomes[i] = PutOutcome::kExists;
-                continue;
-            }
-        }
-        uint64_t item_bytes = 24 + item.name.size() + item.parent.size();
-        if (!budget.fits(item_bytes)) {
-            if (Status status = commit(); !status) return status.error();
-        }
-        std::string why;
-        Result<Room> room = s.reserve(size, ahead, why, timeout_ms);
-        if (room && room->slab == nullptr && size != 0 && !written.empty()) {
-            // What this call has written so far cannot be evicted before it is committed.
-            if (Status status = commit(); !status) return status.error();
-            why.clear();
-            room = s.reserve(size, 0, why, timeout_ms);
-        }
-        if (!room) return room.error();
-        if (room->slab == nullptr && size != 0) {
-            report.refusal = why;
-            continue;
-        }
-        uint32_t crc = size == 0 ? 0 : gather_crc(s.arena() + room->extent.offset, item.parts);
-        written.push_back({i, std::move(*room), crc});
-        budget.add(item_bytes);
-    }
-    if (Status status = commit(); !status) return status.error();
-    return report;
-}
+// ---- get
 
 Result<std::vector<int64_t>> Client::get(std::span<const GetItem> items, bool verify) {
-    Result<std::shared_ptr<Session>> opened = session();
-    if (!opened) return opened.error();
-    Session& s = **opened;
-    std::vector<int64_t> sizes(items.size(), kMiss);
-    std::vector<size_t> ask;
+    Result<std::vector<int64_t>> sizes = own_.get(items, verify, true);
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr) {
+        if (!sizes) return sizes;
+        for (size_t i = 0; i < items.size(); ++i) {
+            if ((*sizes)[i] == kDamagedRead) return corrupt(items[i].name);
+        }
+        return sizes;
+    }
+    bool own_answered = sizes.ok();
+    if (!own_answered) {
+        if (!no_answer(sizes.error())) return sizes;
+        for (const GetItem& item : items) {
+            if (item.name.empty()) return sizes;
+        }
+    }
+    std::vector<int64_t> found = own_answered ? *sizes : std::vector<int64_t>(items.size(), kMiss);
+    if (std::ranges::all_of(found, [](int64_t size) { return size >= 0; })) return found;
+    find_elsewhere(*others, items, found);
     for (size_t i = 0; i < items.size(); ++i) {
-        const GetItem& item = items[i];
-        if (Status status = check_names(s, {&item.name, 1}); !status) return status.error();
-        std::optional<IndexHit> hit = s.index().find(s.space(), hash_(item.name), item.name);
-        if (!hit) {
-            ask.push_back(i);
-            continue;
+        if (found[i] >= 0) {
+            uint64_t room = total(items[i].parts);
+            if (room < static_cast<uint64_t>(found[i])) {
+                return too_small(items[i].name, room, static_cast<uint64_t>(found[i]));
+            }
         }
-        uint64_t room = total(item.parts);
-        if (room < hit->size) return too_small(item.name, room, hit->size);
-        const std::byte* from = s.arena() + hit->offset;
-        uint32_t crc = copy_out(item.parts, from, hit->size, verify, hit->crc);
-        if (!hit->still_valid()) {
-            ask.push_back(i);
-            continue;
-        }
-        if (crc != hit->crc) return corrupt(item.name);
-        s.note_read(hit->slot, hit->size);
-        sizes[i] = static_cast<int64_t>(hit->size);
+        if (found[i] == kDamagedRead) found[i] = kMiss;  // nobody had it whole
     }
-    if (ask.empty()) return sizes;
+    // With the own node away, a miss everywhere else is not known to be a miss.
+    if (!own_answered && std::ranges::find(found, kMiss) != found.end()) return sizes.error();
+    return found;
+}
 
-    std::vector<std::string_view> names;
-    std::vector<GetItem> asked;
-    for (size_t i : ask) {
-        names.push_back(items[i].name);
-        asked.push_back(items[i]);
+// Fills in what other nodes have. A holder that fails, or whose bytes are damaged, is followed by the next.
+void Client::find_elsewhere(Pool& pool, std::span<const GetItem> items, std::vector<int64_t>& sizes) {
+    std::vector<std::vector<NodeId>> tried(items.size());
+    Result<std::shared_ptr<const Members>> members = pool.directory->members();
+    for (size_t attempt = 0; attempt < kAttemptsMax + 1; ++attempt) {
+        std::vector<size_t> missing;
+        std::vector<Hash128> asked;
+        for (size_t i = 0; i < items.size(); ++i) {
+            if (sizes[i] >= 0) continue;
+            missing.push_back(i);
+            asked.push_back(own_.hasher()(items[i].name));
+        }
+        if (missing.empty()) return;
+        std::map<NodeId, Group> groups;
+        auto assign = [&](const Member& member, size_t item) {
+            tried[item].push_back(member.id);
+            Group& group = groups[member.id];
+            group.member = member;
+            group.items.push_back(item);
+        };
+        std::vector<size_t> unknown;
+        for (size_t k = 0; k < missing.size(); ++k) {
+            NodeId known = attempt == 0 && members ? locations_.find(asked[k]) : kNoNode;
+            const Member* member = known == kNoNode ? nullptr : (*members)->find(known);
+            if (member != nullptr && member->state == MemberState::kAlive &&
+                member->identity.incarnation != pool.own) {
+                assign(*member, missing[k]);
+            } else {
+                unknown.push_back(k);
+            }
+        }
+        if (!unknown.empty()) {
+            std::vector<Hash128> question;
+            for (size_t k : unknown) question.push_back(asked[k]);
+            Result<LocateAnswer> located = pool.directory->locate(question);
+            for (size_t u = 0; located && u < located->keys.size(); ++u) {
+                size_t item = missing[unknown[u]];
+                std::vector<NodeId> avoid = tried[item];
+                for (const Member& member : located->members->rows) {
+                    if (member.identity.incarnation == pool.own) avoid.push_back(member.id);
+                }
+                const Member* member =
+                    nearest(pool, *located->members, located->keys[u], avoid, question[u].low);
+                // Damaged on the way, and nobody else has it: once more from the same node.
+                if (member == nullptr && sizes[item] == kDamagedRead && attempt < 2) {
+                    member = nearest(pool, *located->members, located->keys[u], {}, question[u].low);
+                }
+                if (member != nullptr) assign(*member, item);
+            }
+        }
+        if (groups.empty()) return;
+        std::vector<Group> work;
+        for (auto& [id, group] : groups) work.push_back(std::move(group));
+        each(work, [&](Group& group) {
+            std::vector<GetItem> wanted;
+            for (size_t i : group.items) wanted.push_back(items[i]);
+            Result<std::vector<int64_t>> got = node(pool, group.member)->get(wanted, false, true);
+            for (size_t k = 0; k < group.items.size(); ++k) {
+                size_t i = group.items[k];
+                if (!got) {
+                    // A buffer that is too small is told by the caller, which knows the size then.
+                    if (got.error().code == Code::kInvalidArgument && wanted.size() == 1)
+                        sizes[i] = INT64_MAX;
+                    locations_.forget(own_.hasher()(items[i].name));
+                    continue;
+                }
+                sizes[i] = (*got)[k];
+                if (sizes[i] >= 0) {
+                    locations_.put(own_.hasher()(items[i].name), group.member.id);
+                } else {
+                    locations_.forget(own_.hasher()(items[i].name));
+                }
+            }
+        });
     }
+}
+
+Result<std::vector<ObjectView>> Client::views(std::span<const std::string_view> names, bool verify) {
     Result<Pinned> pinned = pin(names);
     if (!pinned) return pinned.error();
-    std::vector<size_t> places(asked.size());
+    std::vector<size_t> places(names.size());
     std::iota(places.begin(), places.end(), 0);
-    // From the pins' own session: the node may have been replaced since the index was looked at.
-    Result<std::vector<int64_t>> found = get_pinned(*pinned, places, asked, verify);
-    if (!found) return found.error();
-    for (size_t k = 0; k < ask.size(); ++k) sizes[ask[k]] = (*found)[k];
-    return sizes;
+    if (verify) {
+        if (Status status = NodeClient::verify(*pinned, places, names); !status) return status.error();
+    }
+    Result<std::vector<ObjectView>> views = NodeClient::views(*pinned, places);
+    bool lost = !views.ok();
+    if (lost) {
+        if (!no_answer(views.error())) return views;
+        views = std::vector<ObjectView>(names.size());
+    }
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr) return views;
+    // A holder died, or the bytes were damaged on their way: from wherever else they are.
+    std::vector<GetItem> items;
+    std::vector<Part> parts;
+    std::vector<size_t> at;
+    std::vector<std::shared_ptr<std::byte[]>> memory;
+    for (size_t i = 0; i < names.size(); ++i) {
+        if ((*views)[i].owner != nullptr || !pinned->has(i)) continue;
+        uint64_t size = pinned->descriptors[i].size;
+        memory.emplace_back(new (std::nothrow) std::byte[size]);
+        if (memory.back() == nullptr)
+            return Error{Code::kOs, "no memory for " + std::to_string(size) + " bytes"};
+        parts.push_back(Part{memory.back().get(), size});
+        at.push_back(i);
+    }
+    if (at.empty()) return views;
+    for (size_t k = 0; k < at.size(); ++k) items.push_back({names[at[k]], {&parts[k], 1}});
+    Result<std::vector<int64_t>> sizes = get(items, verify);
+    if (!sizes) return sizes.error();
+    for (size_t k = 0; k < at.size(); ++k) {
+        if ((*sizes)[k] < 0) continue;
+        (*views)[at[k]] = ObjectView{memory[k], memory[k].get(), static_cast<uint64_t>((*sizes)[k])};
+    }
+    return views;
 }
 
-namespace {
-
-struct LookupAnswer {
-    uint64_t pin_id = 0;
-    uint32_t hits = 0;
-};
-
-Status lookup(Session& s, std::span<const std::string_view> names, uint8_t flags, uint32_t width,
-              LookupAnswer& answer, std::vector<Descriptor>& descriptors) {
-    return s.call(
-        Kind::kLookup,
-        [&](Writer& w) {
-            w.number(s.space());
-            w.number(flags);
-            w.number(uint8_t{0});
-            w.number(static_cast<uint16_t>(width));
-            w.number(static_cast<uint32_t>(names.size()));
-            write_names(w, names);
-        },
-        [&](Reader& r) {
-            answer.pin_id = r.number<uint64_t>();
-            answer.hits = r.number<uint32_t>();
-            auto n = r.number<uint32_t>();
-            if (!r.ok() || r.left() != uint64_t{n} * sizeof(Descriptor) || n > names.size()) return false;
-            for (uint32_t i = 0; i < n; ++i) {
-                auto d = r.number<Descriptor>();
-                if (d.offset > s.arena_bytes() || d.size > s.arena_bytes() - d.offset) return false;
-                descriptors.push_back(d);
-            }
-            return true;
-        });
-}
-
-}  // namespace
+// ---- pin, exists, longest_prefix
 
 Result<Pinned> Client::pin(std::span<const std::string_view> names) {
-    Result<std::shared_ptr<Session>> opened = session();
-    if (!opened) return opened.error();
-    Session& s = **opened;
-    if (Status status = check_names(s, names); !status) return status.error();
-    Pinned pinned;
-    Status status = in_frames(s, names, 1, [&](size_t begin, size_t end) -> Result<bool> {
-        LookupAnswer answer;
-        Status sent = lookup(s, names.subspan(begin, end - begin), kLookupPin, 1, answer, pinned.descriptors);
-        if (!sent) return sent.error();
-        auto pin = answer.pin_id == 0 ? nullptr : std::make_shared<Pin>(*opened, answer.pin_id);
-        pinned.pins.push_back({std::move(pin), end});
-        if (pinned.descriptors.size() != end) {
-            return Error{Code::kProtocol, s.peer() + " answered for other keys"};
-        }
-        return true;
-    });
-    if (!status) return status.error();
+    Result<Pinned> pinned = own_.pin(names);
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr) return pinned;
+    bool own_answered = pinned.ok();
+    if (!own_answered) {
+        if (!no_answer(pinned.error())) return pinned;
+        Pinned nothing;
+        nothing.descriptors.resize(names.size());
+        nothing.under.assign(names.size(), kNoPin);
+        pinned = std::move(nothing);
+    }
+    std::vector<size_t> missing;
+    for (size_t i = 0; i < names.size(); ++i) {
+        if (!pinned->has(i)) missing.push_back(i);
+    }
+    if (missing.empty()) return pinned;
+    std::string why;
+    pin_elsewhere(*others, names, missing, *pinned, why);
     return pinned;
 }
 
-Status Client::verify(const Pinned& pinned, std::span<const size_t> places,
-                      std::span<const std::string_view> names) {
-    for (size_t i = 0; i < places.size(); ++i) {
-        if (places[i] == kNotPinned || pinned.descriptors[places[i]].generation == 0) continue;
-        const Descriptor& d = pinned.descriptors[places[i]];
-        const std::byte* data = pinned.pin_of(places[i])->session()->arena() + d.offset;
-        if (crc32c(0, data, d.size) != d.crc) return corrupt(names[i]);
-    }
-    return success();
-}
-
-Result<std::vector<int64_t>> Client::get_pinned(const Pinned& pinned, std::span<const size_t> places,
-                                                std::span<const GetItem> items, bool verify) {
-    std::vector<int64_t> sizes(items.size(), kMiss);
-    for (size_t i = 0; i < items.size(); ++i) {
-        if (places[i] == kNotPinned || pinned.descriptors[places[i]].generation == 0) continue;
-        const Descriptor& d = pinned.descriptors[places[i]];
-        Session& s = *pinned.pin_of(places[i])->session();
-        uint64_t room = total(items[i].parts);
-        if (room < d.size) return too_small(items[i].name, room, d.size);
-        if (copy_out(items[i].parts, s.arena() + d.offset, d.size, verify, d.crc) != d.crc) {
-            return corrupt(items[i].name);
+void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
+                           std::span<const size_t> missing, Pinned& pinned, std::string& why) {
+    std::vector<size_t> left(missing.begin(), missing.end());
+    std::map<size_t, std::vector<NodeId>> tried;
+    std::mutex merging;
+    for (size_t attempt = 0; attempt < kAttemptsMax && !left.empty(); ++attempt) {
+        std::vector<std::string_view> wanted;
+        for (size_t i : left) wanted.push_back(names[i]);
+        std::vector<Hash128> asked = hashes(wanted);
+        Result<LocateAnswer> located = pool.directory->locate(asked);
+        if (!located) {
+            why = located.error().text;
+            return;
         }
-        s.note_read(d.slot, d.size);
-        sizes[i] = static_cast<int64_t>(d.size);
+        std::map<NodeId, Group> groups;
+        for (size_t k = 0; k < located->keys.size(); ++k) {
+            const Member* member =
+                nearest(pool, *located->members, located->keys[k], tried[left[k]], asked[k].low);
+            if (member == nullptr) continue;
+            tried[left[k]].push_back(member->id);
+            Group& group = groups[member->id];
+            group.member = *member;
+            group.items.push_back(left[k]);
+        }
+        std::vector<Group> work;
+        for (auto& [id, group] : groups) work.push_back(std::move(group));
+        std::vector<size_t> again;
+        each(work, [&](Group& group) {
+            std::vector<std::string_view> keys;
+            for (size_t i : group.items) keys.push_back(names[i]);
+            Result<Pinned> got = group.member.identity.incarnation == pool.own
+                                     ? own_.pin(keys)
+                                     : node(pool, group.member)->pin(keys);
+            std::lock_guard lock(merging);
+            if (!got) {
+                why = got.error().text;
+                again.insert(again.end(), group.items.begin(), group.items.end());
+                return;
+            }
+            auto base = static_cast<uint32_t>(pinned.pins.size());
+            for (size_t k = 0; k < group.items.size(); ++k) {
+                if (!got->has(k)) {
+                    again.push_back(group.items[k]);
+                    continue;
+                }
+                pinned.descriptors[group.items[k]] = got->descriptors[k];
+                pinned.under[group.items[k]] = base + got->under[k];
+            }
+            for (auto& pin : got->pins) pinned.pins.push_back(std::move(pin));
+        });
+        left = std::move(again);
     }
-    return sizes;
 }
 
-Result<std::vector<uint8_t>> Client::exists(std::span<const std::string_view> names) {
-    Result<std::shared_ptr<Session>> opened = session();
-    if (!opened) return opened.error();
-    Session& s = **opened;
-    if (Status status = check_names(s, names); !status) return status.error();
-    std::vector<uint8_t> present(names.size(), 0);
-    std::vector<std::string_view> ask;
-    std::vector<size_t> ask_index;
+Result<std::vector<Presence>> Client::exists(std::span<const std::string_view> names) {
+    Result<std::vector<uint8_t>> own = own_.exists(names);
+    std::shared_ptr<Pool> others = pool();
+    if (!own && (others == nullptr || !no_answer(own.error()))) return own.error();
+    std::vector<Presence> present(names.size(), own ? Presence::kMiss : Presence::kUnknown);
+    std::vector<std::string_view> wanted;
+    std::vector<size_t> place;
     for (size_t i = 0; i < names.size(); ++i) {
-        if (s.index().find(s.space(), hash_(names[i]), names[i])) {
-            present[i] = 1;
+        if (own && (*own)[i] != 0) {
+            present[i] = Presence::kHit;
         } else {
-            ask.push_back(names[i]);
-            ask_index.push_back(i);
+            wanted.push_back(names[i]);
+            place.push_back(i);
         }
     }
-    std::vector<Descriptor> descriptors;
-    Status status = in_frames(s, ask, 1, [&](size_t begin, size_t end) -> Result<bool> {
-        LookupAnswer answer;
-        descriptors.clear();
-        Status sent = lookup(s, {ask.data() + begin, end - begin}, 0, 1, answer, descriptors);
-        if (!sent) return sent.error();
-        for (size_t i = 0; i < descriptors.size(); ++i) {
-            present[ask_index[begin + i]] = descriptors[i].generation != 0;
+    if (others == nullptr || wanted.empty()) return present;
+    Result<LocateAnswer> located = others->directory->locate(hashes(wanted));
+    for (size_t k = 0; k < wanted.size(); ++k) {
+        Presence& answer = present[place[k]];
+        if (!located) {
+            answer = Presence::kUnknown;
+            continue;
         }
-        return true;
-    });
-    if (!status) return status.error();
+        for (const Holder& holder : located->keys[k]) {
+            const Member* member = located->members->find(holder.node);
+            bool own_node = member != nullptr && member->identity.incarnation == others->own;
+            if (member != nullptr && member->state == MemberState::kAlive && !(own_node && own)) {
+                answer = Presence::kHit;
+            }
+        }
+    }
     return present;
 }
 
 Result<Prefix> Client::longest_prefix(std::span<const std::string_view> names, uint32_t width, bool pin) {
-    Result<std::shared_ptr<Session>> opened = session();
-    if (!opened) return opened.error();
-    Session& s = **opened;
-    if (Status status = check_names(s, names); !status) return status.error();
-    uint32_t width_max = std::min<uint32_t>(s.frame_keys_max(), UINT16_MAX);
-    if (width == 0 || width > width_max || names.size() % width != 0) {
-        return Error{Code::kInvalidArgument,
-                     "longest_prefix needs a width from 1 to " + std::to_string(width_max) +
-                         " and a multiple of it in keys; got width " + std::to_string(width) + " and " +
-                         std::to_string(names.size()) + " keys"};
-    }
+    Result<Prefix> own = own_.longest_prefix(names, width, pin);
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr) return own;
     Prefix prefix;
-    prefix.incarnation = s.incarnation();
-    auto flags = static_cast<uint8_t>(kLookupPrefix | (pin ? kLookupPin : 0));
-    Status status = in_frames(s, names, width, [&](size_t begin, size_t end) -> Result<bool> {
-        LookupAnswer answer;
-        Status sent = lookup(s, names.subspan(begin, end - begin), flags, width, answer, prefix.descriptors);
-        if (!sent) return sent.error();
-        if (answer.pin_id != 0) {
-            prefix.pins.push_back({std::make_shared<Pin>(*opened, answer.pin_id), prefix.descriptors.size()});
+    if (own) {
+        prefix = std::move(*own);
+    } else if (no_answer(own.error()) && width != 0 && names.size() % width == 0) {
+        prefix.why = own.error().text;
+    } else {
+        return own;
+    }
+    size_t have = prefix.blocks * width;
+    if (have == names.size()) return prefix;
+    std::span<const std::string_view> rest = names.subspan(have);
+    LocateOptions question;
+    question.prefix = true;
+    question.width = static_cast<uint16_t>(width);
+    Result<LocateAnswer> located = others->directory->locate(hashes(rest), question);
+    if (!located) {
+        prefix.why = located.error().text;
+        return prefix;
+    }
+    size_t more = located->keys.size() / width * width;
+    if (more == 0) return prefix;
+    prefix.descriptors.resize(have + more);
+    prefix.under.resize(have + more, kNoPin);
+    if (pin) {
+        std::vector<size_t> missing(more);
+        std::iota(missing.begin(), missing.end(), have);
+        pin_elsewhere(*others, names, missing, prefix, prefix.why);
+        while (more != 0) {
+            size_t gap = have;
+            while (gap < have + more && prefix.has(gap)) ++gap;
+            if (gap == have + more) break;
+            more = (gap - have) / width * width;
         }
-        return answer.hits == end - begin;
-    });
-    if (!status) return status.error();
-    prefix.blocks = prefix.descriptors.size() / width;
+        prefix.descriptors.resize(have + more);
+        prefix.under.resize(have + more);
+    }
+    prefix.blocks += more / width;
     return prefix;
 }
 
+// ---- put
+
+bool Client::better_elsewhere(Pool& pool, uint64_t bytes) {
+    Result<std::shared_ptr<const Members>> members = pool.directory->members();
+    if (!members) return false;
+    const TenantLoad* own = nullptr;
+    bool room_elsewhere = false;
+    for (const Member& member : (*members)->rows) {
+        const TenantLoad* load = member.load.find(options_.tenant);
+        if (load == nullptr) continue;
+        if (member.identity.incarnation == pool.own) {
+            own = load;
+        } else if (member.state == MemberState::kAlive) {
+            room_elsewhere |= load->free_bytes > bytes + load->arena_bytes / 8;
+        }
+    }
+    return own != nullptr && room_elsewhere && own->free_bytes < bytes + own->arena_bytes / 16;
+}
+
+Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& options) {
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr) {
+        Result<PutReport> report = own_.put(items, options.replace, options.ack, options.timeout_ms);
+        others = pool();  // the first call of all finds out
+        if (report && options.replicas > 1) {
+            if (others != nullptr) {
+                replicate(*others, items, options, *report);
+            } else {
+                report->copies.assign(items.size(), 1);
+                report->short_of_copies = "the node has no master, and so no other nodes";
+            }
+        }
+        if (others == nullptr || report) return report;
+    }
+    uint64_t bytes = 0;
+    for (const PutItem& item : items) bytes += std::min(total(item.parts), UINT64_MAX - bytes);
+    PutReport report;
+    std::vector<size_t> left(items.size());
+    std::iota(left.begin(), left.end(), 0);
+    report.outcomes.assign(items.size(), PutOutcome::kRefused);
+    auto still_refused = [&] {
+        std::vector<size_t> refused;
+        for (size_t i = 0; i < items.size(); ++i) {
+            if (report.outcomes[i] == PutOutcome::kRefused) refused.push_back(i);
+        }
+        return refused;
+    };
+    // The own node is full and another is not: a new block is better there than in an old one's place.
+    bool spilled = options.ack && !options.replace && better_elsewhere(*others, bytes);
+    if (spilled) {
+        put_elsewhere(*others, items, options, left, report);
+        left = still_refused();
+    }
+    Error own_error;
+    if (!left.empty()) {
+        std::vector<PutItem> own_items;
+        for (size_t i : left) own_items.push_back(items[i]);
+        Result<PutReport> own = own_.put(own_items, options.replace, options.ack, options.timeout_ms);
+        if (own) {
+            for (size_t k = 0; k < left.size(); ++k) report.outcomes[left[k]] = own->outcomes[k];
+            report.refusal = own->refusal;
+            report.stored_bytes += own->stored_bytes;
+        } else if (no_answer(own.error())) {
+            own_error = own.error();
+        } else {
+            return own;
+        }
+        left = still_refused();
+    }
+    if (!left.empty() && !spilled && options.ack) {
+        put_elsewhere(*others, items, options, left, report);
+        if (!own_error.text.empty() && !still_refused().empty()) return own_error;
+    } else if (!own_error.text.empty() && !left.empty()) {
+        return own_error;
+    }
+    if (options.replace) {
+        // Whoever else has an older generation must not serve it any more.
+        std::vector<std::string_view> names;
+        for (const PutItem& item : items) names.push_back(item.name);
+        std::vector<uint8_t> ignored(names.size());
+        if (own_error.text.empty()) remove_elsewhere(*others, names, ignored);
+    }
+    if (options.replicas > 1) replicate(*others, items, options, report);
+    return report;
+}
+
+void Client::put_elsewhere(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
+                           std::span<const size_t> which, PutReport& report) {
+    uint64_t bytes = 0;
+    for (size_t i : which) bytes += total(items[i].parts);
+    PlaceOptions where;
+    Result<std::shared_ptr<const Members>> members = pool.directory->members();
+    if (!members) return;
+    for (const Member& member : (*members)->rows) {
+        if (member.identity.incarnation == pool.own) where.avoid_nodes.push_back(member.id);
+    }
+    std::vector<size_t> left(which.begin(), which.end());
+    for (bool evict : {false, true}) {
+        where.evict = evict;
+        for (size_t attempt = 0; attempt < kAttemptsMax && !left.empty(); ++attempt) {
+            Result<std::vector<NodeId>> placed = pool.directory->place(bytes, 1, where);
+            if (!placed || placed->empty()) break;
+            where.avoid_nodes.push_back(placed->front());
+            const Member* member = (*members)->find(placed->front());
+            if (member == nullptr) {
+                members = pool.directory->members(true);
+                if (!members) return;
+                member = (*members)->find(placed->front());
+                if (member == nullptr) continue;
+            }
+            std::vector<PutItem> batch;
+            for (size_t i : left) batch.push_back(items[i]);
+            Result<PutReport> put =
+                node(pool, *member)->put(batch, options.replace, true, options.timeout_ms);
+            if (!put) {
+                report.refusal = put.error().text;
+                continue;
+            }
+            std::vector<size_t> refused;
+            for (size_t k = 0; k < left.size(); ++k) {
+                report.outcomes[left[k]] = put->outcomes[k];
+                if (put->outcomes[k] == PutOutcome::kRefused) {
+                    refused.push_back(left[k]);
+                } else {
+                    locations_.put(own_.hasher()(items[left[k]].name), member->id);
+                }
+            }
+            if (!put->refusal.empty()) report.refusal = put->refusal;
+            report.stored_bytes += put->stored_bytes;
+            left = std::move(refused);
+        }
+    }
+}
+
+// One host after the other gets a copy, until there are enough or no host is left.
+void Client::replicate(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
+                       PutReport& report) {
+    report.copies.assign(items.size(), 0);
+    std::vector<size_t> stored;
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < items.size(); ++i) {
+        if (report.outcomes[i] == PutOutcome::kRefused) continue;
+        report.copies[i] = 1;
+        stored.push_back(i);
+        bytes += total(items[i].parts);
+    }
+    if (stored.empty()) return;
+    Result<std::shared_ptr<const Members>> members = pool.directory->members();
+    if (!members) {
+        report.short_of_copies = members.error().text;
+        return;
+    }
+    PlaceOptions where;
+    where.avoid_host_ids.push_back(pool.host_id);
+    for (const Member& member : (*members)->rows) {
+        if (member.identity.incarnation == pool.own) where.avoid_nodes.push_back(member.id);
+    }
+    // What was spilled lies elsewhere already: not a second time on that node.
+    for (size_t i : stored) {
+        NodeId at = locations_.find(own_.hasher()(items[i].name));
+        if (at != kNoNode && std::ranges::find(where.avoid_nodes, at) == where.avoid_nodes.end() &&
+            where.avoid_nodes.size() < 64) {
+            where.avoid_nodes.push_back(at);
+        }
+    }
+    for (bool evict : {false, true}) {
+        where.evict = evict;
+        while (*std::ranges::min_element(report.copies) < options.replicas) {
+            std::vector<size_t> wanting;
+            for (size_t i : stored) {
+                if (report.copies[i] < options.replicas) wanting.push_back(i);
+            }
+            if (wanting.empty()) return;
+            Result<std::vector<NodeId>> placed = pool.directory->place(bytes, 1, where);
+            if (!placed) {
+                report.short_of_copies = placed.error().text;
+                return;
+            }
+            if (placed->empty()) break;
+            where.avoid_nodes.push_back(placed->front());
+            const Member* member = (*members)->find(placed->front());
+            if (member == nullptr) continue;
+            std::vector<PutItem> batch;
+            for (size_t i : wanting) batch.push_back(items[i]);
+            Result<PutReport> put =
+                node(pool, *member)->put(batch, options.replace, true, options.timeout_ms);
+            if (!put) {
+                report.short_of_copies = put.error().text;
+                continue;
+            }
+            where.avoid_host_ids.push_back(member->identity.host_id);
+            for (size_t k = 0; k < wanting.size(); ++k) {
+                if (put->outcomes[k] == PutOutcome::kRefused) {
+                    report.short_of_copies = put->refusal;
+                } else {
+                    ++report.copies[wanting[k]];
+                }
+            }
+        }
+    }
+    bool enough = std::ranges::all_of(stored, [&](size_t i) { return report.copies[i] >= options.replicas; });
+    if (enough) {
+        report.short_of_copies.clear();
+    } else if (report.short_of_copies.empty()) {
+        report.short_of_copies = "there are not enough other hosts in the pool";
+    }
+}
+
+// ---- remove, list
+
 Result<std::vector<uint8_t>> Client::remove(std::span<const std::string_view> names) {
-    Result<std::shared_ptr<Session>> opened = session();
-    if (!opened) return opened.error();
-    Session& s = **opened;
-    if (Status status = check_names(s, names); !status) return status.error();
-    std::vector<uint8_t> removed;
-    Status status = in_frames(s, names, 1, [&](size_t begin, size_t end) -> Result<bool> {
-        Status sent = s.call(
-            Kind::kRemove,
-            [&](Writer& w) {
-                w.number(s.space());
-                w.number(static_cast<uint32_t>(end - begin));
-                write_names(w, names.subspan(begin, end - begin));
-            },
-            [&](Reader& r) {
-                if (r.number<uint32_t>() != end - begin) return false;
-                for (size_t i = begin; i < end; ++i) removed.push_back(r.number<uint8_t>());
-                return r.done();
-            });
-        if (!sent) return sent.error();
-        return true;
+    Result<std::vector<uint8_t>> removed = own_.remove(names);
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr || (!removed && !no_answer(removed.error()))) return removed;
+    std::vector<uint8_t> flags = removed ? *removed : std::vector<uint8_t>(names.size());
+    remove_elsewhere(*others, names, flags);
+    if (!removed && std::ranges::find(flags, 0) != flags.end()) return removed.error();
+    return flags;
+}
+
+void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> names,
+                              std::vector<uint8_t>& removed) {
+    std::vector<Hash128> asked = hashes(names);
+    for (const Hash128& hash : asked) locations_.forget(hash);
+    LocateOptions question;
+    question.suspects = true;
+    Result<LocateAnswer> located = pool.directory->locate(asked, question);
+    if (!located) return;  // the master is away: what is elsewhere stays there
+    std::map<NodeId, Group> groups;
+    for (size_t i = 0; i < located->keys.size(); ++i) {
+        for (const Holder& holder : located->keys[i]) {
+            const Member* member = located->members->find(holder.node);
+            if (member == nullptr || member->identity.incarnation == pool.own) continue;
+            Group& group = groups[member->id];
+            group.member = *member;
+            if (group.items.empty() || group.items.back() != i) group.items.push_back(i);
+        }
+    }
+    std::vector<Group> work;
+    for (auto& [id, group] : groups) work.push_back(std::move(group));
+    std::mutex merging;
+    std::vector<NodeId> unreached;
+    std::vector<Hash128> stale;
+    each(work, [&](Group& group) {
+        std::vector<std::string_view> keys;
+        for (size_t i : group.items) keys.push_back(names[i]);
+        Result<std::vector<uint8_t>> flags = Error{Code::kUnavailable, "suspect"};
+        if (group.member.state == MemberState::kAlive) flags = node(pool, group.member)->remove(keys);
+        std::lock_guard lock(merging);
+        if (!flags) unreached.push_back(group.member.id);
+        for (size_t k = 0; k < group.items.size(); ++k) {
+            if (!flags) {
+                stale.push_back(asked[group.items[k]]);
+            } else if ((*flags)[k] != 0) {
+                removed[group.items[k]] = 1;
+            }
+        }
     });
-    if (!status) return status.error();
-    return removed;
+    if (!stale.empty()) (void)pool.directory->forget(stale, unreached);
 }
 
 Result<std::vector<ListRow>> Client::list(std::string_view prefix, uint64_t limit) {
-    Result<std::shared_ptr<Session>> opened = session();
-    if (!opened) return opened.error();
-    Session& s = **opened;
-    std::vector<ListRow> rows;
-    if (limit == 0 || prefix.size() > s.key_bytes_max()) return rows;
-    uint32_t cursor = 0;
-    do {
-        Status status = s.call(
-            Kind::kList,
-            [&](Writer& w) {
-                w.number(s.space());
-                w.number(cursor);
-                w.number(static_cast<uint32_t>(std::min<uint64_t>(limit - rows.size(), 4096)));
-                w.text16(prefix);
-            },
-            [&](Reader& r) {
-                cursor = r.number<uint32_t>();
-                auto n = r.number<uint32_t>();
-                for (uint32_t i = 0; i < n && r.ok(); ++i) {
-                    ListRow row;
-                    row.size = r.number<uint64_t>();
-                    row.generation = r.number<uint64_t>();
-                    row.crc = r.number<uint32_t>();
-                    row.pins = r.number<uint32_t>();
-                    row.name = std::string(r.text16());
-                    rows.push_back(std::move(row));
-                }
-                return r.done();
-            });
-        if (!status) return status.error();
-    } while (cursor != 0 && rows.size() < limit);
-    return rows;
+    Result<std::vector<ListRow>> rows = own_.list(prefix, limit);
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr || (!rows && !no_answer(rows.error()))) return rows;
+    std::vector<ListRow> all = rows ? std::move(*rows) : std::vector<ListRow>();
+    Result<std::shared_ptr<const Members>> members = others->directory->members();
+    if (!members) {
+        if (!rows) return rows;
+        return all;
+    }
+    std::vector<Group> work;
+    for (const Member& member : (*members)->rows) {
+        if (member.state == MemberState::kAlive && member.identity.incarnation != others->own) {
+            work.push_back(Group{member, {}});
+        }
+    }
+    std::mutex merging;
+    std::unordered_set<std::string> seen;
+    for (const ListRow& row : all) seen.insert(row.name);
+    each(work, [&](Group& group) {
+        Result<std::vector<ListRow>> more = node(*others, group.member)->list(prefix, limit);
+        if (!more) return;
+        std::lock_guard lock(merging);
+        for (ListRow& row : *more) {
+            if (all.size() < limit && seen.insert(row.name).second) all.push_back(std::move(row));
+        }
+    });
+    return all;
 }
 
-Result<std::vector<std::pair<std::string, uint64_t>>> Client::stat() {
-    Result<std::shared_ptr<Session>> opened = session();
-    if (!opened) return opened.error();
-    std::vector<std::pair<std::string, uint64_t>> rows;
-    Status status = (*opened)->call(
-        Kind::kStat, [](Writer&) {},
-        [&](Reader& r) {
-            auto n = r.number<uint32_t>();
-            for (uint32_t i = 0; i < n && r.ok(); ++i) {
-                std::string name(r.text16());
-                rows.emplace_back(std::move(name), r.number<uint64_t>());
-            }
-            return r.done();
-        });
-    if (!status) return status.error();
-    return rows;
+// ---- from the process that pinned to the process that loads
+
+// holders: the own node's incarnation, then each other holder's incarnation and route. A descriptor's holder
+// stands above its offset: 0 is the own node.
+Handover Client::hand_over(const Prefix& prefix) {
+    Handover out;
+    out.holders.assign(reinterpret_cast<const char*>(prefix.incarnation.data()), prefix.incarnation.size());
+    out.descriptors = prefix.descriptors;
+    std::vector<Session*> others;
+    for (size_t i = 0; i < out.descriptors.size(); ++i) {
+        if (!prefix.has(i)) continue;
+        Session* session = prefix.pin_of(i)->session().get();
+        if (session->incarnation() == prefix.incarnation) continue;
+        size_t place = static_cast<size_t>(std::ranges::find(others, session) - others.begin());
+        if (place == others.size()) {
+            others.push_back(session);
+            std::string route = (session->remote() ? "tcp:" : "unix:") + session->peer();
+            out.holders.append(reinterpret_cast<const char*>(session->incarnation().data()),
+                               session->incarnation().size());
+            auto size = static_cast<uint16_t>(route.size());
+            out.holders.append(reinterpret_cast<const char*>(&size), sizeof(size));
+            out.holders.append(route);
+        }
+        uint64_t offset = out.descriptors[i].offset & ((1ull << kOffsetBits) - 1);
+        out.descriptors[i].offset = offset | (static_cast<uint64_t>(place + 1) << kOffsetBits);
+    }
+    return out;
 }
 
-LoadReport Client::load(const Incarnation& incarnation, std::span<const Descriptor> descriptors,
+LoadReport Client::load(std::string_view holders, std::span<const Descriptor> descriptors,
                         const PartTable& table, std::span<const uint32_t> indices,
                         std::span<const uint16_t> columns, bool verify) {
     LoadReport report;
     report.ok.assign(descriptors.size(), 0);
-    Result<std::shared_ptr<Session>> opened = session();
-    if (!opened) {
-        report.error = opened.error().text;
+    if (Status status = own_.check_open(); !status) {
+        report.error = status.error().text;
         return report;
     }
-    Session& s = **opened;
-    if (s.incarnation() != incarnation) {
-        report.error = "the node was restarted since these objects were pinned";
+    struct Source {
+        Incarnation incarnation{};
+        std::string route;
+        std::vector<uint32_t> which;
+    };
+    std::vector<Source> sources(1);
+    Reader r(std::as_bytes(std::span(holders)));
+    std::string_view own = r.bytes(sizeof(Incarnation));
+    if (r.ok()) std::memcpy(sources[0].incarnation.data(), own.data(), own.size());
+    while (r.ok() && !r.done() && sources.size() < kHoldersMax) {
+        Source source;
+        std::string_view incarnation = r.bytes(sizeof(Incarnation));
+        source.route = std::string(r.text16());
+        if (!r.ok()) break;
+        std::memcpy(source.incarnation.data(), incarnation.data(), incarnation.size());
+        sources.push_back(std::move(source));
+    }
+    if (!r.ok()) {
+        report.error = "the description of the holders is not whole";
         return report;
     }
-    std::vector<Part> parts;
-    for (size_t i = 0; i < descriptors.size(); ++i) {
-        const Descriptor& d = descriptors[i];
-        if (columns[i] >= table.columns() || d.size != table.object_bytes(columns[i]) ||
-            d.offset > s.arena_bytes() || d.size > s.arena_bytes() - d.offset) {
-            report.error = "a stored object has another size than this engine's blocks";
+    std::vector<Descriptor> plain(descriptors.begin(), descriptors.end());
+    for (size_t i = 0; i < plain.size(); ++i) {
+        uint64_t place = plain[i].offset >> kOffsetBits;
+        plain[i].offset &= (1ull << kOffsetBits) - 1;
+        if (place >= sources.size()) {
+            report.error = "a descriptor names a holder that is not described";
             continue;
         }
-        std::optional<IndexHit> hit = s.index().at(d.slot, d.generation);
-        if (!hit) {
-            report.error = "a pinned object was removed before it was loaded";
-            continue;
-        }
-        table.parts(columns[i], indices[i], parts);
-        uint32_t crc = copy_out(parts, s.arena() + d.offset, d.size, verify, d.crc);
-        if (!hit->still_valid()) {
-            report.error = "a pinned object was removed while it was loaded";
-            continue;
-        }
-        if (crc != d.crc) {
-            report.error = "the bytes of a stored object do not match their checksum";
-            continue;
-        }
-        s.note_read(d.slot, d.size);
-        report.ok[i] = 1;
-        report.bytes += d.size;
+        sources[place].which.push_back(static_cast<uint32_t>(i));
     }
-    s.flush_reads();
+    std::mutex merging;
+    std::vector<Group> work;
+    for (size_t i = 0; i < sources.size(); ++i) {
+        if (!sources[i].which.empty()) work.push_back(Group{{}, {i}});
+    }
+    each(work, [&](Group& group) {
+        Source& source = sources[group.items.front()];
+        LoadReport part;
+        part.ok.assign(plain.size(), 0);
+        if (source.route.empty()) {
+            own_.load(source.incarnation, plain, source.which, table, indices, columns, verify, part);
+        } else {
+            peers_.node(source.route)
+                ->load(source.incarnation, plain, source.which, table, indices, columns, verify, part);
+        }
+        std::lock_guard lock(merging);
+        for (uint32_t i : source.which) report.ok[i] = part.ok[i];
+        report.bytes += part.bytes;
+        if (!part.error.empty()) report.error = part.error;
+    });
     return report;
 }
 

@@ -1,175 +1,109 @@
-// Client: the store as one process sees it: put, get, exists, longest prefix, remove over one node, with
-// reconnection.
+// Client: the store as a process uses it, over one node or a whole pool of them.
 //
-// Any thread may call. No call retries: when the node is lost, the call says so, and the next one tries to
-// connect, at most once per back-off step. What a call can do without the node (read what is in the shared
-// index) it does.
+// Everything goes to the process's own node first. What is not there is looked up in the directory of the
+// master that this node belongs to, and fetched from the nearest node that has it: one of this host by its
+// memory, another over TCP. A node without a master is a pool by itself, and then nothing here costs
+// anything.
+//
+// The directory only hints; the answer comes from the nodes. When the master is away, what is on this host
+// and what was found before goes on.
 #pragma once
 
-#include <atomic>
-#include <chrono>
-#include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <string>
-#include <string_view>
-#include <utility>
 #include <vector>
 
-#include "store/session.hpp"
+#include "directory/directory_client.hpp"
+#include "store/location_cache.hpp"
+#include "store/node_client.hpp"
+#include "store/peers.hpp"
 
 namespace moonpool {
 
-struct Part {
-    std::byte* data = nullptr;
-    uint64_t size = 0;
+struct PutOptions {
+    bool replace = false;
+    bool ack = true;
+    uint32_t replicas = 1;  // on so many hosts
+    int timeout_ms = 0;     // 0: the client's own
 };
 
-struct PutItem {
-    std::string_view name;
-    std::string_view parent;  // empty: none
-    std::span<const Part> parts;
-};
+enum class Presence : uint8_t { kMiss = 0, kHit = 1, kUnknown = 2 };
 
-struct PutReport {
-    std::vector<PutOutcome> outcomes;
-    std::string refusal;  // why, for the items whose outcome is kRefused
-    uint64_t stored_bytes = 0;
-};
-
-struct GetItem {
-    std::string_view name;
-    std::span<const Part> parts;
-};
-
-inline constexpr int64_t kMiss = -1;
-inline constexpr size_t kNotPinned = SIZE_MAX;
-
-// A counted right to read. Released by release(), or with the last holder.
-class Pin {
-   public:
-    Pin(std::shared_ptr<Session> session, uint64_t id) : session_(std::move(session)), id_(id) {}
-    ~Pin() { release(); }
-    Pin(const Pin&) = delete;
-
-    void release();
-    const std::shared_ptr<Session>& session() const { return session_; }
-
-   private:
-    std::shared_ptr<Session> session_;
-    std::atomic<uint64_t> id_;
-};
-
-struct PinnedRun {
-    std::shared_ptr<Pin> pin;  // null: nothing was found
-    size_t end = 0;            // it covers the descriptors before this one that no earlier run covers
-};
-
-struct Pinned {
-    std::vector<PinnedRun> pins;          // one for each frame that the question took
-    std::vector<Descriptor> descriptors;  // one per key asked; for a prefix, of its leading objects only
-
-    const std::shared_ptr<Pin>& pin_of(size_t i) const {
-        size_t run = 0;
-        while (pins[run].end <= i) ++run;
-        return pins[run].pin;
-    }
-};
-
-struct Prefix : Pinned {  // blocks x width descriptors
-    uint64_t blocks = 0;
-    Incarnation incarnation{};
-};
-
-struct ListRow {
-    std::string name;
-    uint64_t size = 0;
-    uint64_t generation = 0;
-    uint32_t crc = 0;
-    uint32_t pins = 0;
-};
-
-// Memory laid out by stride: the object of column c with index i is the concatenation, over the rows of c, of
-// [address + i * stride, + length). A column of a paged KV cache is a range of heads and layers, an index is
-// a block.
-struct StridedRow {
-    uint64_t address = 0;
-    uint64_t stride = 0;
-    uint64_t length = 0;
-};
-
-class PartTable {
-   public:
-    explicit PartTable(std::vector<std::vector<StridedRow>> columns);
-
-    size_t columns() const { return columns_.size(); }
-    uint64_t object_bytes(size_t column) const { return bytes_[column]; }
-    void parts(size_t column, uint64_t index, std::vector<Part>& out) const;
-
-   private:
-    std::vector<std::vector<StridedRow>> columns_;
-    std::vector<uint64_t> bytes_;
-};
-
-struct LoadReport {
-    std::vector<uint8_t> ok;  // 1: the bytes of that object are in place
-    uint64_t bytes = 0;
-    std::string error;  // empty when all are ok
+// What a process that is to load pinned objects must know: who holds them. Opaque outside of this class.
+struct Handover {
+    std::string holders;
+    std::vector<Descriptor> descriptors;
 };
 
 class Client {
    public:
     explicit Client(ClientOptions options);
+    ~Client();
 
-    // Connects now; otherwise the first call does.
-    Status connect();
-    bool connected();
+    Status connect() { return own_.connect(); }
+    bool connected() { return own_.connected(); }
     void close();
-    Status check_open() const;  // kClosed, or kForked in a child of fork()
+    Status check_open() const { return own_.check_open(); }
 
-    Result<PutReport> put(std::span<const PutItem> items, bool replace, bool ack, int timeout_ms = 0);
-
-    // Copies into the caller's parts: the object's size, or kMiss. Too small a destination is an error and
-    // writes nothing for that object; bytes after a shorter object stay as they are.
+    Result<PutReport> put(std::span<const PutItem> items, const PutOptions& options);
     Result<std::vector<int64_t>> get(std::span<const GetItem> items, bool verify);
-
-    // Pins what is there, without copying.
     Result<Pinned> pin(std::span<const std::string_view> names);
-    // Of what was pinned: places[i] is where key i stands in it, or kNotPinned. Check bytes, or copy them
-    // out.
-    static Status verify(const Pinned& pinned, std::span<const size_t> places,
-                         std::span<const std::string_view> names);
-    static Result<std::vector<int64_t>> get_pinned(const Pinned& pinned, std::span<const size_t> places,
-                                                   std::span<const GetItem> items, bool verify);
-    Result<std::vector<uint8_t>> exists(std::span<const std::string_view> names);
+    // Objects to read in place; a null owner is a miss.
+    Result<std::vector<ObjectView>> views(std::span<const std::string_view> names, bool verify);
+    Result<std::vector<Presence>> exists(std::span<const std::string_view> names);
     Result<Prefix> longest_prefix(std::span<const std::string_view> names, uint32_t width, bool pin);
     Result<std::vector<uint8_t>> remove(std::span<const std::string_view> names);
     Result<std::vector<ListRow>> list(std::string_view prefix, uint64_t limit);
-    Result<std::vector<std::pair<std::string, uint64_t>>> stat();
+    Result<std::vector<std::pair<std::string, uint64_t>>> stat() { return own_.stat(); }
 
-    // Copies pinned objects, described by whoever pinned them, into strided memory. Each is checked against
-    // its generation after the copy, so a pin that was lost meanwhile is a failed load and never wrong bytes.
-    LoadReport load(const Incarnation& incarnation, std::span<const Descriptor> descriptors,
-                    const PartTable& table, std::span<const uint32_t> indices,
-                    std::span<const uint16_t> columns, bool verify);
-
-    // The live session, connecting if there is none and the back-off allows it.
-    Result<std::shared_ptr<Session>> session();
+    static Handover hand_over(const Prefix& prefix);
+    // Copies what another process of this host pinned and handed over.
+    LoadReport load(std::string_view holders, std::span<const Descriptor> descriptors, const PartTable& table,
+                    std::span<const uint32_t> indices, std::span<const uint16_t> columns, bool verify);
 
    private:
-    Status check_names(const Session& session, std::span<const std::string_view> names) const;
+    // Who else there is: the directory, and this client's own node in it.
+    struct Pool {
+        std::unique_ptr<DirectoryClient> directory;
+        std::string host_id;
+        Incarnation own{};
+    };
+    // Items of a call that one node is asked for.
+    struct Group {
+        Member member;
+        std::vector<size_t> items;
+    };
 
+    std::shared_ptr<Pool> pool();
+    std::shared_ptr<NodeClient> node(const Pool& pool, const Member& member) {
+        return peers_.node(member, pool.host_id);
+    }
+    std::vector<Hash128> hashes(std::span<const std::string_view> names) const;
+    // Runs on each group, on threads of their own when there are several.
+    static void each(std::vector<Group>& groups, const std::function<void(Group&)>& run);
+    static const Member* nearest(const Pool& pool, const Members& members, std::span<const Holder> holders,
+                                 std::span<const NodeId> tried, uint64_t salt);
+
+    void find_elsewhere(Pool& pool, std::span<const GetItem> items, std::vector<int64_t>& sizes);
+    void pin_elsewhere(Pool& pool, std::span<const std::string_view> names, std::span<const size_t> missing,
+                       Pinned& pinned, std::string& why);
+    void put_elsewhere(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
+                       std::span<const size_t> which, PutReport& report);
+    void replicate(Pool& pool, std::span<const PutItem> items, const PutOptions& options, PutReport& report);
+    void remove_elsewhere(Pool& pool, std::span<const std::string_view> names, std::vector<uint8_t>& removed);
+    bool better_elsewhere(Pool& pool, uint64_t bytes);
+
+    NodeClient own_;
+    Peers peers_;
+    LocationCache locations_;
     ClientOptions options_;
-    KeyHasher hash_;
-    ForkGuard fork_;
     std::mutex mutex_;
-    std::shared_ptr<Session> session_;
-    std::chrono::steady_clock::time_point retry_at_{};
-    std::chrono::milliseconds backoff_{0};
-    Error last_error_;
-    std::atomic<bool> closed_{false};
+    std::shared_ptr<Pool> pool_;
+    Incarnation asked_{};  // the life of the own node whose master is known
+    bool closed_ = false;
 };
 
 }  // namespace moonpool

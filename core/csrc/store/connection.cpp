@@ -37,7 +37,18 @@ void count(std::atomic<uint64_t>& counter, uint64_t n = 1) {
 Connection::Connection(Server& server, Fd fd, uint64_t now_ms)
     : server_(server), fd_(std::move(fd)), nonce_(random_nonce()), since_ms_(now_ms), progress_ms_(now_ms) {}
 
+Connection::Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool)
+    : server_(server),
+      fd_(std::move(fd)),
+      pool_(&pool),
+      nonce_(),
+      since_ms_(now_ms),
+      progress_ms_(now_ms),
+      remote_(true) {}
+
 Connection::~Connection() {
+    for (const OutPiece& piece : queue_.pieces()) pool_->table().unpin(piece.slot, piece.generation);
+    if (put_ != nullptr) close_put();
     for (auto& [id, pinned] : pins_) unpin(pinned);
     for (auto& [offset, extent] : leases_) pool_->leases().close(offset);
 }
@@ -55,6 +66,13 @@ bool Connection::on_readable(uint64_t now_ms) {
     if (ended_) return discard();
     constexpr int kRoundsMax = 8;  // then it is the turn of others; epoll tells again what is left
     for (int round = 0; round < kRoundsMax; ++round) {
+        if (put_ != nullptr) {
+            bool more = false;
+            if (!receive_put(more)) return false;
+            if (!more) return true;
+            progress_ms_ = now_ms;
+            if (put_ != nullptr) continue;
+        }
         if (in_begin_ == in_end_) in_begin_ = in_end_ = 0;
         if (in_.size() - in_end_ < 4096) {
             // Move what is left to the front, then grow: memory follows what was sent, never a length that
@@ -104,6 +122,15 @@ bool Connection::parse_frames() {
                                              " of the wire format, the client " +
                                              std::to_string(header.version));
         }
+        if (header.kind == Kind::kPut && remote_) {
+            whole_answers_ = out_.size();
+            Begun begun = begin_put(header);
+            if (begun != Begun::kYes) return begun == Begun::kNotYet;
+            in_begin_ += put_->take(in_.data() + in_begin_, in_end_ - in_begin_);
+            if (!put_->complete()) return true;
+            if (!finish_put()) return false;
+            continue;
+        }
         uint32_t limit = proved() ? limits.frame_bytes : limits.handshake_bytes;
         if (header.length > limit) {
             count(server_.metrics_.protocol_errors_total);
@@ -129,6 +156,9 @@ bool Connection::handle(const FrameHeader& header, Reader body) {
     NodeMetrics& m = server_.metrics_;
     switch (header.kind) {
         case Kind::kLease: {
+            if (remote_)
+                return refuse(header.request_id, Code::kInvalidArgument,
+                              "memory is leased to processes of the node's own host only; send a PUT");
             Timed timed(m.lease);
             return on_lease(header, body);
         }
@@ -139,6 +169,10 @@ bool Connection::handle(const FrameHeader& header, Reader body) {
         case Kind::kLookup: {
             Timed timed(m.lookup);
             return on_lookup(header, body);
+        }
+        case Kind::kRead: {
+            Timed timed(m.lookup);
+            return on_read(header, body);
         }
         default:
             break;
@@ -187,22 +221,14 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
     if (!index_fd) return fail(Code::kOs, index_fd.error().text);
 
     // The descriptors travel with the first byte of WELCOME, so it goes out by itself, after what was queued.
-    if (!flush() || out_.size() != out_sent_) return false;
+    if (!flush() || backlog() != 0) return false;
     auto proof = handshake_mac(Role::kNode, server_.options_.token, nonce_, client_nonce,
                                server_.incarnation_, tenant);
-    const Limits& limits = server_.options_.limits;
     std::vector<std::byte> frame;
     size_t at = begin_frame(frame, Kind::kWelcome, kFlagAnswer, header.request_id);
     Writer w(frame);
     w.bytes(proof.data(), proof.size());
-    w.number(pool.arena_bytes());
-    w.number(pool.table().index().bytes());
-    w.number(pool.slab_bytes());
-    w.number(pool.object_bytes_max());
-    w.number(limits.key_bytes);
-    w.number(limits.parts);
-    w.number(limits.frame_bytes);
-    w.number(limits.frame_keys);
+    server_.write_welcome(w, pool);
     finish_frame(frame, at);
 
     iovec part{frame.data(), frame.size()};
@@ -545,9 +571,20 @@ bool Connection::refuse(uint64_t request_id, Code code, const std::string& text)
 
 bool Connection::fail(Code code, const std::string& text) {
     // Half an answer may stand behind the whole ones.
-    out_.resize(std::max(out_sent_, std::min(out_.size(), whole_answers_)));
+    queue_.truncate(whole_answers_);
     refuse(0, code, text);
-    if (!flush() || (pins_.empty() && leases_.empty())) return false;
+    if (!flush()) return false;
+    if (remote_) {
+        // Nothing of ours is mapped over there. The socket stays until the caller has read why.
+        for (auto& [id, pinned] : pins_) unpin(pinned);
+        pins_.clear();
+        if (put_ != nullptr) close_put();
+        ended_ = true;
+        in_begin_ = in_end_ = 0;
+        ::shutdown(fd_.get(), SHUT_WR);
+        return true;
+    }
+    if (pins_.empty() && leases_.empty()) return false;
     // The client still maps the arena: what it holds stays its own until it has hung up, or it would read, or
     // write, memory that has become another object's.
     ended_ = true;
@@ -574,24 +611,12 @@ bool Connection::malformed(const char* what) {
 bool Connection::on_writable() { return flush() && serve(); }
 
 bool Connection::flush() {
-    while (out_sent_ < out_.size()) {
-        ssize_t n =
-            ::send(fd_.get(), out_.data() + out_sent_, out_.size() - out_sent_, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n < 0) {
-            if (errno == EINTR) continue;
-            if (errno == EAGAIN) break;
-            return false;
-        }
-        out_sent_ += static_cast<size_t>(n);
-        sent_some_ = true;
-    }
-    if (out_sent_ == out_.size()) {
-        if (out_.capacity() > (1u << 20)) out_ = {};
-        out_.clear();
-        out_sent_ = 0;
-    }
-    want_events();
-    return true;
+    constexpr uint64_t kTurnBytes = 1u << 20;  // then it is the turn of others
+    bool alive = queue_.flush(fd_.get(), kTurnBytes, sent_pieces_, sent_some_);
+    for (const OutPiece& piece : sent_pieces_) pool_->table().unpin(piece.slot, piece.generation);
+    sent_pieces_.clear();
+    if (alive) want_events();
+    return alive;
 }
 
 void Connection::want_events() {
@@ -606,14 +631,15 @@ void Connection::want_events() {
 }
 
 bool Connection::check_deadlines(uint64_t now_ms) {
-    if (ended_) return true;
+    constexpr uint64_t kLastWordsMs = 2000;
+    if (ended_) return !remote_ || now_ms - progress_ms_ < kLastWordsMs;
     const Limits& limits = server_.options_.limits;
     if (!proved() && now_ms - since_ms_ > limits.handshake_ms) {
         count(server_.metrics_.handshake_timeouts_total);
         return fail(Code::kTimeout, "the handshake took over " + std::to_string(limits.handshake_ms) + " ms");
     }
     if (std::exchange(sent_some_, false)) progress_ms_ = now_ms;
-    bool half_frame = in_begin_ != in_end_;
+    bool half_frame = in_begin_ != in_end_ || put_ != nullptr;
     bool stalled = half_frame || backlog() != 0;
     if (stalled && now_ms - progress_ms_ > limits.stalled_frame_ms) {
         return fail(Code::kTimeout,

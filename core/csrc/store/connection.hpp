@@ -3,12 +3,15 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "base/fd.hpp"
+#include "store/out_queue.hpp"
+#include "store/put_sink.hpp"
 #include "store/server.hpp"
 #include "wire/frame.hpp"
 
@@ -17,6 +20,8 @@ namespace moonpool {
 class Connection {
    public:
     Connection(Server& server, Fd fd, uint64_t now_ms);
+    // Over TCP: the doorman has done the handshake.
+    Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool);
     ~Connection();
     Connection(const Connection&) = delete;
 
@@ -25,6 +30,7 @@ class Connection {
     bool on_readable(uint64_t now_ms);
     bool on_writable();
     bool check_deadlines(uint64_t now_ms);
+    bool flush();
 
     bool proved() const { return pool_ != nullptr; }
     uint64_t since_ms() const { return since_ms_; }
@@ -52,6 +58,15 @@ class Connection {
     bool on_list(const FrameHeader& header, Reader body);
     bool on_stat(const FrameHeader& header);
 
+    // connection_tcp.cpp: what only callers without the mapping need.
+    enum class Begun { kYes, kNotYet, kEnded };
+    Begun begin_put(const FrameHeader& header);
+    bool make_room(PutSink& put);
+    bool receive_put(bool& more);
+    bool finish_put();
+    bool on_read(const FrameHeader& header, Reader body);
+    void close_put();
+
     bool leased(Extent extent) const;
     uint64_t fair_lease_bytes() const;
     void unpin(const std::vector<Pinned>& pinned);
@@ -61,8 +76,7 @@ class Connection {
     bool fail(Code code, const std::string& text);  // an ERROR frame, then the end
     bool malformed(const char* what);
     bool discard();
-    bool flush();
-    size_t backlog() const { return out_.size() - out_sent_; }
+    uint64_t backlog() const { return queue_.backlog(); }
     void want_events();
 
     Server& server_;
@@ -74,9 +88,12 @@ class Connection {
     bool sent_some_ = false;  // since the last check of the deadlines
     std::vector<std::byte> in_;
     size_t in_begin_ = 0, in_end_ = 0;
-    std::vector<std::byte> out_;
-    size_t out_sent_ = 0;
-    size_t whole_answers_ = 0;  // of out_, before the frame that is being handled
+    OutQueue queue_;
+    std::vector<std::byte>& out_ = queue_.frames();
+    std::vector<OutPiece> sent_pieces_;
+    size_t whole_answers_ = 0;      // of out_, before the frame that is being handled
+    const bool remote_ = false;     // over TCP: no memory is shared
+    std::unique_ptr<PutSink> put_;  // the PUT frame whose bytes are arriving
     uint32_t events_ = 0;
     bool ended_ = false;                 // refused; kept for what its client holds
     std::map<uint64_t, Extent> leases_;  // its own, by offset

@@ -20,6 +20,19 @@ inline constexpr uint8_t kLookupPrefix = 2;
 
 inline constexpr uint8_t kCommitReplace = 1;
 
-enum class PutOutcome : uint8_t { kStored = 0, kExists = 1, kRefused = 2 };
+enum class PutOutcome : uint8_t {
+    kStored = 0,
+    kExists = 1,
+    kRefused = 2,
+    kDamaged = 3,  // over TCP: the bytes that came do not match their checksum
+};
+
+// How a row of READ names its object.
+inline constexpr uint8_t kReadByName = 0;
+inline constexpr uint8_t kReadPinned = 1;     // by slot and generation
+inline constexpr uint8_t kReadPieceFlag = 2;  // a piece of it is enough
+
+inline constexpr uint64_t kReadMiss = UINT64_MAX;
+inline constexpr uint64_t kReadBytesMax = 1ull << 30;  // in one answer
 
 }  // namespace moonpool

@@ -36,6 +36,8 @@ struct NodeMetrics {
     Counter lookup_keys_total{0}, lookup_hits_total{0};
     Counter served_total{0}, served_bytes_total{0};  // objects and bytes that readers say they have read
     Counter removed_total{0}, lease_refused_total{0};
+    Counter tcp_sent_bytes_total{0}, tcp_received_bytes_total{0};  // of objects
+    Counter tcp_damaged_total{0};  // objects that did not match their checksum on arrival
     Counter scrub_dropped_total{0};
     LatencyHistogram lease, commit, lookup, other;
 };

@@ -68,6 +68,11 @@ class ObjectTable {
     bool evict_window(uint64_t bytes);
 
     bool complete(uint32_t slot) const { return slot < used_ && objects_[slot].state == State::kComplete; }
+    // Complete, or removed but still pinned by somebody.
+    bool readable(uint32_t slot, uint64_t generation) const {
+        return slot < used_ && objects_[slot].state != State::kFree &&
+               objects_[slot].generation == generation;
+    }
     uint64_t generation(uint32_t slot) const { return objects_[slot].generation; }
     uint32_t pins(uint32_t slot) const { return objects_[slot].pins; }
     const IndexEntry& entry(uint32_t slot) const { return index_.entry(slot); }

@@ -62,6 +62,7 @@ class Pool {
     uint64_t capacity() const { return allocator_.capacity(); }
     int arena_fd() const { return arena_.fd(); }
     const std::byte* data() const { return arena_.data(); }
+    std::byte* writable() const { return arena_.writable(); }
 
     // Reserves the next piece of the arena's memory (any thread); opens it to the allocator (the loop).
     Result<uint64_t> commit_memory();

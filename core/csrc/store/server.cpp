@@ -83,7 +83,35 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
             return Error{Code::kInvalidArgument, "two tenants are named " + pool_options.tenant};
         }
     }
+    ServerOptions& o = server->options_;
+    if (o.listen.empty()) return server;
+    // Bound here, so that a port in use is said before any memory is reserved.
+    DoormanOptions door{o.listen, o.token, server->incarnation_, o.limits};
+    Result<std::unique_ptr<Doorman>> doorman = Doorman::create(std::move(door));
+    if (!doorman) return doorman.error();
+    server->doorman_ = std::move(*doorman);
+    if (o.advertise.empty()) o.advertise = server->doorman_->addresses().front();
     return server;
+}
+
+std::vector<std::string> Server::addresses() const {
+    return doorman_ == nullptr ? std::vector<std::string>() : doorman_->addresses();
+}
+
+// What a client must know of the node and of its tenant's pool; later versions append.
+void Server::write_welcome(Writer& w, Pool& pool) const {
+    w.number(pool.arena_bytes());
+    w.number(pool.table().index().bytes());
+    w.number(pool.slab_bytes());
+    w.number(pool.object_bytes_max());
+    w.number(options_.limits.key_bytes);
+    w.number(options_.limits.parts);
+    w.number(options_.limits.frame_bytes);
+    w.number(options_.limits.frame_keys);
+    w.text16(options_.name);
+    w.text16(options_.host_id);
+    w.text16(options_.advertise);
+    w.text16(options_.master);
 }
 
 Server::~Server() { stop(); }
@@ -117,7 +145,27 @@ Status Server::start() {
     running_ = true;
     thread_ = std::thread([this] { loop(); });
     reserve_thread_ = std::thread([this] { reserve_memory(); });
-    return success();
+    return open_door();
+}
+
+Status Server::open_door() {
+    if (doorman_ == nullptr) return success();
+    auto welcome = [this](std::string_view tenant) -> Result<std::vector<std::byte>> {
+        auto it = pools_.find(tenant);
+        if (it == pools_.end()) {
+            return Error{Code::kAuth, "this node has no tenant named " + std::string(tenant)};
+        }
+        std::vector<std::byte> body;
+        Writer w(body);
+        write_welcome(w, *it->second);
+        return body;
+    };
+    auto serve = [this](Caller caller) {
+        auto held = std::make_shared<Caller>(std::move(caller));
+        post([this, held] { adopt_remote(std::move(*held)); });
+    };
+    doorman_->offer(std::string(kPurposeStore), Purpose{welcome, serve});
+    return doorman_->start();
 }
 
 void Server::reserve_memory() {
@@ -131,10 +179,7 @@ void Server::reserve_memory() {
             if (*bytes == 0) break;
             Pool* p = pool.get();
             uint64_t n = *bytes;
-            std::lock_guard lock(posted_mutex_);
-            posted_.push_back([p, n] { p->open_memory(n); });
-            uint64_t one = 1;
-            (void)!::write(wake_.get(), &one, sizeof(one));
+            post([p, n] { p->open_memory(n); });
         }
     }
     for (auto& [tenant, pool] : pools_) {
@@ -151,6 +196,7 @@ void Server::stop() {
         (void)new std::thread(std::move(reserve_thread_));
         return;
     }
+    if (doorman_ != nullptr) doorman_->stop();
     stopping_ = true;
     uint64_t one = 1;
     (void)!::write(wake_.get(), &one, sizeof(one));
@@ -167,11 +213,15 @@ Result<Fd> Server::dial() {
     int flags = ::fcntl(ours.get(), F_GETFL);
     ::fcntl(ours.get(), F_SETFL, flags | O_NONBLOCK);
     if (!running_) return Error{Code::kUnavailable, "the embedded node was stopped"};
+    post([this, fd = ours.release()] { adopt(Fd(fd)); });
+    return theirs;
+}
+
+void Server::post(std::function<void()> f) {
     std::lock_guard lock(posted_mutex_);
-    posted_.push_back([this, fd = ours.release()] { adopt(Fd(fd)); });
+    posted_.push_back(std::move(f));
     uint64_t one = 1;
     (void)!::write(wake_.get(), &one, sizeof(one));
-    return theirs;
 }
 
 void Server::loop() {
@@ -263,18 +313,31 @@ void Server::adopt(Fd fd) {
     }
     // Idle strangers make room for whoever comes next; proved clients keep theirs.
     if (unproved >= options_.limits.connections_unproved) drop(oldest_fd);
-    if (connections_.size() >= options_.limits.connections) {
-        metrics_.connections_refused_total.fetch_add(1);
-        send_refusal(fd.get(), Code::kTooLarge,
-                     "the node already has " + std::to_string(options_.limits.connections) +
-                         " connections, the limit");
-        return;
-    }
-    metrics_.connections_total.fetch_add(1);
+    if (!has_room(fd.get())) return;
     int key = fd.get();
     auto connection = std::make_unique<Connection>(*this, std::move(fd), now_ms());
     bool alive = connection->greet();
     if (alive) connections_.emplace(key, std::move(connection));
+}
+
+bool Server::has_room(int fd) {
+    if (connections_.size() >= options_.limits.connections) {
+        metrics_.connections_refused_total.fetch_add(1);
+        send_refusal(fd, Code::kTooLarge,
+                     "the node already has " + std::to_string(options_.limits.connections) +
+                         " connections, the limit (node.connections_max)");
+        return false;
+    }
+    metrics_.connections_total.fetch_add(1);
+    return true;
+}
+
+void Server::adopt_remote(Caller caller) {
+    auto it = pools_.find(caller.tenant);
+    if (it == pools_.end() || !has_room(caller.fd.get())) return;
+    int key = caller.fd.get();
+    auto connection = std::make_unique<Connection>(*this, std::move(caller.fd), now_ms(), *it->second);
+    if (connection->flush()) connections_.emplace(key, std::move(connection));
 }
 
 void Server::drop(int fd) {
@@ -298,15 +361,10 @@ bool Server::call_on_loop(F f) {
     if (!running_ || fork_.in_child()) return false;
     auto done = std::make_shared<std::promise<void>>();
     std::future<void> finished = done->get_future();
-    {
-        std::lock_guard lock(posted_mutex_);
-        posted_.push_back([f, done] {
-            f();
-            done->set_value();
-        });
-    }
-    uint64_t one = 1;
-    (void)!::write(wake_.get(), &one, sizeof(one));
+    post([f, done] {
+        f();
+        done->set_value();
+    });
     return finished.wait_for(std::chrono::seconds(2)) == std::future_status::ready;
 }
 
@@ -345,6 +403,13 @@ std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
         leased += connection->leased_bytes();
         pins += connection->pins();
     }
+    struct {
+        uint64_t refused = 0, auth_failures = 0, protocol_errors = 0, handshake_timeouts = 0;
+    } door;
+    if (doorman_ != nullptr) {
+        const DoormanCounters& c = doorman_->counters();
+        door = {c.refused_total, c.auth_failures_total, c.protocol_errors_total, c.handshake_timeouts_total};
+    }
     return {
         {"objects", sum.objects},
         {"object_bytes", sum.object_bytes},
@@ -359,11 +424,11 @@ std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
         {"leased_bytes", leased},
         {"connections", connections_.size()},
         {"connections_total", m.connections_total},
-        {"connections_refused_total", m.connections_refused_total},
+        {"connections_refused_total", m.connections_refused_total + door.refused},
         {"connections_dropped_total", m.connections_dropped_total},
-        {"auth_failures_total", m.auth_failures_total},
-        {"protocol_errors_total", m.protocol_errors_total},
-        {"handshake_timeouts_total", m.handshake_timeouts_total},
+        {"auth_failures_total", m.auth_failures_total + door.auth_failures},
+        {"protocol_errors_total", m.protocol_errors_total + door.protocol_errors},
+        {"handshake_timeouts_total", m.handshake_timeouts_total + door.handshake_timeouts},
         {"stored_total", m.stored_total},
         {"stored_bytes_total", m.stored_bytes_total},
         {"exists_total", m.exists_total},
@@ -377,6 +442,9 @@ std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
         {"evicted_total", sum.evicted_total},
         {"evicted_bytes_total", sum.evicted_bytes_total},
         {"scrub_dropped_total", m.scrub_dropped_total},
+        {"tcp_sent_bytes_total", m.tcp_sent_bytes_total},
+        {"tcp_received_bytes_total", m.tcp_received_bytes_total},
+        {"tcp_damaged_total", m.tcp_damaged_total},
     };
 }
 

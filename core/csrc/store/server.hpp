@@ -23,6 +23,8 @@
 #include "store/node_metrics.hpp"
 #include "store/pool.hpp"
 #include "wire/auth.hpp"
+#include "wire/doorman.hpp"
+#include "wire/frame.hpp"
 #include "wire/limits.hpp"
 
 namespace moonpool {
@@ -33,6 +35,11 @@ struct ServerOptions {
     std::vector<PoolOptions> pools;
     Limits limits;
     uint64_t scrub_bytes_per_s = 64ull << 20;  // 0: no scrub
+    std::vector<std::string> listen;           // TCP addresses, host:port; none: this host only
+    std::string name;                          // in messages and lists
+    std::string host_id;                       // equal exactly for processes that can share memory
+    std::string advertise;                     // where other hosts reach this node; empty: the first listener
+    std::string master;                        // host:port; empty: this node is alone
 };
 
 class Connection;
@@ -48,6 +55,8 @@ class Server {
     // One end of a fresh socket pair, already accepted: the way in for the process that embeds the node.
     Result<Fd> dial();
 
+    // The TCP addresses, with their real ports.
+    std::vector<std::string> addresses() const;
     const Incarnation& incarnation() const { return incarnation_; }
     const NodeMetrics& metrics() const { return metrics_; }
     std::vector<std::pair<std::string, uint64_t>> snapshot();  // counters and gauges by name; any thread
@@ -57,11 +66,16 @@ class Server {
     friend class Connection;
     explicit Server(ServerOptions options);
 
+    Status open_door();
     void loop();
     void accept_all();
     void adopt(Fd fd);
+    void adopt_remote(Caller caller);
+    bool has_room(int fd);
+    void write_welcome(Writer& w, Pool& pool) const;
     void drop(int fd);
     void on_tick(uint64_t now_ms);
+    void post(std::function<void()> f);
     void run_posted();
     template <class F>
     bool call_on_loop(F f);
@@ -73,6 +87,7 @@ class Server {
     NodeMetrics metrics_;
     std::map<std::string, std::unique_ptr<Pool>, std::less<>> pools_;
     ForkGuard fork_;
+    std::unique_ptr<Doorman> doorman_;
     Fd listen_, epoll_, wake_, spare_;
     std::unordered_map<int, std::unique_ptr<Connection>> connections_;
     uint64_t next_pin_ = 1;

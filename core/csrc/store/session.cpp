@@ -9,6 +9,7 @@
 #include <cstring>
 #include <thread>
 
+#include "base/crc32c.hpp"
 #include "base/hmac.hpp"
 #include "wire/dial.hpp"
 
@@ -25,18 +26,21 @@ constexpr uint64_t kLeaseAheadSlabs = 4;  // a batch leases at most this many sl
 // 20-50 us, several times what the node needs to answer.
 constexpr std::chrono::microseconds kSpin{50};
 
-// Receives without sleeping while the answer may be that near; the result of recv.
-ssize_t receive_soon(int fd, void* data, size_t size) {
+// Receives without sleeping while the answer may be that near; the result of recvmsg.
+ssize_t receive_soon(int fd, iovec* parts, size_t n_parts) {
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = n_parts;
     static const bool alone = std::thread::hardware_concurrency() < 2;
     if (!alone) {
         auto end = std::chrono::steady_clock::now() + kSpin;
         do {
-            ssize_t n = ::recv(fd, data, size, MSG_DONTWAIT);
+            ssize_t n = ::recvmsg(fd, &message, MSG_DONTWAIT);
             if (n >= 0 || errno != EAGAIN) return n;
             ::sched_yield();  // the node may wait for this very core
         } while (std::chrono::steady_clock::now() < end);
     }
-    return ::recv(fd, data, size, 0);
+    return ::recvmsg(fd, &message, 0);
 }
 
 Result<Fd> connect_to(const ClientOptions& options) {
@@ -79,14 +83,31 @@ Slab::~Slab() {
 }
 
 Result<std::shared_ptr<Session>> Session::open(const ClientOptions& options) {
-    Result<Fd> fd = connect_to(options);
-    if (!fd) return fd.error();
     std::shared_ptr<Session> session(new Session());
-    session->fd_ = std::move(*fd);
-    session->peer_ = options.dial ? "the embedded node" : options.socket_path;
     session->timeout_ms_ = options.timeout_ms;
-    set_socket_timeouts(session->fd_.get(), options.timeout_ms);
-    if (Status status = session->handshake(options); !status) return status.error();
+    if (options.address.empty()) {
+        Result<Fd> fd = connect_to(options);
+        if (!fd) return fd.error();
+        session->fd_ = std::move(*fd);
+        session->peer_ = options.dial ? "the embedded node" : options.socket_path;
+        set_socket_timeouts(session->fd_.get(), options.timeout_ms);
+        if (Status status = session->handshake(options); !status) return status.error();
+    } else {
+        DialOptions to{options.address,    options.token,
+                       options.tenant,     std::string(kPurposeStore),
+                       options.timeout_ms, ""};
+        Result<Dialed> dialed = moonpool::dial(to);
+        if (!dialed) return dialed.error();
+        session->fd_ = std::move(dialed->fd);
+        session->peer_ = options.address;
+        session->incarnation_ = dialed->incarnation;
+        Reader welcome(dialed->welcome);
+        uint64_t arena_bytes = 0, index_bytes = 0;
+        if (!session->read_welcome(welcome, arena_bytes, index_bytes)) {
+            return Error{Code::kProtocol,
+                         options.address + " does not speak the protocol of a Moonpool node"};
+        }
+    }
     if (Status status = session->open_space(options); !status) return status.error();
     return session;
 }
@@ -148,15 +169,9 @@ Status Session::handshake(const ClientOptions& options) {
     Reader welcome(body_);
     if (header.kind == Kind::kError) return read_error(welcome);
     std::string_view proof = welcome.bytes(sizeof(Mac));
-    auto arena_bytes = welcome.number<uint64_t>();
-    auto index_bytes = welcome.number<uint64_t>();
-    slab_bytes_ = welcome.number<uint64_t>();
-    object_bytes_max_ = welcome.number<uint64_t>();
-    key_bytes_max_ = welcome.number<uint32_t>();
-    parts_max_ = welcome.number<uint32_t>();
-    frame_bytes_max_ = welcome.number<uint32_t>();
-    frame_keys_max_ = welcome.number<uint32_t>();
-    if (header.kind != Kind::kWelcome || !welcome.ok() || fds.size() != 2) {
+    uint64_t arena_bytes = 0, index_bytes = 0;
+    if (header.kind != Kind::kWelcome || !read_welcome(welcome, arena_bytes, index_bytes) ||
+        fds.size() != 2) {
         return Error{Code::kProtocol, peer_ + " does not speak the protocol of a Moonpool node"};
     }
     Mac expected =
@@ -175,6 +190,24 @@ Status Session::handshake(const ClientOptions& options) {
     if (!index) return index.error();
     index_ = std::move(*index);
     return success();
+}
+
+bool Session::read_welcome(Reader& welcome, uint64_t& arena_bytes, uint64_t& index_bytes) {
+    arena_bytes = arena_bytes_ = welcome.number<uint64_t>();
+    index_bytes = welcome.number<uint64_t>();
+    slab_bytes_ = welcome.number<uint64_t>();
+    object_bytes_max_ = welcome.number<uint64_t>();
+    key_bytes_max_ = welcome.number<uint32_t>();
+    parts_max_ = welcome.number<uint32_t>();
+    frame_bytes_max_ = welcome.number<uint32_t>();
+    frame_keys_max_ = welcome.number<uint32_t>();
+    if (!welcome.ok()) return false;
+    if (welcome.left() == 0) return true;  // a node of the release before
+    node_name_ = std::string(welcome.text16());
+    host_id_ = std::string(welcome.text16());
+    address_ = std::string(welcome.text16());
+    master_ = std::string(welcome.text16());
+    return welcome.ok();
 }
 
 Status Session::open_space(const ClientOptions& options) {
@@ -197,16 +230,27 @@ Status Session::lost(Error error) {
     return error;
 }
 
+Status Session::send_failed() {
+    if (errno == EAGAIN) return lost({Code::kTimeout, peer_ + " took no bytes in time"});
+    return lost({Code::kUnavailable, "the connection to " + peer_ + " is lost: " + std::strerror(errno)});
+}
+
+Status Session::receive_failed(ssize_t n) {
+    if (n == 0) return lost({Code::kUnavailable, peer_ + " closed the connection"});
+    if (errno == EAGAIN) return lost({Code::kTimeout, peer_ + " did not answer in time"});
+    return lost({Code::kUnavailable, "the connection to " + peer_ + " is lost: " + std::strerror(errno)});
+}
+
+Status Session::misfit() {
+    return lost({Code::kProtocol, peer_ + " sent an answer that does not fit the question"});
+}
+
 Status Session::send_all(const std::byte* data, size_t size) {
     while (size != 0) {
         ssize_t n = ::send(fd_.get(), data, size, MSG_NOSIGNAL);
         if (n < 0) {
             if (errno == EINTR) continue;
-            if (errno == EAGAIN) {
-                return lost({Code::kTimeout, peer_ + " took no bytes in time"});
-            }
-            return lost(
-                {Code::kUnavailable, "the connection to " + peer_ + " is lost: " + std::strerror(errno)});
+            return send_failed();
         }
         data += n;
         size -= static_cast<size_t>(n);
@@ -217,15 +261,10 @@ Status Session::send_all(const std::byte* data, size_t size) {
 Status Session::receive(void* data, size_t size) {
     auto* at = static_cast<std::byte*>(data);
     while (size != 0) {
-        ssize_t n = receive_soon(fd_.get(), at, size);
+        iovec part{at, size};
+        ssize_t n = receive_soon(fd_.get(), &part, 1);
         if (n < 0 && errno == EINTR) continue;
-        if (n == 0) return lost({Code::kUnavailable, peer_ + " closed the connection"});
-        if (n < 0 && errno == EAGAIN) {
-            return lost({Code::kTimeout, peer_ + " did not answer in time"});
-        }
-        if (n < 0)
-            return lost(
-                {Code::kUnavailable, "the connection to " + peer_ + " is lost: " + std::strerror(errno)});
+        if (n <= 0) return receive_failed(n);
         at += n;
         size -= static_cast<size_t>(n);
     }
@@ -234,7 +273,7 @@ Status Session::receive(void* data, size_t size) {
 
 Status Session::receive_frame(FrameHeader& header, std::vector<Fd>* fds) {
     if (fds == nullptr) {
-        if (Status status = receive(&header, sizeof(header)); !status) return status;
+        if (Status status = receive_header(header); !status) return status;
     } else {
         // Descriptors ride on the first byte of the frame: a plain recv would throw them away.
         iovec part{&header, sizeof(header)};
@@ -264,14 +303,22 @@ Status Session::receive_frame(FrameHeader& header, std::vector<Fd>* fds) {
             return lost({Code::kUnavailable, peer_ + " closed the connection during the handshake"});
         }
     }
-    if (header.magic != kMagic || header.version != kVersion) {
-        return lost({Code::kProtocol,
-                     peer_ + " does not speak version " + std::to_string(kVersion) + " of the wire format"});
-    }
+    if (Status status = check_header(header); !status) return status;
     constexpr uint32_t kAnswerMax = 64u << 20;
     if (header.length > kAnswerMax) return lost({Code::kProtocol, peer_ + " sent a frame over the limit"});
     body_.resize(header.length);
     return receive(body_.data(), body_.size());
+}
+
+Status Session::receive_header(FrameHeader& header) {
+    if (Status status = receive(&header, sizeof(header)); !status) return status;
+    return check_header(header);
+}
+
+Status Session::check_header(const FrameHeader& header) {
+    if (header.magic == kMagic && header.version == kVersion) return success();
+    return lost({Code::kProtocol,
+                 peer_ + " does not speak version " + std::to_string(kVersion) + " of the wire format"});
 }
 
 Status Session::call(Kind kind, const Build& build, const Parse& parse, int timeout_ms) {
@@ -290,15 +337,24 @@ Status Session::call(Kind kind, const Build& build, const Parse& parse, int time
 }
 
 Status Session::exchange(Kind kind, const Build& build, const Parse& parse) {
+    uint64_t request_id = 0;
+    if (Status status = ask(kind, build, request_id); !status) return status;
+    return answer(kind, request_id, parse);
+}
+
+Status Session::ask(Kind kind, const Build& build, uint64_t& request_id) {
     out_.clear();
     std::swap(out_, unsent_);
     take_posted(out_);
-    uint64_t request_id = next_request_++;
+    request_id = next_request_++;
     size_t at = begin_frame(out_, kind, 0, request_id);
     Writer w(out_);
     build(w);
     finish_frame(out_, at);
-    if (Status status = send_all(out_.data(), out_.size()); !status) return status;
+    return send_all(out_.data(), out_.size());
+}
+
+Status Session::answer(Kind kind, uint64_t request_id, const Parse& parse) {
     FrameHeader header;
     if (Status status = receive_frame(header, nullptr); !status) return status;
     Reader body(body_);
@@ -306,10 +362,18 @@ Status Session::exchange(Kind kind, const Build& build, const Parse& parse) {
         Error error = read_error(body);
         return header.request_id == request_id ? Status(std::move(error)) : lost(std::move(error));
     }
-    if (header.request_id != request_id || header.kind != kind || !parse(body)) {
-        return lost({Code::kProtocol, peer_ + " sent an answer that does not fit the question"});
-    }
+    if (header.request_id != request_id || header.kind != kind || !parse(body)) return misfit();
     return success();
+}
+
+// The body of an ERROR whose header has come.
+Status Session::refused(const FrameHeader& header, uint64_t request_id) {
+    if (header.length > (64u << 10)) return misfit();
+    body_.resize(header.length);
+    if (Status status = receive(body_.data(), body_.size()); !status) return status;
+    Reader body(body_);
+    Error error = read_error(body);
+    return header.request_id == request_id ? Status(std::move(error)) : lost(std::move(error));
 }
 
 void Session::take_posted(std::vector<std::byte>& out) {
@@ -380,6 +444,152 @@ Status Session::send(Kind kind, const Build& build) {
     finish_frame(unsent_, at);
     if (drain(true)) return success();
     return Error{Code::kUnavailable, "the connection to " + peer_ + " is lost"};
+}
+
+Status Session::read(size_t n, const Build& build, const Target& target, std::vector<ReadRow>& rows,
+                     std::vector<uint32_t>& crcs) {
+    if (fork_.in_child()) return forked();
+    Status status = success();
+    {
+        std::lock_guard lock(io_mutex_);
+        if (!alive()) return Error{Code::kUnavailable, "the connection to " + peer_ + " is lost"};
+        uint64_t request_id = 0;
+        if (Status sent = ask(Kind::kRead, build, request_id); !sent) return sent;
+        FrameHeader header;
+        if (Status got = receive_header(header); !got) return got;
+        if (header.kind == Kind::kError) return refused(header, request_id);
+        uint32_t count = 0;
+        uint64_t head = sizeof(count) + n * sizeof(ReadRow);
+        if (header.kind != Kind::kRead || header.request_id != request_id || header.length < head) {
+            return misfit();
+        }
+        if (Status got = receive(&count, sizeof(count)); !got) return got;
+        if (count != n) return misfit();
+        rows.resize(n);
+        if (Status got = receive(rows.data(), n * sizeof(ReadRow)); !got) return got;
+        uint64_t follow = header.length - head;
+        for (size_t i = 0; i < n; ++i) {
+            if (rows[i].bytes == 0) continue;
+            uint64_t room = 0;
+            for (const Part& part : target(i)) room += part.size;
+            if (rows[i].bytes > room || rows[i].bytes > follow) return misfit();
+            follow -= rows[i].bytes;
+        }
+        if (follow != 0) return misfit();
+        status = receive_bytes(rows, target, crcs);
+    }
+    flush_posted();
+    return status;
+}
+
+// Several rows in one system call, a piece at a time, so that the checksum finds its bytes in the cache.
+Status Session::receive_bytes(const std::vector<ReadRow>& rows, const Target& target,
+                              std::vector<uint32_t>& crcs) {
+    constexpr uint64_t kPieceBytes = 256u << 10;
+    constexpr size_t kParts = 64;
+    struct Piece {
+        std::byte* data;
+        uint64_t size;
+        size_t row;
+    };
+    crcs.assign(rows.size(), 0);
+    std::vector<Piece> pieces;
+    for (size_t i = 0; i < rows.size(); ++i) {
+        uint64_t left = rows[i].bytes;
+        if (left == 0) continue;
+        for (const Part& part : target(i)) {
+            uint64_t size = std::min(left, part.size);
+            if (size != 0) pieces.push_back({part.data, size, i});
+            left -= size;
+        }
+    }
+    iovec parts[kParts];
+    for (size_t at = 0; at < pieces.size();) {
+        size_t n = 0;
+        uint64_t bytes = 0;
+        for (; at + n < pieces.size() && n < kParts && bytes < kPieceBytes; ++n) {
+            parts[n] = iovec{pieces[at + n].data, std::min(pieces[at + n].size, kPieceBytes - bytes)};
+            bytes += parts[n].iov_len;
+        }
+        ssize_t got = receive_soon(fd_.get(), parts, n);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return receive_failed(got);
+        for (auto left = static_cast<uint64_t>(got); left != 0;) {
+            Piece& piece = pieces[at];
+            uint64_t step = std::min(left, piece.size);
+            crcs[piece.row] = crc32c(crcs[piece.row], piece.data, step);
+            piece.data += step;
+            piece.size -= step;
+            left -= step;
+            if (piece.size == 0) ++at;
+        }
+    }
+    return success();
+}
+
+Status Session::put(const Build& build, std::span<const Part> parts, const Parse& parse, int timeout_ms) {
+    if (fork_.in_child()) return forked();
+    uint64_t bytes = 0;
+    for (const Part& part : parts) bytes += part.size;
+    Status status = success();
+    {
+        std::lock_guard lock(io_mutex_);
+        if (!alive()) return Error{Code::kUnavailable, "the connection to " + peer_ + " is lost"};
+        bool own_timeout = timeout_ms > 0 && timeout_ms != timeout_ms_;
+        if (own_timeout) set_socket_timeouts(fd_.get(), timeout_ms);
+        out_.clear();
+        std::swap(out_, unsent_);
+        take_posted(out_);
+        uint64_t request_id = parse ? next_request_++ : 0;
+        size_t at = begin_frame(out_, Kind::kPut, parse ? 0 : kFlagOneWay, request_id);
+        Writer w(out_);
+        build(w);
+        auto length = static_cast<uint32_t>(out_.size() - at - sizeof(FrameHeader) + bytes);
+        std::memcpy(out_.data() + at + offsetof(FrameHeader, length), &length, sizeof(length));
+        status = send_parts(parts);
+        if (status && parse) status = answer(Kind::kPut, request_id, parse);
+        if (own_timeout) set_socket_timeouts(fd_.get(), timeout_ms_);
+    }
+    flush_posted();
+    return status;
+}
+
+// What stands in out_, and the parts behind it.
+Status Session::send_parts(std::span<const Part> parts) {
+    constexpr size_t kParts = 64;
+    iovec iov[kParts];
+    size_t head = 0, next = 0;
+    uint64_t done = 0;  // of parts[next]
+    while (head < out_.size() || next < parts.size()) {
+        size_t n = 0;
+        if (head < out_.size()) iov[n++] = iovec{out_.data() + head, out_.size() - head};
+        uint64_t skip = done;
+        for (size_t i = next; i < parts.size() && n < kParts; ++i, skip = 0) {
+            if (parts[i].size != skip) iov[n++] = iovec{parts[i].data + skip, parts[i].size - skip};
+        }
+        if (n == 0) break;
+        msghdr message{};
+        message.msg_iov = iov;
+        message.msg_iovlen = n;
+        ssize_t sent = ::sendmsg(fd_.get(), &message, MSG_NOSIGNAL);
+        if (sent < 0) {
+            if (errno == EINTR) continue;
+            return send_failed();
+        }
+        auto left = static_cast<uint64_t>(sent);
+        uint64_t step = std::min<uint64_t>(left, out_.size() - head);
+        head += step;
+        left -= step;
+        while (next < parts.size()) {
+            step = std::min(left, parts[next].size - done);
+            done += step;
+            left -= step;
+            if (done != parts[next].size) break;
+            ++next;
+            done = 0;
+        }
+    }
+    return success();
 }
 
 bool Session::behind() {

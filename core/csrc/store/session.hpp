@@ -1,6 +1,7 @@
-// Session: a client's side of one connection to one life of a node: the socket, the mappings, the leased
-// slab. When the connection is lost the session is dead for good; Client opens the next one. Views keep their
-// session (and so the mapping) alive, and stay readable after the node died.
+// Session: a client's side of one connection to one life of a node: the socket and, on the node's own host,
+// the mappings and the leased slab; over TCP (`remote()`) bytes travel in READ and PUT frames instead. When
+// the connection is lost the session is dead for good; Client opens the next one. Views keep their session
+// (and so the mapping) alive, and stay readable after the node died.
 //
 // Any thread may call. One request is in flight at a time; copying happens outside the lock.
 #pragma once
@@ -11,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -28,6 +30,7 @@ namespace moonpool {
 
 struct ClientOptions {
     std::string socket_path;
+    std::string address;               // instead of socket_path: host:port of a node's TCP port
     std::function<Result<Fd>()> dial;  // instead of socket_path: the embedded node
     std::string token;
     std::string tenant = "default";
@@ -35,6 +38,21 @@ struct ClientOptions {
     std::string fingerprint;
     int timeout_ms = 2000;  // without progress
 };
+
+struct Part {
+    std::byte* data = nullptr;
+    uint64_t size = 0;
+};
+
+// A row of READ's answer.
+struct ReadRow {
+    uint64_t size = 0;   // kReadMiss: not here
+    uint64_t bytes = 0;  // that follow
+    uint64_t generation = 0;
+    uint32_t crc = 0;  // of the whole object
+    uint32_t slot = 0;
+};
+static_assert(sizeof(ReadRow) == 32);
 
 class Session;
 
@@ -80,6 +98,16 @@ class Session {
     // One-way: does not wait for a node that takes nothing, never fails; lost with the connection.
     void post(Kind kind, const Build& build);
 
+    // Over TCP: asks for bytes and receives them where target(row) says, a whole object or a piece. `crcs`
+    // are those of what arrived. build writes the body of READ, with `n` rows.
+    using Target = std::function<std::span<const Part>(size_t row)>;
+    Status read(size_t n, const Build& build, const Target& target, std::vector<ReadRow>& rows,
+                std::vector<uint32_t>& crcs);
+
+    // Over TCP: build writes the body of PUT up to the bytes, which are then taken from `parts`. Without
+    // `parse` nothing is waited for.
+    Status put(const Build& build, std::span<const Part> parts, const Parse& parse, int timeout_ms);
+
     // Room for an object of `size` bytes. `ahead`: how many more bytes this call is going to ask for. A
     // refusal is told in `why` and leaves slab empty.
     Result<Room> reserve(uint64_t size, uint64_t ahead, std::string& why, int timeout_ms);
@@ -92,7 +120,7 @@ class Session {
     const Incarnation& incarnation() const { return incarnation_; }
     const IndexReader& index() const { return index_; }
     std::byte* arena() const { return arena_.data(); }
-    uint64_t arena_bytes() const { return arena_.size(); }
+    uint64_t arena_bytes() const { return arena_bytes_; }
     uint32_t space() const { return space_; }
     uint64_t object_bytes_max() const { return object_bytes_max_; }
     uint32_t key_bytes_max() const { return key_bytes_max_; }
@@ -100,18 +128,34 @@ class Session {
     uint32_t frame_bytes_max() const { return frame_bytes_max_; }
     uint32_t frame_keys_max() const { return frame_keys_max_; }
     const std::string& peer() const { return peer_; }
+    bool remote() const { return arena_.data() == nullptr; }
+    const std::string& node_name() const { return node_name_; }
+    const std::string& host_id() const { return host_id_; }
+    const std::string& address() const { return address_; }  // where other hosts reach the node
+    const std::string& master() const { return master_; }    // empty: the node is alone
 
    private:
     friend struct Slab;
     Session() = default;
 
     Status handshake(const ClientOptions& options);
+    bool read_welcome(Reader& welcome, uint64_t& arena_bytes, uint64_t& index_bytes);
+    Status receive_bytes(const std::vector<ReadRow>& rows, const Target& target, std::vector<uint32_t>& crcs);
+    Status send_parts(std::span<const Part> parts);
     Status open_space(const ClientOptions& options);
     Status send_all(const std::byte* data, size_t size);
     Status receive(void* data, size_t size);
     Status receive_frame(FrameHeader& header, std::vector<Fd>* fds);
     Status lost(Error error);  // marks the session dead, gives the error back
     Status exchange(Kind kind, const Build& build, const Parse& parse);
+    Status ask(Kind kind, const Build& build, uint64_t& request_id);
+    Status answer(Kind kind, uint64_t request_id, const Parse& parse);
+    Status refused(const FrameHeader& header, uint64_t request_id);
+    Status receive_header(FrameHeader& header);
+    Status check_header(const FrameHeader& header);
+    Status send_failed();
+    Status receive_failed(ssize_t n);
+    Status misfit();
     void take_posted(std::vector<std::byte>& out);
     bool drain(bool wait);
     void flush_posted();
@@ -121,14 +165,14 @@ class Session {
     Fd fd_;
     ClosedInChildren closed_in_children_{fd_};
     ForkGuard fork_;
-    std::string peer_;
+    std::string peer_, node_name_, host_id_, address_, master_;
     int timeout_ms_ = 2000;
     std::atomic<bool> alive_{true};
     Incarnation incarnation_{};
     Mapping arena_;
     IndexReader index_;
     uint32_t space_ = 0;
-    uint64_t slab_bytes_ = 0, object_bytes_max_ = 0;
+    uint64_t arena_bytes_ = 0, slab_bytes_ = 0, object_bytes_max_ = 0;
     uint32_t key_bytes_max_ = 0, parts_max_ = 0, frame_bytes_max_ = 0, frame_keys_max_ = 0;
 
     std::mutex io_mutex_;  // the socket and what follows

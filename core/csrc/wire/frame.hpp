@@ -39,6 +39,8 @@ enum class Kind : uint8_t {
     kRemove = 23,
     kList = 24,
     kStat = 25,
+    kRead = 26,  // bytes of objects over TCP
+    kPut = 27,   // objects over TCP, bytes and all
 };
 inline constexpr uint16_t kFlagAnswer = 1;
 inline constexpr uint16_t kFlagOneWay = 2;

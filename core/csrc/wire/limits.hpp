@@ -13,7 +13,7 @@ struct Limits {
     uint32_t handshake_bytes = 1024;         // before the peer has proved that it knows the token
     uint32_t handshake_ms = 5000;            // for the whole handshake
     uint32_t stalled_frame_ms = 10000;       // without progress inside a frame
-    uint32_t connections = 512;              // of which
+    uint32_t connections = 4096;             // of which
     uint32_t connections_unproved = 64;      // may still be in the handshake
     uint32_t send_backlog_bytes = 1u << 20;  // over it, the node stops reading from that connection
     uint32_t pins = 65536;                   // of one connection, which hold

@@ -147,8 +147,8 @@ class Driver:
         if not hasattr(NativePool, "true_submit_load"):
             NativePool.true_submit_load = NativePool.submit_load
 
-        def submit_load(pool: Any, incarnation: bytes, *rest: Any) -> int:
-            return int(pool.true_submit_load(bytes(16) if broken else incarnation, *rest))
+        def submit_load(pool: Any, holders: bytes, *rest: Any) -> int:
+            return int(pool.true_submit_load(bytes(16) if broken else holders, *rest))
 
         NativePool.submit_load = submit_load
 

@@ -31,7 +31,7 @@ LOG = logging.getLogger("moonpool-tests")
 class Found:
     blocks: int = 0
     pin_id: int = 0
-    incarnation: bytes = LIFE
+    holders: bytes = LIFE
     descriptors: bytes = b""
     error: str = ""
 
@@ -73,9 +73,9 @@ class FakePool:
         return self._tickets
 
     def submit_load(
-        self, incarnation: bytes, descriptors: bytes, parts: object, indices: Any, columns: Any
+        self, holders: bytes, descriptors: bytes, parts: object, indices: Any, columns: Any
     ) -> int:
-        self.loads.append((self._ticket(), incarnation, descriptors, indices.tolist(), columns.tolist()))
+        self.loads.append((self._ticket(), holders, descriptors, indices.tolist(), columns.tolist()))
         return self._tickets
 
     def submit_save(

@@ -95,7 +95,7 @@ def test_hit_is_loaded_and_the_pin_released_after_the_load() -> None:
 
     (load,) = step.loads
     assert load.request_id == "r"
-    assert load.incarnation == LIFE
+    assert load.holders == LIFE
     assert load.block_ids == ((101, 102),)
     assert load.first_names == b"".join(names(list(range(18)))[WIDTH : 2 * WIDTH])
     assert load.descriptors == b"".join(bytes([index] * 32) for index in range(WIDTH, 3 * WIDTH))

@@ -254,7 +254,7 @@ def test_two_ranks_read_what_one_wrote(server: _native.Server, tmp_path: Path, r
             "r",
             job.width,
             job.names[: job.width * BLOCK_NAME_BYTES],
-            found.incarnation,
+            found.holders,
             found.descriptors,
             ((5, 0, 4),),
         )
@@ -287,7 +287,7 @@ def test_a_restarted_node_is_a_failed_load_and_never_wrong_bytes(
     assert wait_for(reader).loaded == {"r": 0}
     assert reader.take_failed_blocks() == {2}
     server.stop()
-    reader.start_loads(Step((Load("s", job.width, names, found.incarnation, descriptors, ((3,),)),)))
+    reader.start_loads(Step((Load("s", job.width, names, found.holders, descriptors, ((3,),)),)))
     assert wait_for(reader).loaded.keys() == {"s"}
     assert not target[:, 2].any()
     for half in (reader, writer):

@@ -1,0 +1,46 @@
+// LocationCache: where keys were found last, so that a get of a known key asks its holder and not the master,
+// and goes on while the master is away. One slot for each value of some bits of the hash: a newer key takes
+// an older one's place. A wrong entry costs one question to a node that has not got it.
+#pragma once
+
+#include <mutex>
+#include <vector>
+
+#include "base/xxh3.hpp"
+#include "directory/types.hpp"
+
+namespace moonpool {
+
+class LocationCache {
+   public:
+    NodeId find(const Hash128& hash) {
+        std::lock_guard lock(mutex_);
+        if (slots_.empty()) return kNoNode;
+        const Slot& slot = slots_[place(hash)];
+        return slot.hash == hash ? slot.node : kNoNode;
+    }
+    void put(const Hash128& hash, NodeId node) {
+        std::lock_guard lock(mutex_);
+        if (slots_.empty()) slots_.resize(kSlots);
+        slots_[place(hash)] = Slot{hash, node};
+    }
+    void forget(const Hash128& hash) {
+        std::lock_guard lock(mutex_);
+        if (slots_.empty()) return;
+        Slot& slot = slots_[place(hash)];
+        if (slot.hash == hash) slot = Slot{};
+    }
+
+   private:
+    static constexpr size_t kSlots = 1u << 16;
+    struct Slot {
+        Hash128 hash{};
+        NodeId node = kNoNode;
+    };
+    static size_t place(const Hash128& hash) { return hash.high % kSlots; }
+
+    std::mutex mutex_;
+    std::vector<Slot> slots_;  // made with the first entry
+};
+
+}  // namespace moonpool

@@ -1,0 +1,626 @@
+#include "store/node_client.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <new>
+#include <numeric>
+
+#include "base/copy.hpp"
+#include "base/crc32c.hpp"
+#include "store/client_frames.hpp"
+
+namespace moonpool {
+
+namespace {
+
+constexpr std::chrono::milliseconds kBackoffMin{250};
+constexpr std::chrono::milliseconds kBackoffMax{2000};
+
+void scatter(std::span<const Part> parts, const std::byte* from, uint64_t size) {
+    for (const Part& part : parts) {
+        uint64_t n = std::min(part.size, size);
+        copy(part.data, from, n);
+        from += n;
+        size -= n;
+    }
+}
+
+// Copies one range to several. The checksum of what was copied; without `verify` it is taken on trust.
+uint32_t copy_out(std::span<const Part> parts, const std::byte* from, uint64_t size, bool verify,
+                  uint32_t expected) {
+    if (!verify) {
+        scatter(parts, from, size);
+        return expected;
+    }
+    uint32_t crc = 0;
+    for (const Part& part : parts) {
+        uint64_t n = std::min(part.size, size);
+        crc = copy_crc32c(crc, part.data, from, n);
+        from += n;
+        size -= n;
+    }
+    return crc;
+}
+
+uint32_t gather_crc(std::byte* to, std::span<const Part> parts) {
+    uint32_t crc = 0;
+    for (const Part& part : parts) {
+        crc = copy_crc32c(crc, to, part.data, part.size);
+        to += part.size;
+    }
+    return crc;
+}
+
+}  // namespace
+
+PartTable::PartTable(std::vector<std::vector<StridedRow>> columns) : columns_(std::move(columns)) {
+    for (const auto& rows : columns_) {
+        uint64_t bytes = 0;
+        for (const StridedRow& row : rows) bytes += row.length;
+        bytes_.push_back(bytes);
+    }
+}
+
+void PartTable::parts(size_t column, uint64_t index, std::vector<Part>& out) const {
+    out.clear();
+    for (const StridedRow& row : columns_[column]) {
+        auto* data = reinterpret_cast<std::byte*>(row.address + index * row.stride);
+        if (!out.empty() && out.back().data + out.back().size == data) {
+            out.back().size += row.length;
+        } else {
+            out.push_back(Part{data, row.length});
+        }
+    }
+}
+
+void Pin::release() {
+    uint64_t id = id_.exchange(0);
+    if (id == 0) return;
+    session_->post(Kind::kRelease, [&](Writer& w) { w.number(id); });
+}
+
+NodeClient::NodeClient(ClientOptions options)
+    : options_(std::move(options)), hash_(options_.tenant, options_.name_space, options_.fingerprint) {}
+
+Status NodeClient::connect() {
+    Result<std::shared_ptr<Session>> s = session();
+    return s ? success() : Status(s.error());
+}
+
+bool NodeClient::connected() {
+    if (fork_.in_child()) return false;
+    std::lock_guard lock(mutex_);
+    return session_ != nullptr && session_->check_alive();
+}
+
+void NodeClient::close() {
+    closed_ = true;
+    if (fork_.in_child()) return;  // the mutex may be held by a thread that only the parent has
+    std::lock_guard lock(mutex_);
+    if (session_ != nullptr) session_->retire();
+    session_.reset();
+}
+
+Status NodeClient::check_open() const {
+    if (fork_.in_child()) {
+        return Error{Code::kForked, "this handle belongs to the parent process; open a new one after fork"};
+    }
+    if (closed_) return Error{Code::kClosed, "this store is closed"};
+    return success();
+}
+
+Result<std::shared_ptr<Session>> NodeClient::session() {
+    if (Status status = check_open(); !status) return status.error();
+    std::lock_guard lock(mutex_);
+    if (closed_) return Error{Code::kClosed, "this store is closed"};  // while this call waited
+    if (session_ != nullptr && session_->check_alive()) return session_;
+    session_.reset();
+    auto now = std::chrono::steady_clock::now();
+    if (now < retry_at_) return last_error_;
+    Result<std::shared_ptr<Session>> opened = Session::open(options_);
+    if (!opened) {
+        backoff_ = std::clamp(backoff_ * 2, kBackoffMin, kBackoffMax);
+        retry_at_ = std::chrono::steady_clock::now() + backoff_;
+        last_error_ = opened.error();
+        return last_error_;
+    }
+    backoff_ = std::chrono::milliseconds{0};
+    session_ = *opened;
+    return session_;
+}
+
+Status NodeClient::check_names(const Session& session, std::span<const std::string_view> names) const {
+    for (std::string_view name : names) {
+        if (name.empty()) return Error{Code::kInvalidArgument, "a key must have at least one byte"};
+        if (name.size() > session.key_bytes_max()) {
+            return Error{Code::kInvalidArgument,
+                         "a key of " + std::to_string(name.size()) + " bytes is over the limit of " +
+                             std::to_string(session.key_bytes_max()) + " (node.key_bytes_max)"};
+        }
+    }
+    return success();
+}
+
+Result<PutReport> NodeClient::put(std::span<const PutItem> items, bool replace, bool ack, int timeout_ms) {
+    Result<std::shared_ptr<Session>> opened = session();
+    if (!opened) return opened.error();
+    Session& s = **opened;
+    uint64_t ahead = 0;
+    if (s.remote()) return put_remote(*opened, items, replace, ack, timeout_ms);
+    for (const PutItem& item : items) {
+        std::string_view names[2] = {item.name, item.parent.empty() ? item.name : item.parent};
+        if (Status status = check_names(s, names); !status) return status.error();
+        if (item.parts.size() > s.parts_max()) {
+            return Error{Code::kInvalidArgument, "an object of " + std::to_string(item.parts.size()) +
+                                                     " parts is over the limit of " +
+                                                     std::to_string(s.parts_max()) + " (node.parts_max)"};
+        }
+        ahead += total(item.parts);
+    }
+
+    PutReport report;
+    report.outcomes.assign(items.size(), PutOutcome::kRefused);
+    struct Written {
+        size_t item;
+        Room room;
+        uint32_t crc;
+    };
+    std::vector<Written> written;
+    FrameBudget budget(s, 64);
+
+    auto commit = [&]() -> Status {
+        if (written.empty()) return success();
+        auto build = [&](Writer& w) {
+            w.number(s.space());
+            w.number(static_cast<uint8_t>(replace ? kCommitReplace : 0));
+            w.number(uint8_t{0});
+            w.number(uint16_t{0});
+            w.number(static_cast<uint32_t>(written.size()));
+            for (const Written& x : written) {
+                w.number(x.room.extent.offset);
+                w.number(x.room.extent.size);
+                w.number(x.crc);
+                w.text16(items[x.item].name);
+                w.text16(items[x.item].parent);
+            }
+        };
+        Status status = success();
+        if (ack || s.behind()) {
+            auto parse = [&](Reader& r) {
+                if (r.number<uint32_t>() != written.size()) return false;
+                for (Written& x : written)
+                    report.outcomes[x.item] = static_cast<PutOutcome>(r.number<uint8_t>());
+                return r.done();
+            };
+            status = s.call(Kind::kCommit, build, parse, timeout_ms);
+        } else {
+            status = s.send(Kind::kCommit, build);
+            for (Written& x : written) report.outcomes[x.item] = PutOutcome::kStored;  // as far as we know
+        }
+        for (size_t i = written.size(); i-- > 0;) {
+            Written& x = written[i];
+            PutOutcome outcome = report.outcomes[x.item];
+            if (outcome == PutOutcome::kStored) report.stored_bytes += x.room.extent.size;
+            if (outcome == PutOutcome::kRefused)
+                report.refusal = "the node's object table is full of pinned objects";
+            if (status && outcome != PutOutcome::kStored) s.unreserve(x.room);
+        }
+        written.clear();
+        budget.reset();
+        return status;
+    };
+
+    for (size_t i = 0; i < items.size(); ++i) {
+        const PutItem& item = items[i];
+        uint64_t size = total(item.parts);
+        ahead -= size;
+        if (!replace) {
+            // Already there: nothing to copy. The node has the last word on what is not in the index.
+            if (std::optional<IndexHit> hit = s.index().find(s.space(), hash_(item.name), item.name)) {
+                report.outcomes[i] = PutOutcome::kExists;
+                continue;
+            }
+        }
+        uint64_t item_bytes = 24 + item.name.size() + item.parent.size();
+        if (!budget.fits(item_bytes)) {
+            if (Status status = commit(); !status) return status.error();
+        }
+        std::string why;
+        Result<Room> room = s.reserve(size, ahead, why, timeout_ms);
+        if (room && room->slab == nullptr && size != 0 && !written.empty()) {
+            // What this call has written so far cannot be evicted before it is committed.
+            if (Status status = commit(); !status) return status.error();
+            why.clear();
+            room = s.reserve(size, 0, why, timeout_ms);
+        }
+        if (!room) return room.error();
+        if (room->slab == nullptr && size != 0) {
+            report.refusal = why;
+            continue;
+        }
+        uint32_t crc = size == 0 ? 0 : gather_crc(s.arena() + room->extent.offset, item.parts);
+        written.push_back({i, std::move(*room), crc});
+        budget.add(item_bytes);
+    }
+    if (Status status = commit(); !status) return status.error();
+    return report;
+}
+
+Result<std::vector<int64_t>> NodeClient::get(std::span<const GetItem> items, bool verify, bool tolerant) {
+    Result<std::shared_ptr<Session>> opened = session();
+    if (!opened) return opened.error();
+    Session& s = **opened;
+    if (s.remote()) return get_remote(s, items, tolerant);
+    std::vector<int64_t> sizes(items.size(), kMiss);
+    std::vector<size_t> ask;
+    for (size_t i = 0; i < items.size(); ++i) {
+        const GetItem& item = items[i];
+        if (Status status = check_names(s, {&item.name, 1}); !status) return status.error();
+        std::optional<IndexHit> hit = s.index().find(s.space(), hash_(item.name), item.name);
+        if (!hit) {
+            ask.push_back(i);
+            continue;
+        }
+        uint64_t room = total(item.parts);
+        if (room < hit->size) return too_small(item.name, room, hit->size);
+        const std::byte* from = s.arena() + hit->offset;
+        uint32_t crc = copy_out(item.parts, from, hit->size, verify, hit->crc);
+        if (!hit->still_valid()) {
+            ask.push_back(i);
+            continue;
+        }
+        if (crc != hit->crc) return corrupt(item.name);
+        s.note_read(hit->slot, hit->size);
+        sizes[i] = static_cast<int64_t>(hit->size);
+    }
+    if (ask.empty()) return sizes;
+
+    std::vector<std::string_view> names;
+    std::vector<GetItem> asked;
+    for (size_t i : ask) {
+        names.push_back(items[i].name);
+        asked.push_back(items[i]);
+    }
+    Result<Pinned> pinned = pin(names);
+    if (!pinned) return pinned.error();
+    std::vector<size_t> places(asked.size());
+    std::iota(places.begin(), places.end(), 0);
+    // From the pins' own session: the node may have been replaced since the index was looked at.
+    Result<std::vector<int64_t>> found = get_pinned(*pinned, places, asked, verify);
+    if (!found) return found.error();
+    for (size_t k = 0; k < ask.size(); ++k) sizes[ask[k]] = (*found)[k];
+    return sizes;
+}
+
+namespace {
+
+struct LookupAnswer {
+    uint64_t pin_id = 0;
+    uint32_t hits = 0;
+};
+
+Status lookup(Session& s, std::span<const std::string_view> names, uint8_t flags, uint32_t width,
+              LookupAnswer& answer, std::vector<Descriptor>& descriptors) {
+    return s.call(
+        Kind::kLookup,
+        [&](Writer& w) {
+            w.number(s.space());
+            w.number(flags);
+            w.number(uint8_t{0});
+            w.number(static_cast<uint16_t>(width));
+            w.number(static_cast<uint32_t>(names.size()));
+            write_names(w, names);
+        },
+        [&](Reader& r) {
+            answer.pin_id = r.number<uint64_t>();
+            answer.hits = r.number<uint32_t>();
+            auto n = r.number<uint32_t>();
+            if (!r.ok() || r.left() != uint64_t{n} * sizeof(Descriptor) || n > names.size()) return false;
+            for (uint32_t i = 0; i < n; ++i) {
+                auto d = r.number<Descriptor>();
+                if (d.offset > s.arena_bytes() || d.size > s.arena_bytes() - d.offset) return false;
+                descriptors.push_back(d);
+            }
+            return true;
+        });
+}
+
+}  // namespace
+
+Result<Pinned> NodeClient::pin(std::span<const std::string_view> names) {
+    Result<std::shared_ptr<Session>> opened = session();
+    if (!opened) return opened.error();
+    Session& s = **opened;
+    if (Status status = check_names(s, names); !status) return status.error();
+    Pinned pinned;
+    Status status = in_frames(s, names, 1, [&](size_t begin, size_t end) -> Result<bool> {
+        LookupAnswer answer;
+        Status sent = lookup(s, names.subspan(begin, end - begin), kLookupPin, 1, answer, pinned.descriptors);
+        if (!sent) return sent.error();
+        auto pin = answer.pin_id == 0 ? nullptr : std::make_shared<Pin>(*opened, answer.pin_id);
+        if (pinned.descriptors.size() != end) {
+            return Error{Code::kProtocol, s.peer() + " answered for other keys"};
+        }
+        for (size_t i = begin; i < end; ++i) {
+            bool hit = pin != nullptr && pinned.descriptors[i].generation != 0;
+            pinned.under.push_back(hit ? static_cast<uint32_t>(pinned.pins.size()) : kNoPin);
+        }
+        if (pin != nullptr) pinned.pins.push_back(std::move(pin));
+        return true;
+    });
+    if (!status) return status.error();
+    return pinned;
+}
+
+Status NodeClient::verify(const Pinned& pinned, std::span<const size_t> places,
+                          std::span<const std::string_view> names) {
+    for (size_t i = 0; i < places.size(); ++i) {
+        if (places[i] == kNotPinned || !pinned.has(places[i])) continue;
+        const Descriptor& d = pinned.descriptors[places[i]];
+        const Session& s = *pinned.pin_of(places[i])->session();
+        if (s.remote()) continue;  // verified when its bytes arrive
+        if (crc32c(0, s.arena() + d.offset, d.size) != d.crc) return corrupt(names[i]);
+    }
+    return success();
+}
+
+Result<std::vector<int64_t>> NodeClient::get_pinned(const Pinned& pinned, std::span<const size_t> places,
+                                                    std::span<const GetItem> items, bool verify) {
+    std::vector<int64_t> sizes(items.size(), kMiss);
+    std::map<Session*, std::vector<size_t>> remote;
+    for (size_t i = 0; i < items.size(); ++i) {
+        if (places[i] == kNotPinned || !pinned.has(places[i])) continue;
+        const Descriptor& d = pinned.descriptors[places[i]];
+        Session& s = *pinned.pin_of(places[i])->session();
+        uint64_t room = total(items[i].parts);
+        if (room < d.size) return too_small(items[i].name, room, d.size);
+        if (s.remote()) {
+            remote[&s].push_back(i);
+            continue;
+        }
+        if (copy_out(items[i].parts, s.arena() + d.offset, d.size, verify, d.crc) != d.crc) {
+            return corrupt(items[i].name);
+        }
+        s.note_read(d.slot, d.size);
+        sizes[i] = static_cast<int64_t>(d.size);
+    }
+    for (auto& [s, wanted] : remote) {
+        std::vector<PinnedRead> reads;
+        for (size_t i : wanted) reads.push_back({pinned.descriptors[places[i]], items[i].parts});
+        Status status = read_pinned(*s, reads);
+        if (!status) return status.error();
+        for (size_t k = 0; k < wanted.size(); ++k) {
+            if (reads[k].outcome == PinnedRead::kDamaged) return corrupt(items[wanted[k]].name);
+            if (reads[k].outcome == PinnedRead::kRead) {
+                sizes[wanted[k]] = static_cast<int64_t>(reads[k].descriptor.size);
+            }
+        }
+    }
+    return sizes;
+}
+
+// What came over TCP damaged, or was gone by then, is a miss.
+Result<std::vector<ObjectView>> NodeClient::views(const Pinned& pinned, std::span<const size_t> places) {
+    std::vector<ObjectView> views(places.size());
+    std::map<Session*, std::vector<size_t>> remote;
+    for (size_t i = 0; i < places.size(); ++i) {
+        if (places[i] == kNotPinned || !pinned.has(places[i])) continue;
+        const Descriptor& d = pinned.descriptors[places[i]];
+        const std::shared_ptr<Pin>& pin = pinned.pin_of(places[i]);
+        if (pin->session()->remote()) {
+            remote[pin->session().get()].push_back(i);
+            continue;
+        }
+        pin->session()->note_read(d.slot, d.size);
+        views[i] = ObjectView{pin, pin->session()->arena() + d.offset, d.size};
+    }
+    for (auto& [session, wanted] : remote) {
+        std::vector<Part> parts(wanted.size());
+        std::vector<std::shared_ptr<std::byte[]>> memory(wanted.size());
+        std::vector<PinnedRead> reads;
+        for (size_t k = 0; k < wanted.size(); ++k) {
+            const Descriptor& d = pinned.descriptors[places[wanted[k]]];
+            memory[k].reset(new (std::nothrow) std::byte[d.size]);
+            if (memory[k] == nullptr) {
+                return Error{Code::kOs, "no memory for an object of " + std::to_string(d.size) + " bytes"};
+            }
+            parts[k] = Part{memory[k].get(), d.size};
+            reads.push_back({d, {&parts[k], 1}});
+        }
+        if (Status status = read_pinned(*session, reads); !status) return status.error();
+        for (size_t k = 0; k < wanted.size(); ++k) {
+            if (reads[k].outcome != PinnedRead::kRead) continue;
+            views[wanted[k]] = ObjectView{memory[k], memory[k].get(), parts[k].size};
+        }
+    }
+    return views;
+}
+
+Result<std::vector<uint8_t>> NodeClient::exists(std::span<const std::string_view> names) {
+    Result<std::shared_ptr<Session>> opened = session();
+    if (!opened) return opened.error();
+    Session& s = **opened;
+    if (Status status = check_names(s, names); !status) return status.error();
+    std::vector<uint8_t> present(names.size(), 0);
+    std::vector<std::string_view> ask;
+    std::vector<size_t> ask_index;
+    for (size_t i = 0; i < names.size(); ++i) {
+        if (!s.remote() && s.index().find(s.space(), hash_(names[i]), names[i])) {
+            present[i] = 1;
+        } else {
+            ask.push_back(names[i]);
+            ask_index.push_back(i);
+        }
+    }
+    std::vector<Descriptor> descriptors;
+    Status status = in_frames(s, ask, 1, [&](size_t begin, size_t end) -> Result<bool> {
+        LookupAnswer answer;
+        descriptors.clear();
+        Status sent = lookup(s, {ask.data() + begin, end - begin}, 0, 1, answer, descriptors);
+        if (!sent) return sent.error();
+        for (size_t i = 0; i < descriptors.size(); ++i) {
+            present[ask_index[begin + i]] = descriptors[i].generation != 0;
+        }
+        return true;
+    });
+    if (!status) return status.error();
+    return present;
+}
+
+Result<Prefix> NodeClient::longest_prefix(std::span<const std::string_view> names, uint32_t width, bool pin) {
+    Result<std::shared_ptr<Session>> opened = session();
+    if (!opened) return opened.error();
+    Session& s = **opened;
+    if (Status status = check_names(s, names); !status) return status.error();
+    uint32_t width_max = std::min<uint32_t>(s.frame_keys_max(), UINT16_MAX);
+    if (width == 0 || width > width_max || names.size() % width != 0) {
+        return Error{Code::kInvalidArgument,
+                     "longest_prefix needs a width from 1 to " + std::to_string(width_max) +
+                         " and a multiple of it in keys; got width " + std::to_string(width) + " and " +
+                         std::to_string(names.size()) + " keys"};
+    }
+    Prefix prefix;
+    prefix.incarnation = s.incarnation();
+    auto flags = static_cast<uint8_t>(kLookupPrefix | (pin ? kLookupPin : 0));
+    Status status = in_frames(s, names, width, [&](size_t begin, size_t end) -> Result<bool> {
+        LookupAnswer answer;
+        Status sent = lookup(s, names.subspan(begin, end - begin), flags, width, answer, prefix.descriptors);
+        if (!sent) return sent.error();
+        bool pinned = answer.pin_id != 0;
+        prefix.under.resize(prefix.descriptors.size(),
+                            pinned ? static_cast<uint32_t>(prefix.pins.size()) : kNoPin);
+        if (pinned) prefix.pins.push_back(std::make_shared<Pin>(*opened, answer.pin_id));
+        return answer.hits == end - begin;
+    });
+    if (!status) return status.error();
+    prefix.blocks = prefix.descriptors.size() / width;
+    return prefix;
+}
+
+Result<std::vector<uint8_t>> NodeClient::remove(std::span<const std::string_view> names) {
+    Result<std::shared_ptr<Session>> opened = session();
+    if (!opened) return opened.error();
+    Session& s = **opened;
+    if (Status status = check_names(s, names); !status) return status.error();
+    std::vector<uint8_t> removed;
+    Status status = in_frames(s, names, 1, [&](size_t begin, size_t end) -> Result<bool> {
+        Status sent = s.call(
+            Kind::kRemove,
+            [&](Writer& w) {
+                w.number(s.space());
+                w.number(static_cast<uint32_t>(end - begin));
+                write_names(w, names.subspan(begin, end - begin));
+            },
+            [&](Reader& r) {
+                if (r.number<uint32_t>() != end - begin) return false;
+                for (size_t i = begin; i < end; ++i) removed.push_back(r.number<uint8_t>());
+                return r.done();
+            });
+        if (!sent) return sent.error();
+        return true;
+    });
+    if (!status) return status.error();
+    return removed;
+}
+
+Result<std::vector<ListRow>> NodeClient::list(std::string_view prefix, uint64_t limit) {
+    Result<std::shared_ptr<Session>> opened = session();
+    if (!opened) return opened.error();
+    Session& s = **opened;
+    std::vector<ListRow> rows;
+    if (limit == 0 || prefix.size() > s.key_bytes_max()) return rows;
+    uint32_t cursor = 0;
+    do {
+        Status status = s.call(
+            Kind::kList,
+            [&](Writer& w) {
+                w.number(s.space());
+                w.number(cursor);
+                w.number(static_cast<uint32_t>(std::min<uint64_t>(limit - rows.size(), 4096)));
+                w.text16(prefix);
+            },
+            [&](Reader& r) {
+                cursor = r.number<uint32_t>();
+                auto n = r.number<uint32_t>();
+                for (uint32_t i = 0; i < n && r.ok(); ++i) {
+                    ListRow row;
+                    row.size = r.number<uint64_t>();
+                    row.generation = r.number<uint64_t>();
+                    row.crc = r.number<uint32_t>();
+                    row.pins = r.number<uint32_t>();
+                    row.name = std::string(r.text16());
+                    rows.push_back(std::move(row));
+                }
+                return r.done();
+            });
+        if (!status) return status.error();
+    } while (cursor != 0 && rows.size() < limit);
+    return rows;
+}
+
+Result<std::vector<std::pair<std::string, uint64_t>>> NodeClient::stat() {
+    Result<std::shared_ptr<Session>> opened = session();
+    if (!opened) return opened.error();
+    std::vector<std::pair<std::string, uint64_t>> rows;
+    Status status = (*opened)->call(
+        Kind::kStat, [](Writer&) {},
+        [&](Reader& r) {
+            auto n = r.number<uint32_t>();
+            for (uint32_t i = 0; i < n && r.ok(); ++i) {
+                std::string name(r.text16());
+                rows.emplace_back(std::move(name), r.number<uint64_t>());
+            }
+            return r.done();
+        });
+    if (!status) return status.error();
+    return rows;
+}
+
+void NodeClient::load(const Incarnation& incarnation, std::span<const Descriptor> descriptors,
+                      std::span<const uint32_t> which, const PartTable& table,
+                      std::span<const uint32_t> indices, std::span<const uint16_t> columns, bool verify,
+                      LoadReport& report) {
+    if (which.empty()) return;
+    Result<std::shared_ptr<Session>> opened = session();
+    if (!opened) {
+        report.error = opened.error().text;
+        return;
+    }
+    Session& s = **opened;
+    if (s.incarnation() != incarnation) {
+        report.error = "the node was restarted since these objects were pinned";
+        return;
+    }
+    if (s.remote()) return load_remote(s, descriptors, which, table, indices, columns, report);
+    std::vector<Part> parts;
+    for (uint32_t i : which) {
+        const Descriptor& d = descriptors[i];
+        if (columns[i] >= table.columns() || d.size != table.object_bytes(columns[i]) ||
+            d.offset > s.arena_bytes() || d.size > s.arena_bytes() - d.offset) {
+            report.error = "a stored object has another size than this engine's blocks";
+            continue;
+        }
+        std::optional<IndexHit> hit = s.index().at(d.slot, d.generation);
+        if (!hit) {
+            report.error = "a pinned object was removed before it was loaded";
+            continue;
+        }
+        table.parts(columns[i], indices[i], parts);
+        uint32_t crc = copy_out(parts, s.arena() + d.offset, d.size, verify, d.crc);
+        if (!hit->still_valid()) {
+            report.error = "a pinned object was removed while it was loaded";
+            continue;
+        }
+        if (crc != d.crc) {
+            report.error = "the bytes of a stored object do not match their checksum";
+            continue;
+        }
+        s.note_read(d.slot, d.size);
+        report.ok[i] = 1;
+        report.bytes += d.size;
+    }
+    s.flush_reads();
+}
+
+}  // namespace moonpool
