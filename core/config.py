@@ -19,7 +19,7 @@ import msgspec
 
 from moonpool.core.config_sources import Origin, load_sections, show_value
 from moonpool.core.errors import ConfigError
-from moonpool.core.paths import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, check_token, read_or_create_token
+from moonpool.core.paths import check_token, read_or_create_token
 from moonpool.core.units import parse_size
 
 Size = Annotated[int, msgspec.Meta(ge=0, extra={"unit": "bytes"}, extra_json_schema={"x-unit": "bytes"})]
@@ -39,6 +39,9 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     token_file: str = ""
     token: Secret = ""
+    admin_token_file: str = ""
+    admin_token: Secret = ""
+    master: str = ""
 
 
 class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,6 +49,9 @@ class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     socket: str = ""
     dram: Size = parse_size("1GiB")
     tenants: dict[str, Size] = {}
+    listen: str = "127.0.0.1:7710"
+    advertise: str = ""
+    host_id: str = ""
     http: str = "127.0.0.1:7711"
     key_bytes_max: Count = 1024
     parts_max: Count = 4096
@@ -145,18 +151,30 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def read_token(self) -> bytes:
         """The cluster token: as configured, else the one that the processes of this user on this host share.
 
-        Raises ConfigError when the file cannot serve, or when the environment gives both a token and a file.
+        Raises ConfigError when a file cannot serve, or when the environment gives both a token and a file.
         """
-        file, by = self.cluster.token_file, self.origin("cluster.token_file").kind
-        if self.cluster.token and by not in ("environment", "argument"):
-            return check_token(self.cluster.token.encode(), f"the variable {TOKEN_VARIABLE}")
-        if self.cluster.token and by == "environment":
+        return self._secret("token")
+
+    def read_admin_token(self) -> bytes:
+        """What admin actions must show: as configured, else a file that the processes of this user on this
+        host share.
+        """
+        return self._secret("admin_token")
+
+    def _secret(self, name: str) -> bytes:
+        secret: str = getattr(self.cluster, name)
+        file: str = getattr(self.cluster, f"{name}_file")
+        variable = f"MOONPOOL_CLUSTER_{name.upper()}"
+        by = self.origin(f"cluster.{name}_file").kind
+        if secret and by not in ("environment", "argument"):
+            return check_token(secret.encode(), f"the variable {variable}")
+        if secret and by == "environment":
             raise ConfigError(
-                f"both {TOKEN_VARIABLE} and {TOKEN_FILE_VARIABLE} are set; unset one of them",
+                f"both {variable} and {variable}_FILE are set; unset one of them",
                 operation="token",
-                key="cluster.token",
+                key=f"cluster.{name}",
             )
-        return read_or_create_token(file or None, env={})
+        return read_or_create_token(file or None, env={}, name=name.replace("_", "-"))
 
     @property
     def token_is_configured(self) -> bool:
@@ -176,6 +194,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 SECTIONS: dict[str, type[Section]] = {"cluster": Cluster, "node": Node, "proxy": Proxy, "up": Up, "log": Log}
 
+# Never in a file and never in the schema of one.
+SECRETS = ("cluster.token", "cluster.admin_token")
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "log.level": ("debug", "info", "warning", "error"),
     "up.engine.engine": ("vllm",),
@@ -187,10 +208,20 @@ HELP: dict[str, str] = {
     "cluster.token_file": "a 0600 file that holds the cluster token; empty: the token that the first "
     "process on the host makes, in the runtime folder",
     "cluster.token": "the cluster token itself; only from the environment, MOONPOOL_CLUSTER_TOKEN",
+    "cluster.admin_token_file": "a 0600 file with the token that admin actions need; empty: one that the "
+    "first process on the host makes, in the runtime folder",
+    "cluster.admin_token": "that token itself; only from the environment, MOONPOOL_CLUSTER_ADMIN_TOKEN",
+    "cluster.master": "host:port of the master that this node joins; empty: none; on another host: needs "
+    "a cluster token",
     "node.name": "names the node's socket, node-NAME.sock",
     "node.socket": "path of the node's Unix socket; empty: node-NAME.sock in the runtime folder",
     "node.dram": "DRAM arena of the tenant called default",
     "node.tenants": "further tenants, each with an arena of its own size",
+    "node.listen": "address of the wire, for other hosts, or off; not loopback: needs a cluster token",
+    "node.advertise": "host:port by which others reach the wire; empty: node.listen, or where that is "
+    "0.0.0.0 or ::, this host's address on the way to the master",
+    "node.host_id": "nodes with the same one share memory and fate; empty: made of the ids of machine "
+    "and boot",
     "node.http": "address of /metrics, /health and /stat, or off; not loopback: needs a cluster token",
     "node.key_bytes_max": "the longest key, bytes",
     "node.parts_max": "the most parts of one object",
@@ -287,7 +318,8 @@ def json_schema() -> dict[str, Any]:
         _describe(properties[name], name)
     for nested in components.values():
         _describe(nested, "up.engine")
-    del properties["cluster"]["properties"]["token"]
+    for secret in SECRETS:
+        del properties["cluster"]["properties"][secret.removeprefix("cluster.")]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "moonpool.toml",

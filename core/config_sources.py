@@ -135,14 +135,14 @@ def _from_file(
             raise _error(f"{section} in the config file {path} must be a table, written [{section}]", section)
         for name, value in table.items():
             key = f"{section}.{name}"
-            if key == "cluster.token":
-                raise _error(
-                    f"cluster.token must not stand in the config file {path}; put it into a 0600 file and "
-                    f"name that as cluster.token_file, or set MOONPOOL_CLUSTER_TOKEN",
-                    key,
-                )
             if key not in keys:
                 raise _unknown("key", key, f"the config file {path}", keys)
+            if _extra(keys[key].type).get("secret"):
+                raise _error(
+                    f"{key} must not stand in the config file {path}; put it into a 0600 file and "
+                    f"name that as {key}_file, or set {PREFIX}{key.replace('.', '_').upper()}",
+                    key,
+                )
             found[key] = value
     return [(Origin("file", path), found)]
 

@@ -16,19 +16,17 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 
 from moonpool.core import metrics, paths
-from moonpool.core.addresses import Address, parse_address
 from moonpool.core.admin_http import AdminServer
 from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError, Unavailable
-from moonpool.core.node_socket import Claim, link_default, unlink_default
-
-HTTP_OFF = "off"
+from moonpool.core.node_socket import Claim, hand_over_default, link_default
+from moonpool.core.reach import Reach, listening, reach_of_node
 
 
 class NodeServer(metrics.Source, Protocol):
@@ -39,10 +37,10 @@ class NodeServer(metrics.Source, Protocol):
     def stop(self) -> None: ...
 
 
-ServerFactory = Callable[[Config, Path, bytes], NodeServer]
+ServerFactory = Callable[[Config, Path, bytes, Reach], NodeServer]
 
 
-def native_server(config: Config, socket_path: Path, token: bytes) -> NodeServer:
+def native_server(config: Config, socket_path: Path, token: bytes, reach: Reach) -> NodeServer:
     """Makes the server in C++; it reserves the arenas. Raises a moonpool Error when it cannot."""
     try:
         import moonpool._native as _native
@@ -67,8 +65,22 @@ def native_server(config: Config, socket_path: Path, token: bytes) -> NodeServer
         frame_bytes_max=node.frame_bytes_max,
         frame_keys_max=node.frame_keys_max,
         object_share_max=node.object_share_max,
+        **_cluster_arguments(reach),
     )
     return server
+
+
+def _cluster_arguments(reach: Reach) -> dict[str, Any]:
+    import moonpool._native as _native
+
+    if "listen" not in (_native.Server.__init__.__doc__ or ""):
+        return {}
+    return {
+        "listen": list(reach.listen),
+        "host_id": reach.host_id,
+        "advertise": reach.advertise,
+        "master": reach.master,
+    }
 
 
 def tenant_sizes(config: Config) -> list[tuple[str, int]]:
@@ -92,7 +104,7 @@ class Node:
         self._claim: Claim | None = None
         self._server: NodeServer | None = None
         self._http: AdminServer | None = None
-        self._linked = False
+        self.reach = Reach()
         self._started_s = time.monotonic()
 
     @property
@@ -101,6 +113,11 @@ class Node:
         if self._claim is None:
             raise Unavailable("the node does not run", operation="node")
         return self._claim.path
+
+    @property
+    def wire(self) -> list[str]:
+        """The addresses that the wire listens on, with their real ports; empty when it is off."""
+        return list(getattr(self._server, "addresses", ()))
 
     async def start(self) -> None:
         """Serves from its return on. When it cannot, raises a moonpool Error and leaves nothing behind."""
@@ -112,12 +129,13 @@ class Node:
 
     async def _start(self) -> None:
         node = self.config.node
-        http = None if node.http == HTTP_OFF else self._http_address()
+        http = listening(self.config, "node.http")
+        self.reach = reach_of_node(self.config)
         paths.runtime_dir(ensure=True)
         path = Path(node.socket).absolute() if node.socket else paths.node_socket(node.name)
         token = self.config.read_token()
         self._claim = Claim(paths.check_socket_path(path))
-        self._server = self._make_server(self.config, path, token)
+        self._server = self._make_server(self.config, path, token, self.reach)
         self._server.start()
         if http is not None:
             self._http = AdminServer(
@@ -129,13 +147,12 @@ class Node:
             )
             await self._http.start()
             self.http_url = f"http://{self._http.address}"
-        self._linked = link_default(path)
+        link_default(path)
 
     async def stop(self) -> None:
         """Ends what start() began; after a failed start, as much of it as there was."""
-        if self._linked:
-            self._linked = False
-            unlink_default(self.socket)
+        if self._claim is not None:  # node.sock may lead here: as the first node's, or handed over by another
+            hand_over_default(self.socket)
         if self._http is not None:
             http, self._http = self._http, None
             await http.close()
@@ -146,18 +163,6 @@ class Node:
             claim, self._claim = self._claim, None
             claim.release()
 
-    def _http_address(self) -> Address:
-        address = parse_address(self.config.node.http, "node.http")
-        if not address.is_loopback and not self.config.token_is_configured:
-            raise ConfigError(
-                f"node.http = {address} can be reached from other hosts, which needs a cluster token: set "
-                f"cluster.token_file or {paths.TOKEN_VARIABLE}, or listen on 127.0.0.1:{address.port}",
-                operation="node",
-                key="node.http",
-                peer=str(address),
-            )
-        return address
-
     def stat(self) -> dict[str, object]:
         """What /stat tells: who the node is, where it listens, and its counters."""
         if self._server is None:
@@ -167,6 +172,10 @@ class Node:
             "pid": os.getpid(),
             "socket": str(self.socket),
             "http": self.http_url,
+            "wire": self.wire,
+            "advertise": self.reach.advertise,
+            "host_id": self.reach.host_id,
+            "master": self.reach.master,
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             "tenants": dict(tenant_sizes(self.config)),
             "metrics": dict(self._server.metrics()),

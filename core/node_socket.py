@@ -3,7 +3,8 @@
     node-NAME.sock        bound by the server; after kill -9 it stays behind and refuses connections: stale
     node-NAME.sock.lock   locked (flock) by the living owner of node-NAME.sock: of two nodes that start at the
                           same moment only one finds the socket stale; the kernel frees it with the process
-    node.sock             leads to the first node's socket; its owner removes it, a stale one is replaced
+    node.sock             leads to the first node's socket; when that one leaves, to another living node's; a
+                          stale one is replaced
 
 Everything here is a handful of system calls in the runtime folder, once at the start and once at the end.
 """
@@ -16,7 +17,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moonpool.core import paths
@@ -105,19 +106,40 @@ def link_default(target: Path) -> bool:
             return True
         if is_served(link):
             return False
-        draft = link.with_name(f".node.sock-{os.getpid()}")
-        draft.unlink(missing_ok=True)
-        draft.symlink_to(target.name if target.parent == link.parent else target)
-        draft.replace(link)
+        _point(link, target)
         return True
 
 
-def unlink_default(target: Path) -> None:
-    """Removes node.sock when it leads to ``target``."""
+def hand_over_default(target: Path) -> None:
+    """Where node.sock leads to ``target``, whose node leaves: to another living node of the runtime folder,
+    the oldest first, so that clients without an address go on; without one it is removed.
+    """
     link = paths.default_node_socket()
+    if not link.is_symlink():
+        return
     with _default_link_locked():
-        if link.is_symlink() and _target(link) == target:
-            link.unlink()
+        if not link.is_symlink() or _target(link) != target:
+            return
+        for other in _sockets_by_age(link.parent):
+            if other != target and is_served(other):
+                _point(link, other)
+                return
+        link.unlink()
+
+
+def _sockets_by_age(folder: Path) -> list[Path]:
+    found = []
+    for path in folder.glob("node-*.sock"):
+        with suppress(FileNotFoundError):
+            found.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(found)]
+
+
+def _point(link: Path, target: Path) -> None:
+    draft = link.with_name(f".node.sock-{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(target.name if target.parent == link.parent else target)
+    draft.replace(link)
 
 
 def _target(link: Path) -> Path:

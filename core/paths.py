@@ -2,6 +2,7 @@
 
     RUNTIME/                   0700, ours; see runtime_dir()
       token                    0600, the cluster token when none is configured; whoever comes first makes it
+      admin-token              0600, the same for admin actions
       node-NAME.sock           the Unix socket of node NAME
       node.sock                a link to the socket of the first node; what a client without an address takes
       up.json, logs/           the state and the logs of `moonpool up`
@@ -87,9 +88,9 @@ def check_socket_path(path: Path) -> Path:
 
 
 def read_or_create_token(
-    token_file: str | Path | None = None, *, env: Mapping[str, str] | None = None
+    token_file: str | Path | None = None, *, env: Mapping[str, str] | None = None, name: str = "token"
 ) -> bytes:
-    """The cluster token: ``token_file``, else the environment, else RUNTIME/token, made by whoever comes
+    """The cluster token: ``token_file``, else the environment, else RUNTIME/``name``, made by whoever comes
     first.
 
     Returns the token's bytes (surrounding white space removed), 1 to 4,096 of them. Raises ConfigError for a
@@ -98,7 +99,7 @@ def read_or_create_token(
     """
     env = os.environ if env is None else env
     if token_file:
-        return read_token(Path(token_file))
+        return read_token(Path(token_file), name=name)
     if TOKEN_VARIABLE in env and TOKEN_FILE_VARIABLE in env:
         raise ConfigError(
             f"both {TOKEN_VARIABLE} and {TOKEN_FILE_VARIABLE} are set; unset one of them",
@@ -109,33 +110,34 @@ def read_or_create_token(
         return check_token(env[TOKEN_VARIABLE].encode(), f"the variable {TOKEN_VARIABLE}")
     if TOKEN_FILE_VARIABLE in env:
         return read_token(Path(env[TOKEN_FILE_VARIABLE]))
-    path = runtime_dir(ensure=True) / "token"
-    return read_token(path) if path.exists() else _create_token(path)
+    path = runtime_dir(ensure=True) / name
+    return read_token(path, name=name) if path.exists() else _create_token(path)
 
 
-def read_token(path: Path) -> bytes:
+def read_token(path: Path, *, name: str = "token") -> bytes:
     """The token in the file ``path``. Raises ConfigError when it cannot serve as a secret."""
+    what = f"the {'cluster token' if name == 'token' else name.replace('-', ' ')} file {path}"
+    key = f"cluster.{name.replace('-', '_')}_file"
     try:
         with open(path, "rb") as file:
             info = os.fstat(file.fileno())
             text = file.read(TOKEN_BYTES_MAX + 1)
     except OSError as error:
         raise ConfigError(
-            f"cannot read the cluster token file {path}: {error.strerror}",
+            f"cannot read {what}: {error.strerror}",
             operation="token",
-            key="cluster.token_file",
+            key=key,
             peer=str(path),
             cause=error,
         ) from error
     if stat.S_IMODE(info.st_mode) & 0o077:
         raise ConfigError(
-            f"the cluster token file {path} can be read by others (mode {stat.S_IMODE(info.st_mode):04o}); "
-            f"run: chmod 600 {path}",
+            f"{what} can be read by others (mode {stat.S_IMODE(info.st_mode):04o}); run: chmod 600 {path}",
             operation="token",
-            key="cluster.token_file",
+            key=key,
             peer=str(path),
         )
-    return check_token(text, f"the cluster token file {path}")
+    return check_token(text, what)
 
 
 def check_token(token: bytes, place: str) -> bytes:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TypeVar
 
-from moonpool.core import paths
 from moonpool.core.addresses import parse_address
 from moonpool.core.config import Config
-from moonpool.core.errors import ConfigError
+from moonpool.core.reach import require_token
 from moonpool.disagg_proxy.settings import Deadlines, HealthChecks, Limits, ProxySettings, parse_engines
 
 Part = TypeVar("Part", Limits, Deadlines, HealthChecks)
@@ -17,14 +16,7 @@ Part = TypeVar("Part", Limits, Deadlines, HealthChecks)
 def proxy_settings(config: Config) -> ProxySettings:
     """Raises ConfigError for what cannot be meant, and for an open address without a cluster token."""
     address = parse_address(config.proxy.listen, "proxy.listen")
-    if not address.is_loopback and not config.token_is_configured:
-        raise ConfigError(
-            f"proxy.listen = {address} can be reached from other hosts, which needs a cluster token: set "
-            f"cluster.token_file or {paths.TOKEN_VARIABLE}, or listen on 127.0.0.1:{address.port}",
-            operation="proxy",
-            key="proxy.listen",
-            peer=str(address),
-        )
+    require_token(config, address, "proxy.listen")
     return ProxySettings(
         host=address.host,
         port=address.port,

@@ -14,7 +14,7 @@ def register(app: typer.Typer) -> None:
         epilog=examples(
             "moonpool node --dram 2GiB",
             "moonpool node --dram 512MiB --name second --http 127.0.0.1:7712",
-            "moonpool node --http off",
+            "moonpool node --dram 64GiB --listen 0.0.0.0:7710 --master 10.0.0.1:7700 --token-file token",
         )
     )(node)
 
@@ -30,10 +30,26 @@ def node(
     http: Annotated[
         str | None, typer.Option(metavar="HOST:PORT|off", help="Address of /metrics, /health and /stat.")
     ] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT|off", help="Address of the wire, for other hosts.")
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="How others reach it, where that is another address."),
+    ] = None,
+    host_id: Annotated[
+        str | None, typer.Option(metavar="ID", help="Which host this is, instead of the machine's own id.")
+    ] = None,
+    master: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="The master of the cluster to join.")
+    ] = None,
     config: ConfigFile = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Run a node: it owns a DRAM arena and serves it to the engines of this host, until SIGTERM."""
+    """Run a node: it owns a DRAM arena and serves it to the engines of this host, and with a master to other
+    hosts, until SIGTERM.
+    """
+    from moonpool.core import logs
     from moonpool.core.config import load
     from moonpool.core.node import Node, run
     from moonpool.core.units import format_size
@@ -45,12 +61,20 @@ def node(
             "node.name": name,
             "node.socket": socket,
             "node.http": http,
+            "node.listen": listen,
+            "node.advertise": advertise,
+            "node.host_id": host_id,
+            "cluster.master": master,
             "cluster.token_file": None if token_file is None else str(token_file),
         },
     )
 
+    logs.set_up(settings)
+
     def on_ready(ready: Node) -> None:
         place = f", {ready.http_url}/metrics" if ready.http_url else ""
+        place += f", wire {', '.join(ready.wire)}" if ready.wire else ""
+        place += f", master {ready.reach.master}" if ready.reach.master else ""
         size = format_size(settings.node.dram)
         print(f"moonpool node {settings.node.name}: {size} of DRAM at {ready.socket}{place}", flush=True)
 

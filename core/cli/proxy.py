@@ -32,6 +32,7 @@ def proxy(
     token_file: TokenFile = None,
 ) -> int:
     """Run the proxy: one OpenAI address in front of the engines, until SIGTERM."""
+    from moonpool.core import logs
     from moonpool.core.addresses import Address, parse_address
     from moonpool.core.config import load
     from moonpool.core.proxy_settings import proxy_settings
@@ -51,4 +52,5 @@ def proxy(
             "cluster.token_file": None if token_file is None else str(token_file),
         },
     )
+    logs.set_up(settings)
     return server.run(proxy_settings(settings))

@@ -41,6 +41,7 @@ def up(
     """Run a node, engines and the proxy; restart what dies; take all of it down together."""
     import os
 
+    from moonpool.core import logs
     from moonpool.core.cli.entry import guarded
     from moonpool.core.config import Engine, load
     from moonpool.core.config_sources import default_file
@@ -57,6 +58,7 @@ def up(
             "up.engine": None if model is None else [Engine(model=model)] * engines,
         },
     )
+    logs.set_up(settings)
     ready = plan(settings, config_file=str(config) if config else default_file())
     keeper = os.getpid()
     raise typer.Exit(run_kept(lambda: guarded(lambda: run(ready, printer(), pid=keeper))))

@@ -32,7 +32,7 @@ def test_each_source_beats_the_one_before_and_is_remembered(runtime: Path) -> No
 
 def test_defaults_are_those_of_the_design() -> None:
     node = config.load(env={}).node
-    assert node.http == "127.0.0.1:7711"
+    assert (node.listen, node.http) == ("127.0.0.1:7710", "127.0.0.1:7711")
     assert (node.key_bytes_max, node.parts_max) == (1024, 4096)
     assert (node.frame_bytes_max, node.frame_keys_max) == (8 << 20, 16384)
     assert node.object_share_max == 0.25
@@ -173,6 +173,22 @@ def test_the_token_environment_beats_the_file_and_an_argument_beats_both(runtime
     assert config.load(file, env={}).token_is_configured is True
 
 
+def test_the_admin_token_has_the_same_sources_and_a_file_of_its_own(runtime: Path) -> None:
+    made_here = config.load(env={}).read_admin_token()
+    assert (runtime / "admin-token").read_bytes().strip() == made_here
+    assert (runtime / "admin-token").stat().st_mode & 0o777 == 0o600
+    assert made_here != config.load(env={}).read_token()
+    env = {"MOONPOOL_CLUSTER_ADMIN_TOKEN": "of-env"}
+    assert config.load(env=env).read_admin_token() == b"of-env"
+    assert "of-env" not in str(list(config.load(env=env).rows()))
+    file = runtime / "open"
+    file.touch(0o644)
+    with pytest.raises(ConfigError, match=f"the admin token file {file} can be read by others"):
+        config.load(env={"MOONPOOL_CLUSTER_ADMIN_TOKEN_FILE": str(file)}).read_admin_token()
+    with pytest.raises(ConfigError, match=r"cluster.admin_token must not stand in the config file"):
+        config.load(written(runtime, '[cluster]\nadmin_token = "x"\n'), env={})
+
+
 def test_rows_show_all_keys_and_never_the_secret(runtime: Path) -> None:
     rows = list(config.load(env={"MOONPOOL_CLUSTER_TOKEN": "s3cret", "MOONPOOL_NODE_DRAM": "1536MiB"}).rows())
     assert "s3cret" not in str(rows)
@@ -193,7 +209,7 @@ def test_the_schema_knows_units_choices_and_no_secret() -> None:
     assert schema["additionalProperties"] is False
     assert schema["properties"]["node"]["properties"]["dram"]["type"] == ["integer", "string"]
     assert schema["properties"]["node"]["additionalProperties"] is False
-    assert "token" not in schema["properties"]["cluster"]["properties"]
+    assert not {"token", "admin_token"} & set(schema["properties"]["cluster"]["properties"])
     assert schema["$defs"]["Engine"]["properties"]["engine"]["enum"] == ["vllm"]
     msgspec.json.encode(schema)
 

@@ -23,8 +23,9 @@ from moonpool.core import config, metrics, paths
 from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.metrics import Histogram
-from moonpool.core.node import Node, NodeServer
-from moonpool.core.node_socket import Claim, is_served, link_default, unlink_default
+from moonpool.core.node import Node, ServerFactory
+from moonpool.core.node_socket import Claim, hand_over_default, is_served, link_default
+from moonpool.core.reach import Reach, reach_of_node
 
 DEADLINE_S = 30
 
@@ -32,7 +33,7 @@ DEADLINE_S = 30
 class StandIn:
     """Binds the socket as the native server does, and counts nothing."""
 
-    def __init__(self, _config: Config, path: Path, token: bytes) -> None:
+    def __init__(self, _config: Config, path: Path, token: bytes, _reach: Reach) -> None:
         self.path = path
         self.token = token
         self._listener = socket.socket(socket.AF_UNIX)
@@ -57,7 +58,11 @@ class Failing(StandIn):
 
 
 def settings(**arguments: object) -> Config:
-    given: dict[str, object] = {"node.http": "127.0.0.1:0", "node.dram": 1 << 20}
+    given: dict[str, object] = {
+        "node.http": "127.0.0.1:0",
+        "node.listen": "127.0.0.1:0",
+        "node.dram": 1 << 20,
+    }
     return config.load(
         env={}, arguments=given | {key.replace("__", "."): value for key, value in arguments.items()}
     )
@@ -306,10 +311,32 @@ def test_the_first_node_makes_the_link_and_only_its_owner_removes_it(runtime: Pa
         assert link_default(first)
         assert link.readlink() == Path("node-first.sock")
         assert not link_default(second)
-        unlink_default(second)
-        assert link.is_symlink()
-        unlink_default(first)
-        assert not link.is_symlink()
+        hand_over_default(second)
+        assert link.readlink() == Path("node-first.sock")
+    hand_over_default(first)
+    assert not link.is_symlink()
+
+
+def test_a_node_that_leaves_hands_the_link_over_to_the_oldest_living_one(runtime: Path) -> None:
+    link = paths.default_node_socket()
+    first, stale, second, third = (
+        paths.node_socket(name) for name in ("first", "a-stale", "second", "third")
+    )
+    with listening(first):
+        assert link_default(first)
+        with listening(stale):
+            pass
+        with listening(third), listening(second):
+            for age, path in enumerate((stale, second, third)):
+                os.utime(path, (age, age))
+            hand_over_default(first)
+            assert link.readlink() == Path("node-second.sock")
+            hand_over_default(second)
+            assert link.readlink() == Path("node-third.sock")
+        first.unlink()
+        second.unlink()
+        hand_over_default(third)
+    assert not link.is_symlink()
 
 
 def test_a_stale_link_is_replaced(runtime: Path) -> None:
@@ -321,7 +348,7 @@ def test_a_stale_link_is_replaced(runtime: Path) -> None:
         assert link.resolve() == second.resolve()
 
 
-def native() -> Callable[[Config, Path, bytes], NodeServer]:
+def native() -> ServerFactory:
     pytest.importorskip("moonpool._native")
     from moonpool.core.node import native_server
 
@@ -330,7 +357,7 @@ def native() -> Callable[[Config, Path, bytes], NodeServer]:
 
 def test_the_native_server_has_what_the_node_expects(runtime: Path) -> None:
     made = settings()
-    server = native()(made, runtime / "node-x.sock", b"token")
+    server = native()(made, runtime / "node-x.sock", b"token", reach_of_node(made))
     server.start()
     try:
         families = list(text_string_to_metric_families(metrics.exposition(server).decode()))
@@ -364,6 +391,40 @@ def test_the_command_serves_and_ends_cleanly(runtime: Path, number: signal.Signa
         assert process.stderr is not None
         assert process.stderr.read() == b""
     assert sorted(path.name for path in runtime.iterdir()) == ["node.sock.lock", "token"]
+
+
+def line_of(process: subprocess.Popen[bytes]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().decode()
+
+
+def test_the_log_level_is_read(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio tells which selector it takes, at level debug only."""
+    monkeypatch.setenv("MOONPOOL_LOG_LEVEL", "debug")
+    with command("--http", "off") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.terminate()
+        assert process.stderr is not None
+        assert "DEBUG asyncio: Using selector" in process.stderr.read().decode()
+        assert process.wait(DEADLINE_S) == 0
+
+
+def test_two_nodes_of_one_host_need_only_different_names(runtime: Path) -> None:
+    """Whoever comes second finds the default ports taken, and takes free ones."""
+    seen: list[str] = []
+    with command() as first:
+        seen += [line_of(first), os.readlink(runtime / "node.sock")]
+        with command("--name", "second") as second:
+            seen.append(line_of(second))
+            first.terminate()
+            seen += [str(first.wait(DEADLINE_S)), os.readlink(runtime / "node.sock")]
+            second.terminate()
+            seen.append(str(second.wait(DEADLINE_S)))
+    assert "http://127.0.0.1:" in seen[0]
+    assert "http://127.0.0.1:" in seen[2]
+    assert [seen[1], *seen[3:]] == ["node-default.sock", "0", "node-second.sock", "0"]
+    assert not (runtime / "node.sock").is_symlink()
 
 
 def test_a_second_node_of_the_name_exits_2_and_after_kill_9_a_new_one_starts(runtime: Path) -> None:

@@ -1,0 +1,128 @@
+"""Where a node listens, how others reach it, and what is refused before anything listens."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moonpool.core import config, reach
+from moonpool.core.addresses import Address
+from moonpool.core.errors import ConfigError
+from moonpool.core.reach import Reach, host_id, listening, own_address, reach_of_node
+
+TOKEN = {"MOONPOOL_CLUSTER_TOKEN": "chosen"}
+
+
+def made(env: dict[str, str] | None = None, **arguments: object) -> config.Config:
+    return config.load(
+        env=env or {}, arguments={key.replace("__", "."): value for key, value in arguments.items()}
+    )
+
+
+@pytest.fixture
+def busy() -> Iterator[Address]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield Address(*listener.getsockname())
+
+
+def test_a_single_node_needs_no_settings(runtime: Path) -> None:
+    found = reach_of_node(made(node__listen="127.0.0.1:0", node__host_id="here"))
+    assert found == Reach(("127.0.0.1:0",), "127.0.0.1:0", "here", "")
+    assert reach_of_node(made(node__listen="off", node__host_id="here")) == Reach(host_id="here")
+
+
+def test_a_default_port_that_is_taken_gives_way_and_a_chosen_one_is_kept(
+    runtime: Path, busy: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert listening(made(node__http=str(busy)), "node.http") == busy
+    monkeypatch.setattr(reach, "is_taken", lambda _: True)
+    assert listening(made(), "node.http") == Address("127.0.0.1", 0)
+    assert listening(made(), "node.listen") == Address("127.0.0.1", 0)
+    assert reach_of_node(made()).advertise == "127.0.0.1:0"
+    monkeypatch.undo()
+    assert reach.is_taken(busy)
+    assert not reach.is_taken(Address("127.0.0.1", 0))
+
+
+def test_an_address_for_all_is_advertised_as_one_of_this_host(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "_first_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(reach, "_source_towards", lambda _family, towards: f"source-to-{towards.host}")
+    assert own_address("10.0.0.8", None) == "10.0.0.8"
+    assert own_address("0.0.0.0", None) == "10.0.0.7"
+    assert own_address("0.0.0.0", Address("10.9.9.9", 7700)) == "source-to-10.9.9.9"
+    assert own_address("0.0.0.0", Address("127.0.0.1", 7700)) == "10.0.0.7"
+    found = reach_of_node(made(TOKEN, node__listen="0.0.0.0:7710", cluster__master="127.0.0.1:7700"))
+    assert found.advertise == "10.0.0.7:7710"
+    assert found.master == "127.0.0.1:7700"
+    given = made(TOKEN, node__listen="0.0.0.0:7710", node__advertise="[fd00::1]:9")
+    assert reach_of_node(given).advertise == "[fd00::1]:9"
+
+
+def test_the_source_of_a_route_is_an_address_of_this_host() -> None:
+    assert reach._source_towards(socket.AF_INET, Address("127.0.0.1", 7700)) == "127.0.0.1"
+    assert reach._source_towards(socket.AF_INET, Address("no.such.host.invalid", 7700)) == ""
+    first = reach._first_address()
+    if first:
+        with socket.socket() as probe:
+            probe.bind((first, 0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            {"node__listen": "0.0.0.0:7710"},
+            r"node.listen = 0.0.0.0:7710 can be reached from other hosts, which needs a cluster token: set "
+            r"cluster.token_file or MOONPOOL_CLUSTER_TOKEN, or listen on 127.0.0.1:7710",
+        ),
+        (
+            {"cluster__master": "10.0.0.1:7700"},
+            r"cluster.master = 10.0.0.1:7700 is on another host, which needs a cluster token that both know: "
+            r"set cluster.token_file or MOONPOOL_CLUSTER_TOKEN",
+        ),
+        ({"cluster__master": "10.0.0.1"}, "cluster.master = '10.0.0.1' is no address; write host:port"),
+        (
+            {"cluster__master": "127.0.0.1:1", "node__listen": "off"},
+            "node.listen is off, and the other nodes of the master 127.0.0.1:1 must reach this one; give an",
+        ),
+        ({"node__advertise": "0.0.0.0:7710"}, "node.advertise = 0.0.0.0:7710 is no address to connect to"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_sentence(
+    runtime: Path, arguments: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        reach_of_node(made(**arguments))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loopback_address_is_no_use_to_a_cluster_of_several_hosts(runtime: Path) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"node.listen = 127.0.0.1:7 cannot be reached by the other nodes of the master 10.0.0.1:7700; "
+        r"listen on an address of this host, for example 0.0.0.0:7",
+    ):
+        reach_of_node(made(TOKEN, node__listen="127.0.0.1:7", cluster__master="10.0.0.1:7700"))
+    tunnelled = made(
+        TOKEN,
+        node__listen="127.0.0.1:7",
+        node__advertise="tunnel:9",
+        cluster__master="10.0.0.1:7700",
+    )
+    assert reach_of_node(tunnelled).advertise == "tunnel:9"
+
+
+def test_the_host_id_is_the_same_each_time_and_changes_with_the_boot(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = host_id()
+    assert before == host_id()
+    assert len(before) == 16
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self: "another" if self.name == "boot_id" else read(self))
+    assert host_id() != before
