@@ -66,6 +66,11 @@ class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     http_timeout_s: Duration = 10.0
 
 
+class Master(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    listen: str = "127.0.0.1:7700"
+    http: str = "127.0.0.1:7701"
+
+
 class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The names are those of disagg_proxy.settings; what belongs to a part of it has the part's name in
     front.
@@ -103,6 +108,7 @@ class Engine(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = ""
     engine: str = "vllm"
     model: str = ""
+    node: str = ""
     executable: str = ""
     args: list[str] = []
     command: list[str] = []
@@ -116,9 +122,22 @@ class Engine(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     health: str = "/health"
 
 
+class UpNode(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of several nodes of `moonpool up`. What is empty is as in the section [node]."""
+
+    name: str = ""
+    dram: Size = 0
+    listen: str = ""
+    advertise: str = ""
+    host_id: str = ""
+    http: str = ""
+    env: dict[str, str] = {}
+
+
 class Up(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: list[Engine] = []
-    node: bool = True
+    node: bool | list[UpNode] = True
+    master: bool = False
     proxy: bool = True
     log_dir: str = ""
     ready_timeout_s: Duration = 900.0
@@ -139,6 +158,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     cluster: Cluster = Cluster()
     node: Node = Node()
+    master: Master = Master()
     proxy: Proxy = Proxy()
     up: Up = Up()
     log: Log = Log()
@@ -192,7 +212,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 yield key, show_value(field.type, getattr(values, field.name)), str(self.origin(key))
 
 
-SECTIONS: dict[str, type[Section]] = {"cluster": Cluster, "node": Node, "proxy": Proxy, "up": Up, "log": Log}
+SECTIONS: dict[str, type[Section]] = {
+    "cluster": Cluster,
+    "node": Node,
+    "master": Master,
+    "proxy": Proxy,
+    "up": Up,
+    "log": Log,
+}
+
+# The tables inside of sections.
+TABLES: dict[str, type[Section]] = {"up.engine": Engine, "up.node": UpNode}
 
 # Never in a file and never in the schema of one.
 SECRETS = ("cluster.token", "cluster.admin_token")
@@ -234,6 +264,8 @@ HELP: dict[str, str] = {
     "node.scrub_bytes_per_s": "how fast objects in memory are held against their checksums; 0: not at all",
     "node.http_connections_max": "the most HTTP connections; beyond it the oldest is closed",
     "node.http_timeout_s": "the longest life of one HTTP connection",
+    "master.listen": "address of the wire; not loopback: needs a cluster token",
+    "master.http": "address of the admin pages, or off; not loopback: needs a cluster token",
     "proxy.listen": "address of the OpenAI API, /metrics, /health and /engines",
     "proxy.engines": "root URLs of the engines, each http://host:port or NAME=http://host:port",
     "proxy.policy": "how an engine is chosen",
@@ -260,6 +292,7 @@ HELP: dict[str, str] = {
     "up.engine.name": "names its log; empty: engine-0, engine-1, ...",
     "up.engine.engine": "which engine to start when no command is given",
     "up.engine.model": "a folder or a model's name, as the engine takes it",
+    "up.engine.node": "name of the node that it joins; empty: the nodes in turn",
     "up.engine.executable": "the engine's program; empty: beside this Python, then in PATH",
     "up.engine.args": "further arguments for the engine",
     "up.engine.command": "a whole command instead of engine and model; {port} and {host} are filled in",
@@ -271,7 +304,15 @@ HELP: dict[str, str] = {
     "up.engine.kv_load_failure_policy": "recompute: a failed load costs time; fail: it fails the request",
     "up.engine.require_pool": "refuse to start without a node",
     "up.engine.health": "path that answers 200 when the engine is ready",
-    "up.node": "start a node",
+    "up.node": "true: start a node; false: none; several: each a table [[up.node]]",
+    "up.node.name": "names its socket, its log and its process, node-NAME; empty: 0, 1, ...",
+    "up.node.dram": "as node.dram; 0: the same",
+    "up.node.listen": "as node.listen; empty: the same for the first node, a free port for the others",
+    "up.node.advertise": "as node.advertise",
+    "up.node.host_id": "as node.host_id; empty: the same",
+    "up.node.http": "as node.http; empty: the same for the first node, a free port for the others",
+    "up.node.env": "further environment variables, for any other setting: MOONPOOL_NODE_...",
+    "up.master": "start a master, which the nodes join",
     "up.proxy": "start the proxy",
     "up.log_dir": "folder of the logs; empty: logs in the runtime folder",
     "up.ready_timeout_s": "the longest wait until a process is ready",
@@ -316,8 +357,8 @@ def json_schema() -> dict[str, Any]:
     for name, kind in SECTIONS.items():
         properties[name] = components.pop(kind.__name__) | {"default": {}}
         _describe(properties[name], name)
-    for nested in components.values():
-        _describe(nested, "up.engine")
+    for prefix, kind in TABLES.items():
+        _describe(components[kind.__name__], prefix)
     for secret in SECRETS:
         del properties["cluster"]["properties"][secret.removeprefix("cluster.")]
     return {
@@ -346,8 +387,9 @@ def markdown() -> str:
     lines: list[str] = []
     for name, kind in SECTIONS.items():
         lines += _table(f"[{name}]", name, kind())
-        if name == "up":
-            lines += _table("[[up.engine]]", "up.engine", Engine())
+        for key, table in TABLES.items():
+            if key.startswith(f"{name}."):
+                lines += _table(f"[[{key}]]", key, table())
     return "\n".join(lines)
 
 

@@ -176,6 +176,10 @@ def _convert(
     textual = origin.kind != "file" and isinstance(raw, str)
     unit = _extra(kind).get("unit")
     bare = kind.type if isinstance(kind, inspect.Metadata) else kind
+    if isinstance(bare, inspect.UnionType):  # of a list and something that is none
+        is_list = isinstance(raw, list) or (textual and str(raw).strip().startswith("["))
+        bare = next(member for member in bare.types if isinstance(member, inspect.ListType) is is_list)
+        kind = bare
     try:
         if isinstance(bare, inspect.StructType):
             if isinstance(raw, bare.cls):  # made by the program itself

@@ -1,4 +1,4 @@
-"""What runs on this host now, gathered from the HTTP pages of the node and the proxy and from `up`'s own
+"""What runs on this host now, gathered from the HTTP pages of the nodes and the proxy and from `up`'s own
 file.
 """
 
@@ -28,11 +28,12 @@ class EngineRow(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """node: the node's /stat; engines: as the proxy sees them; problems: a sentence for each that did not
-    answer.
+    """node: the first node's /stat; nodes: of all that answer; engines: as the proxy sees them; problems: a
+    sentence for each that did not answer.
     """
 
     node: dict[str, Any] | None = None
+    nodes: list[dict[str, Any]] = []
     proxy_url: str = ""
     proxy_answers: bool = False
     engines: list[EngineRow] = []
@@ -47,34 +48,36 @@ class Snapshot(msgspec.Struct, frozen=True):
 def take(config: Config, *, node_url: str = "", proxy_url: str = "", timeout_s: float = 1.0) -> Snapshot:
     """One reading. Addresses that are not given come from `up`'s file, else from the configuration."""
     up = read_state()
+    places = [(node_url, "")]
     if not node_url:
-        if up is not None and up.node is not None:
-            node_url = up.node.url
+        if up is not None and up.nodes:
+            places = [(node.url, node.socket) for node in up.nodes]
         elif config.node.http != "off":
-            node_url = f"http://{config.node.http}"
+            places = [(f"http://{config.node.http}", "")]
     if not proxy_url:
         proxy_url = (
             up.proxy.url if up is not None and up.proxy is not None else f"http://{config.proxy.listen}"
         )
     problems: list[str] = []
-    node: dict[str, Any] | None = None
+    nodes: list[dict[str, Any]] = []
     engines: list[EngineRow] = []
     answers = False
-    try:
-        node = _node(config, node_url, timeout_s)
-    except Error as error:
-        problems.append(str(error))
+    for url, socket in places:
+        try:
+            nodes.append(_node(config, url, socket, timeout_s))
+        except Error as error:
+            problems.append(str(error))
     try:
         page = get_json(f"{proxy_url.rstrip('/')}/engines", timeout_s=timeout_s)
         engines = msgspec.convert(page["engines"] if isinstance(page, dict) else page, list[EngineRow])
         answers = True
     except (Unavailable, msgspec.ValidationError, KeyError) as error:
         problems.append(f"no proxy serves {proxy_url} ({getattr(error, 'cause', None) or error})")
-    return Snapshot(node, proxy_url, answers, engines, up, problems)
+    return Snapshot(nodes[0] if nodes else None, nodes, proxy_url, answers, engines, up, problems)
 
 
-def _node(config: Config, url: str, timeout_s: float) -> dict[str, Any]:
-    """The node's /stat; when HTTP does not answer, its counters over the host's default socket."""
+def _node(config: Config, url: str, socket: str, timeout_s: float) -> dict[str, Any]:
+    """The node's /stat; when HTTP does not answer, its counters over its socket or the host's default one."""
     try:
         if url:
             return msgspec.convert(get_json(f"{url.rstrip('/')}/stat", timeout_s=timeout_s), dict[str, Any])
@@ -82,5 +85,5 @@ def _node(config: Config, url: str, timeout_s: float) -> dict[str, Any]:
         pass
     from moonpool.core.store import Store
 
-    with Store(token=config.read_token(), timeout_s=timeout_s) as store:
-        return {"name": "", "socket": str(paths.default_node_socket()), "metrics": store.stat()}
+    with Store(socket or None, token=config.read_token(), timeout_s=timeout_s) as store:
+        return {"name": "", "socket": socket or str(paths.default_node_socket()), "metrics": store.stat()}

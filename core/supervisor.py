@@ -1,9 +1,9 @@
 """Keeps a group of processes running: starts them stage by stage, restarts what dies, ends all of them
 together.
 
-    stage 0, e.g. the node       starts; when it is ready ...
-    stage 1, e.g. the engines    ... these start together; when all are ready ...
-    stage 2, e.g. the proxy      ... this one; when it is ready the group is up
+    stage 0, e.g. the master     starts; when it is ready ...
+    stage 1, e.g. the nodes      ... these start together; when all are ready ...
+    stage 2, e.g. the engines    ... these; and so on; when the last stage is ready the group is up
 
 From then on each process is on its own: one that dies is started again after a pause (core/backoff.py). One
 that dies again and again before it was ever ready, or that says that it was called wrongly (exit code 2),
@@ -44,7 +44,7 @@ class State(enum.Enum):
 @dataclass(frozen=True)
 class Spec:
     """One process to keep. ``ready`` tells whether it serves now; it is asked again and again while it
-    starts.
+    starts. is_base: the others stand on it, so it ends after them.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Spec:
     ready: Callable[[], Awaitable[bool]]
     stage: int = 0
     url: str = ""
+    is_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,13 +153,13 @@ class Supervisor:
             self.changed()
 
     async def _end_all(self, nursery: Nursery, hurry: asyncio.Event) -> None:
-        """Last stage first, save that the first stage outlives all others: engines may still save to their
-        node.
+        """All at once, save for what the others stand on: that ends after them, its last stage first. So
+        engines may still save to their node, and a node may still leave its master.
         """
-        first = min((spec.stage for spec in self.specs), default=0)
+        bases = sorted({kept.spec.stage for kept in self.kept if kept.spec.is_base}, reverse=True)
         for members in (
-            [kept for kept in self.kept if kept.spec.stage != first],
-            [kept for kept in self.kept if kept.spec.stage == first],
+            [kept for kept in self.kept if not kept.spec.is_base],
+            *([kept for kept in self.kept if kept.spec.is_base and kept.spec.stage == at] for at in bases),
         ):
             await asyncio.gather(
                 *(

@@ -50,7 +50,7 @@ def status(
     proxy: Annotated[str, typer.Option(metavar="URL", help="The proxy's address.")] = "",
     config: ConfigFile = None,
 ) -> int:
-    """Show the node, the engines and the proxy of this host. Exit code 3 when nothing runs."""
+    """Show the nodes, the engines and the proxy of this host. Exit code 3 when nothing runs."""
     from rich.console import Console
 
     from moonpool.core.config import load
@@ -90,8 +90,7 @@ def render(snapshot: Snapshot) -> RenderableType:
     from moonpool.core.units import format_duration, format_size
 
     parts: list[RenderableType] = []
-    if snapshot.node is not None:
-        node = snapshot.node
+    for node in snapshot.nodes:
         uptime = f", up {format_duration(node['uptime_s'])}" if "uptime_s" in node else ""
         title = f"node {node.get('name', '')} {node.get('socket', '')}{uptime}"
         table = Table(show_header=False)
@@ -114,7 +113,7 @@ def render(snapshot: Snapshot) -> RenderableType:
         table = Table()
         for heading in ("process", "state", "pid", "restarts", "log"):
             table.add_column(heading)
-        for row in (up.node, *up.engines, up.proxy):
+        for row in (up.master, *up.nodes, *up.engines, up.proxy):
             if row is not None:
                 table.add_row(row.name, row.state, str(row.pid or "-"), str(row.restarts), row.log)
         parts += [Text(f"moonpool up, pid {up.pid}"), table]

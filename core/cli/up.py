@@ -20,6 +20,7 @@ def register(app: typer.Typer) -> None:
         epilog=examples(
             "moonpool up --config up.toml",
             "moonpool up --model Qwen/Qwen3-0.6B --engines 2 --dram 4GiB",
+            "moonpool up --model Qwen/Qwen3-0.6B --engines 2 --nodes 2",
             "moonpool up --config up.toml --log-dir logs",
         )
     )(up)
@@ -29,8 +30,11 @@ def up(
     config: ConfigFile = None,
     model: Annotated[str | None, typer.Option(help="Start vLLM engines with this model.")] = None,
     engines: Annotated[int, typer.Option(min=1, help="How many engines to start with --model.")] = 1,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="How many nodes to start; several get a master.")
+    ] = None,
     dram: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="DRAM of the node, for example 2GiB.")
+        str | None, typer.Option(metavar="SIZE", help="DRAM of each node, for example 2GiB.")
     ] = None,
     listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address of the proxy.")] = None,
     log_dir: Annotated[
@@ -38,15 +42,16 @@ def up(
     ] = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Run a node, engines and the proxy; restart what dies; take all of it down together."""
+    """Run nodes, engines and the proxy; restart what dies; take all of it down together."""
     import os
 
     from moonpool.core import logs
     from moonpool.core.cli.entry import guarded
-    from moonpool.core.config import Engine, load
+    from moonpool.core.config import Engine, UpNode, load
     from moonpool.core.config_sources import default_file
     from moonpool.core.processes import run_kept
-    from moonpool.core.up import plan, run
+    from moonpool.core.up import run
+    from moonpool.core.up_plan import plan
 
     settings = load(
         config,
@@ -56,6 +61,8 @@ def up(
             "up.log_dir": None if log_dir is None else str(log_dir),
             "cluster.token_file": None if token_file is None else str(token_file),
             "up.engine": None if model is None else [Engine(model=model)] * engines,
+            "up.node": None if nodes is None else [UpNode()] * nodes,
+            "up.master": True if nodes is not None and nodes > 1 else None,
         },
     )
     logs.set_up(settings)

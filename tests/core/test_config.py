@@ -71,6 +71,8 @@ def test_the_object_is_frozen() -> None:
         ('[log]\nlevel = "inf"\n', "log.level = 'inf' .* did you mean info?"),
         ("[[up.engine]]\nport = 70000\n", r"up.engine\[0\].port = 70000 .*<= 65535"),
         ('[[up.engine]]\nengine = "vlm"\n', r"up.engine\[0\].engine = 'vlm' .*vllm"),
+        ('[[up.node]]\ndramm = "1GiB"\n', r"unknown key up.node\[0\].dramm .*did you mean up.node\[0\].dram"),
+        ('[[up.node]]\ndram = "1 gig"\n', r"up.node\[0\].dram = '1 gig' .* write for example 2GiB"),
         ("[up]\nengine = [1]\n", r"up.engine\[0\] = 1 .*must be a table"),
         ("[up]\ngrace_s = 'soon'\n", "up.grace_s = 'soon' .* write for example 1.5s"),
         ("[node\n", "is no valid TOML"),
@@ -124,7 +126,8 @@ def test_variables_that_are_not_settings_are_left_alone() -> None:
 def test_text_of_a_variable_becomes_the_type_of_the_key() -> None:
     made = config.load(
         env={
-            "MOONPOOL_UP_NODE": "no",
+            "MOONPOOL_UP_NODE": '[{"name": "a", "dram": "2GiB"}, {}]',
+            "MOONPOOL_UP_MASTER": "no",
             "MOONPOOL_UP_GRACE_S": "200ms",
             "MOONPOOL_UP_START_ATTEMPTS_MAX": "5",
             "MOONPOOL_NODE_OBJECT_SHARE_MAX": "0.5",
@@ -133,7 +136,9 @@ def test_text_of_a_variable_becomes_the_type_of_the_key() -> None:
             "MOONPOOL_UP_ENGINE": '[{"model": "m", "port": 1}]',
         }
     )
-    assert made.up.node is False
+    assert made.up.node == [config.UpNode(name="a", dram=2 << 30), config.UpNode()]
+    assert made.up.master is False
+    assert config.load(env={"MOONPOOL_UP_NODE": "no"}).up.node is False
     assert made.up.grace_s == 0.2
     assert made.up.start_attempts_max == 5
     assert made.node.object_share_max == 0.5
@@ -199,7 +204,7 @@ def test_rows_show_all_keys_and_never_the_secret(runtime: Path) -> None:
 
 def test_every_key_has_a_help_text_and_no_help_text_is_left_over() -> None:
     keys = {f"{name}.{field}" for name, kind in config.SECTIONS.items() for field in kind.__struct_fields__}
-    keys |= {f"up.engine.{field}" for field in config.Engine.__struct_fields__}
+    keys |= {f"{name}.{field}" for name, kind in config.TABLES.items() for field in kind.__struct_fields__}
     assert keys == set(config.HELP)
 
 
@@ -211,12 +216,16 @@ def test_the_schema_knows_units_choices_and_no_secret() -> None:
     assert schema["properties"]["node"]["additionalProperties"] is False
     assert not {"token", "admin_token"} & set(schema["properties"]["cluster"]["properties"])
     assert schema["$defs"]["Engine"]["properties"]["engine"]["enum"] == ["vllm"]
+    assert schema["$defs"]["UpNode"]["properties"]["dram"]["type"] == ["integer", "string"]
     msgspec.json.encode(schema)
 
 
-def test_the_example_is_a_valid_configuration() -> None:
-    made = config.load(Path(__file__).parents[2] / "examples" / "up.toml", env={})
+@pytest.mark.parametrize(("example", "nodes"), [("up.toml", True), ("cluster.toml", ["a", "b"])])
+def test_the_examples_are_valid_configurations(example: str, nodes: object) -> None:
+    made = config.load(Path(__file__).parents[2] / "examples" / example, env={})
     assert [engine.name for engine in made.up.engine] == ["left", "right"]
+    found = made.up.node
+    assert (found if isinstance(found, bool) else [node.name for node in found]) == nodes
 
 
 def test_the_documentation_has_every_key_and_default() -> None:

@@ -227,13 +227,17 @@ class Group:
         assert descendants(os.getpid()) == []
 
 
-def spec(name: str, folder: Path, program: str, stage: int = 0, mark: str = "ready") -> Spec:
+def spec(
+    name: str, folder: Path, program: str, stage: int = 0, mark: str = "ready", is_base: bool = False
+) -> Spec:
     log = folder / f"{name}.log"
 
     async def ready() -> bool:
         return mark in log.read_text()
 
-    return Spec(name, "engine", (sys.executable, "-c", program), os.environ, log, ready, stage)
+    return Spec(
+        name, "engine", (sys.executable, "-c", program), os.environ, log, ready, stage, is_base=is_base
+    )
 
 
 def test_a_killed_process_starts_again_after_its_orphans_are_gone(tmp_path: Path) -> None:
@@ -257,7 +261,7 @@ def test_a_killed_process_starts_again_after_its_orphans_are_gone(tmp_path: Path
     in_a_fork(body)
 
 
-def test_stages_start_in_order_and_the_first_ends_last(tmp_path: Path) -> None:
+def test_stages_start_in_order_and_what_the_others_stand_on_ends_last(tmp_path: Path) -> None:
     async def body() -> None:
         program = (
             "import signal, time\n"
@@ -265,16 +269,16 @@ def test_stages_start_in_order_and_the_first_ends_last(tmp_path: Path) -> None:
             "print('ready', flush=True)\n"
             "while True: signal.pause()"
         )
-        specs = [spec(name, tmp_path, program, stage) for name, stage in (("n", 0), ("e", 1), ("p", 2))]
+        specs = [spec(name, tmp_path, program, stage, is_base=stage < 2) for stage, name in enumerate("mnep")]
         group = Group(specs)
         await group.told("all is up")
         order = [event.name for event in group.events if event.text.startswith("started")]
-        assert order == ["n", "e", "p"]
+        assert order == ["m", "n", "e", "p"]
         ready = [event.text.split()[0] for event in group.events if event.name]
-        assert ready == ["started,", "ready"] * 3
+        assert ready == ["started,", "ready"] * 4
         await group.end()
-        ended = {name: int((tmp_path / f"{name}.log").read_text().split()[-1]) for name in "nep"}
-        assert ended["n"] > max(ended["e"], ended["p"])
+        ended = {name: int((tmp_path / f"{name}.log").read_text().split()[-1]) for name in "mnep"}
+        assert ended["m"] > ended["n"] > max(ended["e"], ended["p"])
 
     in_a_fork(body)
 

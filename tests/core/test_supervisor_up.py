@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from moonpool.core import config, up
+from moonpool.core import config, up_plan
 from moonpool.core.errors import ConfigError
 from moonpool.core.processes import descendants
 from moonpool.core.supervisor import Spec
@@ -202,16 +203,63 @@ def test_the_whole_line_with_a_real_node_and_the_proxy(runtime: Path, started: l
     assert not Path(state["node"]["socket"]).exists()
 
 
-def planned(engine: config.Engine, **more: object) -> up.Plan:
+def test_two_nodes_each_with_its_pages_socket_and_counters(runtime: Path, started: list[Command]) -> None:
+    pytest.importorskip("moonpool._native")
+    more = '[[up.node]]\nname = "a"\n[[up.node]]\nname = "b"\ndram = "32MiB"\n'
+    file = toml(runtime, more=more)
+    file.write_text(file.read_text().replace("node = false\n", ""))
+    command = Command(file)
+    started.append(command)
+    command.until("all is up")
+    state = json.loads((runtime / "up.json").read_text())
+    assert [node["name"] for node in state["nodes"]] == ["node-a", "node-b"]
+    assert state["node"] == state["nodes"][0]
+    assert state["master"] is None
+    done = subprocess.run(
+        [sys.executable, "-m", "moonpool", "status", "--json"],
+        capture_output=True,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    status = json.loads(done.stdout)
+    assert [(node["name"], node["metrics"]["arena_bytes"]) for node in status["nodes"]] == [
+        ("a", 64 << 20),
+        ("b", 32 << 20),
+    ]
+    first, second = state["nodes"]
+    assert Path(os.readlink(runtime / "node.sock")).name in ("node-a.sock", "node-b.sock")
+    os.kill(second["pid"], signal.SIGKILL)
+    command.until("node-b: ready after", times=2)
+    again = json.loads((runtime / "up.json").read_text())["nodes"]
+    assert again[0]["pid"] == first["pid"]
+    assert (again[1]["url"], again[1]["restarts"]) == (second["url"], 1)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait() == 0
+    assert not Path(first["socket"]).exists()
+
+
+def planned(engine: config.Engine, **more: object) -> up_plan.Plan:
     arguments: dict[str, object] = {
         "up.engine": [engine],
         "node.http": "127.0.0.1:0",
         "proxy.listen": "127.0.0.1:0",
     }
-    return up.plan(config.load(env={}, arguments=arguments | more), env={"PATH": os.environ["PATH"]})
+    return up_plan.plan(config.load(env={}, arguments=arguments | more), env={"PATH": os.environ["PATH"]})
 
 
-def spec_of(plan: up.Plan, name: str) -> Spec:
+def plan_of(folder: Path, text: str) -> up_plan.Plan:
+    """What a config file makes; every port is a free one unless the text says otherwise."""
+    file = folder / "plan.toml"
+    file.write_text(text)
+    env = {"MOONPOOL_PROXY_LISTEN": "127.0.0.1:0"}
+    return up_plan.plan(config.load(file, env=env), config_file=str(file), env={"PATH": os.environ["PATH"]})
+
+
+def option(spec: Spec, name: str) -> str:
+    return spec.command[spec.command.index(name) + 1]
+
+
+def spec_of(plan: up_plan.Plan, name: str) -> Spec:
     return next(spec for spec in plan.specs if spec.name == name)
 
 
@@ -255,11 +303,11 @@ def test_without_kv_pool_or_with_a_config_of_its_own_nothing_is_added(runtime: P
 
 
 def test_the_environment_of_an_engine(runtime: Path, vllm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(up, "has_gpu", lambda env: False)
+    monkeypatch.setattr(up_plan, "has_gpu", lambda env: False)
     given = config.Engine(model=str(runtime), executable=vllm, env={"OMP_NUM_THREADS": "7", "EXTRA": "1"})
     arguments: dict[str, object] = {"up.engine": [given], "node.http": "off", "up.proxy": False}
     base = {"PATH": "/bin", "PYTHONDONTWRITEBYTECODE": "1", "VLLM_HOST_IP": "10.0.0.1"}
-    env = spec_of(up.plan(config.load(env={}, arguments=arguments), env=base), "engine-0").env
+    env = spec_of(up_plan.plan(config.load(env={}, arguments=arguments), env=base), "engine-0").env
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert env["OMP_NUM_THREADS"] == "7"
     assert env["EXTRA"] == "1"
@@ -300,6 +348,113 @@ def test_ports_among_the_arguments_are_refused(runtime: Path, vllm: str) -> None
         planned(config.Engine(model="m", executable=vllm, args=["--port=1"]))
 
 
+TWO_NODES = """
+[node]
+dram = "64MiB"
+[up]
+master = true
+[[up.node]]
+name = "a"
+[[up.node]]
+name = "b"
+dram = "32MiB"
+host_id = "elsewhere"
+env = { MOONPOOL_NODE_SLAB_BYTES = "1MiB" }
+[[up.engine]]
+command = ["x", "{node}"]
+node = "b"
+[[up.engine]]
+command = ["x", "{node}"]
+[[up.engine]]
+command = ["x", "{node}"]
+"""
+
+
+def test_several_nodes_join_the_master_and_engines_are_spread_over_them(runtime: Path) -> None:
+    plan = plan_of(runtime, TWO_NODES)
+    assert [spec.name for spec in plan.specs] == [
+        "master", "node-a", "node-b", "engine-0", "engine-1", "engine-2", "proxy",
+    ]  # fmt: skip
+    assert [spec.stage for spec in plan.specs] == sorted(spec.stage for spec in plan.specs)
+    assert [spec.is_base for spec in plan.specs] == [True] * 3 + [False] * 4
+    master, a, b = plan.specs[:3]
+    assert master.command[-3:] == ("master", "--config", str(runtime / "plan.toml"))
+    for node in (a, b):
+        assert option(node, "--master") == master.env["MOONPOOL_MASTER_LISTEN"]
+        assert int(option(node, "--listen").rpartition(":")[2]) > 0
+    assert (option(a, "--dram"), option(b, "--dram")) == (str(64 << 20), str(32 << 20))
+    assert "--host-id" not in a.command
+    assert option(b, "--host-id") == "elsewhere"
+    assert b.env["MOONPOOL_NODE_SLAB_BYTES"] == "1MiB"
+    assert "MOONPOOL_NODE_SLAB_BYTES" not in a.env
+    urls = [spec.url for spec in plan.specs]
+    assert len(set(urls)) == len(urls)
+    sockets = [str(runtime / f"node-{name}.sock") for name in ("b", "b", "a")]
+    assert [spec_of(plan, f"engine-{index}").command[1] for index in range(3)] == sockets
+    assert plan.sockets == {"node-a": sockets[2], "node-b": sockets[0]}
+
+
+def test_one_table_is_one_node_and_old_forms_stand(runtime: Path) -> None:
+    engine = '[[up.engine]]\ncommand = ["x", "{node}"]\n'
+    assert plan_of(runtime, "[[up.node]]\n" + engine).specs[0].name == "node-0"
+    plain = plan_of(runtime, engine)
+    assert [spec.name for spec in plain.specs] == ["node", "engine-0", "proxy"]
+    assert "--master" not in spec_of(plain, "node").command
+    without = plan_of(runtime, "[up]\nnode = false\n" + engine)
+    assert [spec.name for spec in without.specs] == ["engine-0", "proxy"]
+    assert without.specs[0].command[1] == str(runtime / "node-default.sock")
+
+
+def test_nodes_join_the_master_of_another_host(runtime: Path) -> None:
+    secret = runtime / "secret"
+    secret.touch(0o600)
+    secret.write_text("chosen")
+    text = f'[cluster]\nmaster = "10.0.0.1:7700"\ntoken_file = "{secret}"\n[node]\nlisten = "0.0.0.0:0"\n'
+    plan = plan_of(runtime, text + '[[up.engine]]\ncommand = ["x"]\n')
+    assert option(spec_of(plan, "node"), "--master") == "10.0.0.1:7700"
+    assert option(spec_of(plan, "node"), "--listen").startswith("0.0.0.0:")
+    with pytest.raises(
+        ConfigError, match=r"up.master starts a master, and cluster.master names 10.0.0.1:7700"
+    ):
+        plan_of(runtime, text + '[up]\nmaster = true\n[[up.engine]]\ncommand = ["x"]\n')
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[[up.node]]\nname = "a"\n[[up.node]]\nname = "a"\n', r"up.node\[1\].name node-a is taken"),
+        (
+            '[[up.node]]\nname = "a"\n[[up.engine]]\ncommand = ["x"]\nnode = "b"\n',
+            r"up.engine\[0\].node = 'b' is no node of this file; its nodes: a",
+        ),
+        ('[node]\nsocket = "/tmp/x.sock"\n[[up.node]]\n[[up.node]]\n', "names one socket for 2 nodes"),
+        ('[[up.node]]\nname = "a b"\n', "node name 'a b' must be"),
+        ('[[up.node]]\nlisten = "0.0.0.0:0"\n', r"up.node\[0\].listen = .* needs a cluster token"),
+        ('[master]\nlisten = "0.0.0.0:0"\n[up]\nmaster = true\n', "master.listen = .* needs a cluster token"),
+    ],
+)
+def test_nodes_that_cannot_be_meant(runtime: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_of(runtime, text + '[[up.engine]]\ncommand = ["x"]\n')
+
+
+def test_a_default_port_that_is_taken_is_no_hindrance(runtime: Path) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        address = f"127.0.0.1:{busy.getsockname()[1]}"
+        made = config.load(env={}, arguments={"proxy.listen": "127.0.0.1:0"})
+        default = msgspec.structs.replace(
+            made,
+            node=msgspec.structs.replace(made.node, http=address),
+            up=msgspec.structs.replace(made.up, engine=[config.Engine(command=["x"])]),
+        )
+        node = spec_of(up_plan.plan(default, env={}), "node")
+        assert option(node, "--http") not in (address, "off")
+        with pytest.raises(ConfigError, match=f"node.http: address {address} cannot be used"):
+            planned(config.Engine(command=["x"]), **{"node.http": address})
+
+
 def test_a_port_in_use_is_refused_before_anything_starts(runtime: Path) -> None:
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
@@ -313,4 +468,4 @@ def test_a_port_in_use_is_refused_before_anything_starts(runtime: Path) -> None:
 
 def test_nothing_to_run_is_one_sentence(runtime: Path) -> None:
     with pytest.raises(ConfigError, match="there is no engine to start"):
-        up.plan(config.load(env={}), env={})
+        up_plan.plan(config.load(env={}), env={})

@@ -1,0 +1,367 @@
+"""What `moonpool up` is to run: of a Config the processes with real ports, commands, environments and logs.
+
+    master (up.master)     joined by the nodes
+    nodes                  none, the one of [node], or one for each table [[up.node]]
+    engines                each joins the node that it names, else the nodes in turn
+    proxy                  in front of all engines
+
+Nothing is started here. Ports are held while the plan is made, so that no two processes get the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from moonpool.core import paths
+from moonpool.core.addresses import Address, parse_address
+from moonpool.core.config import Config, Engine, UpNode
+from moonpool.core.errors import ConfigError
+from moonpool.core.http_get import answers_ok
+from moonpool.core.node_socket import is_served
+from moonpool.core.reach import OFF, master_address, own_address, require_token
+from moonpool.core.supervisor import Limits, Spec
+from moonpool.core.vllm_command import KV_TRANSFER_CONFIG, Pool, engine_environment, find_vllm, has_gpu
+
+MASTER_STAGE, NODE_STAGE, ENGINE_STAGE, PROXY_STAGE = range(4)
+MOONPOOL = (
+    sys.executable,
+    "-P",
+    "-m",
+    "moonpool",
+)  # -P: a folder of that name in the working folder is not ours
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to run; ``models`` and ``sockets`` by the name of the process."""
+
+    specs: tuple[Spec, ...]
+    log_dir: Path
+    limits: Limits
+    models: Mapping[str, str] = field(default_factory=dict)
+    sockets: Mapping[str, str] = field(default_factory=dict)
+
+
+def plan(config: Config, *, config_file: str = "", env: Mapping[str, str] | None = None) -> Plan:
+    """Decides addresses and commands. Takes free ports where 0 is asked for. Raises ConfigError for what
+    cannot run.
+    """
+    env = dict(os.environ if env is None else env)
+    up = config.up
+    if not up.engine and not config.proxy.engines and up.proxy:
+        raise ConfigError(
+            "there is no engine to start: add a table [[up.engine]] to the config file, or give --model",
+            operation="up",
+            key="up.engine",
+        )
+    for name in ("token_file", "admin_token_file"):
+        if file := getattr(config.cluster, name):
+            env[f"MOONPOOL_CLUSTER_{name.upper()}"] = str(Path(file).absolute())
+            env.pop(f"MOONPOOL_CLUSTER_{name.upper().removesuffix('_FILE')}", None)
+    runtime = paths.runtime_dir(ensure=True)
+    log_dir = Path(up.log_dir).absolute() if up.log_dir else runtime / "logs"
+    _make_folder(log_dir)
+    with ExitStack() as held:
+        planner = _Planner(config, config_file, env, log_dir, held)
+        specs = planner.all()
+    limits = Limits(
+        ready_timeout_s=up.ready_timeout_s,
+        start_attempts_max=up.start_attempts_max,
+        grace_s=up.grace_s,
+        backoff_initial_s=up.backoff_initial_s,
+        backoff_max_s=max(up.backoff_initial_s, up.backoff_max_s),
+        backoff_reset_s=up.backoff_reset_s,
+        progress_interval_s=up.progress_interval_s,
+    )
+    return Plan(tuple(specs), log_dir, limits, planner.models, planner.sockets)
+
+
+class _Planner:
+    """Makes the specs in the order of their stages; what one stage decides, the next one reads."""
+
+    def __init__(
+        self, config: Config, config_file: str, env: Mapping[str, str], log_dir: Path, held: ExitStack
+    ) -> None:
+        self.config = config
+        self.models: dict[str, str] = {}
+        self.sockets: dict[str, str] = {}
+        self._config_option = ["--config", str(Path(config_file).absolute())] if config_file else []
+        self._env = env
+        self._log_dir = log_dir
+        self._held = held
+        self._names = {"proxy"}
+        self._master = str(master_address(config) or "")  # what the nodes join
+        self._nodes: dict[str, str] = {}  # name of the node -> its socket
+
+    def all(self) -> list[Spec]:
+        up = self.config.up
+        specs: list[Spec] = []
+        if up.master:
+            specs.append(self._master_spec())
+        specs += self._node_specs()
+        engines = [self._engine(index, engine) for index, engine in enumerate(up.engine)]
+        specs += engines
+        if up.proxy:
+            urls = [*self.config.proxy.engines, *(f"{engine.name}={engine.url}" for engine in engines)]
+            specs.append(self._proxy(urls))
+        return specs
+
+    # ---- the master
+
+    def _master_spec(self) -> Spec:
+        config = self.config
+        if config.cluster.master:
+            raise _wrong(
+                "up.master", f"starts a master, and cluster.master names {config.cluster.master}; remove one"
+            )
+        self._names.add("master")
+        listen = self._address("master.listen", config.master.listen)
+        http = self._address("master.http", config.master.http)
+        self._master = str(Address(own_address(listen.host, None), listen.port))
+        url = f"http://{_from_here(http)}"
+        env = {**self._env, "MOONPOOL_MASTER_LISTEN": str(listen), "MOONPOOL_MASTER_HTTP": str(http)}
+
+        async def ready() -> bool:
+            return await answers_ok(f"{url}/health")
+
+        command = (*MOONPOOL, "master", *self._config_option)
+        log = self._log_dir / "master.log"
+        return Spec("master", "master", command, env, log, ready, MASTER_STAGE, url, is_base=True)
+
+    # ---- nodes
+
+    def _node_specs(self) -> list[Spec]:
+        wanted = self.config.up.node
+        if isinstance(wanted, bool):
+            self._names.add("node")
+            return [self._node("node", self._filled(UpNode(), 0))] if wanted else []
+        if len(wanted) > 1 and self.config.node.socket:
+            raise _wrong("node.socket", f"names one socket for {len(wanted)} nodes; remove it")
+        specs = []
+        for index, given in enumerate(wanted):
+            node = self._filled(given, index)
+            name = f"node-{node.name}"
+            self._take_name(name, f"up.node[{index}].name")
+            specs.append(self._node(name, node, f"up.node[{index}]."))
+        return specs
+
+    def _filled(self, given: UpNode, index: int) -> UpNode:
+        """``given`` with what it leaves open: as [node] says, save what two nodes cannot have both."""
+        node = self.config.node
+        several = isinstance(self.config.up.node, list)
+        return msgspec.structs.replace(
+            given,
+            name=given.name or (str(index) if several else node.name),
+            dram=given.dram or node.dram,
+            advertise=given.advertise or ("" if index else node.advertise),
+            host_id=given.host_id or node.host_id,
+        )
+
+    def _node(self, process: str, node: UpNode, prefix: str = "node.") -> Spec:
+        given = self.config.node.socket
+        socket_path = self._default_socket() if given else paths.node_socket(node.name)
+        first = not self._nodes
+        http = self._node_address("http", node.http, first, prefix)
+        listen = self._node_address("listen", node.listen, first, prefix)
+        url = "" if http is None else f"http://{_from_here(http)}"
+
+        async def ready() -> bool:
+            if url:
+                return await answers_ok(f"{url}/health")
+            return await asyncio.to_thread(is_served, socket_path)
+
+        command = [*MOONPOOL, "node", *self._config_option]
+        command += ["--name", node.name, "--dram", str(node.dram)]
+        command += ["--http", str(http or OFF), "--listen", str(listen or OFF)]
+        for option, value in (
+            ("--advertise", node.advertise),
+            ("--host-id", node.host_id),
+            ("--master", self._master),
+            ("--socket", given),
+        ):
+            command += [option, value] if value else []
+        self._nodes[node.name] = self.sockets[process] = str(socket_path)
+        return Spec(
+            process,
+            "node",
+            tuple(command),
+            {**self._env, **node.env},
+            self._log_dir / f"{process}.log",
+            ready,
+            NODE_STAGE,
+            url,
+            is_base=True,
+        )
+
+    def _node_address(self, name: str, given: str, first: bool, prefix: str) -> Address | None:
+        text: str = given or getattr(self.config.node, name)
+        if text == OFF:
+            return None
+        if given:
+            return self._address(prefix + name, given)
+        address = parse_address(text, f"node.{name}")
+        if not first:
+            text = str(Address(address.host, 0))
+        return self._address(f"node.{name}", text)
+
+    def _default_socket(self) -> Path:
+        node = self.config.node
+        return Path(node.socket).absolute() if node.socket else paths.node_socket(node.name)
+
+    # ---- engines
+
+    def _engine(self, index: int, engine: Engine) -> Spec:
+        key = f"up.engine[{index}]"
+        name = engine.name or f"engine-{index}"
+        self._take_name(name, f"{key}.name")
+        if not engine.health.startswith("/"):
+            raise _wrong(f"{key}.health", "must start with /")
+        node = self._node_of(engine, index, key)
+        address = _free_address(Address(engine.host, engine.port), f"{key}.port", self._held)
+        env = {**self._env, **engine.env}
+        if engine.command:
+            if engine.model or engine.args:
+                raise _wrong(
+                    f"{key}.command", "and model or args exclude each other; write them into the command"
+                )
+            socket_path = node or str(self._default_socket())
+            fill = {"{port}": str(address.port), "{host}": address.host, "{node}": socket_path}
+            command = [_with(word, fill) for word in engine.command]
+        elif engine.model:
+            program = find_vllm(engine.executable, path=env.get("PATH"))
+            command = self._vllm(engine, key, program, address, node)
+            env = engine_environment(
+                env,
+                program=program,
+                model=engine.model,
+                gpu=has_gpu(env),
+                engines=len(self.config.up.engine),
+            )
+        else:
+            raise _wrong(f"{key}", "needs a model or a command")
+        self.models[name] = engine.model
+        url = f"http://{address}"
+
+        async def ready() -> bool:
+            return await answers_ok(url + engine.health)
+
+        log = self._log_dir / f"{name}.log"
+        return Spec(name, "engine", tuple(command), env, log, ready, ENGINE_STAGE, url)
+
+    def _node_of(self, engine: Engine, index: int, key: str) -> str:
+        """The socket of the node that this engine joins; without a node of ours, the host's default one."""
+        if engine.node and engine.node not in self._nodes:
+            names = ", ".join(self._nodes) or "none"
+            raise _wrong(f"{key}.node", f"= {engine.node!r} is no node of this file; its nodes: {names}")
+        if engine.node:
+            return self._nodes[engine.node]
+        sockets = list(self._nodes.values())
+        return sockets[index % len(sockets)] if sockets else ""
+
+    def _vllm(self, engine: Engine, key: str, program: str, address: Address, node: str) -> list[str]:
+        options = {argument.partition("=")[0].replace("_", "-") for argument in engine.args}
+        for option in ("--host", "--port"):
+            if option in options:
+                raise _wrong(f"{key}.args", f"must not hold {option}; use {key}.{option[2:]}")
+        command = [program, "serve", engine.model, "--host", address.host, "--port", str(address.port)]
+        command += engine.args
+        if engine.kv_pool and KV_TRANSFER_CONFIG not in options:
+            pool = Pool(
+                role=engine.kv_role,
+                load_failure_policy=engine.kv_load_failure_policy,
+                node=node,
+                require_pool=engine.require_pool,
+            )
+            command += [KV_TRANSFER_CONFIG, pool.transfer_config()]
+        return command
+
+    # ---- the proxy
+
+    def _proxy(self, urls: list[str]) -> Spec:
+        key = "proxy.listen"
+        address = _free_address(parse_address(self.config.proxy.listen, key), key, self._held)
+        url = f"http://{_from_here(address)}"
+
+        async def ready() -> bool:
+            return await answers_ok(f"{url}/health")
+
+        command = [*MOONPOOL, "proxy", *self._config_option, "--listen", str(address)]
+        for engine_url in urls:
+            command += ["--engine", engine_url]
+        log = self._log_dir / "proxy.log"
+        return Spec("proxy", "proxy", tuple(command), self._env, log, ready, PROXY_STAGE, url)
+
+    # ---- shared
+
+    def _address(self, key: str, text: str) -> Address:
+        """A real address for the setting ``key``; another port where only a default is taken."""
+        address = parse_address(text, key)
+        require_token(self.config, address, key)
+        by_default = self.config.origin(key).kind == "default" and "[" not in key
+        return _free_address(address, key, self._held, or_any=by_default)
+
+    def _take_name(self, name: str, key: str) -> None:
+        if name in self._names:
+            raise _wrong(key, f"{name} is taken; names of processes must differ")
+        self._names.add(name)
+
+
+def _free_address(address: Address, key: str, held: ExitStack, *, or_any: bool = False) -> Address:
+    """``address`` with a real port. It is held until ``held`` closes, so that no two of ours get the same.
+
+    Raises ConfigError when somebody else listens there: else we would take that one for ours when it answers.
+    or_any: then any free port will do.
+    """
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind(address)
+        probe.listen(1)
+    except OSError as error:
+        if or_any and address.port:
+            return _free_address(address._replace(port=0), key, held)
+        raise ConfigError(
+            f"{key}: address {address} cannot be used: {error.strerror}; choose another, or port 0 for any",
+            operation="up",
+            key=key,
+            peer=str(address),
+            cause=error,
+        ) from error
+    return address._replace(port=probe.getsockname()[1])
+
+
+def _from_here(address: Address) -> Address:
+    """Where this host reaches what listens on ``address``."""
+    return Address("127.0.0.1", address.port) if address.host in ("0.0.0.0", "::") else address
+
+
+def _with(word: str, fill: Mapping[str, str]) -> str:
+    for mark, value in fill.items():
+        word = word.replace(mark, value)
+    return word
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder of the logs {folder}: {error.strerror}; choose another with --log-dir",
+            operation="up",
+            key="up.log_dir",
+            cause=error,
+        ) from error
+
+
+def _wrong(key: str, reason: str) -> ConfigError:
+    return ConfigError(f"{key} {reason}", operation="up", key=key)
