@@ -7,6 +7,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 help:
 	@echo 'make demo     two real vLLM engines share one pool; shows who computed what'
+	@echo '              NODES=2 on two nodes with a master, as if on two hosts'
 	@echo '              ONCE=1 ends by itself   MODEL=path your own model   JSON=file the table as JSON'
 	@echo 'make test     lint, native tests under sanitizers, pytest'
 	@echo "              ARGS='-k store' for pytest   ENGINE=0 without a real vLLM   ONLY=pytest"
@@ -19,7 +20,7 @@ help:
 	@echo 'make clean    remove what was built inside the tree (the environments in the cache stay)'
 
 demo:
-	@$(PYTHON) -m scripts.demo $(if $(ONCE),--once) $(if $(MODEL),--model '$(MODEL)') $(if $(JSON),--json '$(JSON)')
+	@$(PYTHON) -m scripts.demo $(if $(ONCE),--once) $(if $(NODES),--nodes '$(NODES)') $(if $(MODEL),--model '$(MODEL)') $(if $(JSON),--json '$(JSON)')
 
 test:
 	@$(PYTHON) -m scripts.test $(if $(filter 0,$(ENGINE)),--no-engine) $(if $(filter pytest,$(ONLY)),--only-pytest) --pytest="$(ARGS)"

@@ -16,6 +16,9 @@ def main() -> None:
         "--once", action="store_true", help="end by itself after the proof (make demo ONCE=1)"
     )
     parser.add_argument("--model", default="", help="a model of your own: folder or hub name (MODEL=...)")
+    parser.add_argument(
+        "--nodes", type=int, choices=(1, 2), default=1, help="2: each engine on a node of its own (NODES=2)"
+    )
     parser.add_argument("--json", default="", help="write the table to this file (JSON=...)")
     options = parser.parse_args()
     progress = Progress(environments.cache() / "logs" / "demo-setup.log")
@@ -31,6 +34,7 @@ def main() -> None:
     command = [str(environment.python), str(ROOT / "examples" / "demo" / "main.py")]
     command += ["--cache", str(environments.cache())]
     command += ["--once"] if options.once else []
+    command += ["--nodes", str(options.nodes)] if options.nodes > 1 else []
     command += ["--cpu"] if choice.is_cpu else []
     command += ["--model", options.model] if options.model else []
     command += ["--json", os.path.abspath(options.json)] if options.json else []

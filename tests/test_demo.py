@@ -6,11 +6,13 @@ import dataclasses
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo"
@@ -72,11 +74,53 @@ def test_the_accounts_of_both_sides_must_agree(
 
     class Cluster:
         engines = {"a": ("h", 1), "b": ("h", 2)}  # noqa: RUF012
-        node = ("h", 3)
+        nodes = {"node": ("h", 3)}  # noqa: RUF012
 
     model = demo.Model("tiny", "float32", 4096, is_local=True)
     checks = demo.Demo(Cluster(), model)._accounts()
     assert [check.passed for check in checks] == expected
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"), [((300, 100), True), ((400, 0), False), ((200, 100), False), ((300, 101), False)]
+)
+def test_on_two_nodes_all_of_it_must_have_come_over_tcp_from_both(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, sent: tuple[int, int], expected: bool
+) -> None:
+    by_address = {("h", 3): sent[0], ("h", 4): sent[1]}
+    monkeypatch.setattr(demo.counters, "node_sent_bytes", by_address.__getitem__)
+
+    class Cluster:
+        nodes = {"node-a": ("h", 3), "node-b": ("h", 4)}  # noqa: RUF012
+
+    model = demo.Model("tiny", "float32", 4096, is_local=True)
+    assert demo.Demo(Cluster(), model)._from_node_to_node(400).passed is expected
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_file_for_up_can_be_meant(demo: ModuleType, runtime_dir: Path, nodes: int) -> None:
+    """Each engine joins its own node, and the nodes count as different hosts."""
+    from moonpool.core import config, up_plan
+
+    model = demo.Model("tiny", "float32", 4096, is_local=False)
+    cluster = importlib.import_module("cluster").Cluster(model, True, nodes)
+    try:
+        made = config.load(cluster.config, env={})
+        assert [bool(engine.node) for engine in made.up.engine] == [nodes == 2] * 2
+        plain = [
+            config.Engine(command=["x", "{node}"], name=each.name, node=each.node) for each in made.up.engine
+        ]
+        up = msgspec.structs.replace(made.up, engine=plain)
+        plan = up_plan.plan(msgspec.structs.replace(made, up=up), env={})
+    finally:
+        shutil.rmtree(cluster.folder)
+    names = [spec.name for spec in plan.specs]
+    if nodes == 1:
+        assert names == ["node", "engine-a", "engine-b", "proxy"]
+    else:
+        assert names == ["master", "node-a", "node-b", "engine-a", "engine-b", "proxy"]
+        hosts = {spec.command[spec.command.index("--host-id") + 1] for spec in plan.specs[1:3]}
+        assert len(hosts) == 2
 
 
 def test_counters_are_summed_over_series(demo: ModuleType) -> None:
@@ -89,12 +133,23 @@ def test_counters_are_summed_over_series(demo: ModuleType) -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_whole_demo(vllm_python: str, tmp_path: Path) -> None:
-    """Node, two engines and the proxy in separate processes: what `make demo ONCE=1 JSON=FILE` runs."""
+@pytest.mark.parametrize("nodes", [1])
+def test_the_whole_demo(vllm_python: str, tmp_path: Path, nodes: int) -> None:
+    """All in separate processes: what `make demo ONCE=1 NODES=N JSON=FILE` runs."""
     if subprocess.run([vllm_python, "-c", "import moonpool"], check=False).returncode != 0:
         pytest.skip("moonpool is not installed beside this vLLM; `make test` installs it")
     table = tmp_path / "table.json"
-    command = [vllm_python, DEMO / "main.py", "--once", "--cache", tmp_path, "--json", table]
+    command = [
+        vllm_python,
+        DEMO / "main.py",
+        "--once",
+        "--cache",
+        tmp_path,
+        "--json",
+        table,
+        "--nodes",
+        str(nodes),
+    ]
     if not os.path.exists("/dev/nvidia0"):
         command.append("--cpu")
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)

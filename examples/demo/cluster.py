@@ -1,4 +1,4 @@
-"""`moonpool up` with a node, two engines and the proxy, as a child of ours that never outlives us."""
+"""`moonpool up` with one node or two, two engines and the proxy; a child of ours that never outlives us."""
 
 from __future__ import annotations
 
@@ -61,14 +61,18 @@ def answers(address: Address, path: str = "/health") -> bool:
 class Cluster:
     """Context manager: nothing runs before it, nothing is left after it."""
 
-    def __init__(self, model: Model, cpu: bool) -> None:
+    def __init__(self, model: Model, cpu: bool, nodes: int = 1) -> None:
         # Of its own, so that it meets no other node of this machine; short, because a socket's path is
         # limited.
         self.folder = Path(tempfile.mkdtemp(prefix="moonpool-demo-", dir="/tmp"))
         self.runtime = self.folder / "run"
         self.runtime.mkdir(mode=0o700)
         self.proxy: Address = ("127.0.0.1", free_port(8080))
-        self.node: Address = ("127.0.0.1", free_port(7711))
+        names = ["node"] if nodes == 1 else [f"node-{engine[-1]}" for engine in ENGINES[:nodes]]
+        self.nodes: dict[str, Address] = {
+            name: ("127.0.0.1", free_port(0 if index else 7711)) for index, name in enumerate(names)
+        }
+        self.master: Address | None = ("127.0.0.1", free_port(7701)) if nodes > 1 else None
         self.engines: dict[str, Address] = {name: ("127.0.0.1", free_port()) for name in ENGINES}
         self.config = self.folder / "up.toml"
         self.config.write_text(self._toml(model, cpu))
@@ -80,15 +84,16 @@ class Cluster:
         lines = [
             "[node]",
             f"dram = {json.dumps(ARENA)}",
-            f'http = "{self.node[0]}:{self.node[1]}"',
+            *([] if self.master else [f"http = {json.dumps(_text(self.nodes['node']))}"]),
             "",
             "[proxy]",
-            f'listen = "{self.proxy[0]}:{self.proxy[1]}"',
+            f"listen = {json.dumps(_text(self.proxy))}",
             "",
             "[up]",
             f"log_dir = {json.dumps(str(self.folder / 'logs'))}",
             f"ready_timeout_s = {READY_TIMEOUT_S}",
             "start_attempts_max = 1",  # what does not start the first time should be seen at once
+            *(self._cluster_toml(self.master) if self.master else []),
         ]
         for name, (host, port) in self.engines.items():
             environment = ", ".join(
@@ -101,10 +106,31 @@ class Cluster:
                 f"model = {json.dumps(model.source)}",
                 f'host = "{host}"',
                 f"port = {port}",
+                *([f"node = {json.dumps(name[-1])}"] if self.master else []),
                 f"args = {json.dumps(model.arguments(cpu))}",
                 f"env = {{ {environment} }}",
             ]
         return "\n".join(lines) + "\n"
+
+    def _cluster_toml(self, master: Address) -> list[str]:
+        """Two nodes that count as two hosts: what one reads of the other has to come over TCP."""
+        lines = [
+            "master = true",
+            "",
+            "[master]",
+            'listen = "127.0.0.1:0"',
+            f"http = {json.dumps(_text(master))}",
+        ]
+        for name, address in self.nodes.items():
+            lines += [
+                "",
+                "[[up.node]]",
+                f"name = {json.dumps(name[-1])}",
+                f"http = {json.dumps(_text(address))}",
+                'listen = "127.0.0.1:0"',
+                f"host_id = {json.dumps(f'host of {name}')}",
+            ]
+        return lines
 
     def __enter__(self) -> Cluster:
         _adopt_orphans()
@@ -137,7 +163,8 @@ class Cluster:
 
     def wait_until_ready(self, say: Callable[[str], None]) -> None:
         """Says what got ready, and every ten seconds what is still awaited. Raises StartFailed."""
-        waiting = {"node": self.node, **self.engines, "proxy": self.proxy}
+        master = {"master": self.master} if self.master else {}
+        waiting = {**master, **self.nodes, **self.engines, "proxy": self.proxy}
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         next_word_s = time.monotonic() + PROGRESS_S
         while waiting:
@@ -166,6 +193,10 @@ class Cluster:
                 lines = path.read_text(errors="replace").splitlines()[-15:]
                 parts.append(f"--- the end of {path}\n" + "\n".join(lines))
         return "\n".join(parts)
+
+
+def _text(address: Address) -> str:
+    return f"{address[0]}:{address[1]}"
 
 
 def _adopt_orphans() -> None:

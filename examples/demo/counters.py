@@ -108,6 +108,11 @@ def node_served_bytes(address: tuple[str, int]) -> int:
     return total(scrape(address), "moonpool_node_served_bytes_total")
 
 
+def node_sent_bytes(address: tuple[str, int]) -> int:
+    """Those of them that left over TCP, for readers on other hosts."""
+    return total(scrape(address), "moonpool_node_served_bytes_total", 'transport="tcp"')
+
+
 def node_offered(address: tuple[str, int]) -> int:
     """Objects that were brought to the node: those it stored, and those it had already."""
     samples = scrape(address)

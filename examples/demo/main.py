@@ -84,8 +84,8 @@ class Demo:
         )
 
     def _offered(self) -> int:
-        """Grows with every block that an engine brings to the node, new or known."""
-        return counters.node_offered(self.cluster.node)
+        """Grows with every block that an engine brings to its node, new or known."""
+        return sum(counters.node_offered(address) for address in self.cluster.nodes.values())
 
     def _engine_of(self, answer: Answer) -> str:
         """The proxy names engines as up.toml does, or by their address."""
@@ -143,26 +143,37 @@ class Demo:
         ]
 
     def _accounts(self) -> list[Check]:
-        """The engines' figures against the node's: what one side says it got, the other says it gave."""
+        """The engines' figures against the nodes': what one side says it got, the other says it gave."""
         total = [counters.engine_counts(address) for address in self.cluster.engines.values()]
         tokens = sum(counts.pool for counts in total)
         loaded = sum(counts.pool_bytes for counts in total)
         errors = sum(counts.load_errors for counts in total)
         expected = tokens * self.model.token_bytes if self.model.token_bytes else loaded
-        served = counters.wait_until_equal(lambda: counters.node_served_bytes(self.cluster.node), expected)
+        nodes = self.cluster.nodes.values()
+        served = counters.wait_until_equal(lambda: sum(map(counters.node_served_bytes, nodes)), expected)
         weight = (
             f"{self.model.token_bytes:,} bytes per token"
             if self.model.token_bytes
             else "(this model's bytes per token are not known here: the engines' own figure)"
         )
-        return [
+        checks = [
             Check("no load failed", errors == 0, f"{errors} load errors"),
             Check(
-                "the node served exactly that",
+                f"the {'node' if len(nodes) == 1 else 'nodes'} served exactly that",
                 served == expected == loaded and tokens > 0,
                 f"{served:,} bytes served = {tokens:,} tokens x {weight}; the engines loaded {loaded:,}",
             ),
         ]
+        return checks if len(nodes) == 1 else [*checks, self._from_node_to_node(served)]
+
+    def _from_node_to_node(self, served: int) -> Check:
+        """Each engine loads only what the other one computed, and that lies in the other one's node."""
+        sent = {name: counters.node_sent_bytes(address) for name, address in self.cluster.nodes.items()}
+        return Check(
+            "all of it over TCP, from both nodes",
+            sum(sent.values()) == served and all(sent.values()),
+            ", ".join(f"{name} sent {count:,} bytes" for name, count in sent.items()),
+        )
 
 
 def curl_line(demo: Demo) -> str:
@@ -176,9 +187,10 @@ def curl_line(demo: Demo) -> str:
 def show(options: argparse.Namespace) -> int:
     model = model_choice.given(options.model) if options.model else model_choice.tiny(Path(options.cache))
     say(f"model: {model.source}")
-    with Cluster(model, options.cpu) as cluster:
+    with Cluster(model, options.cpu, options.nodes) as cluster:
         say(f"moonpool up --config {cluster.config} (logs in {cluster.folder})")
-        say("starting a node, two vLLM engines and the proxy; an engine takes half a minute")
+        nodes = "a node" if options.nodes == 1 else "a master, two nodes"
+        say(f"starting {nodes}, two vLLM engines and the proxy; an engine takes half a minute")
         cluster.wait_until_ready(say)
         serving_s = time.time() - STARTED_S
         say(f"serving at http://{cluster.proxy[0]}:{cluster.proxy[1]}, {serving_s:.0f} s after the start")
@@ -222,6 +234,9 @@ def main() -> int:
         "--model", default="", help="a folder or a hub name; default: a tiny model made on the spot"
     )
     parser.add_argument("--json", default="", help="write the table to this file")
+    parser.add_argument(
+        "--nodes", type=int, choices=(1, 2), default=1, help="2: each engine on a node, and host, of its own"
+    )
     parser.add_argument("--once", action="store_true", help="end after the proof")
     parser.add_argument("--cpu", action="store_true", help="this machine has no GPU")
     options = parser.parse_args()
