@@ -3,12 +3,14 @@
 A scrape every few seconds needs no kept-alive connections. So each connection ends after its answer, and at
 the latest after its deadline, whatever the client does or does not send; when there are too many, the oldest
 makes room. Thus slow, idle or garbled clients cost a bounded amount of memory and keep nobody else waiting.
+With TLS the deadline holds from the first byte of the handshake.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
@@ -34,8 +36,10 @@ class AdminServer:
         key: str,
         connections_max: int,
         timeout_s: float,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.address = address
+        self._tls = tls
         self._routes = dict(routes)
         self._key = key
         self._connections_max = connections_max
@@ -93,6 +97,10 @@ class AdminServer:
             await self._runner.cleanup()
 
     @property
+    def url(self) -> str:
+        return f"{'http' if self._tls is None else 'https'}://{self.address}"
+
+    @property
     def connections(self) -> int:
         return len(self._open)
 
@@ -101,18 +109,32 @@ class AdminServer:
             raise RuntimeError("a connection before start()")
         if len(self._open) >= self._connections_max:
             next(iter(self._open)).abort()
-        connection = _Deadline(self._runner.server(), self._timeout_s, self._open)
+        connection = _Deadline(self._runner.server(), self._timeout_s, self._open, self._tls)
         self._open[connection] = None
         return connection
 
 
 class _Deadline(asyncio.Protocol):
-    """Passes everything on to ``inner`` and cuts the connection off when its time is over."""
+    """Passes everything on to ``inner`` and cuts the connection off when its time is over.
 
-    def __init__(self, inner: asyncio.Protocol, timeout_s: float, register: dict[_Deadline, None]) -> None:
+    With TLS it is first the protocol of the bare connection, then that of the decrypted one. What arrives
+    before ``inner`` knows its connection waits in ``_early``.
+    """
+
+    def __init__(
+        self,
+        inner: asyncio.Protocol,
+        timeout_s: float,
+        register: dict[_Deadline, None],
+        tls: ssl.SSLContext | None,
+    ) -> None:
         self._inner = inner
         self._timeout_s = timeout_s
         self._register = register
+        self._tls = tls
+        self._upgrade: asyncio.Task[None] | None = None
+        self._made = False
+        self._early: list[bytes] = []
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -128,19 +150,45 @@ class _Deadline(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self.abort)
         if self not in self._register:  # made room for a newer one before it began
             transport.abort()
+        if self._tls is None:
+            self._begin(transport)
+        else:
+            transport.pause_reading()
+            self._upgrade = asyncio.get_running_loop().create_task(self._start_tls(transport, self._tls))
+
+    async def _start_tls(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            decrypted = await loop.start_tls(
+                transport, self, tls, server_side=True, ssl_handshake_timeout=self._timeout_s
+            )
+        except OSError:  # no TLS, or cut off; the connection is closed
+            return
+        if decrypted is not None:
+            self._begin(decrypted)
+
+    def _begin(self, transport: asyncio.Transport) -> None:
+        self._made = True
         self._inner.connection_made(transport)
+        for data in self._early:
+            self._inner.data_received(data)
+        self._early.clear()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._register.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
-        self._inner.connection_lost(exc)
+        if self._made:
+            self._inner.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._inner.data_received(data)
+        if self._made:
+            self._inner.data_received(data)
+        else:
+            self._early.append(data)
 
     def eof_received(self) -> bool | None:
-        return self._inner.eof_received()
+        return self._inner.eof_received() if self._made else None
 
     def pause_writing(self) -> None:
         self._inner.pause_writing()

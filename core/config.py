@@ -42,6 +42,9 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     admin_token_file: str = ""
     admin_token: Secret = ""
     master: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
 
 
 class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -243,6 +246,9 @@ HELP: dict[str, str] = {
     "cluster.admin_token": "that token itself; only from the environment, MOONPOOL_CLUSTER_ADMIN_TOKEN",
     "cluster.master": "host:port of the master that this node joins; empty: none; on another host: needs "
     "a cluster token",
+    "cluster.tls_cert": "certificate (PEM) of the HTTP pages of node and master, which become https",
+    "cluster.tls_key": "its key (PEM, 0600, without a password)",
+    "cluster.tls_ca": "authorities (PEM) that `moonpool status` trusts; empty: the system's",
     "node.name": "names the node's socket, node-NAME.sock",
     "node.socket": "path of the node's Unix socket; empty: node-NAME.sock in the runtime folder",
     "node.dram": "DRAM arena of the tenant called default",

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import ssl
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from moonpool.core.errors import Unavailable
+from moonpool.core.tls import own_child_context
 
 ANSWER_BYTES_MAX = 4 << 20
 
 
 async def answers_ok(url: str, *, timeout_s: float = 2.0) -> bool:
-    """Whether GET ``url`` answers 200 within ``timeout_s`` seconds."""
+    """Whether GET ``url``, of a process that we started, answers 200 within ``timeout_s`` seconds."""
     parts = urlsplit(url)
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            tls = own_child_context() if parts.scheme == "https" else None
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=tls)
             head = f"GET {parts.path or '/'} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n"
             writer.write(head.encode())
             line = await reader.readline()
@@ -32,10 +35,18 @@ async def answers_ok(url: str, *, timeout_s: float = 2.0) -> bool:
             writer.close()
 
 
-def get_json(url: str, *, timeout_s: float = 2.0) -> Any:
-    """The JSON value of GET ``url``. Raises Unavailable when there is none within ``timeout_s`` seconds."""
+def get_json(url: str, *, timeout_s: float = 2.0, tls: ssl.SSLContext | None = None) -> Any:
+    """The JSON value of GET ``url``. Raises Unavailable when there is none within ``timeout_s`` seconds.
+
+    tls: what to trust where ``url`` is https.
+    """
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_s)
+    host = parts.hostname or ""
+    connection = (
+        http.client.HTTPSConnection(host, parts.port or 443, timeout=timeout_s, context=tls)
+        if parts.scheme == "https"
+        else http.client.HTTPConnection(host, parts.port or 80, timeout=timeout_s)
+    )
     try:
         connection.request("GET", parts.path or "/")
         response = connection.getresponse()

@@ -27,6 +27,7 @@ from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.node_socket import Claim, hand_over_default, link_default
 from moonpool.core.reach import Reach, listening, reach_of_node
+from moonpool.core.tls import server_context
 
 
 class NodeServer(metrics.Source, Protocol):
@@ -131,6 +132,7 @@ class Node:
         node = self.config.node
         http = listening(self.config, "node.http")
         self.reach = reach_of_node(self.config)
+        tls = server_context(self.config)
         paths.runtime_dir(ensure=True)
         path = Path(node.socket).absolute() if node.socket else paths.node_socket(node.name)
         token = self.config.read_token()
@@ -144,9 +146,10 @@ class Node:
                 key="--http",
                 connections_max=node.http_connections_max,
                 timeout_s=node.http_timeout_s,
+                tls=tls,
             )
             await self._http.start()
-            self.http_url = f"http://{self._http.address}"
+            self.http_url = self._http.url
         link_default(path)
 
     async def stop(self) -> None:

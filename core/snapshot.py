@@ -12,6 +12,7 @@ from moonpool.core import paths
 from moonpool.core.config import Config
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.http_get import get_json
+from moonpool.core.tls import client_context, scheme
 from moonpool.core.up import UpState, read_state
 
 
@@ -53,7 +54,7 @@ def take(config: Config, *, node_url: str = "", proxy_url: str = "", timeout_s: 
         if up is not None and up.nodes:
             places = [(node.url, node.socket) for node in up.nodes]
         elif config.node.http != "off":
-            places = [(f"http://{config.node.http}", "")]
+            places = [(f"{scheme(config)}://{config.node.http}", "")]
     if not proxy_url:
         proxy_url = (
             up.proxy.url if up is not None and up.proxy is not None else f"http://{config.proxy.listen}"
@@ -80,7 +81,9 @@ def _node(config: Config, url: str, socket: str, timeout_s: float) -> dict[str, 
     """The node's /stat; when HTTP does not answer, its counters over its socket or the host's default one."""
     try:
         if url:
-            return msgspec.convert(get_json(f"{url.rstrip('/')}/stat", timeout_s=timeout_s), dict[str, Any])
+            tls = client_context(config) if url.startswith("https:") else None
+            page = get_json(f"{url.rstrip('/')}/stat", timeout_s=timeout_s, tls=tls)
+            return msgspec.convert(page, dict[str, Any])
     except (Unavailable, msgspec.ValidationError):
         pass
     from moonpool.core.store import Store

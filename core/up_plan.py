@@ -29,6 +29,7 @@ from moonpool.core.http_get import answers_ok
 from moonpool.core.node_socket import is_served
 from moonpool.core.reach import OFF, master_address, own_address, require_token
 from moonpool.core.supervisor import Limits, Spec
+from moonpool.core.tls import scheme
 from moonpool.core.vllm_command import KV_TRANSFER_CONFIG, Pool, engine_environment, find_vllm, has_gpu
 
 MASTER_STAGE, NODE_STAGE, ENGINE_STAGE, PROXY_STAGE = range(4)
@@ -127,7 +128,7 @@ class _Planner:
         listen = self._address("master.listen", config.master.listen)
         http = self._address("master.http", config.master.http)
         self._master = str(Address(own_address(listen.host, None), listen.port))
-        url = f"http://{_from_here(http)}"
+        url = f"{scheme(config)}://{_from_here(http)}"
         env = {**self._env, "MOONPOOL_MASTER_LISTEN": str(listen), "MOONPOOL_MASTER_HTTP": str(http)}
 
         async def ready() -> bool:
@@ -172,7 +173,7 @@ class _Planner:
         first = not self._nodes
         http = self._node_address("http", node.http, first, prefix)
         listen = self._node_address("listen", node.listen, first, prefix)
-        url = "" if http is None else f"http://{_from_here(http)}"
+        url = "" if http is None else f"{scheme(self.config)}://{_from_here(http)}"
 
         async def ready() -> bool:
             if url:
