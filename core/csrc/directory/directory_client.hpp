@@ -86,13 +86,18 @@ class DirectoryClient {
     using Parse = std::function<bool(Reader&)>;
     using Clock = std::chrono::steady_clock;
 
-    Status ready(std::unique_lock<std::mutex>& lock);
+    Status ready();
     Status ask(Kind kind, const Build& build, const Parse& parse);
+    Status ask_in_pieces(Kind kind, std::span<const Hash128> hashes,
+                         const std::function<void(Writer&, uint32_t)>& head, const Parse& parse,
+                         const std::function<bool()>& more);
+    uint64_t begin(Kind kind);
     Status send_all(std::span<const std::byte> bytes);
     Status receive_answer(Kind kind, uint64_t request_id, const Parse& parse);
     Status receive(void* data, size_t size);
     Status refresh_members();
     Error lost(Error error);
+    static Error forked();
     void dial_loop();
 
     DirectoryClientOptions options_;
@@ -104,14 +109,17 @@ class DirectoryClient {
     Fd fd_;
     ClosedInChildren closed_in_children_{fd_};
     std::vector<std::byte> out_, body_;
+    size_t frame_at_ = 0;
     uint64_t next_request_ = 1;
     std::shared_ptr<const Members> members_;
+    uint64_t members_epoch_ = 0;  // of members_, as this connection's master counts; 0: none of its
     Clock::time_point members_at_{};
 
     std::mutex dial_mutex_;  // between callers and the thread that dials
     std::condition_variable dial_wake_, dial_done_;
     bool dial_wanted_ = false, dialed_once_ = false;
     Fd dialed_;
+    std::atomic<int> live_fd_{-1};  // fd_, for close(), which does not wait for a call in progress
     Error why_not_;
     std::thread dialer_;
 };

@@ -59,8 +59,8 @@ Result<Membership::Joined> Membership::join(uint64_t now_ms, const NodeIdentity&
             life.load = load;
             life.link = link;
             life.heard_ms = now_ms;
-            life.state = MemberState::kAlive;
-            ++epoch_;
+            set_state(*known, life, MemberState::kAlive);
+            ++epoch_;  // its address may be another
             return joined;
         }
         if (life.state == MemberState::kAlive) {
@@ -83,6 +83,8 @@ Result<Membership::Joined> Membership::join(uint64_t now_ms, const NodeIdentity&
     }
     joined.id = *id;
     lives_.emplace(*id, Life{identity, load, MemberState::kAlive, link, now_ms});
+    if (alive_.size() <= *id) alive_.resize(size_t{*id} + 1);
+    alive_[*id] = true;
     ++epoch_;
     return joined;
 }
@@ -92,12 +94,14 @@ void Membership::end(NodeId id, bool fenced) {
     past_.push_back(Past{std::move(it->second.identity), it->second.heard_ms, fenced});
     if (past_.size() > options_.past_max) past_.pop_front();
     lives_.erase(it);
+    alive_[id] = false;
     ++epoch_;
 }
 
-void Membership::set_state(Life& life, MemberState state) {
+void Membership::set_state(NodeId id, Life& life, MemberState state) {
     if (life.state == state) return;
     life.state = state;
+    alive_[id] = state == MemberState::kAlive;
     ++epoch_;
 }
 
@@ -105,7 +109,7 @@ void Membership::heard(uint64_t now_ms, NodeId id, LinkId link) {
     auto it = lives_.find(id);
     if (it == lives_.end() || it->second.link != link) return;  // an old connection of a life that has moved
     it->second.heard_ms = now_ms;
-    set_state(it->second, MemberState::kAlive);
+    set_state(id, it->second, MemberState::kAlive);
 }
 
 void Membership::beat(uint64_t now_ms, NodeId id, LinkId link, const NodeLoad& load) {
@@ -118,7 +122,7 @@ void Membership::disconnected(NodeId id, LinkId link) {
     auto it = lives_.find(id);
     if (it == lives_.end() || it->second.link != link) return;
     it->second.link = kNoLink;
-    set_state(it->second, MemberState::kSuspect);
+    set_state(id, it->second, MemberState::kSuspect);
 }
 
 std::vector<NodeId> Membership::tick(uint64_t now_ms) {
@@ -128,10 +132,13 @@ std::vector<NodeId> Membership::tick(uint64_t now_ms) {
         // What they sent meanwhile waits to be read.
         if (gap > options_.suspect_ms / 2) life.heard_ms = std::min(now_ms, life.heard_ms + gap);
         uint64_t silent_ms = now_ms - std::min(now_ms, life.heard_ms);
-        if (silent_ms >= options_.suspect_ms) set_state(life, MemberState::kSuspect);
+        if (silent_ms >= options_.suspect_ms) set_state(id, life, MemberState::kSuspect);
         if (silent_ms >= options_.gone_ms) gone.push_back(id);
     }
     for (NodeId id : gone) end(id, false);
+    while (!past_.empty() && now_ms - std::min(now_ms, past_.front().heard_ms) >= options_.past_ms) {
+        past_.pop_front();
+    }
     return gone;
 }
 
@@ -171,11 +178,6 @@ std::vector<NodeId> Membership::place(std::string_view tenant, uint64_t bytes, s
     return chosen;
 }
 
-bool Membership::alive(NodeId id) const {
-    auto it = lives_.find(id);
-    return it != lives_.end() && it->second.state == MemberState::kAlive;
-}
-
 LinkId Membership::link(NodeId id) const {
     auto it = lives_.find(id);
     return it == lives_.end() ? kNoLink : it->second.link;
@@ -187,7 +189,11 @@ size_t Membership::suspects() const {
     }));
 }
 
-bool Membership::all_alive() const { return past_.empty() && suspects() == 0; }
+bool Membership::all_here() const {
+    return suspects() == 0 && std::all_of(past_.begin(), past_.end(), [this](const Past& past) {
+               return find(past.identity).has_value();
+           });
+}
 
 Members Membership::current(uint64_t now_ms) const {
     Members members;
@@ -203,10 +209,14 @@ bool Membership::check_integrity() const {
     std::set<std::pair<std::string, std::string>> names;
     for (const auto& [id, life] : lives_) {
         if (!names.emplace(life.identity.host_id, life.identity.name).second) return false;
+        if (alive(id) != (life.state == MemberState::kAlive)) return false;
         if (life.link == kNoLink && life.state != MemberState::kSuspect) return false;
         for (const Past& past : past_) {
             if (past.fenced && past.identity.incarnation == life.identity.incarnation) return false;
         }
+    }
+    for (size_t id = 0; id < alive_.size(); ++id) {
+        if (alive_[id] && !lives_.contains(static_cast<NodeId>(id))) return false;
     }
     return lives_.size() <= options_.members_max && past_.size() <= options_.past_max;
 }

@@ -26,7 +26,8 @@ namespace moonpool {
 
 struct MembershipOptions {
     uint32_t members_max = 1024;
-    uint32_t past_max = 1024;  // lives that are remembered after their end
+    uint32_t past_max = 1024;    // lives that are remembered after their end,
+    uint64_t past_ms = 3600000;  // and for how long
     uint32_t suspect_ms = 1000;
     uint32_t gone_ms = 30000;
 };
@@ -69,9 +70,9 @@ class Membership {
                               const std::vector<std::string_view>& avoid_hosts, bool evict);
 
     uint64_t epoch() const { return epoch_; }
-    bool alive(NodeId id) const;
+    bool alive(NodeId id) const { return id < alive_.size() && alive_[id]; }
     LinkId link(NodeId id) const;
-    bool all_alive() const;                  // and none of the past could come back with what it held
+    bool all_here() const;  // nobody is suspect, and every member of the past has a current life
     Members current(uint64_t now_ms) const;  // alive and suspect
     const std::deque<Past>& past() const { return past_; }
     size_t size() const { return lives_.size(); }
@@ -92,11 +93,12 @@ class Membership {
     std::optional<uint64_t> last_heard(const NodeIdentity& identity) const;
     std::optional<NodeId> free_id(const std::function<bool(NodeId)>& usable) const;
     void end(NodeId id, bool fenced);
-    void set_state(Life& life, MemberState state);
+    void set_state(NodeId id, Life& life, MemberState state);
 
     MembershipOptions options_;
     std::map<NodeId, Life> lives_;
-    std::deque<Past> past_;  // oldest first
+    std::vector<bool> alive_;  // by id: what lookups ask for each holder
+    std::deque<Past> past_;    // oldest first
     uint64_t epoch_ = 1;
     uint64_t ticked_ms_ = 0;
 };

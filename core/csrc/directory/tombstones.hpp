@@ -6,7 +6,6 @@
 // to drop all it holds: that costs misses, never a stale read.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <unordered_map>
@@ -23,16 +22,12 @@ class Tombstones {
         // One time for each key, its last; older entries of the queue are passed over when they leave.
         last_ms_[hash] = now_ms;
         queue_.push_back({hash, now_ms});
-        while (queue_.size() > max_) {
-            complete_since_ms_ = std::max(complete_since_ms_, queue_.front().ms + 1);
-            pop();
-        }
+        while (queue_.size() > max_) drop_oldest();
     }
 
-    // A removal that was not recorded, as nobody was away.
-    void skip(uint64_t now_ms) {
-        complete_since_ms_ = now_ms + 1;
-        while (!queue_.empty()) pop();
+    // Lets go of what is older: nobody will ask for it, as everybody was in touch since.
+    void prune(uint64_t before_ms) {
+        while (!queue_.empty() && queue_.front().ms < before_ms) drop_oldest();
     }
 
     // Whether every removal at or after since_ms is here.
@@ -54,7 +49,8 @@ class Tombstones {
         size_t operator()(const Hash128& hash) const { return hash.high; }
     };
 
-    void pop() {
+    void drop_oldest() {
+        complete_since_ms_ = queue_.front().ms + 1;
         auto it = last_ms_.find(queue_.front().hash);
         if (it != last_ms_.end() && it->second == queue_.front().ms) last_ms_.erase(it);
         queue_.pop_front();

@@ -41,6 +41,15 @@ enum class Kind : uint8_t {
     kStat = 25,
     kRead = 26,  // bytes of objects over TCP
     kPut = 27,   // objects over TCP, bytes and all
+
+    // 32 to 47: the master (docs/wire_master.md)
+    kJoin = 32,     // node -> master: who it is
+    kDelta = 33,    // node -> master, one-way: what it holds now, or no longer
+    kBeat = 34,     // node -> master: it lives
+    kMembers = 35,  // client -> master: who is in the pool
+    kLocate = 36,   // who holds these keys
+    kPlace = 37,    // where there is room
+    kForget = 38,   // these keys were removed
 };
 inline constexpr uint16_t kFlagAnswer = 1;
 inline constexpr uint16_t kFlagOneWay = 2;
@@ -75,6 +84,14 @@ class Writer {
         number(static_cast<uint16_t>(text.size()));
         bytes(text.data(), text.size());
     }
+
+    // What was written is not yet sent: a count that is known only at the end can be put in its place.
+    size_t position() const { return out_.size(); }
+    template <class T>
+    void number_at(size_t position, T value) {
+        std::memcpy(out_.data() + position, &value, sizeof(T));
+    }
+    void cut(size_t position) { out_.resize(position); }
 
    private:
     std::vector<std::byte>& out_;

@@ -1,0 +1,363 @@
+#include "directory/directory_client.hpp"
+
+#include <sched.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "directory/protocol.hpp"
+#include "wire/dial.hpp"
+#include "wire/limits.hpp"
+
+namespace moonpool {
+
+namespace {
+
+constexpr size_t kHashesPerFrame = 16384;
+constexpr size_t kFramesAhead = 4;  // questions on their way: the master works while the last answer travels
+constexpr uint32_t kAnswerMax = 64u << 20;
+
+// How long a caller polls for its answer before it sleeps: waking a thread of a virtual machine takes longer
+// than the master needs.
+constexpr std::chrono::microseconds kSpin{50};
+
+ssize_t receive_soon(int fd, void* data, size_t size) {
+    static const bool alone = std::thread::hardware_concurrency() < 2;
+    if (!alone) {
+        auto end = std::chrono::steady_clock::now() + kSpin;
+        do {
+            ssize_t n = ::recv(fd, data, size, MSG_DONTWAIT);
+            if (n >= 0 || errno != EAGAIN) return n;
+            ::sched_yield();  // the master may wait for this very core
+        } while (std::chrono::steady_clock::now() < end);
+    }
+    return ::recv(fd, data, size, 0);
+}
+
+}  // namespace
+
+DirectoryClient::DirectoryClient(DirectoryClientOptions options) : options_(std::move(options)) {}
+
+DirectoryClient::~DirectoryClient() { close(); }
+
+void DirectoryClient::close() {
+    closed_ = true;
+    connected_ = false;
+    if (fork_.in_child()) {
+        // The thread is the parent's. Its handle is left alone: there is nobody to join.
+        if (dialer_.joinable()) (void)new std::thread(std::move(dialer_));
+        return;
+    }
+    std::thread dialer;
+    {
+        std::lock_guard lock(dial_mutex_);
+        dialer = std::move(dialer_);
+        if (int fd = live_fd_.load(); fd >= 0)
+            ::shutdown(fd, SHUT_RDWR);  // wakes whoever waits for an answer
+        dial_wake_.notify_all();
+        dial_done_.notify_all();
+    }
+    if (dialer.joinable()) dialer.join();
+}
+
+// The thread dials when a call found no connection, and then pauses, longer after each failure.
+void DirectoryClient::dial_loop() {
+    int backoff_ms = options_.backoff_first_ms;
+    std::unique_lock lock(dial_mutex_);
+    while (!closed_) {
+        dial_wake_.wait(lock, [this] { return closed_ || dial_wanted_; });
+        if (closed_) return;
+        lock.unlock();
+        DialOptions dial_options;
+        dial_options.address = options_.master;
+        dial_options.token = options_.token;
+        dial_options.tenant = options_.tenant;
+        dial_options.purpose = kPurposeDirectory;
+        dial_options.timeout_ms = options_.timeout_ms;
+        dial_options.interface = options_.interface;
+        Result<Dialed> dialed = dial(dial_options);
+        lock.lock();
+        dialed_once_ = true;
+        if (dialed) {
+            dialed_ = std::move(dialed->fd);
+            dial_wanted_ = false;
+            backoff_ms = options_.backoff_first_ms;
+        } else {
+            why_not_ = dialed.error();
+        }
+        dial_done_.notify_all();
+        if (dialed) continue;
+        dial_wake_.wait_for(lock, std::chrono::milliseconds(backoff_ms), [this] { return closed_.load(); });
+        backoff_ms = std::min(backoff_ms * 2, options_.backoff_longest_ms);
+    }
+}
+
+// With io_mutex_ held: a connection, or why there is none. Only the first call waits for it.
+Status DirectoryClient::ready() {
+    if (connected_) return success();
+    std::unique_lock lock(dial_mutex_);
+    if (closed_) return Error{Code::kClosed, "the directory's client was closed"};
+    fd_.reset();
+    live_fd_ = -1;
+    if (!dialer_.joinable()) dialer_ = std::thread([this] { dial_loop(); });
+    if (!dialed_.valid() && !dial_wanted_) {
+        dial_wanted_ = true;
+        dial_wake_.notify_all();
+    }
+    if (!dialed_once_) {
+        dial_done_.wait_for(lock, std::chrono::milliseconds(2 * options_.timeout_ms),
+                            [this] { return closed_ || dialed_once_; });
+    }
+    if (closed_) return Error{Code::kClosed, "the directory's client was closed"};
+    if (!dialed_.valid()) {
+        if (!why_not_.text.empty()) return why_not_;
+        return Error{Code::kUnavailable, "there is no connection to the master at " + options_.master};
+    }
+    fd_ = std::move(dialed_);
+    live_fd_ = fd_.get();
+    why_not_ = Error{Code::kUnavailable, "the connection to the master at " + options_.master + " is lost"};
+    members_at_ = {};  // another master may count its epochs anew
+    members_epoch_ = 0;
+    connected_ = true;
+    return success();
+}
+
+Error DirectoryClient::lost(Error error) {
+    connected_ = false;
+    std::lock_guard lock(dial_mutex_);
+    if (!closed_) {
+        dial_wanted_ = true;
+        dial_wake_.notify_all();
+    }
+    return error;
+}
+
+Status DirectoryClient::send_all(std::span<const std::byte> bytes) {
+    while (!bytes.empty()) {
+        ssize_t n = ::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno == EAGAIN) {
+            return lost({Code::kTimeout, "the master at " + options_.master + " took no bytes in time"});
+        }
+        if (n < 0) {
+            return lost({Code::kUnavailable, "the connection to the master at " + options_.master +
+                                                 " is lost: " + std::strerror(errno)});
+        }
+        bytes = bytes.subspan(static_cast<size_t>(n));
+    }
+    return success();
+}
+
+Status DirectoryClient::receive(void* data, size_t size) {
+    auto* at = static_cast<std::byte*>(data);
+    while (size != 0) {
+        ssize_t n = receive_soon(fd_.get(), at, size);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno == EAGAIN) {
+            return lost({Code::kTimeout, "the master at " + options_.master + " did not answer in time"});
+        }
+        if (n <= 0) {
+            return lost({Code::kUnavailable, "the master at " + options_.master + " closed the connection"});
+        }
+        at += n;
+        size -= static_cast<size_t>(n);
+    }
+    return success();
+}
+
+uint64_t DirectoryClient::begin(Kind kind) {
+    frame_at_ = begin_frame(out_, kind, 0, next_request_);
+    return next_request_++;
+}
+
+Status DirectoryClient::receive_answer(Kind kind, uint64_t request_id, const Parse& parse) {
+    FrameHeader header;
+    if (Status status = receive(&header, sizeof(header)); !status) return status;
+    if (header.magic != kMagic || header.version != kVersion || header.length > kAnswerMax) {
+        return lost({Code::kProtocol, options_.master + " does not speak the protocol of a Moonpool master"});
+    }
+    body_.resize(header.length);
+    if (Status status = receive(body_.data(), body_.size()); !status) return status;
+    Reader body(body_);
+    if (header.kind == Kind::kError) return lost(read_error(body));
+    if (header.request_id != request_id || header.kind != kind || !parse(body)) {
+        return lost({Code::kProtocol, options_.master + " sent an answer that does not fit the question"});
+    }
+    return success();
+}
+
+Status DirectoryClient::ask(Kind kind, const Build& build, const Parse& parse) {
+    out_.clear();
+    uint64_t id = begin(kind);
+    Writer w(out_);
+    build(w);
+    finish_frame(out_, frame_at_);
+    if (Status status = send_all(out_); !status) return status;
+    return receive_answer(kind, id, parse);
+}
+
+// In frames of at most kHashesPerFrame hashes, a few on their way at a time. more(): false ends it early.
+Status DirectoryClient::ask_in_pieces(Kind kind, std::span<const Hash128> hashes,
+                                      const std::function<void(Writer&, uint32_t)>& head, const Parse& parse,
+                                      const std::function<bool()>& more) {
+    uint64_t first_id = next_request_;
+    size_t sent = 0, answered = 0;
+    size_t frames = std::max<size_t>((hashes.size() + kHashesPerFrame - 1) / kHashesPerFrame, 1);
+    while (answered < frames) {
+        bool go_on = more();
+        if (!go_on && sent == answered) return success();
+        out_.clear();
+        for (; go_on && sent < frames && sent - answered < kFramesAhead; ++sent) {
+            auto piece = hashes.subspan(sent * kHashesPerFrame);
+            piece = piece.first(std::min(piece.size(), kHashesPerFrame));
+            begin(kind);
+            Writer w(out_);
+            head(w, static_cast<uint32_t>(piece.size()));
+            w.bytes(piece.data(), piece.size_bytes());
+            finish_frame(out_, frame_at_);
+        }
+        if (Status status = send_all(out_); !status) return status;
+        if (Status status = receive_answer(kind, first_id + answered, parse); !status) return status;
+        ++answered;
+    }
+    if (out_.capacity() > (1u << 20)) out_ = {};
+    return success();
+}
+
+Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, const LocateOptions& options) {
+    if (fork_.in_child()) return forked();
+    std::lock_guard lock(io_mutex_);
+    if (Status status = ready(); !status) return status.error();
+    // Frames are cut between whole blocks.
+    LocateAnswer answer;
+    uint16_t width = std::max<uint16_t>(options.width, 1);
+    uint64_t epoch = 0;
+    bool gap = false;
+    size_t expected = 0;
+    Status status = ask_in_pieces(
+        Kind::kLocate, hashes,
+        [&](Writer& w, uint32_t n) {
+            w.number(static_cast<uint8_t>((options.prefix ? kLocatePrefix : 0) |
+                                          (options.suspects ? kLocateSuspects : 0)));
+            w.number(options.holders_max);
+            w.number(uint16_t{1});
+            w.number(n);
+        },
+        [&](Reader& r) {
+            epoch = r.number<uint64_t>();
+            auto n = r.number<uint32_t>();
+            size_t piece = std::min(kHashesPerFrame, hashes.size() - expected);
+            expected += piece;
+            if (!r.ok() || n > piece || (n < piece && !options.prefix)) return false;
+            for (uint32_t i = 0; i < n; ++i) {
+                auto holders = r.number<uint8_t>();
+                for (uint8_t k = 0; k < holders; ++k) {
+                    auto node = r.number<NodeId>();
+                    auto tier = r.number<uint8_t>();
+                    if (tier < kTiers && !gap) answer.keys.append({node, static_cast<Tier>(tier)});
+                }
+                if (!gap) answer.keys.end_key();
+            }
+            gap |= n < piece;
+            return r.ok();
+        },
+        [&] { return !gap; });
+    if (!status) return status.error();
+    if (options.prefix) answer.keys.cut(answer.keys.size() / width * width);
+    if (members_ == nullptr || members_epoch_ != epoch) {
+        if (Status fresh = refresh_members(); !fresh) return fresh.error();
+    }
+    answer.members = members_;
+    return answer;
+}
+
+Status DirectoryClient::refresh_members() {
+    auto fresh = std::make_shared<Members>();
+    bool changed = false;
+    Status status = ask(
+        Kind::kMembers, [&](Writer& w) { w.number(members_epoch_); },
+        [&](Reader& r) {
+            fresh->epoch = r.number<uint64_t>();
+            changed = r.number<uint8_t>() != 0;
+            if (!changed) return r.ok();
+            auto n = r.number<uint32_t>();
+            if (n > r.left()) return false;
+            for (uint32_t i = 0; i < n; ++i) {
+                if (!read_member(r, fresh->rows.emplace_back())) return false;
+            }
+            return r.ok();
+        });
+    if (!status) return status;
+    members_at_ = Clock::now();
+    if (changed || members_ == nullptr) {
+        members_epoch_ = fresh->epoch;
+        members_ = std::move(fresh);
+    }
+    return success();
+}
+
+Result<std::shared_ptr<const Members>> DirectoryClient::members(bool fresh) {
+    if (fork_.in_child()) return forked();
+    std::lock_guard lock(io_mutex_);
+    bool due = Clock::now() - members_at_ >= std::chrono::milliseconds(options_.members_ms);
+    if (members_ != nullptr && !fresh && !due && !closed_) return members_;
+    Status status = ready();
+    if (status) status = refresh_members();
+    if (!status && (fresh || members_ == nullptr || closed_)) return status.error();
+    return members_;
+}
+
+Result<std::vector<NodeId>> DirectoryClient::place(uint64_t bytes, uint16_t n, const PlaceOptions& options) {
+    if (fork_.in_child()) return forked();
+    std::lock_guard lock(io_mutex_);
+    if (Status status = ready(); !status) return status.error();
+    std::vector<NodeId> chosen;
+    Status status = ask(
+        Kind::kPlace,
+        [&](Writer& w) {
+            w.number(bytes);
+            w.number(n);
+            w.number(static_cast<uint8_t>(options.evict ? kPlaceEvict : 0));
+            w.number(uint8_t{0});
+            w.number(static_cast<uint16_t>(options.avoid_nodes.size()));
+            w.number(static_cast<uint16_t>(options.avoid_host_ids.size()));
+            for (NodeId node : options.avoid_nodes) w.number(node);
+            for (const std::string& host : options.avoid_host_ids) w.text16(host);
+        },
+        [&](Reader& r) {
+            chosen.resize(r.number<uint16_t>());
+            for (NodeId& node : chosen) node = r.number<NodeId>();
+            return r.ok() && chosen.size() <= n;
+        });
+    if (!status) return status.error();
+    return chosen;
+}
+
+Result<uint32_t> DirectoryClient::forget(std::span<const Hash128> hashes, std::span<const NodeId> unreached) {
+    if (fork_.in_child()) return forked();
+    std::lock_guard lock(io_mutex_);
+    if (Status status = ready(); !status) return status.error();
+    uint32_t rows = 0;
+    Status status = ask_in_pieces(
+        Kind::kForget, hashes,
+        [&](Writer& w, uint32_t n) {
+            w.number(n);
+            w.number(static_cast<uint16_t>(unreached.size()));
+            w.number(uint16_t{0});
+            w.bytes(unreached.data(), unreached.size_bytes());
+        },
+        [&](Reader& r) {
+            rows += r.number<uint32_t>();
+            return r.ok();
+        },
+        [] { return true; });
+    if (!status) return status.error();
+    return rows;
+}
+
+Error DirectoryClient::forked() {
+    return Error{Code::kForked, "this handle belongs to the parent process; open a new one after fork"};
+}
+
+}  // namespace moonpool

@@ -1,0 +1,195 @@
+#include "directory/master.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "directory/protocol.hpp"
+
+namespace moonpool {
+
+namespace {
+
+// How many keys ahead their memory is asked for: a table of a million keys does not fit into the cache.
+constexpr size_t kAhead = 16;
+
+}  // namespace
+
+Master::Master(const MasterLimits& limits, uint64_t now_ms)
+    : limits_(limits),
+      started_ms_(now_ms),
+      directory_(limits.rows_max),
+      membership_(limits.membership),
+      tombstones_(limits.tombstones_max) {}
+
+Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& identity, const NodeLoad& load,
+                                        LinkId link) {
+    Result<Membership::Joined> joined =
+        membership_.join(now_ms, identity, load, link, [this](NodeId id) { return directory_.is_free(id); });
+    if (!joined) {
+        ++counters_.joins_refused_total;
+        return joined.error();
+    }
+    ++counters_.joins_total;
+    if (joined->replaced) leave(*joined->replaced);
+    if (!joined->resumed) {
+        directory_.open(joined->id);
+        seats_.emplace(joined->id, Seat{DropList(limits_.drops_max)});
+    }
+    Seat& seat = seats_.at(joined->id);
+    // What it was told in its last moments it may not have carried out.
+    uint64_t slack_ms = limits_.membership.suspect_ms * 2;
+    uint64_t heard_ms = joined->heard_ms.value_or(0);
+    seat.away_since_ms = heard_ms - std::min(heard_ms, slack_ms);
+    seat.settled = false;
+    if (!tombstones_.covers(seat.away_since_ms)) {
+        seat.drops.push_all();
+        ++counters_.drop_alls_total;
+    }
+    return JoinAnswer{joined->id, joined->resumed, joined->old_link};
+}
+
+void Master::leave(NodeId id) {
+    directory_.close(id);
+    seats_.erase(id);
+}
+
+void Master::disconnected(NodeId id, LinkId link) {
+    if (membership_.link(id) != link) return;
+    if (membership_.alive(id)) ++counters_.suspicions_total;
+    membership_.disconnected(id, link);
+}
+
+bool Master::in_touch(NodeId id) const {
+    auto it = seats_.find(id);
+    return it != seats_.end() && it->second.settled && membership_.alive(id);
+}
+
+bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, std::string_view rows) {
+    membership_.heard(now_ms, id, link);
+    Seat& seat = seats_.at(id);
+    if ((flags & kDeltaBegin) != 0) {
+        directory_.begin_inventory(id);
+        ++counters_.inventories_total;
+    }
+    bool compare = !seat.settled && tombstones_.size() != 0;
+    for (size_t at = 0; at < rows.size(); at += kDeltaRowBytes) {
+        size_t ahead = at + kAhead * kDeltaRowBytes;
+        if (ahead < rows.size()) directory_.prefetch(hash_at(rows.data() + ahead));
+        std::optional<DeltaRow> row = row_at(rows.data() + at);
+        if (!row) return false;
+        if (!row->added) {
+            counters_.rows_removed_total += directory_.remove(row->hash, id, row->tier);
+        } else if (compare && tombstones_.has(row->hash, seat.away_since_ms)) {
+            seat.drops.push(row->hash);
+            ++counters_.drops_total;
+        } else {
+            counters_.rows_added_total += directory_.add(row->hash, id, row->tier);
+        }
+    }
+    if ((flags & kDeltaEnd) != 0) {
+        directory_.end_inventory(id);
+        seat.settled = true;
+    }
+    return true;
+}
+
+void Master::beat(uint64_t now_ms, NodeId id, LinkId link, const NodeLoad& load, uint64_t drops_done) {
+    ++counters_.beats_total;
+    membership_.beat(now_ms, id, link, load);
+    seats_.at(id).drops.confirm(drops_done);
+}
+
+void Master::locate(std::string_view hashes, uint8_t flags, uint8_t holders_max, uint32_t width,
+                    Writer& out) {
+    bool prefix = (flags & kLocatePrefix) != 0;
+    bool suspects = (flags & kLocateSuspects) != 0;
+    size_t limit = holders_max == 0 ? 255 : holders_max;
+    size_t n = hashes.size() / sizeof(Hash128);
+    size_t count_at = out.position();
+    out.number(uint32_t{0});
+    uint32_t answered = 0;
+    size_t whole_blocks_end = out.position();
+    width = std::max<uint32_t>(width, 1);
+    for (size_t i = 0; i < n; ++i) {
+        if (i + kAhead < n) directory_.prefetch(hash_at(hashes.data() + (i + kAhead) * sizeof(Hash128)));
+        found_.clear();
+        directory_.find(hash_at(hashes.data() + i * sizeof(Hash128)), [&](Holder holder) {
+            if (suspects || membership_.alive(holder.node)) found_.push_back(holder);
+        });
+        if (found_.empty() && prefix) break;
+        if (found_.size() > 1) {
+            std::sort(found_.begin(), found_.end(), [](const Holder& a, const Holder& b) {
+                return a.tier != b.tier ? a.tier < b.tier : a.node < b.node;
+            });
+        }
+        counters_.locate_hits_total += !found_.empty();
+        size_t holders = std::min(found_.size(), limit);
+        out.number(static_cast<uint8_t>(holders));
+        for (size_t k = 0; k < holders; ++k) {
+            out.number(found_[k].node);
+            out.number(static_cast<uint8_t>(found_[k].tier));
+        }
+        ++answered;
+        if (answered % width == 0) whole_blocks_end = out.position();
+    }
+    if (prefix) {
+        answered = answered / width * width;
+        out.cut(whole_blocks_end);
+    }
+    counters_.locate_keys_total += n;
+    out.number_at(count_at, answered);
+}
+
+std::vector<NodeId> Master::place(std::string_view tenant, uint64_t bytes, size_t n,
+                                  const std::vector<NodeId>& avoid_nodes,
+                                  const std::vector<std::string_view>& avoid_hosts, bool evict) {
+    std::vector<NodeId> chosen = membership_.place(tenant, bytes, n, avoid_nodes, avoid_hosts, evict);
+    ++counters_.places_total;
+    counters_.places_short_total += chosen.size() < n;
+    return chosen;
+}
+
+uint32_t Master::forget(uint64_t now_ms, std::string_view hashes, std::span<const NodeId> unreached) {
+    uint32_t rows = 0;
+    for (size_t at = 0; at < hashes.size(); at += sizeof(Hash128)) {
+        Hash128 hash = hash_at(hashes.data() + at);
+        ++counters_.forgets_total;
+        tombstones_.add(now_ms, hash);
+        found_.clear();
+        directory_.find(hash, [&](Holder holder) { found_.push_back(holder); });
+        for (const Holder& holder : found_) {
+            bool told = std::find(unreached.begin(), unreached.end(), holder.node) == unreached.end();
+            if (told && in_touch(holder.node)) continue;
+            if (!directory_.remove(hash, holder.node)) continue;  // in another tier, just now
+            seats_.at(holder.node).drops.push(hash);
+            ++counters_.drops_total;
+            ++rows;
+        }
+    }
+    return rows;
+}
+
+void Master::tick(uint64_t now_ms) {
+    size_t suspects = membership_.suspects();
+    std::vector<NodeId> gone = membership_.tick(now_ms);
+    for (NodeId id : gone) leave(id);
+    counters_.nodes_gone_total += gone.size();
+    size_t suspects_now = membership_.suspects() + gone.size();
+    if (suspects_now > suspects) counters_.suspicions_total += suspects_now - suspects;
+    if (tombstones_.size() == 0 || now_ms - started_ms_ < limits_.grace_ms) return;
+    if (now_ms - pruned_ms_ < limits_.tombstones_ms / 10) return;
+    pruned_ms_ = now_ms;
+    bool settled = std::all_of(seats_.begin(), seats_.end(), [](const auto& s) { return s.second.settled; });
+    if (settled && membership_.all_here()) tombstones_.prune(now_ms - limits_.tombstones_ms);
+}
+
+bool Master::check_integrity() const {
+    Members members = membership_.current(0);
+    if (members.rows.size() != seats_.size()) return false;
+    for (const Member& member : members.rows) {
+        if (!seats_.contains(member.id)) return false;
+    }
+    return directory_.check_integrity() && membership_.check_integrity() && tombstones_.check_integrity();
+}
+
+}  // namespace moonpool

@@ -1,0 +1,361 @@
+#include "directory/master_link.hpp"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "directory/protocol.hpp"
+
+namespace moonpool {
+
+namespace {
+
+class Timed {
+   public:
+    explicit Timed(LatencyHistogram& histogram)
+        : histogram_(histogram), start_(std::chrono::steady_clock::now()) {}
+    ~Timed() {
+        auto spent = std::chrono::steady_clock::now() - start_;
+        histogram_.observe(static_cast<uint64_t>(std::chrono::nanoseconds(spent).count()));
+    }
+
+   private:
+    LatencyHistogram& histogram_;
+    std::chrono::steady_clock::time_point start_;
+};
+
+}  // namespace
+
+MasterLink::MasterLink(MasterServer& server, Caller caller, LinkId id, bool is_member, uint64_t now_ms)
+    : server_(server),
+      fd_(std::move(caller.fd)),
+      tenant_(std::move(caller.tenant)),
+      peer_(std::move(caller.peer)),
+      id_(id),
+      is_member_(is_member),
+      progress_ms_(now_ms) {}
+
+MasterLink::~MasterLink() {
+    if (node_ != kNoNode) server_.master_.disconnected(node_, id_);
+}
+
+bool MasterLink::begin() { return flush(); }
+
+bool MasterLink::on_readable(uint64_t now_ms) {
+    constexpr int kRoundsMax = 8;  // then it is the turn of others; epoll tells again what is left
+    for (int round = 0; round < kRoundsMax; ++round) {
+        if (in_begin_ == in_end_) in_begin_ = in_end_ = 0;
+        if (in_.size() - in_end_ < 4096) {
+            // Move what is left to the front, then grow: memory follows what was sent, never a length that
+            // was claimed.
+            if (in_begin_ != 0) std::memmove(in_.data(), in_.data() + in_begin_, in_end_ - in_begin_);
+            in_end_ -= in_begin_;
+            in_begin_ = 0;
+            if (in_.size() - in_end_ < 4096) in_.resize(std::max<size_t>(in_.size() * 2, 16384));
+        }
+        size_t room = in_.size() - in_end_;
+        ssize_t n = ::recv(fd_.get(), in_.data() + in_end_, room, MSG_DONTWAIT);
+        if (n == 0) return false;
+        if (n < 0) {
+            if (errno == EINTR) continue;
+            return errno == EAGAIN;
+        }
+        progress_ms_ = now_ms;
+        in_end_ += static_cast<size_t>(n);
+        if (!serve(now_ms)) return false;
+        if (static_cast<size_t>(n) < room || backlog() > server_.options_.limits.send_backlog_bytes) break;
+    }
+    if (in_begin_ == in_end_ && in_.size() > (1u << 16))
+        in_ = {};  // a thousand clients wait most of the time
+    return true;
+}
+
+bool MasterLink::on_writable(uint64_t now_ms) { return flush() && serve(now_ms); }
+
+// Frames wait while the peer leaves its answers in the socket. When a flush made room, they are due at once:
+// no event will come for bytes that were received before.
+bool MasterLink::serve(uint64_t now_ms) {
+    for (;;) {
+        if (!parse_frames(now_ms)) return false;
+        bool waited = backlog() > server_.options_.limits.send_backlog_bytes;
+        if (!flush()) return false;
+        if (!waited || backlog() > server_.options_.limits.send_backlog_bytes) return true;
+    }
+}
+
+bool MasterLink::parse_frames(uint64_t now_ms) {
+    const Limits& limits = server_.options_.limits;
+    while (in_end_ - in_begin_ >= sizeof(FrameHeader) && backlog() <= limits.send_backlog_bytes) {
+        FrameHeader header;
+        std::memcpy(&header, in_.data() + in_begin_, sizeof(header));
+        if (header.magic != kMagic) return malformed("does not start with the magic number");
+        if (header.version != kVersion) {
+            return fail(Code::kProtocol, "this master speaks version " + std::to_string(kVersion) +
+                                             " of the wire format, the caller " +
+                                             std::to_string(header.version));
+        }
+        if (header.length > limits.frame_bytes) {
+            server_.metrics_.protocol_errors_total.fetch_add(1);
+            return fail(Code::kTooLarge,
+                        "a frame of " + std::to_string(header.length) + " bytes is over the limit of " +
+                            std::to_string(limits.frame_bytes) + " (master.frame_bytes_max)");
+        }
+        if (in_end_ - in_begin_ < sizeof(header) + header.length) return true;
+        std::span<const std::byte> body(in_.data() + in_begin_ + sizeof(header), header.length);
+        in_begin_ += sizeof(header) + header.length;
+        whole_answers_ = out_.size();
+        if (!handle(header, Reader(body), now_ms)) return false;
+        whole_answers_ = out_.size();
+    }
+    return true;
+}
+
+bool MasterLink::handle(const FrameHeader& header, Reader body, uint64_t now_ms) {
+    MasterServerMetrics& m = server_.metrics_;
+    if (is_member_) {
+        switch (header.kind) {
+            case Kind::kJoin: {
+                Timed timed(m.join);
+                return on_join(header, body, now_ms);
+            }
+            case Kind::kDelta: {
+                Timed timed(m.delta);
+                return on_delta(body, now_ms);
+            }
+            case Kind::kBeat: {
+                Timed timed(m.beat);
+                return on_beat(header, body, now_ms);
+            }
+            default:
+                break;
+        }
+    } else {
+        switch (header.kind) {
+            case Kind::kMembers: {
+                Timed timed(m.members);
+                return on_members(header, body, now_ms);
+            }
+            case Kind::kLocate: {
+                Timed timed(m.locate);
+                return on_locate(header, body);
+            }
+            case Kind::kPlace: {
+                Timed timed(m.place);
+                return on_place(header, body);
+            }
+            case Kind::kForget: {
+                Timed timed(m.forget);
+                return on_forget(header, body, now_ms);
+            }
+            default:
+                break;
+        }
+    }
+    return malformed("has a kind that this connection does not know");
+}
+
+bool MasterLink::on_join(const FrameHeader& header, Reader body, uint64_t now_ms) {
+    NodeIdentity identity;
+    NodeLoad load;
+    if (!read_identity(body, identity) || identity.name.empty() || !read_load(body, load)) {
+        return malformed("is no JOIN");
+    }
+    if (node_ != kNoNode) return malformed("joins a second time");
+    Result<Master::JoinAnswer> joined = server_.master_.join(now_ms, identity, load, id_);
+    if (!joined) return fail(joined.error().code, joined.error().text);
+    node_ = joined->id;
+    if (joined->close != kNoLink) server_.close_link(joined->close);
+    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
+    Writer w(out_);
+    w.number(node_);
+    w.number(static_cast<uint8_t>(joined->resumed ? kJoinResumed : 0));
+    w.number(uint8_t{0});
+    w.number(server_.options_.beat_ms);
+    w.number(server_.options_.master.hashes_per_frame);
+    w.number(server_.master_.membership().epoch());
+    write_drops(w, server_.master_.drops(node_), server_.options_.master.drops_per_answer);
+    finish_frame(out_, at);
+    return true;
+}
+
+// Whether this connection still speaks for its node: a life ends by silence, or another connection has it.
+bool MasterLink::seated() const { return node_ != kNoNode && server_.master_.current(node_, id_); }
+
+bool MasterLink::on_delta(Reader body, uint64_t now_ms) {
+    auto flags = body.number<uint8_t>();
+    body.bytes(3);
+    auto n = body.number<uint32_t>();
+    if (!body.ok() || n > server_.options_.master.hashes_per_frame ||
+        body.left() != uint64_t{n} * kDeltaRowBytes) {
+        return malformed("is no DELTA");
+    }
+    if (!seated()) return fail(Code::kClosed, "this node is no longer in the pool; join again");
+    if (!server_.master_.delta(now_ms, node_, id_, flags, body.bytes(body.left()))) {
+        return malformed("has a row that makes no sense");
+    }
+    return true;
+}
+
+bool MasterLink::on_beat(const FrameHeader& header, Reader body, uint64_t now_ms) {
+    auto drops_done = body.number<uint64_t>();
+    NodeLoad load;
+    if (!read_load(body, load)) return malformed("is no BEAT");
+    if (!seated()) return fail(Code::kClosed, "this node is no longer in the pool; join again");
+    server_.master_.beat(now_ms, node_, id_, load, drops_done);
+    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
+    Writer w(out_);
+    w.number(server_.master_.membership().epoch());
+    write_drops(w, server_.master_.drops(node_), server_.options_.master.drops_per_answer);
+    finish_frame(out_, at);
+    return true;
+}
+
+bool MasterLink::on_members(const FrameHeader& header, Reader body, uint64_t now_ms) {
+    auto known = body.number<uint64_t>();
+    if (!body.ok()) return malformed("is no MEMBERS");
+    const Membership& membership = server_.master_.membership();
+    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
+    Writer w(out_);
+    w.number(membership.epoch());
+    bool changed = known != membership.epoch();
+    w.number(static_cast<uint8_t>(changed));
+    if (changed) {
+        Members members = membership.current(now_ms);
+        w.number(static_cast<uint32_t>(members.rows.size()));
+        for (const Member& member : members.rows) write_member(w, member);
+    }
+    finish_frame(out_, at);
+    return true;
+}
+
+// u8 flags, u8 holders at most, u16 width, u32 n, n hashes -> u64 epoch, u32 n, per key u8 count and holders
+bool MasterLink::on_locate(const FrameHeader& header, Reader body) {
+    auto flags = body.number<uint8_t>();
+    auto holders_max = body.number<uint8_t>();
+    auto width = body.number<uint16_t>();
+    auto n = body.number<uint32_t>();
+    if (!body.ok() || body.left() != uint64_t{n} * sizeof(Hash128)) return malformed("is no LOCATE");
+    if (n > server_.options_.master.hashes_per_frame) return malformed("asks for more keys than the limit");
+    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
+    Writer w(out_);
+    w.number(server_.master_.membership().epoch());
+    server_.master_.locate(body.bytes(body.left()), flags, holders_max, width, w);
+    finish_frame(out_, at);
+    return true;
+}
+
+// u64 bytes, u16 n, u8 flags, u8 zero, u16 nodes to avoid, u16 hosts to avoid, nodes, hosts -> u16 n, nodes
+bool MasterLink::on_place(const FrameHeader& header, Reader body) {
+    auto bytes = body.number<uint64_t>();
+    auto n = body.number<uint16_t>();
+    auto flags = body.number<uint8_t>();
+    body.number<uint8_t>();
+    auto nodes = body.number<uint16_t>();
+    auto hosts = body.number<uint16_t>();
+    if (!body.ok() || uint64_t{nodes} * 2 + uint64_t{hosts} * 2 > body.left())
+        return malformed("is no PLACE");
+    std::vector<NodeId> avoid_nodes(nodes);
+    for (NodeId& node : avoid_nodes) node = body.number<NodeId>();
+    std::vector<std::string_view> avoid_hosts(hosts);
+    for (std::string_view& host : avoid_hosts) host = body.text16();
+    if (!body.ok()) return malformed("is no PLACE");
+    std::vector<NodeId> chosen =
+        server_.master_.place(tenant_, bytes, n, avoid_nodes, avoid_hosts, (flags & kPlaceEvict) != 0);
+    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
+    Writer w(out_);
+    w.number(static_cast<uint16_t>(chosen.size()));
+    for (NodeId id : chosen) w.number(id);
+    finish_frame(out_, at);
+    return true;
+}
+
+// u32 n, u16 unreached nodes, u16 zero, nodes, n hashes -> u32 rows
+bool MasterLink::on_forget(const FrameHeader& header, Reader body, uint64_t now_ms) {
+    auto n = body.number<uint32_t>();
+    auto nodes = body.number<uint16_t>();
+    body.number<uint16_t>();
+    if (!body.ok() || body.left() != uint64_t{nodes} * 2 + uint64_t{n} * sizeof(Hash128)) {
+        return malformed("is no FORGET");
+    }
+    if (n > server_.options_.master.hashes_per_frame) return malformed("forgets more keys than the limit");
+    std::vector<NodeId> unreached(nodes);
+    for (NodeId& node : unreached) node = body.number<NodeId>();
+    uint32_t rows = server_.master_.forget(now_ms, body.bytes(body.left()), unreached);
+    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
+    Writer(out_).number(rows);
+    finish_frame(out_, at);
+    return true;
+}
+
+bool MasterLink::refuse(uint64_t request_id, Code code, const std::string& text) {
+    size_t at = begin_frame(out_, Kind::kError, kFlagAnswer, request_id);
+    Writer w(out_);
+    w.number(static_cast<uint16_t>(code));
+    w.text16(text);
+    finish_frame(out_, at);
+    return true;
+}
+
+bool MasterLink::fail(Code code, const std::string& text) {
+    // Half an answer may stand behind the whole ones.
+    out_.resize(std::max(out_sent_, std::min(out_.size(), whole_answers_)));
+    refuse(0, code, text);
+    flush();
+    return false;
+}
+
+bool MasterLink::malformed(const char* what) {
+    server_.metrics_.protocol_errors_total.fetch_add(1);
+    return fail(Code::kProtocol, std::string("a frame ") + what + "; the connection is closed");
+}
+
+bool MasterLink::flush() {
+    while (out_sent_ < out_.size()) {
+        ssize_t n =
+            ::send(fd_.get(), out_.data() + out_sent_, out_.size() - out_sent_, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n < 0) {
+            if (errno == EINTR) continue;
+            if (errno == EAGAIN) break;
+            return false;
+        }
+        out_sent_ += static_cast<size_t>(n);
+        sent_some_ = true;
+    }
+    if (out_sent_ == out_.size()) {
+        if (out_.capacity() > (1u << 16)) out_ = {};
+        out_.clear();
+        out_sent_ = 0;
+    }
+    want_events();
+    return true;
+}
+
+void MasterLink::want_events() {
+    uint32_t events = (backlog() != 0 ? EPOLLOUT : 0u) |
+                      (backlog() <= server_.options_.limits.send_backlog_bytes ? EPOLLIN : 0u);
+    if (events == events_) return;
+    epoll_event event{};
+    event.events = events;
+    event.data.fd = fd_.get();
+    ::epoll_ctl(server_.epoll_.get(), events_ == 0 ? EPOLL_CTL_ADD : EPOLL_CTL_MOD, fd_.get(), &event);
+    events_ = events;
+}
+
+bool MasterLink::check_deadlines(uint64_t now_ms) {
+    if (std::exchange(sent_some_, false)) progress_ms_ = now_ms;
+    bool stalled = in_begin_ != in_end_ || backlog() != 0;
+    const Limits& limits = server_.options_.limits;
+    if (is_member_ && node_ == kNoNode && now_ms - progress_ms_ > limits.handshake_ms) {
+        return fail(Code::kTimeout, "the node did not join in time");
+    }
+    if (stalled && now_ms - progress_ms_ > limits.stalled_frame_ms) {
+        return fail(Code::kTimeout,
+                    "nothing moved for " + std::to_string(limits.stalled_frame_ms) + " ms inside a frame");
+    }
+    return true;
+}
+
+}  // namespace moonpool

@@ -1,0 +1,66 @@
+// MasterLink: the master's side of one connection: frames in, answers out. It knows whether a node or a
+// client is at the other end, and lets each ask only what is its own.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "directory/master_server.hpp"
+#include "wire/frame.hpp"
+
+namespace moonpool {
+
+class MasterLink {
+   public:
+    MasterLink(MasterServer& server, Caller caller, LinkId id, bool is_member, uint64_t now_ms);
+    ~MasterLink();
+    MasterLink(const MasterLink&) = delete;
+
+    // Each returns false when the connection is over.
+    bool begin();
+    bool on_readable(uint64_t now_ms);
+    bool on_writable(uint64_t now_ms);
+    bool check_deadlines(uint64_t now_ms);
+
+    LinkId id() const { return id_; }
+    bool is_member() const { return is_member_; }
+
+   private:
+    bool serve(uint64_t now_ms);
+    bool parse_frames(uint64_t now_ms);
+    bool handle(const FrameHeader& header, Reader body, uint64_t now_ms);
+    bool on_join(const FrameHeader& header, Reader body, uint64_t now_ms);
+    bool on_delta(Reader body, uint64_t now_ms);
+    bool on_beat(const FrameHeader& header, Reader body, uint64_t now_ms);
+    bool on_members(const FrameHeader& header, Reader body, uint64_t now_ms);
+    bool on_locate(const FrameHeader& header, Reader body);
+    bool on_place(const FrameHeader& header, Reader body);
+    bool on_forget(const FrameHeader& header, Reader body, uint64_t now_ms);
+
+    bool seated() const;
+    bool refuse(uint64_t request_id, Code code, const std::string& text);
+    bool fail(Code code, const std::string& text);  // an ERROR frame, then the end
+    bool malformed(const char* what);
+    bool flush();
+    size_t backlog() const { return out_.size() - out_sent_; }
+    void want_events();
+
+    MasterServer& server_;
+    Fd fd_;
+    std::string tenant_, peer_;
+    LinkId id_;
+    bool is_member_;
+    NodeId node_ = kNoNode;  // after JOIN
+    uint64_t progress_ms_;
+    bool sent_some_ = false;  // since the last check of the deadlines
+    std::vector<std::byte> in_;
+    size_t in_begin_ = 0, in_end_ = 0;
+    std::vector<std::byte> out_;
+    size_t out_sent_ = 0;
+    size_t whole_answers_ = 0;  // of out_, before the frame that is being handled
+    uint32_t events_ = 0;
+};
+
+}  // namespace moonpool

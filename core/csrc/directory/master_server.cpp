@@ -1,0 +1,277 @@
+#include "directory/master_server.hpp"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include <chrono>
+#include <future>
+
+#include "directory/master_link.hpp"
+
+namespace moonpool {
+
+namespace {
+
+constexpr int kTickMs = 50;
+constexpr std::chrono::milliseconds kSweep{5};  // of a tick, for rows of lives that ended
+
+uint64_t now_ms() {
+    auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
+}
+
+void send_refusal(int fd, Code code, const std::string& text) {
+    std::vector<std::byte> frame;
+    size_t at = begin_frame(frame, Kind::kError, 0, 0);
+    Writer w(frame);
+    w.number(static_cast<uint16_t>(code));
+    w.text16(text);
+    finish_frame(frame, at);
+    (void)!::send(fd, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+}  // namespace
+
+MasterServer::MasterServer(MasterServerOptions options)
+    : options_(std::move(options)), incarnation_(random_incarnation()), master_(options_.master, now_ms()) {}
+
+MasterServer::~MasterServer() { stop(); }
+
+Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions options) {
+    if (options.token.empty()) return Error{Code::kInvalidArgument, "a master needs a cluster token"};
+    std::unique_ptr<MasterServer> server(new MasterServer(std::move(options)));
+    MasterServerOptions& o = server->options_;
+    Result<std::unique_ptr<Doorman>> doorman =
+        Doorman::create(DoormanOptions{o.addresses, o.token, server->incarnation_, o.limits});
+    if (!doorman) return doorman.error();
+    server->doorman_ = std::move(*doorman);
+    for (bool is_member : {true, false}) {
+        Purpose purpose;
+        purpose.welcome = [](std::string_view) { return std::vector<std::byte>(); };
+        purpose.serve = [raw = server.get(), is_member](Caller caller) {
+            auto shared = std::make_shared<Caller>(std::move(caller));
+            raw->post([raw, shared, is_member] { raw->adopt(std::move(*shared), is_member); });
+        };
+        server->doorman_->offer(std::string(is_member ? kPurposeMember : kPurposeDirectory), purpose);
+    }
+    return server;
+}
+
+Status MasterServer::start() {
+    if (running_) return success();
+    epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
+    wake_.reset(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+    if (!epoll_.valid() || !wake_.valid()) return os_error("epoll");
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.fd = wake_.get();
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event);
+    stopping_ = false;
+    running_ = true;
+    thread_ = std::thread([this] { loop(); });
+    return doorman_->start();
+}
+
+void MasterServer::stop() {
+    if (doorman_ != nullptr) doorman_->stop();
+    if (!running_.exchange(false)) return;
+    if (fork_.in_child()) {
+        (void)new std::thread(std::move(thread_));  // the parent's: there is nobody to join
+        return;
+    }
+    stopping_ = true;
+    uint64_t one = 1;
+    (void)!::write(wake_.get(), &one, sizeof(one));
+    thread_.join();
+}
+
+void MasterServer::post(std::function<void()> f) {
+    {
+        std::lock_guard lock(posted_mutex_);
+        posted_.push_back(std::move(f));
+    }
+    uint64_t one = 1;
+    (void)!::write(wake_.get(), &one, sizeof(one));
+}
+
+void MasterServer::run_posted() {
+    std::vector<std::function<void()>> posted;
+    {
+        std::lock_guard lock(posted_mutex_);
+        posted.swap(posted_);
+    }
+    for (auto& f : posted) f();
+}
+
+void MasterServer::loop() {
+    std::vector<epoll_event> events(256);
+    uint64_t last_tick = now_ms();
+    while (!stopping_) {
+        int n = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), kTickMs);
+        uint64_t now = now_ms();
+        for (int i = 0; i < n; ++i) {
+            int fd = events[static_cast<size_t>(i)].data.fd;
+            uint32_t what = events[static_cast<size_t>(i)].events;
+            if (fd == wake_.get()) {
+                uint64_t value;
+                (void)!::read(wake_.get(), &value, sizeof(value));
+                run_posted();
+            } else if (auto it = links_.find(fd); it != links_.end()) {
+                MasterLink& link = *it->second;
+                bool alive = true;
+                if ((what & EPOLLOUT) != 0) alive = link.on_writable(now);
+                if (alive && (what & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) alive = link.on_readable(now);
+                if (!alive) drop(fd);
+            }
+        }
+        // After everybody was heard: who was slow to be read is not silent.
+        if (now - last_tick >= kTickMs) {
+            on_tick(now);
+            last_tick = now;
+        }
+    }
+    run_posted();
+    links_.clear();
+}
+
+void MasterServer::adopt(Caller caller, bool is_member) {
+    uint32_t& count = is_member ? members_ : clients_;
+    // A node that is coming back may have two connections for a moment.
+    uint32_t limit = is_member ? options_.master.membership.members_max * 2 : options_.clients_max;
+    if (count >= limit) {
+        metrics_.connections_refused_total.fetch_add(1);
+        send_refusal(caller.fd.get(), Code::kTooLarge,
+                     "the master already has " + std::to_string(limit) + " connections, the limit (" +
+                         (is_member ? "master.nodes_max" : "master.clients_max") + ")");
+        return;
+    }
+    metrics_.connections_total.fetch_add(1);
+    int key = caller.fd.get();
+    auto link = std::make_unique<MasterLink>(*this, std::move(caller), next_link_++, is_member, now_ms());
+    if (!link->begin()) return;
+    ++count;
+    links_.emplace(key, std::move(link));
+}
+
+void MasterServer::drop(int fd) {
+    auto it = links_.find(fd);
+    if (it == links_.end()) return;
+    metrics_.connections_dropped_total.fetch_add(1);
+    --(it->second->is_member() ? members_ : clients_);
+    links_.erase(it);  // closing the descriptor takes it out of epoll
+}
+
+void MasterServer::close_link(LinkId link) {
+    for (auto& [fd, other] : links_) {
+        if (other->id() != link) continue;
+        drop(fd);
+        return;
+    }
+}
+
+void MasterServer::on_tick(uint64_t now) {
+    std::vector<int> over;
+    for (auto& [fd, link] : links_) {
+        if (!link->check_deadlines(now)) over.push_back(fd);
+    }
+    for (int fd : over) drop(fd);
+    master_.tick(now);
+    auto end = std::chrono::steady_clock::now() + kSweep;
+    while (master_.sweep() && std::chrono::steady_clock::now() < end) {
+    }
+}
+
+template <class F>
+bool MasterServer::call_on_loop(F f) {
+    if (!running_ || fork_.in_child()) return false;
+    auto done = std::make_shared<std::promise<void>>();
+    std::future<void> finished = done->get_future();
+    post([f, done] {
+        f();
+        done->set_value();
+    });
+    return finished.wait_for(std::chrono::seconds(2)) == std::future_status::ready;
+}
+
+bool MasterServer::check_integrity() {
+    auto sound = std::make_shared<bool>(false);
+    return call_on_loop([this, sound] { *sound = master_.check_integrity(); }) && *sound;
+}
+
+MasterServer::Nodes MasterServer::nodes() {
+    auto nodes = std::make_shared<Nodes>();
+    bool ran = call_on_loop([this, nodes] {
+        uint64_t now = now_ms();
+        const Membership& membership = master_.membership();
+        Members members = membership.current(now);
+        nodes->epoch = members.epoch;
+        for (Member& member : members.rows) {
+            NodeRow row;
+            row.dram_keys = master_.directory().rows(member.id, Tier::kDram);
+            row.ssd_keys = master_.directory().rows(member.id, Tier::kSsd);
+            row.member = std::move(member);
+            nodes->rows.push_back(std::move(row));
+        }
+        for (auto past = membership.past().rbegin(); past != membership.past().rend(); ++past) {
+            NodeRow row;
+            row.member = Member{kNoNode, MemberState::kGone, past->identity, {}, now - past->heard_ms};
+            nodes->rows.push_back(std::move(row));
+        }
+    });
+    return ran ? std::move(*nodes) : Nodes{};
+}
+
+std::vector<std::pair<std::string, uint64_t>> MasterServer::snapshot() {
+    auto rows = std::make_shared<std::vector<std::pair<std::string, uint64_t>>>();
+    bool ran = call_on_loop([this, rows] { *rows = gauges(); });
+    return ran ? std::move(*rows) : std::vector<std::pair<std::string, uint64_t>>{};
+}
+
+std::vector<std::pair<std::string, uint64_t>> MasterServer::gauges() const {
+    const MasterCounters& c = master_.counters();
+    const Membership& membership = master_.membership();
+    const DoormanCounters& d = doorman_->counters();
+    const MasterServerMetrics& m = metrics_;
+    DirectoryCounters directory = master_.directory().counters();
+    uint64_t suspects = membership.suspects();
+    return {
+        {"nodes_alive", membership.size() - suspects},
+        {"nodes_suspect", suspects},
+        {"nodes_max", options_.master.membership.members_max},
+        {"members_epoch", membership.epoch()},
+        {"suspicions_total", c.suspicions_total},
+        {"nodes_gone_total", c.nodes_gone_total},
+        {"joins_total", c.joins_total},
+        {"joins_refused_total", c.joins_refused_total},
+        {"beats_total", c.beats_total},
+        {"inventories_total", c.inventories_total},
+        {"directory_rows", directory.rows},
+        {"directory_rows_void", directory.void_rows},
+        {"directory_rows_max", options_.master.rows_max},
+        {"directory_rows_refused_total", directory.refused_total},
+        {"directory_bytes", directory.table_bytes},
+        {"rows_added_total", c.rows_added_total},
+        {"rows_removed_total", c.rows_removed_total},
+        {"locate_keys_total", c.locate_keys_total},
+        {"locate_hits_total", c.locate_hits_total},
+        {"places_total", c.places_total},
+        {"places_short_total", c.places_short_total},
+        {"forgets_total", c.forgets_total},
+        {"tombstones", master_.tombstones()},
+        {"tombstones_max", options_.master.tombstones_max},
+        {"drops_total", c.drops_total},
+        {"drop_alls_total", c.drop_alls_total},
+        {"connections_nodes", members_},
+        {"connections_clients", clients_},
+        {"connections_clients_max", options_.clients_max},
+        {"connections_total", m.connections_total},
+        {"connections_refused_total", m.connections_refused_total + d.refused_total},
+        {"connections_dropped_total", m.connections_dropped_total},
+        {"auth_failures_total", d.auth_failures_total},
+        {"handshake_timeouts_total", d.handshake_timeouts_total},
+        {"protocol_errors_total", m.protocol_errors_total + d.protocol_errors_total},
+    };
+}
+
+}  // namespace moonpool

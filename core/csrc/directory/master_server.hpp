@@ -1,0 +1,108 @@
+// MasterServer: the master's sockets around Master. One thread, one epoll loop; connections come from the
+// process's Doorman, proved, for the purpose "member" (nodes) or "directory" (clients).
+//
+// A member is heard with every frame it sends. Its connection is its life line: when it breaks, the member is
+// suspect at once; when it is silent for a second, too.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "base/fork.hpp"
+#include "base/result.hpp"
+#include "directory/master.hpp"
+#include "store/node_metrics.hpp"
+#include "wire/auth.hpp"
+#include "wire/doorman.hpp"
+#include "wire/limits.hpp"
+
+namespace moonpool {
+
+struct MasterServerOptions {
+    std::vector<std::string> addresses;  // host:port each; port 0: any that is free
+    std::string token;
+    uint32_t beat_ms = 200;
+    uint32_t clients_max = 4096;  // connections for the purpose "directory"
+    MasterLimits master;
+    Limits limits;
+};
+
+struct MasterServerMetrics {
+    using Counter = std::atomic<uint64_t>;
+    Counter connections_total{0}, connections_refused_total{0}, connections_dropped_total{0};
+    Counter protocol_errors_total{0};
+    LatencyHistogram join, delta, beat, members, locate, place, forget;
+};
+
+class MasterLink;
+
+class MasterServer {
+   public:
+    // Listens from its return on, at addresses(); serves from start() on.
+    static Result<std::unique_ptr<MasterServer>> create(MasterServerOptions options);
+    ~MasterServer();
+    MasterServer(const MasterServer&) = delete;
+
+    Status start();
+    void stop();  // idempotent; every connection is closed
+
+    const std::vector<std::string>& addresses() const { return doorman_->addresses(); }
+    const Incarnation& incarnation() const { return incarnation_; }
+    const MasterServerMetrics& metrics() const { return metrics_; }
+
+    // Any thread; empty when the loop does not answer within 2 s.
+    std::vector<std::pair<std::string, uint64_t>> snapshot();
+    struct NodeRow {
+        Member member;
+        uint64_t dram_keys = 0, ssd_keys = 0;
+    };
+    struct Nodes {
+        uint64_t epoch = 0;
+        std::vector<NodeRow> rows;  // alive and suspect, by id; then those of the past, newest first
+    };
+    Nodes nodes();
+    bool check_integrity();
+
+   private:
+    friend class MasterLink;
+    explicit MasterServer(MasterServerOptions options);
+
+    void adopt(Caller caller, bool is_member);
+    void loop();
+    void drop(int fd);
+    void close_link(LinkId link);
+    void on_tick(uint64_t now_ms);
+    void post(std::function<void()> f);
+    void run_posted();
+    template <class F>
+    bool call_on_loop(F f);
+    std::vector<std::pair<std::string, uint64_t>> gauges() const;
+
+    MasterServerOptions options_;
+    Incarnation incarnation_;
+    MasterServerMetrics metrics_;
+    Master master_;
+    ForkGuard fork_;
+    Fd epoll_, wake_;
+    std::unordered_map<int, std::unique_ptr<MasterLink>> links_;
+    uint32_t clients_ = 0, members_ = 0;  // connections of each purpose
+    LinkId next_link_ = 1;
+
+    std::mutex posted_mutex_;
+    std::vector<std::function<void()>> posted_;
+    std::atomic<bool> stopping_{false};
+    std::atomic<bool> running_{false};
+    std::thread thread_;
+    std::unique_ptr<Doorman> doorman_;  // last: it hands over to what stands above
+};
+
+}  // namespace moonpool

@@ -1,0 +1,335 @@
+#include "directory/member_agent.hpp"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "wire/dial.hpp"
+#include "wire/limits.hpp"
+
+namespace moonpool {
+
+namespace {
+
+constexpr uint32_t kAnswerMax = 8u << 20;
+
+}  // namespace
+
+MemberAgent::MemberAgent(MemberAgentOptions options, MemberHooks hooks, DeltaLog& log)
+    : options_(std::move(options)), hooks_(std::move(hooks)), log_(log) {
+    wake_.reset(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+    state_.why_not = "the node has not yet connected to the master at " + options_.master;
+}
+
+MemberAgent::~MemberAgent() { stop(); }
+
+void MemberAgent::start() {
+    if (running_) return;
+    running_ = true;
+    stopping_ = false;
+    thread_ = std::thread([this] { run(); });
+}
+
+void MemberAgent::stop() {
+    if (!running_) return;
+    running_ = false;
+    if (fork_.in_child()) {
+        (void)new std::thread(std::move(thread_));  // the parent's: there is nobody to join
+        return;
+    }
+    stopping_ = true;
+    wake();
+    thread_.join();
+}
+
+void MemberAgent::wake() {
+    uint64_t one = 1;
+    (void)!::write(wake_.get(), &one, sizeof(one));
+}
+
+MemberAgent::State MemberAgent::state() const {
+    std::lock_guard lock(state_mutex_);
+    State state = state_;
+    if (answered_at_ != Clock::time_point{}) {
+        state.answered_ms = static_cast<uint64_t>(
+            std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - answered_at_).count());
+    }
+    return state;
+}
+
+void MemberAgent::set_why_not(const std::string& why) {
+    std::lock_guard lock(state_mutex_);
+    state_.joined = false;
+    state_.why_not = why;
+}
+
+void MemberAgent::run() {
+    int backoff_ms = options_.backoff_first_ms;
+    while (!stopping_) {
+        DialOptions dial_options;
+        dial_options.address = options_.master;
+        dial_options.token = options_.token;
+        dial_options.purpose = kPurposeMember;
+        dial_options.timeout_ms = options_.timeout_ms;
+        dial_options.interface = options_.interface;
+        Result<Dialed> dialed = dial(dial_options);
+        if (dialed) {
+            Link link;
+            link.fd = std::move(dialed->fd);
+            link.peer = dialed->peer;
+            ClosedInChildren closed_in_children(link.fd);
+            uint64_t joins = counters_.joins_total;
+            Status status = live(link);
+            if (counters_.joins_total != joins) backoff_ms = options_.backoff_first_ms;
+            if (!status) set_why_not(status.error().text);
+        } else {
+            counters_.connect_failures_total.fetch_add(1);
+            set_why_not(dialed.error().text);
+        }
+        log_.pause();
+        if (stopping_) break;
+        auto end = Clock::now() + std::chrono::milliseconds(backoff_ms);
+        while (!stopping_ && Clock::now() < end) {
+            auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now()).count();
+            pollfd wait{wake_.get(), POLLIN, 0};
+            if (::poll(&wait, 1, static_cast<int>(left) + 1) > 0) {
+                uint64_t value;
+                (void)!::read(wake_.get(), &value, sizeof(value));
+            }
+        }
+        backoff_ms = std::min(backoff_ms * 2, options_.backoff_longest_ms);
+    }
+}
+
+Status MemberAgent::live(Link& link) {
+    if (Status status = join(link); !status) return status;
+    log_.begin_inventory();
+    link.inventory = true;
+    link.next_beat = Clock::now();
+    while (!stopping_) {
+        if (Status status = step(link); !status) return status;
+    }
+    return success();
+}
+
+// One turn: whatever is due, then a wait for the next thing that will be.
+Status MemberAgent::step(Link& link) {
+    auto now = Clock::now();
+    if (now >= link.next_beat && !link.beat_open) {
+        if (Status status = send_beat(link); !status) return status;
+    }
+    if (link.beat_open && now - link.asked_at > std::chrono::milliseconds(options_.timeout_ms)) {
+        return Error{Code::kTimeout, "the master at " + link.peer + " did not answer in time"};
+    }
+    if (link.inventory) {
+        if (Status status = tell_inventory(link); !status) return status;
+    }
+    auto batch = std::chrono::milliseconds(options_.batch_ms);
+    size_t waiting = log_.size();
+    if (waiting >= link.rows_max || now - link.told_at >= batch) {
+        if (Status status = tell_changes(link); !status) return status;
+        waiting = 0;
+    }
+    // Next: the answer, the next beat, the end of the batch, or the first row of one.
+    auto until =
+        link.beat_open ? link.asked_at + std::chrono::milliseconds(options_.timeout_ms) : link.next_beat;
+    if (waiting != 0) until = std::min(until, link.told_at + batch);
+    auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()).count();
+    int timeout_ms = link.inventory ? 0 : static_cast<int>(std::clamp<long>(left + 1, 0, 1000));
+    pollfd waits[2] = {{link.fd.get(), POLLIN, 0}, {wake_.get(), POLLIN, 0}};
+    if (::poll(waits, 2, timeout_ms) < 0 && errno != EINTR) return os_error("poll");
+    if (waits[1].revents != 0) {
+        uint64_t value;
+        (void)!::read(wake_.get(), &value, sizeof(value));
+    }
+    if (waits[0].revents != 0) return read_answers(link, false);
+    return success();
+}
+
+Status MemberAgent::join(Link& link) {
+    NodeLoad load;
+    if (!hooks_.load(load)) return Error{Code::kTimeout, "the node's store did not answer in time"};
+    out_.clear();
+    size_t at = begin_frame(out_, Kind::kJoin, 0, link.next_request++);
+    Writer w(out_);
+    write_identity(w, options_.identity);
+    write_load(w, load);
+    finish_frame(out_, at);
+    if (Status status = send_frame(link); !status) return status;
+    uint64_t joins = counters_.joins_total;
+    while (counters_.joins_total == joins) {
+        if (Status status = read_answers(link, true); !status) return status;
+    }
+    return success();
+}
+
+Status MemberAgent::send_beat(Link& link) {
+    NodeLoad load;
+    if (!hooks_.load(load)) return Error{Code::kTimeout, "the node's store did not answer in time"};
+    out_.clear();
+    size_t at = begin_frame(out_, Kind::kBeat, 0, link.next_request++);
+    Writer w(out_);
+    w.number(drops_done_);
+    write_load(w, load);
+    finish_frame(out_, at);
+    link.beat_open = true;
+    link.asked_at = Clock::now();
+    link.next_beat = link.asked_at + std::chrono::milliseconds(link.beat_ms);
+    counters_.beats_total.fetch_add(1);
+    return send_frame(link);
+}
+
+// One piece. It is sent before any change that comes later is taken from the log; so the last word about a
+// key is always the latest one.
+Status MemberAgent::tell_inventory(Link& link) {
+    rows_.clear();
+    if (!hooks_.inventory(link.cursor, rows_)) {
+        return Error{Code::kTimeout, "the node's store did not answer in time"};
+    }
+    bool last = link.cursor == 0;
+    if (rows_.empty() && !last && link.begun) return success();
+    Status sent = send_rows(link, rows_, link.begun ? 0 : kDeltaBegin, last ? kDeltaEnd : 0);
+    link.begun = true;
+    if (!sent || !last) return sent;
+    link.inventory = false;
+    counters_.inventories_total.fetch_add(1);
+    link.next_beat = Clock::now();  // its answer says what to drop
+    std::lock_guard lock(state_mutex_);
+    state_.joined = true;
+    state_.why_not.clear();
+    return success();
+}
+
+Status MemberAgent::tell_changes(Link& link) {
+    rows_.clear();
+    link.told_at = Clock::now();
+    if (!log_.take(rows_)) {
+        log_.begin_inventory();
+        link.inventory = true;
+        link.begun = false;
+        link.cursor = 0;
+        return success();
+    }
+    return rows_.empty() ? success() : send_rows(link, rows_, 0, 0);
+}
+
+Status MemberAgent::send_rows(Link& link, const std::vector<DeltaRow>& rows, uint8_t first_flags,
+                              uint8_t last_flags) {
+    size_t sent = 0;
+    do {
+        size_t n = std::min<size_t>(link.rows_max, rows.size() - sent);
+        auto flags =
+            static_cast<uint8_t>((sent == 0 ? first_flags : 0) | (sent + n == rows.size() ? last_flags : 0));
+        out_.clear();
+        out_.reserve(sizeof(FrameHeader) + 8 + n * kDeltaRowBytes);
+        size_t at = begin_frame(out_, Kind::kDelta, kFlagOneWay, 0);
+        Writer w(out_);
+        w.number(uint32_t{flags});
+        w.number(static_cast<uint32_t>(n));
+        for (size_t i = sent; i < sent + n; ++i) write_row(w, rows[i]);
+        finish_frame(out_, at);
+        if (Status status = send_frame(link); !status) return status;
+        sent += n;
+    } while (sent < rows.size());
+    counters_.rows_sent_total.fetch_add(rows.size());
+    if (out_.capacity() > (1u << 16)) out_ = {};
+    return success();
+}
+
+Status MemberAgent::send_frame(Link& link) {
+    size_t sent = 0;
+    while (sent < out_.size()) {
+        ssize_t n = ::send(link.fd.get(), out_.data() + sent, out_.size() - sent, MSG_NOSIGNAL);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno == EAGAIN) {
+            return Error{Code::kTimeout, "the master at " + link.peer + " took no bytes in time"};
+        }
+        if (n < 0) {
+            return Error{Code::kUnavailable, "the connection to the master at " + link.peer +
+                                                 " is lost: " + std::strerror(errno)};
+        }
+        sent += static_cast<size_t>(n);
+    }
+    return success();
+}
+
+Status MemberAgent::read_answers(Link& link, bool wait) {
+    size_t have = link.in.size();
+    link.in.resize(have + 65536);
+    ssize_t n;
+    do {
+        n = ::recv(link.fd.get(), link.in.data() + have, 65536, wait ? 0 : MSG_DONTWAIT);
+    } while (n < 0 && errno == EINTR);
+    link.in.resize(have + static_cast<size_t>(std::max<ssize_t>(n, 0)));
+    if (n < 0 && errno == EAGAIN) {
+        if (!wait) return success();
+        return Error{Code::kTimeout, "the master at " + link.peer + " did not answer in time"};
+    }
+    if (n <= 0) return Error{Code::kUnavailable, "the master at " + link.peer + " closed the connection"};
+    size_t at = 0;
+    while (link.in.size() - at >= sizeof(FrameHeader)) {
+        FrameHeader header;
+        std::memcpy(&header, link.in.data() + at, sizeof(header));
+        if (header.magic != kMagic || header.version != kVersion || header.length > kAnswerMax) {
+            return Error{Code::kProtocol, link.peer + " does not speak the protocol of a Moonpool master"};
+        }
+        if (link.in.size() - at < sizeof(header) + header.length) break;
+        Reader body(std::span(link.in).subspan(at + sizeof(header), header.length));
+        at += sizeof(header) + header.length;
+        if (Status status = on_answer(link, header, body); !status) return status;
+    }
+    link.in.erase(link.in.begin(), link.in.begin() + static_cast<std::ptrdiff_t>(at));
+    return success();
+}
+
+Status MemberAgent::on_answer(Link& link, const FrameHeader& header, Reader body) {
+    Error nonsense{Code::kProtocol, link.peer + " sent an answer that does not fit the question"};
+    if (header.kind == Kind::kError) return read_error(body);
+    uint64_t epoch = 0;
+    Drops drops;
+    if (header.kind == Kind::kJoin) {
+        NodeId id = body.number<NodeId>();
+        bool resumed = (body.number<uint8_t>() & kJoinResumed) != 0;
+        body.number<uint8_t>();
+        link.beat_ms = std::clamp<uint32_t>(body.number<uint32_t>(), 1, 60000);
+        link.rows_max = std::max<uint32_t>(body.number<uint32_t>(), 1);
+        epoch = body.number<uint64_t>();
+        if (!read_drops(body, drops)) return nonsense;
+        if (!resumed) drops_done_ = 0;  // another seat, or another master: it counts anew
+        id_ = id;
+        counters_.joins_total.fetch_add(1);
+    } else if (header.kind == Kind::kBeat) {
+        epoch = body.number<uint64_t>();
+        if (!read_drops(body, drops)) return nonsense;
+        link.beat_open = false;
+    } else {
+        return nonsense;
+    }
+    {
+        std::lock_guard lock(state_mutex_);
+        state_.id = id_;
+        state_.epoch = epoch;
+        answered_at_ = Clock::now();
+    }
+    uint64_t done = drops_done_;
+    if (Status status = carry_out(drops); !status) return status;
+    if (drops_done_ != done) link.next_beat = Clock::now();  // the master waits to hear it, and may have more
+    return success();
+}
+
+Status MemberAgent::carry_out(const Drops& drops) {
+    uint64_t end = drops.first + drops.hashes.size();
+    if (end <= drops_done_) return success();
+    bool all = drops.all && drops.first > drops_done_;
+    uint64_t skip = drops_done_ > drops.first ? drops_done_ - drops.first : 0;
+    std::vector<Hash128> due(drops.hashes.begin() + static_cast<std::ptrdiff_t>(skip), drops.hashes.end());
+    if (!hooks_.drop(all, due)) return Error{Code::kTimeout, "the node's store did not answer in time"};
+    counters_.dropped_total.fetch_add(due.size());
+    drops_done_ = end;
+    return success();
+}
+
+}  // namespace moonpool

@@ -1,0 +1,147 @@
+// The parts of which the master's frames are made (docs/wire_master.md has the byte tables): written by one
+// side, read by the other, so both stand here. A reader checks every count against what is left.
+#pragma once
+
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "directory/delta_log.hpp"
+#include "directory/drop_list.hpp"
+#include "directory/types.hpp"
+#include "wire/frame.hpp"
+
+namespace moonpool {
+
+inline constexpr size_t kTextMax = 256;  // of a name, a host, an address, a path
+inline constexpr size_t kTenantsMax = 256;
+
+inline constexpr size_t kDeltaRowBytes = 17;
+inline constexpr uint8_t kDeltaRemoved = 0x80;
+inline constexpr uint8_t kDeltaBegin = 1;  // flags of DELTA: the inventory begins with this frame
+inline constexpr uint8_t kDeltaEnd = 2;    // and ends with this one
+
+inline constexpr uint8_t kJoinResumed = 1;
+inline constexpr uint8_t kDropAll = 1;
+
+inline constexpr uint8_t kLocatePrefix = 1;
+inline constexpr uint8_t kLocateSuspects = 2;
+inline constexpr uint8_t kPlaceEvict = 1;
+
+inline void write_hash(Writer& w, const Hash128& hash) {
+    w.number(hash.low);
+    w.number(hash.high);
+}
+inline Hash128 hash_at(const char* from) {
+    Hash128 hash;
+    std::memcpy(&hash.low, from, 8);
+    std::memcpy(&hash.high, from + 8, 8);
+    return hash;
+}
+inline Hash128 read_hash(Reader& r) {
+    auto low = r.number<uint64_t>();
+    return Hash128{low, r.number<uint64_t>()};
+}
+
+inline void write_row(Writer& w, const DeltaRow& row) {
+    write_hash(w, row.hash);
+    w.number(static_cast<uint8_t>(static_cast<uint8_t>(row.tier) | (row.added ? 0 : kDeltaRemoved)));
+}
+inline std::optional<DeltaRow> row_at(const char* from) {
+    auto what = static_cast<uint8_t>(from[16]);
+    auto tier = static_cast<uint8_t>(what & ~kDeltaRemoved);
+    if (tier >= kTiers) return std::nullopt;
+    return DeltaRow{hash_at(from), static_cast<Tier>(tier), (what & kDeltaRemoved) == 0};
+}
+
+inline bool read_text(Reader& r, std::string& text) {
+    text = std::string(r.text16());
+    return r.ok() && text.size() <= kTextMax;
+}
+
+inline void write_load(Writer& w, const NodeLoad& load) {
+    w.number(load.ssd_bytes);
+    w.number(load.ssd_free_bytes);
+    w.number(static_cast<uint16_t>(load.tenants.size()));
+    for (const TenantLoad& tenant : load.tenants) {
+        w.text16(tenant.tenant);
+        w.number(tenant.arena_bytes);
+        w.number(tenant.free_bytes);
+        w.number(tenant.objects);
+        w.number(tenant.oldest_age_ms);
+    }
+}
+inline bool read_load(Reader& r, NodeLoad& load) {
+    load.ssd_bytes = r.number<uint64_t>();
+    load.ssd_free_bytes = r.number<uint64_t>();
+    auto tenants = r.number<uint16_t>();
+    if (tenants > kTenantsMax) return false;
+    for (uint16_t i = 0; i < tenants; ++i) {
+        TenantLoad& tenant = load.tenants.emplace_back();
+        if (!read_text(r, tenant.tenant)) return false;
+        tenant.arena_bytes = r.number<uint64_t>();
+        tenant.free_bytes = r.number<uint64_t>();
+        tenant.objects = r.number<uint64_t>();
+        tenant.oldest_age_ms = r.number<uint64_t>();
+    }
+    return r.ok();
+}
+
+inline void write_identity(Writer& w, const NodeIdentity& who) {
+    w.bytes(who.incarnation.data(), who.incarnation.size());
+    w.text16(who.name);
+    w.text16(who.host_id);
+    w.text16(who.address);
+    w.text16(who.socket_path);
+}
+inline bool read_identity(Reader& r, NodeIdentity& who) {
+    std::string_view incarnation = r.bytes(who.incarnation.size());
+    if (!r.ok()) return false;
+    std::memcpy(who.incarnation.data(), incarnation.data(), incarnation.size());
+    return read_text(r, who.name) && read_text(r, who.host_id) && read_text(r, who.address) &&
+           read_text(r, who.socket_path);
+}
+
+inline void write_member(Writer& w, const Member& member) {
+    w.number(member.id);
+    w.number(static_cast<uint8_t>(member.state));
+    w.number(uint8_t{0});
+    w.number(member.silent_ms);
+    write_identity(w, member.identity);
+    write_load(w, member.load);
+}
+inline bool read_member(Reader& r, Member& member) {
+    member.id = r.number<NodeId>();
+    auto state = r.number<uint8_t>();
+    r.number<uint8_t>();
+    member.silent_ms = r.number<uint64_t>();
+    if (state > static_cast<uint8_t>(MemberState::kGone)) return false;
+    member.state = static_cast<MemberState>(state);
+    return read_identity(r, member.identity) && read_load(r, member.load);
+}
+
+// What a node is to drop, at the end of the answers to JOIN and BEAT.
+inline void write_drops(Writer& w, const DropList& drops, size_t hashes_max) {
+    size_t n = std::min(hashes_max, drops.hashes().size());
+    w.number(static_cast<uint8_t>(drops.all() ? kDropAll : 0));
+    w.number(drops.first());
+    w.number(static_cast<uint32_t>(n));
+    for (size_t i = 0; i < n; ++i) write_hash(w, drops.hashes()[i]);
+}
+struct Drops {
+    bool all = false;
+    uint64_t first = 0;
+    std::vector<Hash128> hashes;
+};
+inline bool read_drops(Reader& r, Drops& drops) {
+    drops.all = (r.number<uint8_t>() & kDropAll) != 0;
+    drops.first = r.number<uint64_t>();
+    auto n = r.number<uint32_t>();
+    if (!r.ok() || n > r.left() / sizeof(Hash128)) return false;
+    drops.hashes.resize(n);
+    for (Hash128& hash : drops.hashes) hash = read_hash(r);
+    return r.ok();
+}
+
+}  // namespace moonpool
