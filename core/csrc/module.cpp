@@ -65,6 +65,7 @@ PYBIND11_MODULE(_native, m) {
     bind_server(m);
     bind_client(m);
     bind_worker(m);
+    bind_directory(m);
 
     m.def("block_digests", &digests, py::arg("token_ids"), py::arg("block_tokens"),
           py::arg("seed") = py::bytes(), py::arg("previous") = py::bytes(),

@@ -27,10 +27,10 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
     options.limits.object_share = object_share_max;
     options.scrub_bytes_per_s = scrub_bytes_per_s;
     options.listen = std::move(listen);
-    options.name = name_;
-    options.host_id = std::move(host_id);
-    options.advertise = std::move(advertise);
-    options.master = std::move(master);
+    options.cluster.master = std::move(master);
+    options.cluster.name = name_;
+    options.cluster.host_id = std::move(host_id);
+    options.cluster.address = std::move(advertise);
     server_ = unwrap(Server::create(std::move(options)), "node");
 }
 
@@ -70,6 +70,13 @@ py::dict PyServer::histograms() {
     return all;
 }
 
+py::object PyServer::membership() {
+    std::optional<MemberAgent::State> state = server_->membership();
+    if (!state) return py::none();
+    return py::make_tuple(state->joined, state->id == kNoNode ? -1 : int{state->id}, state->why_not,
+                          static_cast<double>(state->answered_ms) / 1000);
+}
+
 bool PyServer::check_integrity() {
     py::gil_scoped_release nogil;
     return server_->check_integrity();
@@ -95,6 +102,9 @@ void bind_server(py::module_& m) {
         .def("metrics", &PyServer::metrics, "Counters (*_total) and gauges by name.")
         .def("histograms", &PyServer::histograms,
              "name -> (upper bounds in s, counts with one more for +Inf, sum in s)")
+        .def(
+            "membership", &PyServer::membership,
+            "(joined, node id or -1, why not, seconds since the master's last answer); None without a master")
         .def("check_integrity", &PyServer::check_integrity, "Recounts every table; for tests.");
 }
 

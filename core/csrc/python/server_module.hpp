@@ -25,6 +25,7 @@ class PyServer {
     void stop();
     std::map<std::string, uint64_t> metrics();
     py::dict histograms();
+    py::object membership();
     bool check_integrity();
     std::vector<std::string> addresses() const { return server_->addresses(); }
     const std::string& name() const { return name_; }

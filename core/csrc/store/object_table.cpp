@@ -26,6 +26,14 @@ uint32_t ObjectTable::find(uint32_t space, const Hash128& hash, std::string_view
     return kNoSlot;
 }
 
+uint32_t ObjectTable::find(const Hash128& hash) const {
+    for (uint32_t slot = index_.first(hash); slot != kNoSlot; slot = index_.next(slot)) {
+        const IndexEntry& e = index_.entry(slot);
+        if (e.hash_low == hash.low && e.hash_high == hash.high) return slot;
+    }
+    return kNoSlot;
+}
+
 ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std::string_view object_name,
                                         Extent extent, uint32_t crc, uint32_t parent, bool replace) {
     uint32_t old = find(space, hash, object_name);
@@ -57,6 +65,7 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     }
     if (object_name.size() > kInlineName) long_names_.emplace(slot, object_name);
     index_.publish(slot, o.generation, space, hash, object_name, extent, crc);
+    if (delta_log_ != nullptr) delta_log_->push(hash, Tier::kDram, true);
     ++counters_.objects;
     counters_.object_bytes += extent.size;
     list_if_leaf(slot, true);
@@ -95,6 +104,10 @@ void ObjectTable::unpin(uint32_t slot, uint64_t generation) {
 void ObjectTable::remove(uint32_t slot) {
     Object& o = objects_[slot];
     unlist(slot);
+    if (delta_log_ != nullptr) {
+        const IndexEntry& e = index_.entry(slot);
+        delta_log_->push(Hash128{e.hash_low, e.hash_high}, Tier::kDram, false);
+    }
     index_.retract(slot);
     --counters_.objects;
     counters_.object_bytes -= extent(slot).size;

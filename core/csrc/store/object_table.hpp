@@ -22,6 +22,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "directory/delta_log.hpp"
 #include "memory/leases.hpp"
 #include "store/shared_index.hpp"
 
@@ -42,7 +43,12 @@ class ObjectTable {
 
     ObjectTable(IndexWriter index, ExtentAllocator& allocator, Leases& leases);
 
+    // Told of every object that becomes visible, or no longer is; nullptr: nobody.
+    void set_delta_log(DeltaLog* log) { delta_log_ = log; }
+
     uint32_t find(uint32_t space, const Hash128& hash, std::string_view name) const;
+    // Whatever object has that hash, by which the directory knows it.
+    uint32_t find(const Hash128& hash) const;
 
     // Makes an object visible; the table owns the extent from then on. parent: a slot or kNoSlot. With
     // replace, an existing object of that name is removed first; without, it stays and the caller keeps the
@@ -77,6 +83,10 @@ class ObjectTable {
     uint32_t pins(uint32_t slot) const { return objects_[slot].pins; }
     const IndexEntry& entry(uint32_t slot) const { return index_.entry(slot); }
     std::string_view name(uint32_t slot) const;
+    uint64_t uses() const { return clock_; }  // so far: commits, touches, pins
+    uint64_t oldest_use() const {             // of the next victim
+        return oldest_ == kNoSlot ? clock_ : objects_[oldest_].last_used;
+    }
     uint32_t slots_used() const { return used_; }  // every slot in use is below it
     const IndexWriter& index() const { return index_; }
     const TableCounters& counters() const { return counters_; }
@@ -124,6 +134,7 @@ class ObjectTable {
     uint64_t clock_ = 0;
     uint64_t generation_ = 0;
     TableCounters counters_;
+    DeltaLog* delta_log_ = nullptr;
 };
 
 }  // namespace moonpool

@@ -90,7 +90,7 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     Result<std::unique_ptr<Doorman>> doorman = Doorman::create(std::move(door));
     if (!doorman) return doorman.error();
     server->doorman_ = std::move(*doorman);
-    if (o.advertise.empty()) o.advertise = server->doorman_->addresses().front();
+    if (o.cluster.address.empty()) o.cluster.address = server->doorman_->addresses().front();
     return server;
 }
 
@@ -108,10 +108,10 @@ void Server::write_welcome(Writer& w, Pool& pool) const {
     w.number(options_.limits.parts);
     w.number(options_.limits.frame_bytes);
     w.number(options_.limits.frame_keys);
-    w.text16(options_.name);
-    w.text16(options_.host_id);
-    w.text16(options_.advertise);
-    w.text16(options_.master);
+    w.text16(options_.cluster.name);
+    w.text16(options_.cluster.host_id);
+    w.text16(options_.cluster.address);
+    w.text16(options_.cluster.master);
 }
 
 Server::~Server() { stop(); }
@@ -141,11 +141,18 @@ Status Server::start() {
         listen_ = std::move(*listener);
         watch(listen_.get());
     }
+    if (!options_.cluster.master.empty()) {
+        member_ =
+            std::make_unique<NodeMember>(options_.cluster, options_.token, options_.socket_path, incarnation_,
+                                         pools_, [this](std::function<void()> f) { return call_on_loop(f); });
+    }
     stopping_ = false;
     running_ = true;
     thread_ = std::thread([this] { loop(); });
     reserve_thread_ = std::thread([this] { reserve_memory(); });
-    return open_door();
+    if (Status status = open_door(); !status) return status;
+    if (member_ != nullptr) member_->start();
+    return success();
 }
 
 Status Server::open_door() {
@@ -165,7 +172,8 @@ Status Server::open_door() {
         post([this, held] { adopt_remote(std::move(*held)); });
     };
     doorman_->offer(std::string(kPurposeStore), Purpose{welcome, serve});
-    return doorman_->start();
+    if (Status status = doorman_->start(); !status) return status;
+    return success();
 }
 
 void Server::reserve_memory() {
@@ -196,6 +204,7 @@ void Server::stop() {
         (void)new std::thread(std::move(reserve_thread_));
         return;
     }
+    if (member_ != nullptr) member_->stop();
     if (doorman_ != nullptr) doorman_->stop();
     stopping_ = true;
     uint64_t one = 1;
@@ -378,8 +387,16 @@ bool Server::check_integrity() {
 
 std::vector<std::pair<std::string, uint64_t>> Server::snapshot() {
     auto rows = std::make_shared<std::vector<std::pair<std::string, uint64_t>>>();
-    call_on_loop([this, rows] { *rows = gauges(); });
+    if (!call_on_loop([this, rows] { *rows = gauges(); })) return {};
+    if (member_ != nullptr) {
+        for (auto& row : member_->gauges()) rows->push_back(std::move(row));
+    }
     return *rows;
+}
+
+std::optional<MemberAgent::State> Server::membership() const {
+    if (member_ == nullptr) return std::nullopt;
+    return member_->state();
 }
 
 std::vector<std::pair<std::string, uint64_t>> Server::gauges() {

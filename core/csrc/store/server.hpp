@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -20,6 +21,7 @@
 #include "base/fd.hpp"
 #include "base/fork.hpp"
 #include "base/result.hpp"
+#include "store/node_member.hpp"
 #include "store/node_metrics.hpp"
 #include "store/pool.hpp"
 #include "wire/auth.hpp"
@@ -36,10 +38,7 @@ struct ServerOptions {
     Limits limits;
     uint64_t scrub_bytes_per_s = 64ull << 20;  // 0: no scrub
     std::vector<std::string> listen;           // TCP addresses, host:port; none: this host only
-    std::string name;                          // in messages and lists
-    std::string host_id;                       // equal exactly for processes that can share memory
-    std::string advertise;                     // where other hosts reach this node; empty: the first listener
-    std::string master;                        // host:port; empty: this node is alone
+    ClusterOptions cluster;                    // its address, when empty, is the first that it listens on
 };
 
 class Connection;
@@ -61,6 +60,7 @@ class Server {
     const NodeMetrics& metrics() const { return metrics_; }
     std::vector<std::pair<std::string, uint64_t>> snapshot();  // counters and gauges by name; any thread
     bool check_integrity();                                    // runs on the loop
+    std::optional<MemberAgent::State> membership() const;      // nothing: the node has no master
 
    private:
     friend class Connection;
@@ -99,6 +99,7 @@ class Server {
     std::atomic<uint64_t> memory_error_{0};
     std::thread thread_;
     std::thread reserve_thread_;
+    std::unique_ptr<NodeMember> member_;
 };
 
 }  // namespace moonpool

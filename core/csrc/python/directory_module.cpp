@@ -1,0 +1,245 @@
+// The master and its clients as Python sees them: moonpool._native.MasterServer and DirectoryClient.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "directory/directory_client.hpp"
+#include "directory/master_server.hpp"
+#include "python/arguments.hpp"
+#include "python/module.hpp"
+#include "python/raise.hpp"
+
+namespace moonpool::python {
+
+namespace {
+
+const char* name_of(MemberState state) {
+    switch (state) {
+        case MemberState::kAlive:
+            return "alive";
+        case MemberState::kSuspect:
+            return "suspect";
+        case MemberState::kGone:
+            return "gone";
+    }
+    return "";
+}
+
+class PyMasterServer {
+   public:
+    PyMasterServer(std::vector<std::string> addresses, const py::bytes& token, uint32_t nodes_max,
+                   uint32_t clients_max, uint64_t rows_max, uint32_t tombstones_max, uint32_t frame_bytes_max,
+                   uint32_t frame_keys_max, double suspect_after_s, double gone_after_s) {
+        MasterServerOptions options;
+        options.addresses = std::move(addresses);
+        options.token = std::string(token);
+        options.clients_max = clients_max;
+        options.limits.frame_bytes = frame_bytes_max;
+        options.master.hashes_per_frame = frame_keys_max;
+        options.master.rows_max = rows_max;
+        options.master.tombstones_max = tombstones_max;
+        options.master.membership.members_max = nodes_max;
+        options.master.membership.suspect_ms = static_cast<uint32_t>(milliseconds(suspect_after_s));
+        options.master.membership.gone_ms = static_cast<uint32_t>(milliseconds(gone_after_s));
+        server_ = unwrap(MasterServer::create(std::move(options)), "master");
+    }
+
+    void start() {
+        py::gil_scoped_release nogil;
+        Status status = server_->start();
+        py::gil_scoped_acquire gil;
+        unwrap(std::move(status), "master");
+    }
+    void stop() {
+        py::gil_scoped_release nogil;
+        server_->stop();
+    }
+    std::vector<std::string> addresses() const { return server_->addresses(); }
+    py::bytes incarnation() const {
+        return to_bytes(server_->incarnation().data(), server_->incarnation().size());
+    }
+    std::map<std::string, uint64_t> metrics() {
+        std::map<std::string, uint64_t> rows;
+        py::gil_scoped_release nogil;
+        for (auto& [name, value] : server_->snapshot()) rows.emplace(name, value);
+        return rows;
+    }
+    py::dict histograms() {
+        const MasterServerMetrics& m = server_->metrics();
+        const std::pair<const char*, const LatencyHistogram*> rows[] = {
+            {"join_seconds", &m.join},       {"delta_seconds", &m.delta},   {"beat_seconds", &m.beat},
+            {"members_seconds", &m.members}, {"locate_seconds", &m.locate}, {"place_seconds", &m.place},
+            {"forget_seconds", &m.forget}};
+        py::dict all;
+        for (auto& [name, histogram] : rows) {
+            std::vector<double> bounds(LatencyHistogram::kBoundsSeconds.begin(),
+                                       LatencyHistogram::kBoundsSeconds.end());
+            std::vector<uint64_t> counts;
+            for (size_t i = 0; i <= bounds.size(); ++i) counts.push_back(histogram->count(i));
+            all[name] = py::make_tuple(bounds, counts, histogram->sum_seconds());
+        }
+        return all;
+    }
+    std::pair<uint64_t, std::vector<MasterServer::NodeRow>> nodes() {
+        py::gil_scoped_release nogil;
+        MasterServer::Nodes nodes = server_->nodes();
+        return {nodes.epoch, std::move(nodes.rows)};
+    }
+    bool check_integrity() {
+        py::gil_scoped_release nogil;
+        return server_->check_integrity();
+    }
+
+   private:
+    std::unique_ptr<MasterServer> server_;
+};
+
+class PyDirectoryClient {
+    template <class F>
+    auto call(const char* operation, F f) {
+        auto result = [&] {
+            py::gil_scoped_release nogil;
+            return f();
+        }();
+        return unwrap(std::move(result), operation, client_->master());
+    }
+
+   public:
+    PyDirectoryClient(std::string master, const py::bytes& token, std::string tenant, double timeout_s,
+                      std::string interface) {
+        DirectoryClientOptions options;
+        options.master = std::move(master);
+        options.token = std::string(token);
+        options.tenant = std::move(tenant);
+        options.timeout_ms = milliseconds(timeout_s);
+        options.interface = std::move(interface);
+        client_ = std::make_unique<DirectoryClient>(std::move(options));
+    }
+
+    LocateAnswer locate(const py::object& hashes, bool prefix, uint16_t width, bool suspects,
+                        uint8_t holders_max) {
+        ArrayOf<Hash128> array(hashes, "hashes");
+        return call("locate", [&] {
+            return client_->locate(array.span(), LocateOptions{prefix, width, suspects, holders_max});
+        });
+    }
+    std::pair<uint64_t, std::vector<Member>> members(bool fresh) {
+        std::shared_ptr<const Members> members = call("members", [&] { return client_->members(fresh); });
+        return {members->epoch, members->rows};
+    }
+    std::vector<NodeId> place(uint64_t bytes, uint16_t n, std::vector<NodeId> avoid_nodes,
+                              std::vector<std::string> avoid_hosts, bool evict) {
+        PlaceOptions options{std::move(avoid_nodes), std::move(avoid_hosts), evict};
+        return call("place", [&] { return client_->place(bytes, n, options); });
+    }
+    uint32_t forget(const py::object& hashes, const std::vector<NodeId>& unreached) {
+        ArrayOf<Hash128> array(hashes, "hashes");
+        return call("forget", [&] { return client_->forget(array.span(), unreached); });
+    }
+    bool connected() const { return client_->connected(); }
+    void close() {
+        py::gil_scoped_release nogil;
+        client_->close();
+    }
+
+   private:
+    std::unique_ptr<DirectoryClient> client_;
+};
+
+std::vector<std::pair<NodeId, uint8_t>> holders(const LocateAnswer& answer, size_t i) {
+    if (i >= answer.keys.size()) throw py::index_error();
+    std::vector<std::pair<NodeId, uint8_t>> rows;
+    for (const Holder& holder : answer.keys[i]) {
+        rows.emplace_back(holder.node, static_cast<uint8_t>(holder.tier));
+    }
+    return rows;
+}
+
+void bind_member(py::module_& m) {
+    py::class_<TenantLoad>(m, "TenantLoad")
+        .def_readonly("tenant", &TenantLoad::tenant)
+        .def_readonly("arena_bytes", &TenantLoad::arena_bytes)
+        .def_readonly("free_bytes", &TenantLoad::free_bytes)
+        .def_readonly("objects", &TenantLoad::objects)
+        .def_property_readonly("oldest_age_s", [](const TenantLoad& load) {
+            return static_cast<double>(load.oldest_age_ms) / 1000;
+        });
+    py::class_<Member>(m, "Member", "A node as the master knows it.")
+        .def_property_readonly("id", [](const Member& member) { return member.id; })
+        .def_property_readonly("state", [](const Member& member) { return name_of(member.state); })
+        .def_property_readonly("name", [](const Member& member) { return member.identity.name; })
+        .def_property_readonly("host_id", [](const Member& member) { return member.identity.host_id; })
+        .def_property_readonly("address", [](const Member& member) { return member.identity.address; })
+        .def_property_readonly("socket_path",
+                               [](const Member& member) { return member.identity.socket_path; })
+        .def_property_readonly("incarnation",
+                               [](const Member& member) {
+                                   return to_bytes(member.identity.incarnation.data(),
+                                                   member.identity.incarnation.size());
+                               })
+        .def_property_readonly("tenants", [](const Member& member) { return member.load.tenants; })
+        .def_property_readonly("ssd_bytes", [](const Member& member) { return member.load.ssd_bytes; })
+        .def_property_readonly("ssd_free_bytes",
+                               [](const Member& member) { return member.load.ssd_free_bytes; })
+        .def_property_readonly(
+            "silent_s", [](const Member& member) { return static_cast<double>(member.silent_ms) / 1000; });
+    py::class_<MasterServer::NodeRow>(m, "NodeRow", "A member, and how many keys the directory has of it.")
+        .def_readonly("member", &MasterServer::NodeRow::member)
+        .def_readonly("dram_keys", &MasterServer::NodeRow::dram_keys)
+        .def_readonly("ssd_keys", &MasterServer::NodeRow::ssd_keys);
+}
+
+}  // namespace
+
+void bind_directory(py::module_& m) {
+    bind_member(m);
+    py::class_<PyMasterServer>(m, "MasterServer", "The master's data plane: membership and directory.")
+        .def(py::init<std::vector<std::string>, const py::bytes&, uint32_t, uint32_t, uint64_t, uint32_t,
+                      uint32_t, uint32_t, double, double>(),
+             py::arg("addresses"), py::arg("token"), py::kw_only(), py::arg("nodes_max") = 1024,
+             py::arg("clients_max") = 4096, py::arg("rows_max") = uint64_t{64} << 20,
+             py::arg("tombstones_max") = 1u << 20, py::arg("frame_bytes_max") = 8u << 20,
+             py::arg("frame_keys_max") = 16384, py::arg("suspect_after_s") = 1.0,
+             py::arg("gone_after_s") = 30.0)
+        .def_property_readonly("addresses", &PyMasterServer::addresses)
+        .def_property_readonly("incarnation", &PyMasterServer::incarnation)
+        .def("start", &PyMasterServer::start)
+        .def("stop", &PyMasterServer::stop)
+        .def("metrics", &PyMasterServer::metrics, "Counters (*_total) and gauges by name.")
+        .def("histograms", &PyMasterServer::histograms,
+             "name -> (upper bounds in s, counts with one more for +Inf, sum in s)")
+        .def("nodes", &PyMasterServer::nodes,
+             "(epoch, rows: the members by id, then what is remembered of those that are gone)")
+        .def("check_integrity", &PyMasterServer::check_integrity, "Recounts every table; for tests.");
+
+    py::class_<LocateAnswer>(m, "LocateAnswer", "The holders of each key: (node id, tier: 0 DRAM, 1 SSD).")
+        .def("__len__", [](const LocateAnswer& answer) { return answer.keys.size(); })
+        .def("__getitem__", &holders, py::arg("index"))
+        .def_property_readonly("hits", [](const LocateAnswer& answer) {
+            size_t hits = 0;
+            for (size_t i = 0; i < answer.keys.size(); ++i) hits += !answer.keys[i].empty();
+            return hits;
+        });
+    py::class_<PyDirectoryClient>(m, "DirectoryClient", "A process's way to the master's directory.")
+        .def(py::init<std::string, const py::bytes&, std::string, double, std::string>(), py::arg("master"),
+             py::arg("token"), py::arg("tenant") = "default", py::arg("timeout_s") = 0.5,
+             py::arg("interface") = "")
+        .def("locate", &PyDirectoryClient::locate, py::arg("hashes"), py::arg("prefix") = false,
+             py::arg("width") = 1, py::arg("suspects") = false, py::arg("holders_max") = 0)
+        .def("members", &PyDirectoryClient::members, py::arg("fresh") = false)
+        .def("place", &PyDirectoryClient::place, py::arg("bytes"), py::arg("n") = 1,
+             py::arg("avoid_nodes") = std::vector<NodeId>{},
+             py::arg("avoid_hosts") = std::vector<std::string>{}, py::arg("evict") = false)
+        .def("forget", &PyDirectoryClient::forget, py::arg("hashes"),
+             py::arg("unreached") = std::vector<NodeId>{})
+        .def_property_readonly("connected", &PyDirectoryClient::connected)
+        .def("close", &PyDirectoryClient::close);
+}
+
+}  // namespace moonpool::python
