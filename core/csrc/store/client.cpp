@@ -352,20 +352,38 @@ Result<std::vector<Presence>> Client::exists(std::span<const std::string_view> n
     }
     if (others == nullptr || wanted.empty()) return present;
     Result<LocateAnswer> located = others->directory->locate(hashes(wanted));
+    if (!located) {
+        for (size_t i : place) present[i] = Presence::kUnknown;
+        return present;
+    }
+    // The directory may be some milliseconds behind: the holder has the last word.
+    std::map<NodeId, Group> groups;
     for (size_t k = 0; k < wanted.size(); ++k) {
-        Presence& answer = present[place[k]];
-        if (!located) {
-            answer = Presence::kUnknown;
-            continue;
+        std::vector<NodeId> avoid;
+        for (const Member& member : located->members->rows) {
+            if (own && member.identity.incarnation == others->own) avoid.push_back(member.id);
         }
-        for (const Holder& holder : located->keys[k]) {
-            const Member* member = located->members->find(holder.node);
-            bool own_node = member != nullptr && member->identity.incarnation == others->own;
-            if (member != nullptr && member->state == MemberState::kAlive && !(own_node && own)) {
+        const Member* member = nearest(*others, *located->members, located->keys[k], avoid, k);
+        if (member == nullptr) continue;
+        Group& group = groups[member->id];
+        group.member = *member;
+        group.items.push_back(k);
+    }
+    std::vector<Group> work;
+    for (auto& [id, group] : groups) work.push_back(std::move(group));
+    each(work, [&](Group& group) {
+        std::vector<std::string_view> keys;
+        for (size_t k : group.items) keys.push_back(wanted[k]);
+        Result<std::vector<uint8_t>> flags = node(*others, group.member)->exists(keys);
+        for (size_t j = 0; j < keys.size(); ++j) {
+            Presence& answer = present[place[group.items[j]]];
+            if (!flags) {
+                answer = Presence::kUnknown;
+            } else if ((*flags)[j] != 0) {
                 answer = Presence::kHit;
             }
         }
-    }
+    });
     return present;
 }
 
@@ -426,10 +444,10 @@ bool Client::better_elsewhere(Pool& pool, uint64_t bytes) {
         if (member.identity.incarnation == pool.own) {
             own = load;
         } else if (member.state == MemberState::kAlive) {
-            room_elsewhere |= load->free_bytes > bytes + load->arena_bytes / 8;
+            room_elsewhere |= load->free_bytes > bytes + load->arena_bytes / 4;
         }
     }
-    return own != nullptr && room_elsewhere && own->free_bytes < bytes + own->arena_bytes / 16;
+    return own != nullptr && room_elsewhere && own->free_bytes < bytes + own->arena_bytes / 8;
 }
 
 Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& options) {

@@ -172,8 +172,7 @@ Status Server::open_door() {
         post([this, held] { adopt_remote(std::move(*held)); });
     };
     doorman_->offer(std::string(kPurposeStore), Purpose{welcome, serve});
-    if (Status status = doorman_->start(); !status) return status;
-    return success();
+    return doorman_->start();
 }
 
 void Server::reserve_memory() {
