@@ -158,7 +158,8 @@ std::vector<NodeId> Membership::place(std::string_view tenant, uint64_t bytes, s
             continue;
         auto* load = const_cast<TenantLoad*>(life.load.find(tenant));
         if (load == nullptr || load->arena_bytes < bytes) continue;
-        bool room = load->free_bytes >= bytes;
+        // More than just enough: who is nearly full evicts already.
+        bool room = load->free_bytes >= bytes + load->arena_bytes / 8;
         if (room || evict) choices.push_back({id, load, room});
     }
     // Free room first, the most of it; then where the oldest blocks are.

@@ -433,21 +433,11 @@ Result<Prefix> Client::longest_prefix(std::span<const std::string_view> names, u
 
 // ---- put
 
-bool Client::better_elsewhere(Pool& pool, uint64_t bytes) {
-    Result<std::shared_ptr<const Members>> members = pool.directory->members();
-    if (!members) return false;
-    const TenantLoad* own = nullptr;
-    bool room_elsewhere = false;
-    for (const Member& member : (*members)->rows) {
-        const TenantLoad* load = member.load.find(options_.tenant);
-        if (load == nullptr) continue;
-        if (member.identity.incarnation == pool.own) {
-            own = load;
-        } else if (member.state == MemberState::kAlive) {
-            room_elsewhere |= load->free_bytes > bytes + load->arena_bytes / 4;
-        }
-    }
-    return own != nullptr && room_elsewhere && own->free_bytes < bytes + own->arena_bytes / 8;
+// Whether the own node would have to evict for that much. Not known of a node of another host.
+bool Client::own_is_full(uint64_t bytes) {
+    std::shared_ptr<Session> session = own_.current();
+    if (session == nullptr || !session->alive() || session->remote()) return false;
+    return session->index().free_bytes() < bytes + session->arena_bytes() / 8;
 }
 
 Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& options) {
@@ -479,10 +469,11 @@ Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& 
         return refused;
     };
     // The own node is full and another is not: a new block is better there than in an old one's place.
-    bool spilled = options.ack && !options.replace && better_elsewhere(*others, bytes);
+    bool spilled = options.ack && !options.replace && own_is_full(bytes) && others->room.may_ask();
     if (spilled) {
-        put_elsewhere(*others, items, options, left, report);
+        put_elsewhere(*others, items, options, left, report, false);
         left = still_refused();
+        if (left.size() == items.size()) others->room.nowhere();
     }
     Error own_error;
     if (!left.empty()) {
@@ -500,8 +491,8 @@ Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& 
         }
         left = still_refused();
     }
-    if (!left.empty() && !spilled && options.ack) {
-        put_elsewhere(*others, items, options, left, report);
+    if (!left.empty() && options.ack) {
+        put_elsewhere(*others, items, options, left, report, true);
         if (!own_error.text.empty() && !still_refused().empty()) return own_error;
     } else if (!own_error.text.empty() && !left.empty()) {
         return own_error;
@@ -518,7 +509,7 @@ Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& 
 }
 
 void Client::put_elsewhere(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
-                           std::span<const size_t> which, PutReport& report) {
+                           std::span<const size_t> which, PutReport& report, bool evict) {
     uint64_t bytes = 0;
     for (size_t i : which) bytes += total(items[i].parts);
     PlaceOptions where;
@@ -528,8 +519,9 @@ void Client::put_elsewhere(Pool& pool, std::span<const PutItem> items, const Put
         if (member.identity.incarnation == pool.own) where.avoid_nodes.push_back(member.id);
     }
     std::vector<size_t> left(which.begin(), which.end());
-    for (bool evict : {false, true}) {
-        where.evict = evict;
+    for (bool last : {false, true}) {
+        if (last && !evict) break;
+        where.evict = last;
         for (size_t attempt = 0; attempt < kAttemptsMax && !left.empty(); ++attempt) {
             Result<std::vector<NodeId>> placed = pool.directory->place(bytes, 1, where);
             if (!placed || placed->empty()) break;
@@ -705,7 +697,8 @@ Result<std::vector<ListRow>> Client::list(std::string_view prefix, uint64_t limi
     std::vector<Group> work;
     for (const Member& member : (*members)->rows) {
         if (member.state == MemberState::kAlive && member.identity.incarnation != others->own) {
-            work.push_back(Group{member, {}});
+            work.emplace_back();
+            work.back().member = member;
         }
     }
     std::mutex merging;
@@ -794,7 +787,9 @@ LoadReport Client::load(std::string_view holders, std::span<const Descriptor> de
     std::mutex merging;
     std::vector<Group> work;
     for (size_t i = 0; i < sources.size(); ++i) {
-        if (!sources[i].which.empty()) work.push_back(Group{{}, {i}});
+        if (sources[i].which.empty()) continue;
+        work.emplace_back();
+        work.back().items.push_back(i);
     }
     each(work, [&](Group& group) {
         Source& source = sources[group.items.front()];

@@ -9,6 +9,8 @@
 // and what was found before goes on.
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -65,11 +67,21 @@ class Client {
                     std::span<const uint32_t> indices, std::span<const uint16_t> columns, bool verify);
 
    private:
+    // When nobody had room for more, the next put need not ask again at once.
+    class RoomElsewhere {
+       public:
+        bool may_ask() const { return std::chrono::steady_clock::now() >= until_.load(); }
+        void nowhere() { until_ = std::chrono::steady_clock::now() + std::chrono::milliseconds(250); }
+
+       private:
+        std::atomic<std::chrono::steady_clock::time_point> until_{};
+    };
     // Who else there is: the directory, and this client's own node in it.
     struct Pool {
         std::unique_ptr<DirectoryClient> directory;
         std::string host_id;
         Incarnation own{};
+        RoomElsewhere room;
     };
     // Items of a call that one node is asked for.
     struct Group {
@@ -91,10 +103,10 @@ class Client {
     void pin_elsewhere(Pool& pool, std::span<const std::string_view> names, std::span<const size_t> missing,
                        Pinned& pinned, std::string& why);
     void put_elsewhere(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
-                       std::span<const size_t> which, PutReport& report);
+                       std::span<const size_t> which, PutReport& report, bool evict);
     void replicate(Pool& pool, std::span<const PutItem> items, const PutOptions& options, PutReport& report);
     void remove_elsewhere(Pool& pool, std::span<const std::string_view> names, std::vector<uint8_t>& removed);
-    bool better_elsewhere(Pool& pool, uint64_t bytes);
+    bool own_is_full(uint64_t bytes);
 
     NodeClient own_;
     Peers peers_;

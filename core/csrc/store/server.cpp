@@ -359,6 +359,7 @@ void Server::on_tick(uint64_t now) {
         if (!connection->check_deadlines(now)) over.push_back(fd);
     }
     for (int fd : over) drop(fd);
+    for (auto& [tenant, pool] : pools_) pool->table().publish_free_bytes();
     uint64_t budget = options_.scrub_bytes_per_s * kTickMs / 1000;
     if (budget == 0) return;
     for (auto& [tenant, pool] : pools_) metrics_.scrub_dropped_total.fetch_add(pool->scrub(budget));

@@ -51,6 +51,7 @@ struct IndexHeader {
     uint32_t slots;
     uint32_t buckets;
     Incarnation incarnation;
+    uint64_t free_bytes;  // of the arena, a fraction of a second ago; read and written as a whole
 };
 inline constexpr uint64_t kIndexMagic = 0x3158444E494C504DULL;  // "MPLINDX1"
 
@@ -74,6 +75,11 @@ class IndexReader {
    public:
     static Result<IndexReader> open(int fd, uint64_t bytes, const Incarnation& incarnation);
 
+    // What was free in the arena at the node's last look.
+    uint64_t free_bytes() const {
+        auto* header = reinterpret_cast<const IndexHeader*>(mapping_.data());
+        return __atomic_load_n(&header->free_bytes, __ATOMIC_RELAXED);
+    }
     std::optional<IndexHit> find(uint32_t space, const Hash128& hash, std::string_view name) const;
     // The entry of that slot while it holds that generation.
     std::optional<IndexHit> at(uint32_t slot, uint64_t generation) const;
@@ -103,6 +109,10 @@ class IndexWriter {
     // Makes the entry invalid, then unlinks it. After it returns, a reader that looks again sees the change.
     void retract(uint32_t slot);
 
+    void set_free_bytes(uint64_t bytes) {
+        auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
+        __atomic_store_n(&header->free_bytes, bytes, __ATOMIC_RELAXED);
+    }
     uint32_t first(const Hash128& hash) const;  // slot or kNoSlot
     uint32_t next(uint32_t slot) const;
     const IndexEntry& entry(uint32_t slot) const { return entries_[slot]; }
