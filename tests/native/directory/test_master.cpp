@@ -1,0 +1,386 @@
+// Master without sockets: what it answers, and that no copy of a removed key comes back.
+#include <doctest/doctest.h>
+
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "../random.hpp"
+#include "directory/master.hpp"
+#include "directory/protocol.hpp"
+
+namespace moonpool {
+namespace {
+
+using testing::Random;
+
+Hash128 hash_of(uint64_t n) { return xxh3_128(&n, sizeof(n)); }
+
+std::string bytes_of(const std::vector<std::byte>& bytes) {
+    return std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+std::string hashes_of(const std::vector<uint64_t>& keys) {
+    std::vector<std::byte> out;
+    Writer w(out);
+    for (uint64_t key : keys) write_hash(w, hash_of(key));
+    return bytes_of(out);
+}
+
+std::string rows_of(const std::vector<uint64_t>& keys, bool added = true, Tier tier = Tier::kDram) {
+    std::vector<std::byte> out;
+    Writer w(out);
+    for (uint64_t key : keys) write_row(w, DeltaRow{hash_of(key), tier, added});
+    return bytes_of(out);
+}
+
+// A node as the master meets it: what it holds, and what it does with drops.
+struct Node {
+    Master& master;
+    std::string name;
+    uint8_t life = 1;
+    NodeId id = kNoNode;
+    LinkId link = kNoLink;
+    uint64_t drops_done = 0;
+    std::set<uint64_t> keys{};
+
+    bool join(uint64_t now, LinkId new_link) {
+        NodeIdentity who;
+        who.name = name;
+        who.host_id = "h";
+        who.incarnation.fill(life);
+        who.incarnation[0] = static_cast<uint8_t>(name[0]);
+        NodeLoad load;
+        load.tenants.push_back({"default", 1000, 500, 0, 0});
+        Result<Master::JoinAnswer> joined = master.join(now, who, load, new_link);
+        if (!joined) return false;
+        id = joined->id;
+        link = new_link;
+        if (!joined->resumed) drops_done = 0;
+        carry_out();
+        return true;
+    }
+    void inventory(uint64_t now) {
+        REQUIRE(master.delta(now, id, link, kDeltaBegin, rows_of({keys.begin(), keys.end()})));
+        REQUIRE(master.delta(now, id, link, kDeltaEnd, {}));
+        beat(now);
+        beat(now);
+    }
+    void put(uint64_t now, uint64_t key) {
+        keys.insert(key);
+        if (link != kNoLink) REQUIRE(master.delta(now, id, link, 0, rows_of({key})));
+    }
+    void remove(uint64_t now, uint64_t key) {
+        keys.erase(key);
+        if (link != kNoLink) REQUIRE(master.delta(now, id, link, 0, rows_of({key}, false)));
+    }
+    void beat(uint64_t now) {
+        master.beat(now, id, link, {}, drops_done);
+        carry_out();
+    }
+    // Over the wire, as it will be.
+    void carry_out() {
+        std::vector<std::byte> out;
+        Writer w(out);
+        write_drops(w, master.drops(id), 2);
+        Reader r{std::span<const std::byte>(out)};
+        Drops drops;
+        REQUIRE(read_drops(r, drops));
+        uint64_t end = drops.first + drops.hashes.size();
+        if (end <= drops_done) return;
+        if (drops.all && drops.first > drops_done) keys.clear();
+        for (size_t i = 0; i < drops.hashes.size(); ++i) {
+            if (drops.first + i < drops_done) continue;
+            std::erase_if(keys, [&](uint64_t key) { return hash_of(key) == drops.hashes[i]; });
+        }
+        drops_done = end;
+    }
+    void disconnect() {
+        master.disconnected(id, link);
+        link = kNoLink;
+    }
+};
+
+std::vector<std::vector<Holder>> locate(Master& master, const std::vector<uint64_t>& keys, uint8_t flags = 0,
+                                        uint32_t width = 1, uint8_t holders_max = 0) {
+    std::vector<std::byte> out;
+    Writer w(out);
+    master.locate(hashes_of(keys), flags, holders_max, width, w);
+    Reader r{std::span<const std::byte>(out)};
+    std::vector<std::vector<Holder>> found(r.number<uint32_t>());
+    for (auto& holders : found) {
+        holders.resize(r.number<uint8_t>());
+        for (Holder& holder : holders) {
+            holder.node = r.number<NodeId>();
+            holder.tier = static_cast<Tier>(r.number<uint8_t>());
+        }
+    }
+    REQUIRE(r.done());
+    REQUIRE(master.check_integrity());
+    return found;
+}
+
+TEST_CASE("master: locates in DRAM before SSD, stops at the first gap, counts whole blocks") {
+    Master master({}, 0);
+    Node a{master, "a"}, b{master, "b"};
+    a.join(0, 1);
+    b.join(0, 2);
+    REQUIRE(master.delta(0, a.id, 1, kDeltaBegin | kDeltaEnd, rows_of({1, 2, 3, 4, 5}, true, Tier::kSsd)));
+    REQUIRE(master.delta(0, b.id, 2, kDeltaBegin | kDeltaEnd, rows_of({1, 3})));
+    using Holders = std::vector<Holder>;
+    Holder ssd{a.id, Tier::kSsd}, dram{b.id, Tier::kDram};
+    CHECK(locate(master, {1, 2, 9}) == std::vector<Holders>{{dram, ssd}, {ssd}, {}});
+    CHECK(locate(master, {1, 3}, 0, 1, 1) == std::vector<Holders>{{dram}, {dram}});
+    CHECK(locate(master, {1, 2, 9, 3}, kLocatePrefix).size() == 2);
+    CHECK(locate(master, {1, 2, 3, 4, 5, 9}, kLocatePrefix, 2).size() == 4);
+    CHECK(locate(master, {1}, kLocatePrefix, 2).empty());
+    CHECK(locate(master, {}).empty());
+    b.disconnect();
+    CHECK(locate(master, {1}) == std::vector<Holders>{{ssd}});
+    CHECK(locate(master, {1}, kLocateSuspects) == std::vector<Holders>{{dram, ssd}});
+}
+
+TEST_CASE("master: a row that makes no sense ends the connection, not the master") {
+    Master master({}, 0);
+    Node a{master, "a"};
+    a.join(0, 1);
+    std::string rows = rows_of({1});
+    rows.back() = 0x7F;
+    CHECK_FALSE(master.delta(0, a.id, 1, 0, rows));
+    CHECK(master.check_integrity());
+}
+
+TEST_CASE("master: what was removed while a node was away is dropped when it is back") {
+    Master master({}, 0);
+    Node a{master, "a"}, b{master, "b"};
+    a.join(0, 1);
+    b.join(0, 2);
+    for (uint64_t key : {1, 2, 3}) a.keys.insert(key);
+    a.inventory(0);
+    b.put(0, 1);
+    b.inventory(0);
+    a.disconnect();
+    b.remove(100, 1);                                       // the client reaches b itself,
+    CHECK(master.forget(100, hashes_of({1, 7}), {}) == 1);  // and cannot reach a
+    CHECK(locate(master, {1}, kLocateSuspects) == std::vector<std::vector<Holder>>{{}});
+    CHECK(locate(master, {2}, kLocateSuspects)[0].size() == 1);
+
+    SUBCASE("the same process, back before it was given up") {
+        a.join(20000, 3);
+        CHECK(locate(master, {1})[0].empty());
+        a.inventory(20000);
+        CHECK(a.keys == std::set<uint64_t>{2, 3});
+    }
+    SUBCASE("the same process, back after it was given up") {
+        for (uint64_t now = 200; now < 40000; now += 100) {
+            b.beat(now);
+            master.tick(now);
+        }
+        CHECK(locate(master, {2}, kLocateSuspects)[0].empty());
+        a.join(40000, 3);
+        a.inventory(40000);
+        CHECK(a.keys == std::set<uint64_t>{2, 3});
+    }
+    SUBCASE("a new process with the old content of its disk") {
+        a.life = 2;
+        a.join(5000, 3);
+        a.inventory(5000);
+        CHECK(a.keys == std::set<uint64_t>{2, 3});
+    }
+    CHECK(locate(master, {1})[0].empty());
+    CHECK(locate(master, {2})[0].size() == 1);
+    CHECK(master.drops(a.id).empty());
+}
+
+TEST_CASE("master: a node in touch that the caller could not reach is told with its next beat") {
+    Master master({}, 0);
+    Node a{master, "a"}, b{master, "b"};
+    a.join(0, 1);
+    b.join(0, 2);
+    a.inventory(0);
+    b.inventory(0);
+    a.put(0, 1);
+    b.put(0, 1);
+    std::vector<NodeId> unreached{a.id};
+    CHECK(master.forget(10, hashes_of({1}), unreached) == 1);
+    CHECK(locate(master, {1})[0] == std::vector<Holder>{{b.id, Tier::kDram}});  // was told by the caller
+    a.beat(20);
+    CHECK(a.keys.empty());
+}
+
+TEST_CASE("master: a key that was put again after its removal stays") {
+    Master master({}, 0);
+    Node a{master, "a"};
+    a.join(0, 1);
+    a.inventory(0);
+    a.put(0, 1);
+    a.remove(10, 1);
+    CHECK(master.forget(10, hashes_of({1}), {}) == 0);
+    a.put(20, 1);
+    a.beat(30);
+    a.beat(40);
+    CHECK(a.keys.contains(1));
+    CHECK(locate(master, {1})[0].size() == 1);
+}
+
+TEST_CASE("master: a removal during an inventory reaches what is not told yet") {
+    Master master({}, 0);
+    Node a{master, "a"};
+    a.join(0, 1);
+    a.keys = {1, 2};
+    REQUIRE(master.delta(0, a.id, 1, kDeltaBegin, rows_of({1})));
+    master.forget(10, hashes_of({1, 2}), {});
+    REQUIRE(master.delta(20, a.id, 1, kDeltaEnd, rows_of({2})));
+    a.beat(30);
+    a.beat(40);
+    CHECK(a.keys.empty());
+    CHECK(locate(master, {1, 2}) == std::vector<std::vector<Holder>>{{}, {}});
+}
+
+TEST_CASE("master: who was away for longer than removals are remembered drops all") {
+    MasterLimits limits;
+    limits.tombstones_max = 4;
+    limits.grace_ms = 0;
+    Master master(limits, 0);
+    Node a{master, "a"}, b{master, "b"};
+    a.keys = {1, 2};
+    a.join(0, 1);
+    a.inventory(0);
+    a.disconnect();
+    for (uint64_t key = 10; key < 20; ++key) master.forget(3000 + key, hashes_of({key}), {});
+    b.keys = {5};
+    b.join(5000, 2);  // never heard of: it may have been away since the start
+    CHECK(b.keys.empty());
+    a.join(6000, 3);
+    CHECK(a.keys.empty());
+    a.inventory(6000);
+    b.inventory(6000);
+    CHECK(master.counters().drop_alls_total == 2);
+    CHECK(locate(master, {1, 5}) == std::vector<std::vector<Holder>>{{}, {}});
+    // With everybody here, the old removals are let go, and cost nobody anything.
+    for (uint64_t now = 6100; now < 30000; now += 100) {
+        a.beat(now);
+        b.beat(now);
+        master.tick(now);
+    }
+    CHECK(master.tombstones() == 0);
+    a.put(30000, 1);
+    a.disconnect();
+    a.join(30100, 4);
+    CHECK(a.keys.size() == 1);
+}
+
+TEST_CASE("master: too many drops for one node become one") {
+    MasterLimits limits;
+    limits.drops_max = 3;
+    Master master(limits, 0);
+    Node a{master, "a"};
+    a.join(0, 1);
+    a.inventory(0);
+    for (uint64_t key = 0; key < 9; ++key) a.put(0, key);
+    master.forget(10, hashes_of({0, 1, 2, 3}), std::vector<NodeId>{a.id});
+    a.beat(20);
+    CHECK(a.keys.empty());
+    a.put(30, 50);
+    a.beat(40);
+    a.beat(50);
+    CHECK(a.keys == std::set<uint64_t>{50});
+}
+
+// Clients put, remove and lose touch with nodes at random. Whenever a node has been back for two beats, it
+// holds no key that was removed everywhere and not put again, and nobody is ever sent to such a copy.
+TEST_CASE("master: no stale copy survives, whatever the order") {
+    Random random(3);
+    MasterLimits limits;
+    limits.tombstones_max = 40;
+    limits.drops_max = 6;
+    limits.grace_ms = 2000;
+    limits.tombstones_ms = 1000;
+    limits.membership.gone_ms = 3000;
+    Master master(limits, 1000);
+    std::vector<Node> nodes{{master, "a"}, {master, "b"}, {master, "c"}};
+    LinkId link = 0;
+    uint64_t now = 1000;
+    // (node, key) -> whether that copy is void: it was there when its key was removed.
+    std::map<std::pair<size_t, uint64_t>, bool> is_void;
+    auto sync = [&] {
+        for (size_t i = 0; i < nodes.size(); ++i) {
+            std::erase_if(is_void, [&](const auto& entry) {
+                return entry.first.first == i && !nodes[i].keys.contains(entry.first.second);
+            });
+        }
+    };
+    for (int step = 0; step < 20000; ++step) {
+        now += random.below(40);
+        size_t i = random.below(nodes.size());
+        Node& node = nodes[i];
+        uint64_t key = random.below(30);
+        switch (random.below(12)) {
+            case 0:
+                if (random.one_in(4) && node.link != kNoLink) node.disconnect();
+                break;
+            case 1:
+                if (node.link == kNoLink) {
+                    if (random.one_in(5)) ++node.life;  // restarted, with its disk
+                    if (node.join(now, ++link)) node.inventory(now);
+                }
+                break;
+            case 2:
+            case 3: {
+                // Removed by a client that reaches every node in touch, or says which it does not.
+                std::vector<NodeId> unreached;
+                for (size_t k = 0; k < nodes.size(); ++k) {
+                    bool reached = nodes[k].link != kNoLink && !random.one_in(4);
+                    if (reached) {
+                        nodes[k].remove(now, key);
+                    } else {
+                        if (nodes[k].link != kNoLink) unreached.push_back(nodes[k].id);
+                        if (nodes[k].keys.contains(key)) is_void[{k, key}] = true;
+                    }
+                }
+                master.forget(now, hashes_of({key}), unreached);
+                break;
+            }
+            case 4:
+                for (int t = 0; t < 30; ++t) {
+                    now += 50;
+                    for (Node& other : nodes) {
+                        if (other.link != kNoLink) other.beat(now);
+                    }
+                    master.tick(now);
+                }
+                break;
+            default:
+                if (node.link != kNoLink) {
+                    node.put(now, key);
+                    is_void.erase({i, key});
+                }
+        }
+        master.tick(now);
+        for (size_t k = 0; k < nodes.size(); ++k) {
+            // Given up while its link was there: it hears of it with its next frame.
+            if (nodes[k].link != kNoLink && !master.current(nodes[k].id, nodes[k].link)) {
+                nodes[k].link = kNoLink;
+            }
+        }
+        sync();
+        for (auto& [copy, stale] : is_void) {
+            auto found = locate(master, {copy.second}, kLocateSuspects);
+            for (Holder holder : found[0]) REQUIRE(holder.node != nodes[copy.first].id);
+        }
+        if (random.one_in(20)) {
+            for (Node& other : nodes) {
+                if (other.link == kNoLink) continue;
+                for (int beat = 0; beat < 6; ++beat) other.beat(now);  // two hashes with each answer
+            }
+            sync();
+            for (auto& [copy, stale] : is_void) REQUIRE(nodes[copy.first].link == kNoLink);
+        }
+        if (step % 50 == 0) REQUIRE(master.check_integrity());
+    }
+    CHECK(master.counters().drops_total > 100);
+}
+
+}  // namespace
+}  // namespace moonpool
