@@ -30,16 +30,15 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
         return joined.error();
     }
     ++counters_.joins_total;
-    if (joined->replaced) leave(*joined->replaced);
-    if (!joined->resumed) {
+    if (joined->replaced) leave(now_ms, *joined->replaced);
+    if (joined->resumed) {
+        forget_again(now_ms, seats_.at(joined->id).drops);
+    } else {
         directory_.open(joined->id);
         seats_.emplace(joined->id, Seat{DropList(limits_.drops_max)});
     }
     Seat& seat = seats_.at(joined->id);
-    // What it was told in its last moments it may not have carried out.
-    uint64_t slack_ms = limits_.membership.suspect_ms * 2;
-    uint64_t heard_ms = joined->heard_ms.value_or(0);
-    seat.away_since_ms = heard_ms - std::min(heard_ms, slack_ms);
+    seat.away_since_ms = joined->heard_ms.value_or(0);
     seat.settled = false;
     if (!tombstones_.covers(seat.away_since_ms)) {
         seat.drops.push_all();
@@ -48,9 +47,17 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
     return JoinAnswer{joined->id, joined->resumed, joined->old_link};
 }
 
-void Master::leave(NodeId id) {
+void Master::leave(uint64_t now_ms, NodeId id) {
     directory_.close(id);
+    const DropList& drops = seats_.at(id).drops;
+    if (drops.all()) tombstones_.lose(now_ms);
+    forget_again(now_ms, drops);
     seats_.erase(id);
+}
+
+// What a life was told to drop and has not confirmed is void for whatever comes after it, too.
+void Master::forget_again(uint64_t now_ms, const DropList& drops) {
+    for (const Hash128& hash : drops.hashes()) tombstones_.add(now_ms, hash);
 }
 
 void Master::disconnected(NodeId id, LinkId link) {
@@ -172,7 +179,7 @@ uint32_t Master::forget(uint64_t now_ms, std::string_view hashes, std::span<cons
 void Master::tick(uint64_t now_ms) {
     size_t suspects = membership_.suspects();
     std::vector<NodeId> gone = membership_.tick(now_ms);
-    for (NodeId id : gone) leave(id);
+    for (NodeId id : gone) leave(now_ms, id);
     counters_.nodes_gone_total += gone.size();
     size_t suspects_now = membership_.suspects() + gone.size();
     if (suspects_now > suspects) counters_.suspicions_total += suspects_now - suspects;

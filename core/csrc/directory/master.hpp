@@ -91,7 +91,8 @@ class Master {
     };
 
     bool in_touch(NodeId id) const;
-    void leave(NodeId id);
+    void leave(uint64_t now_ms, NodeId id);
+    void forget_again(uint64_t now_ms, const DropList& drops);
 
     MasterLimits limits_;
     uint64_t started_ms_;

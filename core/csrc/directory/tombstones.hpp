@@ -30,6 +30,12 @@ class Tombstones {
         while (!queue_.empty() && queue_.front().ms < before_ms) drop_oldest();
     }
 
+    // From now on everybody who was away at now_ms counts as away for too long.
+    void lose(uint64_t now_ms) {
+        prune(now_ms + 1);
+        complete_since_ms_ = now_ms + 1;
+    }
+
     // Whether every removal at or after since_ms is here.
     bool covers(uint64_t since_ms) const { return since_ms >= complete_since_ms_; }
     bool has(const Hash128& hash, uint64_t since_ms) const {
