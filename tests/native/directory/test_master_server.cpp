@@ -1,0 +1,337 @@
+// Master, agents and clients over real sockets, in one process.
+#include <doctest/doctest.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "directory/directory_client.hpp"
+#include "directory/master_server.hpp"
+#include "directory/member_agent.hpp"
+#include "directory/protocol.hpp"
+#include "wire/dial.hpp"
+
+namespace moonpool {
+namespace {
+
+constexpr const char* kToken = "the token of these tests";
+
+Hash128 hash_of(uint64_t n) { return xxh3_128(&n, sizeof(n)); }
+
+std::vector<Hash128> hashes(uint64_t begin, uint64_t end) {
+    std::vector<Hash128> all;
+    for (uint64_t n = begin; n < end; ++n) all.push_back(hash_of(n));
+    return all;
+}
+
+bool until(const std::function<bool()>& condition, int timeout_ms = 10000) {
+    auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+    while (!condition()) {
+        if (std::chrono::steady_clock::now() > end) return false;
+        ::poll(nullptr, 0, 1);  // lets others run; no event ends it
+    }
+    return true;
+}
+
+std::unique_ptr<MasterServer> serve(const std::string& address = "127.0.0.1:0",
+                                    const std::function<void(MasterServerOptions&)>& change = {}) {
+    MasterServerOptions options;
+    options.addresses = {address};
+    options.token = kToken;
+    if (change) change(options);
+    Result<std::unique_ptr<MasterServer>> server = MasterServer::create(std::move(options));
+    if (!server) FAIL(server.error().text);
+    REQUIRE((*server)->start());
+    return std::move(*server);
+}
+
+// What a node's store would be: a set of keys under a lock.
+class FakeNode {
+   public:
+    FakeNode(const std::string& master, const std::string& name, uint8_t life = 1)
+        : log_(1000, [this] { agent_.wake(); }), agent_(options(master, name, life), hooks(), log_) {
+        agent_.start();
+    }
+    ~FakeNode() { agent_.stop(); }
+
+    void put(uint64_t n) {
+        std::lock_guard lock(mutex_);
+        if (keys_.insert(n).second) log_.push(hash_of(n), Tier::kDram, true);
+    }
+    void remove(uint64_t n) {
+        std::lock_guard lock(mutex_);
+        if (keys_.erase(n) == 1) log_.push(hash_of(n), Tier::kDram, false);
+    }
+    size_t size() {
+        std::lock_guard lock(mutex_);
+        return keys_.size();
+    }
+    MemberAgent& agent() { return agent_; }
+    DeltaLog& log() { return log_; }
+
+   private:
+    static MemberAgentOptions options(const std::string& master, const std::string& name, uint8_t life) {
+        MemberAgentOptions o;
+        o.master = master;
+        o.token = kToken;
+        o.identity.name = name;
+        o.identity.host_id = "h-" + name;
+        o.identity.address = "127.0.0.1:7710";
+        o.identity.incarnation.fill(life);
+        return o;
+    }
+    MemberHooks hooks() {
+        return MemberHooks{
+            [this](uint64_t& cursor, std::vector<DeltaRow>& rows) {
+                std::lock_guard lock(mutex_);
+                auto it = keys_.lower_bound(cursor);
+                for (int i = 0; i < 100 && it != keys_.end(); ++i, ++it) {
+                    rows.push_back({hash_of(*it), Tier::kDram, true});
+                }
+                cursor = it == keys_.end() ? 0 : *it;
+                return true;
+            },
+            [this](NodeLoad& load) {
+                std::lock_guard lock(mutex_);
+                load.tenants.push_back({"default", 1000, 1000 - keys_.size(), keys_.size(), 0});
+                return true;
+            },
+            [this](bool all, const std::vector<Hash128>& drops) {
+                std::lock_guard lock(mutex_);
+                std::erase_if(keys_, [&](uint64_t n) {
+                    return all || std::find(drops.begin(), drops.end(), hash_of(n)) != drops.end();
+                });
+                return true;
+            }};
+    }
+
+    std::mutex mutex_;
+    std::set<uint64_t> keys_;
+    DeltaLog log_;
+    MemberAgent agent_;
+};
+
+DirectoryClientOptions client_options(const std::string& master) {
+    DirectoryClientOptions options;
+    options.master = master;
+    options.token = kToken;
+    options.timeout_ms = 5000;
+    return options;
+}
+
+size_t hits(DirectoryClient& client, std::span<const Hash128> keys) {
+    Result<LocateAnswer> answer = client.locate(keys);
+    if (!answer) return 0;
+    size_t n = 0;
+    for (size_t i = 0; i < answer->keys.size(); ++i) n += !answer->keys[i].empty();
+    return n;
+}
+
+TEST_CASE("master server: what a node holds is found, and no longer what it removed") {
+    auto master = serve();
+    std::string address = master->addresses()[0];
+    FakeNode node(address, "a");
+    DirectoryClient client(client_options(address));
+    for (uint64_t n = 1; n <= 300; ++n) node.put(n);
+    std::vector<Hash128> keys = hashes(1, 301);
+    REQUIRE(until([&] { return hits(client, keys) == 300; }));
+    for (uint64_t n = 100; n <= 110; ++n) node.remove(n);
+    REQUIRE(until([&] { return hits(client, keys) == 289; }));
+    LocateOptions prefix;
+    prefix.prefix = true;
+    prefix.width = 10;
+    Result<LocateAnswer> answer = client.locate(keys, prefix);
+    REQUIRE(answer);
+    CHECK(answer->keys.size() == 90);
+    Holder holder = answer->keys[0][0];
+    REQUIRE(answer->members->find(holder.node) != nullptr);
+    CHECK(answer->members->find(holder.node)->identity.name == "a");
+    Result<std::vector<NodeId>> place = client.place(10, 2);
+    REQUIRE(place);
+    CHECK(*place == std::vector<NodeId>{holder.node});
+    CHECK(client.place(10, 1, {{holder.node}, {}, false})->empty());
+    CHECK(master->check_integrity());
+}
+
+TEST_CASE("master server: many frames' worth of keys in one call") {
+    auto master = serve("127.0.0.1:0", [](MasterServerOptions& o) { o.limits.send_backlog_bytes = 1000; });
+    std::string address = master->addresses()[0];
+    FakeNode node(address, "a");
+    DirectoryClient client(client_options(address));
+    node.put(3);
+    node.put(99999);
+    std::vector<Hash128> keys = hashes(0, 100000);
+    REQUIRE(until([&] { return hits(client, keys) == 2; }));
+    LocateOptions prefix;
+    prefix.prefix = true;
+    CHECK(client.locate(std::span(keys).subspan(3), prefix)->keys.size() == 1);
+    CHECK(client.locate(std::span(keys).subspan(99999), prefix)->keys.size() == 1);
+    CHECK(client.locate(keys)->keys.size() == 100000);
+    CHECK(client.locate({})->keys.size() == 0);
+    CHECK(*client.forget(keys) == 0);
+}
+
+TEST_CASE("master server: a new master hears everything again, and calls fail at once meanwhile") {
+    auto master = serve();
+    std::string address = master->addresses()[0];
+    FakeNode a(address, "a"), b(address, "b");
+    DirectoryClient client(client_options(address));
+    for (uint64_t n = 1; n <= 500; ++n) a.put(n);
+    for (uint64_t n = 400; n <= 800; ++n) b.put(n);
+    std::vector<Hash128> keys = hashes(1, 801);
+    REQUIRE(until([&] { return hits(client, keys) == 800; }));
+    REQUIRE(client.members());
+    master.reset();
+    CHECK_FALSE(client.locate(keys));
+    auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < 100; ++i) CHECK(client.locate(keys).error().code == Code::kUnavailable);
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(1));
+    CHECK(client.members());  // as it was last known
+    CHECK_FALSE(client.members(true));
+    for (uint64_t n = 801; n <= 900; ++n) a.put(n);  // it goes on without a master
+    master = serve(address);
+    keys = hashes(1, 901);
+    start = std::chrono::steady_clock::now();
+    REQUIRE(until([&] { return hits(client, keys) == 900; }));
+    MESSAGE("found again after "
+            << std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() << " s");
+    CHECK(master->check_integrity());
+}
+
+TEST_CASE("master server: a node whose log overflowed tells its inventory anew") {
+    auto master = serve();
+    std::string address = master->addresses()[0];
+    FakeNode node(address, "a");
+    REQUIRE(until([&] { return node.agent().state().joined; }));
+    DirectoryClient client(client_options(address));
+    for (uint64_t n = 1; n <= 5000; ++n) node.put(n);
+    for (uint64_t n = 1; n <= 5000; n += 2) node.remove(n);
+    std::vector<Hash128> keys = hashes(1, 5001);
+    REQUIRE(until([&] { return hits(client, keys) == 2500; }));
+}
+
+TEST_CASE("master server: one name is one node; a new life waits until the old one is silent") {
+    auto master = serve();
+    std::string address = master->addresses()[0];
+    auto old_life = std::make_unique<FakeNode>(address, "a", 1);
+    REQUIRE(until([&] { return old_life->agent().state().joined; }));
+    FakeNode new_life(address, "a", 2);
+    REQUIRE(until([&] {
+        return new_life.agent().state().why_not.find("give each node of a host a name") != std::string::npos;
+    }));
+    CHECK(old_life->agent().state().joined);
+    old_life.reset();
+    REQUIRE(until([&] { return new_life.agent().state().joined; }));
+    CHECK(master->nodes().rows.size() == 2);  // one current, one of the past
+}
+
+TEST_CASE("master server: copies removed while a node was away are dropped when it is back") {
+    auto master = serve();
+    std::string address = master->addresses()[0];
+    FakeNode stayed(address, "b");
+    DirectoryClient client(client_options(address));
+    auto keys = hashes(1, 4);
+    FakeNode node(address, "a");
+    for (uint64_t n = 1; n <= 3; ++n) node.put(n);
+    REQUIRE(until([&] { return hits(client, keys) == 3; }));
+    node.agent().stop();
+    REQUIRE(until([&] { return hits(client, keys) == 0; }));  // suspect
+    CHECK(*client.forget(std::span(keys).first(2)) == 2);
+    node.agent().start();
+    REQUIRE(until([&] { return hits(client, keys) == 1; }));
+    REQUIRE(until([&] { return node.size() == 1; }));
+    CHECK(master->check_integrity());
+}
+
+TEST_CASE("master server: a connection may ask only what is its own, and nonsense ends it alone") {
+    auto master = serve();
+    std::string address = master->addresses()[0];
+    FakeNode node(address, "a");
+    REQUIRE(until([&] { return node.agent().state().joined; }));
+    DialOptions dial_options;
+    dial_options.address = address;
+    dial_options.token = kToken;
+    struct Bad {
+        std::string_view purpose;
+        Kind kind;
+        std::vector<std::byte> body;
+    };
+    std::vector<std::byte> zeros(64), short_locate(8);
+    short_locate[4] = std::byte{9};  // nine hashes that do not follow
+    std::vector<Bad> bad = {
+        {kPurposeDirectory, Kind::kJoin, zeros},    {kPurposeDirectory, Kind::kDelta, zeros},
+        {kPurposeMember, Kind::kLocate, zeros},     {kPurposeMember, Kind::kDelta, zeros},
+        {kPurposeMember, Kind::kBeat, zeros},       {kPurposeMember, Kind::kJoin, zeros},
+        {kPurposeDirectory, Kind::kLocate, zeros},  {kPurposeDirectory, Kind::kLocate, short_locate},
+        {kPurposeDirectory, Kind::kForget, zeros},  {kPurposeDirectory, Kind::kMembers, {}},
+        {kPurposeDirectory, Kind::kWelcome, zeros}, {kPurposeDirectory, Kind::kPlace, {}}};
+    for (const Bad& b : bad) {
+        CAPTURE(static_cast<int>(b.kind));
+        dial_options.purpose = b.purpose;
+        Result<Dialed> dialed = dial(dial_options);
+        REQUIRE(dialed);
+        std::vector<std::byte> frame;
+        size_t at = begin_frame(frame, b.kind, 0, 1);
+        Writer(frame).bytes(b.body.data(), b.body.size());
+        finish_frame(frame, at);
+        REQUIRE(::send(dialed->fd.get(), frame.data(), frame.size(), MSG_NOSIGNAL) ==
+                static_cast<ssize_t>(frame.size()));
+        FrameHeader header;
+        REQUIRE(::recv(dialed->fd.get(), &header, sizeof(header), MSG_WAITALL) == sizeof(header));
+        CHECK(header.kind == Kind::kError);
+        CHECK(header.request_id == 0);
+        std::vector<std::byte> body(header.length);
+        REQUIRE(::recv(dialed->fd.get(), body.data(), body.size(), MSG_WAITALL) ==
+                static_cast<ssize_t>(body.size()));
+        CHECK(::recv(dialed->fd.get(), body.data(), 1, 0) <= 0);
+    }
+    CHECK(node.agent().state().joined);
+    CHECK(master->check_integrity());
+}
+
+TEST_CASE("master server: limits of connections, and clients from many threads") {
+    auto master = serve("127.0.0.1:0", [](MasterServerOptions& o) { o.clients_max = 8; });
+    std::string address = master->addresses()[0];
+    FakeNode node(address, "a");
+    for (uint64_t n = 1; n <= 50; ++n) node.put(n);
+    std::vector<Hash128> keys = hashes(1, 51);
+    DirectoryClient shared(client_options(address));
+    REQUIRE(until([&] { return hits(shared, keys) == 50; }));
+    std::vector<std::thread> threads;
+    std::atomic<int> wrong{0};
+    for (int t = 0; t < 4; ++t) {
+        threads.emplace_back([&] {
+            DirectoryClient own(client_options(address));
+            for (int i = 0; i < 50; ++i) {
+                wrong += hits(shared, keys) != 50;
+                wrong += hits(own, keys) != 50;
+                wrong += !own.members(true);
+            }
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+    CHECK(wrong == 0);
+    std::vector<std::unique_ptr<DirectoryClient>> crowd;
+    int refused = 0;
+    for (int i = 0; i < 12; ++i) {
+        crowd.push_back(std::make_unique<DirectoryClient>(client_options(address)));
+        Result<std::shared_ptr<const Members>> members = crowd.back()->members();
+        if (members) continue;
+        ++refused;
+        CHECK(members.error().text.find("master.clients_max") != std::string::npos);
+    }
+    CHECK(refused >= 4);
+    CHECK(hits(shared, keys) == 50);
+    shared.close();
+    CHECK(shared.locate(keys).error().code == Code::kClosed);
+}
+
+}  // namespace
+}  // namespace moonpool
