@@ -19,6 +19,7 @@ from moonpool.core.addresses import Address
 from moonpool.core.errors import ConfigError
 
 Answer = Callable[[], Awaitable[web.Response]]
+AnswerTo = Callable[[web.Request], Awaitable[web.Response]]
 
 BODY_BYTES_MAX = 64 << 10
 HEADER_BYTES_MAX = 8 << 10
@@ -26,7 +27,10 @@ HEADERS_MAX = 64
 
 
 class AdminServer:
-    """Serves ``routes`` (path -> coroutine that makes the answer) on ``address`` until close()."""
+    """Serves ``routes`` (path -> coroutine that makes the answer) on ``address`` until close().
+
+    private: routes that see their request, once is_allowed(its Authorization header, or "") is true.
+    """
 
     def __init__(
         self,
@@ -37,8 +41,12 @@ class AdminServer:
         connections_max: int,
         timeout_s: float,
         tls: ssl.SSLContext | None = None,
+        private: Mapping[str, AnswerTo] | None = None,
+        is_allowed: Callable[[str], bool] = lambda authorization: False,
     ) -> None:
         self.address = address
+        self._private = dict(private or {})
+        self._is_allowed = is_allowed
         self._tls = tls
         self._routes = dict(routes)
         self._key = key
@@ -54,7 +62,9 @@ class AdminServer:
         """
         app = web.Application(client_max_size=BODY_BYTES_MAX)
         for path, answer in self._routes.items():
-            app.router.add_get(path, _closing(answer))
+            app.router.add_get(path, _closing(_ignoring_request(answer)))
+        for path, private in self._private.items():
+            app.router.add_get(path, _closing(self._guarded(private)))
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -86,6 +96,15 @@ class AdminServer:
                 cause=error,
             ) from error
         self.address = Address(self.address.host, self._listener.sockets[0].getsockname()[1])
+
+    def _guarded(self, answer: AnswerTo) -> AnswerTo:
+        async def handle(request: web.Request) -> web.Response:
+            if self._is_allowed(request.headers.get("Authorization", "")):
+                return await answer(request)
+            text = "this page needs the admin token: Authorization: Bearer TOKEN\n"
+            return web.Response(status=401, text=text, headers={"WWW-Authenticate": "Bearer"})
+
+        return handle
 
     async def close(self) -> None:
         """Stops listening and ends every connection."""
@@ -197,9 +216,16 @@ class _Deadline(asyncio.Protocol):
         self._inner.resume_writing()
 
 
-def _closing(answer: Answer) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    async def handle(_request: web.Request) -> web.StreamResponse:
-        response = await answer()
+def _ignoring_request(answer: Answer) -> AnswerTo:
+    async def handle(_request: web.Request) -> web.Response:
+        return await answer()
+
+    return handle
+
+
+def _closing(answer: AnswerTo) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        response = await answer(request)
         response.force_close()
         return response
 

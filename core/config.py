@@ -72,6 +72,16 @@ class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Master(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     listen: str = "127.0.0.1:7700"
     http: str = "127.0.0.1:7701"
+    nodes_max: Count = 1024
+    clients_max: Count = 4096
+    keys_max: Count = 64 << 20
+    removals_max: Count = 1 << 20
+    frame_bytes_max: Size = parse_size("8MiB")
+    frame_keys_max: Count = 16384
+    suspect_after_s: Duration = 1.0
+    gone_after_s: Duration = 30.0
+    http_connections_max: Count = 64
+    http_timeout_s: Duration = 10.0
 
 
 class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -272,6 +282,16 @@ HELP: dict[str, str] = {
     "node.http_timeout_s": "the longest life of one HTTP connection",
     "master.listen": "address of the wire; not loopback: needs a cluster token",
     "master.http": "address of the admin pages, or off; not loopback: needs a cluster token",
+    "master.nodes_max": "the most nodes",
+    "master.clients_max": "the most connections of clients",
+    "master.keys_max": "the most rows of the directory, one for each holder of a key: 27 to 80 bytes each",
+    "master.removals_max": "the most removals that are remembered for nodes that are away",
+    "master.frame_bytes_max": "the longest frame on the wire",
+    "master.frame_keys_max": "the most keys in one frame; nodes and clients split larger calls",
+    "master.suspect_after_s": "a node that is silent for so long is avoided",
+    "master.gone_after_s": "a node that is silent for so long is given up, and what it held is forgotten",
+    "master.http_connections_max": "the most HTTP connections; beyond it the oldest is closed",
+    "master.http_timeout_s": "the longest life of one HTTP connection",
     "proxy.listen": "address of the OpenAI API, /metrics, /health and /engines",
     "proxy.engines": "root URLs of the engines, each http://host:port or NAME=http://host:port",
     "proxy.policy": "how an engine is chosen",

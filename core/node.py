@@ -184,6 +184,21 @@ class Node:
             "metrics": dict(self._server.metrics()),
         }
 
+    def _master(self) -> dict[str, object] | None:
+        """How the node stands with its master; None when it has none."""
+        membership = getattr(self._server, "membership", None)
+        state = None if membership is None else membership()
+        if state is None:
+            return None
+        joined, node_id, why_not, silent_s = state
+        return {
+            "address": self.reach.master,
+            "joined": joined,
+            "id": node_id if joined else None,
+            "why_not": why_not,
+            "silent_s": silent_s,
+        }
+
     async def _metrics(self) -> web.Response:
         if self._server is None:
             return web.Response(status=503)
@@ -192,7 +207,8 @@ class Node:
         )
 
     async def _health(self) -> web.Response:
-        return _json({"status": "ok", "name": self.config.node.name, "pid": os.getpid()})
+        page = {"status": "ok", "name": self.config.node.name, "pid": os.getpid()}
+        return _json({**page, "master": self._master()})
 
     async def _stat(self) -> web.Response:
         return _json(self.stat())

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from moonpool.core import paths
+from moonpool.core.cluster import Cluster, read_cluster
 from moonpool.core.config import Config
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.http_get import get_json
@@ -29,12 +30,13 @@ class EngineRow(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """node: the first node's /stat; nodes: of all that answer; engines: as the proxy sees them; problems: a
-    sentence for each that did not answer.
+    """node: the first node's /stat; nodes: of all that answer; cluster: what the master tells of the nodes of
+    all hosts; engines: as the proxy sees them; problems: a sentence for each that did not answer.
     """
 
     node: dict[str, Any] | None = None
     nodes: list[dict[str, Any]] = []
+    cluster: Cluster | None = None
     proxy_url: str = ""
     proxy_answers: bool = False
     engines: list[EngineRow] = []
@@ -43,10 +45,17 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     @property
     def anything(self) -> bool:
-        return self.node is not None or self.proxy_answers or self.up is not None
+        return self.node is not None or self.cluster is not None or self.proxy_answers or self.up is not None
 
 
-def take(config: Config, *, node_url: str = "", proxy_url: str = "", timeout_s: float = 1.0) -> Snapshot:
+def take(
+    config: Config,
+    *,
+    node_url: str = "",
+    proxy_url: str = "",
+    master: str = "",
+    timeout_s: float = 1.0,
+) -> Snapshot:
     """One reading. Addresses that are not given come from `up`'s file, else from the configuration."""
     up = read_state()
     places = [(node_url, "")]
@@ -74,7 +83,21 @@ def take(config: Config, *, node_url: str = "", proxy_url: str = "", timeout_s: 
         answers = True
     except (Unavailable, msgspec.ValidationError, KeyError) as error:
         problems.append(f"no proxy serves {proxy_url} ({getattr(error, 'cause', None) or error})")
-    return Snapshot(nodes[0] if nodes else None, nodes, proxy_url, answers, engines, up, problems)
+    cluster = _cluster(config, master, nodes, timeout_s, problems)
+    return Snapshot(nodes[0] if nodes else None, nodes, cluster, proxy_url, answers, engines, up, problems)
+
+
+def _cluster(
+    config: Config, master: str, nodes: list[dict[str, Any]], timeout_s: float, problems: list[str]
+) -> Cluster | None:
+    """From the master that was named, or that a node of this host has joined, or that runs on this host."""
+    named = master or config.cluster.master or next((str(n["master"]) for n in nodes if n.get("master")), "")
+    try:
+        return read_cluster(named or config.master.listen, config.read_token(), timeout_s=timeout_s)
+    except Error as error:
+        if named:
+            problems.append(f"the master at {named} does not answer: {error}")
+        return None
 
 
 def _node(config: Config, url: str, socket: str, timeout_s: float) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from moonpool.core.cli.options import AsJson, ConfigFile, examples
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from moonpool.core.cluster import Cluster
     from moonpool.core.snapshot import Snapshot
 
 EXIT_UNAVAILABLE = 3
@@ -48,9 +49,13 @@ def status(
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
     node_http: Annotated[str, typer.Option(metavar="URL", help="The node's HTTP address.")] = "",
     proxy: Annotated[str, typer.Option(metavar="URL", help="The proxy's address.")] = "",
+    master: Annotated[
+        str,
+        typer.Option(metavar="HOST:PORT", help="The master's address; default: the node's."),
+    ] = "",
     config: ConfigFile = None,
 ) -> int:
-    """Show the nodes, the engines and the proxy of this host. Exit code 3 when nothing runs."""
+    """Show the cluster, and what runs on this host. Exit code 3 when nothing does."""
     from rich.console import Console
 
     from moonpool.core.config import load
@@ -59,7 +64,7 @@ def status(
     settings = load(config)
 
     def read() -> Snapshot:
-        return take(settings, node_url=node_http, proxy_url=proxy)
+        return take(settings, node_url=node_http, proxy_url=proxy, master=master)
 
     if as_json:
         import msgspec
@@ -99,6 +104,8 @@ def render(snapshot: Snapshot) -> RenderableType:
             if name in counters:
                 table.add_row(label, format_size(counters[name]) if in_bytes else f"{counters[name]:,}")
         parts += [Text(title), table]
+    if snapshot.cluster is not None:
+        parts += _cluster(snapshot.cluster)
     if snapshot.proxy_answers:
         table = Table()
         for heading in ("engine", "address", "health", "requests now", "so far", "failed"):
@@ -119,3 +126,27 @@ def render(snapshot: Snapshot) -> RenderableType:
         parts += [Text(f"moonpool up, pid {up.pid}"), table]
     parts += [Text(problem, style="dim") for problem in snapshot.problems]
     return Group(*parts)
+
+
+def _cluster(cluster: Cluster) -> list[RenderableType]:
+    """The nodes of all hosts, as the master sees them."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from moonpool.core.units import format_size
+
+    alive = sum(node.state == "alive" for node in cluster.nodes)
+    suspect = len(cluster.nodes) - alive
+    title = f"cluster of master {cluster.master}: {alive} alive, {suspect} suspect"
+    table = Table()
+    for heading in ("node", "host", "address", "state", "DRAM used", "SSD used", "keys"):
+        table.add_column(heading)
+    for node in cluster.nodes:
+        silent = f" for {node.silent_s:.0f} s" if node.state == "suspect" else ""
+        sizes = [
+            f"{format_size(size - free)} of {format_size(size)}" if size else "-"
+            for size, free in ((node.dram_bytes, node.dram_free_bytes), (node.ssd_bytes, node.ssd_free_bytes))
+        ]
+        state = Text(node.state + silent, "green" if node.state == "alive" else "red")
+        table.add_row(node.name, node.host_id[:12], node.address or "-", state, *sizes, f"{node.objects:,}")
+    return [Text(title), table]

@@ -90,7 +90,10 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     Result<std::unique_ptr<Doorman>> doorman = Doorman::create(std::move(door));
     if (!doorman) return doorman.error();
     server->doorman_ = std::move(*doorman);
-    if (o.cluster.address.empty()) o.cluster.address = server->doorman_->addresses().front();
+    std::string real = server->doorman_->addresses().front();
+    std::string& told = o.cluster.address;
+    if (told.empty()) told = real;
+    if (told.ends_with(":0")) told = told.substr(0, told.size() - 1) + real.substr(real.rfind(':') + 1);
     return server;
 }
 

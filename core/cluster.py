@@ -1,0 +1,64 @@
+"""Who is in the pool, as the master tells any process that knows the cluster token."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moonpool.core.errors import Unavailable
+
+
+class ClusterNode(msgspec.Struct, frozen=True):
+    """A node of the cluster; sizes in bytes, of all its tenants. state: alive or suspect."""
+
+    name: str
+    host_id: str
+    state: str
+    address: str
+    silent_s: float
+    dram_bytes: int
+    dram_free_bytes: int
+    ssd_bytes: int
+    ssd_free_bytes: int
+    objects: int
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """One reading of the membership at ``master``."""
+
+    master: str
+    nodes: list[ClusterNode]
+
+
+def read_cluster(master: str, token: bytes, *, timeout_s: float = 1.0) -> Cluster:
+    """Asks the master at ``master`` ("host:port"). Raises a moonpool Error when it does not answer."""
+    try:
+        import moonpool._native as _native
+    except ImportError as error:
+        raise Unavailable(
+            f"the C++ core of moonpool is not built ({error}); run: pip install .",
+            operation="status",
+            cause=error,
+        ) from error
+    client = _native.DirectoryClient(master, token, timeout_s=timeout_s)
+    try:
+        _, members = client.members(fresh=True)
+    finally:
+        client.close()
+    return Cluster(
+        master,
+        [
+            ClusterNode(
+                name=member.name,
+                host_id=member.host_id,
+                state=member.state,
+                address=member.address,
+                silent_s=member.silent_s,
+                dram_bytes=sum(tenant.arena_bytes for tenant in member.tenants),
+                dram_free_bytes=sum(tenant.free_bytes for tenant in member.tenants),
+                ssd_bytes=member.ssd_bytes,
+                ssd_free_bytes=member.ssd_free_bytes,
+                objects=sum(tenant.objects for tenant in member.tenants),
+            )
+            for member in members
+        ],
+    )
