@@ -37,7 +37,7 @@ DESCRIPTIONS: dict[str, str] = {
     "connections": "Connections that are open now.",
     "connections_total": "Connections that were accepted.",
     "connections_refused_total": "Connections that were refused because there were too many.",
-    "connections_dropped_total": "Connections that ended: by the other side, stalled, garbled or without the token.",
+    "connections_dropped_total": "Connections that ended, or were cut off: stalled or garbled.",
     "auth_failures_total": "Connections that did not prove that they know the token.",
     "protocol_errors_total": "Connections that sent no valid frame.",
     "handshake_timeouts_total": "Connections that did not finish the handshake in time.",
