@@ -14,9 +14,9 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from aiohttp import web
@@ -36,6 +36,9 @@ class NodeServer(metrics.Source, Protocol):
     def start(self) -> None: ...
 
     def stop(self) -> None: ...
+
+    @property
+    def addresses(self) -> Sequence[str]: ...
 
 
 ServerFactory = Callable[[Config, Path, bytes, Reach], NodeServer]
@@ -66,22 +69,12 @@ def native_server(config: Config, socket_path: Path, token: bytes, reach: Reach)
         frame_bytes_max=node.frame_bytes_max,
         frame_keys_max=node.frame_keys_max,
         object_share_max=node.object_share_max,
-        **_cluster_arguments(reach),
+        listen=list(reach.listen),
+        host_id=reach.host_id,
+        advertise=reach.advertise,
+        master=reach.master,
     )
     return server
-
-
-def _cluster_arguments(reach: Reach) -> dict[str, Any]:
-    import moonpool._native as _native
-
-    if "listen" not in (_native.Server.__init__.__doc__ or ""):
-        return {}
-    return {
-        "listen": list(reach.listen),
-        "host_id": reach.host_id,
-        "advertise": reach.advertise,
-        "master": reach.master,
-    }
 
 
 def tenant_sizes(config: Config) -> list[tuple[str, int]]:
@@ -118,7 +111,15 @@ class Node:
     @property
     def wire(self) -> list[str]:
         """The addresses that the wire listens on, with their real ports; empty when it is off."""
-        return list(getattr(self._server, "addresses", ()))
+        return [] if self._server is None else list(self._server.addresses)
+
+    @property
+    def advertise(self) -> str:
+        """Where others reach the wire, with its real port; "" when it is off."""
+        given = self.reach.advertise
+        if self.wire and given.endswith(":0"):
+            return given.removesuffix("0") + self.wire[0].rpartition(":")[2]
+        return given
 
     async def start(self) -> None:
         """Serves from its return on. When it cannot, raises a moonpool Error and leaves nothing behind."""
@@ -176,7 +177,7 @@ class Node:
             "socket": str(self.socket),
             "http": self.http_url,
             "wire": self.wire,
-            "advertise": self.reach.advertise,
+            "advertise": self.advertise,
             "host_id": self.reach.host_id,
             "master": self.reach.master,
             "uptime_s": round(time.monotonic() - self._started_s, 3),

@@ -110,7 +110,7 @@ def node_served_bytes(address: tuple[str, int]) -> int:
 
 def node_sent_bytes(address: tuple[str, int]) -> int:
     """Those of them that left over TCP, for readers on other hosts."""
-    return total(scrape(address), "moonpool_node_served_bytes_total", 'transport="tcp"')
+    return total(scrape(address), "moonpool_node_tcp_sent_bytes_total")
 
 
 def node_offered(address: tuple[str, int]) -> int:

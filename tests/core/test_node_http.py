@@ -45,6 +45,10 @@ class StandIn:
     def stop(self) -> None:
         self._listener.close()
 
+    @property
+    def addresses(self) -> list[str]:
+        return ["127.0.0.1:4711"]
+
     def metrics(self) -> Mapping[str, int]:
         return {"objects": 3, "stored_total": 4, 'arena_bytes{tenant="a"}': 5, 'arena_bytes{tenant="b"}': 6}
 
@@ -110,10 +114,15 @@ def test_pages(runtime: Path) -> None:
         assert status == 200
         assert stat["socket"] == str(runtime / "node-default.sock")
         assert stat["tenants"] == {"default": 1 << 20}
+        assert (stat["wire"], stat["advertise"], stat["host_id"]) == (
+            ["127.0.0.1:4711"],
+            "10.0.0.7:4711",
+            "h",
+        )
         assert stat["metrics"]["objects"] == 3
         assert (await get(node, "/nothing"))[0] == 404
 
-    serving(body)
+    serving(body, settings(node__advertise="10.0.0.7:0", node__host_id="h"))
 
 
 def test_metrics_have_names_types_labels_and_cumulative_buckets(runtime: Path) -> None:

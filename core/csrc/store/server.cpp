@@ -90,10 +90,13 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     Result<std::unique_ptr<Doorman>> doorman = Doorman::create(std::move(door));
     if (!doorman) return doorman.error();
     server->doorman_ = std::move(*doorman);
-    std::string real = server->doorman_->addresses().front();
-    std::string& told = o.cluster.address;
-    if (told.empty()) told = real;
-    if (told.ends_with(":0")) told = told.substr(0, told.size() - 1) + real.substr(real.rfind(':') + 1);
+    const std::string& real = server->doorman_->addresses().front();
+    std::string& advertised = o.cluster.address;
+    if (advertised.empty()) {
+        advertised = real;
+    } else if (advertised.ends_with(":0")) {
+        advertised.replace(advertised.size() - 1, 1, real, real.rfind(':') + 1);
+    }
     return server;
 }
 

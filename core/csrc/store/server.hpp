@@ -38,7 +38,7 @@ struct ServerOptions {
     Limits limits;
     uint64_t scrub_bytes_per_s = 64ull << 20;  // 0: no scrub
     std::vector<std::string> listen;           // TCP addresses, host:port; none: this host only
-    ClusterOptions cluster;                    // its address, when empty, is the first that it listens on
+    ClusterOptions cluster;                    // its address: empty, or its port 0: as the first of `listen`
 };
 
 class Connection;
