@@ -21,6 +21,7 @@ def register(app: typer.Typer) -> None:
             "moonpool up --config up.toml",
             "moonpool up --model Qwen/Qwen3-0.6B --engines 2 --dram 4GiB",
             "moonpool up --model Qwen/Qwen3-0.6B --engines 2 --nodes 2",
+            "moonpool up --nodes 2",
             "moonpool up --config up.toml --log-dir logs",
         )
     )(up)
@@ -63,6 +64,7 @@ def up(
             "up.engine": None if model is None else [Engine(model=model)] * engines,
             "up.node": None if nodes is None else [UpNode()] * nodes,
             "up.master": True if nodes is not None and nodes > 1 else None,
+            "up.proxy": False if nodes is not None and model is None and config is None else None,
         },
     )
     logs.set_up(settings)

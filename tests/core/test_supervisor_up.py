@@ -9,10 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -20,10 +18,9 @@ import pytest
 
 from moonpool.core import config, up_plan
 from moonpool.core.errors import ConfigError
-from moonpool.core.processes import descendants
 from moonpool.core.supervisor import Spec
 
-DEADLINE_S = 60
+from .up_bed import DEADLINE_S, Command
 
 # An "engine": answers GET /health, and has a child that left its session.
 ENGINE = """
@@ -50,49 +47,13 @@ def toml(folder: Path, *, engines: int = 1, node: bool = False, proxy: bool = Fa
     return file
 
 
-class Command:
-    """A running `moonpool up`, read line by line."""
-
-    def __init__(self, file: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "moonpool", "up", "--config", str(file)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
-        self.said = ""
-
-    def until(self, text: str, times: int = 1) -> None:
-        """Reads until ``text`` was printed ``times`` times."""
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + DEADLINE_S
-        while self.said.count(text) < times:
-            readable, _, _ = select.select(
-                [self.process.stdout], [], [], max(0.0, deadline - time.monotonic())
-            )
-            piece = os.read(self.process.stdout.fileno(), 65536).decode() if readable else ""
-            assert piece, f"{text!r} did not come; it said:\n{self.said}"
-            self.said += piece
-
-    def tree(self) -> list[int]:
-        return [entry.pid for entry in descendants(self.process.pid)]
-
-    def wait(self) -> int:
-        return self.process.wait(DEADLINE_S)
-
-
 @pytest.fixture
 def started(runtime: Path) -> Iterator[list[Command]]:
     """Commands that the test starts; whatever is left of them afterwards is killed."""
     commands: list[Command] = []
     yield commands
     for command in commands:
-        for pid in [*command.tree(), command.process.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        command.process.wait()
-        assert command.process.stdout is not None
-        command.process.stdout.close()
+        command.kill()
 
 
 def watch(pids: list[int]) -> list[int]:
