@@ -188,6 +188,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """
         return self._secret("token")
 
+    def client_token(self) -> bytes | None:
+        """The cluster token where one is configured; None: as paths.client_token finds it."""
+        return self.read_token() if self.token_is_configured else None
+
     def read_admin_token(self) -> bytes:
         """What admin actions must show: as configured, else a file that the processes of this user on this
         host share.

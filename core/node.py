@@ -138,6 +138,8 @@ class Node:
         path = Path(node.socket).absolute() if node.socket else paths.node_socket(node.name)
         token = self.config.read_token()
         self._claim = Claim(paths.check_socket_path(path))
+        if self.config.token_is_configured:
+            self._claim.tell_token(token)
         self._server = self._make_server(self.config, path, token, self.reach)
         self._server.start()
         if http is not None:

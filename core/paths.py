@@ -4,6 +4,7 @@
       token                    0600, the cluster token when none is configured; whoever comes first makes it
       admin-token              0600, the same for admin actions
       node-NAME.sock           the Unix socket of node NAME
+      node-NAME.sock.token     0600, that node's token, where it was configured: its clients need no setting
       node.sock                a link to the socket of the first node; what a client without an address takes
       up.json, logs/           the state and the logs of `moonpool up`
 
@@ -70,6 +71,30 @@ def node_socket(name: str) -> Path:
 def default_node_socket() -> Path:
     """What a client without an address connects to: a link that the first node makes."""
     return runtime_dir() / "node.sock"
+
+
+def socket_token(socket: Path) -> Path:
+    """The file beside a node's socket that tells this user's processes a token that was configured."""
+    return Path(f"{socket}.token")
+
+
+def client_token(socket: str | Path) -> bytes:
+    """The token for connecting to ``socket``, a node's socket or the link to one: of the environment, else
+    what the node wrote beside it, else the one that all of this user share on this host.
+    """
+    beside = socket_token(Path(os.path.realpath(socket)))
+    if not {TOKEN_VARIABLE, TOKEN_FILE_VARIABLE} & os.environ.keys() and beside.exists():
+        return read_token(beside)
+    return read_or_create_token()
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Makes or replaces the file ``path``, whole or not at all, readable for us alone."""
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(content)
+    draft.replace(path)
 
 
 def check_socket_path(path: Path) -> Path:

@@ -111,5 +111,5 @@ def _node(config: Config, url: str, socket: str, timeout_s: float) -> dict[str, 
         pass
     from moonpool.core.store import Store
 
-    with Store(socket or None, token=config.read_token(), timeout_s=timeout_s) as store:
+    with Store(socket or None, token=config.client_token(), timeout_s=timeout_s) as store:
         return {"name": "", "socket": socket or str(paths.default_node_socket()), "metrics": store.stat()}

@@ -72,7 +72,7 @@ def open_client(
         server.start()
     socket_path = str(paths.default_node_socket()) if node is None else node
     if token is None:
-        token = paths.read_or_create_token()
+        token = paths.client_token(socket_path)
     client = _native.Client(socket_path, token, tenant, namespace, fingerprint, timeout_s, server)
     try:
         client.connect()

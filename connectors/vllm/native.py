@@ -34,9 +34,10 @@ class NativePool:
     @classmethod
     def dial(cls, settings: Settings, fingerprint: bytes) -> NativePool:
         """Connects. Raises Unavailable without a node, AuthError when the token does not fit."""
+        socket = str(settings.socket())
         client = _native.Client(
-            str(settings.socket()),
-            paths.read_or_create_token(),
+            socket,
+            paths.client_token(socket),
             settings.tenant,
             settings.namespace,
             fingerprint,

@@ -256,6 +256,32 @@ def test_an_address_in_use_is_one_sentence_and_leaves_nothing_behind(runtime: Pa
     assert not (runtime / "node.sock").is_symlink()
 
 
+def test_a_configured_token_stands_beside_the_socket_for_clients(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = runtime / "secret"
+    secret.touch(0o600)
+    secret.write_text("chosen\n")
+    beside = runtime / "node-default.sock.token"
+
+    async def body(node: Node) -> None:
+        assert beside.stat().st_mode & 0o777 == 0o600
+        assert paths.client_token(node.socket) == b"chosen"
+        assert paths.client_token(runtime / "node.sock") == b"chosen"
+        monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN", "of-env")
+        assert paths.client_token(node.socket) == b"of-env"
+        monkeypatch.delenv("MOONPOOL_CLUSTER_TOKEN")
+
+    async def without(node: Node) -> None:
+        assert not beside.exists()
+        assert paths.client_token(node.socket) == (runtime / "token").read_bytes().strip()
+
+    serving(body, settings(cluster__token_file=str(secret)))
+    assert not beside.exists()
+    beside.write_text("of a node that was killed")
+    serving(without)
+
+
 def test_a_server_that_cannot_start_leaves_nothing_behind(runtime: Path) -> None:
     with pytest.raises(Unavailable, match="no memory"):
         asyncio.run(Node(settings(), make_server=Failing).start())
