@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import shlex
 import shutil
 import sysconfig
 from collections.abc import Callable
@@ -22,7 +23,9 @@ def _has_python_headers() -> bool:
 
 
 def _has_compiler() -> bool:
-    return shutil.which(os.environ.get("CXX", "g++")) is not None
+    """CXX may be a command of several words, such as "ccache g++"."""
+    words = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    return all(shutil.which(word) is not None for word in words if not word.startswith("-"))
 
 
 def _has_libnuma() -> bool:

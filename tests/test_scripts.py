@@ -37,6 +37,19 @@ def test_without_root_the_exact_command_is_printed(
     assert "    sudo apt-get install -y --no-install-recommends a b\n" in capsys.readouterr().err
 
 
+def test_a_compiler_may_be_a_command_of_several_words(
+    scripts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = importlib.import_module("scripts.system_packages")
+    for name in ("ccache", "c++"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for command, there in (("", False), ("c++", True), ("ccache c++ -m64", True), ("ccache clang++", False)):
+        monkeypatch.setenv("CXX", command)
+        assert packages._has_compiler() is there, command
+
+
 def test_a_missing_cpu_build_of_torch_says_what_to_set(
     scripts: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
