@@ -2,12 +2,56 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from moonpool.core.errors import InvalidArgument
 
 _NATIVE = (bytes, bytearray, memoryview, tuple)
+
+
+class Memory(NamedTuple):
+    """A range of this process's memory. ``held`` keeps it there: nobody may free, move or resize it."""
+
+    address: int
+    length: int
+    writable: bool
+    held: object
+
+
+def memory_of(item: Any) -> Memory:
+    """Where the bytes lie of a bytes-like object, a contiguous CPU tensor or array, or an (address, length).
+
+    Raises InvalidArgument for anything else, and for no bytes at all. An (address, length) is believed.
+    """
+    part = _as_part(item)
+    if isinstance(part, tuple):
+        address, length = _as_range(part)
+        return Memory(address, length, True, item)
+    view = memoryview(part)
+    if not view.contiguous:
+        raise InvalidArgument(f"a {type(item).__name__} that is not contiguous is no one range of memory")
+    if view.nbytes == 0:
+        raise InvalidArgument(f"a {type(item).__name__} of no bytes is no memory")
+    return Memory(_address_of(view), view.nbytes, not view.readonly, view)
+
+
+def _as_range(pair: tuple[Any, ...]) -> tuple[int, int]:
+    if len(pair) != 2 or not all(isinstance(number, int) for number in pair):
+        raise InvalidArgument(f"a range of memory is (address, length), two integers, not {pair!r:.80}")
+    address, length = pair
+    if not (0 < address < 1 << 64 and 0 < length <= (1 << 64) - address):
+        raise InvalidArgument(f"(address, length) = ({address:#x}, {length}) is no range of memory")
+    return address, length
+
+
+def _address_of(view: memoryview) -> int:
+    if view.readonly:
+        import numpy as np  # ctypes takes the address of writable memory only
+
+        return int(np.frombuffer(view.cast("B") if view.ndim != 1 else view, np.uint8).ctypes.data)
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def as_parts(objects: Sequence[Any]) -> Sequence[Any]:

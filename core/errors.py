@@ -7,6 +7,10 @@ the thing and, where the user can do something about it, the remedy.
 
 from __future__ import annotations
 
+from typing import Any
+
+_Bytes = bytes  # inside the classes `bytes` is a field of every error
+
 
 class Error(Exception):
     """Base of every error that Moonpool raises.
@@ -101,6 +105,41 @@ class CorruptObject(Error):
     """A stored object's bytes do not match their checksum; they were not returned."""
 
 
+class TransferError(Error):
+    """A transfer between engines failed or was cancelled, as a whole or in some of its slices.
+
+    ``bytes`` is what was asked for. Besides the fields of Error:
+
+    path:       how the first slice that failed was last tried: the transport and both addresses, or None.
+    bytes_done: how many bytes are where they should be, in whole slices.
+    states:     one byte a slice: 0 waiting, 1 done, 2 failed, 3 cancelled (see moonpool.SliceState); empty
+                when nothing was started. A slice that is not done may have been written in part.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        operation: str = "",
+        key: bytes | str | None = None,
+        peer: str | None = None,
+        bytes: int | None = None,
+        cause: BaseException | str | None = None,
+        path: str | None = None,
+        bytes_done: int = 0,
+        states: _Bytes = b"",
+    ) -> None:
+        super().__init__(message, operation=operation, key=key, peer=peer, bytes=bytes, cause=cause)
+        self.path = path
+        self.bytes_done = bytes_done
+        self.states = states
+
+    def __reduce__(self) -> tuple[object, ...]:
+        fields = {name: getattr(self, name) for name in ("operation", "key", "peer", "bytes", "path")}
+        fields |= {"bytes_done": self.bytes_done, "states": self.states, "cause": self._cause()}
+        return _restore_transfer, (type(self), self.message, fields)
+
+
 def _restore(
     kind: type[Error],
     message: str,
@@ -111,6 +150,10 @@ def _restore(
     cause: str | None,
 ) -> Error:
     return kind(message, operation=operation, key=key, peer=peer, bytes=size, cause=cause)
+
+
+def _restore_transfer(kind: type[TransferError], message: str, fields: dict[str, Any]) -> TransferError:
+    return kind(message, **fields)
 
 
 __all__ = [
@@ -124,5 +167,6 @@ __all__ = [
     "ProtocolError",
     "Timeout",
     "TooLarge",
+    "TransferError",
     "Unavailable",
 ]

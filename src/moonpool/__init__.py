@@ -4,7 +4,7 @@ This package is the facade. The public names below are imported on first use, so
 which every vLLM process does through its plugin entry point, costs nothing and pulls in no engine, torch or
 numpy.
 
-    moonpool.core           the store, the node, configuration, the command line; core/csrc is the C++ half
+    moonpool.core           the store, the transfer engine, the command line; core/csrc is the C++ half
     moonpool.connectors     thin adapters inside engines: vllm
     moonpool.disagg_proxy   the proxy in front of the engines
 """
@@ -15,7 +15,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from moonpool.core.async_engine import AsyncTransfer, AsyncTransferEngine
     from moonpool.core.async_store import AsyncStore
+    from moonpool.core.engine import TransferEngine
+    from moonpool.core.engine_types import (
+        Batch,
+        Notification,
+        Priority,
+        RemoteRegion,
+        Slice,
+        SliceState,
+        TransferState,
+    )
     from moonpool.core.errors import (
         AuthError,
         Closed,
@@ -27,8 +38,11 @@ if TYPE_CHECKING:
         ProtocolError,
         Timeout,
         TooLarge,
+        TransferError,
         Unavailable,
     )
+    from moonpool.core.region import Region
+    from moonpool.core.segment import Segment
     from moonpool.core.store import Store
     from moonpool.core.store_types import (
         EXISTS,
@@ -40,13 +54,17 @@ if TYPE_CHECKING:
         PutResult,
         PutStatus,
     )
+    from moonpool.core.transfer import Transfer
 
 __version__ = "0.1.0"
 
 # Public name -> the module of moonpool.core that defines it.
 _HOME = {
     "AsyncStore": "async_store",
+    "AsyncTransfer": "async_engine",
+    "AsyncTransferEngine": "async_engine",
     "AuthError": "errors",
+    "Batch": "engine_types",
     "Closed": "errors",
     "ConfigError": "errors",
     "CorruptObject": "errors",
@@ -55,16 +73,27 @@ _HOME = {
     "Error": "errors",
     "Forked": "errors",
     "InvalidArgument": "errors",
+    "Notification": "engine_types",
     "Pin": "store_types",
     "Prefix": "store_types",
     "Presence": "store_types",
+    "Priority": "engine_types",
     "ProtocolError": "errors",
     "PutResult": "store_types",
     "PutStatus": "store_types",
+    "Region": "region",
+    "RemoteRegion": "engine_types",
     "STORED": "store_types",
+    "Segment": "segment",
+    "Slice": "engine_types",
+    "SliceState": "engine_types",
     "Store": "store",
     "Timeout": "errors",
     "TooLarge": "errors",
+    "Transfer": "transfer",
+    "TransferEngine": "engine",
+    "TransferError": "errors",
+    "TransferState": "engine_types",
     "Unavailable": "errors",
 }
 
@@ -72,7 +101,10 @@ __all__ = [
     "EXISTS",
     "STORED",
     "AsyncStore",
+    "AsyncTransfer",
+    "AsyncTransferEngine",
     "AuthError",
+    "Batch",
     "Closed",
     "ConfigError",
     "CorruptObject",
@@ -80,15 +112,26 @@ __all__ = [
     "Error",
     "Forked",
     "InvalidArgument",
+    "Notification",
     "Pin",
     "Prefix",
     "Presence",
+    "Priority",
     "ProtocolError",
     "PutResult",
     "PutStatus",
+    "Region",
+    "RemoteRegion",
+    "Segment",
+    "Slice",
+    "SliceState",
     "Store",
     "Timeout",
     "TooLarge",
+    "Transfer",
+    "TransferEngine",
+    "TransferError",
+    "TransferState",
     "Unavailable",
     "__version__",
 ]
