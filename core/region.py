@@ -88,5 +88,5 @@ def allocate(native: _native.Engine, nbytes: int, location: str) -> Region:
     """See TransferEngine.allocate."""
     if not 0 < nbytes < 1 << 62:
         raise InvalidArgument(f"cannot allocate {nbytes} bytes", operation="allocate")
-    view = memoryview(native.allocate(nbytes))
+    view = memoryview(native.allocate(nbytes, location))
     return Region(native, memory_of(view), location, registered=True)
