@@ -97,6 +97,24 @@ def test_store_embedded() -> None:
     assert 32 <= kept <= 64
 
 
+def test_transfer_sync() -> None:
+    assert run_example("transfer_sync.py").splitlines() == [
+        "opened offers with 1048576 bytes over shm",
+        "read 65536 bytes of 3",
+        "blocks: [0, 5, 7, 15]",
+        "moved 65541 bytes: ['DONE', 'DONE']",
+        "takes says it is written: hello",
+        "failed as it should: 0 of 65536 bytes done",
+    ]
+
+
+def test_transfer_async() -> None:
+    assert run_example("transfer_async.py").splitlines() == [
+        "read 1048576 bytes; equal: True",
+        "left: all blocks; moved 1048576 bytes",
+    ]
+
+
 def test_up_toml_is_a_valid_configuration() -> None:
     from moonpool.core.config import load
 
