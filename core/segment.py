@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from moonpool.core.engine_types import RemoteRegion
-from moonpool.core.errors import InvalidArgument
+from moonpool.core.errors import Closed, InvalidArgument
 
 if TYPE_CHECKING:
     from moonpool import _native
@@ -22,10 +23,11 @@ class Segment:
     regions: what it registered, by ascending address.
     """
 
-    __slots__ = ("_native", "address", "handle", "host_id", "id", "name", "regions")
+    __slots__ = ("_closed", "_native", "address", "handle", "host_id", "id", "name", "regions")
 
     def __init__(self, native: _native.Engine, handle: int) -> None:
         self._native = native
+        self._closed = False
         self.handle = handle
         self.name: str = ""
         self.id: bytes = b""
@@ -57,8 +59,11 @@ class Segment:
         return self.regions[region].at(offset)
 
     def close(self) -> None:
-        """Lets go of the peer. Transfers to it that still wait fail."""
-        self._native.close_segment(self.handle)
+        """Lets go of the peer; calls with it are refused from then on. Does nothing the second time."""
+        if not self._closed:
+            self._closed = True
+            with suppress(Closed):
+                self._native.close_segment(self.handle)
 
     def __repr__(self) -> str:
         return f"Segment({self.name!r} at {self.address}, {len(self.regions)} regions, {self.transport})"

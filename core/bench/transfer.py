@@ -258,13 +258,12 @@ class _Worker:
             move(segment, local, remote, lengths)
             now = clock()
             add(now - began)
-            if gauge.stop:
-                return
             if verify:
                 self._compare(offset)
-                began = clock()
-            else:
-                began = now
+                now = clock()
+            if gauge.stop:
+                return
+            began = now
 
     def _deep(self, gauge: Gauge) -> None:
         engine, plan, segment = self._bench.engine, self._plan, self._bench.segment

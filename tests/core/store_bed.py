@@ -32,9 +32,11 @@ def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
 class Puppet:
     """A process of store_puppet.py. It is killed at the end, whatever the test left it doing."""
 
+    script = PUPPET
+
     def __init__(self, verb: str, *arguments: object) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(PUPPET), verb, *map(str, arguments)],
+            [sys.executable, str(self.script), verb, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

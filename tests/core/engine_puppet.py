@@ -1,0 +1,85 @@
+"""Other processes for the tests of the engine: ``engine_puppet.py VERB ARGUMENTS``. Each says on stdout what
+it did, one JSON value a line, and ends when its stdin does, unless it was killed before."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+from typing import Any
+
+from moonpool import TransferEngine
+from moonpool.core.region import Region
+
+
+def say(value: Any) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def make_region(engine: TransferEngine, kind: str, nbytes: int) -> tuple[Region, memoryview]:
+    if kind == "own":
+        region = engine.allocate(nbytes, "cpu:0")
+        return region, region.view
+    memory = mmap.mmap(-1, nbytes)
+    return engine.register(memory, "cpu:1"), memoryview(memory)
+
+
+def peer(token: str, kind: str, nbytes: str, options: str) -> None:
+    """An engine with one region of that kind; each line on stdin is a command."""
+    engine = TransferEngine(token=token.encode(), **json.loads(options))
+    region, view = make_region(engine, kind, int(nbytes))
+    say({"address": engine.addresses[0], "region": region.address})
+    for line in sys.stdin:
+        verb, *rest = json.loads(line)
+        if verb == "peek":
+            offset, length = rest
+            say(bytes(view[offset : offset + length]).hex())
+        elif verb == "poke":
+            offset, data = rest
+            view[offset : offset + len(data) // 2] = bytes.fromhex(data)
+            say("poked")
+        elif verb == "notifications":
+            say([[sender, message.hex()] for sender, message in engine.notifications(rest[0])])
+        elif verb == "check on message":
+            say(check_on_message(engine, view, *rest))
+        elif verb == "metrics":
+            say(engine.metrics())
+        elif verb == "close region":
+            region.close()
+            say("closed")
+        elif verb == "send":
+            address, message = rest
+            engine.notify(engine.open(address), bytes.fromhex(message))
+            say("sent")
+
+
+def check_on_message(engine: TransferEngine, view: memoryview, rounds: int) -> str:
+    """Each message is a number; the whole region must be full of it when it arrives."""
+    expected = 0
+    while expected < rounds:
+        for _, message in engine.notifications(10):
+            number = int(message)
+            if number != expected:
+                return f"message {number} instead of {expected}"
+            if bytes(view) != bytes([number % 256]) * len(view):
+                return f"message {number} came before its data"
+            expected += 1
+            say(number)
+    return "in order"
+
+
+def user(token: str, address: str, nbytes: str, options: str) -> None:
+    """Reads a peer's whole region again and again, until it is killed."""
+    engine = TransferEngine(token=token.encode(), **json.loads(options))
+    region = engine.allocate(int(nbytes))
+    segment = engine.open(address)
+    for number in range(1 << 60):
+        engine.read(segment, region, segment.at(0))
+        if number == 3:
+            say("reading")
+
+
+if __name__ == "__main__":
+    os.environ.pop("MOONPOOL_CLUSTER_TOKEN", None)
+    {f.__name__: f for f in (peer, user)}[sys.argv[1]](*sys.argv[2:])
