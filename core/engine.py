@@ -28,7 +28,7 @@ from moonpool.core.engine_types import Batch, Column, Local, Notification, Prior
 from moonpool.core.errors import ConfigError, InvalidArgument
 from moonpool.core.region import Region
 from moonpool.core.segment import Segment
-from moonpool.core.transfer import Columns, Transfer, columns_of, one_slice
+from moonpool.core.transfer import Abandoned, Columns, Transfer, columns_of, one_slice
 
 if TYPE_CHECKING:
     from moonpool import _native
@@ -81,6 +81,7 @@ class TransferEngine:
             connections_per_peer=connections_per_peer,
             timeout_s=timeout_s,
         )
+        self._abandoned = Abandoned(native)
         # Looked up once: with 4 KiB over shared memory each attribute counts.
         self._read_one = native.read_one
         self._write_one = native.write_one
@@ -198,7 +199,13 @@ class TransferEngine:
 
         priority, deadline_s, notify, errors: as of ``transfer``.
         """
-        if type(local) is int and type(length) is int and not priority and deadline_s is None and not notify:
+        if (
+            type(local) is int
+            and type(length) is int
+            and not priority
+            and deadline_s is None
+            and notify is None
+        ):
             return self._read_one(segment.handle, local, remote, length)
         return self._run(slices_of(segment, "r", local, remote, length), priority, deadline_s, notify)
 
@@ -243,7 +250,13 @@ class TransferEngine:
 
         When it returns, the bytes are in the peer's memory.
         """
-        if type(local) is int and type(length) is int and not priority and deadline_s is None and not notify:
+        if (
+            type(local) is int
+            and type(length) is int
+            and not priority
+            and deadline_s is None
+            and notify is None
+        ):
             return self._write_one(segment.handle, local, remote, length)
         return self._run(slices_of(segment, "w", local, remote, length), priority, deadline_s, notify)
 
@@ -282,9 +295,9 @@ class TransferEngine:
         later stands in the Transfer.
         """
         columns = columns_of(slices)
-        return Transfer(
-            self._native, submit(self._native, columns, priority, deadline_s, notify), columns.asked
-        )
+        self._abandoned.sweep()
+        ticket = submit(self._native, columns, priority, deadline_s, notify)
+        return Transfer(self._native, ticket, columns.asked, self._abandoned)
 
     # ---- messages
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moonpool.core.buffers import memory_of
 from moonpool.core.engine_types import Batch, Local, Slice, SliceState, TransferState
-from moonpool.core.errors import InvalidArgument, Timeout, TransferError
+from moonpool.core.errors import Error, InvalidArgument, Timeout, TransferError
 from moonpool.core.region import Region
 
 if TYPE_CHECKING:
@@ -128,7 +129,11 @@ class Status(NamedTuple):
 
 
 class TransferBase:
-    """A submitted transfer. Letting go of it changes nothing: it goes on, and keeps its memory."""
+    """A submitted transfer. Letting go of it changes nothing: it goes on, and keeps its memory.
+
+    Its ticket holds a place in the engine's table until it is released, and releasing a running one would
+    cancel it; so each facade releases when it knows of the end.
+    """
 
     __slots__ = ("_final", "_native", "_ticket", "bytes_total")
 
@@ -137,10 +142,6 @@ class TransferBase:
         self._ticket = ticket
         self._final: Status | None = None
         self.bytes_total = bytes_total
-
-    def __del__(self) -> None:
-        if self._final is None:
-            self._native.release(self._ticket)
 
     @property
     def state(self) -> TransferState:
@@ -206,10 +207,44 @@ class TransferBase:
         return self._look().bytes_done
 
 
+class Abandoned:
+    """Tickets whose Transfer is gone; released at their end, which the next submit looks for."""
+
+    def __init__(self, native: _native.Engine) -> None:
+        self._native = native
+        self._tickets: set[int] = set()
+
+    def add(self, ticket: int) -> None:
+        """Any thread, at any time: garbage is collected where it pleases."""
+        self._tickets.add(ticket)  # before the look: an end that nobody sees would be kept for ever
+        with suppress(Error):  # closed, forked, or released by sweep() meanwhile
+            if self._native.wait(ticket, 0):
+                self._release(ticket)
+
+    def sweep(self) -> None:
+        """Releases those that ended."""
+        if self._tickets:
+            for ticket in self._native.poll():
+                self._release(ticket)
+
+    def _release(self, ticket: int) -> None:
+        if ticket in self._tickets:
+            self._tickets.discard(ticket)
+            self._native.release(ticket)
+
+
 class Transfer(TransferBase):
     """What ``TransferEngine.submit`` gives."""
 
-    __slots__ = ()
+    __slots__ = ("_abandoned",)
+
+    def __init__(self, native: _native.Engine, ticket: int, bytes_total: int, abandoned: Abandoned) -> None:
+        super().__init__(native, ticket, bytes_total)
+        self._abandoned = abandoned
+
+    def __del__(self) -> None:
+        if self._final is None:
+            self._abandoned.add(self._ticket)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether it ended within ``timeout_s``; None: however long it makes progress."""

@@ -522,6 +522,18 @@ def test_the_memory_of_a_submitted_transfer_is_held(
         until(lambda: gc.collect() is not None and alive() is None)
 
 
+def test_transfers_that_nobody_keeps_are_forgotten(engines: Callable[..., TransferEngine]) -> None:
+    """More of them than there are places in the table of those that were not looked at."""
+    engine, other = engines(), engines()
+    region = engine.allocate(4096)
+    other.allocate(4096)
+    segment = engine.open(other.addresses[0])
+    batch = Batch(segment, "read", [region.at(0)], [segment.at(0)], 1)
+    for _ in range(80_000):
+        engine.submit(batch)
+    until(lambda: moved(engine) == {"loopback": 80_000})
+
+
 def test_waiting_with_a_time_limit(engines: Callable[..., TransferEngine], own: Peer) -> None:
     engine = engines(transports=["tcp"])
     with Relay(own.address) as relay:
