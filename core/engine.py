@@ -361,7 +361,7 @@ def _check_listen(address: str, token: bytes | None) -> None:
 def slices_of(segment: Segment, op: str, local: Any, remote: Any, length: Any) -> Columns:
     """What ``read`` and ``write`` were given: lists of addresses, or one slice."""
     if hasattr(remote, "__len__"):
-        return columns_of(Batch(segment, "read" if op == "r" else "write", local, remote, length))
+        return columns_of(Batch("read" if op == "r" else "write", segment, local, remote, length))
     return one_slice(segment, op, local, remote, length)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -47,7 +48,8 @@ class Slice(NamedTuple):
     length: int
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Batch:
     """Many slices, by column: cheaper than as many ``Slice`` objects.
 
     ``local`` and ``remote`` are addresses, one for each slice. ``segment``, ``op`` and ``lengths`` are one

@@ -40,7 +40,10 @@ class Segment:
         """Asks the peer again. Raises Unavailable or Timeout."""
         self.name, self.id, self.host_id, self.address, rows, transports = self._native.segment(self.handle)
         self.regions = tuple(
-            sorted(RemoteRegion(*row, transport) for row, transport in zip(rows, transports, strict=True))
+            sorted(
+                RemoteRegion(address, length, kind, location, transport)
+                for (address, length, kind, location), transport in zip(rows, transports, strict=True)
+            )
         )
 
     @property

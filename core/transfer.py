@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moonpool.core.buffers import memory_of
@@ -67,24 +68,28 @@ def columns_of(slices: Batch | Sequence[Slice]) -> Columns:
 
 
 def _columns_of_batch(batch: Batch) -> Columns:
-    segment, op, local, remote, lengths = batch
+    op, segment, lengths = batch.op, batch.segment, batch.lengths
+    columns: list[Any] = [batch.local, batch.remote]
     if isinstance(op, str):
         ops: str | bytes = op_letter(op)
     else:
         ops = "".join(map(op_letter, op)).encode()
-    segments: int | list[int]
-    if hasattr(segment, "handle"):
-        segments = segment.handle
+        columns.append(ops)
+    if isinstance(segment, Sequence):
+        segments: int | list[int] = [item.handle for item in segment]
+        columns.append(segments)
     else:
-        segments = [item.handle for item in segment]
-    counts = {len(column) for column in (local, remote, ops, segments, lengths) if hasattr(column, "__len__")}
-    if isinstance(ops, str):
-        counts.discard(1) if len(local) != 1 else None
+        segments = segment.handle
+    if hasattr(lengths, "__len__"):
+        columns.append(lengths)
+    else:
+        lengths = index(lengths)
+    counts = {len(column) for column in columns}
     if len(counts) != 1 or 0 in counts:
         raise InvalidArgument(
             f"the columns of a batch have different lengths, or none: {sorted(counts)}", operation="transfer"
         )
-    return Columns(segments, ops, local, remote, lengths, batch)
+    return Columns(segments, ops, batch.local, batch.remote, lengths, batch)
 
 
 def op_letter(op: str) -> str:

@@ -33,7 +33,7 @@ async def main() -> None:
         # One large transfer in the background, and a message for the peer when its bytes are there.
         addresses = range(0, BLOCKS * BLOCK, BLOCK)
         transfer = left.submit(
-            Batch(peer, "write", [here.at(at) for at in addresses], [peer.at(at) for at in addresses], BLOCK),
+            Batch("write", peer, [here.at(at) for at in addresses], [peer.at(at) for at in addresses], BLOCK),
             priority=Priority.BACKGROUND,
             notify=b"all blocks",
         )

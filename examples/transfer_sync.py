@@ -60,7 +60,7 @@ def main() -> None:
 
             # What cannot be done says why, and how far it came.
             try:
-                engine.transfer(Batch(peer, "read", local[:1], [peer.at(0) + (1 << 40)], BLOCK))
+                engine.transfer(Batch("read", peer, local[:1], [peer.at(0) + (1 << 40)], BLOCK))
             except TransferError as error:
                 print("failed as it should:", error.bytes_done, "of", error.bytes, "bytes done")
             ours.send("done")

@@ -58,4 +58,5 @@ def pattern(seed: int, nbytes: int) -> npt.NDArray[np.uint8]:
 
     words: Any = np.arange(seed, seed + (nbytes + 7) // 8, dtype=np.uint64)
     words *= np.uint64(_ODD)
-    return words.view(np.uint8)[:nbytes]
+    found: npt.NDArray[np.uint8] = words.view(np.uint8)[:nbytes]
+    return found

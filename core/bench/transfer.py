@@ -272,7 +272,7 @@ class _Worker:
         for offset, local, remote in cycle(self._columns()):
             if plan.batch == 1:
                 local, remote = [local], [remote]
-            batch = Batch(segment, operation, local, remote, plan.size)
+            batch = Batch(operation, segment, local, remote, plan.size)
             waiting.append((clock(), offset, engine.submit(batch)))
             if len(waiting) < plan.depth:
                 continue

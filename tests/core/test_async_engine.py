@@ -64,7 +64,7 @@ def test_the_verbs(peer: Peer, transports: list[str] | None) -> None:
                 Slice("read", segment, region.at(16), segment.at(0), 8),
             ]
             assert await engine.transfer(slices) == 16
-            transfer = engine.submit(Batch(segment, "read", local, remote, 8), priority=Priority.BACKGROUND)
+            transfer = engine.submit(Batch("read", segment, local, remote, 8), priority=Priority.BACKGROUND)
             assert await transfer == 16
             assert await transfer == 16  # again
             assert transfer.state is TransferState.DONE

@@ -384,8 +384,8 @@ def test_reads_and_writes_of_several_peers_in_one_transfer(
             dtype = {"dtype": np.uint64} if form == "arrays" else {}
             done = engine.transfer(
                 Batch(
-                    [item.segment for item in slices],
                     [item.op for item in slices],
+                    [item.segment for item in slices],
                     columns([item.local for item in slices], **dtype),
                     columns([item.remote for item in slices], **dtype),
                     columns([item.length for item in slices], **dtype),
@@ -418,13 +418,13 @@ def test_read_and_write_take_lists(engine: TransferEngine, own: Peer) -> None:
     ("batch", "words"),
     [
         (lambda s, r: [], "at least one"),
-        (lambda s, r: Batch(s, "read", [], [], []), "different lengths, or none"),
-        (lambda s, r: Batch(s, "read", [], [], 4), "different lengths, or none"),
-        (lambda s, r: Batch(s, "read", [r.at(0)], [s.at(0), s.at(1)], 4), "different lengths"),
-        (lambda s, r: Batch(s, "read", [r.at(0)], [s.at(0)], [4, 4]), "different lengths"),
-        (lambda s, r: Batch([s, s], "read", [r.at(0)], [s.at(0)], 4), "different lengths"),
-        (lambda s, r: Batch(s, ["read", "read"], [r.at(0)], [s.at(0)], 4), "different lengths"),
-        (lambda s, r: Batch(s, "copy", [r.at(0)], [s.at(0)], 4), "not 'copy'"),
+        (lambda s, r: Batch("read", s, [], [], []), "different lengths, or none"),
+        (lambda s, r: Batch("read", s, [], [], 4), "different lengths, or none"),
+        (lambda s, r: Batch("read", s, [r.at(0)], [s.at(0), s.at(1)], 4), "different lengths"),
+        (lambda s, r: Batch("read", s, [r.at(0)], [s.at(0)], [4, 4]), "different lengths"),
+        (lambda s, r: Batch("read", [s, s], [r.at(0)], [s.at(0)], 4), "different lengths"),
+        (lambda s, r: Batch(["read", "read"], s, [r.at(0)], [s.at(0)], 4), "different lengths"),
+        (lambda s, r: Batch("copy", s, [r.at(0)], [s.at(0)], 4), "not 'copy'"),
         (lambda s, r: [Slice("copy", s, r, s.at(0), 4)], '"read" or "write"'),
         (lambda s, r: ["read"], "Slices or a Batch"),
     ],
@@ -528,7 +528,7 @@ def test_transfers_that_nobody_keeps_are_forgotten(engines: Callable[..., Transf
     region = engine.allocate(4096)
     other.allocate(4096)
     segment = engine.open(other.addresses[0])
-    batch = Batch(segment, "read", [region.at(0)], [segment.at(0)], 1)
+    batch = Batch("read", segment, [region.at(0)], [segment.at(0)], 1)
     for _ in range(80_000):
         engine.submit(batch)
     until(lambda: moved(engine) == {"loopback": 80_000})
@@ -589,8 +589,8 @@ def test_foreground_goes_before_background(engines: Callable[..., TransferEngine
             offsets = range(0, 16 * MIB, 65536)
             background = engine.submit(
                 Batch(
-                    segment,
                     "read",
+                    segment,
                     [region.at(at) for at in offsets],
                     [segment.at(at) for at in offsets],
                     65536,
@@ -628,7 +628,7 @@ def test_a_message_arrives_after_the_data(
         if number % 2:
             engine.write(segment, local, remote, step, notify=b"%d" % number)
         else:
-            engine.submit(Batch(segment, "write", local, remote, step), notify=b"%d" % number).result()
+            engine.submit(Batch("write", segment, local, remote, step), notify=b"%d" % number).result()
         assert peer.hear() == number
     assert peer.hear() == "in order"
 

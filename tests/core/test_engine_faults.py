@@ -105,7 +105,7 @@ def test_a_peer_killed_with_a_large_batch_on_its_way(
         offsets = range(0, 16 * MIB, 65536)
         transfer = engine.submit(
             Batch(
-                segment, "read", [region.at(at) for at in offsets], [segment.at(at) for at in offsets], 65536
+                "read", segment, [region.at(at) for at in offsets], [segment.at(at) for at in offsets], 65536
             )
         )
         until(lambda: transfer.bytes_done >= 65536)

@@ -40,6 +40,19 @@ def test_pickling_keeps_the_fields(kind: type[errors.Error]) -> None:
     assert (copy.operation, copy.key, copy.peer, copy.bytes, copy.cause) == ("put", "k", "p", 3, "why")
 
 
+def test_a_transfer_error_says_how_far_it_came() -> None:
+    error = errors.TransferError(
+        "lost", peer="10.0.0.7:7720", bytes=100, path="tcp 10.0.0.7:7720", bytes_done=60, states=b"\1\2"
+    )
+    copy = pickle.loads(pickle.dumps(error))
+    for one in (error, copy):
+        assert type(one) is errors.TransferError
+        assert (one.bytes, one.bytes_done, one.states) == (100, 60, b"\1\2")
+        assert (one.peer, one.path, one.cause) == ("10.0.0.7:7720", "tcp 10.0.0.7:7720", None)
+    bare = errors.TransferError("lost")
+    assert (bare.path, bare.bytes_done, bare.states) == (None, 0, b"")
+
+
 @pytest.mark.parametrize(
     ("kind", "builtin"),
     [
