@@ -17,7 +17,9 @@ progress. ``AsyncTransferEngine`` has the same verbs for asyncio.
 from __future__ import annotations
 
 import os
+import select
 import socket
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -28,7 +30,7 @@ from moonpool.core.engine_types import Batch, Column, Local, Notification, Prior
 from moonpool.core.errors import ConfigError, InvalidArgument
 from moonpool.core.region import Region
 from moonpool.core.segment import Segment
-from moonpool.core.transfer import Abandoned, Columns, Transfer, columns_of, one_slice
+from moonpool.core.transfer import WAIT_PIECE_S, Abandoned, Columns, Transfer, columns_of, one_slice
 
 if TYPE_CHECKING:
     from moonpool import _native
@@ -83,8 +85,7 @@ class TransferEngine:
         )
         self._abandoned = Abandoned(native)
         # Looked up once: with 4 KiB over shared memory each attribute counts.
-        self._read_one = native.read_one
-        self._write_one = native.write_one
+        self._transfer = native.transfer
 
     def close(self) -> None:
         """Ends it: what waits is cancelled, its memory deregistered, peers lose it. May be called twice."""
@@ -206,7 +207,7 @@ class TransferEngine:
             and deadline_s is None
             and notify is None
         ):
-            return self._read_one(segment.handle, local, remote, length)
+            return self._transfer(segment.handle, "r", local, remote, length)
         return self._run(slices_of(segment, "r", local, remote, length), priority, deadline_s, notify)
 
     @overload
@@ -257,7 +258,7 @@ class TransferEngine:
             and deadline_s is None
             and notify is None
         ):
-            return self._write_one(segment.handle, local, remote, length)
+            return self._transfer(segment.handle, "w", local, remote, length)
         return self._run(slices_of(segment, "w", local, remote, length), priority, deadline_s, notify)
 
     def transfer(
@@ -295,7 +296,8 @@ class TransferEngine:
         later stands in the Transfer.
         """
         columns = columns_of(slices)
-        self._abandoned.sweep()
+        if self._abandoned.tickets:
+            self._abandoned.sweep()
         ticket = submit(self._native, columns, priority, deadline_s, notify)
         return Transfer(self._native, ticket, columns.asked, self._abandoned)
 
@@ -312,11 +314,19 @@ class TransferEngine:
         """The messages that arrived since the last call, in their order; waits for the first one at most so
         long.
         """
-        return [Notification(*row) for row in self._native.notifications(timeout_s)]
+        give_up_s = time.monotonic() + timeout_s
+        while True:
+            found = self._native.notifications()
+            left_s = give_up_s - time.monotonic()
+            if found or left_s <= 0:
+                return [Notification(*row) for row in found]
+            # In pieces: another thread may take what this one was woken for, or close the engine.
+            select.select([self._native.eventfd], [], [], min(left_s, WAIT_PIECE_S))
+            self._abandoned.sweep()  # empties the eventfd too
 
     def _run(self, columns: Columns, priority: int, deadline_s: float | None, notify: bytes | None) -> int:
         segments, ops, local, remote, lengths, _ = columns
-        return self._native.transfer(
+        return self._transfer(
             segments, ops, local, remote, lengths, priority=priority, deadline_s=deadline_s, notify=notify
         )
 

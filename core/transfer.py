@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _OPS = {"read": "r", "write": "w"}
 # A waiting thread comes back this often to look for Ctrl-C.
-_WAIT_PIECE_S = 0.25
+WAIT_PIECE_S = 0.25
 
 
 class Columns(NamedTuple):
@@ -35,8 +35,6 @@ class Columns(NamedTuple):
     @property
     def asked(self) -> int:
         """Bytes, of all slices."""
-        if isinstance(self.lengths, int):
-            return self.lengths * len(self.local)
         return int(sum(self.lengths))
 
 
@@ -80,10 +78,9 @@ def _columns_of_batch(batch: Batch) -> Columns:
         columns.append(segments)
     else:
         segments = segment.handle
-    if hasattr(lengths, "__len__"):
-        columns.append(lengths)
-    else:
-        lengths = index(lengths)
+    if not hasattr(lengths, "__len__"):
+        lengths = [index(lengths)] * len(batch.local)
+    columns.append(lengths)
     counts = {len(column) for column in columns}
     if len(counts) != 1 or 0 in counts:
         raise InvalidArgument(
@@ -217,24 +214,23 @@ class Abandoned:
 
     def __init__(self, native: _native.Engine) -> None:
         self._native = native
-        self._tickets: set[int] = set()
+        self.tickets: set[int] = set()
 
     def add(self, ticket: int) -> None:
         """Any thread, at any time: garbage is collected where it pleases."""
-        self._tickets.add(ticket)  # before the look: an end that nobody sees would be kept for ever
+        self.tickets.add(ticket)  # before the look: an end that nobody sees would be kept for ever
         with suppress(Error):  # closed, forked, or released by sweep() meanwhile
             if self._native.wait(ticket, 0):
                 self._release(ticket)
 
     def sweep(self) -> None:
         """Releases those that ended."""
-        if self._tickets:
-            for ticket in self._native.poll():
-                self._release(ticket)
+        for ticket in self._native.poll():
+            self._release(ticket)
 
     def _release(self, ticket: int) -> None:
-        if ticket in self._tickets:
-            self._tickets.discard(ticket)
+        if ticket in self.tickets:
+            self.tickets.discard(ticket)
             self._native.release(ticket)
 
 
@@ -257,8 +253,8 @@ class Transfer(TransferBase):
             return True
         give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            left_s = _WAIT_PIECE_S if give_up_s is None else give_up_s - time.monotonic()
-            if self._native.wait(self._ticket, max(0.0, min(left_s, _WAIT_PIECE_S))):
+            left_s = WAIT_PIECE_S if give_up_s is None else give_up_s - time.monotonic()
+            if self._native.wait(self._ticket, max(0.0, min(left_s, WAIT_PIECE_S))):
                 return True
             if left_s <= 0:
                 return False

@@ -737,8 +737,8 @@ def test_metrics_count_operations_and_failures(engines: Callable[..., TransferEn
         engine.read(segment, region.at(0), 4096, 10)
     after = engine.metrics()
     grown = {name: value - before.get(name, 0) for name, value in after.items()}
-    assert grown["shm_read_ops_total"] == 2
+    assert grown["shm_read_slices_total"] == 2
     assert grown["shm_read_bytes_total"] == 10
-    assert grown["shm_write_ops_total"] == 1
+    assert grown["shm_write_slices_total"] == 1
     assert grown["shm_write_bytes_total"] == 7
-    assert grown["failures_total"] == 1
+    assert grown["transfers_failed_total"] == 1
