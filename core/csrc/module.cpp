@@ -1,6 +1,7 @@
 // moonpool._native: the C++ core as Python sees it. Only this file and python/ know pybind11; arguments are
 // taken while the GIL is held, the work is done without it.
 
+#include "python/engine_module.hpp"
 #include "python/module.hpp"
 
 #include <pybind11/pybind11.h>
@@ -66,6 +67,7 @@ PYBIND11_MODULE(_native, m) {
     bind_client(m);
     bind_worker(m);
     bind_directory(m);
+    bind_engine(m);
 
     m.def("block_digests", &digests, py::arg("token_ids"), py::arg("block_tokens"),
           py::arg("seed") = py::bytes(), py::arg("previous") = py::bytes(),

@@ -50,6 +50,15 @@ enum class Kind : uint8_t {
     kLocate = 36,   // who holds these keys
     kPlace = 37,    // where there is room
     kForget = 38,   // these keys were removed
+
+    // 48..63: the transfer engine (docs/wire_engine.md)
+    kEngineHello = 48,     // initiator -> target, the first frame of a connection
+    kEngineRegions = 49,   // what the target has registered
+    kEngineTransfer = 50,  // ranges, the bytes of the writes; the answer brings those of the reads
+    kEngineNotify = 51,    // a message for the peer's user
+    kEngineFence = 52,     // what came by that other connection is not to be written any more
+    kShmOpen = 53,         // over the Unix socket: proves the host, answers with the gate's descriptor
+    kShmMap = 54,          // over the Unix socket: the descriptor of one region's memory
 };
 inline constexpr uint16_t kFlagAnswer = 1;
 inline constexpr uint16_t kFlagOneWay = 2;

@@ -1,0 +1,137 @@
+// Engine: moves bytes between registered memory of processes, over whatever path is there. What C++ users
+// include; moonpool.TransferEngine is the same for Python.
+//
+//   auto engine = *Engine::create({.listen = {"127.0.0.1:0"}, .token = token});
+//   engine->register_region(address, length, "cpu:0");
+//   uint32_t peer = *engine->open("10.0.0.7:7720");
+//   engine->transfer({.segments = {&peer, 1}, .slices = slices});     // or submit(), wait(), status()
+//
+// Peers are found by a handshake at their address; nothing else needs to run. An engine belongs to one tenant
+// and speaks to engines of that tenant only. Any thread may call; after close() every call fails with
+// kClosed, in a child of fork() with kForked.
+//
+// Threads: `io_threads` serve peers and carry what was submitted; a caller of transfer() carries its transfer
+// itself; copies and connections that nobody waits for run on working threads. Nothing waits longer than
+// timeout_ms without progress.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/result.hpp"
+#include "transport/memory.hpp"
+#include "transport/transport.hpp"
+#include "wire/doorman.hpp"
+
+namespace moonpool {
+
+// The maxima that are not those of the wire; what is over one is refused and says so.
+inline constexpr size_t kEngineSegmentsMax = 4096;        // open at a time
+inline constexpr size_t kEngineTicketsMax = 65536;        // not released
+inline constexpr size_t kEngineSlicesMax = 1u << 20;      // of one transfer
+inline constexpr size_t kEngineSlicesOpenMax = 4u << 20;  // of all that were submitted and still run
+inline constexpr size_t kEngineInboxMessagesMax = 65536;  // notifications not fetched
+inline constexpr size_t kEngineInboxBytesMax = 64u << 20;
+
+struct EngineOptions {
+    std::string name;
+    std::vector<std::string> listen;  // host:port each; not with a doorman
+    std::string token;
+    std::string tenant = "default";
+    uint32_t io_threads = 2;
+    uint32_t connections_per_peer = 2;
+    std::optional<std::vector<std::string>> transports;  // allowed ones; none given: all
+    std::string interface;                               // for connections to peers
+    std::string host_id;                                 // engines with different ones never share memory
+    int timeout_ms = 5000;
+    Doorman* doorman = nullptr;  // a port shared with others; offered to before its start(), outlives us
+};
+
+struct TransferRequest {
+    std::span<const uint32_t> segments;  // one for all slices, or one for each
+    std::span<const transport::Slice> slices;
+    bool background = false;
+    int timeout_ms = 0;                      // without progress; 0: the engine's
+    std::optional<std::string_view> notify;  // told to the peers once all of the data is there
+};
+
+enum class TicketState { kWaiting, kDone, kFailed, kCancelled };
+
+struct TicketStatus {
+    TicketState state = TicketState::kWaiting;
+    uint64_t bytes_done = 0;
+    std::vector<transport::SliceState> slices;
+    Error error;
+    std::string path;  // the transports that carried it
+};
+
+struct SegmentRegion {
+    uint64_t address = 0;
+    uint64_t length = 0;
+    transport::RegionKind kind = transport::RegionKind::kForeign;
+    std::string location;
+    std::string transport;  // that would be tried first
+};
+
+struct SegmentInfo {
+    std::string name;
+    transport::SegmentId id{};
+    std::string host_id;
+    std::string address;
+    std::vector<SegmentRegion> regions;
+};
+
+class Engine {
+   public:
+    static Result<std::shared_ptr<Engine>> create(EngineOptions options);
+    ~Engine();
+    Engine(const Engine&) = delete;
+
+    const std::string& name() const;
+    const transport::SegmentId& segment_id() const;
+    const std::vector<std::string>& addresses() const;  // with the real ports
+    // Every transport of this build: why it cannot be used here, empty when it can.
+    std::vector<std::pair<std::string, std::string>> transports() const;
+
+    // Memory that peers on this host map: registered from birth.
+    Result<std::shared_ptr<transport::Memory>> allocate(uint64_t bytes, const std::string& location);
+    Status register_region(uint64_t address, uint64_t length, const std::string& location);
+    // When it returns success, no transfer of any peer touches the memory any more.
+    Status deregister_region(uint64_t address);
+
+    Result<uint32_t> open(const std::string& address);
+    Status close_segment(uint32_t segment);
+    Result<SegmentInfo> segment(uint32_t segment);  // asked of the peer
+
+    // The bytes moved; fails when any slice failed.
+    Result<uint64_t> transfer(const TransferRequest& request);
+
+    Result<uint64_t> submit(const TransferRequest& request);  // a ticket
+    Result<bool> wait(uint64_t ticket, int timeout_ms);       // whether it has ended
+    Result<TicketStatus> status(uint64_t ticket);
+    Status cancel(uint64_t ticket);        // begins nothing new of it; ended at the latest a second later
+    Status release(uint64_t ticket);       // forgets it, having cancelled it when it still runs
+    Result<std::vector<uint64_t>> poll();  // tickets that ended since the last call
+    int event_fd() const;                  // readable when poll() or notifications() has something
+
+    Status notify(uint32_t segment, std::string_view message);
+    Result<std::vector<std::pair<std::string, std::string>>> notifications();  // (peer's name, message)
+
+    std::vector<std::pair<std::string, uint64_t>> metrics() const;
+    bool check_integrity() const;
+    void close();
+
+   private:
+    struct Core;
+    explicit Engine(std::unique_ptr<Core> core);
+    std::unique_ptr<Core> core_;
+};
+
+}  // namespace moonpool

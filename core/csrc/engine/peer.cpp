@@ -1,0 +1,80 @@
+#include "engine/peer.hpp"
+
+namespace moonpool::engine {
+
+using transport::Job;
+using transport::Link;
+
+std::string Peer::transport_for(transport::RegionKind kind) const {
+    for (const auto& link : links_) {
+        if (link->cost_us(kind, 0, nullptr) >= 0) return std::string(link->transport());
+    }
+    return "";
+}
+
+bool Peer::account(Job& job, const Link& link, Status status, size_t waiting_before, Outcome& outcome) const {
+    if (job.waiting != waiting_before) {
+        if (!outcome.path.empty()) outcome.path += ", ";
+        outcome.path += link.path();
+    }
+    if (job.waiting == 0 || job.stopped()) {
+        outcome.status = success();
+        return true;
+    }
+    std::string text = outcome.status ? "" : outcome.status.error().text + "; ";
+    Code code = status ? Code::kUnavailable : status.error().code;
+    text += link.path() + ": " + (status ? std::string("left undone") : status.error().text);
+    outcome.status = Error{code, text};
+    return false;
+}
+
+Outcome Peer::run(Job& job) {
+    Outcome outcome;
+    for (size_t i = 0; i < links_.size(); ++i) {
+        size_t before = job.waiting;
+        if (i != 0) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
+        Status status = links_[i]->run(job);
+        if (account(job, *links_[i], std::move(status), before, outcome)) break;
+    }
+    return outcome;
+}
+
+void Peer::post(std::shared_ptr<Job> job, transport::Workers& workers, Finished finished) {
+    post_to(0, std::move(job), workers, Outcome{}, std::move(finished));
+}
+
+void Peer::post_to(size_t link, std::shared_ptr<Job> job, transport::Workers& workers, Outcome outcome,
+                   Finished finished) {
+    size_t before = job->waiting;
+    if (link != 0) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
+    auto next = [self = shared_from_this(), link, before, &workers, outcome = std::move(outcome),
+                 finished = std::move(finished)](std::shared_ptr<Job> ended, Status status) mutable {
+        bool over = self->account(*ended, *self->links_[link], std::move(status), before, outcome);
+        if (over || link + 1 == self->links_.size()) return finished(std::move(outcome));
+        self->post_to(link + 1, std::move(ended), workers, std::move(outcome), std::move(finished));
+    };
+    // Copied into the callback's type once, so that it can be offered twice.
+    Link::Finished callback = std::move(next);
+    if (links_[link]->post(job, callback)) return;
+    bool background = job->background;
+    workers.post(background, [link = links_[link], job = std::move(job), callback]() mutable {
+        Status status = link->run(*job);
+        callback(std::move(job), std::move(status));
+    });
+}
+
+Error Peer::explain(const Job& job, const Outcome& outcome) const {
+    uint64_t total = 0;
+    for (const auto& slice : job.slices) total += slice.length;
+    std::string text = "the transfer with engine \"" + info_.name + "\" at " + info_.address +
+                       " failed after " + std::to_string(job.bytes_done.load()) + " of " +
+                       std::to_string(total) + " bytes: ";
+    if (job.refused) {
+        if (!outcome.path.empty()) text += outcome.path + ": ";
+        return Error{job.refusal.code, text + job.refusal.text};
+    }
+    if (!outcome.status) return Error{outcome.status.error().code, text + outcome.status.error().text};
+    return Error{Code::kUnavailable, text + "no path is left"};
+}
+
+}  // namespace moonpool::engine

@@ -1,0 +1,69 @@
+// Tickets: transfers that were submitted, from their beginning to their release. Each consists of one share
+// for each peer; it has ended when the last share has, and the peers were told.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "engine/engine.hpp"
+#include "engine/peer.hpp"
+
+namespace moonpool::engine {
+
+// A job together with what its spans point at.
+struct Share {
+    std::shared_ptr<Peer> peer;
+    std::vector<transport::Slice> slices;
+    std::unique_ptr<std::atomic<transport::SliceState>[]> states;
+    std::vector<transport::Region*> locals;
+    std::vector<size_t> places;  // of each slice in the request; empty: the same
+    std::shared_ptr<transport::Job> job;
+    Outcome outcome;
+};
+
+struct Ticket {
+    uint64_t id = 0;
+    std::vector<std::unique_ptr<Share>> shares;
+    size_t slices = 0;
+    std::optional<std::string> notify;
+    std::atomic<size_t> shares_left{0};
+
+    std::mutex mutex;
+    std::condition_variable ended;
+    TicketState state = TicketState::kWaiting;
+    Error error;
+    std::string path;
+};
+
+class Tickets {
+   public:
+    Tickets();
+
+    Status add(const std::shared_ptr<Ticket>& ticket);  // gives it its number
+    std::shared_ptr<Ticket> find(uint64_t id);
+    void release(uint64_t id);
+    void end(Ticket& ticket, TicketState state, Error error, std::string path);
+    std::vector<uint64_t> poll();
+    std::vector<std::shared_ptr<Ticket>> running();
+    void wake();  // the event descriptor, for notifications
+    int event_fd() const { return event_.get(); }
+    size_t size();
+    size_t slices_open() const { return slices_open_; }
+
+   private:
+    Fd event_;
+    std::mutex mutex_;
+    std::unordered_map<uint64_t, std::shared_ptr<Ticket>> tickets_;
+    std::vector<uint64_t> ended_;
+    uint64_t next_ = 1;
+    std::atomic<size_t> slices_open_{0};
+};
+
+}  // namespace moonpool::engine

@@ -1,0 +1,447 @@
+// moonpool._native.Engine: arguments are taken while the GIL is held, the work is done without it.
+//
+// transfer() and submit() are plain CPython methods: pybind11's dispatch of nine arguments costs as much as a
+// small copy. Numbers come as lists or tuples of ints, or as contiguous buffers of 64-bit integers.
+
+#include "python/engine_module.hpp"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <unordered_map>
+
+#include "engine/engine.hpp"
+#include "python/raise.hpp"
+
+namespace moonpool::python {
+
+namespace {
+
+using transport::Direction;
+using transport::Slice;
+
+// ---- memory that the engine allocated
+
+struct MemoryObject {
+    PyObject_HEAD std::shared_ptr<transport::Memory> memory;
+    Py_ssize_t size;
+};
+
+PyTypeObject* memory_type = nullptr;
+
+int memory_getbuffer(PyObject* self, Py_buffer* buffer, int flags) {
+    auto* object = reinterpret_cast<MemoryObject*>(self);
+    return PyBuffer_FillInfo(buffer, self, object->memory->data(), object->size, 0, flags);
+}
+
+void memory_dealloc(PyObject* self) {
+    reinterpret_cast<MemoryObject*>(self)->memory.~shared_ptr();
+    PyTypeObject* type = Py_TYPE(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+PyTypeObject* make_memory_type() {
+    static PyType_Slot slots[] = {
+        {Py_tp_dealloc, reinterpret_cast<void*>(memory_dealloc)},
+        {Py_bf_getbuffer, reinterpret_cast<void*>(memory_getbuffer)},
+        {Py_tp_doc, const_cast<char*>("Memory that peers on this host can map; a writable buffer.")},
+        {0, nullptr},
+    };
+    static PyType_Spec spec = {"moonpool._native.EngineMemory", sizeof(MemoryObject), 0,
+                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+    return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+}
+
+// ---- arguments
+
+[[noreturn]] void invalid(const std::string& text) { raise(Error{Code::kInvalidArgument, text}, "transfer"); }
+
+uint64_t as_number(PyObject* item, const char* what) {
+    uint64_t value = PyLong_AsUnsignedLongLong(item);
+    if (value == static_cast<uint64_t>(-1) && PyErr_Occurred() != nullptr) {
+        PyErr_Clear();
+        invalid(std::string(what) + " must be integers from 0 to 2**64 - 1");
+    }
+    return value;
+}
+
+// Calls put(i, value) for each number; `expected`: how many there must be, 0 when the first tells.
+template <class Put, class Room>
+size_t take_numbers(PyObject* object, const char* what, size_t expected, Room room, Put put) {
+    auto check = [&](size_t n) {
+        if (expected != SIZE_MAX && n != expected) {
+            invalid(std::string(what) + " has " + std::to_string(n) + " items, others have " +
+                    std::to_string(expected));
+        }
+        room(n);
+    };
+    if (PyList_CheckExact(object) || PyTuple_CheckExact(object)) {
+        PyObject** items = PySequence_Fast_ITEMS(object);
+        auto n = static_cast<size_t>(PySequence_Fast_GET_SIZE(object));
+        check(n);
+        for (size_t i = 0; i < n; ++i) put(i, as_number(items[i], what));
+        return n;
+    }
+    if (PyLong_Check(object)) {
+        check(1);
+        put(0, as_number(object, what));
+        return 1;
+    }
+    Py_buffer view;
+    if (PyObject_CheckBuffer(object) == 0 ||
+        PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) {
+        PyErr_Clear();
+        invalid(std::string(what) + " must be a list of integers or a contiguous array of uint64");
+    }
+    struct Release {
+        Py_buffer* view;
+        ~Release() { PyBuffer_Release(view); }
+    } release{&view};
+    char format = view.format == nullptr ? 'B' : view.format[std::strlen(view.format) - 1];
+    if (view.itemsize != 8 || std::strchr("QqLlN", format) == nullptr) {
+        invalid(std::string(what) + " must be an array of 64-bit integers");
+    }
+    auto n = static_cast<size_t>(view.len) / 8;
+    check(n);
+    const auto* values = static_cast<const uint64_t*>(view.buf);
+    for (size_t i = 0; i < n; ++i) put(i, values[i]);
+    return n;
+}
+
+// The arguments of transfer() and submit().
+struct Arguments {
+    std::vector<uint32_t> segments;
+    std::vector<Slice> slices;
+    std::string notify;  // copied: it is used without the GIL
+    bool has_notify = false;
+    PyObject* held = nullptr;
+    TransferRequest request;
+
+    void take(PyObject* const* args, Py_ssize_t n_positional, PyObject* names) {
+        if (n_positional != 5) invalid("transfers take segments, ops, local, remote and lengths");
+        segments.clear();
+        has_notify = false;
+        held = nullptr;
+        request = TransferRequest{};
+        take_numbers(
+            args[2], "local", SIZE_MAX, [&](size_t n) { slices.resize(n); },
+            [&](size_t i, uint64_t value) { slices[i].local = value; });
+        size_t n = slices.size();
+        auto no_room = [](size_t) {};
+        take_numbers(args[3], "remote", n, no_room,
+                     [&](size_t i, uint64_t value) { slices[i].remote = value; });
+        take_numbers(args[4], "lengths", n, no_room,
+                     [&](size_t i, uint64_t value) { slices[i].length = value; });
+        take_ops(args[1], n);
+        take_numbers(
+            args[0], "segments", PyLong_Check(args[0]) ? SIZE_MAX : n,
+            [&](size_t count) { segments.resize(count); },
+            [&](size_t i, uint64_t value) {
+                segments[i] = value > UINT32_MAX ? 0 : static_cast<uint32_t>(value);
+            });
+        Py_ssize_t n_names = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+        for (Py_ssize_t i = 0; i < n_names; ++i) {
+            take_keyword(PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i)), args[n_positional + i]);
+        }
+        if (segments.empty()) segments.assign(1, 0);
+        request.segments = segments;
+        request.slices = slices;
+        if (has_notify) request.notify = notify;
+    }
+
+   private:
+    void take_ops(PyObject* ops, size_t n) {
+        const char* text = nullptr;
+        Py_ssize_t size = 0;
+        if (PyUnicode_Check(ops)) {
+            text = PyUnicode_AsUTF8AndSize(ops, &size);
+        } else if (PyBytes_Check(ops)) {
+            text = PyBytes_AS_STRING(ops);
+            size = PyBytes_GET_SIZE(ops);
+        }
+        if (text == nullptr || (size != 1 && static_cast<size_t>(size) != n)) {
+            PyErr_Clear();
+            invalid("ops must be \"r\" or \"w\" for all slices, or a letter for each");
+        }
+        for (size_t i = 0; i < n; ++i) {
+            char op = text[size == 1 ? 0 : i];
+            if (op != 'r' && op != 'w') invalid("ops must be made of the letters r and w");
+            slices[i].direction = op == 'w' ? Direction::kWrite : Direction::kRead;
+        }
+    }
+
+    void take_keyword(std::string_view name, PyObject* value) {
+        if (name == "priority") {
+            request.background = as_number(value, "priority") != 0;
+        } else if (name == "deadline_s") {
+            if (value == Py_None) return;
+            double seconds = PyFloat_AsDouble(value);
+            if (PyErr_Occurred() != nullptr || !(seconds > 0)) {
+                PyErr_Clear();
+                invalid("deadline_s must be a positive number of seconds");
+            }
+            request.timeout_ms = static_cast<int>(std::clamp(seconds, 0.001, 86400.0) * 1000);
+        } else if (name == "notify") {
+            if (value == Py_None) return;
+            char* bytes;
+            Py_ssize_t size;
+            if (PyBytes_AsStringAndSize(value, &bytes, &size) != 0) {
+                PyErr_Clear();
+                invalid("notify must be bytes");
+            }
+            notify.assign(bytes, static_cast<size_t>(size));
+            has_notify = true;
+        } else if (name == "held") {
+            held = value;
+        } else {
+            invalid("transfers take no argument named " + std::string(name));
+        }
+    }
+};
+
+const char* text_of(TicketState state) {
+    switch (state) {
+        case TicketState::kWaiting:
+            return "waiting";
+        case TicketState::kDone:
+            return "done";
+        case TicketState::kFailed:
+            return "failed";
+        case TicketState::kCancelled:
+            return "cancelled";
+    }
+    return "failed";
+}
+
+const char* text_of(transport::RegionKind kind) {
+    return kind == transport::RegionKind::kOwn ? "own" : "foreign";
+}
+
+int milliseconds(double seconds) { return static_cast<int>(std::clamp(seconds, 0.0, 86400.0) * 1000); }
+
+// ---- the engine
+
+template <class F>
+auto without_gil(F f) {
+    py::gil_scoped_release nogil;
+    return f();
+}
+
+class PyEngine {
+   public:
+    PyEngine(std::string name, std::vector<std::string> listen, const py::bytes& token, std::string tenant,
+             uint32_t io_threads, uint32_t connections_per_peer,
+             std::optional<std::vector<std::string>> transports, std::string interface, std::string host_id,
+             double timeout_s) {
+        EngineOptions options;
+        options.name = std::move(name);
+        options.listen = std::move(listen);
+        options.token = std::string(token);
+        options.tenant = std::move(tenant);
+        options.io_threads = io_threads;
+        options.connections_per_peer = connections_per_peer;
+        options.transports = std::move(transports);
+        options.interface = std::move(interface);
+        options.host_id = std::move(host_id);
+        options.timeout_ms = std::max(1, milliseconds(timeout_s));
+        engine_ = unwrap(without_gil([&] { return Engine::create(std::move(options)); }), "engine");
+    }
+    ~PyEngine() { close(); }
+
+    Engine& engine() { return *engine_; }
+
+    std::map<std::string, std::string> transports() {
+        std::map<std::string, std::string> rows;
+        for (auto& [name, why] : engine_->transports()) rows.emplace(name, why);
+        return rows;
+    }
+
+    py::object allocate(uint64_t bytes, const std::string& location) {
+        auto memory = unwrap(without_gil([&] { return engine_->allocate(bytes, location); }), "allocate");
+        auto* object = reinterpret_cast<MemoryObject*>(memory_type->tp_alloc(memory_type, 0));
+        if (object == nullptr) throw py::error_already_set();
+        new (&object->memory) std::shared_ptr<transport::Memory>(std::move(memory));
+        object->size = static_cast<Py_ssize_t>(bytes);
+        return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object));
+    }
+    void register_region(uint64_t address, uint64_t length, const std::string& location) {
+        unwrap(without_gil([&] { return engine_->register_region(address, length, location); }), "register");
+    }
+    void deregister(uint64_t address) {
+        unwrap(without_gil([&] { return engine_->deregister_region(address); }), "deregister");
+    }
+
+    uint32_t open(const std::string& address) {
+        return unwrap(without_gil([&] { return engine_->open(address); }), "open", address);
+    }
+    void close_segment(uint32_t segment) {
+        unwrap(without_gil([&] { return engine_->close_segment(segment); }), "close_segment");
+    }
+    py::tuple segment(uint32_t segment) {
+        SegmentInfo info = unwrap(without_gil([&] { return engine_->segment(segment); }), "segment");
+        py::list regions, chosen;
+        for (const SegmentRegion& region : info.regions) {
+            regions.append(
+                py::make_tuple(region.address, region.length, text_of(region.kind), region.location));
+            chosen.append(region.transport);
+        }
+        return py::make_tuple(info.name, id_bytes(info.id), info.host_id, info.address, regions, chosen);
+    }
+
+    uint64_t transfer(const TransferRequest& request) {
+        return unwrap(without_gil([&] { return engine_->transfer(request); }), "transfer");
+    }
+    uint64_t submit(const TransferRequest& request, PyObject* held) {
+        uint64_t ticket = unwrap(without_gil([&] { return engine_->submit(request); }), "submit");
+        if (held != nullptr && held != Py_None) {
+            held_.emplace(ticket, py::reinterpret_borrow<py::object>(held));
+        }
+        return ticket;
+    }
+    bool wait(uint64_t ticket, double timeout_s) {
+        int timeout_ms = milliseconds(timeout_s);
+        return unwrap(without_gil([&] { return engine_->wait(ticket, timeout_ms); }), "wait");
+    }
+    py::tuple status(uint64_t ticket) {
+        TicketStatus status = unwrap(engine_->status(ticket), "status");
+        py::bytes slices(reinterpret_cast<const char*>(status.slices.data()), status.slices.size());
+        return py::make_tuple(text_of(status.state), status.bytes_done, slices, status.error.text,
+                              status.path);
+    }
+    uint64_t result(uint64_t ticket) {
+        TicketStatus status = unwrap(engine_->status(ticket), "transfer");
+        if (status.state == TicketState::kWaiting) {
+            raise(Error{Code::kInvalidArgument, "the transfer has not ended; wait for it"}, "transfer");
+        }
+        if (status.state != TicketState::kDone) raise(status.error, "transfer");
+        return status.bytes_done;
+    }
+    void cancel(uint64_t ticket) { unwrap(engine_->cancel(ticket), "cancel"); }
+    void release(uint64_t ticket) {
+        unwrap(without_gil([&] { return engine_->release(ticket); }), "release");
+        held_.erase(ticket);
+    }
+    std::vector<uint64_t> poll() { return unwrap(engine_->poll(), "poll"); }
+
+    void notify(uint32_t segment, const py::bytes& message) {
+        std::string text(message);
+        unwrap(without_gil([&] { return engine_->notify(segment, text); }), "notify");
+    }
+    py::list notifications() {
+        py::list all;
+        for (auto& [peer, message] : unwrap(engine_->notifications(), "notifications")) {
+            all.append(py::make_tuple(peer, py::bytes(message)));
+        }
+        return all;
+    }
+    std::map<std::string, uint64_t> metrics() {
+        std::map<std::string, uint64_t> rows;
+        for (auto& [name, value] : engine_->metrics()) rows.emplace(name, value);
+        return rows;
+    }
+    py::bytes segment_id() { return id_bytes(engine_->segment_id()); }
+    void close() {
+        {
+            py::gil_scoped_release nogil;
+            engine_->close();
+        }
+        held_.clear();
+    }
+
+   private:
+    static py::bytes id_bytes(const transport::SegmentId& id) {
+        return py::bytes(reinterpret_cast<const char*>(id.data()), id.size());
+    }
+
+    std::shared_ptr<Engine> engine_;
+    std::unordered_map<uint64_t, py::object> held_;  // until the ticket's release
+};
+
+// The arguments of one call; a thread's vectors keep their room from call to call.
+template <class F>
+PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* names, F f) {
+    static thread_local Arguments arguments;
+    try {
+        auto& engine = py::cast<PyEngine&>(py::handle(self));
+        arguments.take(args, n, names);
+        return PyLong_FromUnsignedLongLong(f(engine, arguments));
+    } catch (py::error_already_set& error) {
+        error.restore();
+    } catch (const std::exception& error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return nullptr;
+}
+
+PyObject* engine_transfer(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* names) {
+    return call(self, args, n, names,
+                [](PyEngine& engine, Arguments& a) { return engine.transfer(a.request); });
+}
+
+PyObject* engine_submit(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* names) {
+    return call(self, args, n, names,
+                [](PyEngine& engine, Arguments& a) { return engine.submit(a.request, a.held); });
+}
+
+void add_method(py::handle type, PyMethodDef* definition) {
+    auto method = py::reinterpret_steal<py::object>(
+        PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), definition));
+    if (!method) throw py::error_already_set();
+    type.attr(definition->ml_name) = method;
+}
+
+}  // namespace
+
+void bind_engine(py::module_& m) {
+    memory_type = make_memory_type();
+    m.attr("EngineMemory") = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(memory_type));
+    py::class_<PyEngine> engine(m, "Engine", "Moves bytes between registered memory of processes.");
+    engine
+        .def(py::init<std::string, std::vector<std::string>, const py::bytes&, std::string, uint32_t,
+                      uint32_t, std::optional<std::vector<std::string>>, std::string, std::string, double>(),
+             py::arg("name"), py::arg("listen"), py::arg("token"), py::kw_only(),
+             py::arg("tenant") = "default", py::arg("io_threads") = 2, py::arg("connections_per_peer") = 2,
+             py::arg("transports") = py::none(), py::arg("interface") = "", py::arg("host_id") = "",
+             py::arg("timeout_s") = 5.0)
+        .def_property_readonly("name", [](PyEngine& e) { return e.engine().name(); })
+        .def_property_readonly("addresses", [](PyEngine& e) { return e.engine().addresses(); })
+        .def_property_readonly("segment_id", &PyEngine::segment_id)
+        .def_property_readonly("eventfd", [](PyEngine& e) { return e.engine().event_fd(); })
+        .def("transports", &PyEngine::transports)
+        .def("allocate", &PyEngine::allocate, py::arg("nbytes"), py::arg("location") = "cpu:0")
+        .def("register", &PyEngine::register_region, py::arg("address"), py::arg("length"),
+             py::arg("location") = "cpu:0")
+        .def("deregister", &PyEngine::deregister, py::arg("address"))
+        .def("open", &PyEngine::open, py::arg("address"))
+        .def("close_segment", &PyEngine::close_segment, py::arg("segment"))
+        .def("segment", &PyEngine::segment, py::arg("segment"))
+        .def("wait", &PyEngine::wait, py::arg("ticket"), py::arg("timeout_s"))
+        .def("status", &PyEngine::status, py::arg("ticket"))
+        .def("result", &PyEngine::result, py::arg("ticket"),
+             "The bytes that an ended transfer moved; raises its error.")
+        .def("cancel", &PyEngine::cancel, py::arg("ticket"))
+        .def("release", &PyEngine::release, py::arg("ticket"))
+        .def("poll", &PyEngine::poll)
+        .def("notify", &PyEngine::notify, py::arg("segment"), py::arg("message"))
+        .def("notifications", &PyEngine::notifications)
+        .def("metrics", &PyEngine::metrics)
+        .def("close", &PyEngine::close);
+
+    static PyMethodDef transfer = {
+        "transfer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_transfer)),
+        METH_FASTCALL | METH_KEYWORDS,
+        "transfer(segments, ops, local, remote, lengths, *, priority=0, deadline_s=None, notify=None, "
+        "held=None)\n\nMoves the slices and waits for them; the bytes moved."};
+    static PyMethodDef submit = {
+        "submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_submit)),
+        METH_FASTCALL | METH_KEYWORDS,
+        "submit(segments, ops, local, remote, lengths, *, priority=0, deadline_s=None, notify=None, "
+        "held=None)\n\nThe same without waiting; a ticket."};
+    add_method(engine, &transfer);
+    add_method(engine, &submit);
+}
+
+}  // namespace moonpool::python

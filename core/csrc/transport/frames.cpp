@@ -1,0 +1,112 @@
+#include "transport/frames.hpp"
+
+#include <cstdio>
+
+#include "transport/identity.hpp"
+
+namespace moonpool::transport {
+
+namespace {
+
+template <size_t N>
+void copy_bytes(std::array<uint8_t, N>& out, std::string_view bytes) {
+    if (bytes.size() == N) std::memcpy(out.data(), bytes.data(), N);
+}
+
+}  // namespace
+
+std::vector<std::byte> encode_welcome(const PeerInfo& info) {
+    std::vector<std::byte> out;
+    out.reserve(1024);
+    Writer w(out);
+    w.number(kEngineVersion);
+    w.bytes(info.segment.data(), info.segment.size());
+    w.text16(info.name);
+    w.text16(info.host_id);
+    w.text16(info.boot_id);
+    w.text16(info.shm_socket);
+    w.bytes(info.shm_cookie.data(), info.shm_cookie.size());
+    return out;
+}
+
+std::optional<PeerInfo> decode_welcome(std::span<const std::byte> body) {
+    Reader r(body);
+    PeerInfo info;
+    auto version = r.number<uint16_t>();
+    copy_bytes(info.segment, r.bytes(info.segment.size()));
+    info.name = r.text16();
+    info.host_id = r.text16();
+    info.boot_id = r.text16();
+    info.shm_socket = r.text16();
+    copy_bytes(info.shm_cookie, r.bytes(info.shm_cookie.size()));
+    // A later version may append fields.
+    if (!r.ok() || version == 0 || info.name.size() > kNameBytesMax) return std::nullopt;
+    return info;
+}
+
+void encode(Writer& w, const Hello& hello) {
+    w.number(hello.version);
+    w.bytes(hello.segment.data(), hello.segment.size());
+    w.bytes(hello.expected.data(), hello.expected.size());
+    w.number(hello.channel);
+    w.text16(hello.name);
+}
+
+std::optional<Hello> decode_hello(Reader r) {
+    Hello hello;
+    hello.version = r.number<uint16_t>();
+    copy_bytes(hello.segment, r.bytes(hello.segment.size()));
+    copy_bytes(hello.expected, r.bytes(hello.expected.size()));
+    hello.channel = r.number<uint32_t>();
+    hello.name = r.text16();
+    if (!r.ok() || hello.version == 0 || hello.name.size() > kNameBytesMax) return std::nullopt;
+    return hello;
+}
+
+void encode_regions(Writer& w, const Regions& regions) {
+    w.number(static_cast<uint32_t>(regions.size()));
+    for (const auto& region : regions) {
+        w.number(region->id);
+        w.number(region->address);
+        w.number(region->length);
+        w.number(static_cast<uint8_t>(region->kind));
+        w.text16(region->location);
+    }
+}
+
+std::optional<std::vector<RegionRow>> decode_regions(Reader r) {
+    auto n = r.number<uint32_t>();
+    if (!r.ok() || n > kRegionsMax) return std::nullopt;
+    std::vector<RegionRow> rows;
+    uint64_t end = 0;
+    for (uint32_t i = 0; i < n && r.ok(); ++i) {
+        RegionRow row;
+        row.id = r.number<uint64_t>();
+        row.address = r.number<uint64_t>();
+        row.length = r.number<uint64_t>();
+        auto kind = r.number<uint8_t>();
+        row.location = r.text16();
+        // Sorted and apart: the lookups rely on it.
+        if (kind > 1 || row.address < end || row.length == 0 || row.address + row.length < row.address) {
+            return std::nullopt;
+        }
+        end = row.address + row.length;
+        row.kind = static_cast<RegionKind>(kind);
+        rows.push_back(std::move(row));
+    }
+    if (!r.done()) return std::nullopt;
+    return rows;
+}
+
+std::string read_boot_id() {
+    char text[64] = {};
+    if (FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "re")) {
+        if (std::fgets(text, sizeof(text), file) == nullptr) text[0] = 0;
+        std::fclose(file);
+    }
+    std::string id(text);
+    while (!id.empty() && id.back() == '\n') id.pop_back();
+    return id;
+}
+
+}  // namespace moonpool::transport

@@ -1,0 +1,77 @@
+#include "transport/loopback/link.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace moonpool::transport::loopback {
+
+Result<std::shared_ptr<transport::Link>> Link::connect(const PeerInfo& peer, const Identity& self,
+                                                       Counters& counters) {
+    std::shared_ptr<Target> target = find_target(peer.segment);
+    if (target == nullptr) return Error{Code::kUnavailable, "the peer is not in this process"};
+    if (target->identity.tenant != self.tenant) {
+        return Error{Code::kAuth, "the peer belongs to another tenant"};
+    }
+    return std::shared_ptr<transport::Link>(std::make_shared<Link>(std::move(target), counters));
+}
+
+double Link::cost_us(RegionKind, uint64_t bytes, std::string*) const {
+    return 0.1 + static_cast<double>(bytes) / 10000;
+}
+
+Status Link::run(Job& job) {
+    std::shared_ptr<const Regions> regions = target_->regions->all();
+    const std::shared_ptr<Region>* region = nullptr;
+    uint64_t held = 0;
+    Tally tally(counters_.loopback);
+    Visit here, there;
+    for (size_t i = 0; i < job.slices.size(); ++i) {
+        if (!job.is_waiting(i)) continue;
+        const Slice& slice = job.slices[i];
+        if (region == nullptr || !(*region)->contains(slice.remote, slice.length)) {
+            region = find_region(*regions, slice.remote, slice.length);
+        }
+        if (region == nullptr) {
+            job.fail(i, Code::kInvalidArgument,
+                     "the range " + range_text(slice) + " lies in no registered region of the peer");
+            continue;
+        }
+        for (uint64_t at = 0; at < slice.length;) {
+            if (job.stopped()) return Error{Code::kClosed, "stopped"};
+            if (target_->closed) return Error{Code::kUnavailable, "the peer has closed"};
+            // Leave now and then, so that nobody waits long to deregister.
+            if (held >= kAccessBytesMax) {
+                here.end();
+                there.end();
+                held = 0;
+            }
+            if (!here.enter(*job.locals[i])) {
+                job.fail(i, Code::kInvalidArgument, "the local region was deregistered");
+                break;
+            }
+            if (!there.enter(**region)) {
+                job.fail(i, Code::kInvalidArgument, "the peer deregistered the region");
+                region = nullptr;
+                break;
+            }
+            uint64_t n = std::min(slice.length - at, kAccessBytesMax - held);
+            auto* local = reinterpret_cast<std::byte*>(slice.local + at);
+            auto* remote = reinterpret_cast<std::byte*>(slice.remote + at);
+            // Both sides may be the same engine, and the ranges one.
+            if (slice.direction == Direction::kRead) {
+                std::memmove(local, remote, n);
+            } else {
+                std::memmove(remote, local, n);
+            }
+            at += n;
+            held += n;
+        }
+        if (!job.is_waiting(i)) continue;
+        tally.count(slice.direction == Direction::kWrite, slice.length);
+        job.bytes_done.fetch_add(slice.length, std::memory_order_relaxed);
+        job.done(i);
+    }
+    return success();
+}
+
+}  // namespace moonpool::transport::loopback

@@ -1,0 +1,36 @@
+#include "transport/memory.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+
+namespace moonpool::transport {
+
+Result<std::shared_ptr<Memory>> Memory::create(uint64_t bytes) {
+    if (bytes == 0 || bytes > (uint64_t{1} << 46)) {
+        return Error{Code::kInvalidArgument, "memory of " + std::to_string(bytes) + " bytes cannot be had"};
+    }
+    bytes = round_up_to_page(bytes);
+    auto memory = std::make_shared<Memory>();
+    memory->fd_.reset(::memfd_create("moonpool-engine", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    if (!memory->fd_.valid()) return os_error("memfd_create");
+    if (::ftruncate(memory->fd_.get(), static_cast<off_t>(bytes)) != 0) {
+        return os_error("ftruncate of a memfd");
+    }
+    Result<Mapping> mapping = Mapping::map(memory->fd_.get(), bytes, true);
+    if (!mapping) return mapping.error();
+    memory->mapping_ = std::move(*mapping);
+    ::madvise(memory->data(), bytes, MADV_HUGEPAGE);  // before the pages exist; where the system allows it
+    // Reserved, not only promised: a page that cannot be had later would be a SIGBUS in whoever touched it,
+    // here or in a peer.
+    if (::fallocate(memory->fd_.get(), 0, 0, static_cast<off_t>(bytes)) != 0) {
+        return os_error("reserving " + std::to_string(bytes) + " bytes of memory");
+    }
+    // Its length is fixed for the same reason.
+    if (::fcntl(memory->fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+        return os_error("sealing a memfd");
+    }
+    memory->mapping_.populate_for_write(0, bytes);
+    return memory;
+}
+
+}  // namespace moonpool::transport

@@ -1,0 +1,122 @@
+// Region: memory of this process that transfers may touch, and the table of them.
+//
+// Whoever is about to touch a region's bytes enters it, and leaves it right afterwards: for one system call
+// or one copy of at most kAccessBytesMax, never while waiting for a peer. remove() takes the region out of
+// the table, marks it closing, and drained() waits until nobody is inside: from then on the memory may be
+// freed.
+//
+//   toucher   users += 1; if closing { users -= 1; refuse }      remover   closing = true; wait for users ==
+//   0
+//
+// Both sides write before they read (sequentially consistent), so at least one of them sees the other.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/result.hpp"
+#include "transport/memory.hpp"
+
+namespace moonpool::transport {
+
+inline constexpr uint64_t kAccessBytesMax = 8u << 20;
+inline constexpr size_t kRegionsMax = 16384;
+inline constexpr size_t kLocationBytesMax = 64;
+
+enum class RegionKind : uint8_t {
+    kForeign = 0,  // the caller's own memory, of which we only know the address
+    kOwn = 1,      // allocated here: a memfd that a peer on this host may map
+};
+
+struct Region {
+    uint64_t id = 0;  // never used twice in one engine
+    uint64_t address = 0;
+    uint64_t length = 0;
+    RegionKind kind = RegionKind::kForeign;
+    std::string location;
+    std::shared_ptr<Memory> memory;  // kOwn
+
+    bool contains(uint64_t at, uint64_t bytes) const {
+        return at >= address && bytes <= length && at - address <= length - bytes;
+    }
+    bool enter() {
+        users_.fetch_add(1);
+        if (!closing_.load()) return true;
+        users_.fetch_sub(1);
+        return false;
+    }
+    void leave() { users_.fetch_sub(1); }
+    void close() { closing_.store(true); }
+    bool closing() const { return closing_.load(); }
+    bool drained() const { return users_.load() == 0; }
+
+   private:
+    std::atomic<int64_t> users_{0};
+    std::atomic<bool> closing_{false};
+};
+
+// Regions sorted by address, which never change once they are in here.
+using Regions = std::vector<std::shared_ptr<Region>>;
+
+// The region that holds all of [address, address + bytes), or null.
+const std::shared_ptr<Region>* find_region(const Regions& regions, uint64_t address, uint64_t bytes);
+
+class RegionTable {
+   public:
+    // Refuses empty ranges, ranges that wrap, and ranges that overlap a registered one.
+    Result<std::shared_ptr<Region>> add(uint64_t address, uint64_t length, RegionKind kind,
+                                        const std::string& location, std::shared_ptr<Memory> memory);
+    // The region that begins there, taken out and closing.
+    Result<std::shared_ptr<Region>> remove(uint64_t address);
+
+    std::shared_ptr<const Regions> all() const;
+    std::shared_ptr<Region> by_id(uint64_t id) const;
+    bool check_integrity() const;
+
+   private:
+    mutable std::mutex mutex_;
+    uint64_t next_id_ = 1;
+    std::shared_ptr<const Regions> regions_ = std::make_shared<Regions>();
+};
+
+// The regions that one thread is inside of; leaves them all at the end.
+class Visit {
+   public:
+    Visit() = default;
+    ~Visit() { end(); }
+    Visit(const Visit&) = delete;
+
+    bool enter(Region& region) {
+        if (count_ != 0 && last_ == &region) return true;
+        if (!region.enter()) return false;
+        last_ = &region;
+        if (count_ < kInPlace) {
+            few_[count_] = &region;
+        } else {
+            many_.push_back(&region);
+        }
+        ++count_;
+        return true;
+    }
+    void end() {
+        for (size_t i = 0; i < count_; ++i) (i < kInPlace ? few_[i] : many_[i - kInPlace])->leave();
+        count_ = 0;
+        last_ = nullptr;
+        many_.clear();
+    }
+
+   private:
+    static constexpr size_t kInPlace = 4;
+    Region* last_ = nullptr;
+    size_t count_ = 0;
+    Region* few_[kInPlace];
+    std::vector<Region*> many_;
+};
+
+}  // namespace moonpool::transport

@@ -1,0 +1,410 @@
+#include "transport/shm/link.hpp"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <optional>
+
+#include "base/copy.hpp"
+#include "transport/shm/unix_frame.hpp"
+#include "wire/dial.hpp"
+
+namespace moonpool::transport::shm {
+
+namespace {
+
+constexpr size_t kRangesMax = 512;   // in one process_vm call; the kernel takes 1,024
+constexpr int kRefreshesMax = 1000;  // of the view in one job: the peer deregisters faster than we can look
+
+constexpr const char* kForbidden = "the kernel forbids process_vm_readv of the peer";
+
+Error lost() { return Error{Code::kUnavailable, "the peer's process is gone"}; }
+
+}  // namespace
+
+socklen_t abstract_address(const std::string& name, sockaddr_un& address) {
+    address = {};
+    address.sun_family = AF_UNIX;
+    size_t size = std::min(name.size(), sizeof(address.sun_path) - 1);
+    std::memcpy(address.sun_path + 1, name.data(), size);
+    return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + size);
+}
+
+// Tells the link when the peer's end of the socket has closed. The kernel closes it after the last of the
+// peer's threads has left its last system call, so nothing of the peer runs any more.
+class Link::Watch final : public Handler {
+   public:
+    Watch(std::shared_ptr<std::atomic<bool>> alive, Fd fd) : alive_(std::move(alive)), fd_(std::move(fd)) {}
+    int fd() const { return fd_.get(); }
+    bool on_events(uint32_t) override {
+        alive_->store(false);
+        return false;
+    }
+
+   private:
+    std::shared_ptr<std::atomic<bool>> alive_;
+    Fd fd_;
+    ClosedInChildren closed_in_children_{fd_};
+};
+
+const Link::Place* Link::View::find(uint64_t address, uint64_t bytes) const {
+    auto it = std::ranges::upper_bound(places, address, {}, [](const Place& p) { return p.row.address; });
+    if (it == places.begin()) return nullptr;
+    --it;
+    return it->row.contains(address, bytes) ? &*it : nullptr;
+}
+
+Result<std::shared_ptr<transport::Link>> Link::connect(const PeerInfo& peer, const Identity& self, Loop& loop,
+                                                       Counters& counters, int timeout_ms) {
+    if (peer.shm_socket.empty()) return Error{Code::kUnavailable, "the peer does not offer shared memory"};
+    if (self.boot_id.empty() || peer.boot_id != self.boot_id || peer.host_id != self.host_id) {
+        return Error{Code::kUnavailable, "the peer is on another host (" +
+                                             (peer.boot_id != self.boot_id ? std::string("another boot id")
+                                                                           : "host_id " + peer.host_id) +
+                                             ")"};
+    }
+    auto link = std::make_shared<Link>(loop, counters);
+    if (Status status = link->open(peer, self, timeout_ms); !status) return status.error();
+    return std::shared_ptr<transport::Link>(std::move(link));
+}
+
+Status Link::open(const PeerInfo& peer, const Identity& self, int timeout_ms) {
+    fd_.reset(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (!fd_.valid()) return os_error("socket");
+    set_socket_timeouts(fd_.get(), timeout_ms);
+    sockaddr_un address;
+    socklen_t size = abstract_address(peer.shm_socket, address);
+    if (::connect(fd_.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
+        return Error{Code::kUnavailable, std::string("the peer's socket is not in this network namespace (") +
+                                             std::strerror(errno) + ")"};
+    }
+    std::vector<std::byte> question, answer;
+    question.reserve(1024);
+    begin_frame(question, Kind::kShmOpen, 0, next_request_);
+    Writer w(question);
+    w.bytes(peer.shm_cookie.data(), peer.shm_cookie.size());
+    w.text16(self.host_id);
+    w.text16(self.boot_id);
+    Fd passed;
+    if (Status status = ask(question, answer, &passed); !status) return status;
+    Reader r(answer);
+    auto nonce = r.number<uint64_t>();
+    auto page_address = r.number<uint64_t>();
+    if (!r.ok() || !passed.valid()) return Error{Code::kProtocol, "the peer passed no gate"};
+    Result<std::unique_ptr<Gate>> gate = Gate::open(passed.get());
+    if (!gate) return gate.error();
+    gate_ = std::move(*gate);
+    if (gate_->page().nonce != nonce) {
+        return Error{Code::kUnavailable, "the memory the peer passed is not the memory the peer sees"};
+    }
+    probe_foreign(nonce, page_address);
+    path_ = "shm (process " + std::to_string(pid_) + ")";
+    auto watch = std::make_shared<Watch>(alive_, Fd(::fcntl(fd_.get(), F_DUPFD_CLOEXEC, 0)));
+    loop_.post([&loop = loop_, watch] { loop.add(watch->fd(), EPOLLRDHUP, watch); });
+    return success();
+}
+
+// Reads the gate's page out of the peer: the right process, and the kernel lets us.
+void Link::probe_foreign(uint64_t nonce, uint64_t page_address) {
+    ucred peer{};
+    socklen_t size = sizeof(peer);
+    if (::getsockopt(fd_.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.pid == 0) {
+        no_foreign_ = "the peer's process is in another pid namespace";
+        return;
+    }
+    pid_ = peer.pid;
+    uint64_t seen = 0;
+    iovec here{&seen, sizeof(seen)};
+    iovec there{reinterpret_cast<void*>(page_address), sizeof(seen)};
+    ssize_t n = ::process_vm_readv(pid_, &here, 1, &there, 1, 0);
+    if (n != sizeof(seen)) {
+        no_foreign_ =
+            std::string("the kernel forbids process_vm_readv of the peer (") + std::strerror(errno) + ")";
+    } else if (seen != nonce) {
+        no_foreign_ = "the peer's process has another number here";
+    }
+    foreign_ = no_foreign_.empty();
+}
+
+Link::~Link() { ::shutdown(fd_.get(), SHUT_RDWR); }  // ends the watch, and the peer's session
+
+double Link::cost_us(RegionKind kind, uint64_t bytes, std::string* why) const {
+    if (!alive_->load() || gate_->page().closed.load() != 0) {
+        if (why != nullptr) *why = lost().text;
+        return -1;
+    }
+    if (kind == RegionKind::kForeign && !foreign_) {
+        if (why != nullptr) *why = no_foreign_;
+        return -1;
+    }
+    return (kind == RegionKind::kOwn ? 0.2 : 1.0) + static_cast<double>(bytes) / 8000;
+}
+
+Status Link::ask(std::vector<std::byte>& question, std::vector<std::byte>& answer, Fd* passed) {
+    finish_frame(question, 0);
+    uint64_t id = next_request_++;
+    if (Status status = send_frame(fd_.get(), question); !status) return status;
+    FrameHeader header;
+    if (Status status = receive_frame(fd_.get(), header, answer, kControlBytesMax, passed); !status) {
+        return status;
+    }
+    Reader body(answer);
+    if (header.kind == Kind::kError) return read_error(body);
+    if (header.request_id != id) return Error{Code::kProtocol, "an answer does not fit its question"};
+    return success();
+}
+
+Result<std::shared_ptr<Mapping>> Link::map(const RegionRow& row) {
+    std::vector<std::byte> question, answer;
+    question.reserve(1024);
+    begin_frame(question, Kind::kShmMap, 0, next_request_);
+    Writer(question).number(row.id);
+    Fd passed;
+    if (Status status = ask(question, answer, &passed); !status) return status.error();
+    struct stat info {};
+    int seals = passed.valid() ? ::fcntl(passed.get(), F_GET_SEALS) : -1;
+    // Memory that could shrink under a reader would kill it.
+    if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || ::fstat(passed.get(), &info) != 0 ||
+        static_cast<uint64_t>(info.st_size) < row.length) {
+        return Error{Code::kProtocol, "the peer passed memory that is not sealed"};
+    }
+    Result<Mapping> mapping = Mapping::map(passed.get(), round_up_to_page(row.length), true);
+    if (!mapping) return mapping.error();
+    mapping->populate_for_write(0, mapping->size());
+    return std::make_shared<Mapping>(std::move(*mapping));
+}
+
+// The peer's regions as known, or asked for anew. Mappings of regions that stay are kept.
+Result<std::shared_ptr<const Link::View>> Link::view(bool fresh) {
+    std::shared_ptr<const View> old;
+    {
+        std::lock_guard lock(view_mutex_);
+        old = view_;
+    }
+    if (old != nullptr && !fresh) return old;
+    std::lock_guard lock(mutex_);
+    {
+        std::lock_guard inner(view_mutex_);
+        if (view_ != old) return view_;  // another thread has just asked
+    }
+    std::vector<std::byte> question, answer;
+    question.reserve(1024);
+    begin_frame(question, Kind::kEngineRegions, 0, next_request_);
+    if (Status status = ask(question, answer, nullptr); !status) return status.error();
+    Reader r(answer);
+    auto next = std::make_shared<View>();
+    next->generation = r.number<uint64_t>();
+    std::optional<std::vector<RegionRow>> rows = decode_regions(r);
+    if (!rows) return Error{Code::kProtocol, "the peer sent an unreadable list of regions"};
+    for (RegionRow& row : *rows) {
+        Place place{row, nullptr};
+        if (row.kind == RegionKind::kOwn) {
+            const Place* known = old == nullptr ? nullptr : old->find(row.address, row.length);
+            if (known != nullptr && known->row.id == row.id) {
+                place.mapping = known->mapping;
+            } else {
+                Result<std::shared_ptr<Mapping>> mapping = map(row);
+                // Deregistered since it was listed: the generation tells, and the list is asked for again.
+                if (!mapping && mapping.error().code == Code::kInvalidArgument) continue;
+                if (!mapping) return mapping.error();
+                place.mapping = std::move(*mapping);
+            }
+        }
+        next->places.push_back(std::move(place));
+    }
+    std::lock_guard inner(view_mutex_);
+    view_ = next;
+    return std::shared_ptr<const View>(next);
+}
+
+// One job on its way: what it is inside of, and the foreign ranges that wait for the next system call.
+class Link::Carrier {
+   public:
+    Carrier(Link& link, Job& job) : link_(link), job_(job), tally_(link.counters_.shm) {}
+
+    Status run() {
+        Result<std::shared_ptr<const View>> view = link_.view(false);
+        if (!view) return view.error();
+        view_ = *view;
+        for (size_t i = 0; i < job_.slices.size(); ++i) {
+            if (!job_.is_waiting(i)) continue;
+            if (Status status = carry(i); !status) return status;
+        }
+        if (Status status = flush(); !status) return status;
+        leave();
+        if (!link_.alive_->load()) return lost();
+        if (job_.waiting != 0) {
+            return Error{Code::kUnavailable,
+                         link_.no_foreign_.empty() ? kForbidden : link_.no_foreign_.c_str()};
+        }
+        return success();
+    }
+
+   private:
+    struct Piece {
+        size_t slice;
+        bool last;  // of its slice
+    };
+
+    Status carry(size_t i) {
+        const Slice& slice = job_.slices[i];
+        const bool write = slice.direction == Direction::kWrite;
+        uint64_t at = 0;
+        do {
+            if (job_.stopped()) return Error{Code::kClosed, "stopped"};
+            if (Status status = enter(); !status) return status;
+            const Place* place = place_of(slice.remote + at, slice.length - at);
+            if (place == nullptr) {
+                if (!refreshed_) {
+                    refreshed_ = true;
+                    if (Status status = refresh(); !status) return status;
+                    continue;
+                }
+                fail(i, "the range " + range_text(slice) + " lies in no registered region of the peer");
+                return success();
+            }
+            if (place->row.kind == RegionKind::kForeign && !link_.foreign_) return success();  // waits
+            if (!here_.enter(*job_.locals[i])) {
+                fail(i, "the local region was deregistered");
+                return success();
+            }
+            uint64_t n = std::min(slice.length - at, kAccessBytesMax - held_);
+            held_ += n;
+            auto* local = reinterpret_cast<std::byte*>(slice.local + at);
+            if (place->row.kind == RegionKind::kOwn) {
+                std::byte* remote = place->mapping->data() + (slice.remote + at - place->row.address);
+                moonpool::copy(write ? remote : local, write ? local : remote, n);
+                at += n;
+                if (at == slice.length) done(i);
+            } else {
+                if ((!local_.empty() && write != write_) || local_.size() == kRangesMax) {
+                    if (Status status = flush(); !status) return status;
+                    if (!job_.is_waiting(i)) return success();
+                }
+                write_ = write;
+                local_.push_back({local, n});
+                remote_.push_back({reinterpret_cast<void*>(slice.remote + at), n});
+                at += n;
+                pieces_.push_back({i, at == slice.length});
+            }
+        } while (at < slice.length && job_.is_waiting(i));
+        return success();
+    }
+
+    const Place* place_of(uint64_t address, uint64_t bytes) {
+        if (place_ == nullptr || !place_->row.contains(address, bytes)) {
+            place_ = view_->find(address, bytes);
+        }
+        return place_;
+    }
+
+    // Inside the gate, with a view that is still true. Leaves it now and then, so that nobody waits long to
+    // deregister.
+    Status enter() {
+        if (pass_ && held_ < kAccessBytesMax) return success();
+        if (Status status = flush(); !status) return status;
+        leave();
+        for (int round = 0; round < kRefreshesMax; ++round) {
+            if (!link_.alive_->load()) return lost();
+            if (link_.gate_->page().closed.load() != 0) return lost();
+            pass_.emplace(*link_.gate_, view_->generation);
+            if (pass_->open()) return success();
+            pass_.reset();
+            if (Status status = refresh(); !status) return status;
+        }
+        return Error{Code::kUnavailable, "the peer's regions change too fast"};
+    }
+    Status refresh() {
+        if (Status status = flush(); !status) return status;
+        leave();
+        Result<std::shared_ptr<const View>> view = link_.view(true);
+        if (!view) return view.error();
+        view_ = *view;
+        return success();
+    }
+    void leave() {
+        pass_.reset();
+        here_.end();
+        held_ = 0;
+        place_ = nullptr;
+    }
+
+    // Moves the foreign ranges that have gathered. The kernel stops at the first that it cannot reach.
+    Status flush() {
+        size_t at = 0;
+        while (at < local_.size()) {
+            auto count = static_cast<unsigned long>(local_.size() - at);
+            ssize_t n = write_ ? ::process_vm_writev(link_.pid_, &local_[at], count, &remote_[at], count, 0)
+                               : ::process_vm_readv(link_.pid_, &local_[at], count, &remote_[at], count, 0);
+            if (n > 0) {
+                auto left = static_cast<size_t>(n);
+                while (at < local_.size() && left >= local_[at].iov_len) {
+                    left -= local_[at].iov_len;
+                    if (pieces_[at].last && job_.is_waiting(pieces_[at].slice)) done(pieces_[at].slice);
+                    ++at;
+                }
+                if (left != 0) {
+                    local_[at].iov_base = static_cast<char*>(local_[at].iov_base) + left;
+                    remote_[at].iov_base = static_cast<char*>(remote_[at].iov_base) + left;
+                    local_[at].iov_len -= left;
+                    remote_[at].iov_len -= left;
+                }
+                continue;
+            }
+            int error = errno;
+            if (n < 0 && error == EINTR) continue;
+            if (n < 0 && (error == EPERM || error == ENOSYS)) {
+                link_.foreign_ = false;  // as it was allowed before, the reason is a change of the system's
+                clear();
+                return Error{Code::kUnavailable, kForbidden};
+            }
+            if (n < 0 && error == ESRCH) {
+                clear();
+                return lost();
+            }
+            size_t slice = pieces_[at].slice;
+            if (job_.is_waiting(slice)) {
+                fail(slice, "the range " + range_text(job_.slices[slice]) +
+                                " is registered but not mapped (" + std::strerror(n < 0 ? error : EFAULT) +
+                                ")");
+            }
+            while (at < local_.size() && pieces_[at].slice == slice) ++at;
+        }
+        clear();
+        return success();
+    }
+    void clear() {
+        local_.clear();
+        remote_.clear();
+        pieces_.clear();
+    }
+    void done(size_t i) {
+        const Slice& slice = job_.slices[i];
+        tally_.count(slice.direction == Direction::kWrite, slice.length);
+        job_.bytes_done.fetch_add(slice.length, std::memory_order_relaxed);
+        job_.done(i);
+    }
+    void fail(size_t i, const std::string& why) { job_.fail(i, Code::kInvalidArgument, why); }
+
+    Link& link_;
+    Job& job_;
+    Tally tally_;
+    std::shared_ptr<const View> view_;
+    const Place* place_ = nullptr;
+    std::optional<Pass> pass_;
+    Visit here_;
+    uint64_t held_ = 0;
+    bool refreshed_ = false;
+    bool write_ = false;
+    std::vector<iovec> local_, remote_;
+    std::vector<Piece> pieces_;
+};
+
+Status Link::run(Job& job) { return Carrier(*this, job).run(); }
+
+}  // namespace moonpool::transport::shm

@@ -1,0 +1,75 @@
+// A peer on this host: its own memory is mapped here and copied by the calling thread; its foreign memory is
+// moved by process_vm_readv and process_vm_writev, many ranges in one call, where the kernel permits that.
+//
+// That both are on one host is proved, never guessed: the same boot id, the same host_id, a descriptor passed
+// through a socket of this network namespace, and the nonce in the page behind it.
+#pragma once
+
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "transport/frames.hpp"
+#include "transport/identity.hpp"
+#include "transport/loop.hpp"
+#include "transport/shm/gate.hpp"
+
+namespace moonpool::transport::shm {
+
+// The sockaddr of a name in the abstract namespace; its length.
+socklen_t abstract_address(const std::string& name, sockaddr_un& address);
+
+class Link final : public transport::Link {
+   public:
+    static Result<std::shared_ptr<transport::Link>> connect(const PeerInfo& peer, const Identity& self,
+                                                            Loop& loop, Counters& counters, int timeout_ms);
+    ~Link() override;
+
+    std::string_view transport() const override { return "shm"; }
+    std::string path() const override { return path_; }
+    double cost_us(RegionKind kind, uint64_t bytes, std::string* why) const override;
+    Status run(Job& job) override;
+
+    Link(Loop& loop, Counters& counters) : loop_(loop), counters_(counters) {}
+
+   private:
+    // A peer's region and, when it is the peer's own memory, where it is mapped here.
+    struct Place {
+        RegionRow row;
+        std::shared_ptr<Mapping> mapping;
+    };
+    struct View {
+        uint64_t generation = 0;
+        std::vector<Place> places;  // sorted by address
+        const Place* find(uint64_t address, uint64_t bytes) const;
+    };
+    class Watch;
+    class Carrier;
+
+    Status open(const PeerInfo& peer, const Identity& self, int timeout_ms);
+    void probe_foreign(uint64_t nonce, uint64_t page_address);
+    Result<std::shared_ptr<const View>> view(bool fresh);
+    Result<std::shared_ptr<Mapping>> map(const RegionRow& row);
+    Status ask(std::vector<std::byte>& question, std::vector<std::byte>& answer, Fd* passed);
+
+    Loop& loop_;
+    Counters& counters_;
+    std::string path_;
+    std::shared_ptr<std::atomic<bool>> alive_ = std::make_shared<std::atomic<bool>>(true);
+    std::unique_ptr<Gate> gate_;
+    pid_t pid_ = 0;
+    std::string no_foreign_;  // why foreign memory is out of reach, empty: it is not
+    std::atomic<bool> foreign_{false};
+
+    std::mutex mutex_;  // the socket, and the refresh of the view
+    Fd fd_;
+    ClosedInChildren closed_in_children_{fd_};
+    uint64_t next_request_ = 1;
+    std::mutex view_mutex_;
+    std::shared_ptr<const View> view_;
+};
+
+}  // namespace moonpool::transport::shm

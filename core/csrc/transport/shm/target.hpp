@@ -1,0 +1,51 @@
+// The half of shared memory that serves: an abstract Unix socket, on which initiators of this host prove
+// themselves and are handed descriptors. Afterwards they touch the memory without us; the gates take it back.
+//
+// A name in the abstract namespace is reachable from this network namespace only, the kernel names the user,
+// and the cookie came over an authenticated connection of this tenant: so no other host, user or tenant gets
+// in.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "transport/identity.hpp"
+#include "transport/loop.hpp"
+#include "transport/shm/gate.hpp"
+
+namespace moonpool::transport::shm {
+
+inline constexpr size_t kSessionsMax = 1024;
+
+class Target {
+   public:
+    Target(const Served& served, Loop& loop) : served_(served), loop_(loop) {}
+    ~Target();
+
+    // Listens on identity.shm_socket.
+    Status start();
+
+    // From now on no initiator enters with an older list of regions; true once none is inside any more.
+    uint64_t revoke();
+    bool drained(uint64_t generation);
+    void close();  // every initiator finds its gate closed
+
+    size_t sessions();
+
+   private:
+    class Listener;
+    class Session;
+    friend class Session;
+
+    // The gates, which the I/O thread opens and whoever deregisters walks.
+    std::mutex mutex_;
+    uint64_t generation_ = 1;
+    std::map<uint64_t, std::shared_ptr<Gate>> gates_;
+    uint64_t next_session_ = 1;
+
+    Served served_;
+    Loop& loop_;
+};
+
+}  // namespace moonpool::transport::shm

@@ -1,0 +1,482 @@
+#include "transport/tcp/connection.hpp"
+
+#include <sched.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "wire/limits.hpp"
+
+namespace moonpool::transport::tcp {
+
+namespace {
+
+constexpr size_t kInBytes = 16384;  // read ahead of a frame's head: what is copied once more at most
+constexpr size_t kAnswersMax = 64;
+constexpr uint64_t kAnswerBytesMax = 32u << 20;
+constexpr int kRangesMax = 64;       // in one system call
+constexpr int kRoundsMax = 8;        // then it is the turn of others
+constexpr uint64_t kEndedMs = 2000;  // for the peer to read why
+
+// Where bytes go that have no place.
+std::byte* scratch() {
+    static thread_local std::byte bytes[65536];
+    return bytes;
+}
+constexpr size_t kScratchBytes = 65536;
+
+}  // namespace
+
+Connection::Connection(Target& target, Loop& loop, Fd fd, std::string peer)
+    : target_(target), loop_(loop), fd_(std::move(fd)), peer_(std::move(peer)), progress_ms_(now_ms()) {
+    in_.resize(kInBytes);
+}
+
+Connection::~Connection() {
+    if (greeted_) target_.strike_off(name_, this);
+    target_.closed();
+}
+
+bool Connection::on_events(uint32_t events) {
+    if ((events & EPOLLOUT) != 0 && !flush()) return false;
+    if (fenced_) return false;
+    for (int round = 0; round < kRoundsMax && !backlogged(); ++round) {
+        Flow flow = receiving_ ? receive_payload() : receive();
+        if (flow == Flow::kOver) return false;
+        if (flow == Flow::kBlocked) break;
+    }
+    if (!flush()) return false;
+    watch();
+    return true;
+}
+
+// Nothing is read while answers pile up, nothing is awaited that cannot come.
+void Connection::watch() {
+    uint32_t events = (backlogged() ? 0u : uint32_t{EPOLLIN}) | (out_.empty() ? 0u : uint32_t{EPOLLOUT});
+    if (events == watched_) return;
+    watched_ = events;
+    loop_.watch(fd_.get(), events);
+}
+
+bool Connection::backlogged() const { return out_.size() > kAnswersMax || out_bytes_ > kAnswerBytesMax; }
+
+bool Connection::on_tick(uint64_t now) {
+    if (fenced_) return false;
+    bool inside = receiving_ || in_begin_ != in_end_ || !out_.empty();
+    uint64_t limit = ended_ ? kEndedMs : Limits{}.stalled_frame_ms;
+    if (!greeted_ && !ended_) return now - progress_ms_ <= Limits{}.handshake_ms;
+    return !(inside || ended_) || now - progress_ms_ <= limit;
+}
+
+void Connection::fence() {
+    fenced_.store(true);
+    while (writing_.load()) ::sched_yield();  // one system call that does not block
+    loop_.post([self = shared_from_this()] { self->loop_.remove(self->fd()); });
+}
+
+Connection::Flow Connection::receive() {
+    if (in_begin_ == in_end_) in_begin_ = in_end_ = 0;
+    if (in_.size() == in_end_) {
+        // A large control frame: move what is left to the front, then grow with the bytes that came.
+        std::memmove(in_.data(), in_.data() + in_begin_, in_end_ - in_begin_);
+        in_end_ -= in_begin_;
+        in_begin_ = 0;
+        if (in_.size() - in_end_ < kInBytes / 2) in_.resize(in_.size() * 2);
+    }
+    ssize_t n = ::recv(fd_.get(), in_.data() + in_end_, in_.size() - in_end_, MSG_DONTWAIT);
+    if (n == 0) return Flow::kOver;
+    if (n < 0) return errno == EAGAIN || errno == EINTR ? Flow::kBlocked : Flow::kOver;
+    progress_ms_ = ended_ ? progress_ms_ : now_ms();
+    in_end_ += static_cast<size_t>(n);
+    if (ended_) {
+        in_begin_ = in_end_ = 0;
+        return Flow::kMoved;
+    }
+    bool short_read = in_end_ < in_.size();
+    if (!parse()) return Flow::kOver;
+    if (receiving_ || !short_read) return Flow::kMoved;
+    return Flow::kBlocked;  // epoll tells when there is more
+}
+
+// Serves every whole frame in in_, until a TRANSFER whose payload goes past it. False: drop the connection.
+bool Connection::parse() {
+    while (!ended_ && !receiving_ && in_end_ - in_begin_ >= sizeof(FrameHeader)) {
+        size_t have = in_end_ - in_begin_;
+        FrameHeader header;
+        std::memcpy(&header, in_.data() + in_begin_, sizeof(header));
+        if (header.magic != kMagic) return protocol_error("a frame does not start with the magic number");
+        if (header.version != kVersion) return protocol_error("a frame has another version");
+        if (!greeted_ && header.kind != Kind::kEngineHello) {
+            return protocol_error("the first frame must be HELLO");
+        }
+        if (header.kind == Kind::kEngineTransfer) {
+            if (header.length > 8 + kRowsMax * sizeof(TransferRow) + kPayloadBytesMax) {
+                return protocol_error("a TRANSFER is over the limit");
+            }
+            if (have < kTransferHeadBytes) return true;
+            if (!begin_transfer(header, have)) return true;
+            continue;
+        }
+        uint32_t limit = header.kind == Kind::kEngineNotify ? kNotifyBytesMax : 4096;
+        if (header.length > limit) return protocol_error("a frame is over the limit");
+        if (have < sizeof(header) + header.length) return true;
+        Reader body(std::span<const std::byte>(in_).subspan(in_begin_ + sizeof(header), header.length));
+        bool fine = serve(header, body);
+        in_begin_ += sizeof(header) + header.length;
+        if (in_begin_ == in_end_ && in_.size() > (64u << 10)) {
+            in_.assign(kInBytes, std::byte{});
+            in_.shrink_to_fit();
+            in_begin_ = in_end_ = 0;
+        }
+        if (!fine) return protocol_error("a frame breaks the format");
+    }
+    return true;
+}
+
+// False: nothing was taken, because the rows have not come in full or the frame breaks the format.
+bool Connection::begin_transfer(const FrameHeader& header, size_t have) {
+    const std::byte* frame = in_.data() + in_begin_;
+    uint32_t n, zero;
+    std::memcpy(&n, frame + sizeof(header), sizeof(n));
+    std::memcpy(&zero, frame + sizeof(header) + 4, sizeof(zero));
+    if (n == 0 || n > kRowsMax || zero != 0 || header.length < 8 + n * sizeof(TransferRow)) {
+        protocol_error("a TRANSFER breaks the format");
+        return false;
+    }
+    size_t head = kTransferHeadBytes + n * sizeof(TransferRow);
+    if (have < head) return false;
+    incoming_.rows.resize(n);
+    std::memcpy(incoming_.rows.data(), frame + kTransferHeadBytes, n * sizeof(TransferRow));
+    if (!place_rows(header)) {
+        protocol_error("a TRANSFER breaks the format");
+        return false;
+    }
+    in_begin_ += head;
+    receiving_ = true;
+    size_t here = std::min<uint64_t>(in_end_ - in_begin_, incoming_.left);
+    size_t from = in_begin_;
+    in_begin_ += here;
+    take_payload(in_.data() + from, here);
+    if (incoming_.left == 0) finish_transfer();
+    return true;
+}
+
+// Every range is checked here, before a byte of it is touched. False: the frame contradicts itself.
+bool Connection::place_rows(const FrameHeader& header) {
+    Incoming& in = incoming_;
+    in.request_id = header.request_id;
+    in.regions = target_.served().regions.all();
+    in.places.assign(in.rows.size(), nullptr);
+    in.row = 0;
+    in.at = in.left = 0;
+    in.refused = 0;
+    uint64_t read_bytes = 0;
+    Region* last = nullptr;
+    for (size_t i = 0; i < in.rows.size(); ++i) {
+        const TransferRow& row = in.rows[i];
+        if (row.direction > 1) return false;
+        (row.direction == 1 ? in.left : read_bytes) += row.length;
+        if (last == nullptr || !last->contains(row.address, row.length)) {
+            const std::shared_ptr<Region>* found = find_region(*in.regions, row.address, row.length);
+            last = found == nullptr ? nullptr : found->get();
+        }
+        in.places[i] = last;
+        if (last == nullptr) refuse_row(i, "lies in no registered region of the peer");
+    }
+    return read_bytes <= kPayloadBytesMax &&
+           header.length == 8 + in.rows.size() * sizeof(TransferRow) + in.left;
+}
+
+void Connection::refuse_row(size_t i, const char* why) {
+    incoming_.places[i] = nullptr;
+    if (incoming_.refused++ != 0) return;
+    const TransferRow& row = incoming_.rows[i];
+    Slice slice{0, row.address, row.length, Direction::kRead};
+    incoming_.refusal = Error{Code::kInvalidArgument, "the range " + range_text(slice) + " " + why};
+}
+
+// The first bytes of a payload, which came together with its head.
+void Connection::take_payload(const std::byte* bytes, size_t size) {
+    writing_.store(true);
+    while (size != 0 && !fenced_) {
+        const TransferRow& row = incoming_.rows[incoming_.row];
+        uint64_t n = row.direction == 1 ? std::min<uint64_t>(size, row.length - incoming_.at) : 0;
+        if (n != 0 && incoming_.places[incoming_.row] != nullptr) {
+            Region& region = *incoming_.places[incoming_.row];
+            if (region.enter()) {
+                std::memcpy(reinterpret_cast<std::byte*>(row.address + incoming_.at), bytes, n);
+                region.leave();
+            } else {
+                refuse_row(incoming_.row, "was deregistered by the peer");
+            }
+        }
+        bytes += n;
+        size -= n;
+        advance(n);
+        if (n == 0) {
+            ++incoming_.row;
+            incoming_.at = 0;
+        }
+    }
+    writing_.store(false);
+}
+
+// Moves the cursor over bytes that came; never past the last row.
+void Connection::advance(uint64_t size) {
+    Incoming& in = incoming_;
+    in.left -= size;
+    while (size != 0) {
+        if (in.rows[in.row].direction != 1) {
+            ++in.row;
+            continue;
+        }
+        uint64_t n = std::min<uint64_t>(size, in.rows[in.row].length - in.at);
+        in.at += n;
+        size -= n;
+        if (in.at == in.rows[in.row].length) {
+            ++in.row;
+            in.at = 0;
+        }
+    }
+}
+
+Connection::Flow Connection::receive_payload() {
+    iovec parts[kRangesMax];
+    int count = 0;
+    uint64_t room = 0;
+    Visit visit;
+    for (size_t i = incoming_.row; i < incoming_.rows.size() && count < kRangesMax; ++i) {
+        const TransferRow& row = incoming_.rows[i];
+        if (row.direction != 1) continue;
+        uint64_t at = i == incoming_.row ? incoming_.at : 0;
+        uint64_t n = std::min<uint64_t>(row.length - at, kAccessBytesMax - room);
+        if (n == 0) continue;
+        Region* region = incoming_.places[i];
+        if (region != nullptr && !visit.enter(*region)) {
+            refuse_row(i, "was deregistered by the peer");
+            region = nullptr;
+        }
+        if (region == nullptr) {
+            n = std::min<uint64_t>(n, kScratchBytes);
+            parts[count++] = {scratch(), n};
+            if (n < row.length - at) break;
+        } else {
+            parts[count++] = {reinterpret_cast<void*>(row.address + at), n};
+        }
+        room += n;
+        if (room == kAccessBytesMax) break;
+    }
+    writing_.store(true);
+    if (fenced_) {
+        writing_.store(false);
+        return Flow::kOver;
+    }
+    ssize_t n = ::readv(fd_.get(), parts, count);
+    int error = errno;
+    writing_.store(false);
+    visit.end();
+    if (n == 0) return Flow::kOver;
+    if (n < 0) {
+        if (error == EFAULT) {
+            protocol_error("a registered region is not mapped");
+            return Flow::kMoved;
+        }
+        return error == EAGAIN || error == EINTR ? Flow::kBlocked : Flow::kOver;
+    }
+    progress_ms_ = now_ms();
+    advance(static_cast<uint64_t>(n));
+    if (incoming_.left == 0) {
+        finish_transfer();
+        return Flow::kMoved;
+    }
+    return Flow::kMoved;
+}
+
+void Connection::finish_transfer() {
+    receiving_ = false;
+    Incoming& in = incoming_;
+    Answer answer;
+    if (!spare_.empty()) {
+        answer = std::move(spare_.back());
+        spare_.pop_back();
+    }
+    begin_frame(answer.head, Kind::kEngineTransfer, kFlagAnswer, in.request_id);
+    Writer w(answer.head);
+    w.number(static_cast<uint32_t>(in.rows.size()));
+    w.number(in.refused);
+    Tally tally(target_.served().counters.served);
+    for (size_t i = 0; i < in.rows.size(); ++i) {
+        if (in.refused != 0) w.number(static_cast<uint8_t>(in.places[i] == nullptr));
+        if (in.places[i] == nullptr) continue;
+        tally.count(in.rows[i].direction == 1, in.rows[i].length);
+        if (in.rows[i].direction == 1 || in.rows[i].length == 0) continue;
+        answer.rows.push_back({in.places[i], in.rows[i].address, in.rows[i].length});
+        answer.bytes += in.rows[i].length;
+    }
+    if (in.refused != 0) {
+        target_.served().counters.slices_refused_total.fetch_add(in.refused);
+        w.number(static_cast<uint16_t>(in.refusal.code));
+        w.text16(in.refusal.text);
+    }
+    auto length = static_cast<uint32_t>(answer.head.size() - sizeof(FrameHeader) + answer.bytes);
+    std::memcpy(answer.head.data() + offsetof(FrameHeader, length), &length, sizeof(length));
+    if (!answer.rows.empty()) answer.regions = in.regions;
+    in.regions.reset();
+    out_bytes_ += answer.bytes;
+    out_.push_back(std::move(answer));
+}
+
+bool Connection::serve(const FrameHeader& header, Reader body) {
+    switch (header.kind) {
+        case Kind::kEngineHello:
+            return on_hello(header, body);
+        case Kind::kEngineRegions: {
+            if (!body.done()) return false;
+            std::vector<std::byte> out;
+            Writer w(out);
+            w.number(uint64_t{0});  // only shared memory has generations
+            encode_regions(w, *target_.served().regions.all());
+            answer(header, out);
+            return true;
+        }
+        case Kind::kEngineNotify: {
+            std::string_view text = body.bytes(body.left());
+            auto bytes = std::as_bytes(std::span(text.data(), text.size()));
+            Status status = target_.served().deliver(peer_name_, bytes);
+            if (status) {
+                answer(header, {});
+            } else {
+                answer_error(header.request_id, status.error().code, status.error().text);
+            }
+            return true;
+        }
+        case Kind::kEngineFence:
+            return on_fence(header, body);
+        default:
+            return false;
+    }
+}
+
+bool Connection::on_hello(const FrameHeader& header, Reader body) {
+    std::optional<Hello> hello = decode_hello(body);
+    if (!hello || greeted_) return false;
+    if (hello->expected != target_.served().identity.segment) {
+        answer_error(header.request_id, Code::kUnavailable,
+                     "another engine lives at this address now; open it again");
+        return true;
+    }
+    Target::Name name{hello->segment, hello->channel};
+    if (!target_.enlist(name, shared_from_this())) return false;
+    name_ = name;
+    greeted_ = true;
+    peer_name_ = hello->name;
+    std::vector<std::byte> out;
+    Writer(out).number(kEngineVersion);
+    answer(header, out);
+    return true;
+}
+
+bool Connection::on_fence(const FrameHeader& header, Reader body) {
+    auto n = body.number<uint32_t>();
+    if (n > kFencesMax) return false;
+    std::vector<uint32_t> channels;
+    for (uint32_t i = 0; i < n; ++i) channels.push_back(body.number<uint32_t>());
+    if (!body.done()) return false;
+    for (uint32_t channel : channels) {
+        if (channel == name_.channel) return false;  // it would wait for itself
+        target_.fence({name_.segment, channel});
+    }
+    answer(header, {});
+    return true;
+}
+
+void Connection::answer(const FrameHeader& header, const std::vector<std::byte>& body) {
+    Answer answer;
+    begin_frame(answer.head, header.kind, kFlagAnswer, header.request_id);
+    Writer(answer.head).bytes(body.data(), body.size());
+    finish_frame(answer.head, 0);
+    out_.push_back(std::move(answer));
+}
+
+void Connection::answer_error(uint64_t request_id, Code code, const std::string& text) {
+    Answer answer;
+    begin_frame(answer.head, Kind::kError, kFlagAnswer, request_id);
+    Writer w(answer.head);
+    w.number(static_cast<uint16_t>(code));
+    w.text16(text);
+    finish_frame(answer.head, 0);
+    out_.push_back(std::move(answer));
+}
+
+// Tells the peer, and reads on only to throw away: bytes left unread would turn the close into a reset, which
+// could overtake the reason.
+bool Connection::protocol_error(const std::string& text) {
+    target_.served().counters.protocol_errors_total.fetch_add(1);
+    answer_error(0, Code::kProtocol, text);
+    ended_ = true;
+    receiving_ = false;
+    in_begin_ = in_end_ = 0;
+    return true;
+}
+
+// Sends what it can. False: the connection is over.
+bool Connection::flush() {
+    while (!out_.empty()) {
+        Answer& answer = out_.front();
+        iovec parts[kRangesMax];
+        size_t count = 0;
+        if (answer.head_sent < answer.head.size()) {
+            parts[count++] = {answer.head.data() + answer.head_sent, answer.head.size() - answer.head_sent};
+        }
+        Visit visit;
+        for (size_t i = answer.row; i < answer.rows.size() && count < kRangesMax; ++i) {
+            const ReadRow& row = answer.rows[i];
+            uint64_t at = i == answer.row ? answer.at : 0;
+            // Its bytes were promised, and the memory may be gone: only the connection can take that back.
+            if (!visit.enter(*row.place)) return false;
+            parts[count++] = {reinterpret_cast<void*>(row.address + at), row.length - at};
+        }
+        msghdr message{};
+        message.msg_iov = parts;
+        message.msg_iovlen = count;
+        ssize_t n = ::sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        visit.end();
+        if (n < 0) {
+            if (errno == EINTR) continue;
+            return errno == EAGAIN;
+        }
+        progress_ms_ = ended_ ? progress_ms_ : now_ms();
+        auto left = static_cast<uint64_t>(n);
+        uint64_t head = std::min<uint64_t>(left, answer.head.size() - answer.head_sent);
+        answer.head_sent += head;
+        left -= head;
+        while (left != 0) {
+            uint64_t part = std::min(left, answer.rows[answer.row].length - answer.at);
+            answer.at += part;
+            left -= part;
+            if (answer.at == answer.rows[answer.row].length) {
+                ++answer.row;
+                answer.at = 0;
+            }
+        }
+        if (answer.head_sent < answer.head.size() || answer.row < answer.rows.size()) continue;
+        out_bytes_ -= answer.bytes;
+        if (spare_.size() < 4) {
+            answer.head.clear();
+            answer.rows.clear();
+            answer.regions.reset();
+            answer.head_sent = answer.row = 0;
+            answer.at = answer.bytes = 0;
+            spare_.push_back(std::move(answer));
+        }
+        out_.pop_front();
+    }
+    if (ended_) ::shutdown(fd_.get(), SHUT_WR);
+    return true;
+}
+
+}  // namespace moonpool::transport::tcp

@@ -1,0 +1,354 @@
+#include "transport/tcp/link.hpp"
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <cerrno>
+
+namespace moonpool::transport::tcp {
+
+namespace {
+
+constexpr int kAttempts = 3;
+constexpr int kCheckMs = 50;
+
+// How long a caller polls for a small answer before it sleeps: a sleeping thread in a virtual machine is
+// woken in 20-50 us, several times what the peer needs to answer.
+constexpr uint64_t kSpinNs = 50000;
+constexpr uint64_t kSpinBytesMax = 1u << 20;
+
+// Half of the time for the first connection: when it is stuck, another still has a chance.
+int stall_of(const Job& job, bool first) {
+    if (first) return std::max(1, job.timeout_ms / 2);
+    uint64_t gone_ms = (now_ns() - job.progress_ns.load(std::memory_order_relaxed)) / 1000000;
+    return std::max(1, job.timeout_ms - static_cast<int>(std::min<uint64_t>(gone_ms, 86400000)));
+}
+
+}  // namespace
+
+// A connection on an I/O thread, for as long as it has jobs.
+class Link::Stream final : public Handler, public std::enable_shared_from_this<Stream> {
+   public:
+    Stream(std::shared_ptr<Link> link, Loop& loop, std::unique_ptr<Channel> channel)
+        : link_(std::move(link)),
+          loop_(loop),
+          channel_(std::move(channel)),
+          run_(*channel_, link_->counters_) {}
+
+    // Under the link's mutex, and only while the link knows this stream.
+    void queue(const std::shared_ptr<Job>& job, const Finished& finished) {
+        ++jobs_;
+        inbox_.emplace_back(job, finished);
+    }
+    size_t jobs() const { return jobs_; }
+
+    void start() {
+        if (!loop_.post([self = shared_from_this()] {
+                if (!self->loop_.add(self->channel_->fd.get(), EPOLLIN, self)) return self->over();
+                self->wake();
+            })) {
+            over();
+        }
+    }
+    void nudge() {
+        loop_.post([self = shared_from_this()] { self->wake(); });
+    }
+    void end() {
+        loop_.post([self = shared_from_this()] {
+            if (self->channel_ != nullptr) self->over();
+        });
+    }
+
+    bool on_events(uint32_t) override { return channel_ != nullptr && go(); }
+    bool on_tick(uint64_t) override {
+        if (channel_ == nullptr) return false;
+        if (run_.check(now_ns(), stall_ms_)) return go();
+        over();
+        return false;
+    }
+
+   private:
+    using Jobs = std::vector<std::pair<std::shared_ptr<Job>, Finished>>;
+
+    void wake() {
+        if (channel_ != nullptr) go();
+    }
+
+    // False: the stream has ended.
+    bool go() {
+        for (int round = 0; round < 16; ++round) {
+            take_inbox();
+            switch (run_.step()) {
+                case Run::Step::kMoved:
+                    continue;
+                case Run::Step::kIdle:
+                    watch();
+                    return true;
+                case Run::Step::kFinished:
+                    if (let_go()) return false;
+                    continue;
+                case Run::Step::kFailed:
+                    over();
+                    return false;
+            }
+        }
+        watch();
+        nudge();  // what was just queued moves no socket
+        return true;
+    }
+    void watch() {
+        uint32_t events = run_.sending() ? uint32_t{EPOLLIN | EPOLLOUT} : uint32_t{EPOLLIN};
+        if (events != watched_) loop_.watch(channel_->fd.get(), events);
+        watched_ = events;
+    }
+    void take_inbox() {
+        Jobs jobs;
+        {
+            std::lock_guard lock(link_->mutex_);
+            jobs.swap(inbox_);
+        }
+        for (auto& [job, finished] : jobs) {
+            stall_ms_ = std::max(1, job->timeout_ms / 2);
+            run_.add(std::move(job),
+                     [this, finished = std::move(finished)](std::shared_ptr<Job> ended, Status status) {
+                         on_finished(std::move(ended), std::move(status), finished);
+                     });
+        }
+    }
+    // What this connection could not do is tried on another one.
+    void on_finished(std::shared_ptr<Job> job, Status status, const Finished& finished) {
+        {
+            std::lock_guard lock(link_->mutex_);
+            --jobs_;
+        }
+        if (status || job->stopped()) return finished(std::move(job), std::move(status));
+        link_->counters_.retries_total.fetch_add(job->waiting);
+        link_->post_slowly(std::move(job), finished);
+    }
+
+    bool let_go() {
+        {
+            std::lock_guard lock(link_->mutex_);
+            if (!inbox_.empty()) return false;
+            std::erase(link_->streams_, shared_from_this());
+        }
+        loop_.remove(channel_->fd.get());
+        link_->pool_.give_back(std::move(channel_));
+        return true;
+    }
+    void over() {
+        {
+            std::lock_guard lock(link_->mutex_);
+            std::erase(link_->streams_, shared_from_this());
+        }
+        take_inbox();
+        loop_.remove(channel_->fd.get());
+        link_->pool_.give_up(std::move(channel_));
+        run_.fail();
+    }
+
+    std::shared_ptr<Link> link_;
+    Loop& loop_;
+    std::unique_ptr<Channel> channel_;
+    Run run_;
+    Jobs inbox_;
+    size_t jobs_ = 0;
+    int stall_ms_ = 2500;
+    uint32_t watched_ = EPOLLIN;
+};
+
+Link::Link(PoolOptions options, std::vector<Loop*> loops, Workers& workers, Counters& counters)
+    : pool_(options, counters),
+      address_(options.dial.address),
+      loops_(std::move(loops)),
+      workers_(workers),
+      counters_(counters),
+      streams_max_(std::max(1u, options.connections_max - 1)) {}
+
+Link::~Link() = default;
+
+std::string Link::path() const {
+    std::lock_guard lock(mutex_);
+    return "tcp " + (path_.empty() ? address_ : path_);
+}
+
+double Link::cost_us(RegionKind, uint64_t bytes, std::string*) const {
+    return 15 + static_cast<double>(bytes) / 2500;
+}
+
+Status Link::run(Job& job) {
+    Status status = success();
+    for (int i = 0; i < kAttempts; ++i) {
+        // Memory that was deregistered meanwhile is nothing that another connection could help with.
+        for (size_t k = 0; k < job.slices.size(); ++k) {
+            if (job.is_waiting(k) && job.locals[k]->closing()) {
+                job.fail(k, Code::kInvalidArgument, "the local region was deregistered");
+            }
+        }
+        if (job.waiting == 0) return success();
+        if (i == 0 && ride(job, status)) return status;
+        if (i != 0) counters_.retries_total.fetch_add(job.waiting);
+        status = attempt(job, i == 0);
+        if (status || job.stopped()) return status;
+        uint64_t gone_ns = now_ns() - job.progress_ns.load(std::memory_order_relaxed);
+        if (gone_ns / 1000000 >= static_cast<uint64_t>(job.timeout_ms)) return status;
+    }
+    return status;
+}
+
+// When I/O threads have all connections, the job joins the jobs of one of them.
+bool Link::ride(Job& job, Status& status) {
+    {
+        std::lock_guard lock(mutex_);
+        if (streams_.empty()) return false;
+    }
+    if (!pool_.full()) return false;
+    std::mutex mutex;
+    std::condition_variable ended;
+    bool done = false;
+    auto borrowed = std::shared_ptr<Job>(std::shared_ptr<void>(), &job);  // we wait for it
+    bool posted = post_to_stream(
+        borrowed,
+        [&](const std::shared_ptr<Job>&, Status result) {
+            std::lock_guard lock(mutex);
+            status = std::move(result);
+            done = true;
+            ended.notify_one();
+        },
+        true);
+    if (!posted) return false;
+    std::unique_lock lock(mutex);
+    ended.wait(lock, [&] { return done; });
+    return true;
+}
+
+Status Link::attempt(Job& job, bool first) {
+    int stall_ms = stall_of(job, first);
+    Result<std::unique_ptr<Channel>> channel = pool_.acquire(!first, stall_ms);
+    if (!channel) return channel.error();
+    if (std::string& text = (*channel)->path; true) {
+        std::lock_guard lock(mutex_);
+        if (path_ != text) path_ = text;
+    }
+    Run run(**channel, counters_);
+    run.add(std::shared_ptr<Job>(std::shared_ptr<void>(), &job), nullptr);
+    Status status = drive(run, **channel, stall_ms);
+    if (status) {
+        pool_.give_back(std::move(*channel));
+    } else {
+        run.fail();
+        pool_.give_up(std::move(*channel));
+    }
+    return status;
+}
+
+Status Link::drive(Run& run, Channel& channel, int stall_ms) {
+    static const bool alone = std::thread::hardware_concurrency() < 2;
+    uint64_t now = now_ns();
+    uint64_t next_check = now + kCheckMs * 1000000ull;
+    uint64_t spin_until = now + kSpinNs;
+    for (;;) {
+        switch (run.step()) {
+            case Run::Step::kFinished:
+                return success();
+            case Run::Step::kFailed:
+                return run.error();
+            case Run::Step::kMoved:
+                spin_until = now_ns() + kSpinNs;
+                break;
+            case Run::Step::kIdle: {
+                now = now_ns();
+                if (!alone && now < spin_until && !run.sending() && run.bytes_awaited() <= kSpinBytesMax) {
+                    ::sched_yield();  // the peer may wait for this very core
+                    continue;
+                }
+                pollfd waiting{channel.fd.get(), run.wants(), 0};
+                (void)::poll(&waiting, 1, std::min(kCheckMs, stall_ms));
+                break;
+            }
+        }
+        now = now_ns();
+        if (now >= next_check) {
+            if (!run.check(now, stall_ms)) return run.error();
+            next_check = now + kCheckMs * 1000000ull;
+        }
+    }
+}
+
+bool Link::post(const std::shared_ptr<Job>& job, const Finished& finished) {
+    if (!post_to_stream(job, finished, false)) post_slowly(job, finished);
+    return true;
+}
+
+bool Link::post_to_stream(const std::shared_ptr<Job>& job, const Finished& finished, bool only_living) {
+    constexpr size_t kJobsMax = 8;  // of a stream, before another one is worth it
+    std::shared_ptr<Stream> fresh, living;
+    {
+        std::lock_guard lock(mutex_);
+        auto least = std::ranges::min_element(streams_, {}, [](const auto& s) { return s->jobs(); });
+        if (least != streams_.end()) living = *least;
+        bool crowded = living == nullptr || (living->jobs() >= kJobsMax && streams_.size() < streams_max_);
+        if (crowded && !only_living) {
+            if (std::unique_ptr<Channel> channel = pool_.try_acquire()) {
+                path_ = channel->path;
+                Loop& loop = *loops_[next_loop_++ % loops_.size()];
+                fresh = std::make_shared<Stream>(shared_from_this(), loop, std::move(channel));
+                streams_.push_back(fresh);
+            }
+        }
+        if (fresh == nullptr && living == nullptr) return false;
+        (fresh != nullptr ? fresh : living)->queue(job, finished);
+    }
+    if (fresh != nullptr) {
+        fresh->start();
+    } else {
+        living->nudge();
+    }
+    return true;
+}
+
+// By a thread that may wait: for a connection to become free, or to be made.
+void Link::post_slowly(std::shared_ptr<Job> job, Finished finished) {
+    bool background = job->background;
+    workers_.post(background, [link = shared_from_this(), job = std::move(job),
+                               finished = std::move(finished)]() mutable {
+        Status status = link->run(*job);
+        finished(std::move(job), std::move(status));
+    });
+}
+
+Result<std::vector<std::byte>> Link::ask(Kind kind, const std::vector<std::byte>& body, int timeout_ms) {
+    // A connection that was idle may be dead without our knowing; a message is not said twice, since the
+    // first may have arrived.
+    for (int i = 0;; ++i) {
+        Result<std::unique_ptr<Channel>> channel = pool_.acquire(i != 0, timeout_ms);
+        if (!channel) return channel.error();
+        Result<std::vector<std::byte>> answer = exchange(**channel, kind, body, timeout_ms);
+        if (answer) {
+            pool_.give_back(std::move(*channel));
+            return answer;
+        }
+        bool answered = answer.error().code != Code::kUnavailable && answer.error().code != Code::kTimeout &&
+                        answer.error().code != Code::kProtocol;
+        if (answered) {
+            pool_.give_back(std::move(*channel));
+            return answer;
+        }
+        pool_.give_up(std::move(*channel));
+        if (i != 0 || kind == Kind::kEngineNotify || answer.error().code != Code::kUnavailable) return answer;
+    }
+}
+
+void Link::close() {
+    pool_.close();
+    std::vector<std::shared_ptr<Stream>> streams;
+    {
+        std::lock_guard lock(mutex_);
+        streams = streams_;
+    }
+    for (const auto& stream : streams) stream->end();
+}
+
+}  // namespace moonpool::transport::tcp

@@ -1,0 +1,56 @@
+// A peer over TCP. run() has the calling thread drive a connection itself, so that a small transfer costs
+// what a plain request and its answer cost; post() hands jobs to a stream: a connection on an I/O thread,
+// which carries several jobs at once. A connection that fails is fenced and the rest goes over another,
+// within the same call.
+#pragma once
+
+#include <memory>
+#include <mutex>
+
+#include "transport/identity.hpp"
+#include "transport/loop.hpp"
+#include "transport/tcp/pool.hpp"
+#include "transport/tcp/run.hpp"
+#include "transport/workers.hpp"
+
+namespace moonpool::transport::tcp {
+
+class Link final : public transport::Link, public std::enable_shared_from_this<Link> {
+   public:
+    Link(PoolOptions options, std::vector<Loop*> loops, Workers& workers, Counters& counters);
+    ~Link() override;
+
+    std::string_view transport() const override { return "tcp"; }
+    std::string path() const override;
+    double cost_us(RegionKind kind, uint64_t bytes, std::string* why) const override;
+    Status run(Job& job) override;
+    bool post(const std::shared_ptr<Job>& job, const Finished& finished) override;
+
+    // Frames of control, over any connection.
+    Result<std::vector<std::byte>> ask(Kind kind, const std::vector<std::byte>& body, int timeout_ms);
+
+    Pool& pool() { return pool_; }
+    void close();
+
+   private:
+    class Stream;
+
+    Status attempt(Job& job, bool first);
+    bool post_to_stream(const std::shared_ptr<Job>& job, const Finished& finished, bool only_living);
+    Status drive(Run& run, Channel& channel, int stall_ms);
+    bool ride(Job& job, Status& status);
+    void post_slowly(std::shared_ptr<Job> job, Finished finished);
+
+    Pool pool_;
+    std::string address_;
+    std::vector<Loop*> loops_;
+    Workers& workers_;
+    Counters& counters_;
+    mutable std::mutex mutex_;
+    std::string path_;
+    std::vector<std::shared_ptr<Stream>> streams_;
+    size_t streams_max_;
+    size_t next_loop_ = 0;
+};
+
+}  // namespace moonpool::transport::tcp

@@ -1,0 +1,61 @@
+// Pool: the connections to one peer. Whoever uses one has it alone; at most `connections_max` are open. What
+// was written on a connection that was given up is fenced before another is used, so that a late byte never
+// overwrites a newer one.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "transport/identity.hpp"
+#include "transport/tcp/channel.hpp"
+#include "wire/dial.hpp"
+
+namespace moonpool::transport::tcp {
+
+struct PoolOptions {
+    DialOptions dial;
+    SegmentId self{};
+    std::string self_name;
+    SegmentId peer{};
+    uint32_t connections_max = 2;
+};
+
+class Pool {
+   public:
+    Pool(PoolOptions options, Counters& counters) : options_(std::move(options)), counters_(counters) {}
+
+    // One that is idle, or a new one; waits when all are in use. `fresh`: idle ones are not to be trusted.
+    Result<std::unique_ptr<Channel>> acquire(bool fresh, int timeout_ms);
+    // Only when one is idle.
+    std::unique_ptr<Channel> try_acquire();
+    void give_back(std::unique_ptr<Channel> channel);
+    void give_up(std::unique_ptr<Channel> channel);
+
+    // The first connection was made by the handshake of the engine.
+    Status adopt(Dialed dialed, int timeout_ms);
+
+    size_t open();
+    bool full();   // every connection there may be is in use
+    void close();  // ends what is idle, refuses everything later
+
+   private:
+    Result<std::unique_ptr<Channel>> dial(int timeout_ms);
+    Result<std::unique_ptr<Channel>> greet(Dialed dialed, int timeout_ms);
+    Status send_fences(Channel& channel, int timeout_ms);
+
+    PoolOptions options_;
+    Counters& counters_;
+    std::mutex mutex_;
+    std::condition_variable returned_;
+    std::vector<std::unique_ptr<Channel>> idle_;
+    uint32_t open_ = 0;
+    uint32_t next_number_ = 1;
+    std::vector<uint32_t> fences_;  // channels given up whose writes may still arrive
+    bool closed_ = false;
+    uint64_t unreachable_until_ns_ = 0;
+    Error unreachable_;
+};
+
+}  // namespace moonpool::transport::tcp

@@ -1,0 +1,126 @@
+// Run: jobs on their way over one channel, as a machine without a thread: whoever drives it calls step() when
+// the socket may move, and waits as wants() says. Several frames are under way at a time and are answered in
+// their order.
+//
+//   jobs ──► frames of at most kRowsMax ranges and kFrameBytes ──► one sendmsg each: head, ranges, payload
+//            sent, unanswered: at most kWindowFrames             ◄── one recvmsg each: head, payload in place
+//
+// An answer is expected to be good: its head and its bytes are asked for in one call, the bytes straight to
+// where they belong. When the head then says that ranges were refused, what lies there is taken back and read
+// again as what it is. (The destination of a failed read holds anything.)
+#pragma once
+
+#include <sys/uio.h>
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "transport/tcp/channel.hpp"
+
+namespace moonpool::transport::tcp {
+
+class Run {
+   public:
+    using Finished = std::function<void(std::shared_ptr<Job>, Status)>;
+
+    Run(Channel& channel, Counters& counters) : channel_(channel), counters_(counters) {}
+    Run(const Run&) = delete;
+
+    // finished() is called once, from step() or fail(), when nothing of the job is under way any more.
+    void add(std::shared_ptr<Job> job, Finished finished);
+
+    enum class Step {
+        kMoved,     // bytes moved
+        kIdle,      // the socket wants to wait
+        kFinished,  // nothing left to do
+        kFailed,    // the channel is of no use any more; fail() ends the jobs
+    };
+    Step step();
+    short wants() const;  // events for poll
+    bool sending() const { return sent_ < frames_.size(); }
+    uint64_t bytes_awaited() const { return bytes_open_; }
+
+    // Called now and then, also when nothing moves. False: no progress since `stall_ms`, or a cancelled job
+    // cannot be ended otherwise; error() says which.
+    bool check(uint64_t now, int stall_ms);
+
+    const Error& error() const { return error_; }
+    void fail();
+    size_t jobs() const { return foreground_.size() + background_.size(); }
+
+   private:
+    struct Piece {
+        uint32_t slice;
+        uint32_t length;
+        uint64_t at;  // in the slice
+        bool last;
+    };
+    struct Task {
+        std::shared_ptr<Job> job;
+        Finished finished;
+        size_t slice = 0;  // the next byte to ask for is that of
+        uint64_t at = 0;   // this slice, at this place
+        size_t frames = 0;
+        uint64_t partial = 0;     // bytes counted as done of a slice that is not
+        uint64_t stopped_ns = 0;  // when it was first seen to be cancelled
+        bool asked_all = false;
+    };
+    struct Frame {
+        uint64_t id = 0;
+        std::shared_ptr<Task> task;
+        std::vector<std::byte> head;
+        std::vector<Piece> pieces;
+        uint64_t write_bytes = 0, read_bytes = 0;
+        uint64_t sent = 0;
+        uint64_t total() const { return head.size() + write_bytes; }
+        uint64_t bytes() const { return write_bytes + read_bytes; }
+    };
+
+    bool make_frame();
+    bool make_frame(const std::shared_ptr<Task>& task);
+    bool send_some(bool& moved);
+    bool receive_some(bool& moved);
+    ssize_t receive_answer(Frame& frame);
+    ssize_t pull(iovec* parts, size_t count);
+    bool judge_head(Frame& frame);
+    bool take_back(Frame& frame, uint64_t early);
+    bool receive_refusals();
+    bool finish_refusals(Frame& frame);
+    void settle(Frame& frame, const uint8_t* refused, const Error& why);
+    void drop_front();
+    void drop_unsent();
+    void end_jobs(std::deque<std::shared_ptr<Task>>& tasks);
+    bool lost(int error);
+    bool broken(Code code, std::string text);
+    void progress(const Frame& frame);
+
+    Channel& channel_;
+    Counters& counters_;
+    std::deque<std::shared_ptr<Task>> foreground_, background_;
+    std::deque<Frame> frames_;  // those before sent_ are under way, frames_[sent_] may be half sent
+    std::vector<Frame> spare_;
+    size_t sent_ = 0;
+    uint64_t bytes_open_ = 0;
+
+    // The answer to frames_.front().
+    struct {
+        FrameHeader header;
+        uint32_t rows = 0;
+        uint32_t refused = 0;
+    } head_;
+    static_assert(sizeof(head_) == kAnswerHeadBytes);
+    size_t head_have_ = 0;
+    uint64_t payload_have_ = 0;
+    bool taking_back_ = false;
+    std::vector<std::byte> body_;  // of an answer with refusals
+    size_t body_have_ = 0;
+    std::vector<std::byte> ahead_;  // of the answers behind it, found where its bytes would have been
+
+    uint64_t moved_ns_ = now_ns();
+    int unacknowledged_ = -1;  // bytes in the socket when it was looked at last
+    Error error_;
+};
+
+}  // namespace moonpool::transport::tcp

@@ -1,0 +1,47 @@
+#include "transport/tcp/target.hpp"
+
+#include <sys/epoll.h>
+
+#include "transport/tcp/connection.hpp"
+
+namespace moonpool::transport::tcp {
+
+void Target::adopt(Caller caller) {
+    if (served_.counters.connections.fetch_add(1) >= kConnectionsMax) {
+        served_.counters.connections.fetch_sub(1);
+        served_.counters.connections_refused_total.fetch_add(1);
+        return;  // closes it
+    }
+    Loop& loop = *loops_[next_.fetch_add(1) % loops_.size()];
+    auto connection = std::make_shared<Connection>(*this, loop, std::move(caller.fd), std::move(caller.peer));
+    loop.post([&loop, connection] { loop.add(connection->fd(), EPOLLIN, connection); });
+}
+
+bool Target::enlist(const Name& name, const std::shared_ptr<Connection>& connection) {
+    std::lock_guard lock(mutex_);
+    auto& place = named_[name];
+    if (!place.expired()) return false;
+    place = connection;
+    return true;
+}
+
+void Target::strike_off(const Name& name, const Connection* connection) {
+    std::lock_guard lock(mutex_);
+    auto it = named_.find(name);
+    if (it == named_.end()) return;
+    std::shared_ptr<Connection> current = it->second.lock();
+    if (current == nullptr || current.get() == connection) named_.erase(it);
+}
+
+void Target::fence(const Name& name) {
+    std::shared_ptr<Connection> connection;
+    {
+        std::lock_guard lock(mutex_);
+        auto it = named_.find(name);
+        if (it != named_.end()) connection = it->second.lock();
+    }
+    served_.counters.fenced_total.fetch_add(1);
+    if (connection != nullptr) connection->fence();
+}
+
+}  // namespace moonpool::transport::tcp

@@ -1,0 +1,52 @@
+// The half of TCP that serves: connections of initiators, spread over the engine's I/O threads. The bytes of
+// writes are received straight into the registered region, those of reads are sent straight from it; each
+// region is entered for one system call at a time.
+//
+// An initiator that gives a connection up may have written on it what has not arrived yet. Before it repeats
+// that elsewhere it fences the connection: after the answer nothing more of it reaches any region.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "transport/identity.hpp"
+#include "transport/loop.hpp"
+#include "wire/doorman.hpp"
+
+namespace moonpool::transport::tcp {
+
+inline constexpr size_t kConnectionsMax = 4096;
+
+class Connection;
+
+class Target {
+   public:
+    Target(const Served& served, std::vector<Loop*> loops) : served_(served), loops_(std::move(loops)) {}
+
+    // From any thread.
+    void adopt(Caller caller);
+
+    const Served& served() const { return served_; }
+
+    // For connections, on their threads.
+    struct Name {
+        SegmentId segment{};
+        uint32_t channel = 0;
+        friend auto operator<=>(const Name&, const Name&) = default;
+    };
+    bool enlist(const Name& name, const std::shared_ptr<Connection>& connection);
+    void strike_off(const Name& name, const Connection* connection);
+    void fence(const Name& name);
+    void closed() { served_.counters.connections.fetch_sub(1); }
+
+   private:
+    Served served_;
+    std::vector<Loop*> loops_;
+    std::atomic<size_t> next_{0};
+    std::mutex mutex_;
+    std::map<Name, std::weak_ptr<Connection>> named_;
+};
+
+}  // namespace moonpool::transport::tcp

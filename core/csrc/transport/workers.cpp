@@ -1,0 +1,79 @@
+#include "transport/workers.hpp"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+
+namespace moonpool::transport {
+
+namespace {
+
+constexpr std::chrono::seconds kIdle{5};
+
+}  // namespace
+
+void Workers::post(bool background, std::function<void()> function) {
+    if (fork_.in_child()) return;
+    std::unique_lock lock(mutex_);
+    if (stopping_) {
+        lock.unlock();
+        function();
+        return;
+    }
+    (background ? background_ : foreground_).push_back(std::move(function));
+    if (idle_ != 0) {
+        work_.notify_one();
+    } else if (threads_ < threads_max_) {
+        ++threads_;
+        std::thread thread([this] { run(); });
+        ::pthread_setname_np(thread.native_handle(), "moonpool-copy");
+        thread.detach();  // stop() waits for its end
+    }
+}
+
+void Workers::run() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        // The background leaves one thread to the foreground.
+        bool may_background =
+            !background_.empty() && (threads_max_ == 1 || busy_background_ + 1 < threads_max_);
+        if (foreground_.empty() && !may_background) {
+            if (stopping_ && background_.empty()) break;
+            ++idle_;
+            bool woken = work_.wait_for(lock, kIdle) == std::cv_status::no_timeout;
+            --idle_;
+            if (!woken && foreground_.empty() && background_.empty()) break;
+            continue;
+        }
+        bool background = foreground_.empty();
+        auto& queue = background ? background_ : foreground_;
+        std::function<void()> function = std::move(queue.front());
+        queue.pop_front();
+        busy_background_ += background ? 1 : 0;
+        lock.unlock();
+        function();
+        function = nullptr;
+        lock.lock();
+        busy_background_ -= background ? 1 : 0;
+        if (background && !background_.empty()) work_.notify_one();
+    }
+    --threads_;
+    if (stopping_) work_.notify_all();
+    if (threads_ == 0) ended_.notify_all();
+}
+
+void Workers::stop() {
+    if (fork_.in_child()) return;
+    std::unique_lock lock(mutex_);
+    stopping_ = true;
+    work_.notify_all();
+    ended_.wait(lock, [this] { return threads_ == 0; });
+}
+
+bool Workers::foreground_waits() {
+    std::lock_guard lock(mutex_);
+    return !foreground_.empty() && idle_ == 0 && threads_ == threads_max_;
+}
+
+}  // namespace moonpool::transport

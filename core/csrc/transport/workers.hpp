@@ -1,0 +1,43 @@
+// Workers: threads for what may block: copies of transfers that nobody waits for on the spot, dialling, the
+// next path of a failed slice. Foreground before background. As many threads as there is work, up to a
+// maximum; idle ones end.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <mutex>
+#include <thread>
+
+#include "base/fork.hpp"
+
+namespace moonpool::transport {
+
+class Workers {
+   public:
+    explicit Workers(uint32_t threads_max) : threads_max_(threads_max) {}
+    ~Workers() { stop(); }
+    Workers(const Workers&) = delete;
+
+    // Runs it on a thread; at once on the caller's own after stop(), so that no function is lost.
+    void post(bool background, std::function<void()> function);
+    // Waits for all that was posted. Idempotent.
+    void stop();
+
+    bool foreground_waits();  // for a thread: then whoever works in the background makes room
+
+   private:
+    void run();
+
+    ForkGuard fork_;
+    uint32_t threads_max_;
+    std::mutex mutex_;
+    std::condition_variable work_, ended_;
+    std::deque<std::function<void()>> foreground_, background_;
+    uint32_t idle_ = 0, threads_ = 0, busy_background_ = 0;
+    bool stopping_ = false;
+};
+
+}  // namespace moonpool::transport
