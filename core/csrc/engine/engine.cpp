@@ -149,12 +149,16 @@ struct Engine::Core {
     Result<std::shared_ptr<Peer>> find_peer(uint32_t segment);
     Status place_locals(std::span<const Slice> slices, const Regions& known, std::span<Region*> locals);
     void prepare(Job& job, const TransferRequest& request);
-    Result<uint64_t> transfer_alone(const TransferRequest& request, const std::shared_ptr<Peer>& peer);
+    Result<uint64_t> transfer_alone(const TransferRequest& request, const std::shared_ptr<Peer>& peer,
+                                    TicketStatus* status);
     Result<std::shared_ptr<Ticket>> make_ticket(const TransferRequest& request);
     void launch(const std::shared_ptr<Ticket>& ticket);
     void end_share(const std::shared_ptr<Ticket>& ticket);
     void end_ticket(const std::shared_ptr<Ticket>& ticket);
     Status tell(Peer& peer, std::string_view message);
+    static TransferFailure untold(Peer& peer, const Error& error) {
+        return TransferFailure{error, peer.info().address, peer.control().path(), error.text};
+    }
 };
 
 // Every public call is one: it fails after close(), and close() waits for it.
@@ -404,8 +408,23 @@ void Engine::Core::prepare(Job& job, const TransferRequest& request) {
     }
 }
 
+// Tells how far a job came that did not go well; its error.
+Error report(const Job& job, TransferFailure failure, TicketStatus* status) {
+    Error error = failure.error;
+    if (status == nullptr) return error;
+    status->state = job.stopped() && !job.refused ? TicketState::kCancelled : TicketState::kFailed;
+    status->bytes_done = job.bytes_done;
+    status->slices.resize(job.slices.size());
+    SliceState rest = job.stopped() ? SliceState::kCancelled : SliceState::kFailed;
+    for (size_t i = 0; i < job.slices.size(); ++i) {
+        status->slices[i] = job.is_waiting(i) ? rest : job.states[i].load(std::memory_order_relaxed);
+    }
+    status->failure = std::move(failure);
+    return error;
+}
+
 Result<uint64_t> Engine::Core::transfer_alone(const TransferRequest& request,
-                                              const std::shared_ptr<Peer>& peer) {
+                                              const std::shared_ptr<Peer>& peer, TicketStatus* status) {
     static thread_local Desk desk;
     desk.prepare(request.slices.size());
     Job job;
@@ -413,16 +432,18 @@ Result<uint64_t> Engine::Core::transfer_alone(const TransferRequest& request,
     job.states = {desk.states.get(), request.slices.size()};
     job.locals = desk.locals;
     job.regions = regions->all();
-    if (Status status = place_locals(request.slices, *job.regions, desk.locals); !status) {
-        return status.error();
+    if (Status placed = place_locals(request.slices, *job.regions, desk.locals); !placed) {
+        return placed.error();
     }
     prepare(job, request);
     Outcome outcome;
     if (job.waiting != 0) outcome = peer->run(job);
     if (job.waiting != 0 && closing) return Error{Code::kClosed, "this engine was closed meanwhile"};
-    if (job.waiting != 0 || job.refused) return peer->explain(job, outcome);
+    if (job.waiting != 0 || job.refused) return report(job, peer->explain(job, outcome), status);
     if (request.notify) {
-        if (Status status = tell(*peer, *request.notify); !status) return status.error();
+        if (Status told = tell(*peer, *request.notify); !told) {
+            return report(job, untold(*peer, told.error()), status);
+        }
     }
     return job.bytes_done.load();
 }
@@ -533,21 +554,20 @@ void Engine::Core::end_share(const std::shared_ptr<Ticket>& ticket) {
 
 void Engine::Core::end_ticket(const std::shared_ptr<Ticket>& ticket) {
     TicketState state = TicketState::kDone;
-    Error error;
-    std::string path;
+    TransferFailure failure;
     for (const auto& share : ticket->shares) {
         Job& job = *share->job;
-        if (!share->outcome.path.empty()) path += (path.empty() ? "" : ", ") + share->outcome.path;
         if (job.waiting == 0 && !job.refused) continue;
         if (job.waiting != 0 && job.stopped() && !job.refused) {
             if (state == TicketState::kDone) {
                 state = TicketState::kCancelled;
-                error = closing ? Error{Code::kClosed, "the engine was closed meanwhile"}
-                                : Error{Code::kInvalidArgument, "the transfer was cancelled"};
+                failure = share->peer->explain(job, share->outcome);
+                failure.cause = closing ? "the engine was closed meanwhile" : "the transfer was cancelled";
+                failure.error = Error{closing ? Code::kClosed : Code::kInvalidArgument, failure.cause};
             }
         } else if (state != TicketState::kFailed) {
             state = TicketState::kFailed;
-            error = share->peer->explain(job, share->outcome);
+            failure = share->peer->explain(job, share->outcome);
         }
         SliceState rest = job.stopped() ? SliceState::kCancelled : SliceState::kFailed;
         for (size_t i = 0; i < job.slices.size(); ++i) {
@@ -559,12 +579,12 @@ void Engine::Core::end_ticket(const std::shared_ptr<Ticket>& ticket) {
             Status status = tell(*share->peer, *ticket->notify);
             if (status) continue;
             state = TicketState::kFailed;
-            error = status.error();
+            failure = untold(*share->peer, status.error());
         }
     }
     counters.transfers_total.fetch_add(1);
     if (state == TicketState::kFailed) counters.transfers_failed_total.fetch_add(1);
-    tickets.end(*ticket, state, std::move(error), std::move(path));
+    tickets.end(*ticket, state, std::move(failure));
 }
 
 // ---- the public face
@@ -737,7 +757,28 @@ Result<SegmentInfo> Engine::segment(uint32_t segment) {
     return info;
 }
 
-Result<uint64_t> Engine::transfer(const TransferRequest& request) {
+namespace {
+
+TicketStatus status_of(Ticket& ticket) {
+    TicketStatus status;
+    {
+        std::lock_guard lock(ticket.mutex);
+        status.state = ticket.state;
+        status.failure = ticket.failure;
+    }
+    status.slices.resize(ticket.slices);
+    for (const auto& share : ticket.shares) {
+        status.bytes_done += share->job->bytes_done;
+        for (size_t i = 0; i < share->slices.size(); ++i) {
+            status.slices[share->places.empty() ? i : share->places[i]] = share->states[i].load();
+        }
+    }
+    return status;
+}
+
+}  // namespace
+
+Result<uint64_t> Engine::transfer(const TransferRequest& request, TicketStatus* status) {
     Core::Call call(*core_);
     if (!call.ok()) return call.error();
     if (request.slices.size() > kEngineSlicesMax) {
@@ -753,7 +794,7 @@ Result<uint64_t> Engine::transfer(const TransferRequest& request) {
     if (same) {
         Result<std::shared_ptr<Peer>> peer = core_->find_peer(request.segments.front());
         if (!peer) return peer.error();
-        Result<uint64_t> bytes = core_->transfer_alone(request, *peer);
+        Result<uint64_t> bytes = core_->transfer_alone(request, *peer, status);
         core_->counters.transfers_total.fetch_add(1, std::memory_order_relaxed);
         if (!bytes) core_->counters.transfers_failed_total.fetch_add(1, std::memory_order_relaxed);
         return bytes;
@@ -766,7 +807,10 @@ Result<uint64_t> Engine::transfer(const TransferRequest& request) {
         ticket->ended.wait(lock, [&] { return ticket->state != TicketState::kWaiting; });
     }
     core_->tickets.release(*id);
-    if (ticket->state != TicketState::kDone) return ticket->error;
+    if (ticket->state != TicketState::kDone) {
+        if (status != nullptr) *status = status_of(*ticket);
+        return ticket->failure.error;
+    }
     uint64_t bytes = 0;
     for (const auto& share : ticket->shares) bytes += share->job->bytes_done;
     return bytes;
@@ -812,21 +856,7 @@ Result<TicketStatus> Engine::status(uint64_t id) {
     if (!call.ok()) return call.error();
     std::shared_ptr<Ticket> ticket = core_->tickets.find(id);
     if (ticket == nullptr) return no_ticket(id);
-    TicketStatus status;
-    {
-        std::lock_guard lock(ticket->mutex);
-        status.state = ticket->state;
-        status.error = ticket->error;
-        status.path = ticket->path;
-    }
-    status.slices.resize(ticket->slices);
-    for (const auto& share : ticket->shares) {
-        status.bytes_done += share->job->bytes_done;
-        for (size_t i = 0; i < share->slices.size(); ++i) {
-            status.slices[share->places.empty() ? i : share->places[i]] = share->states[i].load();
-        }
-    }
-    return status;
+    return status_of(*ticket);
 }
 
 Status Engine::cancel(uint64_t id) {

@@ -64,12 +64,19 @@ struct TransferRequest {
 
 enum class TicketState { kWaiting, kDone, kFailed, kCancelled };
 
+// Why a transfer did not go well: the first peer whose share did not.
+struct TransferFailure {
+    Error error;       // one sentence that names all of it
+    std::string peer;  // as it was opened
+    std::string path;  // that was tried last
+    std::string cause;
+};
+
 struct TicketStatus {
     TicketState state = TicketState::kWaiting;
     uint64_t bytes_done = 0;
     std::vector<transport::SliceState> slices;
-    Error error;
-    std::string path;  // the transports that carried it
+    TransferFailure failure;
 };
 
 struct SegmentRegion {
@@ -110,8 +117,9 @@ class Engine {
     Status close_segment(uint32_t segment);
     Result<SegmentInfo> segment(uint32_t segment);  // asked of the peer
 
-    // The bytes moved; fails when any slice failed.
-    Result<uint64_t> transfer(const TransferRequest& request);
+    // The bytes moved; fails when any slice failed, and then tells in `status`, when one is given, how far it
+    // came. A status that was left waiting means that nothing was begun.
+    Result<uint64_t> transfer(const TransferRequest& request, TicketStatus* status = nullptr);
 
     Result<uint64_t> submit(const TransferRequest& request);  // a ticket
     Result<bool> wait(uint64_t ticket, int timeout_ms);       // whether it has ended

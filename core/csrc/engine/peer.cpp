@@ -12,11 +12,8 @@ std::string Peer::transport_for(transport::RegionKind kind) const {
     return "";
 }
 
-bool Peer::account(Job& job, const Link& link, Status status, size_t waiting_before, Outcome& outcome) const {
-    if (job.waiting != waiting_before) {
-        if (!outcome.path.empty()) outcome.path += ", ";
-        outcome.path += link.path();
-    }
+bool Peer::account(Job& job, const Link& link, Status status, Outcome& outcome) const {
+    outcome.last = &link;
     if (job.waiting == 0 || job.stopped()) {
         outcome.status = success();
         return true;
@@ -34,7 +31,7 @@ Outcome Peer::run(Job& job) {
         size_t before = job.waiting;
         if (i != 0) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
         Status status = links_[i]->run(job);
-        if (account(job, *links_[i], std::move(status), before, outcome)) break;
+        if (account(job, *links_[i], std::move(status), outcome)) break;
     }
     return outcome;
 }
@@ -47,9 +44,9 @@ void Peer::post_to(size_t link, std::shared_ptr<Job> job, transport::Workers& wo
                    Finished finished) {
     size_t before = job->waiting;
     if (link != 0) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
-    auto next = [self = shared_from_this(), link, before, &workers, outcome = std::move(outcome),
+    auto next = [self = shared_from_this(), link, &workers, outcome = std::move(outcome),
                  finished = std::move(finished)](std::shared_ptr<Job> ended, Status status) mutable {
-        bool over = self->account(*ended, *self->links_[link], std::move(status), before, outcome);
+        bool over = self->account(*ended, *self->links_[link], std::move(status), outcome);
         if (over || link + 1 == self->links_.size()) return finished(std::move(outcome));
         self->post_to(link + 1, std::move(ended), workers, std::move(outcome), std::move(finished));
     };
@@ -63,18 +60,22 @@ void Peer::post_to(size_t link, std::shared_ptr<Job> job, transport::Workers& wo
     });
 }
 
-Error Peer::explain(const Job& job, const Outcome& outcome) const {
+TransferFailure Peer::explain(const Job& job, const Outcome& outcome) const {
     uint64_t total = 0;
     for (const auto& slice : job.slices) total += slice.length;
-    std::string text = "the transfer with engine \"" + info_.name + "\" at " + info_.address +
-                       " failed after " + std::to_string(job.bytes_done.load()) + " of " +
-                       std::to_string(total) + " bytes: ";
-    if (job.refused) {
-        if (!outcome.path.empty()) text += outcome.path + ": ";
-        return Error{job.refusal.code, text + job.refusal.text};
-    }
-    if (!outcome.status) return Error{outcome.status.error().code, text + outcome.status.error().text};
-    return Error{Code::kUnavailable, text + "no path is left"};
+    TransferFailure failure;
+    failure.peer = info_.address;
+    failure.path = outcome.last == nullptr ? "" : outcome.last->path();
+    Error why = job.refused       ? job.refusal
+                : !outcome.status ? outcome.status.error()
+                                  : Error{Code::kUnavailable, "no path is left"};
+    failure.cause = why.text;
+    std::string text = "the transfer with engine \"" + info_.name + "\" at " + info_.address + " failed after " +
+                       std::to_string(job.bytes_done.load()) + " of " + std::to_string(total) + " bytes: ";
+    // A path that could not do it names itself; a refusal does not.
+    if (job.refused && !failure.path.empty()) text += failure.path + ": ";
+    failure.error = Error{why.code, text + why.text};
+    return failure;
 }
 
 }  // namespace moonpool::engine

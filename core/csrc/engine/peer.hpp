@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/engine.hpp"
 #include "transport/frames.hpp"
 #include "transport/tcp/link.hpp"
 #include "transport/transport.hpp"
@@ -16,8 +17,8 @@ namespace moonpool::engine {
 
 // What became of one peer's share.
 struct Outcome {
-    Status status = success();  // of the paths; a refused slice is in the job
-    std::string path;           // the links that carried something
+    Status status = success();              // of the paths; a refused slice is in the job
+    const transport::Link* last = nullptr;  // that was tried; the peer's
 };
 
 class Peer : public std::enable_shared_from_this<Peer> {
@@ -42,15 +43,14 @@ class Peer : public std::enable_shared_from_this<Peer> {
 
     void close() { control_->close(); }
 
-    // One sentence for a job that did not go well.
-    Error explain(const transport::Job& job, const Outcome& outcome) const;
+    // What to say of a job that did not go well.
+    TransferFailure explain(const transport::Job& job, const Outcome& outcome) const;
 
    private:
     void post_to(size_t link, std::shared_ptr<transport::Job> job, transport::Workers& workers,
                  Outcome outcome, Finished finished);
     // True: nothing is left for other links.
-    bool account(transport::Job& job, const transport::Link& link, Status status, size_t waiting_before,
-                 Outcome& outcome) const;
+    bool account(transport::Job& job, const transport::Link& link, Status status, Outcome& outcome) const;
 
     transport::PeerInfo info_;
     std::shared_ptr<transport::tcp::Link> control_;

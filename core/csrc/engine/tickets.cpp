@@ -38,14 +38,13 @@ void Tickets::release(uint64_t id) {
     std::erase(ended_, id);
 }
 
-void Tickets::end(Ticket& ticket, TicketState state, Error error, std::string path) {
+void Tickets::end(Ticket& ticket, TicketState state, TransferFailure failure) {
     slices_open_ -= ticket.slices;
     {
         // poll() tells of no ticket that status() still calls waiting, and forgets none that was released.
         std::scoped_lock lock(mutex_, ticket.mutex);
         ticket.state = state;
-        ticket.error = std::move(error);
-        ticket.path = std::move(path);
+        ticket.failure = std::move(failure);
         ended_.push_back(ticket.id);
         ticket.ended.notify_all();
     }

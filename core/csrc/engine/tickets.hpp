@@ -38,8 +38,7 @@ struct Ticket {
     std::mutex mutex;
     std::condition_variable ended;
     TicketState state = TicketState::kWaiting;
-    Error error;
-    std::string path;
+    TransferFailure failure;
 };
 
 class Tickets {
@@ -49,7 +48,7 @@ class Tickets {
     Status add(const std::shared_ptr<Ticket>& ticket);  // gives it its number
     std::shared_ptr<Ticket> find(uint64_t id);
     void release(uint64_t id);
-    void end(Ticket& ticket, TicketState state, Error error, std::string path);
+    void end(Ticket& ticket, TicketState state, TransferFailure failure);
     std::vector<uint64_t> poll();
     std::vector<std::shared_ptr<Ticket>> running();
     void wake();  // the event descriptor, for notifications

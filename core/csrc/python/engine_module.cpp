@@ -222,6 +222,22 @@ const char* text_of(transport::RegionKind kind) {
 
 int milliseconds(double seconds) { return static_cast<int>(std::clamp(seconds, 0.0, 86400.0) * 1000); }
 
+py::bytes slice_bytes(const TicketStatus& status) {
+    return {reinterpret_cast<const char*>(status.slices.data()), status.slices.size()};
+}
+
+// moonpool.TransferError, with its fields.
+[[noreturn]] void raise_failure(const TicketStatus& status, uint64_t asked) {
+    const TransferFailure& failure = status.failure;
+    py::object type = py::module_::import("moonpool.core.errors").attr("TransferError");
+    py::object exception = type(
+        failure.error.text, py::arg("operation") = "transfer", py::arg("peer") = failure.peer,
+        py::arg("bytes") = asked, py::arg("cause") = failure.cause, py::arg("path") = failure.path,
+        py::arg("bytes_done") = status.bytes_done, py::arg("states") = slice_bytes(status));
+    PyErr_SetObject(type.ptr(), exception.ptr());
+    throw py::error_already_set();
+}
+
 // ---- the engine
 
 template <class F>
@@ -292,7 +308,14 @@ class PyEngine {
     }
 
     uint64_t transfer(const TransferRequest& request) {
-        return unwrap(without_gil([&] { return engine_->transfer(request); }), "transfer");
+        TicketStatus status;
+        Result<uint64_t> bytes = without_gil([&] { return engine_->transfer(request, &status); });
+        if (!bytes && status.state != TicketState::kWaiting) {
+            uint64_t asked = 0;
+            for (const Slice& slice : request.slices) asked += slice.length;
+            raise_failure(status, asked);
+        }
+        return unwrap(std::move(bytes), "transfer");
     }
     uint64_t submit(const TransferRequest& request, PyObject* held) {
         uint64_t ticket = unwrap(without_gil([&] { return engine_->submit(request); }), "submit");
@@ -307,17 +330,9 @@ class PyEngine {
     }
     py::tuple status(uint64_t ticket) {
         TicketStatus status = unwrap(engine_->status(ticket), "status");
-        py::bytes slices(reinterpret_cast<const char*>(status.slices.data()), status.slices.size());
-        return py::make_tuple(text_of(status.state), status.bytes_done, slices, status.error.text,
-                              status.path);
-    }
-    uint64_t result(uint64_t ticket) {
-        TicketStatus status = unwrap(engine_->status(ticket), "transfer");
-        if (status.state == TicketState::kWaiting) {
-            raise(Error{Code::kInvalidArgument, "the transfer has not ended; wait for it"}, "transfer");
-        }
-        if (status.state != TicketState::kDone) raise(status.error, "transfer");
-        return status.bytes_done;
+        const TransferFailure& failure = status.failure;
+        return py::make_tuple(text_of(status.state), status.bytes_done, slice_bytes(status),
+                              failure.error.text, failure.path, failure.peer, failure.cause);
     }
     void cancel(uint64_t ticket) { unwrap(engine_->cancel(ticket), "cancel"); }
     void release(uint64_t ticket) {
@@ -420,8 +435,6 @@ void bind_engine(py::module_& m) {
         .def("segment", &PyEngine::segment, py::arg("segment"))
         .def("wait", &PyEngine::wait, py::arg("ticket"), py::arg("timeout_s"))
         .def("status", &PyEngine::status, py::arg("ticket"))
-        .def("result", &PyEngine::result, py::arg("ticket"),
-             "The bytes that an ended transfer moved; raises its error.")
         .def("cancel", &PyEngine::cancel, py::arg("ticket"))
         .def("release", &PyEngine::release, py::arg("ticket"))
         .def("poll", &PyEngine::poll)
