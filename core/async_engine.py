@@ -10,11 +10,10 @@ import asyncio
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from moonpool.core import region as regions
 from moonpool.core.engine import _LOOPBACK, open_engine, slices_of, submit
 from moonpool.core.engine_types import Batch, Column, Local, Notification, Priority, Slice
 from moonpool.core.errors import Closed
-from moonpool.core.region import Region
+from moonpool.core.region import Region, RegionTable
 from moonpool.core.segment import Segment
 from moonpool.core.transfer import Columns, TransferBase, columns_of
 
@@ -60,7 +59,7 @@ class AsyncTransferEngine:
     """Arguments, results and errors as in ``TransferEngine``; opened by ``async with`` or ``await
     AsyncTransferEngine.start(...)``.
 
-    A call that is cancelled asks for the end of its transfer; the memory is held until it ended.
+    A call that is cancelled asks for the end of its transfer, and does not wait for it.
     """
 
     def __init__(
@@ -90,6 +89,7 @@ class AsyncTransferEngine:
             "timeout_s": timeout_s,
         }
         self._open: _native.Engine | None = None
+        self._regions: RegionTable | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._waiting: dict[int, AsyncTransfer] = {}  # keeps each alive until it was collected
@@ -102,6 +102,7 @@ class AsyncTransferEngine:
 
     async def __aenter__(self) -> AsyncTransferEngine:
         self._open = await asyncio.to_thread(lambda: open_engine(**self._arguments))
+        self._regions = RegionTable(self._open)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._open.eventfd, self._collect)
         return self
@@ -119,6 +120,8 @@ class AsyncTransferEngine:
         assert self._loop is not None
         self._loop.remove_reader(native.eventfd)
         await asyncio.to_thread(native.close)
+        assert self._regions is not None
+        self._regions.close_all()
         for transfer in self._waiting.values():
             transfer._abandon(Closed("this engine was closed", operation="transfer"))
         self._waiting.clear()
@@ -152,11 +155,11 @@ class AsyncTransferEngine:
 
     async def register(self, memory: Any, location: str = "cpu:0") -> Region:
         """See TransferEngine.register."""
-        return await asyncio.to_thread(regions.register, self._native, memory, location)
+        return await asyncio.to_thread(self._table().register, memory, location)
 
     async def allocate(self, nbytes: int, location: str = "cpu:0") -> Region:
         """See TransferEngine.allocate."""
-        return await asyncio.to_thread(regions.allocate, self._native, nbytes, location)
+        return await asyncio.to_thread(self._table().allocate, nbytes, location)
 
     # ---- peers
 
@@ -303,6 +306,11 @@ class AsyncTransferEngine:
                 else "start this engine first: async with AsyncTransferEngine()"
             )
         return self._open
+
+    def _table(self) -> RegionTable:
+        self._native  # noqa: B018  raises when it is closed
+        assert self._regions is not None
+        return self._regions
 
     async def _run(
         self, columns: Columns, priority: int, deadline_s: float | None, notify: bytes | None

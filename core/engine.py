@@ -24,11 +24,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from moonpool.core import paths
-from moonpool.core import region as regions
 from moonpool.core.addresses import parse_address
 from moonpool.core.engine_types import Batch, Column, Local, Notification, Priority, Slice
 from moonpool.core.errors import ConfigError, InvalidArgument
-from moonpool.core.region import Region
+from moonpool.core.region import Region, RegionTable
 from moonpool.core.segment import Segment
 from moonpool.core.transfer import WAIT_PIECE_S, Abandoned, Columns, Transfer, columns_of, one_slice
 
@@ -84,12 +83,18 @@ class TransferEngine:
             timeout_s=timeout_s,
         )
         self._abandoned = Abandoned(native)
+        self._regions = RegionTable(native)
         # Looked up once: with 4 KiB over shared memory each attribute counts.
         self._transfer = native.transfer
 
     def close(self) -> None:
         """Ends it: what waits is cancelled, its memory deregistered, peers lose it. May be called twice."""
         self._native.close()
+        self._regions.close_all()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_regions"):  # else it was never there
+            self.close()  # before the memory goes
 
     def __enter__(self) -> TransferEngine:
         return self
@@ -132,14 +137,14 @@ class TransferEngine:
 
         Raises InvalidArgument for what is no such memory and for a range that overlaps a registered one.
         """
-        return regions.register(self._native, memory, location)
+        return self._regions.register(memory, location)
 
     def allocate(self, nbytes: int, location: str = "cpu:0") -> Region:
         """New registered memory, zeros, page aligned, that engines on this host map: the fastest there is.
 
         Raises InvalidArgument for a size that cannot be, TooLarge when the system has no such memory.
         """
-        return regions.allocate(self._native, nbytes, location)
+        return self._regions.allocate(nbytes, location)
 
     # ---- peers
 
@@ -290,7 +295,7 @@ class TransferEngine:
         deadline_s: float | None = None,
         notify: bytes | None = None,
     ) -> Transfer:
-        """Starts what ``transfer`` does, and returns at once. The memory is held until it ended.
+        """Starts what ``transfer`` does, and returns at once.
 
         Raises TooLarge when too much waits already, InvalidArgument as ``transfer`` does. What goes wrong
         later stands in the Transfer.
@@ -325,7 +330,7 @@ class TransferEngine:
             self._abandoned.sweep()  # empties the eventfd too
 
     def _run(self, columns: Columns, priority: int, deadline_s: float | None, notify: bytes | None) -> int:
-        segments, ops, local, remote, lengths, _ = columns
+        segments, ops, local, remote, lengths = columns
         return self._transfer(
             segments, ops, local, remote, lengths, priority=priority, deadline_s=deadline_s, notify=notify
         )
@@ -379,17 +384,9 @@ def submit(
     native: _native.Engine, columns: Columns, priority: int, deadline_s: float | None, notify: bytes | None
 ) -> int:
     """The ticket of a transfer that was started."""
-    segments, ops, local, remote, lengths, held = columns
+    segments, ops, local, remote, lengths = columns
     return native.submit(
-        segments,
-        ops,
-        local,
-        remote,
-        lengths,
-        priority=priority,
-        deadline_s=deadline_s,
-        notify=notify,
-        held=held,
+        segments, ops, local, remote, lengths, priority=priority, deadline_s=deadline_s, notify=notify
     )
 
 

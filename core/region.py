@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from moonpool.core.buffers import Memory, memory_of
@@ -19,29 +18,26 @@ class Region:
     address, length: where it lies, bytes.
     location:        what peers are told of it, such as "cpu:0".
 
-    The region keeps the object that it was made of alive, and a bytearray from being resized. Peers that
-    still move bytes when it is closed see their slices fail, or reach memory that serves something else by
-    then: tell them first.
+    Until then the engine keeps the object that it was made of alive, and a bytearray from being resized,
+    also when nobody keeps the region.
     """
 
-    __slots__ = ("_memory", "_native", "address", "length", "location")
+    __slots__ = ("_memory", "_table", "address", "length", "location")
 
-    def __init__(self, native: _native.Engine, memory: Memory, location: str, *, registered: bool) -> None:
+    def __init__(self, table: RegionTable, memory: Memory, location: str) -> None:
         self.address = memory.address
         self.length = memory.length
         self.location = location
         self._memory: Memory | None = memory
-        self._native = native
-        if not registered:
-            native.register(memory.address, memory.length, location)
+        self._table = table
 
     def close(self) -> None:
-        """Deregisters. Does nothing the second time; after the engine's close it only lets the memory go."""
-        memory, self._memory = self._memory, None
-        if memory is None:
-            return
-        with suppress(Closed):
-            self._native.deregister(self.address)
+        """Deregisters; when it returns, no transfer touches the memory any more, of here or of a peer.
+
+        Slices that need it fail. Does nothing the second time, and after the engine's close. Raises Timeout
+        when a peer that stands still is inside of it: nothing new reaches it, but it must not be freed yet.
+        """
+        self._table.close(self)
 
     def __enter__(self) -> Region:
         return self
@@ -72,21 +68,44 @@ class Region:
         return self._memory.held.cast("B")
 
 
-def register(native: _native.Engine, memory: Any, location: str) -> Region:
-    """See TransferEngine.register."""
-    found = memory_of(memory)
-    if not found.writable:
-        raise InvalidArgument(
-            f"a {type(memory).__name__} is read-only, and peers may write to what is registered; give a "
-            f"bytearray or a writable array",
-            operation="register",
-        )
-    return Region(native, found, location, registered=False)
+class RegionTable:
+    """The regions of one engine, and what makes them."""
 
+    def __init__(self, native: _native.Engine) -> None:
+        self._native = native
+        self._regions: dict[int, Region] = {}
 
-def allocate(native: _native.Engine, nbytes: int, location: str) -> Region:
-    """See TransferEngine.allocate."""
-    if not 0 < nbytes < 1 << 62:
-        raise InvalidArgument(f"cannot allocate {nbytes} bytes", operation="allocate")
-    view = memoryview(native.allocate(nbytes, location))
-    return Region(native, memory_of(view), location, registered=True)
+    def register(self, memory: Any, location: str) -> Region:
+        """See TransferEngine.register."""
+        found = memory_of(memory)
+        if not found.writable:
+            raise InvalidArgument(
+                f"a {type(memory).__name__} is read-only, and peers may write to what is registered; give a "
+                f"bytearray or a writable array",
+                operation="register",
+            )
+        self._native.register(found.address, found.length, location)
+        return self._keep(found, location)
+
+    def allocate(self, nbytes: int, location: str) -> Region:
+        """See TransferEngine.allocate."""
+        if not 0 < nbytes < 1 << 62:
+            raise InvalidArgument(f"cannot allocate {nbytes} bytes", operation="allocate")
+        return self._keep(memory_of(memoryview(self._native.allocate(nbytes, location))), location)
+
+    def close(self, region: Region) -> None:
+        """See Region.close."""
+        if self._regions.get(region.address) is region:
+            self._native.deregister(region.address)
+            del self._regions[region.address]
+        region._memory = None
+
+    def close_all(self) -> None:
+        """After the native engine's close: lets go of the memory of all."""
+        for region in self._regions.values():
+            region._memory = None
+        self._regions.clear()
+
+    def _keep(self, memory: Memory, location: str) -> Region:
+        region = self._regions[memory.address] = Region(self, memory, location)
+        return region

@@ -23,14 +23,13 @@ WAIT_PIECE_S = 0.25
 
 
 class Columns(NamedTuple):
-    """The arguments of the native ``transfer`` and ``submit``, and what must live until they end."""
+    """The first arguments of the native ``transfer`` and ``submit``."""
 
     segments: int | Sequence[int]
     ops: str | bytes
     local: Any
     remote: Any
     lengths: Any
-    held: object
 
     @property
     def asked(self) -> int:
@@ -61,7 +60,6 @@ def columns_of(slices: Batch | Sequence[Slice]) -> Columns:
         local,
         [item.remote for item in slices],
         [item.length for item in slices],
-        slices,
     )
 
 
@@ -86,7 +84,7 @@ def _columns_of_batch(batch: Batch) -> Columns:
         raise InvalidArgument(
             f"the columns of a batch have different lengths, or none: {sorted(counts)}", operation="transfer"
         )
-    return Columns(segments, ops, batch.local, batch.remote, lengths, batch)
+    return Columns(segments, ops, batch.local, batch.remote, lengths)
 
 
 def op_letter(op: str) -> str:
@@ -115,7 +113,7 @@ def one_slice(segment: Segment, op: str, local: Local, remote: int, length: int 
         if isinstance(local, int):
             raise InvalidArgument("give a length with an address")
         length = local.length if isinstance(local, Region) else memory_of(local).length
-    return Columns(segment.handle, op, [local_address(local, length)], [remote], [length], local)
+    return Columns(segment.handle, op, [local_address(local, length)], [remote], [length])
 
 
 class Status(NamedTuple):
@@ -131,7 +129,7 @@ class Status(NamedTuple):
 
 
 class TransferBase:
-    """A submitted transfer. Letting go of it changes nothing: it goes on, and keeps its memory.
+    """A submitted transfer. Letting go of it changes nothing: it goes on.
 
     Its ticket holds a place in the engine's table until it is released, and releasing a running one would
     cancel it; so each facade releases when it knows of the end.

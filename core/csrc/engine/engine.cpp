@@ -87,6 +87,24 @@ struct Desk {
     }
 };
 
+Status check_message(std::string_view message) {
+    if (message.size() <= transport::kNotifyBytesMax) return success();
+    return Error{Code::kTooLarge, "a notification has at most " + std::to_string(transport::kNotifyBytesMax) +
+                                      " bytes, not " + std::to_string(message.size())};
+}
+
+// Before anything is moved.
+Status check(const TransferRequest& request) {
+    if (request.slices.size() > kEngineSlicesMax) {
+        return Error{Code::kTooLarge,
+                     "a transfer has at most " + std::to_string(kEngineSlicesMax) + " slices; split it"};
+    }
+    if (request.segments.size() != 1 && request.segments.size() != request.slices.size()) {
+        return Error{Code::kInvalidArgument, "a transfer needs one segment, or one for each slice"};
+    }
+    return request.notify ? check_message(*request.notify) : success();
+}
+
 }  // namespace
 
 struct Engine::Core {
@@ -449,10 +467,7 @@ Result<uint64_t> Engine::Core::transfer_alone(const TransferRequest& request,
 }
 
 Status Engine::Core::tell(Peer& peer, std::string_view message) {
-    if (message.size() > transport::kNotifyBytesMax) {
-        return Error{Code::kTooLarge,
-                     "a notification has at most " + std::to_string(transport::kNotifyBytesMax) + " bytes"};
-    }
+    if (Status sound = check_message(message); !sound) return sound;
     auto bytes = std::as_bytes(std::span(message.data(), message.size()));
     Result<std::vector<std::byte>> answer = peer.control().ask(
         Kind::kEngineNotify, std::vector<std::byte>(bytes.begin(), bytes.end()), options.timeout_ms);
@@ -467,13 +482,7 @@ Status Engine::Core::tell(Peer& peer, std::string_view message) {
 Result<std::shared_ptr<Ticket>> Engine::Core::make_ticket(const TransferRequest& request) {
     auto ticket = std::make_shared<Ticket>();
     ticket->slices = request.slices.size();
-    if (request.notify) {
-        if (request.notify->size() > transport::kNotifyBytesMax) {
-            return Error{Code::kTooLarge, "a notification has at most " +
-                                              std::to_string(transport::kNotifyBytesMax) + " bytes"};
-        }
-        ticket->notify = std::string(*request.notify);
-    }
+    if (request.notify) ticket->notify = std::string(*request.notify);
     // One share for each peer, in the order of their first slices.
     std::unordered_map<uint32_t, Share*> by_segment;
     auto share_of = [&](uint32_t segment) -> Result<Share*> {
@@ -561,9 +570,10 @@ void Engine::Core::end_ticket(const std::shared_ptr<Ticket>& ticket) {
         if (job.waiting != 0 && job.stopped() && !job.refused) {
             if (state == TicketState::kDone) {
                 state = TicketState::kCancelled;
+                job.refused = true;
+                job.refusal = closing ? Error{Code::kClosed, "the engine was closed meanwhile"}
+                                      : Error{Code::kInvalidArgument, "it was cancelled"};
                 failure = share->peer->explain(job, share->outcome);
-                failure.cause = closing ? "the engine was closed meanwhile" : "the transfer was cancelled";
-                failure.error = Error{closing ? Code::kClosed : Code::kInvalidArgument, failure.cause};
             }
         } else if (state != TicketState::kFailed) {
             state = TicketState::kFailed;
@@ -623,7 +633,7 @@ Result<std::shared_ptr<transport::Memory>> Engine::allocate(uint64_t bytes, cons
     if (!memory) return memory.error();
     auto address = reinterpret_cast<uint64_t>((*memory)->data());
     Result<std::shared_ptr<Region>> region =
-        core_->regions->add(address, (*memory)->size(), RegionKind::kOwn, location, *memory);
+        core_->regions->add(address, bytes, RegionKind::kOwn, location, *memory);
     if (!region) return region.error();
     return *memory;
 }
@@ -781,13 +791,7 @@ TicketStatus status_of(Ticket& ticket) {
 Result<uint64_t> Engine::transfer(const TransferRequest& request, TicketStatus* status) {
     Core::Call call(*core_);
     if (!call.ok()) return call.error();
-    if (request.slices.size() > kEngineSlicesMax) {
-        return Error{Code::kTooLarge,
-                     "a transfer has at most " + std::to_string(kEngineSlicesMax) + " slices; split it"};
-    }
-    if (request.segments.size() != 1 && request.segments.size() != request.slices.size()) {
-        return Error{Code::kInvalidArgument, "a transfer needs one segment, or one for each slice"};
-    }
+    if (Status sound = check(request); !sound) return sound.error();
     bool same = !request.segments.empty() && std::ranges::all_of(request.segments, [&](uint32_t s) {
         return s == request.segments.front();
     });
@@ -819,13 +823,7 @@ Result<uint64_t> Engine::transfer(const TransferRequest& request, TicketStatus* 
 Result<uint64_t> Engine::submit(const TransferRequest& request) {
     Core::Call call(*core_);
     if (!call.ok()) return call.error();
-    if (request.slices.size() > kEngineSlicesMax) {
-        return Error{Code::kTooLarge,
-                     "a transfer has at most " + std::to_string(kEngineSlicesMax) + " slices; split it"};
-    }
-    if (request.segments.size() != 1 && request.segments.size() != request.slices.size()) {
-        return Error{Code::kInvalidArgument, "a transfer needs one segment, or one for each slice"};
-    }
+    if (Status sound = check(request); !sound) return sound.error();
     Result<std::shared_ptr<Ticket>> ticket = core_->make_ticket(request);
     if (!ticket) return ticket.error();
     if (Status status = core_->tickets.add(*ticket); !status) return status.error();

@@ -70,8 +70,9 @@ TransferFailure Peer::explain(const Job& job, const Outcome& outcome) const {
                 : !outcome.status ? outcome.status.error()
                                   : Error{Code::kUnavailable, "no path is left"};
     failure.cause = why.text;
-    std::string text = "the transfer with engine \"" + info_.name + "\" at " + info_.address + " failed after " +
-                       std::to_string(job.bytes_done.load()) + " of " + std::to_string(total) + " bytes: ";
+    std::string text = "the transfer with engine \"" + info_.name + "\" at " + info_.address +
+                       " failed after " + std::to_string(job.bytes_done.load()) + " of " +
+                       std::to_string(total) + " bytes: ";
     // A path that could not do it names itself; a refusal does not.
     if (job.refused && !failure.path.empty()) text += failure.path + ": ";
     failure.error = Error{why.code, text + why.text};

@@ -230,10 +230,10 @@ py::bytes slice_bytes(const TicketStatus& status) {
 [[noreturn]] void raise_failure(const TicketStatus& status, uint64_t asked) {
     const TransferFailure& failure = status.failure;
     py::object type = py::module_::import("moonpool.core.errors").attr("TransferError");
-    py::object exception = type(
-        failure.error.text, py::arg("operation") = "transfer", py::arg("peer") = failure.peer,
-        py::arg("bytes") = asked, py::arg("cause") = failure.cause, py::arg("path") = failure.path,
-        py::arg("bytes_done") = status.bytes_done, py::arg("states") = slice_bytes(status));
+    py::object exception =
+        type(failure.error.text, py::arg("operation") = "transfer", py::arg("peer") = failure.peer,
+             py::arg("bytes") = asked, py::arg("cause") = failure.cause, py::arg("path") = failure.path,
+             py::arg("bytes_done") = status.bytes_done, py::arg("states") = slice_bytes(status));
     PyErr_SetObject(type.ptr(), exception.ptr());
     throw py::error_already_set();
 }

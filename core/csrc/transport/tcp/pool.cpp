@@ -126,6 +126,16 @@ Result<std::unique_ptr<Channel>> Pool::dial(int timeout_ms) {
     return greet(std::move(*dialed), timeout_ms);
 }
 
+namespace {
+
+// A target knows a connection by its engine and this number, and one engine may open a peer more than once.
+uint32_t next_channel() {
+    static std::atomic<uint32_t> last{0};
+    return last.fetch_add(1) + 1;
+}
+
+}  // namespace
+
 Result<std::unique_ptr<Channel>> Pool::greet(Dialed dialed, int timeout_ms) {
     int fd = dialed.fd.get();
     int flags = ::fcntl(fd, F_GETFL);
@@ -138,10 +148,7 @@ Result<std::unique_ptr<Channel>> Pool::greet(Dialed dialed, int timeout_ms) {
     hello.segment = options_.self;
     hello.expected = options_.peer;
     hello.name = options_.self_name;
-    {
-        std::lock_guard lock(mutex_);
-        hello.channel = next_number_++;
-    }
+    hello.channel = next_channel();
     auto channel = std::make_unique<Channel>(std::move(dialed.fd), hello.channel,
                                              local_address(fd) + " -> " + peer_address(fd));
     std::vector<std::byte> body;

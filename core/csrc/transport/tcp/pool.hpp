@@ -51,7 +51,6 @@ class Pool {
     std::condition_variable returned_;
     std::vector<std::unique_ptr<Channel>> idle_;
     uint32_t open_ = 0;
-    uint32_t next_number_ = 1;
     std::vector<uint32_t> fences_;  // channels given up whose writes may still arrive
     bool closed_ = false;
     uint64_t unreachable_until_ns_ = 0;
