@@ -110,8 +110,11 @@ class Talker:
 
     def ask(self, request: object, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         """The answer to ``request``. Raises Failed, also for an answer that is {"error": text}."""
-        self._socket.sendall(json.dumps(request).encode() + b"\n")
+        self.tell(request)
         return self.receive(timeout_s)
+
+    def tell(self, request: object) -> None:
+        self._socket.sendall(json.dumps(request).encode() + b"\n")
 
     def receive(self, timeout_s: float) -> Any:
         deadline_s = time.monotonic() + timeout_s

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -96,7 +97,12 @@ def beside(row: Row, other: float | str | None) -> str:
 
 
 def markdown(rows: list[Row]) -> str:
-    """As print_table, without colours."""
+    """As print_table, without colours; a table for each set of peers."""
+    tables = [list(group) for _, group in groupby(rows, key=lambda row: list(row.peers))]
+    return "\n\n".join(map(markdown_table, tables))
+
+
+def markdown_table(rows: list[Row]) -> str:
     peers = list(rows[0].peers)
     lines = [
         ["work [working set]", "ours", "unit", *peers, "limit", "target", ""],

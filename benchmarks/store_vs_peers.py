@@ -17,9 +17,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks import peers
 from benchmarks.processes import PYTHON, Failed, Talker, end_on_sigterm
 from benchmarks.report import print_table, write_json
-from benchmarks.store import peers, servers
+from benchmarks.store import servers
 from benchmarks.store.rows import Outcome, rows
 from benchmarks.store.workload import CELLS
 

@@ -1,0 +1,154 @@
+"""The measuring process: one engine's caller, told by JSON lines which cell to run.
+
+    python -m benchmarks.transfer.initiator FD DRIVER BYTES TARGET_PID
+
+FD is a socket: what the target said in, {"ready": true} out; then {"cell": .., "budget_s": ..} in, {name:
+{"p50_us": .., "gb_s": .., "cpu_s_gb": ..}} out, where a name is the driver's or its limit's; {"error": ..}
+when a call failed or bytes differ.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.store.clock import cpu_seconds
+from benchmarks.transfer.cells import MIB, Cell
+from benchmarks.transfer.drivers import Caller, Initiator, load
+from benchmarks.transfer.memory import Blocks, Checker, let_others_look
+
+Figures = dict[str, float]
+WARM_CALLS = 3
+RUN_BYTES = 16 * MIB  # calls between two looks at the clock
+RUN_CALLS = 256
+
+
+class Wrong(Exception):
+    """The engine did not do what it said; its figures would mean nothing."""
+
+
+class Measurer:
+    def __init__(self, driver: str, size: int, target_pid: int, told: dict[str, Any]) -> None:
+        self.name, self.target_pid, self.remote = driver, target_pid, int(told["address"])
+        self.initiator: Initiator = load(driver, "Initiator")(size, self.remote, told["about"])
+        if self.initiator.op == "write":
+            self.initiator.region.fill("initiator")
+        else:
+            self.initiator.region.spoil()
+        self.checker = Checker()
+        self.shares: dict[Cell, list[list[list[int]]]] = {}
+        self.callers: dict[tuple[str, Cell], list[Caller]] = {}  # kept: some are slow to make
+
+    def run(self, cell: Cell, budget_s: float) -> dict[str, Figures]:
+        names = [self.name, *([self.initiator.limit] if self.initiator.limit else [])]
+        return {name: self._pass(name, cell, budget_s) for name in names}
+
+    def _pass(self, name: str, cell: Cell, budget_s: float) -> Figures:
+        """Calls for ``budget_s``, then every byte compared."""
+        shares = self._shares(cell)
+        callers = self._callers(name, cell, shares)
+        for caller, share in zip(callers, shares, strict=True):
+            caller.run(0, min(WARM_CALLS, len(share)))
+        pids = [os.getpid(), self.target_pid]
+        cpu_s = cpu_seconds(pids)
+        spent_s = together(callers, shares, cell, budget_s)
+        cpu_s = cpu_seconds(pids) - cpu_s
+        for share, times in zip(shares, spent_s, strict=True):
+            self._check(name, cell, share[: max(len(times), WARM_CALLS)])
+        gb = cell.block * cell.batch / 1e9
+        return {
+            "p50_us": statistics.median(time_s for times in spent_s for time_s in times) * 1e6,
+            "gb_s": sum(gb * len(times) / sum(times) for times in spent_s),
+            "cpu_s_gb": cpu_s / (gb * sum(len(times) for times in spent_s)),
+        }
+
+    def _shares(self, cell: Cell) -> list[list[list[int]]]:
+        """Each thread's calls."""
+        if cell not in self.shares:
+            calls = cell.calls()
+            self.shares[cell] = [calls[thread :: cell.threads] for thread in range(cell.threads)]
+        return self.shares[cell]
+
+    def _callers(self, name: str, cell: Cell, shares: list[list[list[int]]]) -> list[Caller]:
+        key = (name, cell)
+        if key not in self.callers:
+            initiator = self.initiator
+            self.callers[key] = [
+                initiator.caller(thread, share, cell.block)
+                if name == self.name
+                else initiator.limit_caller(thread, share, cell.block)
+                for thread, share in enumerate(shares)
+            ]
+        return self.callers[key]
+
+    def _check(self, name: str, cell: Cell, calls: Sequence[Sequence[int]]) -> None:
+        offsets = [offset for call in calls for offset in call]
+        here = Blocks(os.getpid(), self.initiator.region.address, offsets, cell.block)
+        there = Blocks(self.target_pid, self.remote, offsets, cell.block)
+        source, sink = (here, there) if self.initiator.op == "write" else (there, here)
+        if not self.checker.check(source, sink):
+            raise Wrong(f"{name}: a {self.initiator.op} of {cell.name} moved other bytes than were there")
+
+
+def together(
+    callers: list[Caller], shares: list[list[list[int]]], cell: Cell, budget_s: float
+) -> list[list[float]]:
+    """Each caller in a thread of its own, all from the same moment; the seconds of each one's calls."""
+    spent_s: list[list[float]] = [[] for _ in callers]
+    failed: list[BaseException] = []
+    start = threading.Barrier(len(callers))
+    count = max(1, min(RUN_CALLS, RUN_BYTES // (cell.block * cell.batch)))
+
+    def work(thread: int) -> None:
+        try:
+            start.wait()
+            at, calls, deadline_s = 0, len(shares[thread]), time.perf_counter() + budget_s
+            while time.perf_counter() < deadline_s:
+                part = min(count, calls - at)
+                spent_s[thread].extend(callers[thread].run(at, part))
+                at = (at + part) % calls
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(1, len(callers))]
+    for thread in threads:
+        thread.start()
+    work(0)
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return spent_s
+
+
+def main() -> None:
+    descriptor, driver, size, target_pid = sys.argv[1:]
+    with socket.socket(fileno=int(descriptor)) as channel, channel.makefile("rw", buffering=1) as lines:
+
+        def answer(value: object) -> None:
+            lines.write(json.dumps(value) + "\n")
+            lines.flush()
+
+        try:
+            let_others_look()
+            measurer = Measurer(driver, int(size), int(target_pid), json.loads(lines.readline()))
+            gc.disable()
+            answer({"ready": True})
+            for line in lines:
+                request = json.loads(line)
+                answer(measurer.run(Cell(**request["cell"]), request["budget_s"]))
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
+    os._exit(0)  # peers may hang or crash while they are torn down
+
+
+if __name__ == "__main__":
+    main()
