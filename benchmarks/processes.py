@@ -62,6 +62,14 @@ class Process:
         tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-12:])
         return Failed(f"{Path(self.command[0]).name} {what}\n{tail}")
 
+    def wait_for_output(self, text: str) -> None:
+        """Returns when its log has ``text``. Raises Failed."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while text not in self.log.read_text(errors="replace"):
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                raise self.failed(f"did not say {text!r}")
+            time.sleep(0.02)
+
     def wait_for_port(self, family: int, address: str | tuple[str, int]) -> None:
         """Returns when something listens at ``address``. Raises Failed."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
@@ -96,10 +104,11 @@ class Talker:
         arguments: Sequence[str],
         log: Path,
         extra: dict[str, str] | None = None,
+        prefix: Sequence[str | Path] = (),
     ) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [python, "-m", module, str(theirs.fileno()), *arguments]
+            command = [*prefix, python, "-m", module, str(theirs.fileno()), *arguments]
             self.process = Process(command, log, extra=extra, pass_fds=[theirs.fileno()])
         self._socket = ours
         self._pending = b""

@@ -97,24 +97,29 @@ class Client:
         return verb if driver is self.drivers[0] else f"{driver.name} {verb}"
 
     def _timed(self, calls: list[Call], pids: list[int], cell: Cell) -> Figures:
-        clock = time.perf_counter
-        spent_s: list[float] = []
-        fine = True
-        cpu_s = cpu_seconds(pids)
-        for call in calls:
-            start_s = clock()
-            result = call()
-            spent_s.append(clock() - start_s)
-            fine = fine and bool(result)
-        cpu_s = cpu_seconds(pids) - cpu_s
-        if not fine:
-            raise Wrong(f"{self.drivers[0].name}: a call on {cell.name} failed")
-        gb = cell.object_bytes * cell.objects / 1e9
-        return {
-            "p50_us": statistics.median(spent_s) * 1e6,
-            "gb_s": gb / sum(spent_s),
-            "cpu_s_gb": cpu_s / gb,
-        }
+        return timed(calls, pids, cell.object_bytes * cell.objects, f"{self.drivers[0].name}, {cell.name}")
+
+
+def timed(calls: list[Call], pids: list[int], size: int, what: str) -> Figures:
+    """Makes the calls, which move ``size`` bytes together; each returns something true."""
+    clock = time.perf_counter
+    spent_s: list[float] = []
+    fine = True
+    cpu_s = cpu_seconds(pids)
+    for call in calls:
+        start_s = clock()
+        result = call()
+        spent_s.append(clock() - start_s)
+        fine = fine and bool(result)
+    cpu_s = cpu_seconds(pids) - cpu_s
+    if not fine:
+        raise Wrong(f"{what}: a call failed")
+    gb = size / 1e9
+    return {
+        "p50_us": statistics.median(spent_s) * 1e6,
+        "gb_s": gb / sum(spent_s),
+        "cpu_s_gb": cpu_s / gb,
+    }
 
 
 def puts(driver: Driver, cell: Cell, keys: list[str], offsets: list[int]) -> list[Call]:
@@ -161,24 +166,32 @@ def expecting(expected: object, function: Callable[..., object], *arguments: obj
     return lambda: function(*arguments) == expected
 
 
-def main() -> None:
-    descriptor, driver, address, *limit = sys.argv[1:]
-    with socket.socket(fileno=int(descriptor)) as channel, channel.makefile("rw", buffering=1) as lines:
+def serve(descriptor: int, start: Callable[[], Callable[[dict[str, Any]], object]]) -> None:
+    """Answers requests with what ``start`` gives, until the socket ends; then ends this process."""
+    with socket.socket(fileno=descriptor) as channel, channel.makefile("rw", buffering=1) as lines:
 
         def answer(value: object) -> None:
             lines.write(json.dumps(value) + "\n")
             lines.flush()
 
         try:
-            client = Client(driver, address, bool(limit))
+            run = start()
             answer({"ready": True})
             for line in lines:
-                request = json.loads(line)
-                cell = Cell(**request.pop("cell"))
-                answer(client.run(cell, **request))
+                answer(run(json.loads(line)))
         except Exception as error:
             answer({"error": f"{type(error).__name__}: {error}"})
     os._exit(0)  # clients of peers may hang or crash while they are torn down
+
+
+def main() -> None:
+    descriptor, driver, address, *limit = sys.argv[1:]
+
+    def start() -> Callable[[dict[str, Any]], object]:
+        client = Client(driver, address, bool(limit))
+        return lambda request: client.run(Cell(**request.pop("cell")), **request)
+
+    serve(int(descriptor), start)
 
 
 if __name__ == "__main__":

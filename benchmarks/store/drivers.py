@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import socket
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -135,7 +136,7 @@ class Mooncake:
     def __init__(self, address: str, source: Buffer, target: Buffer) -> None:
         module = importlib.import_module("mooncake.store")
         self._store: Any = module.MooncakeDistributedStore()
-        arguments = ("127.0.0.1", "P2PHANDSHAKE", 0, source.size + 64 * MIB, "tcp", "", address)
+        arguments = (own_host(address), "P2PHANDSHAKE", 0, source.size + 64 * MIB, "tcp", "", address)
         if code := self._store.setup(*arguments):
             raise RuntimeError(f"setup of the Mooncake client failed with {code}")
         self._source, self._target = source.address, target.address
@@ -174,6 +175,14 @@ class Mooncake:
 
     def remove(self, keys: list[str]) -> None:
         self._store.batch_remove(keys, True)
+
+
+def own_host(address: str) -> str:
+    """Our address on the way to "host:port"."""
+    host, _, port = address.rpartition(":")
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])
 
 
 class Redis:

@@ -8,6 +8,7 @@ import os
 import struct
 
 STAMP = struct.Struct("<QQ")
+TILE = (1 << 20) + 4099  # bytes after which random memory repeats: no two objects are alike
 
 
 class Buffer:
@@ -16,7 +17,9 @@ class Buffer:
     def __init__(self, size: int, *, random: bool = False) -> None:
         self.size = size
         self._map = mmap.mmap(-1, size)
-        self._map[:] = os.urandom(size) if random else bytes(size)
+        tile = os.urandom(TILE) if random else bytes(TILE)
+        for at in range(0, size, TILE):
+            self._map[at : at + TILE] = tile[: size - at]
         self.view = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
@@ -25,12 +28,13 @@ class Buffer:
         STAMP.pack_into(self._map, offset, mark, offset)
         STAMP.pack_into(self._map, offset + size - STAMP.size, offset, mark)
 
-    def poison(self) -> None:
+    def poison(self, offset: int = 0, size: int | None = None) -> None:
         """So that a get that writes nothing is seen."""
-        ctypes.memset(self.address, 0xA5, self.size)
+        ctypes.memset(self.address + offset, 0xA5, self.size if size is None else size)
 
-    def equals(self, other: Buffer) -> bool:
-        return bool(_memcmp(self.address, other.address, self.size) == 0)
+    def equals(self, other: Buffer, offset: int = 0, size: int | None = None) -> bool:
+        length = self.size if size is None else size
+        return bool(_memcmp(self.address + offset, other.address + offset, length) == 0)
 
 
 def _libc_memcmp() -> ctypes._NamedFuncPointer:

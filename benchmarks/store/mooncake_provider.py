@@ -1,4 +1,7 @@
-"""The process that holds Mooncake's segment: python -m benchmarks.store.mooncake_provider FD MASTER MIB"""
+"""The process that holds Mooncake's segment.
+
+python -m benchmarks.store.mooncake_provider FD MASTER MIB HOST
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import sys
 
 
 def main() -> None:
-    descriptor, master, size_mib = sys.argv[1:]
+    descriptor, master, size_mib, host = sys.argv[1:]
     with socket.socket(fileno=int(descriptor)) as channel:
         store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
         sizes = (int(size_mib) << 20, 16 << 20)
-        code = store.setup("127.0.0.1", "P2PHANDSHAKE", *sizes, "tcp", "", master)
+        code = store.setup(host, "P2PHANDSHAKE", *sizes, "tcp", "", master)
         answer = {"error": f"setup failed with {code}"} if code else {"ready": True}
         channel.sendall(json.dumps(answer).encode() + b"\n")
         channel.recv(1)  # until the benchmark ends

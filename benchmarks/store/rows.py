@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from benchmarks.report import Row
+from benchmarks.store.ring import RING_CELLS, RingCell
 from benchmarks.store.workload import CELLS, Cell
 
 NOT_RUN = "not run"
@@ -24,7 +25,7 @@ class Outcome:
     passes: Mapping[str, Mapping[str, Passes]]
     missing: Mapping[str, str]
 
-    def median(self, backend: str, cell: Cell, verb: str, figure: str) -> float | None:
+    def median(self, backend: str, cell: Cell | RingCell, verb: str, figure: str) -> float | None:
         rows = self.passes.get(backend, {}).get(cell.name, {}).get(verb)
         return statistics.median(row[figure] for row in rows) if rows else None
 
@@ -36,7 +37,7 @@ class _Builder:
     def row(
         self,
         work: str,
-        cell: Cell,
+        cell: Cell | RingCell,
         verb: str,
         figure: str,
         *,
@@ -105,3 +106,17 @@ def rows(outcome: Outcome, peers: list[str]) -> Iterator[Row]:
     yield make("exists, hit", exists, "hit", "p50_us", unit="us", of_mooncake=0.5)
     yield make("exists, miss", exists, "miss", "p50_us", unit="us", of_mooncake=0.5)
     yield make("exists of 1,000 keys", exists, "batch", "p50_us", unit="us")
+
+
+def cable_rows(outcome: Outcome, peers: list[str]) -> Iterator[Row]:
+    """The rows over TCP to another network namespace, in order."""
+    make = _Builder(outcome, peers).row
+    small, large = RING_CELLS[:2], RING_CELLS[2:]
+    for cell in small:
+        yield make("put 64 KiB", cell, "put", "p50_us", unit="us", of_mooncake=0.5)
+        yield make("get 64 KiB into a buffer", cell, "get", "p50_us", unit="us", of_mooncake=0.5)
+    for cell in large:
+        yield make("put 1 MiB", cell, "put", "gb_s", unit="GB/s")
+        yield make("get 1 MiB into a buffer", cell, "get", "gb_s", unit="GB/s")
+        yield make("put 1 MiB, CPU", cell, "put", "cpu_s_gb", unit="s/GB", of_mooncake=0.6)
+        yield make("get 1 MiB into a buffer, CPU", cell, "get", "cpu_s_gb", unit="s/GB", of_mooncake=0.6)

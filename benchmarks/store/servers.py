@@ -6,16 +6,17 @@ client's.
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.namespace import THERE, Namespace
 from benchmarks.processes import PYTHON, Failed, Process, Talker, free_port
 
-ARENA = "1GiB"
 ARENA_MIB = 1024
 
 
@@ -28,33 +29,38 @@ class Server:
 @dataclass(frozen=True)
 class Setting:
     """folder: for sockets and logs. peers_python: the interpreter with the peers' packages. tcp: instead of
-    a Unix socket, where a peer has the choice.
+    a Unix socket, where a peer has the choice. namespace: where the stores run, None for here.
     """
 
     folder: Path
     peers_python: Path | None
     tcp: bool
+    namespace: Namespace | None = None
+    token: str = field(default_factory=lambda: secrets.token_hex(32))
 
     def log(self, name: str) -> Path:
-        return self.folder / f"{name}.log"
+        return self.folder / f"{name}{' there' if self.namespace else ''}.log"
+
+    @property
+    def host(self) -> str:
+        return THERE if self.namespace else "127.0.0.1"
+
+    @property
+    def prefix(self) -> list[str | Path]:
+        return self.namespace.enter if self.namespace else []
 
 
 def moonpool(setting: Setting, stack: ExitStack) -> Server:
-    path = setting.folder / "node.sock"
-    command: list[str | Path] = [
-        PYTHON,
-        "-m",
-        "moonpool",
-        "node",
-        "--dram",
-        ARENA,
-        "--socket",
-        path,
-        "--http",
-        "off",
-    ]
+    path = setting.folder / ("there.sock" if setting.namespace else "node.sock")
+    where = ["--dram", f"{ARENA_MIB}MiB", "--socket", str(path), "--http", "off"]
+    port = free_port()
+    listen = ["--listen", f"{setting.host}:{port}"] if setting.namespace else []
+    command: list[str | Path] = [*setting.prefix, PYTHON, "-m", "moonpool", "node", *where, *listen]
     node = Process(command, setting.log("node"), extra=runtime(setting))
     stack.callback(node.stop)
+    if setting.namespace:
+        node.wait_for_port(socket.AF_INET, (setting.host, port))
+        return Server(f"tcp://{setting.host}:{port}", [node.pid])
     node.wait_for_port(socket.AF_UNIX, str(path))
     return Server(str(path), [node.pid])
 
@@ -64,23 +70,25 @@ def mooncake(setting: Setting, stack: ExitStack) -> Server:
     port = free_port()
     master = Process(
         [
+            *setting.prefix,
             setting.peers_python.with_name("mooncake_master"),
             f"--rpc_port={port}",
-            "--rpc_address=127.0.0.1",
-            "--metrics_host=127.0.0.1",
+            f"--rpc_address={setting.host}",
+            f"--metrics_host={setting.host}",
             f"--metrics_port={free_port()}",
             "--default_kv_lease_ttl=500",
         ],
         setting.log("mooncake_master"),
     )
     stack.callback(master.stop)
-    master.wait_for_port(socket.AF_INET, ("127.0.0.1", port))
-    address = f"127.0.0.1:{port}"
+    master.wait_for_port(socket.AF_INET, (setting.host, port))
+    address = f"{setting.host}:{port}"
     provider = Talker(
         setting.peers_python,
         "benchmarks.store.mooncake_provider",
-        [address, str(ARENA_MIB)],
+        [address, str(ARENA_MIB), setting.host],
         setting.log("mooncake_provider"),
+        prefix=setting.prefix,
     )
     stack.callback(provider.close)
     provider.wait_ready()
@@ -90,7 +98,9 @@ def mooncake(setting: Setting, stack: ExitStack) -> Server:
 def redis(setting: Setting, stack: ExitStack) -> Server:
     path, port = str(setting.folder / "redis.sock"), free_port()
     where = (
-        ["--bind", "127.0.0.1", "--port", str(port)] if setting.tcp else ["--port", "0", "--unixsocket", path]
+        ["--bind", setting.host, "--port", str(port), "--protected-mode", "no"]
+        if setting.tcp
+        else ["--port", "0", "--unixsocket", path]
     )
     command = [program("redis-server"), "--save", "", "--appendonly", "no", *where]
     return daemon("redis", command, path, port, setting, stack)
@@ -98,7 +108,7 @@ def redis(setting: Setting, stack: ExitStack) -> Server:
 
 def memcached(setting: Setting, stack: ExitStack) -> Server:
     path, port = str(setting.folder / "memcached.sock"), free_port()
-    where = ["-l", "127.0.0.1", "-p", str(port)] if setting.tcp else ["-s", path]
+    where = ["-l", setting.host, "-p", str(port)] if setting.tcp else ["-s", path]
     command = [program("memcached"), "-u", "root", "-m", str(ARENA_MIB), "-I", "32m", *where]
     return daemon("memcached", command, path, port, setting, stack)
 
@@ -113,11 +123,11 @@ START: dict[str, Callable[[Setting, ExitStack], Server]] = {
 
 def daemon(name: str, command: list[str], path: str, port: int, setting: Setting, stack: ExitStack) -> Server:
     """A server that listens on ``path`` or, over TCP, on ``port``."""
-    process = Process(command, setting.log(name))
+    process = Process([*setting.prefix, *command], setting.log(name))
     stack.callback(process.stop)
     if setting.tcp:
-        process.wait_for_port(socket.AF_INET, ("127.0.0.1", port))
-        return Server(f"127.0.0.1:{port}", [process.pid])
+        process.wait_for_port(socket.AF_INET, (setting.host, port))
+        return Server(f"{setting.host}:{port}", [process.pid])
     process.wait_for_port(socket.AF_UNIX, path)
     return Server(path, [process.pid])
 
@@ -132,4 +142,4 @@ def program(name: str) -> str:
 
 def runtime(setting: Setting) -> dict[str, str]:
     """The node and our client share a token that no other process knows."""
-    return {"MOONPOOL_RUNTIME_DIR": str(setting.folder)}
+    return {"MOONPOOL_RUNTIME_DIR": str(setting.folder), "MOONPOOL_CLUSTER_TOKEN": setting.token}

@@ -31,7 +31,9 @@ class Cell:
     def calls(self) -> list[list[int]]:
         """The offsets of each call's blocks."""
         slots = self.working_set // self.block
-        step = int(slots * GOLDEN) | 1  # odd, so that every slot of a power of two has its turn
+        # A slot's neighbour has its turn so many slots later; odd, so that every slot of a power of two has.
+        apart = int(slots * GOLDEN) | 1
+        step = pow(apart, -1, slots)
         order = [i * step % slots * self.block for i in range(min(slots, CALLS_MAX * self.batch))]
         return [order[at : at + self.batch] for at in range(0, len(order), self.batch)]
 

@@ -1,0 +1,144 @@
+"""The benchmarks' own machinery: lost bytes are seen, verdicts are right, a short run gives JSON."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import mmap
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """load("transfer.cells") imports a module of this checkout's benchmarks."""
+    monkeypatch.syspath_prepend(str(ROOT))
+
+    def module(name: str) -> ModuleType:
+        return importlib.import_module(f"benchmarks.{name}")
+
+    return module
+
+
+def test_the_calls_of_a_cell_cover_its_working_set_and_have_no_neighbours(load: Any) -> None:
+    for cell in load("transfer.cells").CELLS:
+        calls = cell.calls()
+        offsets = [offset for call in calls for offset in call]
+        assert len(set(offsets)) == len(offsets)
+        assert max(offsets) + cell.block <= cell.working_set
+        assert max(offsets) > cell.working_set * 0.7
+        assert {len(call) for call in calls} == {cell.batch}
+        if cell.batch > 1:
+            ordered = sorted(calls[0])
+            assert all(after - before > cell.block for before, after in pairwise(ordered))
+
+
+def test_a_byte_that_did_not_arrive_is_seen_and_what_was_compared_is_spoilt(load: Any) -> None:
+    memory = load("transfer.memory")
+    size, block = 1 << 20, 4096
+    source, sink = memory.Region(size), memory.Region(size)
+    source.fill("one")
+    offsets = [3 * block, 0, 200 * block]
+
+    def check() -> bool:
+        pid, checker = os.getpid(), memory.Checker()
+        ends = [memory.Blocks(pid, region.address, offsets, block) for region in (source, sink)]
+        return bool(checker.check(*ends))
+
+    for offset in offsets:
+        ctypes.memmove(sink.address + offset, source.address + offset, block)
+    assert check()
+    assert bytes(sink.view()[:block]) == bytes([memory.POISON]) * block
+    assert bytes(sink.view()[block : 2 * block]) == bytes(block)  # was not moved, and is left alone
+    for offset in offsets:
+        ctypes.memmove(sink.address + offset, source.address + offset, block)
+    sink.view()[201 * block - 1] ^= 1
+    assert not check()
+
+
+def test_the_memory_of_another_process_is_mapped_here(load: Any) -> None:
+    memory = load("transfer.memory")
+    fd = os.memfd_create("benchmark")
+    os.ftruncate(fd, 1 << 20)
+    with mmap.mmap(fd, 1 << 20) as shared:
+        address = memory.address_of(shared)
+        seen = memory.mapped(os.getpid(), address + 4096, 8192)
+        shared[4096:4100] = b"here"
+        assert seen[:4] == b"here"
+    os.close(fd)
+    assert memory.mapped(os.getpid(), memory.Region(8192).address, 8192) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "memcpy", "met"), [(9.1, 10.0, True), (8.9, 10.0, False), (9.1, None, None)]
+)
+def test_a_row_is_met_by_its_ratio_in_the_better_placement(
+    load: Any, ours: float, memcpy: float | None, met: bool | None
+) -> None:
+    rows, cell = load("transfer.rows"), load("transfer.cells").STREAM[0]
+
+    def passes(gb_s: float) -> dict[str, Any]:
+        return {
+            cell.name: {
+                "together": [{"p50_us": 1 / gb_s, "gb_s": gb_s, "cpu_s_gb": 1.0}] * 3,
+                "apart": [{"p50_us": 2 / gb_s, "gb_s": gb_s / 2, "cpu_s_gb": 2.0}] * 3,
+            }
+        }
+
+    measured = {"ours shm": passes(ours)} | ({"memcpy": passes(memcpy)} if memcpy else {})
+    row = next(rows.own(rows.Outcome(measured, {})))
+    assert row.ours == ours
+    assert row.met is met
+    assert row.peers == {"mooncake": "not run", "nixl shm": "not run"}
+
+
+def test_one_failed_bar_of_several_is_a_miss_and_an_absent_peer_is_no_verdict(load: Any) -> None:
+    rows, cells = load("transfer.rows"), load("transfer.cells")
+    cell = cells.SINGLE[4 * cells.KIB, cells.SMALL_SET]
+
+    def verdict(**p50_us: float) -> bool | None:
+        figures = {"gb_s": 1.0, "cpu_s_gb": 1.0}
+        found = {
+            name.replace("_", " "): {cell.name: {"free": [{"p50_us": value, **figures}]}}
+            for name, value in p50_us.items()
+        }
+        row = next(rows.tcp(rows.Outcome(found, {})))
+        assert row is not None
+        return bool(row.met) if row.met is not None else None
+
+    assert verdict(ours_tcp=10, plain=9, mooncake=40, nixl_tcp=20) is True
+    assert verdict(ours_tcp=10, plain=8, mooncake=40, nixl_tcp=20) is False
+    assert verdict(ours_tcp=10, plain=9) is None
+    assert verdict(ours_tcp=10, plain=8) is False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["benchmarks.transfer_vs_peers", "--only", "ours shm", "ours foreign", "ours tcp", "plain"],
+        ["benchmarks.store_vs_peers"],
+    ],
+)
+def test_a_quick_run_without_peers_gives_rows(words: list[str], tmp_path: Path) -> None:
+    result = tmp_path / "rows.json"
+    command = [sys.executable, "-m", *words, "--quick", "--rounds", "1", "--json", str(result)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(result.read_text())["rows"]
+    assert len(found) > 20
+    for row in found:
+        assert set(row) == {"work", "ours", "unit", "peers", "limit", "target", "met"}
+        assert row["ours"] > 0
+        assert set(row["peers"].values()) <= {"not run"} or "plain C++" in row["peers"]
