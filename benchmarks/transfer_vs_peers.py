@@ -151,7 +151,7 @@ def main() -> None:
     options = parser.parse_args()
     end_on_sigterm()
     rounds = options.rounds or (2 if options.quick else 9)
-    budget_s = 0.03 if options.quick else 0.2
+    budget_s = 0.02 if options.quick else 0.2
     peers_python = peers.python(options.peers_venv) if options.peers_venv else None
 
     started_s = time.monotonic()

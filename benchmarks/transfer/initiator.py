@@ -21,13 +21,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.store.clock import cpu_seconds
-from benchmarks.transfer.cells import MIB, Cell
+from benchmarks.transfer.cells import LARGE_SET, MIB, Cell
 from benchmarks.transfer.drivers import Caller, Initiator, load
 from benchmarks.transfer.memory import Blocks, Checker, let_others_look
 
 Figures = dict[str, float]
+SWEEP = Cell(16 * MIB, LARGE_SET)
 WARM_CALLS = 3
-RUN_BYTES = 16 * MIB  # calls between two looks at the clock
+# Between two looks at the clock: long enough for the announcement of a plain run to be no part of it.
+RUN_S = 0.005
 RUN_CALLS = 256
 
 
@@ -46,20 +48,31 @@ class Measurer:
         self.checker = Checker()
         self.shares: dict[Cell, list[list[list[int]]]] = {}
         self.callers: dict[tuple[str, Cell], list[Caller]] = {}  # kept: some are slow to make
+        self.names = [driver, *([self.initiator.limit] if self.initiator.limit else [])]
+        for name in self.names:
+            self._sweep(name)
 
     def run(self, cell: Cell, budget_s: float) -> dict[str, Figures]:
-        names = [self.name, *([self.initiator.limit] if self.initiator.limit else [])]
-        return {name: self._pass(name, cell, budget_s) for name in names}
+        return {name: self._pass(name, cell, budget_s) for name in self.names}
+
+    def _sweep(self, name: str) -> None:
+        """Every page once, so that no pass meets one that was never mapped."""
+        cell = SWEEP
+        [share] = shares = self._shares(cell)
+        [caller] = self._callers(name, cell, shares)
+        caller.run(0, len(share))
+        self._check(name, cell, share)
 
     def _pass(self, name: str, cell: Cell, budget_s: float) -> Figures:
         """Calls for ``budget_s``, then every byte compared."""
         shares = self._shares(cell)
         callers = self._callers(name, cell, shares)
         for caller, share in zip(callers, shares, strict=True):
-            caller.run(0, min(WARM_CALLS, len(share)))
+            warm_s = min(caller.run(0, min(WARM_CALLS, len(share))))
+        count = max(1, min(RUN_CALLS, int(RUN_S / warm_s)))
         pids = [os.getpid(), self.target_pid]
         cpu_s = cpu_seconds(pids)
-        spent_s = together(callers, shares, cell, budget_s)
+        spent_s = together(callers, shares, count, budget_s)
         cpu_s = cpu_seconds(pids) - cpu_s
         for share, times in zip(shares, spent_s, strict=True):
             self._check(name, cell, share[: max(len(times), WARM_CALLS)])
@@ -99,13 +112,14 @@ class Measurer:
 
 
 def together(
-    callers: list[Caller], shares: list[list[list[int]]], cell: Cell, budget_s: float
+    callers: list[Caller], shares: list[list[list[int]]], count: int, budget_s: float
 ) -> list[list[float]]:
-    """Each caller in a thread of its own, all from the same moment; the seconds of each one's calls."""
+    """Each caller in a thread of its own, all from the same moment, ``count`` calls between two looks at the
+    clock; the seconds of each one's calls.
+    """
     spent_s: list[list[float]] = [[] for _ in callers]
     failed: list[BaseException] = []
     start = threading.Barrier(len(callers))
-    count = max(1, min(RUN_CALLS, RUN_BYTES // (cell.block * cell.batch)))
 
     def work(thread: int) -> None:
         try:
