@@ -22,16 +22,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import peers
+from benchmarks.placement import APART, FREE, TOGETHER, Placement
 from benchmarks.processes import PYTHON, START_TIMEOUT_S, Failed, Talker, end_on_sigterm
 from benchmarks.report import print_table, write_json
-from benchmarks.transfer.cells import CELLS, LARGE_SET
+from benchmarks.transfer.cells import CELLS, LARGE_SET, Cell
 from benchmarks.transfer.drivers import DRIVERS
 from benchmarks.transfer.drivers.plain import LIBRARY
-from benchmarks.transfer.placement import POLLS, Placement, pin, placements
 from benchmarks.transfer.rows import TABLES, Outcome, Passes
 
 OURS = ("ours shm", "ours foreign", "ours tcp")
 NEED_PEERS = ("mooncake", "nixl shm", "nixl tcp")
+
+
+COPIES = ("ours shm", "ours foreign", "nixl shm")  # only the caller works: nobody is woken
+POLLS = ("nixl tcp",)  # both sides work all the time: they need a core each
+
+
+def placements(name: str, cell: Cell) -> tuple[Placement, ...]:
+    if cell.threads > 1 or name in COPIES:
+        return (FREE,)
+    return (APART,) if name in POLLS else (TOGETHER, APART)
 
 
 @dataclass
@@ -43,8 +53,7 @@ class Pair:
     @contextmanager
     def turn(self, where: Placement | None = None) -> Iterator[None]:
         if where:
-            pin(self.initiator.process.pid, where.initiator)
-            pin(self.target.process.pid, where.target)
+            where.pin([self.initiator.process.pid], [self.target.process.pid])
         self._signal(signal.SIGCONT)
         try:
             yield

@@ -10,11 +10,13 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from benchmarks.placement import APART, TOGETHER
 from benchmarks.report import Row
 from benchmarks.store.ring import RING_CELLS, RingCell
 from benchmarks.store.workload import CELLS, Cell
 
 NOT_RUN = "not run"
+CABLE_PLACEMENTS = (TOGETHER.name, APART.name)
 Passes = Mapping[str, list[dict[str, float]]]  # verb -> passes
 
 
@@ -26,8 +28,15 @@ class Outcome:
     missing: Mapping[str, str]
 
     def median(self, backend: str, cell: Cell | RingCell, verb: str, figure: str) -> float | None:
-        rows = self.passes.get(backend, {}).get(cell.name, {}).get(verb)
-        return statistics.median(row[figure] for row in rows) if rows else None
+        cells = self.passes.get(backend, {})
+        names = (
+            [cell.name] if isinstance(cell, Cell) else [f"{cell.name} {where}" for where in CABLE_PLACEMENTS]
+        )
+        found = [rows for name in names if (rows := cells.get(name, {}).get(verb))]
+        if not found:
+            return None
+        best = min(found, key=lambda rows: statistics.median(row["p50_us"] for row in rows))
+        return statistics.median(row[figure] for row in best)
 
 
 class _Builder:

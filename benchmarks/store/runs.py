@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.namespace import Namespace
+from benchmarks.placement import APART, TOGETHER
 from benchmarks.processes import PYTHON, Failed, Talker
 from benchmarks.store import servers
 from benchmarks.store.ring import RING_CELLS
@@ -120,11 +121,18 @@ class OverCable(Run):
         """All rounds of one cell before the next: a new cell fills each store. The first is not counted."""
         for cell in RING_CELLS:
             for number in range(rounds + 1):
-                for name, answer in self.ask_all(number, {"cell": asdict(cell), "budget_s": budget_s}):
-                    if number:
-                        self.keep(name, cell.name, answer["figures"])
+                for name, answers in self.ask_all(number, {"cell": asdict(cell), "budget_s": budget_s}):
+                    for where, figures in answers.items() if number else ():
+                        self.keep(name, f"{cell.name} {where}", figures)
 
     def ask(self, backend: Backend, request: dict[str, Any]) -> Any:
+        answers = {}
+        for where in (TOGETHER, APART):
+            where.pin([backend.client.process.pid], backend.pids)
+            answers[where.name] = self.ask_watched(backend, request)["figures"]
+        return answers
+
+    def ask_watched(self, backend: Backend, request: dict[str, Any]) -> Any:
         """Whoever did not send every byte over the cable did other work than the row says."""
         sent, received = self.namespace.bytes_sent(), self.namespace.bytes_received()
         answer = backend.client.ask(request)
