@@ -61,8 +61,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Section:
-    """One table: which driver is ours in it, the peers' columns, and what the machine can do."""
+    """One table: how its rows begin, which driver is ours in it, the peers' columns, and what the machine
+    can do.
+    """
 
+    begin: str
     ours: str
     peers: tuple[str, ...]
     limit: str
@@ -81,7 +84,7 @@ class Section:
         if cell.threads > 1:
             work = f"{work}, {cell.threads} threads"
         return Row(
-            work=f"{work} [{human(cell.working_set)}]",
+            work=f"{self.begin}, {work} [{human(cell.working_set)}]",
             ours=ours,
             unit=unit,
             peers=peers,
@@ -93,9 +96,9 @@ class Section:
 
 BATCH_OF_NIXL_SHM = 0.67  # 87 us where NIXL takes 130
 
-OWN = Section("ours shm", ("mooncake", "nixl shm"), "memcpy")
-FOREIGN = Section("ours foreign", ("mooncake", "nixl shm"), "process_vm_readv")
-TCP = Section("ours tcp", ("mooncake", "nixl tcp", "plain C++"), "plain")
+OWN = Section("own memory", "ours shm", ("mooncake", "nixl shm"), "memcpy")
+FOREIGN = Section("foreign memory", "ours foreign", ("mooncake", "nixl shm"), "process_vm_readv")
+TCP = Section("TCP", "ours tcp", ("mooncake", "nixl tcp", "plain C++"), "plain")
 
 
 def own(outcome: Outcome) -> Iterator[Row | None]:
