@@ -1,0 +1,99 @@
+#include "ssd/index.hpp"
+
+#include <cstring>
+
+namespace moonpool::ssd {
+
+void Entry::set_text(std::string_view name, std::string_view parent) {
+    text = std::make_unique<char[]>(name.size() + parent.size());
+    if (!name.empty()) std::memcpy(text.get(), name.data(), name.size());
+    if (!parent.empty()) std::memcpy(text.get() + name.size(), parent.data(), parent.size());
+    name_bytes = static_cast<uint16_t>(name.size());
+    parent_bytes = static_cast<uint16_t>(parent.size());
+}
+
+uint32_t Index::find(const Hash128& hash) const {
+    auto it = by_hash_.find(hash);
+    return it == by_hash_.end() ? kNoEntry : it->second;
+}
+
+uint32_t Index::find(uint32_t space, const Hash128& hash, std::string_view name) const {
+    uint32_t at = find(hash);
+    if (at == kNoEntry || entries_[at].space != space || entries_[at].name() != name) return kNoEntry;
+    return at;
+}
+
+uint32_t Index::insert(Entry entry) {
+    uint32_t at;
+    if (!free_.empty()) {
+        at = free_.back();
+        free_.pop_back();
+        entries_[at] = std::move(entry);
+    } else {
+        at = slots();
+        entries_.push_back(std::move(entry));
+    }
+    by_hash_.emplace(entries_[at].hash, at);
+    live_bytes_ += entries_[at].record_bytes;
+    object_bytes_ += entries_[at].size;
+    link(at);
+    return at;
+}
+
+void Index::erase(uint32_t at) {
+    Entry& e = entries_[at];
+    unlink(at);
+    by_hash_.erase(e.hash);
+    live_bytes_ -= e.record_bytes;
+    object_bytes_ -= e.size;
+    e = Entry{};
+    free_.push_back(at);
+}
+
+void Index::move(uint32_t at, Place place) {
+    unlink(at);
+    entries_[at].place = place;
+    link(at);
+}
+
+void Index::link(uint32_t at) {
+    Entry& e = entries_[at];
+    Segment& s = segments_[e.place.slot];
+    e.newer = kNoEntry;
+    e.older = s.newest;
+    (s.newest == kNoEntry ? s.oldest : entries_[s.newest].newer) = at;
+    s.newest = at;
+    s.live_bytes += e.record_bytes;
+}
+
+void Index::unlink(uint32_t at) {
+    Entry& e = entries_[at];
+    Segment& s = segments_[e.place.slot];
+    (e.older == kNoEntry ? s.oldest : entries_[e.older].newer) = e.newer;
+    (e.newer == kNoEntry ? s.newest : entries_[e.newer].older) = e.older;
+    s.live_bytes -= e.record_bytes;
+}
+
+bool Index::check_integrity() const {
+    uint64_t linked = 0, bytes = 0, object_bytes = 0;
+    for (uint32_t segment = 0; segment < segments_.size(); ++segment) {
+        uint64_t segment_bytes = 0;
+        uint32_t previous = kNoEntry;
+        for (uint32_t at = segments_[segment].oldest; at != kNoEntry; at = entries_[at].newer) {
+            const Entry& e = entries_[at];
+            if (e.sequence == 0 || e.place.slot != segment || e.older != previous) return false;
+            if (find(e.space, e.hash, e.name()) != at || ++linked > count()) return false;
+            segment_bytes += e.record_bytes;
+            object_bytes += e.size;
+            previous = at;
+        }
+        if (previous != segments_[segment].newest || segment_bytes != segments_[segment].live_bytes) {
+            return false;
+        }
+        bytes += segment_bytes;
+    }
+    return linked == count() && bytes == live_bytes_ && object_bytes == object_bytes_ &&
+           slots() == count() + free_.size();
+}
+
+}  // namespace moonpool::ssd

@@ -1,0 +1,116 @@
+// Log: objects in one directory of a disk, in the order they were written (docs/ssd.md). The public face of
+// the SSD tier's storage; engine.hpp has the machinery.
+//
+// Every call returns at once: I/O is done by threads of the log, and what is queued has a maximum. Any thread
+// may call; callbacks run on the log's thread and must not block.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/result.hpp"
+#include "base/xxh3.hpp"
+#include "ssd/file.hpp"
+
+namespace moonpool::ssd {
+
+inline constexpr const char* kLogFile = "moonpool.ssd";
+inline constexpr uint32_t kSegmentsMin = 8;
+
+struct LogOptions {
+    std::string directory;
+    uint64_t bytes = 0;          // of the directory's file, at most
+    uint64_t segment_bytes = 0;  // 0: 1/64 of bytes, between 4 and 64 MiB
+    uint32_t depth = 32;         // reads in flight, and writes
+    uint32_t io_bytes = 1u << 20;
+    std::string io = "auto";    // io_uring, threads
+    uint32_t queue_max = 1024;  // reads that wait, and writes
+    uint32_t records_max = 0;   // 0: one for each 32 KiB, between 4,096 and 4 Mi
+    uint32_t sync_ms = 1000;    // what was written is made safe against a power failure this often
+    std::shared_ptr<std::atomic<uint64_t>> sequence;  // shared by the logs of one node
+    OpenFile open;                                    // empty: open_file
+};
+
+enum class Outcome {
+    kDone,
+    kMiss,     // it is not there (any more), or its bytes are not what was written
+    kFailed,   // the disk failed
+    kRefused,  // closed, read-only, or too large
+};
+using Done = std::function<void(Outcome)>;
+
+struct Key {
+    uint32_t space = 0;  // as space() gave it
+    Hash128 hash;
+    std::string_view name;
+};
+
+struct Found {
+    uint64_t sequence = 0;
+    uint64_t size = 0;
+    uint32_t crc = 0;
+    std::string parent;
+};
+
+struct Listed {
+    uint64_t sequence = 0;
+    uint64_t size = 0;
+    uint32_t crc = 0;
+    std::string name;
+};
+
+class Engine;
+
+class Log {
+   public:
+    // Reads what is there. The error is one sentence with the remedy.
+    static Result<std::unique_ptr<Log>> open(LogOptions options);
+    ~Log();
+    Log(const Log&) = delete;
+
+    // The number of a space: "tenant 0 namespace 0 fingerprint".
+    uint32_t space(std::string_view identity);
+
+    // with_parent: its name too. Marks it as used.
+    std::optional<Found> find(const Key& key, bool with_parent = false);
+
+    // Writes an object of one or several parts, which must stay as they are until done is called. False: the
+    // queue is full, and done will not be called. An older object of that key is gone from now on.
+    bool write(const Key& key, std::string_view parent, std::vector<std::span<const std::byte>> parts,
+               uint32_t crc, Done done);
+    // Into `to`, which has the object's size. The bytes have passed their checksum when the outcome is kDone.
+    bool read(const Key& key, std::span<std::byte> to, Done done);
+    bool remove(const Key& key);
+    // When done is called, everything that was submitted before survives a power failure.
+    void sync(Done done);
+
+    // Objects of a space, from a cursor on; looks at no more than `scan` entries. -> the next cursor, 0: end.
+    uint32_t list(uint32_t space, uint32_t cursor, uint32_t scan, std::vector<Listed>& out) const;
+
+    // Finishes what was begun and seals the log; what still waits is refused. Idempotent.
+    void close();
+
+    bool accepts_writes() const;
+    // Why it does not, in one sentence; empty while it does.
+    std::string trouble() const;
+    uint64_t object_bytes_max() const;  // larger ones are refused
+    const std::string& directory() const;
+    std::vector<std::pair<const char*, uint64_t>> counters() const;
+    const char* io_name() const;    // io_uring or threads
+    std::string io_reason() const;  // why not io_uring, when it was to be tried
+    bool check_integrity() const;
+
+   private:
+    explicit Log(std::unique_ptr<Engine> engine);
+    std::unique_ptr<Engine> engine_;
+};
+
+}  // namespace moonpool::ssd

@@ -1,0 +1,261 @@
+#include "ssd/recovery.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_set>
+
+#include "base/crc32c.hpp"
+
+namespace moonpool::ssd {
+
+namespace {
+
+constexpr uint32_t kThreads = 8;
+constexpr uint64_t kReadBytes = 1u << 20;
+
+struct FreeMemory {
+    void operator()(std::byte* p) const { std::free(p); }
+};
+using Aligned = std::unique_ptr<std::byte[], FreeMemory>;
+
+Aligned aligned(uint64_t bytes) {
+    return Aligned(static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, round_up_to_block(bytes))));
+}
+
+// The hash of a key is that of space identity and name, one after the other.
+Hash128 hash_of(const Record& record) {
+    std::string whole(record.space);
+    whole.append(record.name);
+    return xxh3_128(whole.data(), whole.size());
+}
+
+class Scanner {
+   public:
+    Scanner(File& file, const Superblock& superblock, uint32_t slots, Index& index, const SpaceOf& space)
+        : file_(file),
+          superblock_(superblock),
+          slots_(slots),
+          index_(index),
+          space_(space),
+          headers_(slots),
+          footers_(slots),
+          lost_(slots, false) {
+        result_.numbers.assign(slots, 0);
+    }
+
+    Recovery run(uint32_t records_max) {
+        each_slot([this](uint32_t slot) { read_ends(slot); });
+        choose_segments();
+        each_slot([this](uint32_t slot) { read_records(slot); });
+        floor_ = std::max(floor_, tail_);
+        floor_ = std::max(floor_, oldest_believed());
+        forget_dead(records_max);
+        for (uint32_t slot = 0; slot < slots_; ++slot) {
+            if (lost_[slot]) ++result_.damaged;
+            if (result_.numbers[slot] < floor_ || lost_[slot]) result_.numbers[slot] = 0;
+        }
+        result_.next_number = newest_ + 1;
+        result_.bytes_read = bytes_read_;
+        return std::move(result_);
+    }
+
+   private:
+    uint64_t oldest_believed() const {
+        if (blind_) return newest_ + 1;
+        std::vector<uint64_t> present;
+        for (uint32_t slot = 0; slot < slots_; ++slot) {
+            if (result_.numbers[slot] != 0 && !lost_[slot]) present.push_back(result_.numbers[slot]);
+        }
+        std::sort(present.rbegin(), present.rend());
+        uint64_t expected = newest_;
+        for (uint64_t number : present) {
+            if (number != expected) break;
+            --expected;
+        }
+        return expected + 1;
+    }
+
+    template <class F>
+    void each_slot(F f) {
+        std::atomic<uint32_t> next{0};
+        auto work = [&] {
+            for (uint32_t slot; (slot = next.fetch_add(1)) < slots_;) f(slot);
+        };
+        std::vector<std::thread> threads;
+        for (uint32_t i = 1; i < std::min(kThreads, slots_); ++i) threads.emplace_back(work);
+        work();
+        for (std::thread& thread : threads) thread.join();
+    }
+
+    uint64_t begin_of(uint32_t slot) const { return kSegmentsBegin + slot * superblock_.segment_bytes; }
+
+    bool read(uint64_t offset, std::byte* to, uint64_t bytes) {
+        while (bytes != 0) {
+            uint64_t piece = std::min(bytes, kReadBytes);
+            if (file_.read(offset, to, piece) != 0) return false;
+            bytes_read_ += piece;
+            offset += piece;
+            to += piece;
+            bytes -= piece;
+        }
+        return true;
+    }
+
+    void read_ends(uint32_t slot) {
+        Aligned block = aligned(kBlockBytes);
+        if (read(begin_of(slot), block.get(), kBlockBytes)) {
+            headers_[slot] = decode_segment_header(superblock_.id, {block.get(), kBlockBytes});
+        } else {
+            std::lock_guard lock(mutex_);
+            lost_[slot] = blind_ = true;  // it may be the newest
+        }
+        if (read(begin_of(slot) + superblock_.segment_bytes - kBlockBytes, block.get(), kBlockBytes)) {
+            footers_[slot] = decode_footer(superblock_.id, {block.get(), kBlockBytes});
+        }
+    }
+
+    void choose_segments() {
+        newest_ = superblock_.first_number - 1;
+        floor_ = superblock_.first_number;
+        for (uint32_t slot = 0; slot < slots_; ++slot) {
+            uint64_t number = 0;
+            if (footers_[slot]) number = footers_[slot]->number;  // when the header is damaged
+            if (headers_[slot]) number = headers_[slot]->number;
+            result_.numbers[slot] = number;
+            newest_ = std::max(newest_, number);
+        }
+        for (const auto& header : headers_) {
+            if (header) floor_ = std::max(floor_, header->tail);
+        }
+    }
+
+    void read_records(uint32_t slot) {
+        uint64_t number = result_.numbers[slot];
+        if (number < floor_ || blind_) return;
+        std::optional<Footer> footer = footers_[slot];
+        bool sealed = footer && footer->number == number;
+        if (sealed) {
+            uint64_t begin = uint64_t{footer->summary_block} * kBlockBytes;
+            uint64_t bytes = round_up_to_block(footer->summary_bytes);
+            if (begin + bytes <= superblock_.segment_bytes) {
+                Aligned summary = aligned(bytes);
+                if (read(begin_of(slot) + begin, summary.get(), bytes)) {
+                    auto records = decode_summary(superblock_.id, *footer, {summary.get(), bytes});
+                    if (records) return add(slot, *records);
+                }
+            }
+        }
+        Aligned segment = aligned(superblock_.segment_bytes);
+        if (!read(begin_of(slot), segment.get(), superblock_.segment_bytes)) {
+            std::lock_guard lock(mutex_);
+            lost_[slot] = true;
+            return;
+        }
+        std::span<const std::byte> bytes(segment.get(), superblock_.segment_bytes);
+        std::vector<FoundRecord> records = scan_segment(superblock_.id, number, bytes);
+        add(slot, records);
+        if (!sealed) seal(slot, number, records);
+        std::lock_guard lock(mutex_);
+        ++result_.scanned;
+        if (sealed) ++result_.damaged;
+    }
+
+    // So that the next start need not scan it again. Nothing depends on it.
+    void seal(uint32_t slot, uint64_t number, const std::vector<FoundRecord>& records) {
+        SummaryWriter summary;
+        uint64_t end = kBlockBytes;
+        for (const FoundRecord& found : records) {
+            summary.add(superblock_.id, found.block, found.record, found.removals);
+            end = std::max(end, uint64_t{found.block} * kBlockBytes + found.record.bytes());
+        }
+        uint64_t bytes = round_up_to_block(summary.bytes());
+        if (end + bytes + kBlockBytes > superblock_.segment_bytes) return;
+        Aligned out = aligned(bytes + kBlockBytes);
+        std::memset(out.get(), 0, bytes);
+        if (bytes != 0) std::memcpy(out.get(), summary.data().data(), summary.bytes());
+        Footer footer{number, static_cast<uint32_t>(end / kBlockBytes),
+                      static_cast<uint32_t>(summary.bytes()),
+                      crc32c(0, summary.data().data(), summary.bytes()), summary.count()};
+        encode_footer(superblock_.id, footer, out.get() + bytes);
+        if (bytes != 0 && file_.write(begin_of(slot) + end, out.get(), bytes) != 0) return;
+        uint64_t last = begin_of(slot) + superblock_.segment_bytes - kBlockBytes;
+        (void)!file_.write(last, out.get() + bytes, kBlockBytes);
+    }
+
+    void add(uint32_t slot, const std::vector<FoundRecord>& records) {
+        for (const FoundRecord& found : records) {
+            const Record& record = found.record;
+            if (record.kind == RecordKind::kRemovals) {
+                std::lock_guard lock(mutex_);
+                if (!found.removals.empty()) tail_ = std::max(tail_, found.removals.front());
+                for (size_t i = 1; i < found.removals.size(); ++i) removed_.insert(found.removals[i]);
+                result_.sequence_max = std::max(result_.sequence_max, record.sequence);
+                continue;
+            }
+            uint64_t end = uint64_t{found.block} * kBlockBytes;
+            if (record.size > superblock_.segment_bytes || record.sequence == 0) continue;
+            if (end + record.bytes() > superblock_.segment_bytes) continue;
+            Entry entry;
+            entry.sequence = record.sequence;
+            entry.hash = hash_of(record);
+            entry.size = record.size;
+            entry.record_bytes = record.bytes();
+            entry.crc = record.crc;
+            entry.data_offset = record.data_offset();
+            entry.place = Place{slot, found.block};
+            entry.set_text(record.name, record.parent);
+            std::lock_guard lock(mutex_);
+            result_.sequence_max = std::max(result_.sequence_max, record.sequence);
+            entry.space = space_(record.space);
+            uint32_t old = index_.find(entry.hash);
+            if (old != kNoEntry) {
+                const Entry& other = index_.entry(old);
+                bool newer = entry.sequence != other.sequence
+                                 ? entry.sequence > other.sequence
+                                 : result_.numbers[slot] > result_.numbers[other.place.slot];
+                if (!newer) continue;
+                index_.erase(old);
+            }
+            index_.insert(std::move(entry));
+        }
+    }
+
+    void forget_dead(uint32_t records_max) {
+        for (uint32_t at = 0; at < index_.slots(); ++at) {
+            const Entry& e = index_.entry(at);
+            if (e.sequence == 0) continue;
+            uint32_t slot = e.place.slot;
+            bool dead = removed_.contains(e.sequence) || result_.numbers[slot] < floor_ || lost_[slot];
+            if (dead || index_.count() > records_max) index_.erase(at);
+        }
+    }
+
+    File& file_;
+    const Superblock& superblock_;
+    uint32_t slots_;
+    Index& index_;
+    const SpaceOf& space_;
+    std::vector<std::optional<SegmentHeader>> headers_;
+    std::vector<std::optional<Footer>> footers_;
+    std::vector<bool> lost_;
+    std::mutex mutex_;  // index, removed_, lost_, result_
+    std::unordered_set<uint64_t> removed_;
+    uint64_t floor_ = 0, newest_ = 0, tail_ = 0;
+    bool blind_ = false;  // a segment's header cannot be read
+    std::atomic<uint64_t> bytes_read_{0};
+    Recovery result_;
+};
+
+}  // namespace
+
+Recovery recover(File& file, const Superblock& superblock, uint32_t slots, uint32_t records_max, Index& index,
+                 const SpaceOf& space) {
+    return Scanner(file, superblock, slots, index, space).run(records_max);
+}
+
+}  // namespace moonpool::ssd

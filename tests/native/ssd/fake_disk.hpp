@@ -1,0 +1,161 @@
+// A disk for tests, in memory: it can lose or tear what was not synced, fail, fill up, stand still, and flip
+// bits. The file on it outlives the log that has it open.
+#pragma once
+
+#include <cerrno>
+#include <condition_variable>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "../random.hpp"
+#include "ssd/file.hpp"
+
+namespace moonpool::ssd::testing {
+
+class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
+   public:
+    std::vector<std::byte> image;  // what a read gives; look at it only while no log is open
+    uint64_t capacity = UINT64_MAX;
+    uint64_t syncs = 0, read_bytes = 0;
+    // 0, or the errno of this read or write.
+    using Fault = std::function<int(bool write, uint64_t offset, size_t bytes)>;
+    void fail(Fault fault) {
+        std::lock_guard lock(mutex_);
+        fault_ = std::move(fault);
+    }
+
+    OpenFile opener() {
+        return [disk = shared_from_this()](const std::string&) -> Result<std::unique_ptr<File>> {
+            return std::unique_ptr<File>(new FakeFile(disk));
+        };
+    }
+
+    bool dead() {
+        std::lock_guard lock(mutex_);
+        return dead_;
+    }
+
+    // At the nth write from now on, which may be on the disk or not.
+    void die(uint64_t nth = 1) {
+        std::lock_guard lock(mutex_);
+        dies_at_write_ = writes_ + nth;
+    }
+
+    // The power is gone and back: each unsynced write is there, or not, or a part of it.
+    void crash(moonpool::testing::Random& random) {
+        std::lock_guard lock(mutex_);
+        for (const Unsynced& write : unsynced_) {
+            uint64_t fate = random.below(4);
+            if (fate == 0) continue;
+            constexpr uint64_t kSector = 512;
+            for (uint64_t at = 0; at < write.bytes.size(); at += kSector) {
+                if (fate == 1 && random.one_in(2)) continue;
+                std::memcpy(durable_.data() + write.offset + at, write.bytes.data() + at, kSector);
+            }
+        }
+        image = durable_;
+        unsynced_.clear();
+        dead_ = false;
+        dies_at_write_ = UINT64_MAX;
+        writes_ = 0;
+    }
+
+    // Writes end only after release(): a disk that stands still.
+    void hold() {
+        std::lock_guard lock(mutex_);
+        held_ = true;
+    }
+    void release() {
+        {
+            std::lock_guard lock(mutex_);
+            held_ = false;
+        }
+        released_.notify_all();
+    }
+
+   private:
+    struct Unsynced {
+        uint64_t offset;
+        std::vector<std::byte> bytes;
+    };
+
+    class FakeFile : public File {
+       public:
+        explicit FakeFile(std::shared_ptr<FakeDisk> disk) : disk_(std::move(disk)) {
+            std::lock_guard lock(disk_->mutex_);
+            size_ = disk_->image.size();
+        }
+        ~FakeFile() override {
+            std::lock_guard lock(disk_->mutex_);
+            if (locked_) disk_->locked_ = false;
+        }
+        int read(uint64_t offset, std::byte* to, size_t bytes) override {
+            std::lock_guard lock(disk_->mutex_);
+            if (disk_->dead_) return EIO;
+            if (int error = disk_->fault_ ? disk_->fault_(false, offset, bytes) : 0) return error;
+            if (offset + bytes > disk_->image.size()) return EIO;
+            std::memcpy(to, disk_->image.data() + offset, bytes);
+            disk_->read_bytes += bytes;
+            return 0;
+        }
+        int write(uint64_t offset, const std::byte* from, size_t bytes) override {
+            std::unique_lock lock(disk_->mutex_);
+            disk_->released_.wait(lock, [&] { return !disk_->held_; });
+            if (disk_->dead_) return EIO;
+            if (int error = disk_->fault_ ? disk_->fault_(true, offset, bytes) : 0) return error;
+            if (offset + bytes > disk_->capacity) return ENOSPC;
+            if (++disk_->writes_ >= disk_->dies_at_write_) disk_->dead_ = true;
+            disk_->grow(offset + bytes);
+            std::memcpy(disk_->image.data() + offset, from, bytes);
+            disk_->unsynced_.push_back(Unsynced{offset, {from, from + bytes}});
+            return disk_->dead_ ? EIO : 0;
+        }
+        int sync() override {
+            std::lock_guard lock(disk_->mutex_);
+            if (disk_->dead_) return EIO;
+            for (const Unsynced& write : disk_->unsynced_) {
+                std::memcpy(disk_->durable_.data() + write.offset, write.bytes.data(), write.bytes.size());
+            }
+            disk_->unsynced_.clear();
+            ++disk_->syncs;
+            return 0;
+        }
+        int reserve(uint64_t bytes) override {
+            std::lock_guard lock(disk_->mutex_);
+            if (bytes > disk_->capacity) return ENOSPC;
+            disk_->grow(bytes);
+            return 0;
+        }
+        int lock() override {
+            std::lock_guard lock(disk_->mutex_);
+            if (disk_->locked_) return EWOULDBLOCK;
+            return locked_ = disk_->locked_ = true, 0;
+        }
+        uint64_t size() const override { return size_; }
+
+       private:
+        std::shared_ptr<FakeDisk> disk_;
+        uint64_t size_ = 0;
+        bool locked_ = false;
+    };
+
+    void grow(uint64_t bytes) {
+        if (image.size() < bytes) image.resize(bytes);
+        if (durable_.size() < image.size()) durable_.resize(image.size());
+    }
+
+    std::mutex mutex_;
+    std::condition_variable released_;
+    std::vector<std::byte> durable_;
+    std::vector<Unsynced> unsynced_;
+    Fault fault_;
+    uint64_t writes_ = 0, dies_at_write_ = UINT64_MAX;
+    bool dead_ = false, held_ = false, locked_ = false;
+};
+
+inline std::shared_ptr<FakeDisk> fake_disk() { return std::make_shared<FakeDisk>(); }
+
+}  // namespace moonpool::ssd::testing
