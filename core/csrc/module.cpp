@@ -68,6 +68,7 @@ PYBIND11_MODULE(_native, m) {
     bind_worker(m);
     bind_directory(m);
     bind_engine(m);
+    bind_ssd(m);
 
     m.def("block_digests", &digests, py::arg("token_ids"), py::arg("block_tokens"),
           py::arg("seed") = py::bytes(), py::arg("previous") = py::bytes(),

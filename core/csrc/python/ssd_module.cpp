@@ -1,8 +1,6 @@
 // _native.SsdLog: the log of one directory, for its benchmark and for whoever wants to look into one. Calls
 // wait for the disk; the node uses the log without Python.
 
-#include "python/ssd_module.hpp"
-
 #include <pybind11/stl.h>
 
 #include <chrono>
@@ -11,6 +9,7 @@
 
 #include "base/crc32c.hpp"
 #include "python/arguments.hpp"
+#include "python/module.hpp"
 #include "python/raise.hpp"
 #include "ssd/log.hpp"
 #include "store/space.hpp"
