@@ -5,7 +5,8 @@ The C++ core of Moonpool. Users take moonpool.Store; this module is its lower ha
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['Client', 'LoadAnswer', 'PartTable', 'Pin', 'PrefixAnswer', 'SaveAnswer', 'Server', 'Worker', 'block_digests', 'crc32c', 'key_hash']
+import typing_extensions
+__all__: list[str] = ['Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'Worker', 'block_digests', 'crc32c', 'key_hash']
 class Server:
     """
     A node's data plane: one thread, one Unix socket, an arena for each tenant.
@@ -19,6 +20,10 @@ class Server:
     def histograms(self) -> dict:
         """
         name -> (upper bounds in s, counts with one more for +Inf, sum in s)
+        """
+    def membership(self) -> typing.Any:
+        """
+        (joined, node id or -1, why not, seconds since the master's last answer); None without a master
         """
     def metrics(self) -> dict[str, int]:
         """
@@ -156,6 +161,221 @@ class Worker:
         ...
     @property
     def eventfd(self) -> int:
+        ...
+class TenantLoad:
+    @property
+    def arena_bytes(self) -> int:
+        ...
+    @property
+    def free_bytes(self) -> int:
+        ...
+    @property
+    def objects(self) -> int:
+        ...
+    @property
+    def oldest_age_s(self) -> float:
+        ...
+    @property
+    def tenant(self) -> str:
+        ...
+class Member:
+    """
+    A node as the master knows it.
+    """
+    @property
+    def address(self) -> str:
+        ...
+    @property
+    def host_id(self) -> str:
+        ...
+    @property
+    def id(self) -> int:
+        ...
+    @property
+    def incarnation(self) -> bytes:
+        ...
+    @property
+    def name(self) -> str:
+        ...
+    @property
+    def silent_s(self) -> float:
+        ...
+    @property
+    def socket_path(self) -> str:
+        ...
+    @property
+    def ssd_bytes(self) -> int:
+        ...
+    @property
+    def ssd_free_bytes(self) -> int:
+        ...
+    @property
+    def state(self) -> str:
+        ...
+    @property
+    def tenants(self) -> list[TenantLoad]:
+        ...
+class NodeRow:
+    """
+    A member, and how many keys the directory has of it.
+    """
+    @property
+    def dram_keys(self) -> int:
+        ...
+    @property
+    def member(self) -> Member:
+        ...
+    @property
+    def ssd_keys(self) -> int:
+        ...
+class MasterServer:
+    """
+    The master's data plane: membership and directory.
+    """
+    def __init__(self, addresses: collections.abc.Sequence[str], token: bytes, *, nodes_max: typing.SupportsInt | typing.SupportsIndex = 1024, clients_max: typing.SupportsInt | typing.SupportsIndex = 4096, rows_max: typing.SupportsInt | typing.SupportsIndex = 67108864, tombstones_max: typing.SupportsInt | typing.SupportsIndex = 1048576, frame_bytes_max: typing.SupportsInt | typing.SupportsIndex = 8388608, frame_keys_max: typing.SupportsInt | typing.SupportsIndex = 16384, suspect_after_s: typing.SupportsFloat | typing.SupportsIndex = 1.0, gone_after_s: typing.SupportsFloat | typing.SupportsIndex = 30.0) -> None:
+        ...
+    def check_integrity(self) -> bool:
+        """
+        Recounts every table; for tests.
+        """
+    def histograms(self) -> dict:
+        """
+        name -> (upper bounds in s, counts with one more for +Inf, sum in s)
+        """
+    def metrics(self) -> dict[str, int]:
+        """
+        Counters (*_total) and gauges by name.
+        """
+    def nodes(self) -> tuple[int, list[NodeRow]]:
+        """
+        (epoch, rows: the members by id, then what is remembered of those that are gone)
+        """
+    def start(self) -> None:
+        ...
+    def stop(self) -> None:
+        ...
+    @property
+    def addresses(self) -> list[str]:
+        ...
+    @property
+    def incarnation(self) -> bytes:
+        ...
+class LocateAnswer:
+    """
+    The holders of each key: (node id, tier: 0 DRAM, 1 SSD).
+    """
+    def __getitem__(self, index: typing.SupportsInt | typing.SupportsIndex) -> list[tuple[int, int]]:
+        ...
+    def __len__(self) -> int:
+        ...
+    @property
+    def hits(self) -> int:
+        ...
+class DirectoryClient:
+    """
+    A process's way to the master's directory.
+    """
+    def __init__(self, master: str, token: bytes, tenant: str = 'default', timeout_s: typing.SupportsFloat | typing.SupportsIndex = 0.5, interface: str = '') -> None:
+        ...
+    def close(self) -> None:
+        ...
+    def forget(self, hashes: typing.Any, unreached: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = []) -> int:
+        ...
+    def locate(self, hashes: typing.Any, prefix: bool = False, width: typing.SupportsInt | typing.SupportsIndex = 1, suspects: bool = False, holders_max: typing.SupportsInt | typing.SupportsIndex = 0) -> LocateAnswer:
+        ...
+    def members(self, fresh: bool = False) -> tuple[int, list[Member]]:
+        ...
+    def place(self, bytes: typing.SupportsInt | typing.SupportsIndex, n: typing.SupportsInt | typing.SupportsIndex = 1, avoid_nodes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [], avoid_hosts: collections.abc.Sequence[str] = [], evict: bool = False) -> list[int]:
+        ...
+    @property
+    def connected(self) -> bool:
+        ...
+class EngineMemory:
+    """
+    Memory that peers on this host can map; a writable buffer.
+    """
+class Engine:
+    """
+    Moves bytes between registered memory of processes.
+    """
+    @staticmethod
+    def submit(segments, ops, local, remote, lengths, *, priority = 0, deadline_s = None, notify = None, held = None):
+        """
+        The same without waiting; a ticket.
+        """
+    @staticmethod
+    def transfer(segments, ops, local, remote, lengths, *, priority = 0, deadline_s = None, notify = None, held = None):
+        """
+        Moves the slices and waits for them; the bytes moved.
+        """
+    def __init__(self, name: str, listen: collections.abc.Sequence[str], token: bytes, *, tenant: str = 'default', io_threads: typing.SupportsInt | typing.SupportsIndex = 2, connections_per_peer: typing.SupportsInt | typing.SupportsIndex = 2, transports: collections.abc.Sequence[str] | None = None, interface: str = '', host_id: str = '', timeout_s: typing.SupportsFloat | typing.SupportsIndex = 5.0) -> None:
+        ...
+    def allocate(self, nbytes: typing.SupportsInt | typing.SupportsIndex, location: str = 'cpu:0') -> typing.Any:
+        ...
+    def cancel(self, ticket: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def close(self) -> None:
+        ...
+    def close_segment(self, segment: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def deregister(self, address: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def metrics(self) -> dict[str, int]:
+        ...
+    def notifications(self) -> list:
+        ...
+    def notify(self, segment: typing.SupportsInt | typing.SupportsIndex, message: bytes) -> None:
+        ...
+    def open(self, address: str) -> int:
+        ...
+    def poll(self) -> list[int]:
+        ...
+    def register(self, address: typing.SupportsInt | typing.SupportsIndex, length: typing.SupportsInt | typing.SupportsIndex, location: str = 'cpu:0') -> None:
+        ...
+    def release(self, ticket: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def segment(self, segment: typing.SupportsInt | typing.SupportsIndex) -> tuple:
+        ...
+    def status(self, ticket: typing.SupportsInt | typing.SupportsIndex) -> tuple:
+        ...
+    def transports(self) -> dict[str, str]:
+        ...
+    def wait(self, ticket: typing.SupportsInt | typing.SupportsIndex, timeout_s: typing.SupportsFloat | typing.SupportsIndex) -> bool:
+        ...
+    @property
+    def addresses(self) -> list[str]:
+        ...
+    @property
+    def eventfd(self) -> int:
+        ...
+    @property
+    def name(self) -> str:
+        ...
+    @property
+    def segment_id(self) -> bytes:
+        ...
+class SsdLog:
+    def __init__(self, directory: str, bytes: typing.SupportsInt | typing.SupportsIndex, *, segment_bytes: typing.SupportsInt | typing.SupportsIndex = 0, depth: typing.SupportsInt | typing.SupportsIndex = 32, io: str = 'auto') -> None:
+        ...
+    def check_integrity(self) -> bool:
+        ...
+    def close(self) -> None:
+        ...
+    def metrics(self) -> dict[str, int]:
+        ...
+    def read(self, names: collections.abc.Sequence[str], target: typing_extensions.Buffer, each: typing.SupportsInt | typing.SupportsIndex) -> int:
+        ...
+    def remove(self, name: str) -> bool:
+        ...
+    def sync(self) -> bool:
+        ...
+    def write(self, names: collections.abc.Sequence[str], source: typing_extensions.Buffer, each: typing.SupportsInt | typing.SupportsIndex) -> int:
+        ...
+    @property
+    def io(self) -> str:
+        ...
+    @property
+    def io_reason(self) -> str:
         ...
 def block_digests(token_ids: typing.Any, block_tokens: typing.SupportsInt | typing.SupportsIndex, seed: bytes = b'', previous: bytes = b'') -> bytes:
     """

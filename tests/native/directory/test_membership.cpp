@@ -132,8 +132,8 @@ TEST_CASE("membership: place by free room, on different hosts, then by the age o
     NodeId e = joined(m, 0, identity("e", 5, "h4"), 5, load(0, 1000, 90));
     using Ids = std::vector<NodeId>;
     CHECK(m.place("default", 100, 3, {}, {}, false) == Ids{b, c});
-    CHECK(m.place("default", 750, 1, {}, {}, false) == Ids{b});  // 800 are left
-    CHECK(m.place("default", 750, 1, {}, {}, false).empty());    // promised before its next beat
+    CHECK(m.place("default", 650, 1, {}, {}, false) == Ids{b});  // 800 are left
+    CHECK(m.place("default", 650, 1, {}, {}, false).empty());    // promised before its next beat
     m.beat(1, b, 2, load(900));
     CHECK(m.place("default", 100, 5, {b}, {}, true) == Ids{c, a, e, d});
     CHECK(m.place("default", 100, 1, {}, {"h1"}, false) == Ids{c});
