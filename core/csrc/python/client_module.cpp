@@ -97,8 +97,7 @@ py::list PyClient::pinned_views(const std::shared_ptr<PyPin>& pin, const py::obj
     std::vector<size_t> places = places_in(*pin, names);
     Pinned held = pin->held;  // another thread may release the pin meanwhile
     py::gil_scoped_release nogil;
-    Status status = verify ? NodeClient::verify(held, places, names.views()) : success();
-    auto views = status ? NodeClient::views(held, places) : status.error();
+    auto views = client_->views(held, places, names.views(), verify);
     py::gil_scoped_acquire gil;
     return views_answer(unwrap(std::move(views), "get", peer_));
 }
@@ -112,7 +111,7 @@ py::list PyClient::pinned_into(const std::shared_ptr<PyPin>& pin, const py::obje
     std::vector<GetItem> items = get_items(names, parts);
     Pinned held = pin->held;  // another thread may release the pin meanwhile
     py::gil_scoped_release nogil;
-    auto sizes = NodeClient::get_pinned(held, places, items, verify);
+    auto sizes = client_->get_pinned(held, places, items, verify);
     py::gil_scoped_acquire gil;
     return get_answer(unwrap(std::move(sizes), "get", peer_));
 }

@@ -106,6 +106,23 @@ const Member* Client::nearest(const Pool& pool, const Members& members, std::spa
 // ---- get
 
 Result<std::vector<int64_t>> Client::get(std::span<const GetItem> items, bool verify) {
+    Result<std::vector<int64_t>> sizes = get_whole(items, verify);
+    if (sizes) {
+        if (Status status = fill_striped(items, *sizes); !status) return status.error();
+    }
+    return sizes;
+}
+
+Result<std::vector<int64_t>> Client::get_pinned(const Pinned& pinned, std::span<const size_t> places,
+                                                std::span<const GetItem> items, bool verify) {
+    Result<std::vector<int64_t>> sizes = NodeClient::get_pinned(pinned, places, items, verify);
+    if (sizes) {
+        if (Status status = fill_striped(items, *sizes); !status) return status.error();
+    }
+    return sizes;
+}
+
+Result<std::vector<int64_t>> Client::get_whole(std::span<const GetItem> items, bool verify) {
     Result<std::vector<int64_t>> sizes = own_.get(items, verify, true);
     std::shared_ptr<Pool> others = pool();
     if (others == nullptr) {
@@ -216,6 +233,18 @@ void Client::find_elsewhere(Pool& pool, std::span<const GetItem> items, std::vec
     }
 }
 
+Result<std::vector<ObjectView>> Client::views(const Pinned& pinned, std::span<const size_t> places,
+                                              std::span<const std::string_view> names, bool verify) {
+    if (verify) {
+        if (Status status = NodeClient::verify(pinned, places, names); !status) return status.error();
+    }
+    Result<std::vector<ObjectView>> views = NodeClient::views(pinned, places);
+    if (views) {
+        if (Status status = view_striped(names, *views); !status) return status.error();
+    }
+    return views;
+}
+
 Result<std::vector<ObjectView>> Client::views(std::span<const std::string_view> names, bool verify) {
     Result<Pinned> pinned = pin(names);
     if (!pinned) return pinned.error();
@@ -246,14 +275,18 @@ Result<std::vector<ObjectView>> Client::views(std::span<const std::string_view> 
         parts.push_back(Part{memory.back().get(), size});
         at.push_back(i);
     }
-    if (at.empty()) return views;
+    if (at.empty()) {
+        if (Status status = view_striped(names, *views); !status) return status.error();
+        return views;
+    }
     for (size_t k = 0; k < at.size(); ++k) items.push_back({names[at[k]], {&parts[k], 1}});
-    Result<std::vector<int64_t>> sizes = get(items, verify);
+    Result<std::vector<int64_t>> sizes = get_whole(items, verify);
     if (!sizes) return sizes.error();
     for (size_t k = 0; k < at.size(); ++k) {
         if ((*sizes)[k] < 0) continue;
         (*views)[at[k]] = ObjectView{memory[k], memory[k].get(), static_cast<uint64_t>((*sizes)[k])};
     }
+    if (Status status = view_striped(names, *views); !status) return status.error();
     return views;
 }
 
@@ -441,6 +474,38 @@ bool Client::own_is_full(uint64_t bytes) {
 }
 
 Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& options) {
+    std::vector<PutItem> whole;
+    std::vector<size_t> place, striped;
+    for (size_t i = 0; i < items.size(); ++i) {
+        if (too_large_for_one(items[i])) {
+            striped.push_back(i);
+        } else {
+            whole.push_back(items[i]);
+            place.push_back(i);
+        }
+    }
+    if (striped.empty()) return put_whole(items, options);
+    Result<PutReport> some = put_whole(whole, options);
+    if (!some) return some;
+    PutReport report = std::move(*some);
+    std::vector<PutOutcome> outcomes(items.size(), PutOutcome::kRefused);
+    std::vector<uint8_t> copies;
+    if (!report.copies.empty()) copies.assign(items.size(), 1);
+    for (size_t k = 0; k < place.size(); ++k) {
+        outcomes[place[k]] = report.outcomes[k];
+        if (!copies.empty()) copies[place[k]] = report.copies[k];
+    }
+    std::shared_ptr<Pool> others = pool();
+    for (size_t i : striped) {
+        Status status = put_striped(*others, items[i], options, outcomes[i], report);
+        if (!status) return status.error();
+    }
+    report.outcomes = std::move(outcomes);
+    report.copies = std::move(copies);
+    return report;
+}
+
+Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOptions& options) {
     std::shared_ptr<Pool> others = pool();
     if (others == nullptr) {
         Result<PutReport> report = own_.put(items, options.replace, options.ack, options.timeout_ms);
@@ -689,6 +754,7 @@ Result<std::vector<ListRow>> Client::list(std::string_view prefix, uint64_t limi
     std::shared_ptr<Pool> others = pool();
     if (others == nullptr || (!rows && !no_answer(rows.error()))) return rows;
     std::vector<ListRow> all = rows ? std::move(*rows) : std::vector<ListRow>();
+    std::erase_if(all, [](const ListRow& row) { return is_stripe(row.name); });
     Result<std::shared_ptr<const Members>> members = others->directory->members();
     if (!members) {
         if (!rows) return rows;
@@ -709,6 +775,7 @@ Result<std::vector<ListRow>> Client::list(std::string_view prefix, uint64_t limi
         if (!more) return;
         std::lock_guard lock(merging);
         for (ListRow& row : *more) {
+            if (is_stripe(row.name)) continue;
             if (all.size() < limit && seen.insert(row.name).second) all.push_back(std::move(row));
         }
     });

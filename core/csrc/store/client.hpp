@@ -22,6 +22,7 @@
 #include "store/location_cache.hpp"
 #include "store/node_client.hpp"
 #include "store/peers.hpp"
+#include "store/stripes.hpp"
 
 namespace moonpool {
 
@@ -52,6 +53,11 @@ class Client {
 
     Result<PutReport> put(std::span<const PutItem> items, const PutOptions& options);
     Result<std::vector<int64_t>> get(std::span<const GetItem> items, bool verify);
+    // Of what was pinned before: places[i] is where item i stands in it, or kNotPinned.
+    Result<std::vector<int64_t>> get_pinned(const Pinned& pinned, std::span<const size_t> places,
+                                            std::span<const GetItem> items, bool verify);
+    Result<std::vector<ObjectView>> views(const Pinned& pinned, std::span<const size_t> places,
+                                          std::span<const std::string_view> names, bool verify);
     Result<Pinned> pin(std::span<const std::string_view> names);
     // Objects to read in place; a null owner is a miss.
     Result<std::vector<ObjectView>> views(std::span<const std::string_view> names, bool verify);
@@ -99,6 +105,15 @@ class Client {
     static const Member* nearest(const Pool& pool, const Members& members, std::span<const Holder> holders,
                                  std::span<const NodeId> tried, uint64_t salt);
 
+    Result<std::vector<int64_t>> get_whole(std::span<const GetItem> items, bool verify);
+    // client_stripes.cpp: objects that lie in pieces on several nodes.
+    Status fill_striped(std::span<const GetItem> items, std::vector<int64_t>& sizes);
+    Status view_striped(std::span<const std::string_view> names, std::vector<ObjectView>& views);
+    Result<bool> get_stripes(const Manifest& manifest, std::span<const Part> parts);
+    bool too_large_for_one(const PutItem& item);
+    Status put_striped(Pool& pool, const PutItem& item, const PutOptions& options, PutOutcome& outcome,
+                       PutReport& report);
+    Result<PutReport> put_whole(std::span<const PutItem> items, const PutOptions& options);
     void find_elsewhere(Pool& pool, std::span<const GetItem> items, std::vector<int64_t>& sizes);
     void pin_elsewhere(Pool& pool, std::span<const std::string_view> names, std::span<const size_t> missing,
                        Pinned& pinned, std::string& why);

@@ -6,6 +6,7 @@
 #include "base/crc32c.hpp"
 #include "store/client_frames.hpp"
 #include "store/node_client.hpp"
+#include "store/stripes.hpp"
 
 namespace moonpool {
 
@@ -16,23 +17,6 @@ namespace {
 constexpr uint64_t kFrameDataBytes = 32u << 20;
 constexpr uint64_t kReadRowBytes = 1 + 8 + 8 + 12;
 constexpr uint64_t kPutObjectMax = 3ull << 30;  // the length of a frame has 32 bits
-
-// Where [from, from + size) of an object lies in its parts.
-std::vector<Part> slice(std::span<const Part> parts, uint64_t from, uint64_t size) {
-    std::vector<Part> out;
-    for (const Part& part : parts) {
-        if (from >= part.size) {
-            from -= part.size;
-            continue;
-        }
-        uint64_t n = std::min(size, part.size - from);
-        if (n != 0) out.push_back(Part{part.data + from, n});
-        size -= n;
-        from = 0;
-        if (size == 0) break;
-    }
-    return out;
-}
 
 uint32_t crc_of(std::span<const Part> parts, uint64_t size) {
     uint32_t crc = 0;
