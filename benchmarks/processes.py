@@ -83,6 +83,11 @@ class Process:
                 raise self.failed(f"did not listen within {START_TIMEOUT_S:g} s")
             time.sleep(0.02)
 
+    def kill(self) -> None:
+        """SIGKILL, and waits for the end."""
+        self._process.kill()
+        self._process.wait()
+
     def stop(self) -> None:
         """SIGTERM, and SIGKILL after 3 s."""
         if self._process.poll() is None:

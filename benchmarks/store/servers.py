@@ -24,6 +24,7 @@ ARENA_MIB = 1024
 class Server:
     address: str  # a path or host:port
     pids: list[int]
+    processes: tuple[Process, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def mooncake(setting: Setting, stack: ExitStack) -> Server:
     )
     stack.callback(provider.close)
     provider.wait_ready()
-    return Server(address, [master.pid, provider.process.pid])
+    return Server(address, [master.pid, provider.process.pid], (master, provider.process))
 
 
 def redis(setting: Setting, stack: ExitStack) -> Server:
@@ -127,9 +128,9 @@ def daemon(name: str, command: list[str], path: str, port: int, setting: Setting
     stack.callback(process.stop)
     if setting.tcp:
         process.wait_for_port(socket.AF_INET, (setting.host, port))
-        return Server(f"{setting.host}:{port}", [process.pid])
+        return Server(f"{setting.host}:{port}", [process.pid], (process,))
     process.wait_for_port(socket.AF_UNIX, path)
-    return Server(path, [process.pid])
+    return Server(path, [process.pid], (process,))
 
 
 def program(name: str) -> str:

@@ -1,0 +1,1 @@
+"""Parts of benchmarks.master: the contenders' processes and their clients."""

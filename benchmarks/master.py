@@ -1,0 +1,173 @@
+"""The master beside Mooncake's and Redis: CPU and memory of the process that knows where a million keys are.
+
+    python -m benchmarks.master --peers-venv DIR [--quick] [--json FILE]
+
+In each round every contender in turn puts all keys in batches, looks all of them up, and removes them; ours
+also loses its master to kill -9 and rebuilds it. Figures are medians over the rounds. README.md explains the
+rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.directory import servers
+from benchmarks.directory.client import BATCH
+from benchmarks.processes import PYTHON, Failed, Talker, end_on_sigterm
+from benchmarks.report import Row, print_table, write_json
+from benchmarks.store import peers
+from benchmarks.store.clock import cpu_seconds
+from benchmarks.store.servers import Setting, runtime
+
+PEERS = ("mooncake", "redis")
+NOT_RUN = "not run"
+LOOKUPS = 3  # of all keys, in each round
+TIMEOUT_S = 300.0
+
+
+class Backend:
+    def __init__(self, name: str, setting: Setting, stack: ExitStack, keys: int) -> None:
+        self.name, self.keys = name, keys
+        self.contender = servers.START[name](setting, stack, keys)
+        python: str | Path | None = PYTHON if name == "ours" else setting.peers_python
+        assert python is not None
+        driver = [name, self.contender.address, *self.contender.client_arguments]
+        log = setting.log(f"client-{name}")
+        self.client = Talker(python, "benchmarks.directory.client", driver, log, runtime(setting))
+        stack.callback(self.client.close)
+        self.client.wait_ready()
+        self.client.ask({"do": "prepare", "n": keys}, TIMEOUT_S)
+        self.figures: dict[str, list[float]] = {}
+
+    def round(self) -> None:
+        """Raises Failed."""
+        empty = self._memory_bytes()
+        found = {"put": self._cpu_us("put")}
+        found["memory"] = (self._memory_bytes() - empty) / self.keys
+        lookups = ["exists", "prefix"] if self.name == "ours" else ["exists"]
+        for verb in lookups:
+            found[verb] = statistics.median(self._cpu_us(verb) for _ in range(LOOKUPS))
+        found.setdefault("prefix", found["exists"])
+        self._ask("remove")
+        found["kept"] = max(0.0, (self._memory_bytes() - empty) / self.keys)
+        if self.contender.restart is not None:
+            self._ask("put")
+            self.contender.restart()
+            found["rebuild"] = self._ask("rebuilt")
+            self._ask("remove")
+        for verb, figure in found.items():
+            self.figures.setdefault(verb, []).append(figure)
+
+    def _ask(self, verb: str) -> float:
+        return float(self.client.ask({"do": verb, "n": self.keys}, TIMEOUT_S)["seconds"])
+
+    def _cpu_us(self, verb: str) -> float:
+        pids = [self.contender.knows.pid]
+        before_s = cpu_seconds(pids)
+        self._ask(verb)
+        return (cpu_seconds(pids) - before_s) * 1e6 / self.keys
+
+    def _memory_bytes(self) -> int:
+        for line in Path(f"/proc/{self.contender.knows.pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+        raise Failed("no RssAnon")
+
+    def median(self, verb: str) -> float | None:
+        found = self.figures.get(verb)
+        return statistics.median(found) if found else None
+
+
+def rows(ours: Backend, others: dict[str, Backend | None]) -> list[Row]:
+    """Every row of the table, in order."""
+    keys = f"{ours.keys / 1e6:g} M keys"
+
+    def row(work: str, verb: str, unit: str, at_most: float, nothing: str = NOT_RUN) -> Row:
+        figure = ours.median(verb)
+        assert figure is not None
+        beside: dict[str, float | str] = {}
+        for name, backend in others.items():
+            found = None if backend is None else backend.median(verb)
+            beside[name] = (NOT_RUN if backend is None else nothing) if found is None else found
+        return Row(
+            f"{work} [{keys}]", figure, unit, beside, None, f"<= {at_most:g} {unit}", figure <= at_most
+        )
+
+    return [
+        row(f"put in batches of {BATCH}: CPU of the master", "put", "us/key", 1.0),
+        row("memory of the master", "memory", "B/key", 100.0),
+        row("of it, still held after removal", "kept", "B/key", 10.0),
+        row("exists: CPU of the master", "exists", "us/key", 0.5),
+        row("longest_prefix: CPU of the master (peers: exists)", "prefix", "us/key", 0.5),
+        row("found again after the master's restart (kill -9)", "rebuild", "s", 3.0, "forgets all"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.master", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--quick", action="store_true", help="200,000 keys, one round")
+    parser.add_argument("--keys", type=int, help="keys (1,000,000; quick: 200,000)")
+    parser.add_argument("--rounds", type=int, help="counted rounds (3; quick: 1)")
+    parser.add_argument(
+        "--peers-venv", type=Path, metavar="DIR", help="environment with the peers; made if missing"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    options = parser.parse_args()
+    end_on_sigterm()
+    keys = options.keys or (200_000 if options.quick else 1_000_000)
+    rounds = options.rounds or (1 if options.quick else 3)
+    peers_python = peers.python(options.peers_venv) if options.peers_venv else None
+
+    started_s = time.monotonic()
+    missing: dict[str, str] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-bench-")))
+        setting = Setting(folder, peers_python, False)
+        backends: dict[str, Backend] = {}
+        try:
+            backends["ours"] = Backend("ours", setting, stack, keys)
+            for name in PEERS:
+                if peers_python is None:
+                    missing[name] = "needs --peers-venv DIR"
+                    continue
+                try:
+                    backends[name] = Backend(name, setting, stack, keys)
+                except Failed as error:
+                    missing[name] = str(error)
+            for number in range(rounds):
+                for name, backend in list(backends.items()):
+                    try:
+                        backend.round()
+                    except Failed as error:
+                        if name == "ours":
+                            raise
+                        missing[name] = str(error)
+                        del backends[name]
+                done_s = time.monotonic() - started_s
+                print(f"round {number + 1} of {rounds} after {done_s:.0f} s", file=sys.stderr)
+        except Failed as error:
+            sys.exit(f"master: {error}")
+
+    table = rows(backends["ours"], {name: backends.get(name) for name in PEERS})
+    title = f"The process that knows where the keys are; medians of {rounds} interleaved rounds"
+    print_table(f"{title} (in brackets: how many times better ours is)", table)
+    for name, why in missing.items():
+        print(f"{name}: not run: {why}")
+    if options.json:
+        write_json(options.json, table)
+    missed = [row.work for row in table if row.met is False]
+    print(
+        f"{sum(row.met is True for row in table)} targets met, {len(missed)} missed, "
+        f"in {time.monotonic() - started_s:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()
