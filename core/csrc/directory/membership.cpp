@@ -11,6 +11,10 @@ bool same_member(const NodeIdentity& a, const NodeIdentity& b) {
     return a.host_id == b.host_id && a.name == b.name;
 }
 
+bool same_life(const NodeIdentity& a, const NodeIdentity& b) {
+    return same_member(a, b) && a.incarnation == b.incarnation;
+}
+
 }  // namespace
 
 std::optional<NodeId> Membership::find(const NodeIdentity& identity) const {
@@ -41,7 +45,7 @@ Result<Membership::Joined> Membership::join(uint64_t now_ms, const NodeIdentity&
                                             const std::function<bool(NodeId)>& usable) {
     std::string whole_name = identity.name + " on host " + identity.host_id;
     for (const Past& past : past_) {
-        if (past.fenced && past.identity.incarnation == identity.incarnation) {
+        if (past.fenced && same_life(past.identity, identity)) {
             return Error{Code::kInvalidArgument, "another process took the place of the node " + whole_name +
                                                      "; end this one, or give it a name of its own"};
         }
@@ -213,7 +217,7 @@ bool Membership::check_integrity() const {
         if (alive(id) != (life.state == MemberState::kAlive)) return false;
         if (life.link == kNoLink && life.state != MemberState::kSuspect) return false;
         for (const Past& past : past_) {
-            if (past.fenced && past.identity.incarnation == life.identity.incarnation) return false;
+            if (past.fenced && same_life(past.identity, life.identity)) return false;
         }
     }
     for (size_t id = 0; id < alive_.size(); ++id) {

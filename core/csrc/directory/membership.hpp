@@ -8,8 +8,8 @@
 // one is fenced: it is refused for as long as it is remembered. While the old one is alive, the new one is
 // refused: two processes under one name would otherwise replace each other for ever.
 //
-// Invariants (check_integrity): at most one current life of each member; no incarnation is current and
-// fenced; a member without a link is suspect.
+// Invariants (check_integrity): at most one current life of each member; no life is current and fenced; a
+// member without a link is suspect.
 #pragma once
 
 #include <cstdint>

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "../random.hpp"
 #include "directory/directory_client.hpp"
 #include "directory/master_server.hpp"
 #include "directory/member_agent.hpp"
@@ -293,6 +294,90 @@ TEST_CASE("master server: a connection may ask only what is its own, and nonsens
         CHECK(::recv(dialed->fd.get(), body.data(), 1, 0) <= 0);
     }
     CHECK(node.agent().state().joined);
+    CHECK(master->check_integrity());
+}
+
+// Frames of every kind, changed at random, from both sides: the master answers or hangs up, and stays sound.
+TEST_CASE("master server: mutated frames") {
+    testing::Random random(5);
+    auto master = serve();
+    std::string address = master->addresses()[0];
+    FakeNode node(address, "a");
+    node.put(1);
+    DirectoryClient client(client_options(address));
+    auto keys = hashes(1, 2);
+    REQUIRE(until([&] { return hits(client, keys) == 1; }));
+    NodeIdentity who;
+    who.name = "mutant";
+    NodeLoad load;
+    load.tenants.push_back({"default", 1, 1, 1, 1});
+    auto body = [&](Kind kind) {
+        std::vector<std::byte> out;
+        Writer w(out);
+        switch (kind) {
+            case Kind::kJoin:
+                write_identity(w, who);
+                write_load(w, load);
+                break;
+            case Kind::kDelta:
+                w.number(uint32_t{3});
+                w.number(uint32_t{2});
+                for (uint64_t n : {7, 8}) write_row(w, {hash_of(n), Tier::kDram, true});
+                break;
+            case Kind::kBeat:
+                w.number(uint64_t{0});
+                write_load(w, load);
+                break;
+            case Kind::kPlace:
+                w.number(uint64_t{1});
+                for (uint16_t n : {1, 0, 1, 1, 0, 1}) w.number(n);
+                w.number(char{'h'});
+                break;
+            case Kind::kForget:
+                w.number(uint32_t{1});
+                w.number(uint32_t{1});
+                w.number(uint16_t{0});
+                write_hash(w, hash_of(9));
+                break;
+            case Kind::kLocate:
+                w.number(uint32_t{1} << 16);
+                w.number(uint32_t{1});
+                write_hash(w, hash_of(1));
+                break;
+            default:
+                w.number(uint64_t{0});
+        }
+        return out;
+    };
+    constexpr Kind kOfMember[] = {Kind::kJoin, Kind::kDelta, Kind::kBeat};
+    constexpr Kind kOfClient[] = {Kind::kMembers, Kind::kLocate, Kind::kPlace, Kind::kForget};
+    DialOptions dial_options;
+    dial_options.address = address;
+    dial_options.token = kToken;
+    for (int round = 0; round < 150; ++round) {
+        bool member = random.one_in(2);
+        dial_options.purpose = member ? kPurposeMember : kPurposeDirectory;
+        Result<Dialed> dialed = dial(dial_options);
+        REQUIRE(dialed);
+        std::vector<std::byte> bytes;
+        for (int i = 0; i < 8; ++i) {
+            Kind kind = member ? kOfMember[i == 0 ? 0 : random.below(3)] : kOfClient[random.below(4)];
+            std::vector<std::byte> b = body(kind);
+            if (random.one_in(3)) b[random.below(b.size())] = static_cast<std::byte>(random.below(256));
+            if (random.one_in(6)) b.resize(random.below(b.size() + 1));
+            size_t at = begin_frame(bytes, kind, 0, static_cast<uint64_t>(i));
+            Writer(bytes).bytes(b.data(), b.size());
+            finish_frame(bytes, at);
+        }
+        if (random.one_in(4)) bytes[random.below(bytes.size())] = static_cast<std::byte>(random.below(256));
+        (void)!::send(dialed->fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+        ::shutdown(dialed->fd.get(), SHUT_WR);
+        std::byte answers[4096];
+        while (::recv(dialed->fd.get(), answers, sizeof(answers), 0) > 0) {
+        }
+        if (round % 10 == 0) REQUIRE(master->check_integrity());
+    }
+    CHECK(hits(client, keys) == 1);
     CHECK(master->check_integrity());
 }
 

@@ -284,3 +284,42 @@ TEST_CASE("object table: a window of bytes is cleared at the lowest price") {
         REQUIRE(bed.table.counters().evicted_bytes_total - before == best);
     }
 }
+
+TEST_CASE("object table: its log tells what came and went") {
+    Random random(77);
+    Bed bed(64, 64 * 64);
+    DeltaLog log(1 << 20);
+    log.begin_inventory();
+    bed.table.set_delta_log(&log);
+    std::vector<std::string> names;
+    for (int i = 0; i < 200; ++i) names.push_back("name-" + std::to_string(i));
+    for (int step = 0; step < 3000; ++step) {
+        const std::string& name = names[random.below(names.size())];
+        if (random.one_in(4)) {
+            if (uint32_t slot = bed.find(name); slot != kNoSlot) bed.table.remove(slot);
+        } else {
+            while (bed.table.counters().objects > 48) bed.table.evict_one();
+            bed.commit(name, kNoSlot, random.one_in(2));
+        }
+    }
+    CHECK(bed.table.counters().evicted_total > 0);
+    std::vector<DeltaRow> rows;
+    REQUIRE(log.take(rows));
+    std::vector<Hash128> held;
+    for (const DeltaRow& row : rows) {
+        auto it = std::find(held.begin(), held.end(), row.hash);
+        REQUIRE((it == held.end()) == row.added);  // never told twice
+        if (row.added) {
+            held.push_back(row.hash);
+        } else {
+            held.erase(it);
+        }
+    }
+    CHECK(held.size() == bed.table.counters().objects);
+    for (const std::string& name : names) {
+        bool told = std::find(held.begin(), held.end(), kHash(name)) != held.end();
+        CHECK(told == (bed.find(name) != kNoSlot));
+        CHECK(told == (bed.table.find(kHash(name)) != kNoSlot));
+    }
+    bed.table.set_delta_log(nullptr);
+}
