@@ -67,6 +67,13 @@ class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scrub_bytes_per_s: Size = parse_size("64MiB")
     http_connections_max: Count = 64
     http_timeout_s: Duration = 10.0
+    ssd: list[str] = []
+    ssd_clean_share: Share = 0.25
+    ssd_stop_s: Duration = 10.0
+    ssd_io: str = "auto"
+    ssd_depth: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32
+    ssd_records_max: Annotated[int, msgspec.Meta(ge=0)] = 0
+    ssd_segment_bytes: Size = 0
 
 
 class Master(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -245,6 +252,7 @@ TABLES: dict[str, type[Section]] = {"up.engine": Engine, "up.node": UpNode}
 SECRETS = ("cluster.token", "cluster.admin_token")
 
 CHOICES: dict[str, tuple[str, ...]] = {
+    "node.ssd_io": ("auto", "io_uring", "threads"),
     "log.level": ("debug", "info", "warning", "error"),
     "up.engine.engine": ("vllm",),
     "up.engine.kv_role": ("kv_both", "kv_producer", "kv_consumer"),
@@ -284,6 +292,13 @@ HELP: dict[str, str] = {
     "node.scrub_bytes_per_s": "how fast objects in memory are held against their checksums; 0: not at all",
     "node.http_connections_max": "the most HTTP connections; beyond it the oldest is closed",
     "node.http_timeout_s": "the longest life of one HTTP connection",
+    "node.ssd": "directories for what does not fit into memory, each DIR:SIZE; none: no SSD",
+    "node.ssd_clean_share": "share of an arena that is kept free, or written to the SSD, ahead of eviction",
+    "node.ssd_stop_s": "how long a stop may take to write what is in memory only",
+    "node.ssd_io": "auto: io_uring where the kernel allows it, else threads",
+    "node.ssd_depth": "reads in flight at one directory, and writes",
+    "node.ssd_records_max": "the most objects in one directory; 0: derived from its size",
+    "node.ssd_segment_bytes": "piece in which a directory is written and reclaimed; 0: derived from its size",
     "master.listen": "address of the wire; not loopback: needs a cluster token",
     "master.http": "address of the admin pages, or off; not loopback: needs a cluster token",
     "master.nodes_max": "the most nodes",

@@ -28,6 +28,7 @@ from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.node_socket import Claim, hand_over_default, link_default
 from moonpool.core.reach import Reach, listening, reach_of_node
 from moonpool.core.tls import server_context
+from moonpool.core.units import parse_size
 
 
 class NodeServer(metrics.Source, Protocol):
@@ -39,6 +40,8 @@ class NodeServer(metrics.Source, Protocol):
 
     @property
     def addresses(self) -> Sequence[str]: ...
+
+    def ssd(self) -> list[dict[str, str]]: ...
 
 
 ServerFactory = Callable[[Config, Path, bytes, Reach], NodeServer]
@@ -73,6 +76,13 @@ def native_server(config: Config, socket_path: Path, token: bytes, reach: Reach)
         host_id=reach.host_id,
         advertise=reach.advertise,
         master=reach.master,
+        ssd=ssd_directories(config),
+        ssd_clean_share=node.ssd_clean_share,
+        ssd_stop_s=node.ssd_stop_s,
+        ssd_io=node.ssd_io,
+        ssd_depth=node.ssd_depth,
+        ssd_records_max=node.ssd_records_max,
+        ssd_segment_bytes=node.ssd_segment_bytes,
     )
     return server
 
@@ -86,6 +96,30 @@ def tenant_sizes(config: Config) -> list[tuple[str, int]]:
             key="node.tenants",
         )
     return [("default", config.node.dram), *config.node.tenants.items()]
+
+
+def ssd_directories(config: Config) -> list[tuple[str, int]]:
+    """(directory, its most bytes) of each DIR:SIZE in node.ssd. Raises ConfigError."""
+    directories: list[tuple[str, int]] = []
+    for text in config.node.ssd:
+        directory, _, size = text.rpartition(":")
+        try:
+            directories.append((os.path.abspath(directory), parse_size(size)))
+        except ValueError:
+            directory = ""
+        if not directory:
+            raise ConfigError(
+                f"node.ssd: {text!r} is no directory with a size; write DIR:SIZE, for example "
+                "/var/lib/moonpool/ssd:100GiB",
+                operation="node",
+                key="node.ssd",
+            )
+    places = [directory for directory, _ in directories]
+    if len(set(places)) != len(places):
+        raise ConfigError(
+            "node.ssd names a directory twice; give each once", operation="node", key="node.ssd"
+        )
+    return directories
 
 
 class Node:
@@ -184,6 +218,7 @@ class Node:
             "master": self.reach.master,
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             "tenants": dict(tenant_sizes(self.config)),
+            "ssd": self._server.ssd() if self.config.node.ssd else [],
             "metrics": dict(self._server.metrics()),
         }
 

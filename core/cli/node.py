@@ -13,6 +13,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         epilog=examples(
             "moonpool node --dram 2GiB",
+            "moonpool node --dram 2GiB --ssd /var/lib/moonpool/ssd:100GiB",
             "moonpool node --dram 512MiB --name second --http 127.0.0.1:7712",
             "moonpool node --dram 64GiB --listen 0.0.0.0:7710 --master 10.0.0.1:7700 --token-file token",
         )
@@ -43,6 +44,10 @@ def node(
     master: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="The master of the cluster to join.")
     ] = None,
+    ssd: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIR:SIZE", help="Directory for what does not fit into DRAM; repeatable."),
+    ] = None,
     config: ConfigFile = None,
     token_file: TokenFile = None,
 ) -> None:
@@ -64,6 +69,7 @@ def node(
             "node.listen": listen,
             "node.advertise": advertise,
             "node.host_id": host_id,
+            "node.ssd": ssd or None,
             "cluster.master": master,
             "cluster.token_file": None if token_file is None else str(token_file),
         },
@@ -75,6 +81,7 @@ def node(
         place = f", {ready.http_url}/metrics" if ready.http_url else ""
         place += f", wire {', '.join(ready.wire)}" if ready.wire else ""
         place += f", master {ready.reach.master}" if ready.reach.master else ""
+        place += f", SSD {', '.join(settings.node.ssd)}" if settings.node.ssd else ""
         size = format_size(settings.node.dram)
         print(f"moonpool node {settings.node.name}: {size} of DRAM at {ready.socket}{place}", flush=True)
 

@@ -11,7 +11,10 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
                    uint32_t connections_max, uint64_t scrub_bytes_per_s, uint32_t key_bytes_max,
                    uint32_t parts_max, uint32_t frame_bytes_max, uint32_t frame_keys_max,
                    double object_share_max, std::vector<std::string> listen, std::string host_id,
-                   std::string advertise, std::string master)
+                   std::string advertise, std::string master,
+                   const std::vector<std::pair<std::string, uint64_t>>& ssd, double ssd_clean_share,
+                   double ssd_stop_s, uint32_t ssd_depth, std::string ssd_io, uint32_t ssd_records_max,
+                   uint64_t ssd_segment_bytes)
     : name_(std::move(name)) {
     ServerOptions options;
     options.socket_path = std::move(socket_path);
@@ -31,7 +34,17 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
     options.cluster.name = name_;
     options.cluster.host_id = std::move(host_id);
     options.cluster.address = std::move(advertise);
-    server_ = unwrap(Server::create(std::move(options)), "node");
+    options.ssd.directories = ssd;
+    options.ssd.clean_share = ssd_clean_share;
+    options.ssd.stop_ms = static_cast<uint32_t>(milliseconds(ssd_stop_s));
+    options.ssd.depth = ssd_depth;
+    options.ssd.io = std::move(ssd_io);
+    options.ssd.records_max = ssd_records_max;
+    options.ssd.segment_bytes = ssd_segment_bytes;
+    py::gil_scoped_release nogil;  // it may have a disk to read
+    Result<std::unique_ptr<Server>> server = Server::create(std::move(options));
+    py::gil_scoped_acquire gil;
+    server_ = unwrap(std::move(server), "node");
 }
 
 void PyServer::start() {
@@ -77,6 +90,19 @@ py::object PyServer::membership() {
                           static_cast<double>(state->answered_ms) / 1000);
 }
 
+py::list PyServer::ssd() const {
+    py::list rows;
+    for (const SsdTier::Device& device : server_->ssd()) {
+        py::dict row;
+        row["directory"] = device.directory;
+        row["io"] = device.io;
+        row["io_reason"] = device.io_reason;
+        row["trouble"] = device.trouble;
+        rows.append(row);
+    }
+    return rows;
+}
+
 bool PyServer::check_integrity() {
     py::gil_scoped_release nogil;
     return server_->check_integrity();
@@ -87,14 +113,19 @@ void bind_server(py::module_& m) {
                          "A node's data plane: one thread, one Unix socket, an arena for each tenant.")
         .def(py::init<std::string, const std::vector<std::pair<std::string, uint64_t>>&, const py::bytes&,
                       std::string, uint32_t, uint64_t, uint32_t, uint64_t, uint32_t, uint32_t, uint32_t,
-                      uint32_t, double, std::vector<std::string>, std::string, std::string, std::string>(),
+                      uint32_t, double, std::vector<std::string>, std::string, std::string, std::string,
+                      const std::vector<std::pair<std::string, uint64_t>>&, double, double, uint32_t,
+                      std::string, uint32_t, uint64_t>(),
              py::arg("socket_path"), py::arg("tenants"), py::arg("token"), py::kw_only(),
              py::arg("name") = "default", py::arg("objects_max") = 0, py::arg("slab_bytes") = 0,
              py::arg("connections_max") = 4096, py::arg("scrub_bytes_per_s") = uint64_t{64} << 20,
              py::arg("key_bytes_max") = 1024, py::arg("parts_max") = 4096,
              py::arg("frame_bytes_max") = 8u << 20, py::arg("frame_keys_max") = 16384,
              py::arg("object_share_max") = 0.25, py::arg("listen") = std::vector<std::string>(),
-             py::arg("host_id") = "", py::arg("advertise") = "", py::arg("master") = "")
+             py::arg("host_id") = "", py::arg("advertise") = "", py::arg("master") = "",
+             py::arg("ssd") = std::vector<std::pair<std::string, uint64_t>>(),
+             py::arg("ssd_clean_share") = 0.25, py::arg("ssd_stop_s") = 10.0, py::arg("ssd_depth") = 32,
+             py::arg("ssd_io") = "auto", py::arg("ssd_records_max") = 0, py::arg("ssd_segment_bytes") = 0)
         .def_property_readonly("name", &PyServer::name)
         .def_property_readonly("addresses", &PyServer::addresses, "TCP addresses, with their real ports.")
         .def("start", &PyServer::start)
@@ -105,6 +136,7 @@ void bind_server(py::module_& m) {
         .def(
             "membership", &PyServer::membership,
             "(joined, node id or -1, why not, seconds since the master's last answer); None without a master")
+        .def("ssd", &PyServer::ssd, "Of each SSD directory: how it is read and written, and its trouble.")
         .def("check_integrity", &PyServer::check_integrity, "Recounts every table; for tests.");
 }
 

@@ -20,12 +20,16 @@ class PyServer {
              const py::bytes& token, std::string name, uint32_t objects_max, uint64_t slab_bytes,
              uint32_t connections_max, uint64_t scrub_bytes_per_s, uint32_t key_bytes_max, uint32_t parts_max,
              uint32_t frame_bytes_max, uint32_t frame_keys_max, double object_share_max,
-             std::vector<std::string> listen, std::string host_id, std::string advertise, std::string master);
+             std::vector<std::string> listen, std::string host_id, std::string advertise, std::string master,
+             const std::vector<std::pair<std::string, uint64_t>>& ssd, double ssd_clean_share,
+             double ssd_stop_s, uint32_t ssd_depth, std::string ssd_io, uint32_t ssd_records_max,
+             uint64_t ssd_segment_bytes);
     void start();
     void stop();
     std::map<std::string, uint64_t> metrics();
     py::dict histograms();
     py::object membership();
+    py::list ssd() const;
     bool check_integrity();
     std::vector<std::string> addresses() const { return server_->addresses(); }
     const std::string& name() const { return name_; }

@@ -185,6 +185,7 @@ Engine::~Engine() {
 }
 
 void Engine::close() {
+    if (fork_.in_child()) return;  // the thread is the parent's
     {
         std::lock_guard lock(mutex_);
         closing_ = true;
@@ -284,20 +285,52 @@ bool Engine::read(const Key& key, std::span<std::byte> to, Done done) {
 }
 
 bool Engine::remove(const Key& key) {
+    {
+        std::lock_guard lock(mutex_);
+        uint32_t at = index_.find(key.hash);
+        bool another = at != kNoEntry && index_.find(key.space, key.hash, key.name) == kNoEntry;
+        if (another) return false;
+    }
+    return remove(key.hash);
+}
+
+bool Engine::remove(const Hash128& hash) {
     bool wake, was_there;
     {
         std::lock_guard lock(mutex_);
-        uint32_t at = index_.find(key.space, key.hash, key.name);
+        uint32_t at = index_.find(hash);
         was_there = at != kNoEntry;
         if (was_there) {
-            drop(key.hash, index_.entry(at).sequence);
+            drop(hash, index_.entry(at).sequence);
             ++counters_.removed;
         }
-        was_there |= writing_.erase(key.hash.low) != 0;  // one that is being written is dead on arrival
+        was_there |= writing_.erase(hash.low) != 0;  // one that is being written is dead on arrival
         wake = was_there && std::exchange(sleeping_, false);
     }
     if (wake) queue_->wake();
     return was_there;
+}
+
+std::optional<uint64_t> Engine::sequence(const Hash128& hash) const {
+    std::lock_guard lock(mutex_);
+    uint32_t at = off_ ? kNoEntry : index_.find(hash);
+    if (at == kNoEntry) return std::nullopt;
+    return index_.entry(at).sequence;
+}
+
+uint32_t Engine::hashes(uint32_t cursor, uint32_t scan, std::vector<Hash128>& out) const {
+    std::lock_guard lock(mutex_);
+    uint32_t end = off_ ? 0 : index_.slots();
+    for (; cursor < end && scan > 0; ++cursor, --scan) {
+        if (index_.entry(cursor).sequence != 0) out.push_back(index_.entry(cursor).hash);
+    }
+    return cursor < end ? cursor : 0;
+}
+
+void Engine::tell_gone() {
+    if (gone_.empty()) return;
+    std::vector<Hash128> gone = std::exchange(gone_, {});
+    if (options_.on_gone) options_.on_gone(gone);
 }
 
 // The index forgets it, and the disk will.
@@ -410,6 +443,7 @@ void Engine::run() {
         append_writes();
         sync_when_due();
         step_barriers();
+        tell_gone();
         int wait_ms = 0;
         {
             std::lock_guard lock(mutex_);

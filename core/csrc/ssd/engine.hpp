@@ -36,6 +36,9 @@ class Engine {
                uint32_t crc, Done done);
     bool read(const Key& key, std::span<std::byte> to, Done done);
     bool remove(const Key& key);
+    std::optional<uint64_t> sequence(const Hash128& hash) const;
+    bool remove(const Hash128& hash);
+    uint32_t hashes(uint32_t cursor, uint32_t scan, std::vector<Hash128>& out) const;
     void sync(Done done);
     uint32_t list(uint32_t space, uint32_t cursor, uint32_t scan, std::vector<Listed>& out) const;
     void close();
@@ -148,6 +151,7 @@ class Engine {
     void stop_writing(const std::string& why);
     bool finished();
     void refuse_waiting();
+    void tell_gone();
     uint64_t begin_of(uint32_t slot) const { return kSegmentsBegin + slot * superblock_.segment_bytes; }
 
     // engine_write.cpp
@@ -238,6 +242,7 @@ class Engine {
     bool dirty_ = false, sync_in_flight_ = false;
     uint64_t synced_ms_ = 0;
     uint32_t write_errors_in_row_ = 0, read_errors_in_row_ = 0;
+    std::vector<Hash128> gone_;                // to be told
     std::atomic<bool> reclaim_wanted_{false};  // the index is full
 
     std::thread thread_;

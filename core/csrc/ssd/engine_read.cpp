@@ -91,6 +91,7 @@ void Engine::finish_read(const ReadJobPtr& job) {
         } else if (job->error != 0) {
             outcome = Outcome::kFailed;
             ++counters_.read_errors;
+            gone_.push_back(job->hash);
             drop(job->hash, job->sequence);
             if (++read_errors_in_row_ >= kErrorsInRowMax && !off_) {
                 off_ = read_only_ = true;
@@ -101,6 +102,7 @@ void Engine::finish_read(const ReadJobPtr& job) {
         } else if (job->crc_so_far != job->crc) {
             outcome = Outcome::kMiss;
             ++counters_.corrupt;
+            gone_.push_back(job->hash);
             drop(job->hash, job->sequence);
         } else {
             read_errors_in_row_ = 0;

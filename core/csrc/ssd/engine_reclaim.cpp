@@ -150,6 +150,7 @@ void Engine::forget_segment(uint32_t slot) {
     for (uint32_t at; (at = index_.oldest(slot)) != kNoEntry;) {
         ++counters_.evicted;
         counters_.evicted_bytes += index_.entry(at).size;
+        gone_.push_back(index_.entry(at).hash);
         index_.erase(at);
     }
     ++counters_.reclaimed;

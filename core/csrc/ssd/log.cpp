@@ -27,6 +27,11 @@ void Log::sync(Done done) { engine_->sync(std::move(done)); }
 uint32_t Log::list(uint32_t space, uint32_t cursor, uint32_t scan, std::vector<Listed>& out) const {
     return engine_->list(space, cursor, scan, out);
 }
+uint32_t Log::hashes(uint32_t cursor, uint32_t scan, std::vector<Hash128>& out) const {
+    return engine_->hashes(cursor, scan, out);
+}
+std::optional<uint64_t> Log::sequence(const Hash128& hash) const { return engine_->sequence(hash); }
+bool Log::remove(const Hash128& hash) { return engine_->remove(hash); }
 void Log::close() { engine_->close(); }
 bool Log::accepts_writes() const { return engine_->accepts_writes(); }
 std::string Log::trouble() const { return engine_->trouble(); }

@@ -37,6 +37,8 @@ struct LogOptions {
     uint32_t sync_ms = 1000;    // what was written is made safe against a power failure this often
     std::shared_ptr<std::atomic<uint64_t>> sequence;  // shared by the logs of one node
     OpenFile open;                                    // empty: open_file
+    // Objects that the log no longer has though nobody removed them; on the log's thread.
+    std::function<void(const std::vector<Hash128>&)> on_gone;
 };
 
 enum class Outcome {
@@ -89,11 +91,17 @@ class Log {
     // Into `to`, which has the object's size. The bytes have passed their checksum when the outcome is kDone.
     bool read(const Key& key, std::span<std::byte> to, Done done);
     bool remove(const Key& key);
+    // By the hash alone, as the directory knows it.
+    std::optional<uint64_t> sequence(const Hash128& hash) const;
+    bool has(const Hash128& hash) const { return sequence(hash).has_value(); }
+    bool remove(const Hash128& hash);
     // When done is called, everything that was submitted before survives a power failure.
     void sync(Done done);
 
     // Objects of a space, from a cursor on; looks at no more than `scan` entries. -> the next cursor, 0: end.
     uint32_t list(uint32_t space, uint32_t cursor, uint32_t scan, std::vector<Listed>& out) const;
+
+    uint32_t hashes(uint32_t cursor, uint32_t scan, std::vector<Hash128>& out) const;
 
     // Finishes what was begun and seals the log; what still waits is refused. Idempotent.
     void close();

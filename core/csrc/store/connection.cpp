@@ -47,6 +47,7 @@ Connection::Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool)
       remote_(true) {}
 
 Connection::~Connection() {
+    unpark();
     for (const OutPiece& piece : queue_.pieces()) pool_->table().unpin(piece.slot, piece.generation);
     if (put_ != nullptr) close_put();
     for (auto& [id, pinned] : pins_) unpin(pinned);
@@ -64,6 +65,7 @@ bool Connection::greet() {
 
 bool Connection::on_readable(uint64_t now_ms) {
     if (ended_) return discard();
+    if (parked_ != nullptr) return !hung_up();
     constexpr int kRoundsMax = 8;  // then it is the turn of others; epoll tells again what is left
     for (int round = 0; round < kRoundsMax; ++round) {
         if (put_ != nullptr) {
@@ -93,6 +95,7 @@ bool Connection::on_readable(uint64_t now_ms) {
         progress_ms_ = now_ms;
         in_end_ += static_cast<size_t>(n);
         if (!serve()) return false;
+        if (parked_ != nullptr) break;
         if (static_cast<size_t>(n) < room || backlog() > server_.options_.limits.send_backlog_bytes) break;
     }
     if (in_begin_ == in_end_ && in_.size() > (1u << 20)) in_ = {};  // after a rare large frame
@@ -107,13 +110,15 @@ bool Connection::serve() {
         if (!parse_frames()) return false;
         bool waited = backlog() > server_.options_.limits.send_backlog_bytes;
         if (!flush()) return false;
-        if (!waited || backlog() > server_.options_.limits.send_backlog_bytes) return true;
+        if (parked_ != nullptr || !waited || backlog() > server_.options_.limits.send_backlog_bytes)
+            return true;
     }
 }
 
 bool Connection::parse_frames() {
     const Limits& limits = server_.options_.limits;
-    while (in_end_ - in_begin_ >= sizeof(FrameHeader) && backlog() <= limits.send_backlog_bytes) {
+    while (in_end_ - in_begin_ >= sizeof(FrameHeader) && backlog() <= limits.send_backlog_bytes &&
+           parked_ == nullptr) {
         FrameHeader header;
         std::memcpy(&header, in_.data() + in_begin_, sizeof(header));
         if (header.magic != kMagic) return malformed("does not start with the magic number");
@@ -355,8 +360,15 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
             if (!pool_->leases().commit(extent)) return malformed("commits the same memory twice");
         }
         uint32_t parent = parent_name.empty() ? kNoSlot : pool_->find(space, parent_name);
-        switch (table.commit(space, pool_->hash(space, name), name, extent, crc, parent,
-                             (flags & kCommitReplace) != 0)) {
+        bool replace = (flags & kCommitReplace) != 0;
+        if (!replace && only_on_ssd(space, name)) {
+            pool_->leases().free(extent);
+            count(m.exists_total);
+            if (!one_way) Writer(out_).number(PutOutcome::kExists);
+            continue;
+        }
+        if (replace && server_.ssd_ != nullptr) server_.ssd_->forget(*pool_, space, name);
+        switch (table.commit(space, pool_->hash(space, name), name, extent, crc, parent, replace)) {
             case ObjectTable::Commit::kStored:
                 count(m.stored_total);
                 count(m.stored_bytes_total, extent.size);
@@ -381,6 +393,7 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
 
 // u32 space, u8 flags, u8 zero, u16 width, u32 n, then n names as text16
 bool Connection::on_lookup(const FrameHeader& header, Reader body) {
+    Reader whole_body = body;
     auto space = body.number<uint32_t>();
     auto flags = body.number<uint8_t>();
     body.number<uint8_t>();
@@ -393,22 +406,41 @@ bool Connection::on_lookup(const FrameHeader& header, Reader body) {
     ObjectTable& table = pool_->table();
 
     found_.clear();
+    found_on_ssd_.clear();
     uint32_t hits = 0;
     bool gap = false;
+    bool pin = (flags & kLookupPin) != 0;
+    bool ask_ssd = server_.ssd_ != nullptr && !(pin && resumed_);
+    std::vector<std::string_view> wanted;  // from the SSD
     for (uint32_t i = 0; i < n; ++i) {
         std::string_view name = body.text16();
         if (!body.ok() || name.size() > limits.key_bytes) return malformed("is no LOOKUP");
         if (prefix && gap) continue;
         uint32_t slot = pool_->find(space, name);
-        gap |= slot == kNoSlot;
-        hits += slot != kNoSlot;
+        std::optional<ssd::Found> on_ssd;
+        if (slot == kNoSlot && ask_ssd) on_ssd = server_.ssd_->find(*pool_, space, name);
+        if (on_ssd) {
+            if (pin) wanted.push_back(name);
+            found_on_ssd_.emplace(static_cast<uint32_t>(found_.size()), std::move(*on_ssd));
+        }
+        bool hit = slot != kNoSlot || on_ssd;
+        gap |= !hit;
+        hits += hit;
         found_.push_back(slot);
     }
     if (!body.done()) return malformed("is no LOOKUP");
+    if (!wanted.empty() && park(header, whole_body, space, wanted, found_)) return true;
+    if (pin && !found_on_ssd_.empty()) {
+        // None of them can be had: memory is full of pins, or the disks are.
+        hits -= static_cast<uint32_t>(found_on_ssd_.size());
+        found_on_ssd_.clear();
+    }
     if (prefix) {
         // Only whole blocks, all of whose objects are here, count.
         uint32_t leading = 0;
-        while (leading < found_.size() && found_[leading] != kNoSlot) ++leading;
+        while (leading < found_.size() && (found_[leading] != kNoSlot || found_on_ssd_.contains(leading))) {
+            ++leading;
+        }
         hits = leading / width * width;
         found_.resize(hits);
     }
@@ -449,11 +481,15 @@ bool Connection::on_lookup(const FrameHeader& header, Reader body) {
     w.number(pin_id);
     w.number(hits);
     w.number(static_cast<uint32_t>(found_.size()));
-    for (uint32_t slot : found_) {
+    for (uint32_t i = 0; i < found_.size(); ++i) {
+        uint32_t slot = found_[i];
         Descriptor d;
         if (slot != kNoSlot) {
             const IndexEntry& entry = table.entry(slot);
             d = Descriptor{entry.offset, entry.size, table.generation(slot), entry.crc, slot};
+        } else if (auto it = found_on_ssd_.find(i); it != found_on_ssd_.end()) {
+            const ssd::Found& f = it->second;
+            d = Descriptor{0, f.size, f.sequence | kOnSsd, f.crc, kNoSlot};
         }
         w.number(d);
     }
@@ -502,11 +538,11 @@ bool Connection::on_remove(const FrameHeader& header, Reader body) {
         std::string_view name = body.text16();
         if (!body.ok()) return malformed("is no REMOVE");
         uint32_t slot = pool_->find(space, name);
-        if (slot != kNoSlot) {
-            pool_->table().remove(slot);
-            count(server_.metrics_.removed_total);
-        }
-        Writer(out_).number(static_cast<uint8_t>(slot != kNoSlot));
+        bool was_there = slot != kNoSlot;
+        if (was_there) pool_->table().remove(slot);
+        if (server_.ssd_ != nullptr) was_there |= server_.ssd_->forget(*pool_, space, name);
+        if (was_there) count(server_.metrics_.removed_total);
+        Writer(out_).number(static_cast<uint8_t>(was_there));
     }
     if (!body.done()) return malformed("is no REMOVE");
     finish_frame(out_, at);
@@ -528,7 +564,9 @@ bool Connection::on_list(const FrameHeader& header, Reader body) {
     Writer w(out_);
     w.number(uint64_t{0});
     uint32_t n = 0;
-    uint32_t end = table.slots_used();
+    const uint32_t cursor_given = cursor;
+    const bool in_memory = (cursor & kListOnSsd) == 0;
+    uint32_t end = in_memory ? table.slots_used() : 0;
     uint32_t stop = cursor < end ? std::min(end, cursor + kScanMax) : cursor;
     for (; cursor < stop && n < limit; ++cursor) {
         if (!table.complete(cursor) || table.entry(cursor).space != space) continue;
@@ -541,7 +579,28 @@ bool Connection::on_list(const FrameHeader& header, Reader body) {
         w.text16(name);
         ++n;
     }
-    uint32_t counts[2] = {cursor < end ? cursor : 0, n};
+    uint32_t next = cursor < end ? cursor : 0;
+    if (server_.ssd_ != nullptr && next == 0) {
+        // Behind the slots of memory come those of the disks, of what memory has not.
+        uint32_t at = in_memory ? 0 : cursor_given & ~kListOnSsd;
+        if (n < limit && (!in_memory || cursor >= end)) {
+            std::vector<ssd::Listed> rows;
+            at = server_.ssd_->list(*pool_, space, at, limit - n, rows);
+            for (const ssd::Listed& row : rows) {
+                if (std::string_view(row.name).substr(0, prefix.size()) != prefix) continue;
+                w.number(row.size);
+                w.number(row.sequence | kOnSsd);
+                w.number(row.crc);
+                w.number(uint32_t{0});
+                w.text16(row.name);
+                ++n;
+            }
+            next = at == 0 ? 0 : at | kListOnSsd;
+        } else {
+            next = kListOnSsd;
+        }
+    }
+    uint32_t counts[2] = {next, n};
     std::memcpy(out_.data() + counts_at, counts, sizeof(counts));
     finish_frame(out_, at);
     return true;
@@ -620,13 +679,14 @@ bool Connection::flush() {
 }
 
 void Connection::want_events() {
-    uint32_t events = (backlog() != 0 ? EPOLLOUT : 0u) |
-                      (backlog() <= server_.options_.limits.send_backlog_bytes ? EPOLLIN : 0u);
-    if (events == events_) return;
+    bool listens = backlog() <= server_.options_.limits.send_backlog_bytes && parked_ == nullptr;
+    uint32_t events = (backlog() != 0 ? EPOLLOUT : 0u) | (listens ? EPOLLIN : 0u);
+    if (events == events_ && registered_) return;
     epoll_event event{};
     event.events = events;
     event.data.fd = fd_.get();
-    ::epoll_ctl(server_.epoll_.get(), events_ == 0 ? EPOLL_CTL_ADD : EPOLL_CTL_MOD, fd_.get(), &event);
+    ::epoll_ctl(server_.epoll_.get(), registered_ ? EPOLL_CTL_MOD : EPOLL_CTL_ADD, fd_.get(), &event);
+    registered_ = true;
     events_ = events;
 }
 
@@ -639,6 +699,10 @@ bool Connection::check_deadlines(uint64_t now_ms) {
         return fail(Code::kTimeout, "the handshake took over " + std::to_string(limits.handshake_ms) + " ms");
     }
     if (std::exchange(sent_some_, false)) progress_ms_ = now_ms;
+    if (parked_ != nullptr) {
+        progress_ms_ = now_ms;  // it is the node that lets its frames wait
+        return true;
+    }
     bool half_frame = in_begin_ != in_end_ || put_ != nullptr;
     bool stalled = half_frame || backlog() != 0;
     if (stalled && now_ms - progress_ms_ > limits.stalled_frame_ms) {

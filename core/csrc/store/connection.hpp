@@ -31,7 +31,9 @@ class Connection {
     bool on_writable();
     bool check_deadlines(uint64_t now_ms);
     bool flush();
+    bool resume(uint64_t now_ms);  // what its parked frame waited for is here
 
+    int fd() const { return fd_.get(); }
     bool proved() const { return pool_ != nullptr; }
     uint64_t since_ms() const { return since_ms_; }
     uint64_t leased_bytes() const { return leased_bytes_; }
@@ -41,6 +43,16 @@ class Connection {
     struct Pinned {
         uint32_t slot;
         uint64_t generation;
+    };
+
+    // A frame that waits for objects to come from the SSD. Those behind it wait too: answers keep their
+    // order.
+    struct Parked {
+        Connection* owner = nullptr;  // nullptr: it has ended
+        FrameHeader header;
+        std::vector<std::byte> body;
+        uint32_t waits_for = 0;
+        std::vector<Pinned> pinned;  // what is here already, so that it is here still
     };
 
     bool serve();
@@ -66,6 +78,13 @@ class Connection {
     bool finish_put();
     bool on_read(const FrameHeader& header, Reader body);
     void close_put();
+
+    // connection_ssd.cpp
+    bool only_on_ssd(uint32_t space, std::string_view name) const;
+    bool park(const FrameHeader& header, Reader body, uint32_t space,
+              std::span<const std::string_view> wanted, std::span<const uint32_t> here);
+    void unpark();
+    bool hung_up() const;
 
     bool leased(Extent extent) const;
     uint64_t fair_lease_bytes() const;
@@ -95,12 +114,16 @@ class Connection {
     const bool remote_ = false;     // over TCP: no memory is shared
     std::unique_ptr<PutSink> put_;  // the PUT frame whose bytes are arriving
     uint32_t events_ = 0;
+    bool registered_ = false;            // with epoll
     bool ended_ = false;                 // refused; kept for what its client holds
     std::map<uint64_t, Extent> leases_;  // its own, by offset
     uint64_t leased_bytes_ = 0;
     std::unordered_map<uint64_t, std::vector<Pinned>> pins_;
-    uint64_t pinned_objects_ = 0;  // in all of them
-    std::vector<uint32_t> found_;  // scratch of on_lookup
+    uint64_t pinned_objects_ = 0;                            // in all of them
+    std::vector<uint32_t> found_;                            // scratch of on_lookup
+    std::unordered_map<uint32_t, ssd::Found> found_on_ssd_;  // by place in found_
+    std::shared_ptr<Parked> parked_;
+    bool resumed_ = false;  // the frame at hand was parked: what is not here now is a miss
 };
 
 }  // namespace moonpool

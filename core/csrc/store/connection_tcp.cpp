@@ -78,7 +78,8 @@ Connection::Begun Connection::begin_put(const FrameHeader& header) {
 bool Connection::make_room(PutSink& put) {
     uint64_t all = 0;
     for (PutRow& row : put.rows) {
-        bool here = !put.replace && pool_->find(put.space, row.name) != kNoSlot;
+        bool here =
+            !put.replace && (pool_->find(put.space, row.name) != kNoSlot || only_on_ssd(put.space, row.name));
         if (here) {
             row.outcome = PutOutcome::kExists;
         } else if (row.size > pool_->object_bytes_max()) {
@@ -157,6 +158,7 @@ bool Connection::finish_put() {
                 continue;
             }
             uint32_t parent = row.parent.empty() ? kNoSlot : pool_->find(put->space, row.parent);
+            if (put->replace && server_.ssd_ != nullptr) server_.ssd_->forget(*pool_, put->space, row.name);
             switch (table.commit(put->space, pool_->hash(put->space, row.name), row.name, row.extent, row.crc,
                                  parent, put->replace)) {
                 case ObjectTable::Commit::kStored:
@@ -205,6 +207,7 @@ void Connection::close_put() {
 // -> u32 n, n rows: u64 size (kReadMiss: not here), u64 bytes that follow, u64 generation, u32 crc, u32 slot;
 //    then the bytes
 bool Connection::on_read(const FrameHeader& header, Reader body) {
+    Reader whole_body = body;
     if (!remote_) {
         return refuse(header.request_id, Code::kInvalidArgument,
                       "processes of the node's own host read its memory; READ is for TCP");
@@ -220,6 +223,8 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
     };
     std::vector<Wanted> wanted;
     wanted.reserve(n);
+    std::vector<std::string_view> on_ssd;
+    std::vector<uint32_t> here;
     ObjectTable& table = pool_->table();
     uint64_t total = 0;
     for (uint32_t i = 0; i < n; ++i) {
@@ -236,7 +241,9 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
             std::string_view name = body.text16();
             if (!body.ok()) break;
             slot = pool_->find(space, name);
+            if (slot == kNoSlot && !resumed_ && only_on_ssd(space, name)) on_ssd.push_back(name);
         }
+        here.push_back(slot);
         Wanted w{slot, from, 0};
         if (slot != kNoSlot) {
             uint64_t size = table.entry(slot).size;
@@ -248,6 +255,7 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
         wanted.push_back(w);
     }
     if (!body.done()) return malformed("is no READ");
+    if (!on_ssd.empty() && park(header, whole_body, space, on_ssd, here)) return true;
     NodeMetrics& m = server_.metrics_;
     count(m.lookup_keys_total, n);
     size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);

@@ -15,6 +15,11 @@ struct Descriptor {
 };
 static_assert(sizeof(Descriptor) == 32);
 
+// Set in the generation of what only an SSD of the node has: there is nothing to read at the offset yet.
+inline constexpr uint64_t kOnSsd = 1ull << 63;
+// Set in the cursor of a LIST that has come to the SSD.
+inline constexpr uint32_t kListOnSsd = 1u << 31;
+
 inline constexpr uint8_t kLookupPin = 1;
 inline constexpr uint8_t kLookupPrefix = 2;
 

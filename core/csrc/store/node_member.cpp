@@ -29,8 +29,9 @@ MemberAgentOptions agent_options(const ClusterOptions& options, const std::strin
 
 NodeMember::NodeMember(const ClusterOptions& options, const std::string& token,
                        const std::string& socket_path, const Incarnation& incarnation, Pools& pools,
-                       RunOnLoop run_on_loop)
+                       SsdTier* ssd, RunOnLoop run_on_loop)
     : pools_(pools),
+      ssd_(ssd),
       run_on_loop_(std::move(run_on_loop)),
       log_(kLogRowsMax, [this] { agent_.wake(); }),
       agent_(agent_options(options, token, socket_path, incarnation),
@@ -40,14 +41,16 @@ NodeMember::NodeMember(const ClusterOptions& options, const std::string& token,
                  [this](bool all, const std::vector<Hash128>& hashes) { return drop(all, hashes); }},
              log_) {
     for (auto& [tenant, pool] : pools_) pool->table().set_delta_log(&log_);
+    if (ssd_ != nullptr) ssd_->set_delta_log(&log_);
 }
 
 NodeMember::~NodeMember() {
     agent_.stop();
     for (auto& [tenant, pool] : pools_) pool->table().set_delta_log(nullptr);
+    if (ssd_ != nullptr) ssd_->set_delta_log(nullptr);
 }
 
-// The cursor: which pool, and from which slot on.
+// The cursor: which pool, or behind them which directory of the SSD, and from which slot on.
 bool NodeMember::inventory(uint64_t& cursor, std::vector<DeltaRow>& rows) {
     struct Piece {
         uint64_t cursor;
@@ -60,7 +63,20 @@ bool NodeMember::inventory(uint64_t& cursor, std::vector<DeltaRow>& rows) {
         auto it = pools_.begin();
         std::advance(it, static_cast<std::ptrdiff_t>(std::min<uint64_t>(pool_number, pools_.size())));
         piece->cursor = 0;
-        if (it == pools_.end()) return;
+        size_t devices = ssd_ == nullptr ? 0 : ssd_->devices();
+        if (it == pools_.end()) {
+            size_t device = pool_number - pools_.size();
+            if (device >= devices) return;
+            std::vector<Hash128> hashes;
+            slot = ssd_->hashes(device, slot, kSlotsPerPiece, hashes);
+            for (const Hash128& hash : hashes) piece->rows.push_back({hash, Tier::kSsd, true});
+            if (slot != 0) {
+                piece->cursor = pool_number << 32 | slot;
+            } else if (device + 1 < devices) {
+                piece->cursor = (pool_number + 1) << 32;
+            }
+            return;
+        }
         const ObjectTable& table = it->second->table();
         uint32_t end = std::min(table.slots_used(), slot + kSlotsPerPiece);
         for (; slot < end; ++slot) {
@@ -70,7 +86,7 @@ bool NodeMember::inventory(uint64_t& cursor, std::vector<DeltaRow>& rows) {
         }
         if (slot < table.slots_used()) {
             piece->cursor = pool_number << 32 | slot;
-        } else if (pool_number + 1 < pools_.size()) {
+        } else if (pool_number + 1 < pools_.size() + devices) {
             piece->cursor = (pool_number + 1) << 32;
         }
     });
@@ -106,6 +122,7 @@ bool NodeMember::drop(bool all, const std::vector<Hash128>& hashes) {
                 uint32_t slot = pool->table().find(hash);
                 if (slot != kNoSlot) pool->table().remove(slot);
             }
+            if (ssd_ != nullptr) ssd_->forget(hash);
         }
     });
 }
@@ -125,6 +142,21 @@ bool NodeMember::drop_all() {
             });
             if (!done) return false;
         } while (*slot < *end);
+    }
+    return ssd_ == nullptr || drop_all_of_ssd();
+}
+
+bool NodeMember::drop_all_of_ssd() {
+    for (size_t device = 0; device < ssd_->devices(); ++device) {
+        auto cursor = std::make_shared<uint32_t>(0);
+        do {
+            bool done = run_on_loop_([this, device, cursor] {
+                std::vector<Hash128> hashes;
+                *cursor = ssd_->hashes(device, *cursor, kSlotsPerPiece, hashes);
+                for (const Hash128& hash : hashes) ssd_->forget(hash);
+            });
+            if (!done) return false;
+        } while (*cursor != 0);
     }
     return true;
 }

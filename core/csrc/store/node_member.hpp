@@ -13,6 +13,7 @@
 #include "directory/delta_log.hpp"
 #include "directory/member_agent.hpp"
 #include "store/pool.hpp"
+#include "store/ssd_tier.hpp"
 #include "store/use_clock.hpp"
 
 namespace moonpool {
@@ -33,7 +34,7 @@ class NodeMember {
     using RunOnLoop = std::function<bool(std::function<void()>)>;
 
     NodeMember(const ClusterOptions& options, const std::string& token, const std::string& socket_path,
-               const Incarnation& incarnation, Pools& pools, RunOnLoop run_on_loop);
+               const Incarnation& incarnation, Pools& pools, SsdTier* ssd, RunOnLoop run_on_loop);
     ~NodeMember();  // before it, the loop has ended or goes on running
     NodeMember(const NodeMember&) = delete;
 
@@ -47,8 +48,10 @@ class NodeMember {
     bool load(NodeLoad& load);
     bool drop(bool all, const std::vector<Hash128>& hashes);
     bool drop_all();
+    bool drop_all_of_ssd();
 
     Pools& pools_;
+    SsdTier* ssd_;  // nullptr: none
     RunOnLoop run_on_loop_;
     std::map<std::string, UseClock> use_clocks_;  // of the loop
     DeltaLog log_;

@@ -40,7 +40,7 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     if (old != kNoSlot && !replace) return Commit::kExists;
     // Room first, so that a refusal leaves the old generation where it is.
     bool full = free_slots_.empty() && used_ == index_.slots();
-    bool old_makes_room = old != kNoSlot && objects_[old].pins == 0;
+    bool old_makes_room = old != kNoSlot && objects_[old].pins == 0 && objects_[old].holds == 0;
     if (full && !old_makes_room && !evict_one()) return Commit::kNoSlot;
     if (old != kNoSlot) remove(old);
     if (parent != kNoSlot && !complete(parent)) parent = kNoSlot;  // it was evicted or replaced just now
@@ -69,6 +69,7 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     ++counters_.objects;
     counters_.object_bytes += extent.size;
     list_if_leaf(slot, true);
+    if (on_commit_) on_commit_(slot);
     return Commit::kStored;
 }
 
@@ -93,6 +94,7 @@ void ObjectTable::unpin(uint32_t slot, uint64_t generation) {
     if (--o.pins != 0) return;
     --counters_.pinned;
     if (o.state == State::kDetached) {
+        if (o.holds != 0) return;
         --counters_.detached;
         release(slot);
     } else {
@@ -101,8 +103,33 @@ void ObjectTable::unpin(uint32_t slot, uint64_t generation) {
     }
 }
 
+void ObjectTable::hold(uint32_t slot) { ++objects_[slot].holds; }
+
+void ObjectTable::let_go(uint32_t slot, uint64_t generation) {
+    Object& o = objects_[slot];
+    if (o.generation != generation || o.holds == 0 || --o.holds != 0) return;
+    if (o.state != State::kDetached || o.pins != 0) return;
+    --counters_.detached;
+    release(slot);
+}
+
+std::string_view ObjectTable::parent_name(uint32_t slot) const {
+    const Object& o = objects_[slot];
+    bool known = o.parent != kNoSlot && objects_[o.parent].generation == o.parent_generation;
+    return known ? name(o.parent) : std::string_view();
+}
+
+void ObjectTable::set_saved(uint32_t slot, bool saved) {
+    Object& o = objects_[slot];
+    if (o.saved == saved || o.state != State::kComplete) return;
+    o.saved = saved;
+    uint64_t bytes = extent(slot).size;
+    counters_.saved_bytes = saved ? counters_.saved_bytes + bytes : counters_.saved_bytes - bytes;
+}
+
 void ObjectTable::remove(uint32_t slot) {
     Object& o = objects_[slot];
+    set_saved(slot, false);
     unlist(slot);
     if (delta_log_ != nullptr) {
         const IndexEntry& e = index_.entry(slot);
@@ -111,7 +138,7 @@ void ObjectTable::remove(uint32_t slot) {
     index_.retract(slot);
     --counters_.objects;
     counters_.object_bytes -= extent(slot).size;
-    if (o.pins != 0) {
+    if (o.pins != 0 || o.holds != 0) {
         o.state = State::kDetached;
         ++counters_.detached;
     } else {
@@ -139,21 +166,26 @@ void ObjectTable::forget_parent(uint32_t slot) {
     if (--p.children == 0) list_if_leaf(parent, false);
 }
 
-bool ObjectTable::evict_one() { return evict(oldest_); }
+bool ObjectTable::evict_one() { return evict(first_evictable(false)); }
 
-bool ObjectTable::evict_for_memory() {
-    constexpr int kPassMax = 64;
+bool ObjectTable::evict_for_memory() { return evict(first_evictable(true)); }
+
+uint32_t ObjectTable::first_evictable(bool for_memory) const {
+    constexpr int kPassMax = 256;
     uint32_t victim = oldest_;
-    for (int i = 0; i < kPassMax && victim != kNoSlot && leases_.inside_open(extent(victim)); ++i) {
+    for (int i = 0; i < kPassMax && victim != kNoSlot; ++i) {
+        bool stays = objects_[victim].holds != 0 || (for_memory && leases_.inside_open(extent(victim)));
+        if (!stays) break;
         victim = objects_[victim].newer;
     }
-    return evict(victim);
+    return victim != kNoSlot && objects_[victim].holds != 0 ? kNoSlot : victim;
 }
 
 bool ObjectTable::evict(uint32_t victim) {
     if (victim == kNoSlot) return false;
     ++counters_.evicted_total;
     counters_.evicted_bytes_total += extent(victim).size;
+    if (!objects_[victim].saved) ++counters_.evicted_unsaved_total;
     remove(victim);
     return true;
 }
@@ -169,7 +201,7 @@ bool ObjectTable::evict_window(uint64_t bytes) {
     allocator_.for_each([&](Extent e) { pieces.push_back({e, kNoSlot}); });
     for (uint32_t slot = 0; slot < used_; ++slot) {
         const Object& o = objects_[slot];
-        if (o.state != State::kComplete || o.pins != 0 || extent(slot).size == 0) continue;
+        if (o.state != State::kComplete || o.pins != 0 || o.holds != 0 || extent(slot).size == 0) continue;
         if (!leases_.inside_open(extent(slot))) pieces.push_back({extent(slot), slot});
     }
     std::sort(pieces.begin(), pieces.end(),
@@ -234,7 +266,7 @@ void ObjectTable::unlist(uint32_t slot) {
 bool ObjectTable::check_integrity() const {
     std::vector<uint32_t> children(used_, 0);
     std::vector<Extent> extents;
-    uint64_t complete_count = 0, bytes = 0, detached = 0, pinned = 0, listed = 0;
+    uint64_t complete_count = 0, bytes = 0, saved = 0, detached = 0, pinned = 0, listed = 0;
     for (uint32_t slot = 0; slot < used_; ++slot) {
         const Object& o = objects_[slot];
         if (o.state == State::kFree) continue;
@@ -243,11 +275,12 @@ bool ObjectTable::check_integrity() const {
         if (o.pins != 0) ++pinned;
         if (o.state == State::kDetached) {
             ++detached;
-            if (o.pins == 0 || o.listed) return false;
+            if ((o.pins == 0 && o.holds == 0) || o.listed || o.saved) return false;
             continue;
         }
         ++complete_count;
         bytes += extent(slot).size;
+        if (o.saved) saved += extent(slot).size;
         const IndexEntry& e = index_.entry(slot);
         if (find(e.space, Hash128{e.hash_low, e.hash_high}, name(slot)) != slot) return false;
         if (e.seq.load() != 2 * o.generation) return false;
@@ -270,7 +303,8 @@ bool ObjectTable::check_integrity() const {
         if (extents[i].offset < extents[i - 1].end()) return false;
     }
     return complete_count == counters_.objects && bytes == counters_.object_bytes &&
-           detached == counters_.detached && pinned == counters_.pinned && leases_.check_integrity();
+           saved == counters_.saved_bytes && detached == counters_.detached && pinned == counters_.pinned &&
+           leases_.check_integrity();
 }
 
 }  // namespace moonpool

@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -35,6 +36,8 @@ struct TableCounters {
     uint64_t pinned = 0;
     uint64_t evicted_total = 0;
     uint64_t evicted_bytes_total = 0;
+    uint64_t evicted_unsaved_total = 0;  // that no SSD had
+    uint64_t saved_bytes = 0;            // of complete objects that an SSD has too
 };
 
 class ObjectTable {
@@ -45,6 +48,8 @@ class ObjectTable {
 
     // Told of every object that becomes visible, or no longer is; nullptr: nobody.
     void set_delta_log(DeltaLog* log) { delta_log_ = log; }
+    // Told of every object that was committed.
+    void set_on_commit(std::function<void(uint32_t slot)> f) { on_commit_ = std::move(f); }
 
     uint32_t find(uint32_t space, const Hash128& hash, std::string_view name) const;
     // Whatever object has that hash, by which the directory knows it.
@@ -61,6 +66,10 @@ class ObjectTable {
 
     void pin(uint32_t slot);
     void unpin(uint32_t slot, uint64_t generation);
+
+    // Keeps the bytes of an object while they are copied elsewhere; unlike a pin it is no use of the object.
+    void hold(uint32_t slot);
+    void let_go(uint32_t slot, uint64_t generation);
 
     void remove(uint32_t slot);
 
@@ -83,6 +92,8 @@ class ObjectTable {
     uint32_t pins(uint32_t slot) const { return objects_[slot].pins; }
     const IndexEntry& entry(uint32_t slot) const { return index_.entry(slot); }
     std::string_view name(uint32_t slot) const;
+    std::string_view parent_name(uint32_t slot) const;  // empty: none, or it is gone
+    uint64_t last_used(uint32_t slot) const { return objects_[slot].last_used; }
     uint64_t uses() const { return clock_; }  // so far: commits, touches, pins
     uint64_t oldest_use() const {             // of the next victim
         return oldest_ == kNoSlot ? clock_ : objects_[oldest_].last_used;
@@ -94,6 +105,10 @@ class ObjectTable {
 
     bool scrubbed(uint32_t slot) const { return objects_[slot].scrubbed; }
     void set_scrubbed(uint32_t slot) { objects_[slot].scrubbed = true; }
+
+    // Whether an SSD has it too.
+    bool saved(uint32_t slot) const { return objects_[slot].saved; }
+    void set_saved(uint32_t slot, bool saved);
 
     bool check_integrity() const;
 
@@ -111,6 +126,8 @@ class ObjectTable {
         State state;
         bool listed;
         bool scrubbed;
+        bool saved;
+        uint16_t holds;
     };
     struct FreeMemory {
         void operator()(Object* objects) const { std::free(objects); }
@@ -121,6 +138,7 @@ class ObjectTable {
     void unlist(uint32_t slot);
     void forget_parent(uint32_t slot);
     void release(uint32_t slot);  // complete or detached -> free
+    uint32_t first_evictable(bool for_memory) const;
     bool evict(uint32_t victim);
 
     IndexWriter index_;
@@ -136,6 +154,7 @@ class ObjectTable {
     uint64_t generation_ = 0;
     TableCounters counters_;
     DeltaLog* delta_log_ = nullptr;
+    std::function<void(uint32_t)> on_commit_;
 };
 
 }  // namespace moonpool

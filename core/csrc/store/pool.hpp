@@ -42,6 +42,7 @@ class Pool {
                                        uint32_t limit);
     bool has_space(uint32_t space) const { return space < hashers_.size(); }
     Hash128 hash(uint32_t space, std::string_view name) const { return hashers_[space](name); }
+    const std::string& identity(uint32_t space) const { return hashers_[space].identity(); }
     uint32_t find(uint32_t space, std::string_view name) const {
         return table_->find(space, hash(space, name), name);
     }

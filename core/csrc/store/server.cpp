@@ -84,6 +84,13 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
         }
     }
     ServerOptions& o = server->options_;
+    if (!o.ssd.directories.empty()) {
+        Server* raw = server.get();
+        Result<std::unique_ptr<SsdTier>> ssd =
+            SsdTier::open(o.ssd, server->pools_, [raw](std::function<void()> f) { raw->post(std::move(f)); });
+        if (!ssd) return ssd.error();
+        server->ssd_ = std::move(*ssd);
+    }
     if (o.listen.empty()) return server;
     // Bound here, so that a port in use is said before any memory is reserved.
     DoormanOptions door{o.listen, o.token, server->incarnation_, o.limits};
@@ -120,7 +127,10 @@ void Server::write_welcome(Writer& w, Pool& pool) const {
     w.text16(options_.cluster.master);
 }
 
-Server::~Server() { stop(); }
+Server::~Server() {
+    stop();
+    if (ssd_ != nullptr) ssd_->close();  // its threads post here
+}
 
 Status Server::start() {
     if (running_) return success();
@@ -148,9 +158,9 @@ Status Server::start() {
         watch(listen_.get());
     }
     if (!options_.cluster.master.empty()) {
-        member_ =
-            std::make_unique<NodeMember>(options_.cluster, options_.token, options_.socket_path, incarnation_,
-                                         pools_, [this](std::function<void()> f) { return call_on_loop(f); });
+        member_ = std::make_unique<NodeMember>(options_.cluster, options_.token, options_.socket_path,
+                                               incarnation_, pools_, ssd_.get(),
+                                               [this](std::function<void()> f) { return call_on_loop(f); });
     }
     stopping_ = false;
     running_ = true;
@@ -211,13 +221,28 @@ void Server::stop() {
     }
     if (member_ != nullptr) member_->stop();
     if (doorman_ != nullptr) doorman_->stop();
+    save_all();
     stopping_ = true;
     uint64_t one = 1;
     (void)!::write(wake_.get(), &one, sizeof(one));
     reserve_thread_.join();
     thread_.join();
+    if (ssd_ != nullptr) ssd_->close();
     listen_.reset();
     if (!options_.socket_path.empty()) ::unlink(options_.socket_path.c_str());
+}
+
+// What is in memory only goes to the SSD, as far as the time allows.
+void Server::save_all() {
+    if (ssd_ == nullptr) return;
+    auto done = std::make_shared<std::promise<void>>();
+    std::future<void> finished = done->get_future();
+    post([this, done] { ssd_->flush([done] { done->set_value(); }); });
+    finished.wait_for(std::chrono::milliseconds(options_.ssd.stop_ms));
+}
+
+std::vector<SsdTier::Device> Server::ssd() const {
+    return ssd_ == nullptr ? std::vector<SsdTier::Device>() : ssd_->describe();
 }
 
 Result<Fd> Server::dial() {
@@ -354,6 +379,12 @@ void Server::adopt_remote(Caller caller) {
     if (connection->flush()) connections_.emplace(key, std::move(connection));
 }
 
+// The connection that waited goes on; it may end with that.
+void Server::resume(Connection& connection, uint64_t now) {
+    int fd = connection.fd();
+    if (!connection.resume(now)) drop(fd);
+}
+
 void Server::drop(int fd) {
     metrics_.connections_dropped_total.fetch_add(1);
     connections_.erase(fd);  // closing the descriptor takes it out of epoll
@@ -366,6 +397,7 @@ void Server::on_tick(uint64_t now) {
     }
     for (int fd : over) drop(fd);
     for (auto& [tenant, pool] : pools_) pool->table().publish_free_bytes();
+    if (ssd_ != nullptr) ssd_->on_tick();
     uint64_t budget = options_.scrub_bytes_per_s * kTickMs / 1000;
     if (budget == 0) return;
     for (auto& [tenant, pool] : pools_) metrics_.scrub_dropped_total.fetch_add(pool->scrub(budget));
@@ -387,6 +419,7 @@ bool Server::check_integrity() {
     auto sound = std::make_shared<bool>(true);
     bool ran = call_on_loop([this, sound] {
         for (auto& [tenant, pool] : pools_) *sound = *sound && pool->check_integrity();
+        if (ssd_ != nullptr) *sound = *sound && ssd_->check_integrity();
     });
     return ran && *sound;
 }
@@ -433,7 +466,7 @@ std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
         const DoormanCounters& c = doorman_->counters();
         door = {c.refused_total, c.auth_failures_total, c.protocol_errors_total, c.handshake_timeouts_total};
     }
-    return {
+    std::vector<std::pair<std::string, uint64_t>> rows = {
         {"objects", sum.objects},
         {"object_bytes", sum.object_bytes},
         {"objects_pinned", sum.pinned},
@@ -469,6 +502,10 @@ std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
         {"tcp_received_bytes_total", m.tcp_received_bytes_total},
         {"tcp_damaged_total", m.tcp_damaged_total},
     };
+    if (ssd_ != nullptr) {
+        for (auto& row : ssd_->gauges()) rows.push_back(std::move(row));
+    }
+    return rows;
 }
 
 }  // namespace moonpool

@@ -24,6 +24,7 @@
 #include "store/node_member.hpp"
 #include "store/node_metrics.hpp"
 #include "store/pool.hpp"
+#include "store/ssd_tier.hpp"
 #include "wire/auth.hpp"
 #include "wire/doorman.hpp"
 #include "wire/frame.hpp"
@@ -38,6 +39,7 @@ struct ServerOptions {
     Limits limits;
     uint64_t scrub_bytes_per_s = 64ull << 20;  // 0: no scrub
     std::vector<std::string> listen;           // TCP addresses, host:port; none: this host only
+    SsdOptions ssd;                            // no directories: none
     ClusterOptions cluster;                    // its address: empty, or its port 0: as the first of `listen`
 };
 
@@ -61,6 +63,7 @@ class Server {
     std::vector<std::pair<std::string, uint64_t>> snapshot();  // counters and gauges by name; any thread
     bool check_integrity();                                    // runs on the loop
     std::optional<MemberAgent::State> membership() const;      // nothing: the node has no master
+    std::vector<SsdTier::Device> ssd() const;
 
    private:
     friend class Connection;
@@ -72,8 +75,10 @@ class Server {
     void adopt(Fd fd);
     void adopt_remote(Caller caller);
     bool has_room(int fd);
+    void save_all();
     void write_welcome(Writer& w, Pool& pool) const;
     void drop(int fd);
+    void resume(Connection& connection, uint64_t now_ms);
     void on_tick(uint64_t now_ms);
     void post(std::function<void()> f);
     void run_posted();
@@ -86,6 +91,7 @@ class Server {
     Incarnation incarnation_;
     NodeMetrics metrics_;
     std::map<std::string, std::unique_ptr<Pool>, std::less<>> pools_;
+    std::unique_ptr<SsdTier> ssd_;  // nullptr: none
     ForkGuard fork_;
     std::unique_ptr<Doorman> doorman_;
     Fd listen_, epoll_, wake_, spare_;

@@ -33,6 +33,9 @@ class KeyHasher {
         return xxh3_128(whole.data(), whole.size());
     }
 
+    // What names the space: "tenant 0 namespace 0 fingerprint".
+    const std::string& identity() const { return prefix_; }
+
    private:
     std::string prefix_;
 };

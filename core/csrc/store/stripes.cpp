@@ -36,6 +36,7 @@ bool is_stripe(std::string_view name) { return name.starts_with(kStripePrefix); 
 
 std::vector<std::byte> encode(const Manifest& manifest, std::string_view token, std::string_view key) {
     std::vector<std::byte> out;
+    out.reserve(kManifestBytes);
     Writer w(out);
     w.bytes(kMagic16.data(), kMagic16.size());
     w.bytes(manifest.id.data(), manifest.id.size());

@@ -63,17 +63,22 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
         writes_ = 0;
     }
 
-    // Writes end only after release(): a disk that stands still.
-    void hold() {
+    // Writes, or reads, end only after release(): a disk that stands still.
+    void hold(bool reads = false) {
         std::lock_guard lock(mutex_);
-        held_ = true;
+        (reads ? reads_held_ : held_) = true;
     }
     void release() {
         {
             std::lock_guard lock(mutex_);
-            held_ = false;
+            held_ = reads_held_ = false;
         }
         released_.notify_all();
+    }
+
+    uint64_t waiting() {  // writes that are held
+        std::lock_guard lock(mutex_);
+        return held_ ? waiting_ : 0;
     }
 
    private:
@@ -93,7 +98,8 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
             if (locked_) disk_->locked_ = false;
         }
         int read(uint64_t offset, std::byte* to, size_t bytes) override {
-            std::lock_guard lock(disk_->mutex_);
+            std::unique_lock lock(disk_->mutex_);
+            disk_->released_.wait(lock, [&] { return !disk_->reads_held_; });
             if (disk_->dead_) return EIO;
             if (int error = disk_->fault_ ? disk_->fault_(false, offset, bytes) : 0) return error;
             if (offset + bytes > disk_->image.size()) return EIO;
@@ -103,7 +109,9 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
         }
         int write(uint64_t offset, const std::byte* from, size_t bytes) override {
             std::unique_lock lock(disk_->mutex_);
+            ++disk_->waiting_;
             disk_->released_.wait(lock, [&] { return !disk_->held_; });
+            --disk_->waiting_;
             if (disk_->dead_) return EIO;
             if (int error = disk_->fault_ ? disk_->fault_(true, offset, bytes) : 0) return error;
             if (offset + bytes > disk_->capacity) return ENOSPC;
@@ -152,8 +160,8 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
     std::vector<std::byte> durable_;
     std::vector<Unsynced> unsynced_;
     Fault fault_;
-    uint64_t writes_ = 0, dies_at_write_ = UINT64_MAX;
-    bool dead_ = false, held_ = false, locked_ = false;
+    uint64_t waiting_ = 0, writes_ = 0, dies_at_write_ = UINT64_MAX;
+    bool dead_ = false, held_ = false, reads_held_ = false, locked_ = false;
 };
 
 inline std::shared_ptr<FakeDisk> fake_disk() { return std::make_shared<FakeDisk>(); }

@@ -1,0 +1,221 @@
+"""The SSD log beside fio: the same file system, the same depth, past the page cache.
+
+    apt-get install fio
+    python -m benchmarks.ssd --dir DIR [--quick] [--json FILE]
+
+Ours writes objects into a log that has been filled once, and reads them at random, each with its checksum,
+from and into the memory of this process; fio writes and reads a file that it has filled, and looks at no
+byte. Rounds alternate; figures are medians. A log's objects have a header of 4 KiB each, not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.report import Row, print_table, write_json
+from moonpool import Store, _native
+
+TARGET = 0.7
+MIB = 1 << 20
+SIZES = {"1 MiB": MIB, "64 KiB": 64 * 1024}
+
+
+@dataclass
+class Setting:
+    folder: Path
+    depth: int
+    working_set: int
+    log_bytes: int
+    fio_s: float
+    fio: str | None
+
+
+@dataclass
+class Cell:
+    """One line of the table, as it gathers."""
+
+    work: str
+    ours: list[float] = field(default_factory=list)
+    fio: list[float] = field(default_factory=list)
+
+    def row(self, missing: str) -> Row:
+        ours = statistics.median(self.ours)
+        fio = statistics.median(self.fio) if self.fio else None
+        peers: dict[str, float | str] = {"fio": missing if fio is None else fio}
+        met = None if fio is None else ours >= TARGET * fio
+        return Row(self.work, ours, "GB/s", peers, fio, "at least 70 % of fio", met)
+
+
+class Ours:
+    """A log that is full, so that each write goes where one has gone before, as in a node's long life."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.source = memoryview(bytearray(os.urandom(MIB) * (setting.working_set // MIB)))
+        self.target = memoryview(bytearray(setting.working_set))
+        self.log = _native.SsdLog(str(setting.folder / "log"), setting.log_bytes, depth=setting.depth)
+        self.names: dict[int, list[str]] = {}
+        self.passes = 0
+        while self.log.metrics()["ssd_reclaimed_segments_total"] == 0:
+            self.write(MIB)
+
+    def write(self, size: int) -> float:
+        """GB/s of one pass over the working set."""
+        self.passes += 1
+        n = self.setting.working_set // size
+        names = [f"{self.passes}-{i}" for i in range(n)]
+        started_s = time.perf_counter()
+        written = self.log.write(names, self.source, size)
+        spent_s = time.perf_counter() - started_s
+        if written != n:
+            sys.exit(f"ssd: {n - written} of {n} objects were not written")
+        self.names[size] = names
+        return n * size / spent_s / 1e9
+
+    def read(self, size: int) -> float:
+        """GB/s of the objects of the last pass, in another order."""
+        names = self.names[size]
+        order = random.sample(range(len(names)), len(names))
+        started_s = time.perf_counter()
+        read = self.log.read([names[i] for i in order], self.target, size)
+        spent_s = time.perf_counter() - started_s
+        if read != len(names):
+            sys.exit(f"ssd: {len(names) - read} of {len(names)} objects were not read")
+        for place, i in enumerate(order):
+            here = slice(place * size, (place + 1) * size)
+            if self.target[here] != self.source[i * size : (i + 1) * size]:
+                sys.exit("ssd: other bytes were read than were written")
+        return len(names) * size / spent_s / 1e9
+
+
+def fio(setting: Setting, what: str, size: int, engine: str) -> float:
+    """GB/s of one run."""
+    assert setting.fio is not None
+    command = [
+        setting.fio, "--name=peer", f"--filename={setting.folder / 'fio'}",
+        f"--size={setting.log_bytes // 2}",
+        f"--rw={what}", f"--bs={size}", "--direct=1", f"--ioengine={engine}", f"--iodepth={setting.depth}",
+        f"--runtime={setting.fio_s}", "--time_based", "--output-format=json",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    job = json.loads(done.stdout)["jobs"][0]
+    return float(job["read" if "read" in what else "write"]["bw_bytes"]) / 1e9
+
+
+def node_rates(setting: Setting, size: int) -> tuple[float, float]:
+    """GB/s through a whole store: puts until they are on the disk, and gets of what only the disk has."""
+    folder = setting.folder / "node"
+    shutil.rmtree(folder, ignore_errors=True)
+    total = setting.working_set
+    n = total // size
+    source = memoryview(bytearray(os.urandom(MIB) * (total // MIB)))
+    into = memoryview(bytearray(total))
+    socket = str(setting.folder / "n.sock")
+
+    def server() -> _native.Server:
+        node = _native.Server(
+            socket, [("default", 2 * total)], b"bench", ssd=[(str(folder), setting.log_bytes)],
+            ssd_clean_share=1.0, ssd_depth=setting.depth,
+        )  # fmt: skip
+        node.start()
+        return node
+
+    node = server()
+    with Store(socket, token=b"bench") as store:
+        started_s = time.perf_counter()
+        for i in range(n):
+            store.put(f"k{i}", source[i * size : (i + 1) * size])
+        while node.metrics()["ssd_written_total"] < n:
+            time.sleep(0.001)
+        write = total / (time.perf_counter() - started_s) / 1e9
+    node.stop()
+    node = server()
+    with Store(socket, token=b"bench") as store:
+        names = [f"k{i}" for i in random.sample(range(n), n)]
+        step = max(1, total // 8 // size)
+        started_s = time.perf_counter()
+        for at in range(0, n, step):
+            some = names[at : at + step]
+            parts = [into[(at + k) * size : (at + k + 1) * size] for k in range(len(some))]
+            if store.get(some, parts) != [size] * len(some):
+                sys.exit("ssd: the node did not have its content back")
+        read = total / (time.perf_counter() - started_s) / 1e9
+    node.stop()
+    return write, read
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ssd", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--dir", type=Path, help="a folder on the disk (default: the working directory)")
+    parser.add_argument("--depth", type=int, default=16)
+    parser.add_argument("--rounds", type=int, help="counted rounds (9; quick: 3)")
+    parser.add_argument("--quick", action="store_true", help="under 40 s; figures are rougher")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    options = parser.parse_args()
+    rounds = options.rounds or (3 if options.quick else 9)
+    missing = "not run: apt-get install fio"
+    with tempfile.TemporaryDirectory(prefix="moonpool-ssd-", dir=options.dir or Path.cwd()) as folder:
+        setting = Setting(
+            Path(folder),
+            options.depth,
+            working_set=(128 if options.quick else 512) * MIB,
+            log_bytes=(512 if options.quick else 2048) * MIB,
+            fio_s=0.6 if options.quick else 2.0,
+            fio=shutil.which("fio"),
+        )
+        ours = Ours(setting)
+        engine = "io_uring" if ours.log.io == "io_uring" else "libaio"
+        if setting.fio:
+            fio(setting, "write", MIB, engine)
+        cells = {
+            (what, name): Cell(f"{what} {name}, depth {options.depth} [{setting.working_set // MIB} MiB]")
+            for what in ("write", "randread")
+            for name in SIZES
+        }
+        through = {
+            (what, name): Cell(f"node: {what} {name} [{setting.working_set // MIB} MiB]")
+            for what in ("write", "read")
+            for name in SIZES
+        }
+        for number in range(rounds + 1):
+            for (what, name), cell in cells.items():
+                mine = ours.write(SIZES[name]) if what == "write" else ours.read(SIZES[name])
+                his = fio(setting, what, SIZES[name], engine) if setting.fio else None
+                if number == 0:
+                    continue  # warms everybody
+                cell.ours.append(mine)
+                if his is not None:
+                    cell.fio.append(his)
+            print(f"round {number} of {rounds}{'' if number else ' (not counted)'}", file=sys.stderr)
+        for name, size in SIZES.items():
+            for _ in range(3):
+                write, read = node_rates(setting, size)
+                through["write", name].ours.append(write)
+                through["read", name].ours.append(read)
+        io = ours.log.io
+        ours.log.close()
+    table = [cell.row(missing) for cell in cells.values()]
+    for cell in through.values():
+        rate = statistics.median(cell.ours)
+        table.append(Row(cell.work, rate, "GB/s", {"fio": "does not apply"}, None, "", None))
+    print_table(f"SSD log ({io}) and fio ({engine}), O_DIRECT, medians of {rounds} rounds", table)
+    if options.json:
+        write_json(options.json, table)
+    missed = [row.work for row in table if row.met is False]
+    print(f"{sum(row.met is True for row in table)} targets met, {len(missed)} missed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+// A server with a disk that does what the test wants: it stands still, fails, or flips bits.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "../ssd/fake_disk.hpp"
+#include "store/client.hpp"
+#include "store/server.hpp"
+
+using namespace moonpool;
+using moonpool::ssd::testing::fake_disk;
+using moonpool::ssd::testing::FakeDisk;
+
+namespace {
+
+constexpr const char* kToken = "a token";
+constexpr uint64_t kObject = 32 << 10;
+
+std::unique_ptr<Server> make_server(const std::shared_ptr<FakeDisk>& disk, double clean_share = 1.0,
+                                    uint64_t arena = 4 << 20) {
+    ServerOptions options;
+    options.token = kToken;
+    PoolOptions pool;
+    pool.arena_bytes = arena;
+    options.pools = {pool};
+    options.ssd.directories = {{"/disk", 65536 + (16 << 20)}};
+    options.ssd.segment_bytes = 512 << 10;
+    options.ssd.io = "threads";
+    options.ssd.depth = 4;
+    options.ssd.clean_share = clean_share;
+    options.ssd.stop_ms = 5000;
+    options.ssd.open = disk->opener();
+    auto server = Server::create(std::move(options));
+    REQUIRE_MESSAGE(server.ok(), server.error().text);
+    REQUIRE((*server)->start());
+    return std::move(*server);
+}
+
+ClientOptions dialing(Server& server) {
+    ClientOptions options;
+    options.dial = [&server] { return server.dial(); };
+    options.token = kToken;
+    options.timeout_ms = 20000;
+    return options;
+}
+
+std::string content(uint64_t number) {
+    std::string data(kObject, static_cast<char>('a' + number % 26));
+    data.replace(0, 8, std::to_string(10'000'000 + number));
+    return data;
+}
+
+std::string name_of(uint64_t number) { return "k" + std::to_string(number); }
+
+PutOutcome put(Client& client, uint64_t number, bool replace = false) {
+    std::string data = content(number);
+    Part part{reinterpret_cast<std::byte*>(data.data()), data.size()};
+    std::string name = name_of(number);
+    PutItem item{name, {}, {&part, 1}};
+    auto report = client.put({&item, 1}, replace, true);
+    REQUIRE_MESSAGE(report.ok(), report.error().text);
+    return report->outcomes[0];
+}
+
+std::optional<std::string> get(Client& client, uint64_t number) {
+    std::string into(kObject, '\0');
+    Part part{reinterpret_cast<std::byte*>(into.data()), into.size()};
+    std::string name = name_of(number);
+    GetItem item{name, {&part, 1}};
+    auto sizes = client.get({&item, 1}, true);
+    REQUIRE_MESSAGE(sizes.ok(), sizes.error().text);
+    if ((*sizes)[0] == kMiss) return std::nullopt;
+    return into;
+}
+
+uint64_t gauge(Server& server, const std::string& wanted) {
+    for (auto& [name, value] : server.snapshot()) {
+        if (name == wanted) return value;
+    }
+    FAIL("no gauge " << wanted);
+    return 0;
+}
+
+template <class Condition>
+void until(Condition condition) {
+    auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (!condition()) {
+        REQUIRE(std::chrono::steady_clock::now() < deadline);
+        std::this_thread::yield();
+    }
+}
+
+}  // namespace
+
+TEST_CASE(
+    "ssd tier: puts go on while the disk stands still; what was not written in time is lost, and counted") {
+    auto disk = fake_disk();
+    auto server = make_server(disk);
+    disk->hold();
+    {
+        Client client(dialing(*server));
+        for (uint64_t i = 0; i < 400; ++i) CHECK(put(client, i) == PutOutcome::kStored);  // three arenas
+        CHECK(gauge(*server, "ssd_written_total") == 0);
+        CHECK(gauge(*server, "ssd_lost_total") > 200);
+        CHECK(get(client, 399) == content(399));
+        CHECK(server->check_integrity());
+        disk->release();
+        until([&] {
+            return gauge(*server, "ssd_dirty_objects") == 0 && gauge(*server, "ssd_writes_waiting") == 0;
+        });
+        CHECK(gauge(*server, "ssd_written_total") > 50);
+        CHECK(server->check_integrity());
+    }
+}
+
+TEST_CASE("ssd tier: others are served while one waits for the disk") {
+    auto disk = fake_disk();
+    {
+        auto server = make_server(disk);
+        Client client(dialing(*server));
+        for (uint64_t i = 0; i < 8; ++i) put(client, i);
+    }
+    auto server = make_server(disk);
+    disk->hold(true);
+    Client waits(dialing(*server)), other(dialing(*server));
+    std::thread reader([&] { CHECK(get(waits, 3) == content(3)); });
+    until([&] { return gauge(*server, "ssd_promoting") == 1; });
+    CHECK(put(other, 100) == PutOutcome::kStored);
+    CHECK(get(other, 100) == content(100));
+    // A second reader of the same object waits for the same read; a removal meanwhile wins over both.
+    std::thread second([&] {
+        Client client(dialing(*server));
+        CHECK(get(client, 5) == std::nullopt);
+    });
+    until([&] { return gauge(*server, "ssd_promoting") == 2; });
+    std::string_view gone[] = {"k5"};
+    REQUIRE(other.remove(gone));
+    disk->release();
+    reader.join();
+    second.join();
+    CHECK(server->check_integrity());
+    CHECK(get(other, 5) == std::nullopt);
+    CHECK(gauge(*server, "ssd_promoted_total") == 1);
+}
+
+TEST_CASE("ssd tier: a disk that fails is a miss, the node lives on") {
+    auto disk = fake_disk();
+    {
+        auto server = make_server(disk);
+        Client client(dialing(*server));
+        for (uint64_t i = 0; i < 20; ++i) put(client, i);
+    }
+    for (int error : {EIO, ENOSPC, EROFS}) {
+        auto server = make_server(disk);
+        Client client(dialing(*server));
+        disk->fail([error](bool write, uint64_t, size_t) { return write || error == EIO ? error : 0; });
+        CHECK(get(client, 3).has_value() == (error != EIO));
+        uint64_t number = 1000 + static_cast<uint64_t>(error);
+        CHECK(put(client, number) == PutOutcome::kStored);
+        CHECK(get(client, number) == content(number));
+        until([&] { return gauge(*server, "ssd_write_errors_total") > 0; });
+        if (error != EIO) {
+            until([&] { return gauge(*server, "ssd_read_only") == 1; });
+            CHECK(server->ssd()[0].trouble.find("writing to /disk failed: ") == 0);
+        }
+        CHECK(server->check_integrity());
+        server.reset();
+        disk->fail({});
+    }
+}
+
+TEST_CASE("ssd tier: a stop writes what memory alone has, though the disk is slow") {
+    auto disk = fake_disk();
+    auto server = make_server(disk, 0.0);
+    {
+        Client client(dialing(*server));
+        for (uint64_t i = 0; i < 20; ++i) put(client, i);
+    }
+    disk->hold();
+    std::thread opens([&] {
+        until([&] { return disk->waiting() != 0; });
+        disk->release();
+    });
+    server->stop();
+    opens.join();
+    server.reset();
+    server = make_server(disk);
+    Client client(dialing(*server));
+    for (uint64_t i = 0; i < 20; ++i) CHECK(get(client, i) == content(i));
+}
