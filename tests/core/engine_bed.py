@@ -137,4 +137,6 @@ class Relay:
                 self.carried += len(data)
             sink.shutdown(socket.SHUT_WR)
         except OSError:
-            self.cut()
+            for one in (source, sink):
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)

@@ -1,9 +1,22 @@
 #include "engine/peer.hpp"
 
+#include <cstdio>
+
 namespace moonpool::engine {
 
 using transport::Job;
 using transport::Link;
+
+namespace {
+
+// "5 s", "0.3 s"
+std::string seconds_text(int ms) {
+    char text[32];
+    std::snprintf(text, sizeof(text), "%g s", ms / 1000.0);
+    return text;
+}
+
+}  // namespace
 
 std::string Peer::transport_for(transport::RegionKind kind) const {
     for (const auto& link : links_) {
@@ -69,6 +82,10 @@ TransferFailure Peer::explain(const Job& job, const Outcome& outcome) const {
     Error why = job.refused       ? job.refusal
                 : !outcome.status ? outcome.status.error()
                                   : Error{Code::kUnavailable, "no path is left"};
+    auto still_ms = static_cast<int64_t>((transport::now_ns() - job.progress_ns.load()) / 1000000);
+    if (!job.refused && still_ms >= job.timeout_ms) {
+        why = Error{Code::kTimeout, "nothing moved for " + seconds_text(job.timeout_ms) + "; " + why.text};
+    }
     failure.cause = why.text;
     std::string text = "the transfer with engine \"" + info_.name + "\" at " + info_.address +
                        " failed after " + std::to_string(job.bytes_done.load()) + " of " +
