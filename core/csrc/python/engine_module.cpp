@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
-#include <unordered_map>
 
 #include "engine/engine.hpp"
 #include "python/raise.hpp"
@@ -117,14 +116,12 @@ struct Arguments {
     std::vector<Slice> slices;
     std::string notify;  // copied: it is used without the GIL
     bool has_notify = false;
-    PyObject* held = nullptr;
     TransferRequest request;
 
     void take(PyObject* const* args, Py_ssize_t n_positional, PyObject* names) {
         if (n_positional != 5) invalid("transfers take segments, ops, local, remote and lengths");
         segments.clear();
         has_notify = false;
-        held = nullptr;
         request = TransferRequest{};
         take_numbers(
             args[2], "local", SIZE_MAX, [&](size_t n) { slices.resize(n); },
@@ -194,8 +191,6 @@ struct Arguments {
             }
             notify.assign(bytes, static_cast<size_t>(size));
             has_notify = true;
-        } else if (name == "held") {
-            held = value;
         } else {
             invalid("transfers take no argument named " + std::string(name));
         }
@@ -317,12 +312,8 @@ class PyEngine {
         }
         return unwrap(std::move(bytes), "transfer");
     }
-    uint64_t submit(const TransferRequest& request, PyObject* held) {
-        uint64_t ticket = unwrap(without_gil([&] { return engine_->submit(request); }), "submit");
-        if (held != nullptr && held != Py_None) {
-            held_.emplace(ticket, py::reinterpret_borrow<py::object>(held));
-        }
-        return ticket;
+    uint64_t submit(const TransferRequest& request) {
+        return unwrap(without_gil([&] { return engine_->submit(request); }), "submit");
     }
     bool wait(uint64_t ticket, double timeout_s) {
         int timeout_ms = milliseconds(timeout_s);
@@ -337,7 +328,6 @@ class PyEngine {
     void cancel(uint64_t ticket) { unwrap(engine_->cancel(ticket), "cancel"); }
     void release(uint64_t ticket) {
         unwrap(without_gil([&] { return engine_->release(ticket); }), "release");
-        held_.erase(ticket);
     }
     std::vector<uint64_t> poll() { return unwrap(engine_->poll(), "poll"); }
 
@@ -359,11 +349,8 @@ class PyEngine {
     }
     py::bytes segment_id() { return id_bytes(engine_->segment_id()); }
     void close() {
-        {
-            py::gil_scoped_release nogil;
-            engine_->close();
-        }
-        held_.clear();
+        py::gil_scoped_release nogil;
+        engine_->close();
     }
 
    private:
@@ -372,7 +359,6 @@ class PyEngine {
     }
 
     std::shared_ptr<Engine> engine_;
-    std::unordered_map<uint64_t, py::object> held_;  // until the ticket's release
 };
 
 // The arguments of one call; a thread's vectors keep their room from call to call.
@@ -398,7 +384,7 @@ PyObject* engine_transfer(PyObject* self, PyObject* const* args, Py_ssize_t n, P
 
 PyObject* engine_submit(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* names) {
     return call(self, args, n, names,
-                [](PyEngine& engine, Arguments& a) { return engine.submit(a.request, a.held); });
+                [](PyEngine& engine, Arguments& a) { return engine.submit(a.request); });
 }
 
 void add_method(py::handle type, PyMethodDef* definition) {
@@ -443,16 +429,18 @@ void bind_engine(py::module_& m) {
         .def("metrics", &PyEngine::metrics)
         .def("close", &PyEngine::close);
 
+#define MOONPOOL_ARGUMENTS                                                                                   \
+    "(self, segments: int | collections.abc.Sequence[int], ops: str | bytes, local: typing.Any, remote: "    \
+    "typing.Any, lengths: typing.Any, *, priority: int = 0, deadline_s: float | None = None, notify: bytes " \
+    "| None = None) -> int\n\n"
     static PyMethodDef transfer = {
         "transfer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_transfer)),
         METH_FASTCALL | METH_KEYWORDS,
-        "transfer(segments, ops, local, remote, lengths, *, priority=0, deadline_s=None, notify=None, "
-        "held=None)\n\nMoves the slices and waits for them; the bytes moved."};
+        "transfer" MOONPOOL_ARGUMENTS "Moves the slices and waits for them; the bytes moved."};
     static PyMethodDef submit = {
         "submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_submit)),
-        METH_FASTCALL | METH_KEYWORDS,
-        "submit(segments, ops, local, remote, lengths, *, priority=0, deadline_s=None, notify=None, "
-        "held=None)\n\nThe same without waiting; a ticket."};
+        METH_FASTCALL | METH_KEYWORDS, "submit" MOONPOOL_ARGUMENTS "The same without waiting; a ticket."};
+#undef MOONPOOL_ARGUMENTS
     add_method(engine, &transfer);
     add_method(engine, &submit);
 }
