@@ -76,14 +76,11 @@ STORE = (
 )
 
 
-def table(title: str, columns: Sequence[Column], rows: Sequence[transfer.Row | store.Row]) -> Table:
+def table(columns: Sequence[Column], rows: Sequence[transfer.Row | store.Row]) -> Table:
     from rich import box
     from rich.table import Table
 
     made = Table(
-        title=title,
-        title_justify="left",
-        title_style="",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,

@@ -206,7 +206,8 @@ def _measure(kind: str, client: Any, plans: list[Any], facts: dict[str, Any], js
             break
     interrupted = bool(rows and rows[-1].interrupted)
     columns = report.TRANSFER if kind == "transfer" else report.STORE
-    console.print(report.table(_title(kind, facts, plans[0]), columns, rows), highlight=False)
+    console.print(_title(kind, facts, plans[0]), highlight=False, soft_wrap=True)
+    console.print(report.table(columns, rows), highlight=False)
     if json:
         report.write_json(json, kind, facts | {"interrupted": interrupted}, rows)
     return EXIT_INTERRUPTED if interrupted else 0

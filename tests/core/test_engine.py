@@ -525,9 +525,12 @@ def test_transfers_that_nobody_keeps_are_forgotten(engines: Callable[..., Transf
     other.allocate(4096)
     segment = engine.open(other.addresses[0])
     batch = Batch("read", segment, [region.at(0)], [segment.at(0)], 1)
-    for _ in range(80_000):
+    for _ in range(80):
+        seen = [engine.submit(batch) for _ in range(1000)]
         engine.submit(batch)
-    until(lambda: moved(engine) == {"loopback": 80_000})
+        engine.submit(batch)  # looks for those that ended; the 1,000 are still kept
+        del seen
+    until(lambda: moved(engine) == {"loopback": 80 * 1002})
 
 
 def test_waiting_with_a_time_limit(engines: Callable[..., TransferEngine], own: Peer) -> None:
@@ -642,6 +645,21 @@ def test_messages_without_data(engines: Callable[..., TransferEngine], own: Peer
     assert engine.notifications(0.01) == []
     own.ask("send", engine.addresses[0], b"back".hex())
     assert engine.notifications(10) == [("peer", b"back")]
+
+
+def test_one_slice_with_a_message_a_deadline_or_a_priority(engines: Callable[..., TransferEngine]) -> None:
+    """The short way for one slice must not be taken for these."""
+    one, two = engines(name="one"), engines(name="two")
+    here, there = one.allocate(4096).address, two.allocate(4096).address
+    segment = one.open(two.addresses[0])
+    for verb in (one.read, one.write):
+        verb(segment, here, there, 10, notify=b"news")
+        assert two.notifications(10) == [("one", b"news")]
+        verb(segment, here, there, 10, notify=b"")
+        assert two.notifications(10) == [("one", b"")]
+        with pytest.raises(InvalidArgument, match="deadline_s"):
+            verb(segment, here, there, 10, deadline_s=-1)
+        assert verb(segment, here, there, 10, priority=Priority.BACKGROUND, deadline_s=1) == 10
 
 
 def test_each_peer_of_a_transfer_gets_the_message(engines: Callable[..., TransferEngine]) -> None:
