@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, overload
 from moonpool.core import paths
 from moonpool.core.addresses import parse_address
 from moonpool.core.engine_types import Batch, Column, Local, Notification, Priority, Slice
-from moonpool.core.errors import ConfigError, InvalidArgument
+from moonpool.core.errors import Closed, ConfigError, InvalidArgument
 from moonpool.core.region import Region, RegionTable
 from moonpool.core.segment import Segment
 from moonpool.core.transfer import WAIT_PIECE_S, Abandoned, Columns, Transfer, columns_of, one_slice
@@ -82,6 +82,7 @@ class TransferEngine:
             connections_per_peer=connections_per_peer,
             timeout_s=timeout_s,
         )
+        self._closed = False
         self._abandoned = Abandoned(native)
         self._regions = RegionTable(native)
         # Looked up once: with 4 KiB over shared memory each attribute counts.
@@ -89,6 +90,7 @@ class TransferEngine:
 
     def close(self) -> None:
         """Ends it: what waits is cancelled, its memory deregistered, peers lose it. May be called twice."""
+        self._closed = True
         self._native.close()
         self._regions.close_all()
 
@@ -124,6 +126,8 @@ class TransferEngine:
 
     def metrics(self) -> dict[str, int]:
         """Counters (``*_total``) and gauges by name; docs/transfer.md describes them."""
+        if self._closed:
+            raise Closed("this engine is closed", operation="metrics")
         return self._native.metrics()
 
     # ---- memory

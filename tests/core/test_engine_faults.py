@@ -415,6 +415,7 @@ def test_after_close_every_call_raises(engines: Callable[..., TransferEngine]) -
         lambda: engine.notify(segment, b"x"),
         lambda: engine.notifications(),
         lambda: engine.notifications(1),
+        engine.metrics,
         segment.refresh,
     ):
         with pytest.raises(Closed, match="closed"):
