@@ -348,7 +348,8 @@ void Engine::Core::close() {
     workers.stop();
     // From here on nobody inside of this process touches a region; now the peers.
     std::vector<std::shared_ptr<Region>> gone;
-    for (const auto& region : *regions->all()) {
+    std::shared_ptr<const Regions> last = regions->all();
+    for (const auto& region : *last) {
         if (Result<std::shared_ptr<Region>> removed = regions->remove(region->address)) {
             gone.push_back(std::move(*removed));
         }

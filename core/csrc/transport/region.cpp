@@ -85,7 +85,8 @@ std::shared_ptr<const Regions> RegionTable::all() const {
 }
 
 std::shared_ptr<Region> RegionTable::by_id(uint64_t id) const {
-    for (const auto& region : *all()) {
+    std::shared_ptr<const Regions> regions = all();
+    for (const auto& region : *regions) {
         if (region->id == id) return region;
     }
     return nullptr;

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/tsan.hpp"
 #include "wire/limits.hpp"
 
 namespace moonpool::transport::tcp {
@@ -28,6 +29,16 @@ std::byte* scratch() {
     return bytes;
 }
 constexpr size_t kScratchBytes = 65536;
+
+ssize_t read_parts(int fd, const iovec* parts, int count) {
+    OrderedByThePeer scope;
+    return ::readv(fd, parts, count);
+}
+
+ssize_t send_parts(int fd, const msghdr& message) {
+    OrderedByThePeer scope;
+    return ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
 
 }  // namespace
 
@@ -208,6 +219,7 @@ void Connection::take_payload(const std::byte* bytes, size_t size) {
         if (n != 0 && incoming_.places[incoming_.row] != nullptr) {
             Region& region = *incoming_.places[incoming_.row];
             if (region.enter()) {
+                OrderedByThePeer scope;
                 std::memcpy(reinterpret_cast<std::byte*>(row.address + incoming_.at), bytes, n);
                 region.leave();
             } else {
@@ -275,7 +287,7 @@ Connection::Flow Connection::receive_payload() {
         writing_.store(false);
         return Flow::kOver;
     }
-    ssize_t n = ::readv(fd_.get(), parts, count);
+    ssize_t n = read_parts(fd_.get(), parts, count);
     int error = errno;
     writing_.store(false);
     visit.end();
@@ -443,7 +455,7 @@ bool Connection::flush() {
         msghdr message{};
         message.msg_iov = parts;
         message.msg_iovlen = count;
-        ssize_t n = ::sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        ssize_t n = send_parts(fd_.get(), message);
         visit.end();
         if (n < 0) {
             if (errno == EINTR) continue;

@@ -1,0 +1,124 @@
+// A bed for engines: two of them in this process, bound to one transport, with memory of either kind.
+#pragma once
+
+#include <doctest/doctest.h>
+#include <poll.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../random.hpp"
+#include "engine/engine.hpp"
+
+namespace moonpool::testing {
+
+using transport::Direction;
+using transport::RegionKind;
+using transport::Slice;
+using transport::SliceState;
+
+inline EngineOptions engine_options(const std::string& name, const std::string& transport) {
+    EngineOptions options;
+    options.name = name;
+    options.listen = {"127.0.0.1:0"};
+    options.token = "secret";
+    options.timeout_ms = 10000;
+    if (!transport.empty()) options.transports = std::vector<std::string>{transport};
+    return options;
+}
+
+inline std::shared_ptr<Engine> make_engine(const EngineOptions& options) {
+    Result<std::shared_ptr<Engine>> engine = Engine::create(options);
+    REQUIRE_MESSAGE(engine.ok(), (engine.ok() ? "" : engine.error().text));
+    return *engine;
+}
+
+// Registered memory with a margin that nobody may touch.
+class Memory {
+   public:
+    Memory(Engine& engine, size_t size, RegionKind kind) : engine_(engine), size_(size) {
+        if (kind == RegionKind::kOwn) {
+            own_ = *engine.allocate(size, "cpu:0");
+            data_ = own_->data();
+        } else {
+            foreign_.resize(size + 2 * kMargin, std::byte{0xEE});
+            data_ = foreign_.data() + kMargin;
+            REQUIRE(engine.register_region(address(), size, "cpu:0").ok());
+        }
+    }
+    ~Memory() {
+        (void)engine_.deregister_region(address());
+        check_margin();
+    }
+    Memory(const Memory&) = delete;
+
+    uint64_t address() const { return reinterpret_cast<uint64_t>(data_); }
+    std::byte* data() { return data_; }
+    size_t size() const { return size_; }
+    void fill(Random& random) {
+        size_t i = 0;
+        for (; i + 8 <= size_; i += 8) {
+            uint64_t value = random.next();
+            std::memcpy(data_ + i, &value, 8);
+        }
+        for (; i < size_; ++i) data_[i] = std::byte(random.below(256));
+    }
+    std::vector<std::byte> bytes() const { return {data_, data_ + size_}; }
+    void check_margin() {
+        for (size_t i = 0; i < kMargin && !foreign_.empty(); ++i) {
+            REQUIRE(foreign_[i] == std::byte{0xEE});
+            REQUIRE(foreign_[foreign_.size() - 1 - i] == std::byte{0xEE});
+        }
+    }
+
+   private:
+    static constexpr size_t kMargin = 64;
+    Engine& engine_;
+    size_t size_;
+    std::shared_ptr<transport::Memory> own_;
+    std::vector<std::byte> foreign_;
+    std::byte* data_ = nullptr;
+};
+
+struct Pair {
+    std::shared_ptr<Engine> here, there;
+    uint32_t segment = 0;
+
+    explicit Pair(const std::string& transport)
+        : Pair(engine_options("here", transport), engine_options("there", "")) {}
+    Pair(const EngineOptions& mine, const EngineOptions& theirs)
+        : here(make_engine(mine)), there(make_engine(theirs)) {
+        Result<uint32_t> opened = here->open(there->addresses().front());
+        REQUIRE_MESSAGE(opened.ok(), (opened.ok() ? "" : opened.error().text));
+        segment = *opened;
+    }
+    ~Pair() {
+        CHECK(here->check_integrity());
+        CHECK(there->check_integrity());
+    }
+
+    TransferRequest request(const std::vector<Slice>& slices) const {
+        TransferRequest request;
+        request.segments = {&segment, 1};
+        request.slices = slices;
+        return request;
+    }
+    Result<uint64_t> transfer(const std::vector<Slice>& slices) { return here->transfer(request(slices)); }
+};
+
+inline uint64_t metric(Engine& engine, const std::string& name) {
+    for (auto& [key, value] : engine.metrics()) {
+        if (key == name) return value;
+    }
+    FAIL("no metric " << name);
+    return 0;
+}
+
+inline bool readable(int fd, int timeout_ms) {
+    pollfd p{fd, POLLIN, 0};
+    return ::poll(&p, 1, timeout_ms) == 1;
+}
+
+}  // namespace moonpool::testing

@@ -1,0 +1,209 @@
+// What concerns engines rather than transports: who may speak to whom, paths, several peers, limits.
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <thread>
+
+#include "bed.hpp"
+#include "transport/loopback/target.hpp"
+
+using namespace moonpool;
+using namespace moonpool::testing;
+
+TEST_CASE("engine: another tenant and another token are refused") {
+    auto there = make_engine(engine_options("there", ""));
+    EngineOptions other = engine_options("other", "");
+    other.tenant = "other";
+    Result<uint32_t> opened = make_engine(other)->open(there->addresses().front());
+    REQUIRE_FALSE(opened.ok());
+    CHECK(opened.error().code == Code::kAuth);
+    CHECK(opened.error().text.find("tenant \"other\"") != std::string::npos);
+    EngineOptions stranger = engine_options("stranger", "");
+    stranger.token = "guessed";
+    opened = make_engine(stranger)->open(there->addresses().front());
+    REQUIRE_FALSE(opened.ok());
+    CHECK(opened.error().code == Code::kAuth);
+}
+
+TEST_CASE("engine: nobody at the address, and what is no engine") {
+    auto here = make_engine(engine_options("here", ""));
+    Result<uint32_t> opened = here->open("127.0.0.1:1");
+    REQUIRE_FALSE(opened.ok());
+    CHECK(opened.error().code == Code::kUnavailable);
+    CHECK_FALSE(here->open("no address").ok());
+}
+
+TEST_CASE("engine: each transport says in one sentence why it is unavailable") {
+    EngineOptions options = engine_options("here", "tcp");
+    auto here = make_engine(options);
+    for (auto& [name, why] : here->transports()) CHECK(why.empty() == (name == "tcp"));
+    auto there = make_engine(engine_options("there", ""));
+    EngineOptions far = engine_options("far", "shm");
+    far.host_id = "another";
+    Result<uint32_t> opened = make_engine(far)->open(there->addresses().front());
+    REQUIRE_FALSE(opened.ok());
+    CHECK(opened.error().text.find("shm: the peer is on another host (host_id") != std::string::npos);
+    CHECK(opened.error().text.find("tcp: it is not among the transports") != std::string::npos);
+    options.transports = std::vector<std::string>{"pigeon"};
+    CHECK_FALSE(Engine::create(options).ok());
+}
+
+TEST_CASE("engine: the cheapest path is taken, and segment() tells which") {
+    Pair pair(engine_options("here", ""), engine_options("there", ""));
+    Memory own(*pair.there, 4096, RegionKind::kOwn), foreign(*pair.there, 100, RegionKind::kForeign);
+    SegmentInfo info = *pair.here->segment(pair.segment);
+    CHECK(info.name == "there");
+    CHECK(info.id == pair.there->segment_id());
+    CHECK(info.address == pair.there->addresses().front());
+    REQUIRE(info.regions.size() == 2);
+    for (const SegmentRegion& region : info.regions) {
+        CHECK(region.transport == "loopback");
+        CHECK(region.location == "cpu:0");
+        CHECK(region.length == (region.kind == RegionKind::kOwn ? 4096 : 100));
+    }
+    EngineOptions far = engine_options("far", "");
+    far.host_id = "another";
+    far.transports = std::vector<std::string>{"shm", "tcp"};
+    Pair apart(far, engine_options("there", ""));
+    Memory memory(*apart.there, 4096, RegionKind::kOwn);
+    CHECK(apart.here->segment(apart.segment)->regions[0].transport == "tcp");
+}
+
+TEST_CASE("engine: one batch to several peers, each slice with its own state") {
+    auto here = make_engine(engine_options("here", ""));
+    std::vector<std::shared_ptr<Engine>> peers;
+    std::vector<uint32_t> numbers;
+    for (const char* transport : {"loopback", "shm", "tcp"}) {
+        EngineOptions options = engine_options(std::string("peer by ") + transport, "");
+        peers.push_back(make_engine(options));
+    }
+    for (auto& peer : peers) numbers.push_back(*here->open(peer->addresses().front()));
+    constexpr size_t kSlices = 300, kSize = 2000;
+    Random random(320);
+    Memory mine(*here, kSlices * kSize, RegionKind::kForeign);
+    mine.fill(random);
+    std::vector<std::unique_ptr<Memory>> theirs;
+    for (auto& peer : peers)
+        theirs.push_back(std::make_unique<Memory>(*peer, kSlices * kSize, RegionKind::kOwn));
+    for (bool waits : {true, false}) {
+        std::vector<Slice> slices;
+        std::vector<uint32_t> segments;
+        for (size_t i = 0; i < kSlices; ++i) {
+            uint64_t wrong = !waits && i == 100 ? kSlices * kSize : 0;
+            slices.push_back({mine.address() + i * kSize, theirs[i % 3]->address() + i * kSize + wrong, kSize,
+                              Direction::kWrite});
+            segments.push_back(numbers[i % 3]);
+        }
+        TransferRequest request;
+        request.segments = segments;
+        request.slices = slices;
+        request.notify = "whole";
+        if (waits) {
+            REQUIRE(*here->transfer(request) == kSlices * kSize);
+            for (size_t i = 0; i < kSlices; ++i) {
+                REQUIRE(std::memcmp(theirs[i % 3]->data() + i * kSize, mine.data() + i * kSize, kSize) == 0);
+            }
+            for (auto& peer : peers) CHECK(peer->notifications()->size() == 1);
+        } else {
+            uint64_t ticket = *here->submit(request);
+            REQUIRE(*here->wait(ticket, 10000));
+            TicketStatus status = *here->status(ticket);
+            CHECK(status.state == TicketState::kFailed);
+            for (size_t i = 0; i < kSlices; ++i) {
+                CHECK(status.slices[i] == (i == 100 ? SliceState::kFailed : SliceState::kDone));
+            }
+            for (auto& peer : peers) CHECK(peer->notifications()->empty());
+        }
+    }
+    uint32_t unknown = 999;
+    TransferRequest request;
+    request.segments = {&unknown, 1};
+    CHECK(here->transfer(request).error().code == Code::kInvalidArgument);
+}
+
+TEST_CASE("engine: an engine may speak to itself, also over ranges that meet") {
+    auto here = make_engine(engine_options("here", ""));
+    uint32_t self = *here->open(here->addresses().front());
+    Random random(321);
+    Memory memory(*here, 10000, RegionKind::kOwn);
+    memory.fill(random);
+    std::vector<std::byte> before = memory.bytes();
+    std::vector<Slice> slices = {{memory.address(), memory.address() + 100, 5000, Direction::kWrite}};
+    TransferRequest request;
+    request.segments = {&self, 1};
+    request.slices = slices;
+    REQUIRE(here->transfer(request).ok());
+    CHECK(std::memcmp(memory.data() + 100, before.data(), 5000) == 0);
+}
+
+TEST_CASE("engine: regions neither overlap nor come from nowhere") {
+    auto here = make_engine(engine_options("here", ""));
+    std::vector<std::byte> bytes(10000);
+    auto at = reinterpret_cast<uint64_t>(bytes.data());
+    REQUIRE(here->register_region(at + 100, 100, "cpu:0").ok());
+    for (auto [from, length] : {std::pair<uint64_t, uint64_t>{at, 101},
+                                {at + 199, 1},
+                                {at + 100, 100},
+                                {at, 10000},
+                                {at + 150, 10},
+                                {at, 0},
+                                {0, 10},
+                                {UINT64_MAX - 5, 10}}) {
+        CHECK(here->register_region(from, length, "").error().code == Code::kInvalidArgument);
+    }
+    CHECK(here->register_region(at, 100, "").ok());
+    CHECK(here->register_region(at + 200, 1, "").ok());
+    CHECK(here->register_region(0x1000, 4096, "").error().text.find("not mapped") != std::string::npos);
+    CHECK(here->deregister_region(at + 101).error().code == Code::kInvalidArgument);
+    CHECK(here->deregister_region(at + 100).ok());
+    CHECK(here->register_region(at + 100, 100, "").ok());
+    CHECK(here->check_integrity());
+}
+
+TEST_CASE("engine: a port shared with others") {
+    DoormanOptions door;
+    door.addresses = {"127.0.0.1:0"};
+    door.token = "secret";
+    Result<std::unique_ptr<Doorman>> made = Doorman::create(door);
+    REQUIRE(made.ok());
+    std::unique_ptr<Doorman> doorman = std::move(*made);
+    EngineOptions options = engine_options("there", "");
+    options.listen.clear();
+    options.doorman = doorman.get();
+    auto there = make_engine(options);
+    REQUIRE(doorman->start().ok());
+    auto here = make_engine(engine_options("here", ""));
+    CHECK(there->addresses() == doorman->addresses());
+    CHECK(here->open(doorman->addresses().front()).ok());
+    there->close();
+    Result<uint32_t> opened = here->open(doorman->addresses().front());
+    REQUIRE_FALSE(opened.ok());
+    CHECK(opened.error().text.find("closed") != std::string::npos);
+}
+
+TEST_CASE("engine: a full inbox refuses, and says so to the sender") {
+    Pair pair("tcp");
+    std::string large(1 << 20, 'x');
+    size_t sent = 0;
+    Status status = success();
+    while (status && sent < 100) {
+        status = pair.here->notify(pair.segment, large);
+        if (status) ++sent;
+    }
+    CHECK(sent == 64);
+    REQUIRE_FALSE(status.ok());
+    CHECK(status.error().code == Code::kTooLarge);
+    CHECK(pair.there->notifications()->size() == 64);
+    CHECK(pair.here->notify(pair.segment, "again").ok());
+    CHECK(pair.here->notify(pair.segment, large + "x").error().code == Code::kTooLarge);
+}
+
+TEST_CASE("engine: IPv6") {
+    EngineOptions options = engine_options("there", "");
+    options.listen = {"[::1]:0"};
+    Result<std::shared_ptr<Engine>> there = Engine::create(options);
+    if (!there) return;  // a machine without IPv6
+    auto here = make_engine(engine_options("here", "tcp"));
+    CHECK((*there)->addresses().front().starts_with("[::1]:"));
+    CHECK(here->open((*there)->addresses().front()).ok());
+}

@@ -1,0 +1,184 @@
+// TCP when the cable is bad: a connection that breaks or stands still half way costs that connection, not the
+// transfer; one that stays dead costs the deadline and no more.
+#include <chrono>
+#include <iostream>
+
+#include "bed.hpp"
+#include "relay.hpp"
+
+using namespace moonpool;
+using namespace moonpool::testing;
+
+namespace {
+
+constexpr size_t kMiB = 1u << 20;
+
+struct Cabled {
+    std::shared_ptr<Engine> here, there;
+    std::unique_ptr<Relay> relay;
+    uint32_t segment = 0;
+    std::unique_ptr<Memory> mine, theirs;
+
+    explicit Cabled(int timeout_ms, size_t size = 24 * kMiB) {
+        EngineOptions options = engine_options("here", "tcp");
+        options.timeout_ms = timeout_ms;
+        here = make_engine(options);
+        there = make_engine(engine_options("there", ""));
+        relay = std::make_unique<Relay>(there->addresses().front());
+        mine = std::make_unique<Memory>(*here, size, RegionKind::kOwn);
+        theirs = std::make_unique<Memory>(*there, size, RegionKind::kForeign);
+    }
+    void open() {
+        Result<uint32_t> opened = here->open(relay->address());
+        REQUIRE_MESSAGE(opened.ok(), (opened.ok() ? "" : opened.error().text));
+        segment = *opened;
+    }
+
+    std::vector<Slice> whole(Direction direction) const {
+        std::vector<Slice> slices;
+        for (size_t at = 0; at < mine->size(); at += 3 * kMiB) {
+            slices.push_back({mine->address() + at, theirs->address() + at, 3 * kMiB, direction});
+        }
+        return slices;
+    }
+    TransferRequest request(const std::vector<Slice>& slices) const {
+        TransferRequest request;
+        request.segments = {&segment, 1};
+        request.slices = slices;
+        return request;
+    }
+};
+
+double since(std::chrono::steady_clock::time_point start) {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+
+TEST_CASE("tcp: a connection that is reset half way is replaced within the same transfer") {
+    for (Direction direction : {Direction::kWrite, Direction::kRead}) {
+        for (bool waits : {true, false}) {
+            CAPTURE(waits);
+            Random random(340);
+            Cabled bed(10000);
+            // The questions of a read are small: it is reset in the middle of one.
+            bed.relay->reset_after(0, direction == Direction::kWrite ? 10 * kMiB : 500);
+            bed.relay->reset_after(1, direction == Direction::kWrite ? 5 * kMiB : 450);
+            bed.open();
+            bed.mine->fill(random);
+            bed.theirs->fill(random);
+            std::vector<std::byte> expected =
+                direction == Direction::kWrite ? bed.mine->bytes() : bed.theirs->bytes();
+            std::vector<Slice> slices = bed.whole(direction);
+            if (waits) {
+                Result<uint64_t> moved = bed.here->transfer(bed.request(slices));
+                REQUIRE_MESSAGE(moved.ok(), (moved.ok() ? "" : moved.error().text));
+                CHECK(*moved == bed.mine->size());
+            } else {
+                uint64_t ticket = *bed.here->submit(bed.request(slices));
+                REQUIRE(*bed.here->wait(ticket, 20000));
+                TicketStatus status = *bed.here->status(ticket);
+                REQUIRE_MESSAGE(status.state == TicketState::kDone, status.error.text);
+                CHECK(status.bytes_done == bed.mine->size());
+            }
+            CHECK(bed.mine->bytes() == expected);
+            CHECK(bed.theirs->bytes() == expected);
+            CHECK(metric(*bed.here, "retries_total") >= 1);
+            if (direction == Direction::kWrite) CHECK(metric(*bed.there, "fenced_total") >= 1);
+            CHECK(bed.relay->connections() == 3);
+        }
+    }
+}
+
+TEST_CASE("tcp: a connection that stands still is left in time for another") {
+    for (bool waits : {true, false}) {
+        CAPTURE(waits);
+        Random random(341);
+        Cabled bed(4000);
+        bed.relay->cut_after(0, 10 * kMiB);
+        bed.open();
+        bed.mine->fill(random);
+        std::vector<Slice> slices = bed.whole(Direction::kWrite);
+        if (waits) {
+            Result<uint64_t> moved = bed.here->transfer(bed.request(slices));
+            REQUIRE_MESSAGE(moved.ok(), (moved.ok() ? "" : moved.error().text));
+        } else {
+            uint64_t ticket = *bed.here->submit(bed.request(slices));
+            REQUIRE(*bed.here->wait(ticket, 20000));
+            TicketStatus status = *bed.here->status(ticket);
+            REQUIRE_MESSAGE(status.state == TicketState::kDone, status.error.text);
+        }
+        // What the dead connection still holds is fenced: it can come late without harm.
+        std::vector<std::byte> sent = bed.mine->bytes();
+        CHECK(bed.theirs->bytes() == sent);
+        CHECK(metric(*bed.there, "fenced_total") == 1);
+        std::memset(bed.mine->data(), 7, bed.mine->size());
+        REQUIRE(bed.here->transfer(bed.request(slices)).ok());
+        bed.relay->join();
+        REQUIRE(bed.here->notify(bed.segment, "through").ok());
+        CHECK(bed.theirs->bytes() == bed.mine->bytes());
+    }
+}
+
+TEST_CASE("tcp: a cable that stays cut costs the deadline, measured from progress") {
+    Random random(342);
+    Cabled bed(1000);
+    bed.open();
+    std::vector<Slice> slices = bed.whole(Direction::kWrite);
+    REQUIRE(bed.here->transfer(bed.request(slices)).ok());
+    bed.relay->cut_all();
+    auto start = std::chrono::steady_clock::now();
+    Result<uint64_t> moved = bed.here->transfer(bed.request(slices));
+    double spent_s = since(start);
+    REQUIRE_FALSE(moved.ok());
+    CHECK(moved.error().code == Code::kTimeout);
+    CHECK(moved.error().text.find("bytes: tcp 127.0.0.1:") != std::string::npos);
+    std::cerr << "a cut cable with a deadline of 1 s cost " << spent_s << " s: " << moved.error().text
+              << "\n";
+    CHECK(spent_s < 5);
+    bed.relay->join();
+    moved = bed.here->transfer(bed.request(slices));
+    // For half a second after a timeout others are told at once that the peer is out of reach.
+    start = std::chrono::steady_clock::now();
+    while (!moved.ok() && since(start) < 10) {
+        (void)readable(bed.here->event_fd(), 20);
+        moved = bed.here->transfer(bed.request(slices));
+    }
+    CHECK_MESSAGE(moved.ok(), (moved.ok() ? "" : moved.error().text));
+}
+
+TEST_CASE("tcp: a cancelled transfer over a dead cable ends all the same") {
+    Cabled bed(60000);
+    bed.open();
+    bed.relay->cut_all();
+    std::vector<Slice> slices = bed.whole(Direction::kRead);
+    uint64_t ticket = *bed.here->submit(bed.request(slices));
+    REQUIRE(bed.here->cancel(ticket).ok());
+    REQUIRE(*bed.here->wait(ticket, 10000));
+    TicketStatus status = *bed.here->status(ticket);
+    CHECK(status.state == TicketState::kCancelled);
+    for (SliceState state : status.slices) CHECK(state == SliceState::kCancelled);
+}
+
+TEST_CASE("tcp: another engine at the address is not taken for the old one") {
+    Cabled bed(2000, kMiB * 3);
+    bed.open();
+    std::string address = bed.there->addresses().front();
+    Result<uint32_t> opened = bed.here->open(address);
+    REQUIRE_MESSAGE(opened.ok(), (opened.ok() ? "" : opened.error().text));
+    uint32_t segment = *opened;
+    uint64_t remote = bed.theirs->address();
+    bed.there->close();
+    EngineOptions options = engine_options("second", "");
+    options.listen = {address};
+    auto second = make_engine(options);
+    std::vector<Slice> slices = {{bed.mine->address(), remote, 100, Direction::kWrite}};
+    TransferRequest request;
+    request.segments = {&segment, 1};
+    request.slices = slices;
+    Result<uint64_t> moved = bed.here->transfer(request);
+    REQUIRE_FALSE(moved.ok());
+    CHECK(moved.error().code == Code::kUnavailable);
+    CHECK(moved.error().text.find("open it again") != std::string::npos);
+    CHECK(bed.here->open(address).ok());
+}
