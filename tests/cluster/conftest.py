@@ -7,17 +7,18 @@
     puppet.py          a client in a host, driven by the test; puppet_process.py is its other end
     tcp_wire.py        the wire over TCP in plain Python, for what no client of ours would send
 
-Each test that asks for ``network`` gets one of its own; the logs of its processes are shown when it fails. Root is
-needed: without it the tests are skipped and say why.
+Each test that asks for ``network`` or ``cluster`` gets one of its own; the logs of its processes are shown
+when it fails. Root is needed: without it the tests are skipped and say why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+from .bed import Cluster
 from .hosts import Network
 from .namespaces import why_not
 
@@ -32,8 +33,15 @@ def network(tmp_path: Path) -> Iterator[Network]:
     network.close()
 
 
+@pytest.fixture
+def cluster(network: Network) -> Iterator[Cluster]:
+    cluster = Cluster(network)
+    yield cluster
+    cluster.close()
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     network = getattr(item, "funcargs", {}).get("network")
     if report.failed and network is not None:

@@ -2,8 +2,8 @@
 
     switch (10.77.N.1 on the cable of host N)  <-- veth -->  host N (10.77.N.2, eth0)
 
-The switch routes. A partition is a routing rule of the switch that drops packets without a word, as a firewall or
-a broken path does; an unplugged cable is a link that is down. Neither asks the processes.
+The switch routes. A partition is a routing rule of the switch that drops packets without a word, as a
+firewall or a broken path does; an unplugged cable is a link that is down. Neither asks the processes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A network namespace with a /run, /tmp and /dev/shm of its own, kept by one small process.
 
 The keeper is a `cat` that ends with the pipe to us, so nothing outlives the test run, however that ends. What
-runs inside is started by nsenter, which becomes it (so its pid is known, and a test may kill exactly it), and the
-kernel kills it when we die.
+runs inside is started by nsenter, which becomes it (so its pid is known, and a test may kill exactly it), and
+the kernel kills it when we die.
 """
 
 from __future__ import annotations

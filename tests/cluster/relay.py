@@ -1,8 +1,8 @@
 """A relay on the way between two hosts, which neither of them can see.
 
-The switch takes packets from one host to a port of the other as its own (a routing rule and a local route), and
-the relay, which listens there under the other's address, dials on. The test delays, slows, holds, ends or spoils
-what passes. One thread, no data is ever reordered: TCP would not do it either.
+The switch takes packets from one host to a port of the other as its own (a routing rule and a local route),
+and the relay, which listens there under the other's address, dials on. The test delays, slows, holds, ends or
+spoils what passes. One thread, no data is ever reordered: TCP would not do it either.
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ class Relay:
         self.passed = dict.fromkeys(DIRECTIONS, 0)
         self._server = (server.address, port)
         self._network = network
-        self._rules = [
-            f"iif {caller.cable} to {server.address} ipproto tcp dport {port} lookup {1000 + port}"
-        ]
-        self._route = f"route add local {server.address} dev lo table {1000 + port}"
+        table = 1000 + port
+        self._rule = f"iif {caller.cable} to {server.address} ipproto tcp dport {port} lookup {table}"
+        self._route = f"local {server.address} dev lo table {table}"
         self._lanes: list[Lane] = []
         self._refusing = False
         self._wake, self._waker = socket.socketpair()
@@ -67,7 +66,7 @@ class Relay:
             self._listener.bind(self._server)
             self._listener.listen(256)
         self._listener.setblocking(False)
-        network.switch.ip(self._route, *(f"rule add {rule}" for rule in self._rules))
+        network.switch.ip(f"route replace {self._route}", f"rule add {self._rule}")
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
         self._thread.start()
@@ -109,10 +108,7 @@ class Relay:
         self.cut()
         for end in (self._listener, self._wake, self._waker):
             end.close()
-        with contextlib.suppress(Exception):  # the switch may be gone
-            self._network.switch.ip(
-                *(f"rule del {rule}" for rule in self._rules), self._route.replace("add", "del", 1)
-            )
+        self._network.switch.ip(f"rule del {self._rule}")
 
     # ---- its thread
 
