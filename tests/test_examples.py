@@ -89,6 +89,33 @@ def test_store_views() -> None:
     ]
 
 
+def test_store_cluster(runtime_dir: Path) -> None:
+    environment = {**os.environ, "MOONPOOL_NODE_HTTP": "127.0.0.1:0", "MOONPOOL_NODE_LISTEN": "127.0.0.1:0"}
+    environment |= {"MOONPOOL_MASTER_HTTP": "127.0.0.1:0", "MOONPOOL_MASTER_LISTEN": "127.0.0.1:0"}
+    command = [sys.executable, "-u", "-m", "moonpool", "up", "--nodes", "2", "--dram", "64MiB"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as up:
+        assert up.stdout is not None
+        said = ""
+        try:
+            for line in up.stdout:  # ends when `up` does
+                said += line
+                if "all is up" in line:
+                    break
+            else:
+                pytest.fail(said)
+            printed = run_example("store_cluster.py").splitlines()
+        finally:
+            up.terminate()
+        assert up.wait(NODE_START_S) == 0
+    assert printed == [
+        "copies: 1 of 2: True",
+        "get: [b'zero', b'two', None]",
+        "longest prefix: 3 blocks from node 0",
+        "removed: [True, True, True]",
+        "still here: False",
+    ]
+
+
 def test_store_embedded() -> None:
     printed = run_example("store_embedded.py")
     assert "the newest among them: True" in printed
