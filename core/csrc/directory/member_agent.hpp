@@ -32,7 +32,7 @@ struct MemberAgentOptions {
     int timeout_ms = 1000;  // without progress; then it connects anew
     int backoff_first_ms = 50;
     int backoff_longest_ms = 500;
-    int batch_ms = 20;  // changes wait at most so long for others to go with them
+    int batch_ms = 5;  // changes wait at most so long for others to go with them
 };
 
 // What the agent asks of its node, on its own thread. Each gives up by itself when the node does not answer;

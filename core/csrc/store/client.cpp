@@ -332,6 +332,11 @@ void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
         for (size_t k = 0; k < located->keys.size(); ++k) {
             const Member* member =
                 nearest(pool, *located->members, located->keys[k], tried[left[k]], asked[k].low);
+            // What this client put elsewhere a moment ago.
+            if (NodeId known = locations_.find(asked[k]); member == nullptr && attempt == 0) {
+                member = located->members->find(known);
+                if (member != nullptr && member->state != MemberState::kAlive) member = nullptr;
+            }
             if (member == nullptr) continue;
             tried[left[k]].push_back(member->id);
             Group& group = groups[member->id];
@@ -397,7 +402,8 @@ Result<std::vector<Presence>> Client::exists(std::span<const std::string_view> n
             if (own && member.identity.incarnation == others->own) avoid.push_back(member.id);
         }
         const Member* member = nearest(*others, *located->members, located->keys[k], avoid, k);
-        if (member == nullptr) continue;
+        if (member == nullptr) member = located->members->find(locations_.find(own_.hasher()(wanted[k])));
+        if (member == nullptr || member->state != MemberState::kAlive) continue;
         Group& group = groups[member->id];
         group.member = *member;
         group.items.push_back(k);
@@ -715,9 +721,20 @@ void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> name
     LocateOptions question;
     question.suspects = true;
     Result<LocateAnswer> located = pool.directory->locate(asked, question);
-    if (!located) return;  // the master is away: what is elsewhere stays there
     std::map<NodeId, Group> groups;
-    for (size_t i = 0; i < located->keys.size(); ++i) {
+    if (!located) {
+        // The master is away: every node that was in the pool is told.
+        Result<std::shared_ptr<const Members>> members = pool.directory->members();
+        if (!members) return;
+        for (const Member& member : (*members)->rows) {
+            if (member.identity.incarnation == pool.own) continue;
+            Group& group = groups[member.id];
+            group.member = member;
+            group.items.resize(names.size());
+            std::iota(group.items.begin(), group.items.end(), 0);
+        }
+    }
+    for (size_t i = 0; located && i < located->keys.size(); ++i) {
         for (const Holder& holder : located->keys[i]) {
             const Member* member = located->members->find(holder.node);
             if (member == nullptr || member->identity.incarnation == pool.own) continue;

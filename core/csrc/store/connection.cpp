@@ -131,7 +131,9 @@ bool Connection::parse_frames() {
             whole_answers_ = out_.size();
             Begun begun = begin_put(header);
             if (begun != Begun::kYes) return begun == Begun::kNotYet;
-            in_begin_ += put_->take(in_.data() + in_begin_, in_end_ - in_begin_);
+            size_t taken = put_->take(in_.data() + in_begin_, in_end_ - in_begin_);
+            in_begin_ += taken;
+            count(server_.metrics_.tcp_received_bytes_total, taken);
             if (!put_->complete()) return true;
             if (!finish_put()) return false;
             continue;

@@ -42,7 +42,7 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     bool full = free_slots_.empty() && used_ == index_.slots();
     bool old_makes_room = old != kNoSlot && objects_[old].pins == 0 && objects_[old].holds == 0;
     if (full && !old_makes_room && !evict_one()) return Commit::kNoSlot;
-    if (old != kNoSlot) remove(old);
+    if (old != kNoSlot) retire(old, false);
     if (parent != kNoSlot && !complete(parent)) parent = kNoSlot;  // it was evicted or replaced just now
     uint32_t slot;
     if (!free_slots_.empty()) {
@@ -127,11 +127,12 @@ void ObjectTable::set_saved(uint32_t slot, bool saved) {
     counters_.saved_bytes = saved ? counters_.saved_bytes + bytes : counters_.saved_bytes - bytes;
 }
 
-void ObjectTable::remove(uint32_t slot) {
+// tell: the directory. A replaced object is here again in a moment, and must not seem gone meanwhile.
+void ObjectTable::retire(uint32_t slot, bool tell) {
     Object& o = objects_[slot];
     set_saved(slot, false);
     unlist(slot);
-    if (delta_log_ != nullptr) {
+    if (delta_log_ != nullptr && tell) {
         const IndexEntry& e = index_.entry(slot);
         delta_log_->push(Hash128{e.hash_low, e.hash_high}, Tier::kDram, false);
     }

@@ -71,7 +71,7 @@ class ObjectTable {
     void hold(uint32_t slot);
     void let_go(uint32_t slot, uint64_t generation);
 
-    void remove(uint32_t slot);
+    void remove(uint32_t slot) { retire(slot, true); }
 
     // Removes the least recently used leaf without pins. False when there is none.
     bool evict_one();
@@ -137,6 +137,7 @@ class ObjectTable {
     void list_if_leaf(uint32_t slot, bool newest);
     void unlist(uint32_t slot);
     void forget_parent(uint32_t slot);
+    void retire(uint32_t slot, bool tell);
     void release(uint32_t slot);  // complete or detached -> free
     uint32_t first_evictable(bool for_memory) const;
     bool evict(uint32_t victim);
