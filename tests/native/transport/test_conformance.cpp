@@ -112,7 +112,7 @@ TEST_CASE("transport: random batches of reads and writes against a model") {
                     uint64_t ticket = *pair.here->submit(pair.request(slices));
                     REQUIRE(*pair.here->wait(ticket, 10000));
                     TicketStatus status = *pair.here->status(ticket);
-                    REQUIRE_MESSAGE(status.state == TicketState::kDone, status.error.text);
+                    REQUIRE_MESSAGE(status.state == TicketState::kDone, status.failure.error.text);
                     CHECK(status.bytes_done == total);
                     CHECK(std::ranges::count(status.slices, SliceState::kDone) == static_cast<long>(n));
                     REQUIRE(pair.here->release(ticket).ok());

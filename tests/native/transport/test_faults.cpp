@@ -78,7 +78,7 @@ TEST_CASE("tcp: a connection that is reset half way is replaced within the same 
                 uint64_t ticket = *bed.here->submit(bed.request(slices));
                 REQUIRE(*bed.here->wait(ticket, 20000));
                 TicketStatus status = *bed.here->status(ticket);
-                REQUIRE_MESSAGE(status.state == TicketState::kDone, status.error.text);
+                REQUIRE_MESSAGE(status.state == TicketState::kDone, status.failure.error.text);
                 CHECK(status.bytes_done == bed.mine->size());
             }
             CHECK(bed.mine->bytes() == expected);
@@ -106,7 +106,7 @@ TEST_CASE("tcp: a connection that stands still is left in time for another") {
             uint64_t ticket = *bed.here->submit(bed.request(slices));
             REQUIRE(*bed.here->wait(ticket, 20000));
             TicketStatus status = *bed.here->status(ticket);
-            REQUIRE_MESSAGE(status.state == TicketState::kDone, status.error.text);
+            REQUIRE_MESSAGE(status.state == TicketState::kDone, status.failure.error.text);
         }
         // What the dead connection still holds is fenced: it can come late without harm.
         std::vector<std::byte> sent = bed.mine->bytes();

@@ -1,0 +1,131 @@
+// docs/wire_engine.md: each example is what the code writes, byte for byte, and reads.
+#include <doctest/doctest.h>
+
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <sstream>
+#include <string>
+
+#include "transport/frames.hpp"
+
+using namespace moonpool;
+using namespace moonpool::transport;
+
+namespace {
+
+// The bytes of the first example whose caption begins with that text.
+std::vector<std::byte> example(const std::string& caption) {
+    std::ifstream page(std::string(__FILE__).substr(0, std::string(__FILE__).rfind("tests/")) +
+                       "docs/wire_engine.md");
+    std::string line;
+    bool found = false, inside = false;
+    std::vector<std::byte> bytes;
+    while (std::getline(page, line)) {
+        if (line.rfind("Example, " + caption, 0) == 0) found = true;
+        if (!found) continue;
+        if (inside && line == "```") break;
+        if (line == "```hex") {
+            inside = true;
+            continue;
+        }
+        std::istringstream words(inside ? line : "");
+        for (std::string word; words >> word;) bytes.push_back(std::byte(std::stoi(word, nullptr, 16)));
+    }
+    REQUIRE_MESSAGE(!bytes.empty(), caption);
+    return bytes;
+}
+
+std::vector<std::byte> framed(Kind kind, uint16_t flags, uint64_t id, const std::vector<std::byte>& body) {
+    std::vector<std::byte> out;
+    out.reserve(1024);
+    size_t at = begin_frame(out, kind, flags, id);
+    out.insert(out.end(), body.begin(), body.end());
+    finish_frame(out, at);
+    return out;
+}
+
+std::vector<std::byte> body_of(const std::vector<std::byte>& frame) {
+    return {frame.begin() + sizeof(FrameHeader), frame.end()};
+}
+
+std::vector<std::byte> with(const std::function<void(Writer&)>& write) {
+    std::vector<std::byte> out;
+    out.reserve(1024);
+    Writer w(out);
+    write(w);
+    return out;
+}
+
+}  // namespace
+
+TEST_CASE("engine wire: the examples of the page") {
+    Hello hello;
+    for (uint8_t i = 0; i < 16; ++i) {
+        hello.segment[i] = i;
+        hello.expected[i] = static_cast<uint8_t>(16 + i);
+    }
+    hello.channel = 3;
+    hello.name = "A";
+    CHECK(framed(Kind::kEngineHello, 0, 1, with([&](Writer& w) { encode(w, hello); })) ==
+          example("HELLO of"));
+    std::vector<std::byte> body = body_of(example("HELLO of"));
+    CHECK(decode_hello(Reader(body))->channel == 3);
+    CHECK(framed(Kind::kEngineHello, kFlagAnswer, 1, with([](Writer& w) { w.number(kEngineVersion); })) ==
+          example("HELLO, answer"));
+
+    CHECK(framed(Kind::kEngineRegions, 0, 2, {}) == example("REGIONS:"));
+    Regions regions = {std::make_shared<Region>()};
+    regions[0]->id = 7;
+    regions[0]->address = 0x400000;
+    regions[0]->length = 4096;
+    regions[0]->kind = RegionKind::kOwn;
+    regions[0]->location = "cpu:0";
+    CHECK(framed(Kind::kEngineRegions, kFlagAnswer, 2, with([&](Writer& w) {
+                     w.number(uint64_t{0});
+                     encode_regions(w, regions);
+                 })) == example("REGIONS, answer"));
+    body = body_of(example("REGIONS, answer"));
+    Reader r(body);
+    (void)r.number<uint64_t>();
+    CHECK(decode_regions(r)->front().location == "cpu:0");
+
+    CHECK(framed(Kind::kEngineTransfer, 0, 3, with([](Writer& w) {
+                     w.number(uint32_t{2});
+                     w.number(uint32_t{0});
+                     w.number(TransferRow{0x400000, 4, 1});
+                     w.number(TransferRow{0x400100, 2, 0});
+                     w.bytes("data", 4);
+                 })) == example("TRANSFER:"));
+    CHECK(framed(Kind::kEngineTransfer, kFlagAnswer, 3, with([](Writer& w) {
+                     w.number(uint32_t{2});
+                     w.number(uint32_t{0});
+                     w.bytes("ok", 2);
+                 })) == example("TRANSFER, answer"));
+    CHECK(framed(Kind::kEngineNotify, 0, 4, with([](Writer& w) { w.bytes("hi", 2); })) ==
+          example("NOTIFY of"));
+    CHECK(framed(Kind::kEngineFence, 0, 5, with([](Writer& w) {
+                     w.number(uint32_t{1});
+                     w.number(uint32_t{3});
+                 })) == example("FENCE of"));
+}
+
+TEST_CASE("engine wire: what is cut off, too long or out of order is not read") {
+    for (const char* caption : {"HELLO of", "REGIONS, answer"}) {
+        std::vector<std::byte> body = body_of(example(caption));
+        bool regions = caption[0] == 'R';
+        for (size_t size = 0; size < body.size(); ++size) {
+            std::vector<std::byte> part(body.begin(), body.begin() + static_cast<long>(size));
+            Reader r(part);
+            if (regions) (void)r.number<uint64_t>();
+            CHECK_FALSE((regions ? decode_regions(r).has_value() : decode_hello(r).has_value()));
+        }
+    }
+    Regions wrong = {std::make_shared<Region>(), std::make_shared<Region>()};
+    for (auto& region : wrong) {
+        region->address = 4096;
+        region->length = 100;
+    }
+    std::vector<std::byte> body = with([&](Writer& w) { encode_regions(w, wrong); });
+    CHECK_FALSE(decode_regions(Reader(body)).has_value());
+}
