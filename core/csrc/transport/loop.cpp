@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 
 #include <chrono>
 
@@ -15,9 +16,17 @@ namespace {
 
 constexpr uint64_t kTickMs = 50;
 
-// The loop keeps polling this long after the last event before it sleeps: waking a sleeping thread costs
-// 20-50 us in a virtual machine, more than a small transfer. An idle engine costs nothing.
+// The loop keeps polling this long after the last event before it sleeps: waking a sleeping thread on another
+// core costs 20-50 us in a virtual machine, more than a small transfer. An idle engine costs nothing.
 constexpr uint64_t kSpinNs = 50000;
+
+// Whether what came last was sent from this very core: then polling keeps the peer from it, and the kernel
+// switches to whom it wakes for less. (Over a real network: whether this core took the interrupt.)
+bool from_this_core(int fd) {
+    int cpu = -1;
+    socklen_t size = sizeof(cpu);
+    return ::getsockopt(fd, SOL_SOCKET, SO_INCOMING_CPU, &cpu, &size) == 0 && cpu == ::sched_getcpu();
+}
 
 }  // namespace
 
@@ -108,6 +117,7 @@ void Loop::run() {
         int timeout = spin ? 0 : handlers_.empty() ? -1 : static_cast<int>(kTickMs);
         int n = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), timeout);
         if (n == 0 && spin) ::sched_yield();  // the peer may wait for this very core
+        bool near = n > 0 && from_this_core(events[0].data.fd);
         for (int i = 0; i < n; ++i) {
             int fd = events[static_cast<size_t>(i)].data.fd;
             if (fd == wake_.get()) {
@@ -122,7 +132,7 @@ void Loop::run() {
             if (!handler->on_events(events[static_cast<size_t>(i)].events)) drop(fd, handler);
         }
         uint64_t now = now_ns();
-        if (n > 0) spin_until_ns = now + kSpinNs;
+        if (n > 0) spin_until_ns = near ? 0 : now + kSpinNs;
         if (now / 1000000 - last_tick_ms >= kTickMs) {
             last_tick_ms = now / 1000000;
             tick();
