@@ -59,7 +59,9 @@ PutOutcome put(Client& client, uint64_t number, bool replace = false) {
     Part part{reinterpret_cast<std::byte*>(data.data()), data.size()};
     std::string name = name_of(number);
     PutItem item{name, {}, {&part, 1}};
-    auto report = client.put({&item, 1}, replace, true);
+    PutOptions options;
+    options.replace = replace;
+    auto report = client.put({&item, 1}, options);
     REQUIRE_MESSAGE(report.ok(), report.error().text);
     return report->outcomes[0];
 }
