@@ -679,6 +679,7 @@ Result<uint32_t> Engine::open(const std::string& address) {
                             std::string(kPurposeEngine),
                             core.options.timeout_ms,
                             core.options.interface};
+    pool.dial.given_up = &core.closing;
     core.counters.dials_total.fetch_add(1);
     Result<Dialed> dialed = dial(pool.dial);
     if (!dialed) return dialed.error();

@@ -115,10 +115,24 @@ Result<Fd> listen_tcp(const SocketAddress& address, const std::string& text) {
     return fd;
 }
 
+Result<bool> wait_for(int fd, short events, Deadline end, const std::atomic<bool>* given_up) {
+    for (;;) {
+        if (given_up != nullptr && given_up->load()) return Error{Code::kClosed, "given up meanwhile"};
+        auto left = std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
+        int64_t piece_ms = std::max<int64_t>(left.count(), 0);
+        if (given_up != nullptr) piece_ms = std::min<int64_t>(piece_ms, kLookMs);
+        pollfd waiting{fd, events, 0};
+        int n = ::poll(&waiting, 1, static_cast<int>(piece_ms));
+        if (n > 0) return true;
+        if (n < 0 && errno != EINTR) return os_error("poll");
+        if (std::chrono::steady_clock::now() >= end) return false;
+    }
+}
+
 namespace {
 
 Result<Fd> connect_one(const SocketAddress& address, const std::string& text, int timeout_ms,
-                       const std::string& interface) {
+                       const std::string& interface, const std::atomic<bool>* given_up) {
     Fd fd(::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (!fd.valid()) return os_error("socket");
     if (Status status = prepare_socket(fd.get(), interface); !status) return status.error();
@@ -128,16 +142,11 @@ Result<Fd> connect_one(const SocketAddress& address, const std::string& text, in
     if (::connect(fd.get(), address.get(), address.size) != 0) {
         if (errno != EINPROGRESS && errno != EINTR) return unavailable(errno);
         auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
-        for (;;) {
-            auto left = std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
-            pollfd waiting{fd.get(), POLLOUT, 0};
-            int n = ::poll(&waiting, 1, static_cast<int>(std::max<int64_t>(left.count(), 0)));
-            if (n < 0 && errno == EINTR) continue;
-            if (n == 0) {
-                return Error{Code::kTimeout,
-                             text + " took no connection within " + std::to_string(timeout_ms) + " ms"};
-            }
-            break;
+        Result<bool> ready = wait_for(fd.get(), POLLOUT, end, given_up);
+        if (!ready) return ready.error();
+        if (!*ready) {
+            return Error{Code::kTimeout,
+                         text + " took no connection within " + std::to_string(timeout_ms) + " ms"};
         }
         int error = 0;
         socklen_t size = sizeof(error);
@@ -153,12 +162,13 @@ Result<Fd> connect_one(const SocketAddress& address, const std::string& text, in
 
 }  // namespace
 
-Result<Fd> connect_tcp(const std::string& text, int timeout_ms, const std::string& interface) {
+Result<Fd> connect_tcp(const std::string& text, int timeout_ms, const std::string& interface,
+                       const std::atomic<bool>* given_up) {
     Result<std::vector<SocketAddress>> addresses = resolve(text, false);
     if (!addresses) return addresses.error();
     Error last{Code::kUnavailable, text + " has no address"};
     for (const SocketAddress& address : *addresses) {
-        Result<Fd> fd = connect_one(address, text, timeout_ms, interface);
+        Result<Fd> fd = connect_one(address, text, timeout_ms, interface, given_up);
         if (fd) return fd;
         last = fd.error();
     }

@@ -4,6 +4,8 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
+#include <atomic>
+#include <chrono>
 #include <string>
 #include <vector>
 
@@ -35,7 +37,14 @@ Status prepare_socket(int fd, const std::string& interface = "");
 
 Result<Fd> listen_tcp(const SocketAddress& address, const std::string& text);
 
+// Waits for `events` of a socket, at most until `end`: false when it is over. While it waits it looks at
+// `given_up` every kLookMs, and fails with kClosed when that is set; null: nobody gives up.
+using Deadline = std::chrono::steady_clock::time_point;
+inline constexpr int kLookMs = 50;
+Result<bool> wait_for(int fd, short events, Deadline end, const std::atomic<bool>* given_up);
+
 // Connects within `timeout_ms`; the socket is blocking.
-Result<Fd> connect_tcp(const std::string& text, int timeout_ms, const std::string& interface = "");
+Result<Fd> connect_tcp(const std::string& text, int timeout_ms, const std::string& interface = "",
+                       const std::atomic<bool>* given_up = nullptr);
 
 }  // namespace moonpool

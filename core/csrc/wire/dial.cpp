@@ -1,9 +1,11 @@
 #include "wire/dial.hpp"
 
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 
 #include "base/hmac.hpp"
@@ -18,7 +20,8 @@ constexpr uint32_t kWelcomeBytesMax = 64u << 10;
 
 class Handshake {
    public:
-    Handshake(int fd, std::string peer) : fd_(fd), peer_(std::move(peer)) {}
+    Handshake(int fd, const DialOptions& options)
+        : fd_(fd), peer_(options.address), timeout_ms_(options.timeout_ms), given_up_(options.given_up) {}
 
     Status send(const std::vector<std::byte>& bytes) {
         size_t sent = 0;
@@ -50,6 +53,10 @@ class Handshake {
     Status receive(void* data, size_t size) {
         auto* at = static_cast<std::byte*>(data);
         while (size != 0) {
+            auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms_);
+            Result<bool> ready = wait_for(fd_, POLLIN, end, given_up_);
+            if (!ready) return ready.error();
+            if (!*ready) return late();
             ssize_t n = ::recv(fd_, at, size, 0);
             if (n < 0 && errno == EINTR) continue;
             if (n == 0) {
@@ -61,13 +68,16 @@ class Handshake {
         }
         return success();
     }
+    Error late() const { return Error{Code::kTimeout, peer_ + " did not finish the handshake in time"}; }
     Error lost() const {
-        if (errno == EAGAIN) return Error{Code::kTimeout, peer_ + " did not finish the handshake in time"};
+        if (errno == EAGAIN) return late();
         return Error{Code::kUnavailable, "the connection to " + peer_ + " is lost: " + std::strerror(errno)};
     }
 
     int fd_;
     std::string peer_;
+    int timeout_ms_;
+    const std::atomic<bool>* given_up_;
 };
 
 }  // namespace
@@ -94,13 +104,13 @@ void set_socket_timeouts(int fd, int timeout_ms) {
 }
 
 Result<Dialed> dial(const DialOptions& options) {
-    Result<Fd> fd = connect_tcp(options.address, options.timeout_ms, options.interface);
+    Result<Fd> fd = connect_tcp(options.address, options.timeout_ms, options.interface, options.given_up);
     if (!fd) return fd.error();
     Dialed dialed;
     dialed.fd = std::move(*fd);
     dialed.peer = options.address;
     set_socket_timeouts(dialed.fd.get(), options.timeout_ms);
-    Handshake handshake(dialed.fd.get(), options.address);
+    Handshake handshake(dialed.fd.get(), options);
 
     FrameHeader header;
     std::vector<std::byte> body;

@@ -2,6 +2,7 @@
 // is known. What comes back is a socket on which only frames of the chosen purpose travel.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <string>
 #include <vector>
@@ -24,8 +25,9 @@ struct DialOptions {
     std::string token;
     std::string tenant = "default";
     std::string purpose;
-    int timeout_ms = 2000;  // for connecting, and then for each wait
-    std::string interface;  // a network device, empty: the route decides
+    int timeout_ms = 2000;                        // for connecting, and then for each wait
+    std::string interface;                        // a network device, empty: the route decides
+    const std::atomic<bool>* given_up = nullptr;  // set by another thread: dial() fails at once
 };
 
 struct Dialed {

@@ -120,6 +120,7 @@ Status Pool::adopt(Dialed dialed, int timeout_ms) {
 Result<std::unique_ptr<Channel>> Pool::dial(int timeout_ms) {
     DialOptions options = options_.dial;
     options.timeout_ms = timeout_ms;
+    options.given_up = &closed_;
     counters_.dials_total.fetch_add(1);
     Result<Dialed> dialed = moonpool::dial(options);
     if (!dialed) return dialed.error();

@@ -3,6 +3,7 @@
 // overwrites a newer one.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -51,8 +52,8 @@ class Pool {
     std::condition_variable returned_;
     std::vector<std::unique_ptr<Channel>> idle_;
     uint32_t open_ = 0;
-    std::vector<uint32_t> fences_;  // channels given up whose writes may still arrive
-    bool closed_ = false;
+    std::vector<uint32_t> fences_;     // channels given up whose writes may still arrive
+    std::atomic<bool> closed_{false};  // under the mutex, but seen by whoever dials
     uint64_t unreachable_until_ns_ = 0;
     Error unreachable_;
 };
