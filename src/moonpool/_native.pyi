@@ -298,16 +298,6 @@ class Engine:
     """
     Moves bytes between registered memory of processes.
     """
-    @staticmethod
-    def submit(segments, ops, local, remote, lengths, *, priority = 0, deadline_s = None, notify = None, held = None):
-        """
-        The same without waiting; a ticket.
-        """
-    @staticmethod
-    def transfer(segments, ops, local, remote, lengths, *, priority = 0, deadline_s = None, notify = None, held = None):
-        """
-        Moves the slices and waits for them; the bytes moved.
-        """
     def __init__(self, name: str, listen: collections.abc.Sequence[str], token: bytes, *, tenant: str = 'default', io_threads: typing.SupportsInt | typing.SupportsIndex = 2, connections_per_peer: typing.SupportsInt | typing.SupportsIndex = 2, transports: collections.abc.Sequence[str] | None = None, interface: str = '', host_id: str = '', timeout_s: typing.SupportsFloat | typing.SupportsIndex = 5.0) -> None:
         ...
     def allocate(self, nbytes: typing.SupportsInt | typing.SupportsIndex, location: str = 'cpu:0') -> typing.Any:
@@ -338,6 +328,14 @@ class Engine:
         ...
     def status(self, ticket: typing.SupportsInt | typing.SupportsIndex) -> tuple:
         ...
+    def submit(self, segments: int | collections.abc.Sequence[int], ops: str | bytes, local: typing.Any, remote: typing.Any, lengths: typing.Any, *, priority: int = 0, deadline_s: float | None = None, notify: bytes | None = None) -> int:
+        """
+        The same without waiting; a ticket.
+        """
+    def transfer(self, segments: int | collections.abc.Sequence[int], ops: str | bytes, local: typing.Any, remote: typing.Any, lengths: typing.Any, *, priority: int = 0, deadline_s: float | None = None, notify: bytes | None = None) -> int:
+        """
+        Moves the slices and waits for them; the bytes moved.
+        """
     def transports(self) -> dict[str, str]:
         ...
     def wait(self, ticket: typing.SupportsInt | typing.SupportsIndex, timeout_s: typing.SupportsFloat | typing.SupportsIndex) -> bool:
