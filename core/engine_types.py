@@ -66,7 +66,7 @@ class Batch:
 class RemoteRegion(NamedTuple):
     """Memory that a peer registered.
 
-    kind:      "memfd" for memory that its engine allocated, which others on its host can map; else "foreign".
+    kind:      "own" for memory that its engine allocated, which others on its host can map; else "foreign".
     location:  what the peer said of it, such as "cpu:0".
     transport: what moves bytes between here and there.
     """
