@@ -46,9 +46,23 @@ class Peer(EnginePuppet):
         self.ask("poke", offset, data.hex())
 
 
+class Reader(EnginePuppet):
+    """An engine that reads the memory of a peer, in a process that can give up its right to look there."""
+
+    def __init__(self, peer: Peer, **options: Any) -> None:
+        super().__init__("reader", TOKEN.decode(), peer.address, peer.region, json.dumps(options))
+
+    def ask(self, *command: Any) -> Any:
+        self.tell(json.dumps(command) + "\n")
+        return self.hear()
+
+
 def moved(engine: TransferEngine, direction: str = "") -> dict[str, int]:
     """Bytes that an engine moved by each transport; those that moved none are left out."""
-    metrics = engine.metrics()
+    return moved_of(engine.metrics(), direction)
+
+
+def moved_of(metrics: dict[str, int], direction: str = "") -> dict[str, int]:
     found = {}
     for transport in TRANSPORTS:
         names = [

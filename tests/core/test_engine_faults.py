@@ -16,7 +16,7 @@ import pytest
 from moonpool import Batch, Slice, TransferEngine, TransferError, TransferState
 from moonpool.core.errors import AuthError, Closed, Error, Forked, ProtocolError, Timeout, Unavailable
 
-from .engine_bed import EnginePuppet, Peer, Relay, moved, timed
+from .engine_bed import EnginePuppet, Peer, Reader, Relay, moved, moved_of, timed
 from .store_bed import MIB, TOKEN, until
 from .test_store_fork import run_child
 
@@ -329,6 +329,50 @@ def test_a_local_region_closed_under_a_transfer(
         assert transfer.state is TransferState.FAILED
         with pytest.raises(TransferError):
             transfer.result()
+
+
+# ---- the kernel forbids
+
+
+@pytest.mark.parametrize("kind", ["own", "foreign"])
+def test_memory_that_the_kernel_forbids_goes_over_tcp(peers: Callable[..., Peer], kind: str) -> None:
+    """As in containers without the right to trace. What the engine allocated is mapped all the same."""
+    peer = peers(kind, 65536)
+    peer.poke(b"far away")
+    assert peer.ask("hide") == "hidden"
+    with closing(Reader(peer)) as reader:
+        assert reader.ask("give up ptrace") == "given up"
+        data, transport, error, metrics = reader.ask("read", 8)
+        assert error == ""
+        assert bytes.fromhex(data) == b"far away"
+        expected = {"own": "shm", "foreign": "tcp"}[kind]
+        assert transport == expected
+        assert moved_of(metrics) == {expected: 8}
+    with closing(Reader(peer, transports=["shm"])) as reader:
+        reader.ask("give up ptrace")
+        _, transport, error, metrics = reader.ask("read", 8)
+        if kind == "foreign":
+            assert transport == ""
+            assert "the kernel forbids process_vm_readv" in error
+            assert moved_of(metrics) == {}
+
+
+def test_a_slice_that_fails_on_one_path_takes_the_next(peers: Callable[..., Peer]) -> None:
+    """Within the same call: the kernel forbids what it permitted before."""
+    peer = peers("foreign", 65536)
+    peer.poke(b"far away")
+    with closing(Reader(peer)) as reader:
+        data, transport, error, metrics = reader.ask("read", 8)
+        assert (bytes.fromhex(data), transport, error) == (b"far away", "shm", "")
+        assert moved_of(metrics) == {"shm": 8}
+        assert metrics["retries_total"] == 0
+        peer.ask("hide")
+        reader.ask("give up ptrace")
+        data, transport, error, metrics = reader.ask("read", 8)
+        assert (bytes.fromhex(data), error) == (b"far away", "")
+        assert moved_of(metrics) == {"shm": 8, "tcp": 8}
+        assert metrics["retries_total"] == 1
+        assert reader.ask("read", 8)[1] == "tcp"  # remembered
 
 
 # ---- the peer is somebody else, or nobody
