@@ -46,7 +46,7 @@ std::optional<Extent> Pool::lease(uint64_t min, uint64_t want) {
         want = round_up_to_huge_page(std::max(want, min));
     }
     want = std::max(want, min);
-    table_->publish_free_bytes();
+    publish_free_bytes();
     // Evict by age as long as nothing fits or little is free, but not for the sake of one large piece:
     // objects die scattered, and a smaller lease does as well.
     bool large = min > options_.slab_bytes;

@@ -67,7 +67,14 @@ class Pool {
 
     // Reserves the next piece of the arena's memory (any thread); opens it to the allocator (the loop).
     Result<uint64_t> commit_memory();
-    void open_memory(uint64_t bytes) { allocator_.grow(bytes); }
+    void open_memory(uint64_t bytes) {
+        allocator_.grow(bytes);
+        publish_free_bytes();
+    }
+    // Tells clients what is free. Memory that is still being reserved counts: a node that has just started is
+    // not full, and nobody shall put elsewhere for that.
+    void publish_free_bytes() { table_->publish_free_bytes(memory_short_ ? 0 : arena_bytes() - capacity()); }
+    void memory_is_short() { memory_short_ = true; }  // no more will come
     // Makes huge pages of the next piece of committed memory (any thread); 0: all is done, or the kernel does
     // not.
     uint64_t collapse_memory();
@@ -92,6 +99,7 @@ class Pool {
         uint32_t crc = 0;
     };
     Scrub scrub_;
+    bool memory_short_ = false;
     std::atomic<uint64_t> huge_bytes_{0};
 };
 

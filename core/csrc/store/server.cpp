@@ -197,6 +197,7 @@ void Server::reserve_memory() {
             Result<uint64_t> bytes = pool->commit_memory();
             if (!bytes) {
                 memory_error_ = 1;
+                post([p = pool.get()] { p->memory_is_short(); });
                 break;
             }
             if (*bytes == 0) break;
@@ -396,7 +397,7 @@ void Server::on_tick(uint64_t now) {
         if (!connection->check_deadlines(now)) over.push_back(fd);
     }
     for (int fd : over) drop(fd);
-    for (auto& [tenant, pool] : pools_) pool->table().publish_free_bytes();
+    for (auto& [tenant, pool] : pools_) pool->publish_free_bytes();
     if (ssd_ != nullptr) ssd_->on_tick();
     uint64_t budget = options_.scrub_bytes_per_s * kTickMs / 1000;
     if (budget == 0) return;
