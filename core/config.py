@@ -19,7 +19,7 @@ import msgspec
 
 from moonpool.core.config_sources import Origin, load_sections, show_value
 from moonpool.core.errors import ConfigError
-from moonpool.core.paths import check_token, read_or_create_token
+from moonpool.core.paths import check_token, client_token, default_node_socket, read_or_create_token
 from moonpool.core.units import parse_size
 
 Size = Annotated[int, msgspec.Meta(ge=0, extra={"unit": "bytes"}, extra_json_schema={"x-unit": "bytes"})]
@@ -195,9 +195,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """
         return self._secret("token")
 
-    def client_token(self) -> bytes | None:
-        """The cluster token where one is configured; None: as paths.client_token finds it."""
-        return self.read_token() if self.token_is_configured else None
+    def client_token(self, socket: str = "") -> bytes:
+        """What to show the node at ``socket`` ("": the host's default one), or its cluster: the cluster token
+        where one is configured, else what stands beside the socket.
+        """
+        if self.token_is_configured:
+            return self.read_token()
+        return client_token(socket or default_node_socket())
 
     def read_admin_token(self) -> bytes:
         """What admin actions must show: as configured, else a file that the processes of this user on this

@@ -93,7 +93,7 @@ def _cluster(
     """From the master that was named, or that a node of this host has joined, or that runs on this host."""
     named = master or config.cluster.master or next((str(n["master"]) for n in nodes if n.get("master")), "")
     try:
-        return read_cluster(named or config.master.listen, config.read_token(), timeout_s=timeout_s)
+        return read_cluster(named or config.master.listen, config.client_token(), timeout_s=timeout_s)
     except Error as error:
         if named:
             problems.append(f"the master at {named} does not answer: {error}")
@@ -111,5 +111,5 @@ def _node(config: Config, url: str, socket: str, timeout_s: float) -> dict[str, 
         pass
     from moonpool.core.store import Store
 
-    with Store(socket or None, token=config.client_token(), timeout_s=timeout_s) as store:
+    with Store(socket or None, token=config.client_token(socket), timeout_s=timeout_s) as store:
         return {"name": "", "socket": socket or str(paths.default_node_socket()), "metrics": store.stat()}

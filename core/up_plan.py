@@ -24,12 +24,12 @@ import msgspec
 from moonpool.core import paths
 from moonpool.core.addresses import Address, parse_address
 from moonpool.core.config import Config, Engine, UpNode
-from moonpool.core.errors import ConfigError
-from moonpool.core.http_get import answers_ok
+from moonpool.core.errors import ConfigError, Unavailable
+from moonpool.core.http_get import answers_ok, get_json
 from moonpool.core.node_socket import is_served
 from moonpool.core.reach import OFF, master_address, own_address, require_token
 from moonpool.core.supervisor import Limits, Spec
-from moonpool.core.tls import scheme
+from moonpool.core.tls import own_child_context, scheme
 from moonpool.core.vllm_command import KV_TRANSFER_CONFIG, Pool, engine_environment, find_vllm, has_gpu
 
 MASTER_STAGE, NODE_STAGE, ENGINE_STAGE, PROXY_STAGE = range(4)
@@ -176,6 +176,8 @@ class _Planner:
         url = "" if http is None else f"{scheme(self.config)}://{_from_here(http)}"
 
         async def ready() -> bool:
+            if url and self.config.up.master:
+                return await asyncio.to_thread(_has_joined, url)
             if url:
                 return await answers_ok(f"{url}/health")
             return await asyncio.to_thread(is_served, socket_path)
@@ -339,6 +341,15 @@ def _free_address(address: Address, key: str, held: ExitStack, *, or_any: bool =
             cause=error,
         ) from error
     return address._replace(port=probe.getsockname()[1])
+
+
+def _has_joined(url: str) -> bool:
+    """Whether the node serves, and belongs to the master that was started with it."""
+    try:
+        page = get_json(f"{url}/health", tls=own_child_context())
+    except Unavailable:
+        return False
+    return bool(page["master"] and page["master"]["joined"])
 
 
 def _from_here(address: Address) -> Address:

@@ -152,7 +152,7 @@ def _open(
     settings = load(config, arguments={"cluster.token_file": None if token_file is None else str(token_file)})
     if node is not None and "/" not in node:
         node = str(paths.node_socket(node))
-    return Store(node, tenant=tenant, namespace=namespace, token=settings.client_token())
+    return Store(node, tenant=tenant, namespace=namespace, token=settings.client_token(node or ""))
 
 
 def _read(file: str) -> bytes:

@@ -90,7 +90,7 @@ def test_what_one_node_stores_the_other_reads_over_tcp(cluster: Cluster) -> None
     data = os.urandom(1 << 20)
     assert cluster.a.put("key", data)
     assert get(cluster.b, "key") == data
-    assert cluster.metrics(0)["tcp_sent_bytes_total"] == len(data)
+    until(lambda: cluster.metrics(0)["tcp_sent_bytes_total"] == len(data))
     assert cluster.metrics(1)["served_bytes_total"] == 0
     prefix = cluster.b.longest_prefix(["key", "no"])
     assert (prefix.blocks, prefix.holders) == (1, ("a",))
