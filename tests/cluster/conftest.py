@@ -40,10 +40,28 @@ def cluster(network: Network) -> Iterator[Cluster]:
     cluster.close()
 
 
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A master and the nodes a and b, for all tests of a file that do them no harm."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    network = Network(tmp_path_factory.mktemp("logs"))
+    cluster = Cluster(network)
+    try:
+        cluster.start("a", "b")
+        yield cluster
+    finally:
+        cluster.close()
+        network.close()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    network = getattr(item, "funcargs", {}).get("network")
+    bed = getattr(item, "funcargs", {})
+    cluster = bed.get("cluster") or bed.get("shared_cluster")
+    network = bed.get("network") if cluster is None else cluster.network
     if report.failed and network is not None:
         report.sections += network.logs()
     return report
