@@ -11,7 +11,7 @@ class Server:
     """
     A node's data plane: one thread, one Unix socket, an arena for each tenant.
     """
-    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, *, name: str = 'default', objects_max: typing.SupportsInt | typing.SupportsIndex = 0, slab_bytes: typing.SupportsInt | typing.SupportsIndex = 0, connections_max: typing.SupportsInt | typing.SupportsIndex = 4096, scrub_bytes_per_s: typing.SupportsInt | typing.SupportsIndex = 67108864, key_bytes_max: typing.SupportsInt | typing.SupportsIndex = 1024, parts_max: typing.SupportsInt | typing.SupportsIndex = 4096, frame_bytes_max: typing.SupportsInt | typing.SupportsIndex = 8388608, frame_keys_max: typing.SupportsInt | typing.SupportsIndex = 16384, object_share_max: typing.SupportsFloat | typing.SupportsIndex = 0.25, listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '') -> None:
+    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, *, name: str = 'default', objects_max: typing.SupportsInt | typing.SupportsIndex = 0, slab_bytes: typing.SupportsInt | typing.SupportsIndex = 0, connections_max: typing.SupportsInt | typing.SupportsIndex = 4096, scrub_bytes_per_s: typing.SupportsInt | typing.SupportsIndex = 67108864, key_bytes_max: typing.SupportsInt | typing.SupportsIndex = 1024, parts_max: typing.SupportsInt | typing.SupportsIndex = 4096, frame_bytes_max: typing.SupportsInt | typing.SupportsIndex = 8388608, frame_keys_max: typing.SupportsInt | typing.SupportsIndex = 16384, object_share_max: typing.SupportsFloat | typing.SupportsIndex = 0.25, listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], ssd_clean_share: typing.SupportsFloat | typing.SupportsIndex = 0.25, ssd_stop_s: typing.SupportsFloat | typing.SupportsIndex = 10.0, ssd_depth: typing.SupportsInt | typing.SupportsIndex = 32, ssd_io: str = 'auto', ssd_records_max: typing.SupportsInt | typing.SupportsIndex = 0, ssd_segment_bytes: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
         ...
     def check_integrity(self) -> bool:
         """
@@ -28,6 +28,10 @@ class Server:
     def metrics(self) -> dict[str, int]:
         """
         Counters (*_total) and gauges by name.
+        """
+    def ssd(self) -> list:
+        """
+        Of each SSD directory: how it is read and written, and its trouble.
         """
     def start(self) -> None:
         ...
