@@ -147,6 +147,7 @@ class UpNode(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: str = ""
     dram: Size = 0
+    ssd: list[str] = []
     listen: str = ""
     advertise: str = ""
     host_id: str = ""
@@ -356,6 +357,7 @@ HELP: dict[str, str] = {
     "up.node": "true: start a node; false: none; several: each a table [[up.node]]",
     "up.node.name": "names its socket, its log and its process, node-NAME; empty: 0, 1, ...",
     "up.node.dram": "as node.dram; 0: the same",
+    "up.node.ssd": "as node.ssd; of one node only",
     "up.node.listen": "as node.listen; empty: the same for the first node, a free port for the others",
     "up.node.advertise": "as node.advertise",
     "up.node.host_id": "as node.host_id; empty: the same",

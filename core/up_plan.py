@@ -147,6 +147,8 @@ class _Planner:
             return [self._node("node", self._filled(UpNode(), 0))] if wanted else []
         if len(wanted) > 1 and self.config.node.socket:
             raise _wrong("node.socket", f"names one socket for {len(wanted)} nodes; remove it")
+        if len(wanted) > 1 and self.config.node.ssd:
+            raise _wrong("node.ssd", f"names directories for {len(wanted)} nodes; write up.node.ssd for each")
         specs = []
         for index, given in enumerate(wanted):
             node = self._filled(given, index)
@@ -192,6 +194,8 @@ class _Planner:
             ("--socket", given),
         ):
             command += [option, value] if value else []
+        for directory in node.ssd:
+            command += ["--ssd", directory]
         self._nodes[node.name] = self.sockets[process] = str(socket_path)
         return Spec(
             process,

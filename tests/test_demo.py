@@ -133,7 +133,7 @@ def test_counters_are_summed_over_series(demo: ModuleType) -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("nodes", [1])
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_the_whole_demo(vllm_python: str, tmp_path: Path, nodes: int) -> None:
     """All in separate processes: what `make demo ONCE=1 NODES=N JSON=FILE` runs."""
     if subprocess.run([vllm_python, "-c", "import moonpool"], check=False).returncode != 0:

@@ -320,6 +320,7 @@ name = "a"
 name = "b"
 dram = "32MiB"
 host_id = "elsewhere"
+ssd = ["/tmp/x:1GiB"]
 env = { MOONPOOL_NODE_SLAB_BYTES = "1MiB" }
 [[up.engine]]
 command = ["x", "{node}"]
@@ -346,6 +347,8 @@ def test_several_nodes_join_the_master_and_engines_are_spread_over_them(runtime:
     assert (option(a, "--dram"), option(b, "--dram")) == (str(64 << 20), str(32 << 20))
     assert "--host-id" not in a.command
     assert option(b, "--host-id") == "elsewhere"
+    assert option(b, "--ssd") == "/tmp/x:1GiB"
+    assert "--ssd" not in a.command
     assert b.env["MOONPOOL_NODE_SLAB_BYTES"] == "1MiB"
     assert "MOONPOOL_NODE_SLAB_BYTES" not in a.env
     urls = [spec.url for spec in plan.specs]
@@ -389,6 +392,7 @@ def test_nodes_join_the_master_of_another_host(runtime: Path) -> None:
             r"up.engine\[0\].node = 'b' is no node of this file; its nodes: a",
         ),
         ('[node]\nsocket = "/tmp/x.sock"\n[[up.node]]\n[[up.node]]\n', "names one socket for 2 nodes"),
+        ('[node]\nssd = ["/tmp/x:1GiB"]\n[[up.node]]\n[[up.node]]\n', "node.ssd names directories for 2"),
         ('[[up.node]]\nname = "a b"\n', "node name 'a b' must be"),
         ('[[up.node]]\nlisten = "0.0.0.0:0"\n', r"up.node\[0\].listen = .* needs a cluster token"),
         ('[master]\nlisten = "0.0.0.0:0"\n[up]\nmaster = true\n', "master.listen = .* needs a cluster token"),
