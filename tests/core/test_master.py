@@ -59,9 +59,10 @@ def directory(master: MasterProcess) -> Iterator[_native.DirectoryClient]:
     client.close()
 
 
-def put(node: NodeProcess, names: list[str]) -> None:
+def put(node: NodeProcess, names: list[str], *, replicas: int = 1) -> None:
     with Store(str(node.socket_path), token=TOKEN) as store:
-        store.put(names, [b"x" * 100] * len(names))
+        results = store.put(names, [b"x" * 100] * len(names), replicas=replicas)
+        assert all(result.replicas == replicas for result in results), results
 
 
 def seconds_until(condition: Callable[[], Any], what: str, timeout_s: float) -> None:
@@ -105,9 +106,10 @@ def test_a_killed_master_forgets_everything_and_hears_it_again(
 def test_a_killed_node_is_suspected_and_no_longer_promised(
     master: MasterProcess, make_node: NodeMaker, directory: _native.DirectoryClient
 ) -> None:
-    a, b = make_node("a", master.address), make_node("b", master.address)
-    put(a, ["one", "both"])
-    put(b, ["both"])
+    a, _b = make_node("a", master.address), make_node("b", master.address)
+    until(lambda: master.states() == {"a": "alive", "b": "alive"})
+    put(a, ["one"])
+    put(a, ["both"], replicas=2)
     found(directory, ["one", "both"], 2)
     until(lambda: len(directory.locate(hashes(["both"]))[0]) == 2)
     a.kill()
@@ -116,7 +118,9 @@ def test_a_killed_node_is_suspected_and_no_longer_promised(
     assert len(directory.locate(hashes(["one", "both"]), prefix=True)) == 0
     (only,) = directory.place(1000, 2)
     assert {n.id: n.name for n in directory.members()[1]}[only] == "b"
-    put(make_node("a", master.address), ["new"])  # a new life under the old name, with nothing of the old
+    again = make_node("a", master.address)  # a new life under the old name, with nothing of the old
+    until(lambda: master.states() == {"a": "alive", "b": "alive"})
+    put(again, ["new"])
     found(directory, ["new"], 1)
     assert hits(directory, ["one", "both", "new"]) == 2
     assert len(directory.locate(hashes(["both"]), suspects=True)[0]) == 1
@@ -171,8 +175,9 @@ def test_what_was_removed_during_a_partition_does_not_come_back(
     try:
         away, here = make_node("a", relay.address), make_node("b", master.address)
         names = [f"key-{i}" for i in range(100)]
-        put(away, names)
-        put(here, names[:50])
+        until(lambda: master.states() == {"a": "alive", "b": "alive"})
+        put(away, names[:50], replicas=2)
+        put(away, names[50:])
         until(lambda: all(len(directory.locate(hashes([n]))[0]) == 2 for n in (names[0], names[49])))
         found(directory, names, 100)
         relay.cut()
@@ -218,9 +223,9 @@ def test_a_node_and_a_client_by_hand(master: MasterProcess) -> None:
         members = client.ask(m.MEMBERS, struct.pack("<Q", 0)).body
         silent_ms = struct.unpack_from("<Q", members, 17)[0]
         rest = m.member(number, 0, silent_ms, me, Load(objects=4))
-        assert members == struct.pack("<QBI", epoch, 1, 1) + rest
+        assert members == struct.pack("<QBI", epoch, 3, 1) + rest  # 2: so soon after its start it cannot know
         unchanged = client.ask(m.MEMBERS, struct.pack("<Q", epoch)).body
-        assert unchanged == struct.pack("<QB", epoch, 0)
+        assert unchanged == struct.pack("<QB", epoch, 2)
         assert client.ask(m.PLACE, m.place(100, 1, [], [])).body == struct.pack("<HH", 1, number)
         assert client.ask(m.PLACE, m.place(100, 1, [], [b"host-me"])).body == struct.pack("<H", 0)
         assert client.ask(m.PLACE, m.place(1 << 40, 1, [], [])).body == struct.pack("<H", 0)

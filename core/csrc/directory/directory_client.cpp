@@ -279,7 +279,9 @@ Status DirectoryClient::refresh_members() {
         Kind::kMembers, [&](Writer& w) { w.number(members_epoch_); },
         [&](Reader& r) {
             fresh->epoch = r.number<uint64_t>();
-            changed = r.number<uint8_t>() != 0;
+            auto flags = r.number<uint8_t>();
+            changed = (flags & kMembersChanged) != 0;
+            fresh->missing = (flags & kMembersMissing) != 0;
             if (!changed) return r.ok();
             auto n = r.number<uint32_t>();
             if (n > r.left()) return false;
@@ -290,6 +292,10 @@ Status DirectoryClient::refresh_members() {
         });
     if (!status) return status;
     members_at_ = Clock::now();
+    if (!changed && members_ != nullptr && members_->missing != fresh->missing) {
+        fresh->rows = members_->rows;
+        changed = true;
+    }
     if (changed || members_ == nullptr) {
         members_epoch_ = fresh->epoch;
         members_ = std::move(fresh);

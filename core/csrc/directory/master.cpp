@@ -183,11 +183,15 @@ void Master::tick(uint64_t now_ms) {
     counters_.nodes_gone_total += gone.size();
     size_t suspects_now = membership_.suspects() + gone.size();
     if (suspects_now > suspects) counters_.suspicions_total += suspects_now - suspects;
-    if (tombstones_.size() == 0 || now_ms - started_ms_ < limits_.grace_ms) return;
-    if (now_ms - pruned_ms_ < limits_.tombstones_ms / 10) return;
+    if (tombstones_.size() == 0 || now_ms - pruned_ms_ < limits_.tombstones_ms / 10) return;
     pruned_ms_ = now_ms;
+    if (all_here(now_ms) && now_ms > limits_.tombstones_ms) tombstones_.prune(now_ms - limits_.tombstones_ms);
+}
+
+bool Master::all_here(uint64_t now_ms) const {
+    if (now_ms - started_ms_ < limits_.grace_ms) return false;
     bool settled = std::all_of(seats_.begin(), seats_.end(), [](const auto& s) { return s.second.settled; });
-    if (settled && membership_.all_here()) tombstones_.prune(now_ms - limits_.tombstones_ms);
+    return settled && membership_.all_here();
 }
 
 bool Master::check_integrity() const {

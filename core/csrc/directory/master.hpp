@@ -71,6 +71,10 @@ class Master {
     // when it comes back. Nodes in touch were told by the caller, and tell us themselves. The number of rows.
     uint32_t forget(uint64_t now_ms, std::string_view hashes, std::span<const NodeId> unreached);
 
+    // Whether every node that may hold something is in touch, as far as this master can know. In its first
+    // minute it cannot.
+    bool all_here(uint64_t now_ms) const;
+
     // Silence, and what was remembered for nobody. Called every 50 ms or so.
     void tick(uint64_t now_ms);
     bool sweep() { return directory_.sweep(); }

@@ -84,6 +84,7 @@ struct Member {
 // One reading of the membership. Another epoch: somebody came, went or changed its state since.
 struct Members {
     uint64_t epoch = 0;
+    bool missing = true;       // somebody may be away, whom nobody here can tell of a removal
     std::vector<Member> rows;  // by id
 
     const Member* find(NodeId id) const {

@@ -763,7 +763,12 @@ void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> name
             }
         }
     });
-    if (!stale.empty()) (void)pool.directory->forget(stale, unreached);
+    // Whoever is away may hold copies of which the directory no longer knows.
+    if (located->members->missing) {
+        (void)pool.directory->forget(asked, unreached);
+    } else if (!stale.empty()) {
+        (void)pool.directory->forget(stale, unreached);
+    }
 }
 
 Result<std::vector<ListRow>> Client::list(std::string_view prefix, uint64_t limit) {

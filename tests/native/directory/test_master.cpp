@@ -265,9 +265,14 @@ TEST_CASE("master: who was away for longer than removals are remembered drops al
         master.tick(now);
     }
     CHECK(master.tombstones() == 0);
+    CHECK(master.all_here(30000));
     a.put(30000, 1);
     a.disconnect();
+    CHECK_FALSE(master.all_here(30000));
     a.join(30100, 4);
+    CHECK_FALSE(master.all_here(30100));  // it has not told what it holds
+    a.inventory(30100);
+    CHECK(master.all_here(30100));
     CHECK(a.keys.size() == 1);
 }
 
