@@ -171,7 +171,7 @@ def main() -> None:
             Path(folder),
             options.depth,
             working_set=(128 if options.quick else 512) * MIB,
-            log_bytes=(512 if options.quick else 2048) * MIB,
+            log_bytes=(1024 if options.quick else 4096) * MIB,
             fio_s=0.6 if options.quick else 2.0,
             fio=shutil.which("fio"),
         )

@@ -172,6 +172,7 @@ void Engine::start(Recovery recovery) {
            !options_.sequence->compare_exchange_weak(known, recovery_.sequence_max)) {
     }
     synced_ms_ = now_ms();
+    direct_ = file_->direct();
     thread_ = std::thread([this] { run(); });
 }
 
@@ -193,6 +194,7 @@ void Engine::close() {
     if (!thread_.joinable()) return;
     queue_->wake();
     thread_.join();
+    file_.reset();  // another may have the directory now; nobody submits to the queue any more
 }
 
 // ---- the callers' side
@@ -404,7 +406,7 @@ std::vector<std::pair<const char*, uint64_t>> Engine::counters() const {
         {"ssd_writes_waiting", writes_waiting_},
         {"ssd_read_only", read_only_ ? 1u : 0u},
         {"ssd_off", off_ ? 1u : 0u},
-        {"ssd_buffered", file_->direct() ? 0u : 1u},
+        {"ssd_buffered", direct_ ? 0u : 1u},
         {"ssd_written_total", c.written},
         {"ssd_written_bytes_total", c.written_bytes},
         {"ssd_read_total", c.read},

@@ -194,6 +194,7 @@ class Engine {
 
     LogOptions options_;
     std::unique_ptr<File> file_;
+    bool direct_ = true;
     Superblock superblock_;
     uint32_t slots_;
     std::unique_ptr<IoQueue> queue_;

@@ -239,7 +239,7 @@ TEST_CASE("ssd log: one directory, one node") {
     REQUIRE_FALSE(second);
     CHECK(second.error().text ==
           "/disk is in use by another node; give each node an SSD directory of its own");
-    log.reset();
+    log->close();
     CHECK(Log::open(small_log(disk)));
 }
 
