@@ -152,8 +152,9 @@ class Puppet:
 
     def _hear(self, timeout_s: float) -> Any:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
-        assert ready, f"the puppet in {self.host.name} said nothing for {timeout_s} s"
+        poll = select.poll()  # select() knows no descriptor above 1,023
+        poll.register(self.process.stdout, select.POLLIN)
+        assert poll.poll(timeout_s * 1000), f"the puppet in {self.host.name} said nothing for {timeout_s} s"
         line = self.process.stdout.readline()  # written whole, so it is all there
         assert line, (
             f"the puppet in {self.host.name} ended with {self.process.wait()}: {self.log.read_text()}"

@@ -8,6 +8,7 @@ It ends with its stdin. As a module it has what both ends need: contents().
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import time
@@ -30,6 +31,7 @@ class Puppet:
         self.store: Any = None
         self.pins: list[Any] = []
         self.views: list[Any] = []
+        self.nodes: list[Any] = []
         self.spent = -1.0  # of the store alone, where the making of the data took time too
 
     def open(self, **options: Any) -> None:
@@ -53,6 +55,40 @@ class Puppet:
         """Replaces these objects until it is killed."""
         for version in range(1 << 60):
             self.store.put(names, [contents(name, version, size) for name in names], replace=True)
+
+    def put_many(self, prefix: str, n: int, size: int) -> None:
+        """n objects of equal content in batches of a thousand."""
+        data = bytes(size)
+        began = time.monotonic()
+        for first in range(0, n, 1000):
+            names = [f"{prefix}{i}" for i in range(first, min(n, first + 1000))]
+            assert all(self.store.put(names, [data] * len(names)))
+        self.spent = time.monotonic() - began
+
+    def be_nodes(self, n: int, address: str, master: str, token: str) -> None:
+        """This process is n nodes."""
+        from moonpool import _native
+
+        for i in range(n):
+            node = _native.Server(
+                "",
+                [("default", 1 << 20)],
+                token.encode(),
+                name=f"node{i}",
+                host_id=f"host{i}",
+                listen=[f"{address}:0"],
+                master=master,
+            )
+            node.start()
+            self.nodes.append(node)
+
+    def put_on_each(self, names: list[str], size: int) -> None:
+        from moonpool import Store
+
+        token = os.environ["MOONPOOL_CLUSTER_TOKEN"].encode()
+        for name, node in zip(names, self.nodes, strict=True):
+            with Store(f"tcp://{node.addresses[0]}", token=token) as store:
+                assert store.put(name, contents(name, 0, size))
 
     def get(self, names: list[str], size: int | None, options: Any) -> list[Any]:
         if size is None:

@@ -25,6 +25,7 @@ class TcpWire(Wire):
         wire = cls.call(place, address, timeout_s)
         wire.prove(token.encode(), b"store")
         answer = wire.ask(w.OPEN_SPACE, w.open_space(b"default", b""))
+        assert answer.kind == w.OPEN_SPACE, answer.error
         (wire.space,) = struct.unpack("<I", answer.body)
         return wire
 

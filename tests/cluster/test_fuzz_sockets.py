@@ -1,7 +1,7 @@
 """Mutated frames over real sockets against a living node and a living master, by one who knows the token.
 
-Whatever they say, the processes live, stay small, keep what others stored and serve them. FUZZ_SECONDS=N fuzzes
-each target for so long (two by default); the seed is printed, MOONPOOL_TEST_SEED repeats it.
+Whatever they say, the processes live, stay small, keep what others stored and serve them. FUZZ_SECONDS=N
+fuzzes each target for so long (two by default); the seed is printed, MOONPOOL_TEST_SEED repeats it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ STRANGER, STORE, MASTER = range(1, 5), range(16, 32), range(32, 48)
 def drain(sock: socket.socket) -> bool:
     """Reads what is there -> whether the connection still stands"""
     while True:
-        ready, _, _ = select.select([sock], [], [], 0)
-        if not ready:
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        if not poll.poll(0):
             return True
         try:
             if not sock.recv(1 << 16):

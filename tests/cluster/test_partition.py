@@ -134,7 +134,6 @@ def test_an_unplugged_host_comes_back(cluster: Cluster) -> None:
     measured("found again", lambda: on_a.has(["k"], 1000), BACK_S)
 
 
-@pytest.mark.xfail(strict=True, reason="nobody tells the other holders later")
 @pytest.mark.parametrize("verb", ["remove", "replace"])
 def test_copies_elsewhere_while_there_is_no_master(cluster: Cluster, verb: str) -> None:
     """A client that cannot ask where the other copies are, and they can be reached: after the master's return
