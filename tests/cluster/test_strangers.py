@@ -1,5 +1,5 @@
 """Every TCP port against who does not know the token, or does not speak the protocol: refused, counted, and
-nobody else notices. Each test runs against a node's port and against the master's."""
+nobody else notices. Each test runs against the port of a node, of the master and of a transfer engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -53,12 +54,33 @@ class Port:
             pass
 
 
-@pytest.fixture(params=["node", "master"])
-def port(request: pytest.FixtureRequest, shared_cluster: Cluster) -> Iterator[Port]:
+ENGINE = """
+import os, sys
+from moonpool import TransferEngine
+token = os.environ["MOONPOOL_CLUSTER_TOKEN"].encode()
+engine = TransferEngine("engine", listen=[sys.argv[1]], token=token)
+print("engine at", engine.addresses[0], flush=True)
+while True:
+    engine.notifications(timeout_s=60)
+"""
+
+
+@pytest.fixture(scope="module")
+def engine(shared_cluster: Cluster) -> Process:
+    host = shared_cluster.nodes[0].host
+    process = host.start("engine", [sys.executable, "-c", ENGINE, f"{host.address}:7720"])
+    process.said("^engine at")
+    return process
+
+
+@pytest.fixture(params=["node", "master", "engine"])
+def port(request: pytest.FixtureRequest, shared_cluster: Cluster, engine: Process) -> Iterator[Port]:
     cluster = shared_cluster
+    node = cluster.nodes[0]
     if request.param == "node":
-        node = cluster.nodes[0]
         port = Port(cluster, node.address, b"store", node.process)
+    elif request.param == "engine":
+        port = Port(cluster, f"{node.host.address}:7720", b"engine", engine)
     else:
         assert cluster.master_process is not None
         port = Port(cluster, cluster.master, b"directory", cluster.master_process)
@@ -155,7 +177,7 @@ def test_a_wrong_token(port: Port, token: bytes) -> None:
 
 
 def test_a_proof_is_good_for_one_connection_and_one_purpose(port: Port) -> None:
-    other = b"member" if port.purpose == b"directory" else b"engine"
+    other = {b"directory": b"member", b"store": b"engine", b"engine": b"store"}[port.purpose]
     with port.call() as first, port.call() as second, port.call() as third:
         node_nonce, incarnation = first.challenged()
         second_nonce, _ = second.challenged()
@@ -185,7 +207,7 @@ def test_the_nodes_own_proof_sent_back(port: Port) -> None:
         assert refused(wire)[0] == AUTH_CODE
 
 
-@pytest.mark.parametrize("purpose", [b"", b"engine", b"nonsense", b"store\0", b"p" * 500])
+@pytest.mark.parametrize("purpose", [b"", b"ENGINE", b"nonsense", b"store\0", b"p" * 500])
 def test_a_purpose_that_nobody_serves_here(port: Port, purpose: bytes) -> None:
     with port.call() as wire:
         node_nonce, incarnation = wire.challenged()
@@ -199,7 +221,7 @@ def test_a_purpose_that_nobody_serves_here(port: Port, purpose: bytes) -> None:
 @pytest.mark.parametrize("tenant", [b"nobody", b"", b"default\0", b"\xff\xfe"])
 def test_a_tenant_that_is_not_here(port: Port, tenant: bytes) -> None:
     if port.purpose != b"store":
-        pytest.skip("the directory knows no list of tenants")
+        pytest.skip("only a node has a list of tenants")
     with port.call() as wire:
         node_nonce, incarnation = wire.challenged()
         covered = tenant + b"\0" + port.purpose
@@ -237,8 +259,10 @@ def test_a_proved_connection_may_be_idle(port: Port) -> None:
             sock.close()
         if port.purpose == b"store":
             assert quiet.stat()["objects"] >= 0
-        else:
+        elif port.purpose == b"directory":
             assert quiet.ask(35, struct.pack("<Q", 0)).kind == 35  # MEMBERS
+        else:
+            assert quiet.is_closed()  # an engine wants its peer's HELLO in time
 
 
 @pytest.mark.parametrize("version", [0, 2, 255])
