@@ -66,9 +66,9 @@ bool Leases::check_integrity() const {
             sound = sound && object_begin >= from && object_end > object_begin && object_end <= end;
             from = object_end;
         }
-        allocator_.for_each([&](Extent free) {
-            sound = sound && (free.end() <= lease.extent.offset || free.offset >= lease.extent.end());
-        });
+        const Extent& held = lease.extent;  // clang before 16 captures no structured binding
+        allocator_.for_each(
+            [&](Extent free) { sound = sound && (free.end() <= held.offset || free.offset >= held.end()); });
     }
     return sound;
 }
