@@ -34,12 +34,13 @@ def environment() -> dict[str, str]:
 
 
 class MasterProcess:
-    """`moonpool master`; killed at the end, whatever the test left it doing."""
+    """`moonpool master`; killed at the end, whatever the test left it doing. settings: of [master]."""
 
-    def __init__(self, *arguments: str, listen: str = "127.0.0.1:0") -> None:
+    def __init__(self, *arguments: str, listen: str = "127.0.0.1:0", **settings: object) -> None:
+        more = {f"MOONPOOL_MASTER_{name.upper()}": str(value) for name, value in settings.items()}
         command = [sys.executable, "-m", "moonpool", "master", "--listen", listen, "--http", "127.0.0.1:0"]
         self.process = subprocess.Popen(
-            [*command, *arguments], stdout=subprocess.PIPE, env=environment(), text=True
+            [*command, *arguments], stdout=subprocess.PIPE, env=environment() | more, text=True
         )
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], START_TIMEOUT_S)[0], "the master says nothing"
