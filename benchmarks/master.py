@@ -17,11 +17,11 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks import peers
 from benchmarks.directory import servers
 from benchmarks.directory.client import BATCH
 from benchmarks.processes import PYTHON, Failed, Talker, end_on_sigterm
 from benchmarks.report import Row, print_table, write_json
-from benchmarks.store import peers
 from benchmarks.store.clock import cpu_seconds
 from benchmarks.store.servers import Setting, runtime
 

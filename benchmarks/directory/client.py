@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,6 +140,7 @@ def main() -> None:
             try:
                 getattr(client, request["do"])(request["n"])
             except Exception as error:
+                traceback.print_exc()  # into the log, whose end is quoted
                 say({"error": f"{type(error).__name__}: {error}"})
                 break
             say({"seconds": time.monotonic() - began_s})

@@ -764,7 +764,7 @@ void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> name
         }
     });
     // Whoever is away may hold copies of which the directory no longer knows.
-    if (located->members->missing) {
+    if (!located || located->members->missing) {
         (void)pool.directory->forget(asked, unreached);
     } else if (!stale.empty()) {
         (void)pool.directory->forget(stale, unreached);
