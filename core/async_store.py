@@ -7,12 +7,21 @@ eventfd. At most 4,096 operations wait at a time: one more raises TooLarge at on
 from __future__ import annotations
 
 import asyncio
+import builtins
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 from moonpool.core.buffers import as_parts
 from moonpool.core.errors import Closed
-from moonpool.core.store import NO_ANSWER, check_replicas, is_one, open_client, put_timeout
+from moonpool.core.store import (
+    NO_ANSWER,
+    REMOVE_BATCH,
+    check_replicas,
+    is_one,
+    listed,
+    open_client,
+    put_timeout,
+)
 from moonpool.core.store_types import (
     Entry,
     Key,
@@ -227,11 +236,21 @@ class AsyncStore:
         flags = await self._submit("names", "remove", [keys] if is_one(keys) else keys)
         return bool(flags[0]) if is_one(keys) else [bool(flag) for flag in flags]
 
-    async def list(self, prefix: Key = b"", *, limit: int = 1000) -> list[Entry]:
+    async def list(
+        self, prefix: Key = b"", *, pattern: Key | None = None, limit: int = 1000
+    ) -> builtins.list[Entry]:
         """See Store.list."""
-        text = prefix.encode() if isinstance(prefix, str) else prefix
-        rows = await asyncio.to_thread(self._open_client().list, text, limit)
-        return [Entry(*row) for row in rows]
+        return await asyncio.to_thread(listed, self._open_client(), prefix, pattern, limit)
+
+    async def remove_all(self, prefix: Key = b"", *, pattern: Key | None = None) -> int:
+        """See Store.remove_all."""
+        removed = 0
+        while entries := await self.list(prefix, pattern=pattern, limit=REMOVE_BATCH):
+            flags = await self.remove([entry.key for entry in entries])
+            removed += sum(flags)
+            if not any(flags):
+                break
+        return removed
 
     async def stat(self) -> dict[str, int]:
         """See Store.stat."""

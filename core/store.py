@@ -12,12 +12,14 @@ which both map: the node itself is only asked for memory to write into, to commi
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from moonpool.core import paths
 from moonpool.core.buffers import as_parts
 from moonpool.core.errors import AuthError, InvalidArgument, Timeout, Unavailable
+from moonpool.core.patterns import literal_prefix, matcher
 from moonpool.core.store_types import (
     Entry,
     Key,
@@ -40,7 +42,14 @@ if TYPE_CHECKING:
 
 NAME_BYTES_MAX = 255
 REPLICAS_MAX = 16
+ROWS_MAX = 1 << 32  # of a list that is cut only after the pattern
+REMOVE_BATCH = 10_000
 NO_ANSWER = (Unavailable, Timeout)  # the node is not there or silent: UNKNOWN, which callers treat as a miss
+
+
+def as_bytes(key: Key) -> bytes:
+    """str is UTF-8."""
+    return key.encode() if isinstance(key, str) else key
 
 
 def is_one(keys: Key | Keys) -> TypeIs[Key]:
@@ -112,6 +121,18 @@ def check_replicas(replicas: int) -> None:
     """Raises InvalidArgument for a number of copies that nobody can want."""
     if not 1 <= replicas <= REPLICAS_MAX:
         raise InvalidArgument(f"replicas={replicas} must be 1 to {REPLICAS_MAX}", operation="put")
+
+
+def listed(client: _native.Client, prefix: Key, pattern: Key | None, limit: int) -> list[Entry]:
+    """The objects of the pool whose key starts with ``prefix``, or matches ``pattern`` as a whole."""
+    if pattern is None:
+        return [Entry(*row) for row in client.list(as_bytes(prefix), limit)]
+    if prefix:
+        raise InvalidArgument("give either prefix or pattern, not both", operation="list")
+    wanted = as_bytes(pattern)
+    match = matcher(wanted).fullmatch
+    rows = client.list(literal_prefix(wanted), ROWS_MAX)
+    return [Entry(*row) for row in rows if match(row[0])][:limit]
 
 
 class Store:
@@ -328,10 +349,25 @@ class Store:
             return bool(self._client.remove([keys])[0])
         return [bool(flag) for flag in self._client.remove(keys)]
 
-    def list(self, prefix: Key = b"", *, limit: int = 1000) -> list[Entry]:
-        """Objects of this space whose key starts with ``prefix``, in no order, at most ``limit``."""
-        text = prefix.encode() if isinstance(prefix, str) else prefix
-        return [Entry(*row) for row in self._client.list(text, limit)]
+    def list(
+        self, prefix: Key = b"", *, pattern: Key | None = None, limit: int = 1000
+    ) -> builtins.list[Entry]:
+        """Objects of this space on all nodes of the pool, in no order, at most ``limit``, each key once.
+
+        prefix: those whose key starts with it. pattern: instead, those whose key matches it as a whole
+        (``*``, ``?``, ``[abc]``).
+        """
+        return listed(self._client, prefix, pattern, limit)
+
+    def remove_all(self, prefix: Key = b"", *, pattern: Key | None = None) -> int:
+        """Removes every object that ``list`` would find now, on all nodes; how many there were."""
+        removed = 0
+        while entries := self.list(prefix, pattern=pattern, limit=REMOVE_BATCH):
+            flags = self.remove([entry.key for entry in entries])
+            removed += sum(flags)
+            if not any(flags):  # others are faster, or a node is not to be reached
+                break
+        return removed
 
     def stat(self) -> dict[str, int]:
         """The node's counters (``*_total``) and gauges, by name."""

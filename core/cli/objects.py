@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moonpool.core.cli.options import AsJson, ConfigFile, Namespace, NodeSocket, Tenant, TokenFile, examples
+from moonpool.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from moonpool.core.store import Store
@@ -23,8 +24,12 @@ def register(app: typer.Typer) -> None:
         put
     )
     app.command(epilog=examples("moonpool get greeting", "moonpool get greeting -o hello.txt"))(get)
-    app.command(epilog=examples("moonpool ls", "moonpool ls user/ --limit 20", "moonpool ls --json"))(ls)
-    app.command(epilog=examples("moonpool rm greeting", "moonpool rm first second"))(rm)
+    app.command(
+        epilog=examples("moonpool ls", "moonpool ls user/ --limit 20", "moonpool ls --pattern '*.txt' --json")
+    )(ls)
+    app.command(
+        epilog=examples("moonpool rm greeting", "moonpool rm first second", "moonpool rm --pattern 'user/*'")
+    )(rm)
     app.command(epilog=examples("moonpool stat", "moonpool stat --json --node second"))(stat)
 
 
@@ -80,6 +85,9 @@ def get(
 
 def ls(
     prefix: Annotated[str, typer.Argument(help="Only names that start with it.")] = "",
+    pattern: Annotated[
+        str | None, typer.Option(help="Only names that match as a whole: *, ?, [abc].")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 1000,
     as_json: AsJson = False,
     node: NodeSocket = None,
@@ -88,9 +96,9 @@ def ls(
     config: ConfigFile = None,
     token_file: TokenFile = None,
 ) -> None:
-    """List objects: size and name. A name that is no text is shown as b'...'."""
+    """List the objects of the pool: size and name. A name that is no text is shown as b'...'."""
     with _open(node, tenant, namespace, config, token_file) as store:
-        entries = store.list(prefix.encode(), limit=limit)
+        entries = store.list(prefix, pattern=pattern, limit=limit)
     if as_json:
         import msgspec
 
@@ -105,15 +113,23 @@ def ls(
 
 
 def rm(
-    keys: Annotated[list[str], typer.Argument(help="The objects' names.")],
+    keys: Annotated[list[str] | None, typer.Argument(help="The objects' names.")] = None,
+    prefix: Annotated[str | None, typer.Option(help="Instead: all whose names start with it.")] = None,
+    pattern: Annotated[str | None, typer.Option(help="Instead: all whose names match: *, ?, [abc].")] = None,
     node: NodeSocket = None,
     tenant: Tenant = "default",
     namespace: Namespace = "default",
     config: ConfigFile = None,
     token_file: TokenFile = None,
 ) -> int:
-    """Remove objects. Exit code 1 when one was not there."""
+    """Remove objects, wherever in the pool they are. Exit code 1 when one was not there."""
+    if sum(choice is not None for choice in (keys, prefix, pattern)) != 1:
+        raise InvalidArgument("give the names, or --prefix, or --pattern", operation="rm")
     with _open(node, tenant, namespace, config, token_file) as store:
+        if keys is None:
+            count = store.remove_all(prefix or "", pattern=pattern)
+            print(f"removed {count} objects")
+            return 0 if count else EXIT_MISS
         removed = store.remove(keys)
     for key, done in zip(keys, removed, strict=True):
         if not done:

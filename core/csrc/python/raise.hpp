@@ -44,7 +44,11 @@ inline const char* class_of(Code code) {
     py::dict fields;
     fields["operation"] = operation;
     if (!peer.empty()) fields["peer"] = peer;
-    py::object exception = type(py::str(error.text), **fields);
+    // The text may be a peer's: whatever it is, it becomes a sentence.
+    auto text = py::reinterpret_steal<py::object>(
+        PyUnicode_DecodeUTF8(error.text.data(), static_cast<Py_ssize_t>(error.text.size()), "replace"));
+    if (!text) throw py::error_already_set();
+    py::object exception = type(text, **fields);
     PyErr_SetObject(type.ptr(), exception.ptr());
     throw py::error_already_set();
 }

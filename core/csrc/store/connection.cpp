@@ -83,7 +83,7 @@ bool Connection::on_readable(uint64_t now_ms) {
             in_end_ -= in_begin_;
             in_begin_ = 0;
             if (in_.size() - in_end_ < 4096)
-                in_.resize(std::max<size_t>(in_.size() * 2, proved() ? 65536 : 4096 * 2));
+                in_.resize(std::max<size_t>(in_.size() * 2, 4096 * 2));
         }
         size_t room = in_.size() - in_end_;
         ssize_t n = ::recv(fd_.get(), in_.data() + in_end_, room, 0);
@@ -98,7 +98,7 @@ bool Connection::on_readable(uint64_t now_ms) {
         if (parked_ != nullptr) break;
         if (static_cast<size_t>(n) < room || backlog() > server_.options_.limits.send_backlog_bytes) break;
     }
-    if (in_begin_ == in_end_ && in_.size() > (1u << 20)) in_ = {};  // after a rare large frame
+    if (in_begin_ == in_end_ && in_.size() > (64u << 10)) in_ = {};  // after a rare large frame
     return true;
 }
 
@@ -221,7 +221,7 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
     auto it = server_.pools_.find(tenant);
     if (it == server_.pools_.end()) {
         count(server_.metrics_.auth_failures_total);
-        return fail(Code::kAuth, "this node has no tenant named " + std::string(tenant));
+        return fail(Code::kAuth, "this node has no such tenant");
     }
     Pool& pool = *it->second;
     Result<Fd> index_fd = pool.table().index().read_only_fd();

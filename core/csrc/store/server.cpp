@@ -176,7 +176,7 @@ Status Server::open_door() {
     auto welcome = [this](std::string_view tenant) -> Result<std::vector<std::byte>> {
         auto it = pools_.find(tenant);
         if (it == pools_.end()) {
-            return Error{Code::kAuth, "this node has no tenant named " + std::string(tenant)};
+            return Error{Code::kAuth, "this node has no such tenant"};
         }
         std::vector<std::byte> body;
         Writer w(body);

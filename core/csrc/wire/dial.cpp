@@ -80,6 +80,12 @@ class Handshake {
     const std::atomic<bool>* given_up_;
 };
 
+Error refused_by(const std::string& peer, Reader& body) {
+    Error error = read_error(body);
+    error.text = peer + ": " + error.text;
+    return error;
+}
+
 }  // namespace
 
 std::string mac_tenant(std::string_view tenant, std::string_view purpose) {
@@ -118,7 +124,7 @@ Result<Dialed> dial(const DialOptions& options) {
         return status.error();
     }
     Reader challenge(body);
-    if (header.kind == Kind::kError) return read_error(challenge);
+    if (header.kind == Kind::kError) return refused_by(options.address, challenge);
     Nonce node_nonce;
     std::string_view nonce = challenge.bytes(node_nonce.size());
     std::string_view incarnation = challenge.bytes(dialed.incarnation.size());
@@ -144,7 +150,7 @@ Result<Dialed> dial(const DialOptions& options) {
 
     if (Status status = handshake.receive(header, body, kWelcomeBytesMax); !status) return status.error();
     Reader welcome(body);
-    if (header.kind == Kind::kError) return read_error(welcome);
+    if (header.kind == Kind::kError) return refused_by(options.address, welcome);
     std::string_view proof = welcome.bytes(sizeof(Mac));
     if (header.kind != Kind::kWelcome || !welcome.ok()) {
         return Error{Code::kProtocol, options.address + " does not speak the protocol of Moonpool"};
