@@ -25,8 +25,8 @@ struct MasterLimits {
     MembershipOptions membership;
     uint64_t rows_max = 64ull << 20;     // of the directory
     uint32_t tombstones_max = 1u << 20;  // removals that are remembered
-    uint32_t tombstones_ms = 10000;      // for so long also while nobody is away,
-    uint32_t grace_ms = 60000;   // and every one for so long after the start; longer than the line above
+    uint32_t tombstones_ms = 3000;       // for so long also while nobody is away,
+    uint32_t grace_ms = 5000;    // and every one for so long after the start; longer than the line above
     uint32_t drops_max = 65536;  // that wait for one node; then it drops all it holds
     uint32_t drops_per_answer = 4096;
     uint32_t hashes_per_frame = 16384;
@@ -72,7 +72,7 @@ class Master {
     uint32_t forget(uint64_t now_ms, std::string_view hashes, std::span<const NodeId> unreached);
 
     // Whether every node that may hold something is in touch, as far as this master can know. In its first
-    // minute it cannot.
+    // seconds it cannot.
     bool all_here(uint64_t now_ms) const;
 
     // Silence, and what was remembered for nobody. Called every 50 ms or so.

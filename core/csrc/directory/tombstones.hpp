@@ -28,6 +28,9 @@ class Tombstones {
     // Lets go of what is older: nobody will ask for it, as everybody was in touch since.
     void prune(uint64_t before_ms) {
         while (!queue_.empty() && queue_.front().ms < before_ms) drop_oldest();
+        if (!queue_.empty()) return;
+        queue_ = {};  // their memory, too
+        last_ms_ = {};
     }
 
     // From now on everybody who was away at now_ms counts as away for too long.

@@ -747,7 +747,6 @@ void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> name
     for (auto& [id, group] : groups) work.push_back(std::move(group));
     std::mutex merging;
     std::vector<NodeId> unreached;
-    std::vector<Hash128> stale;
     each(work, [&](Group& group) {
         std::vector<std::string_view> keys;
         for (size_t i : group.items) keys.push_back(names[i]);
@@ -755,20 +754,12 @@ void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> name
         if (group.member.state == MemberState::kAlive) flags = node(pool, group.member)->remove(keys);
         std::lock_guard lock(merging);
         if (!flags) unreached.push_back(group.member.id);
-        for (size_t k = 0; k < group.items.size(); ++k) {
-            if (!flags) {
-                stale.push_back(asked[group.items[k]]);
-            } else if ((*flags)[k] != 0) {
-                removed[group.items[k]] = 1;
-            }
+        for (size_t k = 0; flags && k < group.items.size(); ++k) {
+            if ((*flags)[k] != 0) removed[group.items[k]] = 1;
         }
     });
-    // Whoever is away may hold copies of which the directory no longer knows.
-    if (!located || located->members->missing) {
-        (void)pool.directory->forget(asked, unreached);
-    } else if (!stale.empty()) {
-        (void)pool.directory->forget(stale, unreached);
-    }
+    // Every key: whoever is away may hold copies of which the directory no longer knows.
+    (void)pool.directory->forget(asked, unreached);
 }
 
 Result<std::vector<ListRow>> Client::list(std::string_view prefix, uint64_t limit) {
