@@ -47,10 +47,11 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "g++": _has_compiler,
     "libnuma1": _has_libnuma,  # vLLM's CPU kernels link to it
     "doctest-dev": _has_doctest,
+    "iproute2": lambda: shutil.which("ip") is not None,  # test hosts are network namespaces
 }
 BUILD = ("python3-venv", "python3-dev", "g++")
 ENGINE = ("libnuma1",)
-TEST = ("doctest-dev",)
+TEST = ("doctest-dev", "iproute2")
 
 
 def require(progress: Progress, *packages: str) -> None:

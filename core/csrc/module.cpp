@@ -1,7 +1,6 @@
 // moonpool._native: the C++ core as Python sees it. Only this file and python/ know pybind11; arguments are
 // taken while the GIL is held, the work is done without it.
 
-#include "python/engine_module.hpp"
 #include "python/module.hpp"
 
 #include <pybind11/pybind11.h>
@@ -14,6 +13,7 @@
 #include "base/digest.hpp"
 #include "base/xxh3.hpp"
 #include "python/arguments.hpp"
+#include "python/engine_module.hpp"
 #include "python/raise.hpp"
 #include "store/space.hpp"
 

@@ -1,6 +1,6 @@
-// For ThreadSanitizer: accesses that another process's message orders, which it cannot see. An initiator tells
-// its own threads that a transfer has ended; when it lives in the target's process, as in tests, the target's
-// access and that of the initiator's user meet without a lock that TSan knows.
+// For ThreadSanitizer: accesses that another process's message orders, which it cannot see. An initiator
+// tells its own threads that a transfer has ended; when it lives in the target's process, as in tests, the
+// target's access and that of the initiator's user meet without a lock that TSan knows.
 #pragma once
 
 #if defined(__SANITIZE_THREAD__)

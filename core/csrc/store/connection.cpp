@@ -82,8 +82,7 @@ bool Connection::on_readable(uint64_t now_ms) {
             if (in_begin_ != 0) std::memmove(in_.data(), in_.data() + in_begin_, in_end_ - in_begin_);
             in_end_ -= in_begin_;
             in_begin_ = 0;
-            if (in_.size() - in_end_ < 4096)
-                in_.resize(std::max<size_t>(in_.size() * 2, 4096 * 2));
+            if (in_.size() - in_end_ < 4096) in_.resize(std::max<size_t>(in_.size() * 2, 4096 * 2));
         }
         size_t room = in_.size() - in_end_;
         ssize_t n = ::recv(fd_.get(), in_.data() + in_end_, room, 0);
