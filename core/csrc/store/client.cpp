@@ -14,8 +14,9 @@ namespace moonpool {
 
 namespace {
 
-constexpr size_t kAttemptsMax = 3;  // holders that are tried for one key in one call
-constexpr int kOffsetBits = 48;     // of a descriptor's offset; above it a hand-over has the holder's place
+constexpr size_t kAttemptsMax = 3;   // holders that are tried for one key in one call
+constexpr size_t kNodesAtOnce = 16;  // that one call talks to
+constexpr int kOffsetBits = 48;      // of a descriptor's offset; above it a hand-over has the holder's place
 constexpr size_t kHoldersMax = 1u << 16;
 
 bool no_answer(const Error& error) {
@@ -72,9 +73,14 @@ std::vector<Hash128> Client::hashes(std::span<const std::string_view> names) con
 }
 
 void Client::each(std::vector<Group>& groups, const std::function<void(Group&)>& run) {
+    std::atomic<size_t> next{0};
+    auto work = [&] {
+        for (size_t i; (i = next.fetch_add(1)) < groups.size();) run(groups[i]);
+    };
     std::vector<std::thread> threads;
-    for (size_t i = 1; i < groups.size(); ++i) threads.emplace_back([&, i] { run(groups[i]); });
-    if (!groups.empty()) run(groups[0]);
+    size_t helpers = std::min(groups.size(), kNodesAtOnce) - (groups.empty() ? 0 : 1);
+    for (size_t i = 0; i < helpers; ++i) threads.emplace_back(work);
+    work();
     for (std::thread& thread : threads) thread.join();
 }
 
@@ -107,6 +113,12 @@ const Member* Client::nearest(const Pool& pool, const Members& members, std::spa
 
 Result<std::vector<int64_t>> Client::get(std::span<const GetItem> items, bool verify) {
     Result<std::vector<int64_t>> sizes = get_whole(items, verify);
+    for (size_t i = 0; sizes && i < items.size(); ++i) {
+        uint64_t room = total(items[i].parts);
+        if ((*sizes)[i] >= 0 && room < static_cast<uint64_t>((*sizes)[i])) {
+            return too_small(items[i].name, room, static_cast<uint64_t>((*sizes)[i]));
+        }
+    }
     if (sizes) {
         if (Status status = fill_striped(items, *sizes); !status) return status.error();
     }
@@ -142,14 +154,8 @@ Result<std::vector<int64_t>> Client::get_whole(std::span<const GetItem> items, b
     std::vector<int64_t> found = own_answered ? *sizes : std::vector<int64_t>(items.size(), kMiss);
     if (std::ranges::all_of(found, [](int64_t size) { return size >= 0; })) return found;
     find_elsewhere(*others, items, found);
-    for (size_t i = 0; i < items.size(); ++i) {
-        if (found[i] >= 0) {
-            uint64_t room = total(items[i].parts);
-            if (room < static_cast<uint64_t>(found[i])) {
-                return too_small(items[i].name, room, static_cast<uint64_t>(found[i]));
-            }
-        }
-        if (found[i] == kDamagedRead) found[i] = kMiss;  // nobody had it whole
+    for (int64_t& size : found) {
+        if (size == kDamagedRead) size = kMiss;  // nobody had it whole
     }
     // With the own node away, a miss everywhere else is not known to be a miss.
     if (!own_answered && std::ranges::find(found, kMiss) != found.end()) return sizes.error();
@@ -216,9 +222,6 @@ void Client::find_elsewhere(Pool& pool, std::span<const GetItem> items, std::vec
             for (size_t k = 0; k < group.items.size(); ++k) {
                 size_t i = group.items[k];
                 if (!got) {
-                    // A buffer that is too small is told by the caller, which knows the size then.
-                    if (got.error().code == Code::kInvalidArgument && wanted.size() == 1)
-                        sizes[i] = INT64_MAX;
                     locations_.forget(own_.hasher()(items[i].name));
                     continue;
                 }

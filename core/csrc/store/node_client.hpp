@@ -145,7 +145,8 @@ class NodeClient {
 
     // Copies into the caller's parts: the object's size, or kMiss. Too small a destination is an error and
     // writes nothing for that object; bytes after a shorter object stay as they are.
-    // tolerant: bytes that were damaged on their way are kDamagedRead, and the other items go on.
+    // tolerant: for a caller who looks at each item. Bytes that were damaged on their way are kDamagedRead,
+    // and an object larger than its parts has its size, and no bytes were written.
     Result<std::vector<int64_t>> get(std::span<const GetItem> items, bool verify, bool tolerant = false);
 
     // Pins what is there, without copying.
