@@ -36,7 +36,7 @@ class DeltaLog {
             if (inventory_due_) return;
             first = rows_.empty();
             if (rows_.size() == max_) {
-                rows_ = {};
+                decltype(rows_)().swap(rows_);
                 inventory_due_ = first = true;
                 ++overflows_;
             } else {
@@ -64,7 +64,7 @@ class DeltaLog {
     // Nobody takes: rows are not kept until the next inventory.
     void pause() {
         std::lock_guard lock(mutex_);
-        rows_ = {};
+        decltype(rows_)().swap(rows_);
         inventory_due_ = true;
     }
 

@@ -221,7 +221,7 @@ Status DirectoryClient::ask_in_pieces(Kind kind, std::span<const Hash128> hashes
         if (Status status = receive_answer(kind, first_id + answered, parse); !status) return status;
         ++answered;
     }
-    if (out_.capacity() > (1u << 20)) out_ = {};
+    if (out_.capacity() > (1u << 20)) decltype(out_)().swap(out_);
     return success();
 }
 

@@ -69,7 +69,7 @@ bool MasterLink::on_readable(uint64_t now_ms) {
         if (static_cast<size_t>(n) < room || backlog() > server_.options_.limits.send_backlog_bytes) break;
     }
     if (in_begin_ == in_end_ && in_.size() > (1u << 16))
-        in_ = {};  // a thousand clients wait most of the time
+        decltype(in_)().swap(in_);  // a thousand clients wait most of the time
     return true;
 }
 
@@ -326,7 +326,7 @@ bool MasterLink::flush() {
         sent_some_ = true;
     }
     if (out_sent_ == out_.size()) {
-        if (out_.capacity() > (1u << 16)) out_ = {};
+        if (out_.capacity() > (1u << 16)) decltype(out_)().swap(out_);
         out_.clear();
         out_sent_ = 0;
     }

@@ -177,10 +177,10 @@ void MasterServer::on_tick(uint64_t now) {
         if (!link->check_deadlines(now)) over.push_back(fd);
     }
     for (int fd : over) drop(fd);
-    size_t tombstones = master_.tombstones();
     master_.tick(now);
-    // A million small pieces went: the kernel gets them back.
-    if (tombstones > 10000 && master_.tombstones() == 0) ::malloc_trim(0);
+    // Many small pieces came and went: the kernel gets them back.
+    if (master_.tombstones() > 10000) trim_due_ = true;
+    if (master_.tombstones() == 0 && std::exchange(trim_due_, false)) ::malloc_trim(0);
     auto end = std::chrono::steady_clock::now() + kSweep;
     while (master_.sweep() && std::chrono::steady_clock::now() < end) {
     }

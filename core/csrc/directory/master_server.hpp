@@ -96,6 +96,7 @@ class MasterServer {
     std::unordered_map<int, std::unique_ptr<MasterLink>> links_;
     uint32_t clients_ = 0, members_ = 0;  // connections of each purpose
     LinkId next_link_ = 1;
+    bool trim_due_ = false;
 
     std::mutex posted_mutex_;
     std::vector<std::function<void()>> posted_;

@@ -235,7 +235,7 @@ Status MemberAgent::send_rows(Link& link, const std::vector<DeltaRow>& rows, uin
         sent += n;
     } while (sent < rows.size());
     counters_.rows_sent_total.fetch_add(rows.size());
-    if (out_.capacity() > (1u << 16)) out_ = {};
+    if (out_.capacity() > (1u << 16)) decltype(out_)().swap(out_);
     return success();
 }
 

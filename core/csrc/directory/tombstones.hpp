@@ -29,8 +29,8 @@ class Tombstones {
     void prune(uint64_t before_ms) {
         while (!queue_.empty() && queue_.front().ms < before_ms) drop_oldest();
         if (!queue_.empty()) return;
-        queue_ = {};  // their memory, too
-        last_ms_ = {};
+        decltype(queue_)().swap(queue_);  // their memory, too: "= {}" would keep it
+        decltype(last_ms_)().swap(last_ms_);
     }
 
     // From now on everybody who was away at now_ms counts as away for too long.
