@@ -5,9 +5,11 @@
 #include <map>
 #include <new>
 #include <numeric>
+#include <system_error>
 #include <thread>
 #include <unordered_set>
 
+#include "base/crc32c.hpp"
 #include "store/client_frames.hpp"
 
 namespace moonpool {
@@ -77,9 +79,13 @@ void Client::each(std::vector<Group>& groups, const std::function<void(Group&)>&
     auto work = [&] {
         for (size_t i; (i = next.fetch_add(1)) < groups.size();) run(groups[i]);
     };
+    // Where no more threads are to be had, fewer do it.
     std::vector<std::thread> threads;
     size_t helpers = std::min(groups.size(), kNodesAtOnce) - (groups.empty() ? 0 : 1);
-    for (size_t i = 0; i < helpers; ++i) threads.emplace_back(work);
+    try {
+        for (size_t i = 0; i < helpers; ++i) threads.emplace_back(work);
+    } catch (const std::system_error&) {
+    }
     work();
     for (std::thread& thread : threads) thread.join();
 }
@@ -120,7 +126,7 @@ Result<std::vector<int64_t>> Client::get(std::span<const GetItem> items, bool ve
         }
     }
     if (sizes) {
-        if (Status status = fill_striped(items, *sizes); !status) return status.error();
+        if (Status status = fill_striped(items, verify, *sizes); !status) return status.error();
     }
     return sizes;
 }
@@ -129,7 +135,7 @@ Result<std::vector<int64_t>> Client::get_pinned(const Pinned& pinned, std::span<
                                                 std::span<const GetItem> items, bool verify) {
     Result<std::vector<int64_t>> sizes = NodeClient::get_pinned(pinned, places, items, verify);
     if (sizes) {
-        if (Status status = fill_striped(items, *sizes); !status) return status.error();
+        if (Status status = fill_striped(items, verify, *sizes); !status) return status.error();
     }
     return sizes;
 }
@@ -153,7 +159,7 @@ Result<std::vector<int64_t>> Client::get_whole(std::span<const GetItem> items, b
     }
     std::vector<int64_t> found = own_answered ? *sizes : std::vector<int64_t>(items.size(), kMiss);
     if (std::ranges::all_of(found, [](int64_t size) { return size >= 0; })) return found;
-    find_elsewhere(*others, items, found);
+    find_elsewhere(*others, items, verify, found);
     for (int64_t& size : found) {
         if (size == kDamagedRead) size = kMiss;  // nobody had it whole
     }
@@ -163,7 +169,8 @@ Result<std::vector<int64_t>> Client::get_whole(std::span<const GetItem> items, b
 }
 
 // Fills in what other nodes have. A holder that fails, or whose bytes are damaged, is followed by the next.
-void Client::find_elsewhere(Pool& pool, std::span<const GetItem> items, std::vector<int64_t>& sizes) {
+void Client::find_elsewhere(Pool& pool, std::span<const GetItem> items, bool verify,
+                            std::vector<int64_t>& sizes) {
     std::vector<std::vector<NodeId>> tried(items.size());
     Result<std::shared_ptr<const Members>> members = pool.directory->members();
     for (size_t attempt = 0; attempt < kAttemptsMax + 1; ++attempt) {
@@ -218,7 +225,7 @@ void Client::find_elsewhere(Pool& pool, std::span<const GetItem> items, std::vec
         each(work, [&](Group& group) {
             std::vector<GetItem> wanted;
             for (size_t i : group.items) wanted.push_back(items[i]);
-            Result<std::vector<int64_t>> got = node(pool, group.member)->get(wanted, false, true);
+            Result<std::vector<int64_t>> got = node(pool, group.member)->get(wanted, verify, true);
             for (size_t k = 0; k < group.items.size(); ++k) {
                 size_t i = group.items[k];
                 if (!got) {
@@ -243,7 +250,7 @@ Result<std::vector<ObjectView>> Client::views(const Pinned& pinned, std::span<co
     }
     Result<std::vector<ObjectView>> views = NodeClient::views(pinned, places);
     if (views) {
-        if (Status status = view_striped(names, *views); !status) return status.error();
+        if (Status status = view_striped(names, verify, *views); !status) return status.error();
     }
     return views;
 }
@@ -279,7 +286,7 @@ Result<std::vector<ObjectView>> Client::views(std::span<const std::string_view> 
         at.push_back(i);
     }
     if (at.empty()) {
-        if (Status status = view_striped(names, *views); !status) return status.error();
+        if (Status status = view_striped(names, verify, *views); !status) return status.error();
         return views;
     }
     for (size_t k = 0; k < at.size(); ++k) items.push_back({names[at[k]], {&parts[k], 1}});
@@ -289,7 +296,7 @@ Result<std::vector<ObjectView>> Client::views(std::span<const std::string_view> 
         if ((*sizes)[k] < 0) continue;
         (*views)[at[k]] = ObjectView{memory[k], memory[k].get(), static_cast<uint64_t>((*sizes)[k])};
     }
-    if (Status status = view_striped(names, *views); !status) return status.error();
+    if (Status status = view_striped(names, verify, *views); !status) return status.error();
     return views;
 }
 
@@ -542,12 +549,25 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
         }
         return refused;
     };
+    if (options.replace) {
+        // Whoever else has an older generation loses it first: from here on nobody reads it.
+        std::vector<std::string_view> names;
+        for (const PutItem& item : items) names.push_back(item.name);
+        std::vector<uint8_t> ignored(names.size());
+        remove_elsewhere(*others, names, false, ignored);
+    }
     // The own node is full and another is not: a new block is better there than in an old one's place.
     bool spilled = options.ack && !options.replace && own_is_full(bytes) && others->room.may_ask();
     if (spilled) {
+        std::erase_if(left, [&](size_t i) {
+            bool here = own_has(items[i].name);
+            if (here) report.outcomes[i] = PutOutcome::kExists;
+            return here;
+        });
+        size_t wanted = left.size();
         put_elsewhere(*others, items, options, left, report, false);
         left = still_refused();
-        if (left.size() == items.size()) others->room.nowhere();
+        if (wanted != 0 && left.size() == wanted) others->room.nowhere();
     }
     Error own_error;
     if (!left.empty()) {
@@ -560,90 +580,139 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
             report.stored_bytes += own->stored_bytes;
         } else if (no_answer(own.error())) {
             own_error = own.error();
+            if (options.replace) {
+                std::vector<std::string_view> names;
+                for (size_t i : left) names.push_back(items[i].name);
+                std::vector<uint8_t> ignored(names.size());
+                remove_elsewhere(*others, names, true, ignored);
+            }
         } else {
             return own;
         }
         left = still_refused();
     }
-    if (!left.empty() && options.ack) {
-        put_elsewhere(*others, items, options, left, report, true);
-        if (!own_error.text.empty() && !still_refused().empty()) return own_error;
-    } else if (!own_error.text.empty() && !left.empty()) {
-        return own_error;
-    }
-    if (options.replace) {
-        // Whoever else has an older generation must not serve it any more.
-        std::vector<std::string_view> names;
-        for (const PutItem& item : items) names.push_back(item.name);
-        std::vector<uint8_t> ignored(names.size());
-        if (own_error.text.empty()) remove_elsewhere(*others, names, ignored);
-    }
+    if (!left.empty() && options.ack) put_elsewhere(*others, items, options, left, report, true);
+    if (!own_error.text.empty() && !still_refused().empty()) return own_error;
     if (options.replicas > 1) replicate(*others, items, options, report);
     return report;
 }
 
+bool Client::own_has(std::string_view name) {
+    std::shared_ptr<Session> session = own_.current();
+    return session != nullptr && !session->remote() &&
+           session->index().find(session->space(), own_.hasher()(name), name).has_value();
+}
+
+// What one node is asked to take at a time: some hundred MiB, or one object.
+std::vector<std::vector<size_t>> Client::in_chunks(std::span<const PutItem> items,
+                                                   std::span<const size_t> which) {
+    constexpr uint64_t kChunkBytes = 256ull << 20;
+    std::vector<std::vector<size_t>> chunks;
+    uint64_t bytes = 0;
+    for (size_t i : which) {
+        uint64_t size = total(items[i].parts);
+        if (chunks.empty() || bytes + size > kChunkBytes) {
+            chunks.emplace_back();
+            bytes = 0;
+        }
+        chunks.back().push_back(i);
+        bytes += size;
+    }
+    return chunks;
+}
+
 void Client::put_elsewhere(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
                            std::span<const size_t> which, PutReport& report, bool evict) {
-    uint64_t bytes = 0;
-    for (size_t i : which) bytes += total(items[i].parts);
-    PlaceOptions where;
     Result<std::shared_ptr<const Members>> members = pool.directory->members();
     if (!members) return;
-    for (const Member& member : (*members)->rows) {
-        if (member.identity.incarnation == pool.own) where.avoid_nodes.push_back(member.id);
-    }
-    std::vector<size_t> left(which.begin(), which.end());
-    for (bool last : {false, true}) {
-        if (last && !evict) break;
-        where.evict = last;
-        for (size_t attempt = 0; attempt < kAttemptsMax && !left.empty(); ++attempt) {
-            Result<std::vector<NodeId>> placed = pool.directory->place(bytes, 1, where);
-            if (!placed || placed->empty()) break;
-            where.avoid_nodes.push_back(placed->front());
-            const Member* member = (*members)->find(placed->front());
-            if (member == nullptr) {
-                members = pool.directory->members(true);
-                if (!members) return;
-                member = (*members)->find(placed->front());
-                if (member == nullptr) continue;
-            }
-            std::vector<PutItem> batch;
-            for (size_t i : left) batch.push_back(items[i]);
-            Result<PutReport> put =
-                node(pool, *member)->put(batch, options.replace, true, options.timeout_ms);
-            if (!put) {
-                report.refusal = put.error().text;
-                continue;
-            }
-            std::vector<size_t> refused;
-            for (size_t k = 0; k < left.size(); ++k) {
-                report.outcomes[left[k]] = put->outcomes[k];
-                if (put->outcomes[k] == PutOutcome::kRefused) {
-                    refused.push_back(left[k]);
-                } else {
-                    locations_.put(own_.hasher()(items[left[k]].name), member->id);
+    for (std::vector<size_t>& left : in_chunks(items, which)) {
+        PlaceOptions where;
+        for (const Member& member : (*members)->rows) {
+            if (member.identity.incarnation == pool.own) where.avoid_nodes.push_back(member.id);
+        }
+        for (bool last : {false, true}) {
+            if (last && !evict) break;
+            where.evict = last;
+            for (size_t attempt = 0; attempt < kAttemptsMax && !left.empty(); ++attempt) {
+                uint64_t bytes = 0;
+                for (size_t i : left) bytes += total(items[i].parts);
+                Result<std::vector<NodeId>> placed = pool.directory->place(bytes, 1, where);
+                if (!placed || placed->empty()) break;
+                where.avoid_nodes.push_back(placed->front());
+                const Member* member = (*members)->find(placed->front());
+                if (member == nullptr) {
+                    members = pool.directory->members(true);
+                    if (!members) return;
+                    member = (*members)->find(placed->front());
+                    if (member == nullptr) continue;
                 }
+                std::vector<PutItem> batch;
+                for (size_t i : left) batch.push_back(items[i]);
+                Result<PutReport> put =
+                    node(pool, *member)->put(batch, options.replace, true, options.timeout_ms);
+                if (!put) {
+                    report.refusal = put.error().text;
+                    continue;
+                }
+                std::vector<size_t> refused;
+                for (size_t k = 0; k < left.size(); ++k) {
+                    report.outcomes[left[k]] = put->outcomes[k];
+                    if (put->outcomes[k] == PutOutcome::kRefused) {
+                        refused.push_back(left[k]);
+                        continue;
+                    }
+                    Hash128 hash = own_.hasher()(items[left[k]].name);
+                    locations_.put(hash, member->id);
+                    recent_.add(hash, member->id);
+                }
+                if (!put->refusal.empty()) report.refusal = put->refusal;
+                report.stored_bytes += put->stored_bytes;
+                left = std::move(refused);
             }
-            if (!put->refusal.empty()) report.refusal = put->refusal;
-            report.stored_bytes += put->stored_bytes;
-            left = std::move(refused);
         }
     }
 }
 
-// One host after the other gets a copy, until there are enough or no host is left.
+// Of objects that were there before, only those with the very bytes of this call are to have more copies.
+std::vector<size_t> Client::with_equal_bytes(std::span<const PutItem> items, std::span<const size_t> which) {
+    std::vector<std::string_view> names;
+    for (size_t i : which) names.push_back(items[i].name);
+    Result<Pinned> pinned = pin(names);
+    std::vector<size_t> equal;
+    for (size_t k = 0; pinned && k < which.size(); ++k) {
+        if (!pinned->has(k)) continue;
+        uint32_t crc = 0;
+        for (const Part& part : items[which[k]].parts) crc = crc32c(crc, part.data, part.size);
+        const Descriptor& d = pinned->descriptors[k];
+        if (d.size == total(items[which[k]].parts) && d.crc == crc) equal.push_back(which[k]);
+    }
+    return equal;
+}
+
 void Client::replicate(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
                        PutReport& report) {
     report.copies.assign(items.size(), 0);
-    std::vector<size_t> stored;
-    uint64_t bytes = 0;
+    std::vector<size_t> stored, existed;
     for (size_t i = 0; i < items.size(); ++i) {
         if (report.outcomes[i] == PutOutcome::kRefused) continue;
         report.copies[i] = 1;
-        stored.push_back(i);
-        bytes += total(items[i].parts);
+        (report.outcomes[i] == PutOutcome::kStored ? stored : existed).push_back(i);
     }
-    if (stored.empty()) return;
+    if (!existed.empty()) {
+        std::vector<size_t> equal = with_equal_bytes(items, existed);
+        if (equal.size() != existed.size()) {
+            report.short_of_copies = "the key has other bytes than these, which stay";
+        }
+        stored.insert(stored.end(), equal.begin(), equal.end());
+    }
+    for (const std::vector<size_t>& chunk : in_chunks(items, stored)) {
+        replicate_some(pool, items, options, chunk, report);
+    }
+}
+
+// One host after the other gets a copy, until there are enough or no host is left.
+void Client::replicate_some(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
+                            std::span<const size_t> which, PutReport& report) {
     Result<std::shared_ptr<const Members>> members = pool.directory->members();
     if (!members) {
         report.short_of_copies = members.error().text;
@@ -654,22 +723,31 @@ void Client::replicate(Pool& pool, std::span<const PutItem> items, const PutOpti
     for (const Member& member : (*members)->rows) {
         if (member.identity.incarnation == pool.own) where.avoid_nodes.push_back(member.id);
     }
-    // What was spilled lies elsewhere already: not a second time on that node.
-    for (size_t i : stored) {
-        NodeId at = locations_.find(own_.hasher()(items[i].name));
-        if (at != kNoNode && std::ranges::find(where.avoid_nodes, at) == where.avoid_nodes.end() &&
-            where.avoid_nodes.size() < 64) {
-            where.avoid_nodes.push_back(at);
+    // What was spilled lies elsewhere already: not a second time on that host.
+    for (size_t i : which) {
+        std::vector<NodeId> at;
+        recent_.find(own_.hasher()(items[i].name), at);
+        for (NodeId node : at) {
+            const Member* member = (*members)->find(node);
+            if (member == nullptr || where.avoid_nodes.size() >= 64) continue;
+            if (std::ranges::find(where.avoid_nodes, node) != where.avoid_nodes.end()) continue;
+            where.avoid_nodes.push_back(node);
+            where.avoid_host_ids.push_back(member->identity.host_id);
         }
     }
+    std::string why;
+    auto wanting = [&] {
+        std::vector<size_t> left;
+        for (size_t i : which) {
+            if (report.copies[i] < options.replicas) left.push_back(i);
+        }
+        return left;
+    };
     for (bool evict : {false, true}) {
         where.evict = evict;
-        while (*std::ranges::min_element(report.copies) < options.replicas) {
-            std::vector<size_t> wanting;
-            for (size_t i : stored) {
-                if (report.copies[i] < options.replicas) wanting.push_back(i);
-            }
-            if (wanting.empty()) return;
+        for (std::vector<size_t> left = wanting(); !left.empty(); left = wanting()) {
+            uint64_t bytes = 0;
+            for (size_t i : left) bytes += total(items[i].parts);
             Result<std::vector<NodeId>> placed = pool.directory->place(bytes, 1, where);
             if (!placed) {
                 report.short_of_copies = placed.error().text;
@@ -680,29 +758,26 @@ void Client::replicate(Pool& pool, std::span<const PutItem> items, const PutOpti
             const Member* member = (*members)->find(placed->front());
             if (member == nullptr) continue;
             std::vector<PutItem> batch;
-            for (size_t i : wanting) batch.push_back(items[i]);
+            for (size_t i : left) batch.push_back(items[i]);
             Result<PutReport> put =
                 node(pool, *member)->put(batch, options.replace, true, options.timeout_ms);
             if (!put) {
-                report.short_of_copies = put.error().text;
+                why = put.error().text;
                 continue;
             }
             where.avoid_host_ids.push_back(member->identity.host_id);
-            for (size_t k = 0; k < wanting.size(); ++k) {
+            for (size_t k = 0; k < left.size(); ++k) {
                 if (put->outcomes[k] == PutOutcome::kRefused) {
-                    report.short_of_copies = put->refusal;
-                } else {
-                    ++report.copies[wanting[k]];
+                    why = put->refusal;
+                    continue;
                 }
+                ++report.copies[left[k]];
+                recent_.add(own_.hasher()(items[left[k]].name), member->id);
             }
         }
     }
-    bool enough = std::ranges::all_of(stored, [&](size_t i) { return report.copies[i] >= options.replicas; });
-    if (enough) {
-        report.short_of_copies.clear();
-    } else if (report.short_of_copies.empty()) {
-        report.short_of_copies = "there are not enough other hosts in the pool";
-    }
+    if (wanting().empty()) return;
+    report.short_of_copies = why.empty() ? "there are not enough other hosts in the pool" : why;
 }
 
 // ---- remove, list
@@ -712,12 +787,12 @@ Result<std::vector<uint8_t>> Client::remove(std::span<const std::string_view> na
     std::shared_ptr<Pool> others = pool();
     if (others == nullptr || (!removed && !no_answer(removed.error()))) return removed;
     std::vector<uint8_t> flags = removed ? *removed : std::vector<uint8_t>(names.size());
-    remove_elsewhere(*others, names, flags);
+    remove_elsewhere(*others, names, !removed, flags);
     if (!removed && std::ranges::find(flags, 0) != flags.end()) return removed.error();
     return flags;
 }
 
-void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> names,
+void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> names, bool own_away,
                               std::vector<uint8_t>& removed) {
     std::vector<Hash128> asked = hashes(names);
     for (const Hash128& hash : asked) locations_.forget(hash);
@@ -746,10 +821,31 @@ void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> name
             if (group.items.empty() || group.items.back() != i) group.items.push_back(i);
         }
     }
+    // And where this client put copies of which the directory has not heard yet.
+    std::shared_ptr<const Members> known;
+    if (located) {
+        known = located->members;
+    } else if (auto members = pool.directory->members()) {
+        known = *members;
+    }
+    for (size_t i = 0; known != nullptr && i < asked.size(); ++i) {
+        std::vector<NodeId> at;
+        recent_.find(asked[i], at);
+        for (NodeId node : at) {
+            const Member* member = known->find(node);
+            if (member == nullptr || member->identity.incarnation == pool.own) continue;
+            Group& group = groups[node];
+            group.member = *member;
+            if (std::ranges::find(group.items, i) == group.items.end()) group.items.push_back(i);
+        }
+    }
     std::vector<Group> work;
     for (auto& [id, group] : groups) work.push_back(std::move(group));
     std::mutex merging;
     std::vector<NodeId> unreached;
+    for (size_t i = 0; own_away && known != nullptr && i < known->rows.size(); ++i) {
+        if (known->rows[i].identity.incarnation == pool.own) unreached.push_back(known->rows[i].id);
+    }
     each(work, [&](Group& group) {
         std::vector<std::string_view> keys;
         for (size_t i : group.items) keys.push_back(names[i]);

@@ -22,6 +22,7 @@
 #include "store/location_cache.hpp"
 #include "store/node_client.hpp"
 #include "store/peers.hpp"
+#include "store/recent_copies.hpp"
 #include "store/stripes.hpp"
 
 namespace moonpool {
@@ -107,25 +108,34 @@ class Client {
 
     Result<std::vector<int64_t>> get_whole(std::span<const GetItem> items, bool verify);
     // client_stripes.cpp: objects that lie in pieces on several nodes.
-    Status fill_striped(std::span<const GetItem> items, std::vector<int64_t>& sizes);
-    Status view_striped(std::span<const std::string_view> names, std::vector<ObjectView>& views);
-    Result<bool> get_stripes(const Manifest& manifest, std::span<const Part> parts);
+    Status fill_striped(std::span<const GetItem> items, bool verify, std::vector<int64_t>& sizes);
+    Status view_striped(std::span<const std::string_view> names, bool verify, std::vector<ObjectView>& views);
+    Result<bool> get_stripes(const Manifest& manifest, std::span<const Part> parts, bool verify);
     bool too_large_for_one(const PutItem& item);
     Status put_striped(Pool& pool, const PutItem& item, const PutOptions& options, PutOutcome& outcome,
                        PutReport& report);
     Result<PutReport> put_whole(std::span<const PutItem> items, const PutOptions& options);
-    void find_elsewhere(Pool& pool, std::span<const GetItem> items, std::vector<int64_t>& sizes);
+    void find_elsewhere(Pool& pool, std::span<const GetItem> items, bool verify, std::vector<int64_t>& sizes);
     void pin_elsewhere(Pool& pool, std::span<const std::string_view> names, std::span<const size_t> missing,
                        Pinned& pinned, std::string& why);
     void put_elsewhere(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
                        std::span<const size_t> which, PutReport& report, bool evict);
     void replicate(Pool& pool, std::span<const PutItem> items, const PutOptions& options, PutReport& report);
-    void remove_elsewhere(Pool& pool, std::span<const std::string_view> names, std::vector<uint8_t>& removed);
+    void replicate_some(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
+                        std::span<const size_t> which, PutReport& report);
+    std::vector<size_t> with_equal_bytes(std::span<const PutItem> items, std::span<const size_t> which);
+    // own_away: the own node could not be told; it drops its copies when it returns.
+    void remove_elsewhere(Pool& pool, std::span<const std::string_view> names, bool own_away,
+                          std::vector<uint8_t>& removed);
+    bool own_has(std::string_view name);
+    static std::vector<std::vector<size_t>> in_chunks(std::span<const PutItem> items,
+                                                      std::span<const size_t> which);
     bool own_is_full(uint64_t bytes);
 
     NodeClient own_;
     Peers peers_;
     LocationCache locations_;
+    RecentCopies recent_;
     ClientOptions options_;
     std::mutex mutex_;
     std::shared_ptr<Pool> pool_;

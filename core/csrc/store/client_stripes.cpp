@@ -29,7 +29,7 @@ std::array<std::byte, kManifestBytes> beginning(std::span<const Part> parts) {
 
 }  // namespace
 
-Status Client::fill_striped(std::span<const GetItem> items, std::vector<int64_t>& sizes) {
+Status Client::fill_striped(std::span<const GetItem> items, bool verify, std::vector<int64_t>& sizes) {
     for (size_t i = 0; i < items.size(); ++i) {
         if (sizes[i] != static_cast<int64_t>(kManifestBytes)) continue;
         std::optional<Manifest> manifest =
@@ -37,14 +37,15 @@ Status Client::fill_striped(std::span<const GetItem> items, std::vector<int64_t>
         if (!manifest) continue;
         uint64_t room = total(items[i].parts);
         if (room < manifest->size) return too_small(items[i].name, room, manifest->size);
-        Result<bool> whole = get_stripes(*manifest, items[i].parts);
+        Result<bool> whole = get_stripes(*manifest, items[i].parts, verify);
         if (!whole) return whole.error();
         sizes[i] = *whole ? static_cast<int64_t>(manifest->size) : kMiss;
     }
     return success();
 }
 
-Status Client::view_striped(std::span<const std::string_view> names, std::vector<ObjectView>& views) {
+Status Client::view_striped(std::span<const std::string_view> names, bool verify,
+                            std::vector<ObjectView>& views) {
     for (size_t i = 0; i < views.size(); ++i) {
         if (views[i].owner == nullptr || views[i].size != kManifestBytes) continue;
         std::optional<Manifest> manifest =
@@ -56,14 +57,14 @@ Status Client::view_striped(std::span<const std::string_view> names, std::vector
                          "no memory for an object of " + std::to_string(manifest->size) + " bytes"};
         }
         Part part{memory.get(), manifest->size};
-        Result<bool> whole = get_stripes(*manifest, {&part, 1});
+        Result<bool> whole = get_stripes(*manifest, {&part, 1}, verify);
         if (!whole) return whole.error();
         views[i] = *whole ? ObjectView{memory, memory.get(), manifest->size} : ObjectView{};
     }
     return success();
 }
 
-Result<bool> Client::get_stripes(const Manifest& manifest, std::span<const Part> parts) {
+Result<bool> Client::get_stripes(const Manifest& manifest, std::span<const Part> parts, bool verify) {
     if (manifest.stripes() > kStripesMax) return false;
     std::vector<std::string> names;
     std::vector<std::vector<Part>> targets;
@@ -75,7 +76,7 @@ Result<bool> Client::get_stripes(const Manifest& manifest, std::span<const Part>
         targets.push_back(slice(parts, i * manifest.stripe_bytes, manifest.bytes_of(i)));
         items.push_back({names.back(), targets.back()});
     }
-    Result<std::vector<int64_t>> sizes = get_whole(items, false);
+    Result<std::vector<int64_t>> sizes = get_whole(items, verify);
     if (!sizes) return sizes.error();
     for (uint64_t i = 0; i < manifest.stripes(); ++i) {
         if ((*sizes)[i] != static_cast<int64_t>(manifest.bytes_of(i))) return false;

@@ -1,0 +1,51 @@
+// RecentCopies: where this client put copies in the last moments, which the directory may not know yet. A
+// removal or replacement by the same client must reach them all the same. Older entries, and those that
+// others crowd out, are forgotten: by then the directory knows.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <mutex>
+#include <vector>
+
+#include "base/xxh3.hpp"
+#include "directory/types.hpp"
+
+namespace moonpool {
+
+class RecentCopies {
+   public:
+    void add(const Hash128& hash, NodeId node) {
+        std::lock_guard lock(mutex_);
+        if (slots_.empty()) slots_.resize(kSlots);
+        Slot& slot = slots_[hash.high % kSlots];
+        if (slot.hash != hash || expired(slot)) slot = Slot{hash, {}, {}, 0};
+        slot.at = Clock::now();
+        slot.nodes[slot.n++ % slot.nodes.size()] = node;
+    }
+    // Appends to `out`.
+    void find(const Hash128& hash, std::vector<NodeId>& out) {
+        std::lock_guard lock(mutex_);
+        if (slots_.empty()) return;
+        const Slot& slot = slots_[hash.high % kSlots];
+        if (slot.hash != hash || expired(slot)) return;
+        for (size_t i = 0; i < std::min(slot.n, slot.nodes.size()); ++i) out.push_back(slot.nodes[i]);
+    }
+
+   private:
+    using Clock = std::chrono::steady_clock;
+    static constexpr size_t kSlots = 1u << 14;
+    static constexpr std::chrono::seconds kAgeMax{5};
+    struct Slot {
+        Hash128 hash{};
+        Clock::time_point at{};
+        std::array<NodeId, 8> nodes{};
+        size_t n = 0;
+    };
+    static bool expired(const Slot& slot) { return Clock::now() - slot.at > kAgeMax; }
+
+    std::mutex mutex_;
+    std::vector<Slot> slots_;  // made with the first entry
+};
+
+}  // namespace moonpool
