@@ -47,7 +47,7 @@ PutOutcome put(Client& client, std::string_view name, std::string_view data, boo
                std::string_view parent = {}, bool ack = true) {
     Part part{reinterpret_cast<std::byte*>(const_cast<char*>(data.data())), data.size()};
     PutItem item{name, parent, {&part, 1}};
-    auto report = client.put({&item, 1}, replace, ack);
+    auto report = client.put({&item, 1}, PutOptions{replace, ack});
     REQUIRE_MESSAGE(report.ok(), report.error().text);
     return report->outcomes[0];
 }
@@ -99,7 +99,8 @@ TEST_CASE("server: put, get, exists, prefix, remove, list, stat over dial()") {
     CHECK(get(client, "b")->empty());
     CHECK_FALSE(get(client, "absent"));
     std::string_view names[] = {"a", "b", "absent", "a"};
-    CHECK(*client.exists(names) == std::vector<uint8_t>{1, 1, 0, 1});
+    CHECK(*client.exists(names) ==
+          std::vector{Presence::kHit, Presence::kHit, Presence::kMiss, Presence::kHit});
     auto prefix = client.longest_prefix(names, 1, true);
     CHECK(prefix->blocks == 2);
     CHECK(gauge(*server, "objects_pinned") == 2);
@@ -170,7 +171,7 @@ TEST_CASE("server: threads put, get, pin, remove and look up the same few keys w
                 std::string name = name_of(key), data = stamped(key, random.between(0, 8000));
                 Part part{reinterpret_cast<std::byte*>(data.data()), data.size()};
                 PutItem item{name, {}, {&part, 1}};
-                if (!writers.put({&item, 1}, random.one_in(2), !random.one_in(4))) ++failures;
+                if (!writers.put({&item, 1}, PutOptions{random.one_in(2), !random.one_in(4)})) ++failures;
                 std::string_view one = name;
                 if (random.one_in(16) && !writers.remove({&one, 1})) ++failures;
             }
@@ -292,7 +293,7 @@ TEST_CASE("server: stopped under its clients, every call ends") {
                 PutItem item{name, {}, {&part, 1}};
                 std::string_view one = name;
                 while (!stop) {
-                    (void)client.put({&item, 1}, true, true);
+                    (void)client.put({&item, 1}, PutOptions{true});
                     (void)client.longest_prefix({&one, 1}, 1, true);
                 }
             });
@@ -319,7 +320,8 @@ TEST_CASE("server: load copies into strided memory what another client pinned, o
     PartTable table({{{base, 128, 128}, {base + 512, 128, 128}}});
     uint32_t indices[] = {3, 0};
     uint16_t columns[] = {0, 0};
-    auto report = loader.load(prefix->incarnation, prefix->descriptors, table, indices, columns, true);
+    Handover given = Client::hand_over(*prefix);
+    auto report = loader.load(given.holders, given.descriptors, table, indices, columns, true);
     CHECK(report.ok == std::vector<uint8_t>{1, 1});
     CHECK(report.bytes == 512);
     CHECK(is_stamped(1, cache.data() + 3 * 128, 128));
@@ -327,15 +329,15 @@ TEST_CASE("server: load copies into strided memory what another client pinned, o
     CHECK(is_stamped(2, cache.data(), 128));
     CHECK(cache[128] == 'e');
     // Another life of the node, a column that is not there, a generation that is gone.
-    Incarnation other = prefix->incarnation;
+    std::string other = given.holders;
     other[0] ^= 1;
-    CHECK(loader.load(other, prefix->descriptors, table, indices, columns, false).ok ==
+    CHECK(loader.load(other, given.descriptors, table, indices, columns, false).ok ==
           std::vector<uint8_t>{0, 0});
     uint16_t wrong_columns[] = {0, 7};
-    CHECK(loader.load(prefix->incarnation, prefix->descriptors, table, indices, wrong_columns, false).ok ==
+    CHECK(loader.load(given.holders, given.descriptors, table, indices, wrong_columns, false).ok ==
           std::vector<uint8_t>{1, 0});
     CHECK((*saver.remove(std::span(names).first(1)))[0] == 1);
-    auto gone = loader.load(prefix->incarnation, prefix->descriptors, table, indices, columns, false);
+    auto gone = loader.load(given.holders, given.descriptors, table, indices, columns, false);
     CHECK(gone.ok == std::vector<uint8_t>{0, 1});
     CHECK_FALSE(gone.error.empty());
 }
