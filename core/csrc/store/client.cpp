@@ -307,8 +307,10 @@ Result<Pinned> Client::pin(std::span<const std::string_view> names) {
     std::shared_ptr<Pool> others = pool();
     if (others == nullptr) return pinned;
     bool own_answered = pinned.ok();
+    Error own_error;
     if (!own_answered) {
         if (!no_answer(pinned.error())) return pinned;
+        own_error = pinned.error();
         Pinned nothing;
         nothing.descriptors.resize(names.size());
         nothing.under.assign(names.size(), kNoPin);
@@ -321,6 +323,10 @@ Result<Pinned> Client::pin(std::span<const std::string_view> names) {
     if (missing.empty()) return pinned;
     std::string why;
     pin_elsewhere(*others, names, missing, *pinned, why);
+    // With the own node away, a miss everywhere else is not known to be a miss.
+    for (size_t i = 0; !own_answered && i < names.size(); ++i) {
+        if (!pinned->has(i)) return own_error;
+    }
     return pinned;
 }
 
@@ -334,17 +340,21 @@ void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
         for (size_t i : left) wanted.push_back(names[i]);
         std::vector<Hash128> asked = hashes(wanted);
         Result<LocateAnswer> located = pool.directory->locate(asked);
-        if (!located) {
+        std::shared_ptr<const Members> members;
+        if (located) {
+            members = located->members;
+        } else {
             why = located.error().text;
-            return;
+            if (auto last = pool.directory->members()) members = *last;
+            if (members == nullptr) return;
         }
         std::map<NodeId, Group> groups;
-        for (size_t k = 0; k < located->keys.size(); ++k) {
+        for (size_t k = 0; k < asked.size(); ++k) {
             const Member* member =
-                nearest(pool, *located->members, located->keys[k], tried[left[k]], asked[k].low);
-            // What this client put elsewhere a moment ago.
+                located ? nearest(pool, *members, located->keys[k], tried[left[k]], asked[k].low) : nullptr;
+            // Where this client put it a moment ago, or found it before.
             if (NodeId known = locations_.find(asked[k]); member == nullptr && attempt == 0) {
-                member = located->members->find(known);
+                member = members->find(known);
                 if (member != nullptr && member->state != MemberState::kAlive) member = nullptr;
             }
             if (member == nullptr) continue;
@@ -374,6 +384,7 @@ void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
                     again.push_back(group.items[k]);
                     continue;
                 }
+                locations_.put(own_.hasher()(keys[k]), group.member.id);
                 pinned.descriptors[group.items[k]] = got->descriptors[k];
                 pinned.under[group.items[k]] = base + got->under[k];
             }

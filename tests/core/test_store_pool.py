@@ -1,0 +1,196 @@
+"""One store over several nodes, in one process: what a client does when its own node is full or gone, and
+that removals, replacements and copies reach every node. Hosts of their own, and what dies in between, are in
+tests/cluster."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moonpool import EXISTS, STORED, Presence, Store, _native
+from moonpool.core.errors import InvalidArgument, Unavailable
+from moonpool.core.store_types import PutStatus
+
+from .store_bed import MIB, TOKEN, until
+
+
+class Pool:
+    """A master and nodes with a host each; ``store(name)`` is a client of that node."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.master = _native.MasterServer(["127.0.0.1:0"], TOKEN)
+        self.master.start()
+        self.nodes: dict[str, _native.Server] = {}
+        self.stores: list[Store] = []
+
+    def node(self, name: str, mib: int = 16) -> _native.Server:
+        server = _native.Server(
+            str(self.folder / f"{name}.sock"),
+            [("default", mib * MIB)],
+            TOKEN,
+            name=name,
+            host_id=f"host-{name}",
+            listen=["127.0.0.1:0"],
+            master=self.master.addresses[0],
+        )
+        server.start()
+        self.nodes[name] = server
+        until(lambda: server.metrics()["master_joined"] == 1)
+        return server
+
+    def store(self, name: str) -> Store:
+        self.stores.append(Store(str(self.folder / f"{name}.sock"), token=TOKEN))
+        return self.stores[-1]
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+        for server in self.nodes.values():
+            server.stop()
+        self.master.stop()
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    made = Pool(tmp_path)
+    yield made
+    assert all(server.check_integrity() for server in made.nodes.values())
+    made.close()
+
+
+def fill(store: Store, name: str, n: int) -> object:
+    """n objects of 1 MiB that nobody can evict while the answer is kept."""
+    keys = [f"{name}{i}" for i in range(n)]
+    for key in keys:
+        store.put(key, bytes(MIB))
+    _, pin = store.exists(keys, pin=True)
+    return pin
+
+
+def test_every_verb_reaches_the_other_node(pool: Pool) -> None:
+    pool.node("a"), pool.node("b")
+    a, b = pool.store("a"), pool.store("b")
+    data = os.urandom(MIB)
+    assert a.put(["x", "y", "z"], [data, b"", b"zz"], parents=[None, "x", "y"]) == [STORED] * 3
+    until(lambda: all(b.exists(["x", "y", "z"])))
+    into = bytearray(MIB)
+    assert b.get(["x", "z", "no"], [into, bytearray(2), bytearray(1)]) == [MIB, 2, None]
+    assert into == data
+    views = b.get(["x", "y", "no"])
+    assert [None if view is None else bytes(view) for view in views] == [data, b"", None]
+    with pytest.raises(InvalidArgument, match="holds 1 bytes, the object has 2"):
+        b.get(["x", "z"], [into, bytearray(1)])
+    prefix = b.longest_prefix(["x", "y", "z", "no"])
+    assert (prefix.blocks, prefix.holders, prefix.why) == (3, ("a",) * 3, "")
+    assert {entry.key for entry in b.list()} == {b"x", b"y", b"z"}
+    assert b.remove(["x", "no"]) == [True, False]
+    assert bytes(b.get("x", pin=prefix.pin)) == data  # pinned at its holder
+    assert a.exists(["x", "y"]) == [Presence.MISS, Presence.HIT]
+    assert pool.nodes["b"].metrics()["tcp_sent_bytes_total"] == 0
+    assert pool.nodes["a"].metrics()["tcp_sent_bytes_total"] >= 3 * MIB
+
+
+def test_copies_are_on_other_hosts_and_are_removed_with_the_first(pool: Pool) -> None:
+    pool.node("a"), pool.node("b"), pool.node("c")
+    a, b = pool.store("a"), pool.store("b")
+    result = a.put("two", b"2", replicas=2)
+    assert (result.status, result.replicas, result.reason) == (PutStatus.STORED, 2, "")
+    result = a.put("four", b"4", replicas=4)
+    assert (result.status, result.replicas) == (PutStatus.STORED, 3)
+    assert "not enough other hosts" in result.reason
+    # At once: the directory has not heard of the copies yet.
+    for i in range(20):
+        a.put(f"k{i}", b"old", replicas=2)
+        a.remove(f"k{i}") if i % 2 else a.put(f"k{i}", b"new", replace=True)
+    time_s = time.monotonic() + 0.3  # longer than any copy could hide from the directory
+    until(lambda: time.monotonic() > time_s)
+    for i in range(20):
+        view = b.get(f"k{i}")
+        assert (None if view is None else bytes(view)) == (None if i % 2 else b"new")
+
+
+def test_copies_are_made_of_equal_bytes_only(pool: Pool) -> None:
+    pool.node("a"), pool.node("b")
+    a, b = pool.store("a"), pool.store("b")
+    a.put("k", b"old")
+    result = a.put("k", b"new", replicas=2)
+    assert (result.status, result.replicas) == (PutStatus.EXISTS, 1)
+    assert "other bytes" in result.reason
+    assert a.put("k", b"old", replicas=2).replicas == 2
+    assert bytes(b.get("k")) == b"old"
+
+
+def test_a_full_node_spills_and_finds_what_it_spilled(pool: Pool) -> None:
+    pool.node("a"), pool.node("b", 64)
+    a = pool.store("a")
+    pin = fill(a, "pinned", 15)
+    data = os.urandom(MIB)
+    assert a.put("spilled", data) == STORED
+    assert bytes(a.get("spilled")) == data  # at once
+    assert a.exists("spilled") is Presence.HIT
+    assert pool.nodes["b"].metrics()["objects"] >= 1
+    assert a.put("pinned0", bytes(MIB)) == EXISTS
+    # What was replaced while it lay elsewhere is there, and new.
+    assert a.put("spilled", b"new", replace=True) == STORED
+    assert bytes(a.get("spilled")) == b"new"
+    assert bytes(pool.store("b").get("spilled")) == b"new"
+    del pin
+
+
+def test_an_object_larger_than_a_node_takes_is_striped(pool: Pool) -> None:
+    pool.node("a"), pool.node("b"), pool.node("c")
+    a, b = pool.store("a"), pool.store("b")
+    data = os.urandom(9 * MIB + 5)
+    assert a.put("big", data) == STORED
+    assert a.put("big", data) == EXISTS
+    until(lambda: b.exists("big"))
+    assert all(server.metrics()["object_bytes"] >= MIB for server in pool.nodes.values())
+    for store in (a, b):
+        into = bytearray(len(data))
+        assert store.get("big", into, verify=True) == len(data)
+        assert into == data
+        assert bytes(store.get("big")) == data
+        with pytest.raises(InvalidArgument, match=str(len(data))):
+            store.get("big", bytearray(100))
+    assert [entry.key for entry in b.list()] == [b"big"]
+    assert a.put("big", data[::-1], replace=True) == STORED
+    assert bytes(b.get("big")) == data[::-1]
+    # Bytes that look like a manifest are an object like any other.
+    copy = bytes(96)
+    assert a.put("mine", copy) == STORED
+    assert bytes(a.get("mine")) == copy
+
+
+def test_without_a_master_the_own_node_goes_on_and_removals_reach_who_is_known(pool: Pool) -> None:
+    pool.node("a"), pool.node("b")
+    a, b = pool.store("a"), pool.store("b")
+    assert a.put("both", b"1", replicas=2).replicas == 2
+    a.put("here", b"2")
+    until(lambda: b.exists("here"))
+    assert bytes(b.get("here")) == b"2"
+    pool.master.stop()
+    assert a.put("more", b"3") == STORED
+    assert a.exists(["more", "nowhere"]) == [Presence.HIT, Presence.UNKNOWN]
+    assert b.get("here", bytearray(1)) == 1  # a known place
+    assert a.longest_prefix(["here", "nowhere"]).why
+    assert a.remove("both") is True
+    assert b.get("both") is None
+
+
+def test_puts_go_elsewhere_when_the_own_node_is_gone(pool: Pool) -> None:
+    pool.node("a"), pool.node("b")
+    a, b = pool.store("a"), pool.store("b")
+    assert a.put("k", b"old") == STORED
+    until(lambda: b.exists("k"))
+    pool.nodes.pop("a").stop()
+    assert a.put("new", b"1") == STORED
+    assert bytes(b.get("new")) == b"1"
+    assert a.put("k", b"new", replace=True) == STORED
+    assert bytes(b.get("k")) == b"new"
+    with pytest.raises(Unavailable):
+        a.get("never")
