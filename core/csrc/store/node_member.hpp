@@ -42,12 +42,15 @@ class NodeMember {
     void stop() { agent_.stop(); }
     MemberAgent::State state() const { return agent_.state(); }
     std::vector<std::pair<std::string, uint64_t>> gauges() const;
+    // What the master asks for; on any thread but the loop's. False when it was not done in time.
+    bool drop(bool all, const std::vector<Hash128>& hashes);
 
    private:
     bool inventory(uint64_t& cursor, std::vector<DeltaRow>& rows);
     bool load(NodeLoad& load);
-    bool drop(bool all, const std::vector<Hash128>& hashes);
+    void drop_one(const Hash128& hash);
     bool drop_all();
+    bool drop_all_of_memory();
     bool drop_all_of_ssd();
 
     Pools& pools_;

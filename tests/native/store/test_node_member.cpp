@@ -1,0 +1,180 @@
+// A node that is told to drop all it holds, while objects are on their way between its memory and a disk.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "../ssd/fake_disk.hpp"
+#include "base/crc32c.hpp"
+#include "store/node_member.hpp"
+
+using namespace moonpool;
+using moonpool::ssd::testing::fake_disk;
+using moonpool::ssd::testing::FakeDisk;
+
+namespace {
+
+constexpr uint64_t kObject = 32 << 10;
+
+// The test's own thread is the loop.
+class Node {
+   public:
+    explicit Node(const std::shared_ptr<FakeDisk>& disk) : disk_(disk) {
+        PoolOptions pool_options;
+        pool_options.arena_bytes = 4 << 20;
+        auto made = Pool::create(pool_options, Incarnation{});
+        REQUIRE(made.ok());
+        pools_["default"] = std::move(*made);
+        for (;;) {
+            Result<uint64_t> bytes = pool().commit_memory();
+            REQUIRE(bytes.ok());
+            if (*bytes == 0) break;
+            pool().open_memory(*bytes);
+        }
+        space_ = *pool().open_space("default", "", 8);
+        SsdOptions options;
+        options.directories = {{"/disk", 65536 + (16 << 20)}};
+        options.segment_bytes = 512 << 10;
+        options.io = "threads";
+        options.depth = 4;
+        options.clean_share = 1.0;
+        options.open = disk->opener();
+        auto opened = SsdTier::open(options, pools_, [this](std::function<void()> f) {
+            std::lock_guard lock(mutex_);
+            posted_.push_back(std::move(f));
+        });
+        REQUIRE_MESSAGE(opened.ok(), opened.error().text);
+        ssd_ = std::move(*opened);
+        member_ = std::make_unique<NodeMember>(ClusterOptions{}, "token", "", Incarnation{}, pools_,
+                                               ssd_.get(), [this](const std::function<void()>& f) {
+                                                   f();
+                                                   if (after_piece) after_piece();
+                                                   return true;
+                                               });
+    }
+    ~Node() {
+        disk_->release();
+        ssd_->close();
+        turn();
+        member_.reset();
+    }
+
+    Pool& pool() { return *pools_["default"]; }
+    SsdTier& ssd() { return *ssd_; }
+    NodeMember& member() { return *member_; }
+    std::function<void()> after_piece;  // of what the master asks for
+
+    void put(const std::string& name) {
+        std::optional<Extent> lease = pool().lease(kObject, kObject);
+        REQUIRE(lease);
+        std::memset(pool().writable() + lease->offset, 7, kObject);
+        Extent extent{lease->offset, kObject};
+        REQUIRE(pool().leases().commit(extent));
+        uint32_t crc = crc32c(0, pool().data() + lease->offset, kObject);
+        REQUIRE(pool().table().commit(space_, pool().hash(space_, name), name, extent, crc, kNoSlot, false) ==
+                ObjectTable::Commit::kStored);
+        pool().leases().close(lease->offset);
+    }
+    bool promote(const std::string& name, SsdTier::Then then) {
+        return ssd_->promote(pool(), space_, name, std::move(then));
+    }
+    bool in_memory(const std::string& name) { return pool().find(space_, name) != kNoSlot; }
+    bool on_ssd(const std::string& name) { return ssd_->holds(pool(), space_, name); }
+
+    void turn() {
+        for (;;) {
+            std::function<void()> f;
+            {
+                std::lock_guard lock(mutex_);
+                if (posted_.empty()) return;
+                f = std::move(posted_.front());
+                posted_.pop_front();
+            }
+            f();
+        }
+    }
+    template <class Condition>
+    void until(Condition condition) {
+        auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+        while (!condition()) {
+            REQUIRE(std::chrono::steady_clock::now() < deadline);
+            turn();
+            std::this_thread::yield();
+        }
+    }
+    uint64_t gauge(const std::string& wanted) {
+        for (auto& [name, value] : ssd_->gauges()) {
+            if (name == wanted) return value;
+        }
+        FAIL("no gauge " << wanted);
+        return 0;
+    }
+
+   private:
+    std::shared_ptr<FakeDisk> disk_;
+    SsdTier::Pools pools_;
+    std::mutex mutex_;
+    std::deque<std::function<void()>> posted_;
+    std::unique_ptr<SsdTier> ssd_;
+    std::unique_ptr<NodeMember> member_;
+    uint32_t space_ = 0;
+};
+
+}  // namespace
+
+TEST_CASE("node member: what is being written to a disk is dropped with the rest") {
+    auto disk = fake_disk();
+    Node node(disk);
+    disk->hold();
+    for (int i = 0; i < 8; ++i) node.put("k" + std::to_string(i));
+    node.until([&] { return disk->waiting() != 0; });
+    REQUIRE(node.member().drop(true, {}));
+    CHECK(node.pool().table().counters().objects == 0);
+    disk->release();
+    node.until([&] { return node.gauge("ssd_writes_waiting") == 0; });
+    node.until([&] { return node.pool().table().counters().detached == 0; });
+    for (int i = 0; i < 8; ++i) CHECK(!node.on_ssd("k" + std::to_string(i)));
+    CHECK(node.gauge("ssd_objects") == 0);
+    CHECK(node.pool().check_integrity());
+}
+
+TEST_CASE("node member: what is being read from a disk is dropped with the rest") {
+    auto disk = fake_disk();
+    Node node(disk);
+    node.put("k");
+    node.until([&] { return node.gauge("ssd_objects") == 1 && node.gauge("ssd_saved_bytes") == kObject; });
+    REQUIRE(node.pool().table().evict_one());
+    disk->hold(true);
+    bool ended = false;
+    REQUIRE(node.promote("k", [&](uint32_t) { ended = true; }));
+    node.after_piece = [&] {  // the read ends between two pieces
+        disk->release();
+        node.until([&] { return ended; });
+    };
+    REQUIRE(node.member().drop(true, {}));
+    CHECK(!node.in_memory("k"));
+    CHECK(!node.on_ssd("k"));
+    CHECK(node.pool().check_integrity());
+}
+
+TEST_CASE("node member: what is written and evicted while the rest is dropped goes too") {
+    auto disk = fake_disk();
+    Node node(disk);
+    disk->hold();
+    node.put("k");
+    node.until([&] { return disk->waiting() != 0; });
+    node.after_piece = [&] {  // after the first look at the disk
+        node.after_piece = {};
+        disk->release();
+        node.until([&] { return node.gauge("ssd_saved_bytes") == kObject; });
+        REQUIRE(node.pool().table().evict_one());
+        REQUIRE(node.on_ssd("k"));
+    };
+    REQUIRE(node.member().drop(true, {}));
+    CHECK(!node.in_memory("k"));
+    CHECK(!node.on_ssd("k"));
+}
