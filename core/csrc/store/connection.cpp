@@ -94,7 +94,7 @@ bool Connection::on_readable(uint64_t now_ms) {
         progress_ms_ = now_ms;
         in_end_ += static_cast<size_t>(n);
         if (!serve()) return false;
-        if (parked_ != nullptr) break;
+        if (parked_ != nullptr || ended_) break;
         if (static_cast<size_t>(n) < room || backlog() > server_.options_.limits.send_backlog_bytes) break;
     }
     if (in_begin_ == in_end_ && in_.size() > (64u << 10)) in_ = {};  // after a rare large frame
@@ -129,7 +129,8 @@ bool Connection::parse_frames() {
         if (header.kind == Kind::kPut && remote_) {
             whole_answers_ = out_.size();
             Begun begun = begin_put(header);
-            if (begun != Begun::kYes) return begun == Begun::kNotYet;
+            // After the last words the socket stays until the caller has read them.
+            if (begun != Begun::kYes) return begun == Begun::kNotYet || ended_;
             size_t taken = put_->take(in_.data() + in_begin_, in_end_ - in_begin_);
             in_begin_ += taken;
             count(server_.metrics_.tcp_received_bytes_total, taken);
@@ -368,7 +369,6 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
             if (!one_way) Writer(out_).number(PutOutcome::kExists);
             continue;
         }
-        if (replace && server_.ssd_ != nullptr) server_.ssd_->forget(*pool_, space, name);
         switch (table.commit(space, pool_->hash(space, name), name, extent, crc, parent, replace)) {
             case ObjectTable::Commit::kStored:
                 count(m.stored_total);
@@ -655,12 +655,14 @@ bool Connection::fail(Code code, const std::string& text) {
 
 // After the end: waits for the client to hang up.
 bool Connection::discard() {
+    constexpr int kRoundsMax = 16;  // then it is the turn of others; epoll tells again what is left
     std::byte nothing[4096];
-    ssize_t n;
-    do {
-        n = ::recv(fd_.get(), nothing, sizeof(nothing), 0);
-    } while (n > 0 || (n < 0 && errno == EINTR));
-    return n < 0 && errno == EAGAIN;
+    for (int round = 0; round < kRoundsMax; ++round) {
+        ssize_t n = ::recv(fd_.get(), nothing, sizeof(nothing), 0);
+        if (n == 0) return false;
+        if (n < 0 && errno != EINTR) return errno == EAGAIN;
+    }
+    return true;
 }
 
 bool Connection::malformed(const char* what) {
@@ -682,6 +684,8 @@ bool Connection::flush() {
 void Connection::want_events() {
     bool listens = backlog() <= server_.options_.limits.send_backlog_bytes && parked_ == nullptr;
     uint32_t events = (backlog() != 0 ? EPOLLOUT : 0u) | (listens ? EPOLLIN : 0u);
+    // A TCP client that leaves raises nothing else, and its pins and leases would stay.
+    if (parked_ != nullptr) events |= EPOLLRDHUP;
     if (events == events_ && registered_) return;
     epoll_event event{};
     event.events = events;

@@ -76,6 +76,7 @@ class Connection {
     bool make_room(PutSink& put);
     bool receive_put(bool& more);
     bool finish_put();
+    PutOutcome store(const PutSink& put, const PutRow& row);
     bool on_read(const FrameHeader& header, Reader body);
     void close_put();
 

@@ -1,7 +1,7 @@
 // The part of Connection that has to do with objects which only an SSD of the node holds: a frame that needs
 // their bytes is parked until they are in memory, and is then handled anew, this time as if there were no
 // SSD.
-#include <sys/socket.h>
+#include <poll.h>
 
 #include <chrono>
 #include <cstring>
@@ -88,9 +88,10 @@ void Connection::unpark() {
     parked_.reset();
 }
 
+// Whether the client left, without a look at what it sent before: that is not read while a frame waits.
 bool Connection::hung_up() const {
-    std::byte next;
-    return ::recv(fd_.get(), &next, sizeof(next), MSG_PEEK | MSG_DONTWAIT) == 0;
+    pollfd state{fd_.get(), POLLRDHUP, 0};
+    return ::poll(&state, 1, 0) == 1 && (state.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
 }
 
 }  // namespace moonpool

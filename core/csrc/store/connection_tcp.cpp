@@ -145,38 +145,17 @@ bool Connection::receive_put(bool& more) {
 bool Connection::finish_put() {
     std::unique_ptr<PutSink> put = std::move(put_);
     NodeMetrics& m = server_.metrics_;
-    ObjectTable& table = pool_->table();
+    // While the bytes arrived, and for the memory they went to, others were stored, evicted and removed: what
+    // was true of a key when the frame began is asked anew.
+    auto here = [&](const PutRow& row) {
+        return pool_->find(put->space, row.name) != kNoSlot || only_on_ssd(put->space, row.name);
+    };
     for (PutRow& row : put->rows) {
-        if (row.outcome == PutOutcome::kStored) {
-            if (row.crc_here != row.crc) {
-                row.outcome = PutOutcome::kDamaged;
-                count(m.tcp_damaged_total);
-                continue;
-            }
-            if (row.size != 0 && !pool_->leases().commit(row.extent)) {
-                row.outcome = PutOutcome::kRefused;
-                continue;
-            }
-            uint32_t parent = row.parent.empty() ? kNoSlot : pool_->find(put->space, row.parent);
-            if (put->replace && server_.ssd_ != nullptr) server_.ssd_->forget(*pool_, put->space, row.name);
-            switch (table.commit(put->space, pool_->hash(put->space, row.name), row.name, row.extent, row.crc,
-                                 parent, put->replace)) {
-                case ObjectTable::Commit::kStored:
-                    count(m.stored_total);
-                    count(m.stored_bytes_total, row.size);
-                    // Its bytes were verified on the way in.
-                    table.set_scrubbed(pool_->find(put->space, row.name));
-                    break;
-                case ObjectTable::Commit::kExists:
-                    pool_->leases().free(row.extent);
-                    row.outcome = PutOutcome::kExists;
-                    break;
-                case ObjectTable::Commit::kNoSlot:
-                    pool_->leases().free(row.extent);
-                    row.outcome = PutOutcome::kRefused;
-                    break;
-            }
-        }
+        if (row.outcome == PutOutcome::kStored) row.outcome = store(*put, row);
+    }
+    for (PutRow& row : put->rows) {
+        // Its bytes are gone, and so is what made them needless.
+        if (row.outcome == PutOutcome::kExists && !here(row)) row.outcome = PutOutcome::kRefused;
         if (row.outcome == PutOutcome::kExists) count(m.exists_total);
         if (row.outcome == PutOutcome::kRefused) count(m.put_refused_total);
     }
@@ -191,6 +170,36 @@ bool Connection::finish_put() {
     put_ = std::move(put);
     close_put();
     return true;
+}
+
+// An object whose bytes are here now.
+PutOutcome Connection::store(const PutSink& put, const PutRow& row) {
+    NodeMetrics& m = server_.metrics_;
+    ObjectTable& table = pool_->table();
+    if (row.crc_here != row.crc) {
+        count(m.tcp_damaged_total);
+        return PutOutcome::kDamaged;
+    }
+    // Memory and disk never hold different bytes of one key.
+    if (!put.replace && only_on_ssd(put.space, row.name)) return PutOutcome::kExists;
+    if (row.size != 0 && !pool_->leases().commit(row.extent)) return PutOutcome::kRefused;
+    uint32_t parent = row.parent.empty() ? kNoSlot : pool_->find(put.space, row.parent);
+    switch (table.commit(put.space, pool_->hash(put.space, row.name), row.name, row.extent, row.crc, parent,
+                         put.replace)) {
+        case ObjectTable::Commit::kStored:
+            count(m.stored_total);
+            count(m.stored_bytes_total, row.size);
+            // Its bytes were verified on the way in.
+            table.set_scrubbed(pool_->find(put.space, row.name));
+            return PutOutcome::kStored;
+        case ObjectTable::Commit::kExists:
+            pool_->leases().free(row.extent);
+            return PutOutcome::kExists;
+        case ObjectTable::Commit::kNoSlot:
+            pool_->leases().free(row.extent);
+            return PutOutcome::kRefused;
+    }
+    return PutOutcome::kRefused;
 }
 
 void Connection::close_put() {

@@ -42,6 +42,7 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     bool full = free_slots_.empty() && used_ == index_.slots();
     bool old_makes_room = old != kNoSlot && objects_[old].pins == 0 && objects_[old].holds == 0;
     if (full && !old_makes_room && !evict_one()) return Commit::kNoSlot;
+    if (replace && on_replace_) on_replace_(hash);
     if (old != kNoSlot) retire(old, false);
     if (parent != kNoSlot && !complete(parent)) parent = kNoSlot;  // it was evicted or replaced just now
     uint32_t slot;

@@ -48,6 +48,9 @@ class ObjectTable {
 
     // Told of every object that becomes visible, or no longer is; nullptr: nobody.
     void set_delta_log(DeltaLog* log) { delta_log_ = log; }
+    // Told of every key that is replaced, once that can no longer be refused and before its new object is
+    // visible.
+    void set_on_replace(std::function<void(const Hash128&)> f) { on_replace_ = std::move(f); }
     // Told of every object that was committed.
     void set_on_commit(std::function<void(uint32_t slot)> f) { on_commit_ = std::move(f); }
 
@@ -155,6 +158,7 @@ class ObjectTable {
     uint64_t generation_ = 0;
     TableCounters counters_;
     DeltaLog* delta_log_ = nullptr;
+    std::function<void(const Hash128&)> on_replace_;
     std::function<void(uint32_t)> on_commit_;
 };
 

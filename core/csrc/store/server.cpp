@@ -289,7 +289,7 @@ void Server::loop() {
                 Connection& connection = *it->second;
                 bool alive = true;
                 if ((what & EPOLLOUT) != 0) alive = connection.on_writable();
-                if (alive && (what & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0)
+                if (alive && (what & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0)
                     alive = connection.on_readable(now);
                 if (!alive) drop(fd);
             }

@@ -46,6 +46,8 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
         Tenant& tenant = tier->tenants_[name];
         tenant.pool = pool.get();
         tenant.spaces.resize(tier->devices_.size());
+        // Though memory may not have the old object: a disk may.
+        pool->table().set_on_replace([t = tier.get()](const Hash128& hash) { t->forget(hash); });
         pool->table().set_on_commit([t = tier.get(), &tenant](uint32_t slot) {
             const ObjectTable& table = tenant.pool->table();
             tenant.dirty.push_back({slot, table.generation(slot), table.last_used(slot)});
@@ -57,7 +59,10 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
 
 SsdTier::~SsdTier() {
     close();
-    for (auto& [name, tenant] : tenants_) tenant.pool->table().set_on_commit({});
+    for (auto& [name, tenant] : tenants_) {
+        tenant.pool->table().set_on_replace({});
+        tenant.pool->table().set_on_commit({});
+    }
 }
 
 void SsdTier::close() {

@@ -255,9 +255,12 @@ bool Doorman::on_auth(Stranger& stranger, const FrameHeader& header, Reader body
 bool Doorman::refuse(Stranger& stranger, Code code, const std::string& text) {
     (code == Code::kAuth ? counters_.auth_failures_total : counters_.protocol_errors_total).fetch_add(1);
     send_error(stranger.fd.get(), code, text);
-    // Bytes left unread would turn the close into a reset, which could overtake the reason.
+    // Bytes left unread would turn the close into a reset, which could overtake the reason; but no
+    // more than so many, for the others wait meanwhile.
+    constexpr int kRoundsMax = 16;
     std::byte nothing[4096];
-    while (::recv(stranger.fd.get(), nothing, sizeof(nothing), MSG_DONTWAIT) > 0) {
+    for (int round = 0; round < kRoundsMax; ++round) {
+        if (::recv(stranger.fd.get(), nothing, sizeof(nothing), MSG_DONTWAIT) <= 0) break;
     }
     ::shutdown(stranger.fd.get(), SHUT_WR);
     return false;

@@ -1,5 +1,6 @@
 // A server with a disk that does what the test wants: it stands still, fails, or flips bits.
 #include <doctest/doctest.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <chrono>
@@ -8,6 +9,7 @@
 #include "../ssd/fake_disk.hpp"
 #include "store/client.hpp"
 #include "store/server.hpp"
+#include "wire/dial.hpp"
 
 using namespace moonpool;
 using moonpool::ssd::testing::fake_disk;
@@ -32,6 +34,7 @@ std::unique_ptr<Server> make_server(const std::shared_ptr<FakeDisk>& disk, doubl
     options.ssd.clean_share = clean_share;
     options.ssd.stop_ms = 5000;
     options.ssd.open = disk->opener();
+    options.listen = {"127.0.0.1:0"};
     auto server = Server::create(std::move(options));
     REQUIRE_MESSAGE(server.ok(), server.error().text);
     REQUIRE((*server)->start());
@@ -191,4 +194,51 @@ TEST_CASE("ssd tier: a stop writes what memory alone has, though the disk is slo
     server = make_server(disk);
     Client client(dialing(*server));
     for (uint64_t i = 0; i < 20; ++i) CHECK(get(client, i) == content(i));
+}
+
+TEST_CASE("ssd tier: a TCP client that leaves while it waits for the disk is noticed, unread frames or not") {
+    auto disk = fake_disk();
+    {
+        auto server = make_server(disk);
+        Client client(dialing(*server));
+        for (uint64_t i = 0; i < 8; ++i) put(client, i);
+    }
+    for (bool unread : {false, true}) {
+        auto server = make_server(disk);
+        disk->hold(true);
+        DialOptions options;
+        options.address = server->addresses()[0];
+        options.token = kToken;
+        options.purpose = kPurposeStore;
+        auto dialed = dial(options);
+        REQUIRE_MESSAGE(dialed.ok(), dialed.error().text);
+        std::vector<std::byte> frames;
+        size_t at = begin_frame(frames, Kind::kOpenSpace, 0, 1);
+        Writer w(frames);
+        w.text16("default");
+        w.text16("");
+        finish_frame(frames, at);
+        at = begin_frame(frames, Kind::kRead, 0, 2);
+        w.number(uint32_t{0});  // its space
+        w.number(uint32_t{1});
+        w.number(uint8_t{0});
+        w.number(uint64_t{0});
+        w.number(kObject);
+        w.text16("k3");
+        finish_frame(frames, at);
+        int fd = dialed->fd.get();
+        REQUIRE(::send(fd, frames.data(), frames.size(), MSG_NOSIGNAL) == std::ssize(frames));
+        until([&] { return gauge(*server, "ssd_promoting") == 1; });
+        if (unread) REQUIRE(::send(fd, frames.data(), frames.size(), MSG_NOSIGNAL) == std::ssize(frames));
+        CHECK(gauge(*server, "connections") == 1);
+        // Its answer to OPEN_SPACE, or the close would be a reset, which is told in any case.
+        std::byte answer[sizeof(FrameHeader) + 4];
+        REQUIRE(::recv(fd, answer, sizeof(answer), MSG_WAITALL) == std::ssize(answer));
+        dialed->fd = Fd();
+        until([&] { return gauge(*server, "connections") == 0; });
+        CHECK(gauge(*server, "ssd_promoting") == 1);
+        disk->release();
+        until([&] { return gauge(*server, "ssd_promoting") == 0; });
+        CHECK(server->check_integrity());
+    }
 }
