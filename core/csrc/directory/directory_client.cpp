@@ -76,6 +76,7 @@ void DirectoryClient::dial_loop() {
         dial_options.purpose = kPurposeDirectory;
         dial_options.timeout_ms = options_.timeout_ms;
         dial_options.interface = options_.interface;
+        dial_options.given_up = &closed_;
         Result<Dialed> dialed = dial(dial_options);
         lock.lock();
         dialed_once_ = true;

@@ -75,6 +75,7 @@ void MemberAgent::run() {
         dial_options.purpose = kPurposeMember;
         dial_options.timeout_ms = options_.timeout_ms;
         dial_options.interface = options_.interface;
+        dial_options.given_up = &stopping_;
         Result<Dialed> dialed = dial(dial_options);
         if (dialed) {
             Link link;

@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <mutex>
@@ -108,7 +107,7 @@ class MemberAgent {
     ForkGuard fork_;
     Counters counters_;
     Fd wake_;
-    std::atomic<bool> stopping_{false};
+    std::atomic<bool> stopping_{false};  // ends an attempt to connect, too
     bool running_ = false;
     std::thread thread_;
 

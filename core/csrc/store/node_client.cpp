@@ -118,7 +118,8 @@ Result<std::shared_ptr<Session>> NodeClient::session() {
     session_.reset();
     auto now = std::chrono::steady_clock::now();
     if (now < retry_at_) return last_error_;
-    Result<std::shared_ptr<Session>> opened = Session::open(options_);
+    Result<std::shared_ptr<Session>> opened = Session::open(options_, &closed_);
+    if (closed_) return Error{Code::kClosed, "this store is closed"};  // while it was opened
     if (!opened) {
         backoff_ = std::clamp(backoff_ * 2, kBackoffMin, kBackoffMax);
         retry_at_ = std::chrono::steady_clock::now() + backoff_;

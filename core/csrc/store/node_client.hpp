@@ -199,7 +199,7 @@ class NodeClient {
     std::chrono::steady_clock::time_point retry_at_{};
     std::chrono::milliseconds backoff_{0};
     Error last_error_;
-    std::atomic<bool> closed_{false};
+    std::atomic<bool> closed_{false};  // ends an opening, too
 };
 
 }  // namespace moonpool

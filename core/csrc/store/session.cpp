@@ -1,5 +1,6 @@
 #include "store/session.hpp"
 
+#include <poll.h>
 #include <sched.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -11,6 +12,7 @@
 
 #include "base/crc32c.hpp"
 #include "base/hmac.hpp"
+#include "wire/address.hpp"
 #include "wire/dial.hpp"
 
 namespace moonpool {
@@ -43,7 +45,7 @@ ssize_t receive_soon(int fd, iovec* parts, size_t n_parts) {
     return ::recvmsg(fd, &message, 0);
 }
 
-Result<Fd> connect_to(const ClientOptions& options) {
+Result<Fd> connect_to(const ClientOptions& options, const std::atomic<bool>* given_up) {
     if (options.dial) return options.dial();
     const std::string& path = options.socket_path;
     sockaddr_un address{};
@@ -55,19 +57,20 @@ Result<Fd> connect_to(const ClientOptions& options) {
     std::memcpy(address.sun_path, path.data(), path.size());
     Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (!fd.valid()) return os_error("socket");
-    set_socket_timeouts(fd.get(), options.timeout_ms);  // a node that accepts nobody has a full queue at last
-    int connected;
-    do {
-        connected = ::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address));
-    } while (connected != 0 && errno == EINTR);
-    if (connected != 0 && errno == EAGAIN) {
-        return Error{Code::kTimeout, "the node at " + path + " took no connection in time"};
+    // A node that accepts nobody has a full queue at last; then connect() waits, a piece at a time.
+    Deadline end = deadline_in(options.timeout_ms);
+    set_socket_timeouts(fd.get(), std::clamp(options.timeout_ms, 1, kLookMs));
+    for (;;) {
+        if (given_up != nullptr && given_up->load()) return Error{Code::kClosed, "given up meanwhile"};
+        if (::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0) return fd;
+        if (errno != EINTR && errno != EAGAIN) {
+            return Error{Code::kUnavailable, "no node serves " + path + " (" + std::strerror(errno) +
+                                                 "); start one with: moonpool node"};
+        }
+        if (std::chrono::steady_clock::now() >= end) {
+            return Error{Code::kTimeout, "the node at " + path + " took no connection in time"};
+        }
     }
-    if (connected != 0) {
-        return Error{Code::kUnavailable, "no node serves " + path + " (" + std::strerror(errno) +
-                                             "); start one with: moonpool node"};
-    }
-    return fd;
 }
 
 Error forked() {
@@ -82,20 +85,23 @@ Slab::~Slab() {
     session.post(Kind::kReturn, [this](Writer& w) { w.number(extent.offset); });
 }
 
-Result<std::shared_ptr<Session>> Session::open(const ClientOptions& options) {
+Result<std::shared_ptr<Session>> Session::open(const ClientOptions& options,
+                                               const std::atomic<bool>* given_up) {
     std::shared_ptr<Session> session(new Session());
     session->timeout_ms_ = options.timeout_ms;
     if (options.address.empty()) {
-        Result<Fd> fd = connect_to(options);
+        Result<Fd> fd = connect_to(options, given_up);
         if (!fd) return fd.error();
         session->fd_ = std::move(*fd);
         session->peer_ = options.dial ? "the embedded node" : options.socket_path;
         set_socket_timeouts(session->fd_.get(), options.timeout_ms);
+        session->opening_ = Opening{deadline_in(options.timeout_ms), given_up};
         if (Status status = session->handshake(options); !status) return status.error();
     } else {
         DialOptions to{options.address,    options.token,
                        options.tenant,     std::string(kPurposeStore),
                        options.timeout_ms, ""};
+        to.given_up = given_up;
         Result<Dialed> dialed = moonpool::dial(to);
         if (!dialed) return dialed.error();
         session->fd_ = std::move(dialed->fd);
@@ -108,7 +114,9 @@ Result<std::shared_ptr<Session>> Session::open(const ClientOptions& options) {
                          options.address + " does not speak the protocol of a Moonpool node"};
         }
     }
+    session->opening_ = Opening{deadline_in(options.timeout_ms), given_up};
     if (Status status = session->open_space(options); !status) return status.error();
+    session->opening_.reset();
     return session;
 }
 
@@ -245,11 +253,22 @@ Status Session::misfit() {
     return lost({Code::kProtocol, peer_ + " sent an answer that does not fit the question"});
 }
 
+// Before a socket call, which then does not block.
+Status Session::wait(short events) {
+    Result<bool> ready = wait_for(fd_.get(), events, opening_->end, opening_->given_up);
+    if (!ready) return lost(ready.error());
+    if (!*ready) return lost({Code::kTimeout, peer_ + " did not answer in time"});
+    return success();
+}
+
 Status Session::send_all(const std::byte* data, size_t size) {
     while (size != 0) {
-        ssize_t n = ::send(fd_.get(), data, size, MSG_NOSIGNAL);
+        if (opening_) {
+            if (Status ready = wait(POLLOUT); !ready) return ready;
+        }
+        ssize_t n = ::send(fd_.get(), data, size, MSG_NOSIGNAL | (opening_ ? MSG_DONTWAIT : 0));
         if (n < 0) {
-            if (errno == EINTR) continue;
+            if (errno == EINTR || (opening_ && errno == EAGAIN)) continue;
             return send_failed();
         }
         data += n;
@@ -262,9 +281,46 @@ Status Session::receive(void* data, size_t size) {
     auto* at = static_cast<std::byte*>(data);
     while (size != 0) {
         iovec part{at, size};
-        ssize_t n = receive_soon(fd_.get(), &part, 1);
+        ssize_t n;
+        if (opening_) {
+            if (Status ready = wait(POLLIN); !ready) return ready;
+            n = ::recv(fd_.get(), at, size, MSG_DONTWAIT);
+            if (n < 0 && errno == EAGAIN) continue;
+        } else {
+            n = receive_soon(fd_.get(), &part, 1);
+        }
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return receive_failed(n);
+        at += n;
+        size -= static_cast<size_t>(n);
+    }
+    return success();
+}
+
+// Of the handshake. Descriptors ride on the first byte of the frame: a plain recv would throw them away.
+Status Session::receive_with_fds(void* data, size_t size, std::vector<Fd>& fds) {
+    auto* at = static_cast<std::byte*>(data);
+    while (size != 0) {
+        if (Status ready = wait(POLLIN); !ready) return ready;
+        iovec part{at, size};
+        alignas(cmsghdr) char control[CMSG_SPACE(4 * sizeof(int))];
+        msghdr message{};
+        message.msg_iov = &part;
+        message.msg_iovlen = 1;
+        message.msg_control = control;
+        message.msg_controllen = sizeof(control);
+        ssize_t n = ::recvmsg(fd_.get(), &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+        if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+        if (n <= 0) return lost({Code::kUnavailable, peer_ + " closed the connection during the handshake"});
+        for (cmsghdr* c = CMSG_FIRSTHDR(&message); c != nullptr; c = CMSG_NXTHDR(&message, c)) {
+            if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+            size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+            for (size_t i = 0; i < count; ++i) {
+                int fd;
+                std::memcpy(&fd, CMSG_DATA(c) + i * sizeof(int), sizeof(int));
+                fds.emplace_back(fd);
+            }
+        }
         at += n;
         size -= static_cast<size_t>(n);
     }
@@ -275,35 +331,9 @@ Status Session::receive_frame(FrameHeader& header, std::vector<Fd>* fds) {
     if (fds == nullptr) {
         if (Status status = receive_header(header); !status) return status;
     } else {
-        // Descriptors ride on the first byte of the frame: a plain recv would throw them away.
-        iovec part{&header, sizeof(header)};
-        alignas(cmsghdr) char control[CMSG_SPACE(4 * sizeof(int))];
-        msghdr message{};
-        message.msg_iov = &part;
-        message.msg_iovlen = 1;
-        message.msg_control = control;
-        message.msg_controllen = sizeof(control);
-        ssize_t n;
-        do {
-            n = ::recvmsg(fd_.get(), &message, MSG_CMSG_CLOEXEC | MSG_WAITALL);
-        } while (n < 0 && errno == EINTR);
-        if (n > 0) {
-            for (cmsghdr* c = CMSG_FIRSTHDR(&message); c != nullptr; c = CMSG_NXTHDR(&message, c)) {
-                if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
-                size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-                for (size_t i = 0; i < count; ++i) {
-                    int fd;
-                    std::memcpy(&fd, CMSG_DATA(c) + i * sizeof(int), sizeof(int));
-                    fds->emplace_back(fd);
-                }
-            }
-        }
-        if (n != static_cast<ssize_t>(sizeof(header))) {
-            if (n < 0 && errno == EAGAIN) return lost({Code::kTimeout, peer_ + " did not answer in time"});
-            return lost({Code::kUnavailable, peer_ + " closed the connection during the handshake"});
-        }
+        if (Status status = receive_with_fds(&header, sizeof(header), *fds); !status) return status;
+        if (Status status = check_header(header); !status) return status;
     }
-    if (Status status = check_header(header); !status) return status;
     constexpr uint32_t kAnswerMax = 64u << 20;
     if (header.length > kAnswerMax) return lost({Code::kProtocol, peer_ + " sent a frame over the limit"});
     body_.resize(header.length);

@@ -7,11 +7,13 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -74,7 +76,10 @@ struct Room {
 
 class Session {
    public:
-    static Result<std::shared_ptr<Session>> open(const ClientOptions& options);
+    // Connecting and each step after it take at most timeout_ms. given_up: set by another thread, it fails at
+    // once.
+    static Result<std::shared_ptr<Session>> open(const ClientOptions& options,
+                                                 const std::atomic<bool>* given_up = nullptr);
     ~Session();
     Session(const Session&) = delete;
 
@@ -139,12 +144,14 @@ class Session {
     Session() = default;
 
     Status handshake(const ClientOptions& options);
+    Status wait(short events);
     bool read_welcome(Reader& welcome, uint64_t& arena_bytes, uint64_t& index_bytes);
     Status receive_bytes(const std::vector<ReadRow>& rows, const Target& target, std::vector<uint32_t>& crcs);
     Status send_parts(std::span<const Part> parts);
     Status open_space(const ClientOptions& options);
     Status send_all(const std::byte* data, size_t size);
     Status receive(void* data, size_t size);
+    Status receive_with_fds(void* data, size_t size, std::vector<Fd>& fds);
     Status receive_frame(FrameHeader& header, std::vector<Fd>* fds);
     Status lost(Error error);  // marks the session dead, gives the error back
     Status exchange(Kind kind, const Build& build, const Parse& parse);
@@ -167,6 +174,12 @@ class Session {
     ForkGuard fork_;
     std::string peer_, node_name_, host_id_, address_, master_;
     int timeout_ms_ = 2000;
+    // While it is opened: the end of the whole step, whatever arrives meanwhile, and the caller's flag.
+    struct Opening {
+        std::chrono::steady_clock::time_point end;
+        const std::atomic<bool>* given_up;
+    };
+    std::optional<Opening> opening_;
     std::atomic<bool> alive_{true};
     Incarnation incarnation_{};
     Mapping arena_;

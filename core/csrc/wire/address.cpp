@@ -131,7 +131,7 @@ Result<bool> wait_for(int fd, short events, Deadline end, const std::atomic<bool
 
 namespace {
 
-Result<Fd> connect_one(const SocketAddress& address, const std::string& text, int timeout_ms,
+Result<Fd> connect_one(const SocketAddress& address, const std::string& text, Deadline end,
                        const std::string& interface, const std::atomic<bool>* given_up) {
     Fd fd(::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (!fd.valid()) return os_error("socket");
@@ -141,13 +141,9 @@ Result<Fd> connect_one(const SocketAddress& address, const std::string& text, in
     };
     if (::connect(fd.get(), address.get(), address.size) != 0) {
         if (errno != EINPROGRESS && errno != EINTR) return unavailable(errno);
-        auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
         Result<bool> ready = wait_for(fd.get(), POLLOUT, end, given_up);
         if (!ready) return ready.error();
-        if (!*ready) {
-            return Error{Code::kTimeout,
-                         text + " took no connection within " + std::to_string(timeout_ms) + " ms"};
-        }
+        if (!*ready) return Error{Code::kTimeout, text + " took no connection in time"};
         int error = 0;
         socklen_t size = sizeof(error);
         ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size);
@@ -167,10 +163,18 @@ Result<Fd> connect_tcp(const std::string& text, int timeout_ms, const std::strin
     Result<std::vector<SocketAddress>> addresses = resolve(text, false);
     if (!addresses) return addresses.error();
     Error last{Code::kUnavailable, text + " has no address"};
-    for (const SocketAddress& address : *addresses) {
-        Result<Fd> fd = connect_one(address, text, timeout_ms, interface, given_up);
+    Deadline end = deadline_in(timeout_ms);
+    for (size_t i = 0; i < addresses->size(); ++i) {
+        // Each gets a fair share of what is left, so that a silent one does not cost the others their turn.
+        auto now = std::chrono::steady_clock::now();
+        auto share = (end - now) / static_cast<int64_t>(addresses->size() - i);
+        Result<Fd> fd = connect_one((*addresses)[i], text, now + share, interface, given_up);
         if (fd) return fd;
         last = fd.error();
+        if (last.code == Code::kClosed) break;  // given up
+        if (last.code == Code::kTimeout) {
+            last.text = text + " took no connection within " + std::to_string(timeout_ms) + " ms";
+        }
     }
     return last;
 }

@@ -41,9 +41,12 @@ Result<Fd> listen_tcp(const SocketAddress& address, const std::string& text);
 // `given_up` every kLookMs, and fails with kClosed when that is set; null: nobody gives up.
 using Deadline = std::chrono::steady_clock::time_point;
 inline constexpr int kLookMs = 50;
+inline Deadline deadline_in(int ms) {
+    return std::chrono::steady_clock::now() + std::chrono::milliseconds(ms);
+}
 Result<bool> wait_for(int fd, short events, Deadline end, const std::atomic<bool>* given_up);
 
-// Connects within `timeout_ms`; the socket is blocking.
+// Connects within `timeout_ms`, however many addresses the text names; the socket is blocking.
 Result<Fd> connect_tcp(const std::string& text, int timeout_ms, const std::string& interface = "",
                        const std::atomic<bool>* given_up = nullptr);
 

@@ -5,7 +5,6 @@
 #include <sys/time.h>
 
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 
 #include "base/hmac.hpp"
@@ -21,13 +20,17 @@ constexpr uint32_t kWelcomeBytesMax = 64u << 10;
 class Handshake {
    public:
     Handshake(int fd, const DialOptions& options)
-        : fd_(fd), peer_(options.address), timeout_ms_(options.timeout_ms), given_up_(options.given_up) {}
+        : fd_(fd),
+          peer_(options.address),
+          end_(deadline_in(options.timeout_ms)),
+          given_up_(options.given_up) {}
 
     Status send(const std::vector<std::byte>& bytes) {
         size_t sent = 0;
         while (sent < bytes.size()) {
-            ssize_t n = ::send(fd_, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL);
-            if (n < 0 && errno == EINTR) continue;
+            if (Status ready = wait(POLLOUT); !ready) return ready;
+            ssize_t n = ::send(fd_, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+            if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
             if (n < 0) return lost();
             sent += static_cast<size_t>(n);
         }
@@ -53,12 +56,9 @@ class Handshake {
     Status receive(void* data, size_t size) {
         auto* at = static_cast<std::byte*>(data);
         while (size != 0) {
-            auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms_);
-            Result<bool> ready = wait_for(fd_, POLLIN, end, given_up_);
-            if (!ready) return ready.error();
-            if (!*ready) return late();
-            ssize_t n = ::recv(fd_, at, size, 0);
-            if (n < 0 && errno == EINTR) continue;
+            if (Status ready = wait(POLLIN); !ready) return ready;
+            ssize_t n = ::recv(fd_, at, size, MSG_DONTWAIT);
+            if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
             if (n == 0) {
                 return Error{Code::kUnavailable, peer_ + " closed the connection during the handshake"};
             }
@@ -68,15 +68,19 @@ class Handshake {
         }
         return success();
     }
-    Error late() const { return Error{Code::kTimeout, peer_ + " did not finish the handshake in time"}; }
+    Status wait(short events) {
+        Result<bool> ready = wait_for(fd_, events, end_, given_up_);
+        if (!ready) return ready.error();
+        if (*ready) return success();
+        return Error{Code::kTimeout, peer_ + " did not finish the handshake in time"};
+    }
     Error lost() const {
-        if (errno == EAGAIN) return late();
         return Error{Code::kUnavailable, "the connection to " + peer_ + " is lost: " + std::strerror(errno)};
     }
 
     int fd_;
     std::string peer_;
-    int timeout_ms_;
+    Deadline end_;  // of the whole handshake: who sends a byte now and then gains nothing
     const std::atomic<bool>* given_up_;
 };
 

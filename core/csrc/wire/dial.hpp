@@ -25,7 +25,7 @@ struct DialOptions {
     std::string token;
     std::string tenant = "default";
     std::string purpose;
-    int timeout_ms = 2000;                        // for connecting, and then for each wait
+    int timeout_ms = 2000;                        // for connecting, and then for the whole handshake
     std::string interface;                        // a network device, empty: the route decides
     const std::atomic<bool>* given_up = nullptr;  // set by another thread: dial() fails at once
 };
