@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from moonpool import STORED, Store, _native
-from moonpool.core.errors import Forked
+from moonpool import STORED, Presence, Store, _native
+from moonpool.core.errors import Closed, Forked
 
 from .store_bed import MIB, TOKEN, until
 
@@ -139,6 +141,71 @@ def test_a_child_of_a_process_with_an_embedded_node(runtime_dir: Path) -> None:
     assert stores[0].put("k2", b"x") == STORED
     stores[0].close()
     server.stop()
+
+
+def test_a_child_of_a_store_with_a_master(runtime_dir: Path) -> None:
+    """The thread that dials the master waits on a condition variable, which the child must not destroy."""
+    master = _native.MasterServer(["127.0.0.1:0"], TOKEN)
+    master.start()
+    path = str(runtime_dir / "n.sock")
+    node = _native.Server(
+        path, [("default", 4 * MIB)], TOKEN, name="a", listen=["127.0.0.1:0"], master=master.addresses[0]
+    )
+    node.start()
+    stores = [Store(path, token=TOKEN)]
+    stores[0].put("k", b"x")
+    directories = [_native.DirectoryClient(master.addresses[0], TOKEN, timeout_s=5.0)]
+    until(lambda: len(directories[0].members(fresh=True)[1]) == 1)
+    assert stores[0].exists("nowhere") == Presence.MISS  # the master was asked
+    masters, nodes = [master], [node]
+
+    def child() -> None:
+        with pytest.raises(Forked):
+            stores[0].exists("nowhere")
+        with pytest.raises(Forked):
+            directories[0].members()
+        for dropped in (stores, directories, nodes, masters):
+            dropped.clear()  # type: ignore[attr-defined]
+            gc.collect()
+
+    del master, node
+    assert run_child(child) == 0
+    assert stores[0].exists(["k", "nowhere"]) == [Presence.HIT, Presence.MISS]
+    assert len(directories[0].members(fresh=True)[1]) == 1
+    stores[0].close()
+    directories[0].close()
+    nodes[0].stop()
+    masters[0].stop()
+
+
+def test_a_child_forked_while_a_thread_connects(runtime_dir: Path) -> None:
+    """The thread holds the client's mutex over the fork, and is not there to let go of it."""
+    path = str(runtime_dir / "silent.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind(path)
+        listener.listen()
+        clients = [_native.Client(path, TOKEN, timeout_s=60.0)]
+        waiting = pool.submit(clients[0].connect)
+        caller, _ = listener.accept()  # it is in the handshake
+
+        def child() -> None:
+            assert not clients[0].connected
+            for call in (
+                clients[0].connect,
+                lambda: clients[0].exists(["k"]),
+                lambda: clients[0].longest_prefix(["k"]),
+                lambda: clients[0].remove(["k"]),
+            ):
+                with pytest.raises(Forked):
+                    call()
+            clients[0].close()
+            clients.clear()
+
+        assert run_child(child) == 0
+        clients[0].close()
+        with pytest.raises(Closed):
+            waiting.result(10)
+        caller.close()
 
 
 def test_a_child_that_lives_on_does_not_keep_the_parents_connection(

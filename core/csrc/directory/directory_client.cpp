@@ -45,18 +45,17 @@ void DirectoryClient::close() {
     closed_ = true;
     connected_ = false;
     if (fork_.in_child()) {
-        // The thread is the parent's. Its handle is left alone: there is nobody to join.
-        if (dialer_.joinable()) (void)new std::thread(std::move(dialer_));
+        (void)dialing_.release();
         return;
     }
     std::thread dialer;
     {
-        std::lock_guard lock(dial_mutex_);
-        dialer = std::move(dialer_);
+        std::lock_guard lock(dialing_->mutex);
+        dialer = std::move(dialing_->thread);
         if (int fd = live_fd_.load(); fd >= 0)
             ::shutdown(fd, SHUT_RDWR);  // wakes whoever waits for an answer
-        dial_wake_.notify_all();
-        dial_done_.notify_all();
+        dialing_->wake.notify_all();
+        dialing_->done.notify_all();
     }
     if (dialer.joinable()) dialer.join();
 }
@@ -64,9 +63,10 @@ void DirectoryClient::close() {
 // The thread dials when a call found no connection, and then pauses, longer after each failure.
 void DirectoryClient::dial_loop() {
     int backoff_ms = options_.backoff_first_ms;
-    std::unique_lock lock(dial_mutex_);
+    Dialing& dialing = *dialing_;
+    std::unique_lock lock(dialing.mutex);
     while (!closed_) {
-        dial_wake_.wait(lock, [this] { return closed_ || dial_wanted_; });
+        dialing.wake.wait(lock, [&] { return closed_ || dialing.wanted; });
         if (closed_) return;
         lock.unlock();
         DialOptions dial_options;
@@ -79,17 +79,17 @@ void DirectoryClient::dial_loop() {
         dial_options.given_up = &closed_;
         Result<Dialed> dialed = dial(dial_options);
         lock.lock();
-        dialed_once_ = true;
+        dialing.once = true;
         if (dialed) {
-            dialed_ = std::move(dialed->fd);
-            dial_wanted_ = false;
+            dialing.fd = std::move(dialed->fd);
+            dialing.wanted = false;
             backoff_ms = options_.backoff_first_ms;
         } else {
-            why_not_ = dialed.error();
+            dialing.why_not = dialed.error();
         }
-        dial_done_.notify_all();
+        dialing.done.notify_all();
         if (dialed) continue;
-        dial_wake_.wait_for(lock, std::chrono::milliseconds(backoff_ms), [this] { return closed_.load(); });
+        dialing.wake.wait_for(lock, std::chrono::milliseconds(backoff_ms), [this] { return closed_.load(); });
         backoff_ms = std::min(backoff_ms * 2, options_.backoff_longest_ms);
     }
 }
@@ -97,27 +97,29 @@ void DirectoryClient::dial_loop() {
 // With io_mutex_ held: a connection, or why there is none. Only the first call waits for it.
 Status DirectoryClient::ready() {
     if (connected_) return success();
-    std::unique_lock lock(dial_mutex_);
+    Dialing& dialing = *dialing_;
+    std::unique_lock lock(dialing.mutex);
     if (closed_) return Error{Code::kClosed, "the directory's client was closed"};
     fd_.reset();
     live_fd_ = -1;
-    if (!dialer_.joinable()) dialer_ = std::thread([this] { dial_loop(); });
-    if (!dialed_.valid() && !dial_wanted_) {
-        dial_wanted_ = true;
-        dial_wake_.notify_all();
+    if (!dialing.thread.joinable()) dialing.thread = std::thread([this] { dial_loop(); });
+    if (!dialing.fd.valid() && !dialing.wanted) {
+        dialing.wanted = true;
+        dialing.wake.notify_all();
     }
-    if (!dialed_once_) {
-        dial_done_.wait_for(lock, std::chrono::milliseconds(2 * options_.timeout_ms),
-                            [this] { return closed_ || dialed_once_; });
+    if (!dialing.once) {
+        dialing.done.wait_for(lock, std::chrono::milliseconds(2 * options_.timeout_ms),
+                              [&] { return closed_ || dialing.once; });
     }
     if (closed_) return Error{Code::kClosed, "the directory's client was closed"};
-    if (!dialed_.valid()) {
-        if (!why_not_.text.empty()) return why_not_;
+    if (!dialing.fd.valid()) {
+        if (!dialing.why_not.text.empty()) return dialing.why_not;
         return Error{Code::kUnavailable, "there is no connection to the master at " + options_.master};
     }
-    fd_ = std::move(dialed_);
+    fd_ = std::move(dialing.fd);
     live_fd_ = fd_.get();
-    why_not_ = Error{Code::kUnavailable, "the connection to the master at " + options_.master + " is lost"};
+    dialing.why_not =
+        Error{Code::kUnavailable, "the connection to the master at " + options_.master + " is lost"};
     members_at_ = {};  // another master may count its epochs anew
     members_epoch_ = 0;
     connected_ = true;
@@ -126,10 +128,10 @@ Status DirectoryClient::ready() {
 
 Error DirectoryClient::lost(Error error) {
     connected_ = false;
-    std::lock_guard lock(dial_mutex_);
+    std::lock_guard lock(dialing_->mutex);
     if (!closed_) {
-        dial_wanted_ = true;
-        dial_wake_.notify_all();
+        dialing_->wanted = true;
+        dialing_->wake.notify_all();
     }
     return error;
 }

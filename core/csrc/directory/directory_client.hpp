@@ -115,13 +115,19 @@ class DirectoryClient {
     uint64_t members_epoch_ = 0;  // of members_, as this connection's master counts; 0: none of its
     Clock::time_point members_at_{};
 
-    std::mutex dial_mutex_;  // between callers and the thread that dials
-    std::condition_variable dial_wake_, dial_done_;
-    bool dial_wanted_ = false, dialed_once_ = false;
-    Fd dialed_;
+    // Between callers and the thread that dials. In a child of fork() it is left to itself: the thread is not
+    // there, and destroying a condition variable waits for whoever waits on it.
+    struct Dialing {
+        std::mutex mutex;
+        std::condition_variable wake, done;
+        bool wanted = false, once = false;
+        Fd fd;  // that a caller has yet to take
+        ClosedInChildren closed_in_children{fd};
+        Error why_not;
+        std::thread thread;
+    };
+    std::unique_ptr<Dialing> dialing_ = std::make_unique<Dialing>();
     std::atomic<int> live_fd_{-1};  // fd_, for close(), which does not wait for a call in progress
-    Error why_not_;
-    std::thread dialer_;
 };
 
 }  // namespace moonpool

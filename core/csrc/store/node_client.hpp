@@ -174,8 +174,10 @@ class NodeClient {
     // The live session, connecting if there is none and the back-off allows it.
     Result<std::shared_ptr<Session>> session();
 
-    // The session of the last call, without connecting; null when there is none.
+    // The session of the last call, without connecting; null when there is none, and in a child of fork(),
+    // where the mutex may be held by a thread that only the parent has.
     std::shared_ptr<Session> current() {
+        if (fork_.in_child()) return nullptr;
         std::lock_guard lock(mutex_);
         return session_;
     }
