@@ -138,7 +138,9 @@ def test_a_full_node_spills_and_finds_what_it_spilled(pool: Pool) -> None:
     # What was replaced while it lay elsewhere is there, and new.
     assert a.put("spilled", b"new", replace=True) == STORED
     assert bytes(a.get("spilled")) == b"new"
-    assert bytes(pool.store("b").get("spilled")) == b"new"
+    b = pool.store("b")
+    until(lambda: b.exists("spilled"))
+    assert bytes(b.get("spilled")) == b"new"
     del pin
 
 
