@@ -29,6 +29,7 @@ from moonpool.core.addresses import parse_address
 from moonpool.core.admin_http import AdminServer
 from moonpool.core.config import Config
 from moonpool.core.errors import Error, Unavailable
+from moonpool.core.processes import allow_many_descriptors
 from moonpool.core.reach import listening, require_token
 from moonpool.core.tls import server_context
 
@@ -246,6 +247,7 @@ class Master:
 
 def run(config: Config, *, on_ready: Callable[[Master], None] | None = None) -> None:
     """Runs a master until SIGTERM or SIGINT. Raises a moonpool Error when it cannot start."""
+    allow_many_descriptors()
     asyncio.run(_run(Master(config), on_ready))
 
 

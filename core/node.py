@@ -26,6 +26,7 @@ from moonpool.core.admin_http import AdminServer
 from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.node_socket import Claim, hand_over_default, link_default
+from moonpool.core.processes import allow_many_descriptors
 from moonpool.core.reach import Reach, listening, reach_of_node
 from moonpool.core.tls import server_context
 from moonpool.core.units import parse_size
@@ -259,6 +260,7 @@ def run(
     make_server: ServerFactory = native_server,
 ) -> None:
     """Runs a node until SIGTERM or SIGINT. Raises a moonpool Error when it cannot start."""
+    allow_many_descriptors()
     asyncio.run(_run(Node(config, make_server=make_server), on_ready))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -26,6 +27,15 @@ TAG_VARIABLE = "MOONPOOL_CHILD"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def allow_many_descriptors() -> None:
+    """Raises the limit of open files as far as this process may: the usual 1,024 are fewer than the clients
+    that a node or a master serves."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def become_subreaper() -> None:

@@ -480,3 +480,15 @@ def test_a_second_node_of_the_name_exits_2_and_after_kill_9_a_new_one_starts(run
         assert is_served(runtime / "node.sock")
         third.terminate()
         assert third.wait(DEADLINE_S) == 0
+
+
+def test_a_node_may_have_more_descriptors_than_the_usual_limit() -> None:
+    code = (
+        "import resource;"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard));"
+        "from moonpool.core.processes import allow_many_descriptors;"
+        "allow_many_descriptors();"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
