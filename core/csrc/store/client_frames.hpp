@@ -1,4 +1,5 @@
-// What the halves of NodeClient share: sizes, refusals, and how the items of a call are dealt out to frames.
+// What the files of Client and NodeClient share: sizes, refusals, and how the items of a call are dealt out
+// to frames.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +10,13 @@
 #include "store/node_client.hpp"
 
 namespace moonpool {
+
+inline constexpr size_t kAttemptsMax = 3;  // holders that are tried for one key in one call
+
+// Whether a node is away, as far as its caller can tell; another may still have what was asked for.
+inline bool no_answer(const Error& error) {
+    return error.code == Code::kUnavailable || error.code == Code::kTimeout || error.code == Code::kProtocol;
+}
 
 inline uint64_t total(std::span<const Part> parts) {
     uint64_t bytes = 0;

@@ -1,0 +1,200 @@
+// Client, asking: what is here or elsewhere, and pinning it where it lies.
+#include <algorithm>
+#include <map>
+#include <numeric>
+
+#include "store/client.hpp"
+#include "store/client_frames.hpp"
+
+namespace moonpool {
+
+Result<Pinned> Client::pin(std::span<const std::string_view> names) {
+    Result<Pinned> pinned = own_.pin(names);
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr) return pinned;
+    bool own_answered = pinned.ok();
+    Error own_error;
+    if (!own_answered) {
+        if (!no_answer(pinned.error())) return pinned;
+        own_error = pinned.error();
+        Pinned nothing;
+        nothing.descriptors.resize(names.size());
+        nothing.under.assign(names.size(), kNoPin);
+        pinned = std::move(nothing);
+    }
+    std::vector<size_t> missing;
+    for (size_t i = 0; i < names.size(); ++i) {
+        if (!pinned->has(i)) missing.push_back(i);
+    }
+    if (missing.empty()) return pinned;
+    std::string why;
+    pin_elsewhere(*others, names, missing, *pinned, why);
+    // With the own node away, a miss everywhere else is not known to be a miss.
+    for (size_t i = 0; !own_answered && i < names.size(); ++i) {
+        if (!pinned->has(i)) return own_error;
+    }
+    return pinned;
+}
+
+void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
+                           std::span<const size_t> missing, Pinned& pinned, std::string& why) {
+    std::vector<size_t> left(missing.begin(), missing.end());
+    std::map<size_t, std::vector<NodeId>> tried;
+    std::mutex merging;
+    for (size_t attempt = 0; attempt < kAttemptsMax && !left.empty(); ++attempt) {
+        std::vector<std::string_view> wanted;
+        for (size_t i : left) wanted.push_back(names[i]);
+        std::vector<Hash128> asked = hashes(wanted);
+        Result<LocateAnswer> located = pool.directory->locate(asked);
+        std::shared_ptr<const Members> members;
+        if (located) {
+            members = located->members;
+        } else {
+            why = located.error().text;
+            if (auto last = pool.directory->members()) members = *last;
+            if (members == nullptr) return;
+        }
+        std::map<NodeId, Group> groups;
+        for (size_t k = 0; k < asked.size(); ++k) {
+            const Member* member =
+                located ? nearest(pool, *members, located->keys[k], tried[left[k]], asked[k].low) : nullptr;
+            // Where this client put it a moment ago, or found it before.
+            if (NodeId known = locations_.find(asked[k]); member == nullptr && attempt == 0) {
+                member = members->find(known);
+                if (member != nullptr && member->state != MemberState::kAlive) member = nullptr;
+            }
+            if (member == nullptr) continue;
+            tried[left[k]].push_back(member->id);
+            Group& group = groups[member->id];
+            group.member = *member;
+            group.items.push_back(left[k]);
+        }
+        std::vector<Group> work;
+        for (auto& [id, group] : groups) work.push_back(std::move(group));
+        std::vector<size_t> again;
+        each(work, [&](Group& group) {
+            std::vector<std::string_view> keys;
+            for (size_t i : group.items) keys.push_back(names[i]);
+            Result<Pinned> got = group.member.identity.incarnation == pool.own
+                                     ? own_.pin(keys)
+                                     : node(pool, group.member)->pin(keys);
+            std::lock_guard lock(merging);
+            if (!got) {
+                why = got.error().text;
+                again.insert(again.end(), group.items.begin(), group.items.end());
+                return;
+            }
+            auto base = static_cast<uint32_t>(pinned.pins.size());
+            for (size_t k = 0; k < group.items.size(); ++k) {
+                if (!got->has(k)) {
+                    again.push_back(group.items[k]);
+                    continue;
+                }
+                locations_.put(own_.hasher()(keys[k]), group.member.id);
+                pinned.descriptors[group.items[k]] = got->descriptors[k];
+                pinned.under[group.items[k]] = base + got->under[k];
+            }
+            for (auto& pin : got->pins) pinned.pins.push_back(std::move(pin));
+        });
+        left = std::move(again);
+    }
+}
+
+Result<std::vector<Presence>> Client::exists(std::span<const std::string_view> names) {
+    Result<std::vector<uint8_t>> own = own_.exists(names);
+    std::shared_ptr<Pool> others = pool();
+    if (!own && (others == nullptr || !no_answer(own.error()))) return own.error();
+    std::vector<Presence> present(names.size(), own ? Presence::kMiss : Presence::kUnknown);
+    std::vector<std::string_view> wanted;
+    std::vector<size_t> place;
+    for (size_t i = 0; i < names.size(); ++i) {
+        if (own && (*own)[i] != 0) {
+            present[i] = Presence::kHit;
+        } else {
+            wanted.push_back(names[i]);
+            place.push_back(i);
+        }
+    }
+    if (others == nullptr || wanted.empty()) return present;
+    Result<LocateAnswer> located = others->directory->locate(hashes(wanted));
+    if (!located) {
+        for (size_t i : place) present[i] = Presence::kUnknown;
+        return present;
+    }
+    // The directory may be some milliseconds behind: the holder has the last word.
+    std::map<NodeId, Group> groups;
+    for (size_t k = 0; k < wanted.size(); ++k) {
+        std::vector<NodeId> avoid;
+        for (const Member& member : located->members->rows) {
+            if (own && member.identity.incarnation == others->own) avoid.push_back(member.id);
+        }
+        const Member* member = nearest(*others, *located->members, located->keys[k], avoid, k);
+        if (member == nullptr) member = located->members->find(locations_.find(own_.hasher()(wanted[k])));
+        if (member == nullptr || member->state != MemberState::kAlive) continue;
+        Group& group = groups[member->id];
+        group.member = *member;
+        group.items.push_back(k);
+    }
+    std::vector<Group> work;
+    for (auto& [id, group] : groups) work.push_back(std::move(group));
+    each(work, [&](Group& group) {
+        std::vector<std::string_view> keys;
+        for (size_t k : group.items) keys.push_back(wanted[k]);
+        Result<std::vector<uint8_t>> flags = node(*others, group.member)->exists(keys);
+        for (size_t j = 0; j < keys.size(); ++j) {
+            Presence& answer = present[place[group.items[j]]];
+            if (!flags) {
+                answer = Presence::kUnknown;
+            } else if ((*flags)[j] != 0) {
+                answer = Presence::kHit;
+            }
+        }
+    });
+    return present;
+}
+
+Result<Prefix> Client::longest_prefix(std::span<const std::string_view> names, uint32_t width, bool pin) {
+    Result<Prefix> own = own_.longest_prefix(names, width, pin);
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr) return own;
+    Prefix prefix;
+    if (own) {
+        prefix = std::move(*own);
+    } else if (no_answer(own.error()) && width != 0 && names.size() % width == 0) {
+        prefix.why = own.error().text;
+    } else {
+        return own;
+    }
+    size_t have = prefix.blocks * width;
+    if (have == names.size()) return prefix;
+    std::span<const std::string_view> rest = names.subspan(have);
+    LocateOptions question;
+    question.prefix = true;
+    question.width = static_cast<uint16_t>(width);
+    Result<LocateAnswer> located = others->directory->locate(hashes(rest), question);
+    if (!located) {
+        prefix.why = located.error().text;
+        return prefix;
+    }
+    size_t more = located->keys.size() / width * width;
+    if (more == 0) return prefix;
+    prefix.descriptors.resize(have + more);
+    prefix.under.resize(have + more, kNoPin);
+    if (pin) {
+        std::vector<size_t> missing(more);
+        std::iota(missing.begin(), missing.end(), have);
+        pin_elsewhere(*others, names, missing, prefix, prefix.why);
+        while (more != 0) {
+            size_t gap = have;
+            while (gap < have + more && prefix.has(gap)) ++gap;
+            if (gap == have + more) break;
+            more = (gap - have) / width * width;
+        }
+        prefix.descriptors.resize(have + more);
+        prefix.under.resize(have + more);
+    }
+    prefix.blocks += more / width;
+    return prefix;
+}
+
+}  // namespace moonpool

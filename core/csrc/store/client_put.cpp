@@ -1,0 +1,309 @@
+// Client, writing: to the own node; elsewhere when that is full or gone; copies to other hosts.
+#include <algorithm>
+#include <numeric>
+
+#include "base/crc32c.hpp"
+#include "store/client.hpp"
+#include "store/client_frames.hpp"
+
+namespace moonpool {
+
+// Whether the own node would have to evict for that much. Not known of a node of another host.
+bool Client::own_is_full(uint64_t bytes) {
+    std::shared_ptr<Session> session = own_.current();
+    if (session == nullptr || !session->alive() || session->remote()) return false;
+    return session->index().free_bytes() < bytes + session->arena_bytes() / 8;
+}
+
+Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& options) {
+    std::vector<PutItem> whole;
+    std::vector<size_t> place, striped;
+    for (size_t i = 0; i < items.size(); ++i) {
+        if (too_large_for_one(items[i])) {
+            striped.push_back(i);
+        } else {
+            whole.push_back(items[i]);
+            place.push_back(i);
+        }
+    }
+    if (striped.empty()) return put_whole(items, options);
+    Result<PutReport> some = put_whole(whole, options);
+    if (!some) return some;
+    PutReport report = std::move(*some);
+    std::vector<PutOutcome> outcomes(items.size(), PutOutcome::kRefused);
+    std::vector<uint8_t> copies;
+    if (!report.copies.empty()) copies.assign(items.size(), 1);
+    for (size_t k = 0; k < place.size(); ++k) {
+        outcomes[place[k]] = report.outcomes[k];
+        if (!copies.empty()) copies[place[k]] = report.copies[k];
+    }
+    std::shared_ptr<Pool> others = pool();
+    for (size_t i : striped) {
+        Status status = put_striped(*others, items[i], options, outcomes[i], report);
+        if (!status) return status.error();
+    }
+    report.outcomes = std::move(outcomes);
+    report.copies = std::move(copies);
+    return report;
+}
+
+Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOptions& options) {
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr) {
+        Result<PutReport> report = own_.put(items, options.replace, options.ack, options.timeout_ms);
+        others = pool();  // the first call of all finds out
+        if (report && options.replicas > 1) {
+            if (others != nullptr) {
+                replicate(*others, items, options, *report);
+            } else {
+                report->copies.assign(items.size(), 1);
+                report->short_of_copies = "the node has no master, and so no other nodes";
+            }
+        }
+        if (others == nullptr || report) return report;
+    }
+    uint64_t bytes = 0;
+    for (const PutItem& item : items) bytes += std::min(total(item.parts), UINT64_MAX - bytes);
+    PutReport report;
+    std::vector<size_t> left(items.size());
+    std::iota(left.begin(), left.end(), 0);
+    report.outcomes.assign(items.size(), PutOutcome::kRefused);
+    auto still_refused = [&] {
+        std::vector<size_t> refused;
+        for (size_t i = 0; i < items.size(); ++i) {
+            if (report.outcomes[i] == PutOutcome::kRefused) refused.push_back(i);
+        }
+        return refused;
+    };
+    if (options.replace) {
+        // Whoever else has an older generation loses it first: from here on nobody reads it.
+        std::vector<std::string_view> names;
+        for (const PutItem& item : items) names.push_back(item.name);
+        std::vector<uint8_t> ignored(names.size());
+        remove_elsewhere(*others, names, false, ignored);
+    }
+    // The own node is full and another is not: a new block is better there than in an old one's place.
+    bool spilled = options.ack && !options.replace && own_is_full(bytes) && others->room.may_ask();
+    if (spilled) {
+        std::erase_if(left, [&](size_t i) {
+            bool here = own_has(items[i].name);
+            if (here) report.outcomes[i] = PutOutcome::kExists;
+            return here;
+        });
+        size_t wanted = left.size();
+        put_elsewhere(*others, items, options, left, report, false);
+        left = still_refused();
+        if (wanted != 0 && left.size() == wanted) others->room.nowhere();
+    }
+    Error own_error;
+    if (!left.empty()) {
+        std::vector<PutItem> own_items;
+        for (size_t i : left) own_items.push_back(items[i]);
+        Result<PutReport> own = own_.put(own_items, options.replace, options.ack, options.timeout_ms);
+        if (own) {
+            for (size_t k = 0; k < left.size(); ++k) report.outcomes[left[k]] = own->outcomes[k];
+            report.refusal = own->refusal;
+            report.stored_bytes += own->stored_bytes;
+        } else if (no_answer(own.error())) {
+            own_error = own.error();
+            if (options.replace) {
+                std::vector<std::string_view> names;
+                for (size_t i : left) names.push_back(items[i].name);
+                std::vector<uint8_t> ignored(names.size());
+                remove_elsewhere(*others, names, true, ignored);
+            }
+        } else {
+            return own;
+        }
+        left = still_refused();
+    }
+    if (!left.empty() && options.ack) put_elsewhere(*others, items, options, left, report, true);
+    if (!own_error.text.empty() && !still_refused().empty()) return own_error;
+    if (options.replicas > 1) replicate(*others, items, options, report);
+    return report;
+}
+
+bool Client::own_has(std::string_view name) {
+    std::shared_ptr<Session> session = own_.current();
+    return session != nullptr && !session->remote() &&
+           session->index().find(session->space(), own_.hasher()(name), name).has_value();
+}
+
+// What one node is asked to take at a time: some hundred MiB, or one object.
+std::vector<std::vector<size_t>> Client::in_chunks(std::span<const PutItem> items,
+                                                   std::span<const size_t> which) {
+    constexpr uint64_t kChunkBytes = 256ull << 20;
+    std::vector<std::vector<size_t>> chunks;
+    uint64_t bytes = 0;
+    for (size_t i : which) {
+        uint64_t size = total(items[i].parts);
+        if (chunks.empty() || bytes + size > kChunkBytes) {
+            chunks.emplace_back();
+            bytes = 0;
+        }
+        chunks.back().push_back(i);
+        bytes += size;
+    }
+    return chunks;
+}
+
+void Client::put_elsewhere(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
+                           std::span<const size_t> which, PutReport& report, bool evict) {
+    Result<std::shared_ptr<const Members>> members = pool.directory->members();
+    if (!members) return;
+    for (std::vector<size_t>& left : in_chunks(items, which)) {
+        PlaceOptions where;
+        for (const Member& member : (*members)->rows) {
+            if (member.identity.incarnation == pool.own) where.avoid_nodes.push_back(member.id);
+        }
+        for (bool last : {false, true}) {
+            if (last && !evict) break;
+            where.evict = last;
+            for (size_t attempt = 0; attempt < kAttemptsMax && !left.empty(); ++attempt) {
+                uint64_t bytes = 0;
+                for (size_t i : left) bytes += total(items[i].parts);
+                Result<std::vector<NodeId>> placed = pool.directory->place(bytes, 1, where);
+                if (!placed || placed->empty()) break;
+                where.avoid_nodes.push_back(placed->front());
+                const Member* member = (*members)->find(placed->front());
+                if (member == nullptr) {
+                    members = pool.directory->members(true);
+                    if (!members) return;
+                    member = (*members)->find(placed->front());
+                    if (member == nullptr) continue;
+                }
+                std::vector<PutItem> batch;
+                for (size_t i : left) batch.push_back(items[i]);
+                Result<PutReport> put =
+                    node(pool, *member)->put(batch, options.replace, true, options.timeout_ms);
+                if (!put) {
+                    report.refusal = put.error().text;
+                    continue;
+                }
+                std::vector<size_t> refused;
+                for (size_t k = 0; k < left.size(); ++k) {
+                    report.outcomes[left[k]] = put->outcomes[k];
+                    if (put->outcomes[k] == PutOutcome::kRefused) {
+                        refused.push_back(left[k]);
+                        continue;
+                    }
+                    Hash128 hash = own_.hasher()(items[left[k]].name);
+                    locations_.put(hash, member->id);
+                    recent_.add(hash, member->id);
+                }
+                if (!put->refusal.empty()) report.refusal = put->refusal;
+                report.stored_bytes += put->stored_bytes;
+                left = std::move(refused);
+            }
+        }
+    }
+}
+
+// Of objects that were there before, only those with the very bytes of this call are to have more copies.
+std::vector<size_t> Client::with_equal_bytes(std::span<const PutItem> items, std::span<const size_t> which) {
+    std::vector<std::string_view> names;
+    for (size_t i : which) names.push_back(items[i].name);
+    Result<Pinned> pinned = pin(names);
+    std::vector<size_t> equal;
+    for (size_t k = 0; pinned && k < which.size(); ++k) {
+        if (!pinned->has(k)) continue;
+        uint32_t crc = 0;
+        for (const Part& part : items[which[k]].parts) crc = crc32c(crc, part.data, part.size);
+        const Descriptor& d = pinned->descriptors[k];
+        if (d.size == total(items[which[k]].parts) && d.crc == crc) equal.push_back(which[k]);
+    }
+    return equal;
+}
+
+void Client::replicate(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
+                       PutReport& report) {
+    report.copies.assign(items.size(), 0);
+    std::vector<size_t> stored, existed;
+    for (size_t i = 0; i < items.size(); ++i) {
+        if (report.outcomes[i] == PutOutcome::kRefused) continue;
+        report.copies[i] = 1;
+        (report.outcomes[i] == PutOutcome::kStored ? stored : existed).push_back(i);
+    }
+    if (!existed.empty()) {
+        std::vector<size_t> equal = with_equal_bytes(items, existed);
+        if (equal.size() != existed.size()) {
+            report.short_of_copies = "the key has other bytes than these, which stay";
+        }
+        stored.insert(stored.end(), equal.begin(), equal.end());
+    }
+    for (const std::vector<size_t>& chunk : in_chunks(items, stored)) {
+        replicate_some(pool, items, options, chunk, report);
+    }
+}
+
+// One host after the other gets a copy, until there are enough or no host is left.
+void Client::replicate_some(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
+                            std::span<const size_t> which, PutReport& report) {
+    Result<std::shared_ptr<const Members>> members = pool.directory->members();
+    if (!members) {
+        report.short_of_copies = members.error().text;
+        return;
+    }
+    PlaceOptions where;
+    where.avoid_host_ids.push_back(pool.host_id);
+    for (const Member& member : (*members)->rows) {
+        if (member.identity.incarnation == pool.own) where.avoid_nodes.push_back(member.id);
+    }
+    // What was spilled lies elsewhere already: not a second time on that host.
+    for (size_t i : which) {
+        std::vector<NodeId> at;
+        recent_.find(own_.hasher()(items[i].name), at);
+        for (NodeId node : at) {
+            const Member* member = (*members)->find(node);
+            if (member == nullptr || where.avoid_nodes.size() >= 64) continue;
+            if (std::ranges::find(where.avoid_nodes, node) != where.avoid_nodes.end()) continue;
+            where.avoid_nodes.push_back(node);
+            where.avoid_host_ids.push_back(member->identity.host_id);
+        }
+    }
+    std::string why;
+    auto wanting = [&] {
+        std::vector<size_t> left;
+        for (size_t i : which) {
+            if (report.copies[i] < options.replicas) left.push_back(i);
+        }
+        return left;
+    };
+    for (bool evict : {false, true}) {
+        where.evict = evict;
+        for (std::vector<size_t> left = wanting(); !left.empty(); left = wanting()) {
+            uint64_t bytes = 0;
+            for (size_t i : left) bytes += total(items[i].parts);
+            Result<std::vector<NodeId>> placed = pool.directory->place(bytes, 1, where);
+            if (!placed) {
+                report.short_of_copies = placed.error().text;
+                return;
+            }
+            if (placed->empty()) break;
+            where.avoid_nodes.push_back(placed->front());
+            const Member* member = (*members)->find(placed->front());
+            if (member == nullptr) continue;
+            std::vector<PutItem> batch;
+            for (size_t i : left) batch.push_back(items[i]);
+            Result<PutReport> put =
+                node(pool, *member)->put(batch, options.replace, true, options.timeout_ms);
+            if (!put) {
+                why = put.error().text;
+                continue;
+            }
+            where.avoid_host_ids.push_back(member->identity.host_id);
+            for (size_t k = 0; k < left.size(); ++k) {
+                if (put->outcomes[k] == PutOutcome::kRefused) {
+                    why = put->refusal;
+                    continue;
+                }
+                ++report.copies[left[k]];
+                recent_.add(own_.hasher()(items[left[k]].name), member->id);
+            }
+        }
+    }
+    if (wanting().empty()) return;
+    report.short_of_copies = why.empty() ? "there are not enough other hosts in the pool" : why;
+}
+
+}  // namespace moonpool
