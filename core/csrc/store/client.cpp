@@ -31,6 +31,7 @@ void Client::close() {
 
 // Known once the own node was reached; it stays known when that node is gone.
 std::shared_ptr<Client::Pool> Client::pool() {
+    if (!own_.check_open()) return nullptr;  // in a child of fork() the mutex may be held for ever
     std::shared_ptr<Session> session = own_.current();
     std::lock_guard lock(mutex_);
     if (closed_ || session == nullptr || session->incarnation() == asked_) return pool_;
