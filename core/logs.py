@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 from moonpool.core.config import Config
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
+class StandardError(logging.Handler):
+    """Writes to what sys.stderr is at that moment, and not to what it was when logging was set up."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def set_up(config: Config) -> None:
     """For the programs of Moonpool; a library inside somebody else's process leaves logging to that one."""
-    logging.basicConfig(level=config.log.level.upper(), format=FORMAT, force=True)
+    logging.basicConfig(level=config.log.level.upper(), format=FORMAT, force=True, handlers=[StandardError()])

@@ -133,7 +133,7 @@ def test_many_keys(cluster: Cluster) -> None:
     print(f"the directory is back {time.monotonic() - began:.2f} s after the master was (promised: 3 s)")
     assert time.monotonic() - began < 5 * 3
     until(lambda: on_b.longest_prefix(last)["blocks"] == 1000)
-    assert cluster.states() == {a.name: "alive", b.name: "alive"}
+    until(lambda: cluster.states() == {a.name: "alive", b.name: "alive"})
 
 
 def test_a_store_that_is_opened_and_closed_again_and_again(cluster: Cluster) -> None:

@@ -69,9 +69,15 @@ def work(
 
 
 def run_all(
-    engine: TransferEngine, peers: list[Peer], rng: random.Random, act: Callable[[], None]
+    engine: TransferEngine,
+    peers: list[Peer],
+    rng: random.Random,
+    act: Callable[[], None],
+    *,
+    until_closed: bool = False,
 ) -> Counter[str]:
-    """All threads, and ``act`` meanwhile; -> what was done. Fails for any error but one of Closed."""
+    """All threads, and ``act`` meanwhile; -> what was done. Fails for any error but one of Closed, which ends
+    a thread. until_closed: nothing else does."""
     stop = threading.Event()
     done: Counter[str] = Counter()
     problems: list[BaseException] = []
@@ -89,7 +95,8 @@ def run_all(
     for thread in threads:
         thread.start()
     act()
-    stop.set()
+    if not until_closed:
+        stop.set()
     give_up_s = time.monotonic() + JOIN_S
     for thread in threads:
         thread.join(max(0.0, give_up_s - time.monotonic()))
@@ -137,7 +144,7 @@ def test_close_in_the_middle_of_many_threads(
             threading.Event().wait(pause_s)
             engine.close()
 
-        done = run_all(engine, peers, rng, close)
+        done = run_all(engine, peers, rng, close, until_closed=True)
         assert done["closed"] == THREADS
         with pytest.raises(Closed):
             engine.open(peers[0].address)
