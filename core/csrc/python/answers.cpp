@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <numeric>
 
 #include "python/module.hpp"
 #include "python/raise.hpp"
@@ -54,12 +53,6 @@ py::list get_answer(const std::vector<int64_t>& sizes) {
         out[i] = sizes[i] == kMiss ? py::object(py::none()) : py::object(py::int_(sizes[i]));
     }
     return out;
-}
-
-std::vector<size_t> all_places(size_t n) {
-    std::vector<size_t> places(n);
-    std::iota(places.begin(), places.end(), 0);
-    return places;
 }
 
 py::list views_answer(const std::vector<ObjectView>& views) {

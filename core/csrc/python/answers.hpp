@@ -31,7 +31,6 @@ std::vector<GetItem> get_items(const Names& names, const Buffers& parts);
 // there are fewer copies than asked for)
 py::tuple put_answer(const PutReport& report);
 py::list get_answer(const std::vector<int64_t>& sizes);
-std::vector<size_t> all_places(size_t n);
 py::list views_answer(const std::vector<ObjectView>& views);
 py::tuple pin_answer(Pinned pinned, const Names& names);
 // (blocks, pin, the node that holds the first object of each block, why there may be more)

@@ -38,16 +38,6 @@ bool same_user(int fd) {
     return peer.uid == ::geteuid() || peer.uid == 0;
 }
 
-void send_refusal(int fd, Code code, const std::string& text) {
-    std::vector<std::byte> frame;
-    size_t at = begin_frame(frame, Kind::kError, 0, 0);
-    Writer w(frame);
-    w.number(static_cast<uint16_t>(code));
-    w.text16(text);
-    finish_frame(frame, at);
-    (void)!::send(fd, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-}
-
 Result<Fd> listen_on(const std::string& path) {
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
@@ -323,7 +313,7 @@ void Server::accept_all() {
                 spare_.reset();
                 Fd refused(::accept4(listen_.get(), nullptr, nullptr, SOCK_CLOEXEC));
                 if (refused.valid())
-                    send_refusal(refused.get(), Code::kTooLarge, "the node is out of file descriptors");
+                    send_error(refused.get(), Code::kTooLarge, "the node is out of file descriptors");
                 metrics_.connections_refused_total.fetch_add(1);
                 refused.reset();
                 spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
@@ -332,7 +322,7 @@ void Server::accept_all() {
         }
         if (!same_user(fd.get())) {
             metrics_.connections_refused_total.fetch_add(1);
-            send_refusal(fd.get(), Code::kAuth, "this node serves processes of its own user only");
+            send_error(fd.get(), Code::kAuth, "this node serves processes of its own user only");
             continue;
         }
         adopt(std::move(fd));
@@ -363,9 +353,9 @@ void Server::adopt(Fd fd) {
 bool Server::has_room(int fd) {
     if (connections_.size() >= options_.limits.connections) {
         metrics_.connections_refused_total.fetch_add(1);
-        send_refusal(fd, Code::kTooLarge,
-                     "the node already has " + std::to_string(options_.limits.connections) +
-                         " connections, the limit (node.connections_max)");
+        send_error(fd, Code::kTooLarge,
+                   "the node already has " + std::to_string(options_.limits.connections) +
+                       " connections, the limit (node.connections_max)");
         return false;
     }
     metrics_.connections_total.fetch_add(1);

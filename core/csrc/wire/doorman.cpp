@@ -31,6 +31,8 @@ bool send_now(int fd, const std::vector<std::byte>& frame) {
            static_cast<ssize_t>(frame.size());
 }
 
+}  // namespace
+
 void send_error(int fd, Code code, const std::string& text) {
     std::vector<std::byte> frame;
     size_t at = begin_frame(frame, Kind::kError, 0, 0);
@@ -40,8 +42,6 @@ void send_error(int fd, Code code, const std::string& text) {
     finish_frame(frame, at);
     (void)send_now(fd, frame);
 }
-
-}  // namespace
 
 Result<std::unique_ptr<Doorman>> Doorman::create(DoormanOptions options) {
     if (options.token.empty()) return Error{Code::kInvalidArgument, "a listening port needs a cluster token"};

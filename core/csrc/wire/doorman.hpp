@@ -56,6 +56,9 @@ struct DoormanCounters {
     std::atomic<uint64_t> handshake_timeouts_total{0};
 };
 
+// An ERROR frame for a connection that is about to be closed; it is not waited for.
+void send_error(int fd, Code code, const std::string& text);
+
 class Doorman {
    public:
     // Listens from its return on; connections wait until start().
