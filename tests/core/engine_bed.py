@@ -84,11 +84,13 @@ def timed(name: str, call: Callable[[], Any], limit_s: float, error: type[Except
 
 
 class Relay:
-    """A TCP relay to one address, at most so many bytes a second each way, until it is stalled."""
+    """A TCP relay to one address, at most so many bytes a second each way, until it is stalled.
+
+    receive_bytes: what the kernel keeps for it of what was sent (a sender takes that for delivered)."""
 
     PIECE = 16384
 
-    def __init__(self, target: str, bytes_per_s: float = 0) -> None:
+    def __init__(self, target: str, bytes_per_s: float = 0, *, receive_bytes: int | None = None) -> None:
         host, _, port = target.rpartition(":")
         self._target = host, int(port)
         self._bytes_per_s = bytes_per_s
@@ -97,7 +99,12 @@ class Relay:
         self._over = threading.Event()
         self._sockets: list[socket.socket] = []
         self.carried = 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._stall_at: int | None = None
+        self._listener = socket.socket()
+        if receive_bytes is not None:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen()
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -108,6 +115,14 @@ class Relay:
     def stall(self) -> None:
         """From now on nothing goes through, and nothing ends."""
         self._open.clear()
+
+    def stall_after(self, nbytes: int) -> None:
+        """Stalls when it has carried about so many bytes more."""
+        self._stall_at = self.carried + nbytes
+
+    @property
+    def stalled(self) -> bool:
+        return not self._open.is_set()
 
     def go_on(self) -> None:
         self._open.set()
@@ -144,6 +159,8 @@ class Relay:
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:
         try:
             while data := source.recv(self.PIECE):
+                if self._stall_at is not None and self.carried >= self._stall_at:
+                    self.stall()
                 self._open.wait()
                 if self._bytes_per_s:
                     self._over.wait(len(data) / self._bytes_per_s)

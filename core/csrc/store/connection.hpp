@@ -34,6 +34,8 @@ class Connection {
     bool resume(uint64_t now_ms);  // what its parked frame waited for is here
 
     int fd() const { return fd_.get(); }
+    // Many bytes are on their way, in or out.
+    bool streaming() const { return put_ != nullptr || queue_.backlog() != 0; }
     bool proved() const { return pool_ != nullptr; }
     uint64_t since_ms() const { return since_ms_; }
     uint64_t leased_bytes() const { return leased_bytes_; }

@@ -28,13 +28,17 @@ constexpr uint64_t kLeaseAheadSlabs = 4;  // a batch leases at most this many sl
 // 20-50 us, several times what the node needs to answer.
 constexpr std::chrono::microseconds kSpin{50};
 
-// Receives without sleeping while the answer may be that near; the result of recvmsg.
-ssize_t receive_soon(int fd, iovec* parts, size_t n_parts) {
+// Beyond it the bytes of a frame take longer than being woken does, and the kernel gathers the next ones
+// meanwhile: who polls for them burns a core that the other side, or an engine, could have.
+constexpr uint64_t kSpinBytesMax = 128u << 10;
+
+// Receives, without sleeping at first when what comes is `near`; the result of recvmsg.
+ssize_t receive_some(int fd, iovec* parts, size_t n_parts, bool near) {
     msghdr message{};
     message.msg_iov = parts;
     message.msg_iovlen = n_parts;
     static const bool alone = std::thread::hardware_concurrency() < 2;
-    if (!alone) {
+    if (near && !alone) {
         auto end = std::chrono::steady_clock::now() + kSpin;
         do {
             ssize_t n = ::recvmsg(fd, &message, MSG_DONTWAIT);
@@ -287,7 +291,7 @@ Status Session::receive(void* data, size_t size) {
             n = ::recv(fd_.get(), at, size, MSG_DONTWAIT);
             if (n < 0 && errno == EAGAIN) continue;
         } else {
-            n = receive_soon(fd_.get(), &part, 1);
+            n = receive_some(fd_.get(), &part, 1, near_);
         }
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return receive_failed(n);
@@ -523,16 +527,19 @@ Status Session::receive_bytes(const std::vector<ReadRow>& rows, const Target& ta
         size_t row;
     };
     crcs.assign(rows.size(), 0);
+    uint64_t all = 0;
     std::vector<Piece> pieces;
     for (size_t i = 0; i < rows.size(); ++i) {
         uint64_t left = rows[i].bytes;
         if (left == 0) continue;
+        all += left;
         for (const Part& part : target(i)) {
             uint64_t size = std::min(left, part.size);
             if (size != 0) pieces.push_back({part.data, size, i});
             left -= size;
         }
     }
+    const bool near = all <= kSpinBytesMax;
     iovec parts[kParts];
     for (size_t at = 0; at < pieces.size();) {
         size_t n = 0;
@@ -541,7 +548,7 @@ Status Session::receive_bytes(const std::vector<ReadRow>& rows, const Target& ta
             parts[n] = iovec{pieces[at + n].data, std::min(pieces[at + n].size, kPieceBytes - bytes)};
             bytes += parts[n].iov_len;
         }
-        ssize_t got = receive_soon(fd_.get(), parts, n);
+        ssize_t got = receive_some(fd_.get(), parts, n, near);
         if (got < 0 && errno == EINTR) continue;
         if (got <= 0) return receive_failed(got);
         for (auto left = static_cast<uint64_t>(got); left != 0;) {
@@ -577,7 +584,9 @@ Status Session::put(const Build& build, std::span<const Part> parts, const Parse
         auto length = static_cast<uint32_t>(out_.size() - at - sizeof(FrameHeader) + bytes);
         std::memcpy(out_.data() + at + offsetof(FrameHeader, length), &length, sizeof(length));
         status = send_parts(parts);
+        near_ = bytes <= kSpinBytesMax;  // else the node is still taking them in
         if (status && parse) status = answer(Kind::kPut, request_id, parse);
+        near_ = true;
         if (own_timeout) set_socket_timeouts(fd_.get(), timeout_ms_);
     }
     flush_posted();

@@ -191,6 +191,7 @@ class Session {
     std::mutex io_mutex_;  // the socket and what follows
     std::vector<std::byte> out_, body_, unsent_;
     uint64_t next_request_ = 1;
+    bool near_ = true;  // the answer that is awaited: worth polling for
 
     std::mutex posted_mutex_;  // what waits to be sent along
     std::vector<std::byte> posted_;
