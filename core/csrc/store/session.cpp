@@ -1,7 +1,9 @@
 #include "store/session.hpp"
 
+#include <linux/sockios.h>
 #include <poll.h>
 #include <sched.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -9,6 +11,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "base/crc32c.hpp"
 #include "base/hmac.hpp"
@@ -293,12 +296,22 @@ Status Session::receive(void* data, size_t size) {
         } else {
             n = receive_some(fd_.get(), &part, 1, near_);
         }
-        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && (errno == EINTR || (errno == EAGAIN && peer_took_some()))) continue;
         if (n <= 0) return receive_failed(n);
         at += n;
         size -= static_cast<size_t>(n);
     }
     return success();
+}
+
+// Whether bytes of a put have reached the peer since this was asked last: that is progress, too, while its
+// answer cannot come.
+bool Session::peer_took_some() {
+    int error = errno;
+    int before = std::exchange(unacknowledged_, 0);
+    if (before != 0 && ::ioctl(fd_.get(), SIOCOUTQ, &unacknowledged_) != 0) unacknowledged_ = 0;
+    errno = error;
+    return unacknowledged_ < before;
 }
 
 // Of the handshake. Descriptors ride on the first byte of the frame: a plain recv would throw them away.
@@ -584,9 +597,13 @@ Status Session::put(const Build& build, std::span<const Part> parts, const Parse
         auto length = static_cast<uint32_t>(out_.size() - at - sizeof(FrameHeader) + bytes);
         std::memcpy(out_.data() + at + offsetof(FrameHeader, length), &length, sizeof(length));
         status = send_parts(parts);
-        near_ = bytes <= kSpinBytesMax;  // else the node is still taking them in
+        if (bytes > kSpinBytesMax) {  // the node is still taking them in
+            near_ = false;
+            (void)::ioctl(fd_.get(), SIOCOUTQ, &unacknowledged_);
+        }
         if (status && parse) status = answer(Kind::kPut, request_id, parse);
         near_ = true;
+        unacknowledged_ = 0;
         if (own_timeout) set_socket_timeouts(fd_.get(), timeout_ms_);
     }
     flush_posted();

@@ -151,6 +151,7 @@ class Session {
     Status open_space(const ClientOptions& options);
     Status send_all(const std::byte* data, size_t size);
     Status receive(void* data, size_t size);
+    bool peer_took_some();
     Status receive_with_fds(void* data, size_t size, std::vector<Fd>& fds);
     Status receive_frame(FrameHeader& header, std::vector<Fd>* fds);
     Status lost(Error error);  // marks the session dead, gives the error back
@@ -191,7 +192,8 @@ class Session {
     std::mutex io_mutex_;  // the socket and what follows
     std::vector<std::byte> out_, body_, unsent_;
     uint64_t next_request_ = 1;
-    bool near_ = true;  // the answer that is awaited: worth polling for
+    bool near_ = true;        // the answer that is awaited: worth polling for
+    int unacknowledged_ = 0;  // bytes of the put whose answer is awaited, when last looked at
 
     std::mutex posted_mutex_;  // what waits to be sent along
     std::vector<std::byte> posted_;
