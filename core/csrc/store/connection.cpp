@@ -9,6 +9,7 @@
 
 #include "base/hmac.hpp"
 #include "store/descriptor.hpp"
+#include "wire/congestion.hpp"
 
 namespace moonpool {
 
@@ -44,7 +45,9 @@ Connection::Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool)
       nonce_(),
       since_ms_(now_ms),
       progress_ms_(now_ms),
-      remote_(true) {}
+      remote_(true) {
+    leave_bbr_when_near(fd_.get());
+}
 
 Connection::~Connection() {
     unpark();

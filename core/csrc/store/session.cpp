@@ -16,6 +16,7 @@
 #include "base/crc32c.hpp"
 #include "base/hmac.hpp"
 #include "wire/address.hpp"
+#include "wire/congestion.hpp"
 #include "wire/dial.hpp"
 
 namespace moonpool {
@@ -112,6 +113,7 @@ Result<std::shared_ptr<Session>> Session::open(const ClientOptions& options,
         Result<Dialed> dialed = moonpool::dial(to);
         if (!dialed) return dialed.error();
         session->fd_ = std::move(dialed->fd);
+        leave_bbr_when_near(session->fd_.get());
         session->peer_ = options.address;
         session->incarnation_ = dialed->incarnation;
         Reader welcome(dialed->welcome);

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "base/tsan.hpp"
+#include "wire/congestion.hpp"
 #include "wire/limits.hpp"
 
 namespace moonpool::transport::tcp {
@@ -45,6 +46,7 @@ ssize_t send_parts(int fd, const msghdr& message) {
 Connection::Connection(Target& target, Loop& loop, Fd fd, std::string peer)
     : target_(target), loop_(loop), fd_(std::move(fd)), peer_(std::move(peer)), progress_ms_(now_ms()) {
     in_.resize(kInBytes);
+    leave_bbr_when_near(fd_.get());
 }
 
 Connection::~Connection() {

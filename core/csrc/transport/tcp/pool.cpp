@@ -8,6 +8,7 @@
 #include <chrono>
 
 #include "wire/address.hpp"
+#include "wire/congestion.hpp"
 
 #ifndef TCP_RTO_MAX_MS
 #define TCP_RTO_MAX_MS 44
@@ -141,6 +142,7 @@ Result<std::unique_ptr<Channel>> Pool::greet(Dialed dialed, int timeout_ms) {
     int fd = dialed.fd.get();
     int flags = ::fcntl(fd, F_GETFL);
     ::fcntl(fd, F_SETFL, flags | O_NONBLOCK);
+    leave_bbr_when_near(fd);
     // A cable that was out for seconds is noticed to be back within one (Linux 6.15; others double the pause
     // each time).
     int rto_max_ms = 1000;
