@@ -1,8 +1,7 @@
-"""Many: clients of a node, nodes of a master, keys of a pool. CLUSTER_LONG=1 runs them in full size."""
+"""Many: clients of a node, nodes of a master, keys of a pool."""
 
 from __future__ import annotations
 
-import os
 import resource
 import time
 
@@ -13,10 +12,9 @@ from moonpool import Store
 from .bed import TOKEN, Cluster, until
 from .tcp_wire import TcpWire
 
-LONG = bool(os.environ.get("CLUSTER_LONG"))
 CLIENTS = 1000
-PEERS = 200 if LONG else 24
-KEYS = 1_000_000 if LONG else 40_000
+PEERS = 200
+KEYS = 1_000_000
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +77,6 @@ def test_more_clients_than_a_node_takes(cluster: Cluster) -> None:
     TcpWire.store(place, a.address, TOKEN).close()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_many_nodes_in_one_pool(cluster: Cluster) -> None:
     """All in one process of one host, each with an address and a host_id: a lookup over all of them."""
@@ -108,7 +105,6 @@ def test_many_nodes_in_one_pool(cluster: Cluster) -> None:
     assert reader.longest_prefix(names)["blocks"] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_many_keys(cluster: Cluster) -> None:
     """Told to the master while they are stored, and told again after its restart."""
