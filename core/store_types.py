@@ -86,8 +86,12 @@ class Pin:
 class Prefix:
     """How much of a chain is here: its first ``blocks`` blocks, pinned under ``pin`` unless that is None.
 
-    holders and tiers have one element for each block. why: why the answer may be too small ("" when the node
-    answered).
+    holders, hosts and tiers have one element for each block: the name of the node that has its first object,
+    the id of that node's host, and where it lies there. Nodes of different hosts may have the same name; name
+    and host id together are one node of the cluster, as the master's /nodes shows it. A node inside this
+    process has no host id ("").
+
+    why: why the answer may be too small ("" when the node answered).
     """
 
     blocks: int
@@ -95,17 +99,21 @@ class Prefix:
     holders: tuple[str, ...] = ()
     tiers: tuple[str, ...] = ()
     why: str = ""
+    hosts: tuple[str, ...] = ()
 
 
-def prefix_of(blocks: int, pin: NativePin | None, holders: Sequence[str], why: str, *, holder: str) -> Prefix:
-    """The native answer as a value. A block whose holder has no name is the caller's own node's, ``holder``.
-    What is pinned is in memory."""
+def prefix_of(
+    blocks: int, pin: NativePin | None, nodes: Sequence[tuple[str, str]], why: str, *, holder: str
+) -> Prefix:
+    """The native answer as a value; nodes: name and host id for each block. A block whose holder has no name
+    is the caller's own node's, ``holder``. What is pinned is in memory."""
     return Prefix(
         blocks,
         None if pin is None else Pin(pin),
-        tuple(name or holder for name in holders),
+        tuple(name or holder for name, _ in nodes),
         ("dram",) * blocks,
         why,
+        tuple(host for _, host in nodes),
     )
 
 

@@ -97,7 +97,7 @@ class Puppet:
         return list(self.call("exists", names=names))
 
     def longest_prefix(self, names: Sequence[str], **options: Any) -> dict[str, Any]:
-        """-> blocks, holders, tiers, why. The pin is kept, as the last one, until release()."""
+        """-> blocks, holders, hosts, tiers, why. The pin is kept, as the last one, until release()."""
         answer: dict[str, Any] = self.call("longest_prefix", names=names, options=options)
         return answer
 

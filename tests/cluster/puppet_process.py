@@ -128,6 +128,7 @@ class Puppet:
         return {
             "blocks": prefix.blocks,
             "holders": list(prefix.holders),
+            "hosts": list(prefix.hosts),
             "tiers": list(prefix.tiers),
             "why": prefix.why,
         }

@@ -64,6 +64,7 @@ def test_longest_prefix_spans_nodes(cluster: Cluster) -> None:
     prefix = on_a.longest_prefix(chain)
     assert (prefix["blocks"], prefix["why"]) == (25, "")
     assert prefix["holders"] == [a.name] * 10 + [b.name] * 10 + [c.name] * 5
+    assert prefix["hosts"] == ["a"] * 10 + ["b"] * 10 + ["c"] * 5
     assert [node.metric("objects_pinned") for node in (a, b, c)] == [10, 10, 5]
     on_a.remove(chain)
     assert [node.metric("objects_detached") for node in (a, b, c)] == [10, 10, 5]

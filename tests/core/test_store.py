@@ -383,7 +383,7 @@ def test_longest_prefix_stops_at_the_first_gap(store: Store) -> None:
     assert store.longest_prefix(["absent", *keys]).blocks == 0
     found = store.longest_prefix(keys, width=2)
     assert found.blocks == 2
-    assert len(found.tiers) == len(found.holders) == 2
+    assert len(found.tiers) == len(found.holders) == len(found.hosts) == 2
     assert found.pin is not None
     assert store.get(keys[:4], pin=found.pin) == [b"x"] * 4
     assert store.longest_prefix(keys[:3], width=3).blocks == 1

@@ -28,12 +28,12 @@ class Pool:
         self.nodes: dict[str, _native.Server] = {}
         self.stores: list[Store] = []
 
-    def node(self, name: str, mib: int = 16) -> _native.Server:
+    def node(self, name: str, mib: int = 16, *, called: str = "") -> _native.Server:
         server = _native.Server(
             str(self.folder / f"{name}.sock"),
             [("default", mib * MIB)],
             TOKEN,
-            name=name,
+            name=called or name,
             host_id=f"host-{name}",
             listen=["127.0.0.1:0"],
             master=self.master.addresses[0],
@@ -142,6 +142,21 @@ def test_a_full_node_spills_and_finds_what_it_spilled(pool: Pool) -> None:
     until(lambda: b.exists("spilled"))
     assert bytes(b.get("spilled")) == b"new"
     del pin
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_a_prefix_tells_nodes_of_one_name_apart(pool: Pool, pin: bool) -> None:
+    """Names are the user's: each host may have its "0"."""
+    pool.node("a", called="0"), pool.node("b", called="0")
+    a, b = pool.store("a"), pool.store("b")
+    chain = [f"block{i}" for i in range(6)]
+    assert a.put(chain[:4], [b"x"] * 4) == [STORED] * 4
+    assert b.put(chain[4:], [b"x"] * 2) == [STORED] * 2
+    until(lambda: all(a.exists(chain)))
+    prefix = a.longest_prefix(chain, width=2, pin=pin)
+    assert (prefix.blocks, prefix.why) == (3, "")
+    assert prefix.holders == ("0", "0", "0")
+    assert prefix.hosts == ("host-a", "host-a", "host-b")
 
 
 def test_an_object_larger_than_a_node_takes_is_striped(pool: Pool) -> None:

@@ -79,8 +79,15 @@ py::tuple prefix_answer(Prefix prefix, const Names& names, uint32_t width) {
     py::list holders;
     for (size_t block = 0; block < prefix.blocks; ++block) {
         size_t i = block * width;
-        bool known = i < prefix.under.size() && prefix.has(i);
-        holders.append(known ? prefix.pin_of(i)->session()->node_name() : std::string());
+        if (i < prefix.under.size() && prefix.has(i)) {
+            const std::shared_ptr<Session>& session = prefix.pin_of(i)->session();
+            holders.append(py::make_tuple(session->node_name(), session->host_id()));
+        } else if (block < prefix.found_at.size()) {
+            const auto& [name, host] = prefix.found_at[block];
+            holders.append(py::make_tuple(name, host));
+        } else {
+            holders.append(py::make_tuple("", ""));
+        }
     }
     uint64_t blocks = prefix.blocks;
     std::string why = prefix.why;

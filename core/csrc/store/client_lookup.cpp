@@ -155,6 +155,10 @@ Result<std::vector<Presence>> Client::exists(std::span<const std::string_view> n
 
 Result<Prefix> Client::longest_prefix(std::span<const std::string_view> names, uint32_t width, bool pin) {
     Result<Prefix> own = own_.longest_prefix(names, width, pin);
+    std::shared_ptr<Session> session = own_.current();
+    if (own && !pin && session != nullptr) {
+        own->found_at.assign(own->blocks, {session->node_name(), session->host_id()});
+    }
     std::shared_ptr<Pool> others = pool();
     if (others == nullptr) return own;
     Prefix prefix;
@@ -192,6 +196,15 @@ Result<Prefix> Client::longest_prefix(std::span<const std::string_view> names, u
         }
         prefix.descriptors.resize(have + more);
         prefix.under.resize(have + more);
+    } else {
+        for (size_t k = 0; k < more; k += width) {
+            const Member* member = nearest(*others, *located->members, located->keys[k], {}, k);
+            if (member == nullptr) {
+                prefix.found_at.emplace_back();
+            } else {
+                prefix.found_at.emplace_back(member->identity.name, member->identity.host_id);
+            }
+        }
     }
     prefix.blocks += more / width;
     return prefix;

@@ -75,6 +75,8 @@ struct Prefix : Pinned {  // blocks x width descriptors
     uint64_t blocks = 0;
     Incarnation incarnation{};  // of the node that was asked first
     std::string why;            // why there may be more than this, "" when all was asked
+    // Without pins, which know it: for each block the name and the host id of the node with its first object.
+    std::vector<std::pair<std::string, std::string>> found_at;
 };
 
 struct ListRow {
