@@ -47,6 +47,13 @@ class Pool:
         self.stores.append(Store(str(self.folder / f"{name}.sock"), token=TOKEN))
         return self.stores[-1]
 
+    def total(self, metric: str) -> int:
+        return sum(server.metrics()[metric] for server in self.nodes.values())
+
+    def told(self) -> None:
+        """Waits until the directory knows of every object."""
+        until(lambda: self.master.metrics()["directory_rows"] == self.total("objects"))
+
     def close(self) -> None:
         for store in self.stores:
             store.close()
@@ -182,6 +189,40 @@ def test_an_object_larger_than_a_node_takes_is_striped(pool: Pool) -> None:
     copy = bytes(96)
     assert a.put("mine", copy) == STORED
     assert bytes(a.get("mine")) == copy
+
+
+@pytest.mark.parametrize("by", ["a", "b"])
+@pytest.mark.parametrize("how", ["remove", "replace", "replace striped"])
+def test_the_stripes_of_an_object_go_with_it(pool: Pool, by: str, how: str) -> None:
+    """Whoever ends it, the one that put it or another. What looks like a manifest and is none is harmless."""
+    pool.node("a"), pool.node("b"), pool.node("c")
+    a, store = pool.store("a"), pool.store(by)
+    assert a.put("big", os.urandom(9 * MIB), replicas=2) == STORED
+    forged = b"\xffmoonpool stripe" + bytes(80)
+    assert a.put("forged", forged) == STORED
+    pool.told()
+    assert pool.total("object_bytes") > 9 * MIB
+    assert store.remove(["forged"]) == [True]
+    left = {"remove": 0, "replace": 100, "replace striped": 10 * MIB + 96}[how]
+    if how == "remove":
+        assert store.remove("big")
+    else:
+        assert store.put("big", bytes(left if how == "replace" else 10 * MIB), replace=True) == STORED
+        pool.told()
+        assert store.get("big") is not None
+    assert pool.total("object_bytes") == left
+
+
+def test_an_object_that_found_no_room_leaves_no_stripes(pool: Pool) -> None:
+    pool.node("a"), pool.node("b")
+    a, b = pool.store("a"), pool.store("b")
+    pins = fill(a, "a", 12), fill(b, "b", 12)
+    pool.told()
+    before = pool.total("objects")
+    put = a.put("big", bytes(9 * MIB))  # there is room for 8: the last stripes take the first ones' place
+    assert (put.status, pool.total("objects")) == (PutStatus.REFUSED, before)
+    assert "no room" in put.reason
+    del pins
 
 
 def test_without_a_master_the_own_node_goes_on_and_removals_reach_who_is_known(pool: Pool) -> None:

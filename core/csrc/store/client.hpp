@@ -114,6 +114,12 @@ class Client {
     bool too_large_for_one(const PutItem& item);
     Status put_striped(Pool& pool, const PutItem& item, const PutOptions& options, PutOutcome& outcome,
                        PutReport& report);
+    // Appends it when it is no user's bytes, and once though copies of it lay on several nodes.
+    void add_genuine(std::string_view name, const RemovedManifest& removed, std::vector<Manifest>& out) const;
+    // Of what the own node has under those names; without asking it.
+    void own_manifests(std::span<const std::string_view> names, std::vector<RemovedManifest>& manifests);
+    // As far as nodes can be reached; what is left is evicted one day, since nobody asks for it.
+    void remove_stripes(Pool& pool, std::span<const Manifest> manifests);
     Result<PutReport> put_whole(std::span<const PutItem> items, const PutOptions& options);
     void find_elsewhere(Pool& pool, std::span<const GetItem> items, bool verify, std::vector<int64_t>& sizes);
     void pin_elsewhere(Pool& pool, std::span<const std::string_view> names, std::span<const size_t> missing,
@@ -126,7 +132,7 @@ class Client {
     std::vector<size_t> with_equal_bytes(std::span<const PutItem> items, std::span<const size_t> which);
     // own_away: the own node could not be told; it drops its copies when it returns.
     void remove_elsewhere(Pool& pool, std::span<const std::string_view> names, bool own_away,
-                          std::vector<uint8_t>& removed);
+                          std::vector<uint8_t>& removed, std::vector<RemovedManifest>& manifests);
     bool own_has(std::string_view name);
     static std::vector<std::vector<size_t>> in_chunks(std::span<const PutItem> items,
                                                       std::span<const size_t> which);

@@ -75,12 +75,14 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
         }
         return refused;
     };
+    std::vector<RemovedManifest> replaced;
     if (options.replace) {
         // Whoever else has an older generation loses it first: from here on nobody reads it.
         std::vector<std::string_view> names;
         for (const PutItem& item : items) names.push_back(item.name);
         std::vector<uint8_t> ignored(names.size());
-        remove_elsewhere(*others, names, false, ignored);
+        own_manifests(names, replaced);
+        remove_elsewhere(*others, names, false, ignored, replaced);
     }
     // The own node is full and another is not: a new block is better there than in an old one's place.
     bool spilled = options.ack && !options.replace && own_is_full(bytes) && others->room.may_ask();
@@ -110,7 +112,8 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
                 std::vector<std::string_view> names;
                 for (size_t i : left) names.push_back(items[i].name);
                 std::vector<uint8_t> ignored(names.size());
-                remove_elsewhere(*others, names, true, ignored);
+                std::vector<RemovedManifest> found_before;  // by the removal above
+                remove_elsewhere(*others, names, true, ignored, found_before);
             }
         } else {
             return own;
@@ -119,6 +122,12 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
     }
     if (!left.empty() && options.ack) put_elsewhere(*others, items, options, left, report, true);
     if (!own_error.text.empty() && !still_refused().empty()) return own_error;
+    std::vector<Manifest> striped;
+    for (const RemovedManifest& manifest : replaced) {
+        if (report.outcomes[manifest.item] != PutOutcome::kStored) continue;
+        add_genuine(items[manifest.item].name, manifest, striped);
+    }
+    remove_stripes(*others, striped);
     if (options.replicas > 1) replicate(*others, items, options, report);
     return report;
 }

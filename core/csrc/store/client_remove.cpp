@@ -10,17 +10,21 @@
 namespace moonpool {
 
 Result<std::vector<uint8_t>> Client::remove(std::span<const std::string_view> names) {
-    Result<std::vector<uint8_t>> removed = own_.remove(names);
+    std::vector<RemovedManifest> manifests;
+    Result<std::vector<uint8_t>> removed = own_.remove(names, manifests);
     std::shared_ptr<Pool> others = pool();
     if (others == nullptr || (!removed && !no_answer(removed.error()))) return removed;
     std::vector<uint8_t> flags = removed ? *removed : std::vector<uint8_t>(names.size());
-    remove_elsewhere(*others, names, !removed, flags);
+    remove_elsewhere(*others, names, !removed, flags, manifests);
+    std::vector<Manifest> striped;
+    for (const RemovedManifest& manifest : manifests) add_genuine(names[manifest.item], manifest, striped);
+    remove_stripes(*others, striped);
     if (!removed && std::ranges::find(flags, 0) != flags.end()) return removed.error();
     return flags;
 }
 
 void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> names, bool own_away,
-                              std::vector<uint8_t>& removed) {
+                              std::vector<uint8_t>& removed, std::vector<RemovedManifest>& manifests) {
     std::vector<Hash128> asked = hashes(names);
     for (const Hash128& hash : asked) locations_.forget(hash);
     LocateOptions question;
@@ -77,8 +81,13 @@ void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> name
         std::vector<std::string_view> keys;
         for (size_t i : group.items) keys.push_back(names[i]);
         Result<std::vector<uint8_t>> flags = Error{Code::kUnavailable, "suspect"};
-        if (group.member.state == MemberState::kAlive) flags = node(pool, group.member)->remove(keys);
+        std::vector<RemovedManifest> shown;
+        if (group.member.state == MemberState::kAlive) flags = node(pool, group.member)->remove(keys, shown);
         std::lock_guard lock(merging);
+        for (RemovedManifest& manifest : shown) {
+            manifest.item = group.items[manifest.item];
+            manifests.push_back(manifest);
+        }
         if (!flags) unreached.push_back(group.member.id);
         for (size_t k = 0; flags && k < group.items.size(); ++k) {
             if ((*flags)[k] != 0) removed[group.items[k]] = 1;

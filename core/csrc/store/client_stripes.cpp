@@ -84,6 +84,42 @@ Result<bool> Client::get_stripes(const Manifest& manifest, std::span<const Part>
     return true;
 }
 
+void Client::add_genuine(std::string_view name, const RemovedManifest& removed,
+                         std::vector<Manifest>& out) const {
+    std::optional<Manifest> manifest = decode_manifest(removed.bytes, options_.token, name);
+    if (manifest && std::ranges::find(out, *manifest) == out.end()) out.push_back(*manifest);
+}
+
+void Client::own_manifests(std::span<const std::string_view> names, std::vector<RemovedManifest>& manifests) {
+    std::shared_ptr<Session> session = own_.current();
+    if (session == nullptr || session->remote()) return;
+    for (size_t i = 0; i < names.size(); ++i) {
+        auto hit = session->index().find(session->space(), own_.hasher()(names[i]), names[i]);
+        if (!hit || hit->size != kManifestBytes) continue;
+        RemovedManifest manifest;
+        manifest.item = i;
+        Part part{manifest.bytes.data(), manifest.bytes.size()};
+        GetItem item{names[i], {&part, 1}};
+        Result<std::vector<int64_t>> got = own_.get({&item, 1}, false, true);
+        if (got && got->front() == static_cast<int64_t>(kManifestBytes)) manifests.push_back(manifest);
+    }
+}
+
+void Client::remove_stripes(Pool& pool, std::span<const Manifest> manifests) {
+    std::vector<std::string> stripes;
+    for (const Manifest& manifest : manifests) {
+        for (uint64_t i = 0; i < std::min(manifest.stripes(), kStripesMax); ++i) {
+            stripes.push_back(manifest.stripe_name(i));
+        }
+    }
+    if (stripes.empty()) return;
+    std::vector<std::string_view> names(stripes.begin(), stripes.end());
+    std::vector<RemovedManifest> none;
+    Result<std::vector<uint8_t>> removed = own_.remove(names, none);
+    std::vector<uint8_t> flags(names.size());
+    remove_elsewhere(pool, names, !removed, flags, none);
+}
+
 bool Client::too_large_for_one(const PutItem& item) {
     std::shared_ptr<Session> session = own_.current();
     if (session == nullptr || total(item.parts) <= session->object_bytes_max()) return false;
@@ -145,7 +181,10 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
             report.refusal = put.error().text;
             return;
         }
-        for (size_t k = 0; k < group.items.size(); ++k) outcomes[group.items[k]] = put->outcomes[k];
+        for (size_t k = 0; k < group.items.size(); ++k) {
+            outcomes[group.items[k]] = put->outcomes[k];
+            if (!own) recent_.add(own_.hasher()(names[group.items[k]]), group.member.id);
+        }
         if (!put->refusal.empty()) report.refusal = put->refusal;
     });
     // What a node would not take goes wherever there is room, or else the object is refused as a whole.
@@ -158,7 +197,28 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
     PutOptions plain;
     plain.timeout_ms = options.timeout_ms;
     if (!left.empty()) put_elsewhere(pool, stripes, plain, left, rest, true);
+    // Where there is too little room, the last stripes took the place of the first ones.
+    each(groups, [&](Group& group) {
+        std::vector<std::string_view> here;
+        std::vector<size_t> which;
+        for (size_t i : group.items) {
+            if (std::ranges::find(left, i) != left.end()) continue;
+            here.push_back(names[i]);
+            which.push_back(i);
+        }
+        bool own = group.member.identity.incarnation == pool.own;
+        auto kept = own ? own_.exists(here) : node(pool, group.member)->exists(here);
+        std::lock_guard lock(merging);
+        for (size_t k = 0; k < which.size(); ++k) {
+            if (kept && (*kept)[k] != 0) continue;
+            rest.outcomes[which[k]] = PutOutcome::kRefused;
+            rest.refusal = kept ? "there is no room for an object of " + std::to_string(manifest.size) +
+                                      " bytes in the pool"
+                                : kept.error().text;
+        }
+    });
     if (std::ranges::find(rest.outcomes, PutOutcome::kRefused) != rest.outcomes.end()) {
+        remove_stripes(pool, {&manifest, 1});
         if (!rest.refusal.empty()) report.refusal = rest.refusal;
         return success();
     }
@@ -170,9 +230,10 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
     outcome = put->outcomes.front();
     if (outcome == PutOutcome::kStored) {
         report.stored_bytes += manifest.size;
-    } else if (!put->refusal.empty()) {
-        report.refusal = put->refusal;
+        return success();
     }
+    remove_stripes(pool, {&manifest, 1});  // of nobody: another object stands under the key, or none
+    if (!put->refusal.empty()) report.refusal = put->refusal;
     return success();
 }
 

@@ -9,6 +9,7 @@
 
 #include "base/hmac.hpp"
 #include "store/descriptor.hpp"
+#include "store/stripes.hpp"
 #include "wire/congestion.hpp"
 
 namespace moonpool {
@@ -538,17 +539,29 @@ bool Connection::on_remove(const FrameHeader& header, Reader body) {
         return malformed("is no REMOVE");
     size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
     Writer(out_).number(n);
+    std::vector<std::byte> manifests;
     for (uint32_t i = 0; i < n; ++i) {
         std::string_view name = body.text16();
         if (!body.ok()) return malformed("is no REMOVE");
         uint32_t slot = pool_->find(space, name);
         bool was_there = slot != kNoSlot;
-        if (was_there) pool_->table().remove(slot);
+        uint8_t flag = kNotRemoved;
+        if (was_there) {
+            const IndexEntry& entry = pool_->table().entry(slot);
+            std::span<const std::byte> bytes(pool_->data() + entry.offset, entry.size);
+            if (may_be_manifest(bytes)) {
+                manifests.insert(manifests.end(), bytes.begin(), bytes.end());
+                flag = kRemovedManifest;
+            }
+            pool_->table().remove(slot);
+        }
         if (server_.ssd_ != nullptr) was_there |= server_.ssd_->forget(*pool_, space, name);
         if (was_there) count(server_.metrics_.removed_total);
-        Writer(out_).number(static_cast<uint8_t>(was_there));
+        if (was_there && flag == kNotRemoved) flag = kRemoved;
+        Writer(out_).number(flag);
     }
     if (!body.done()) return malformed("is no REMOVE");
+    Writer(out_).bytes(manifests.data(), manifests.size());
     finish_frame(out_, at);
     return true;
 }

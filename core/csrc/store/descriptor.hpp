@@ -25,6 +25,11 @@ inline constexpr uint8_t kLookupPrefix = 2;
 
 inline constexpr uint8_t kCommitReplace = 1;
 
+// What became of a name in REMOVE. A manifest is shown to whoever removed it: it knows its stripes.
+inline constexpr uint8_t kNotRemoved = 0;
+inline constexpr uint8_t kRemoved = 1;
+inline constexpr uint8_t kRemovedManifest = 2;
+
 enum class PutOutcome : uint8_t {
     kStored = 0,
     kExists = 1,

@@ -507,7 +507,8 @@ Result<Prefix> NodeClient::longest_prefix(std::span<const std::string_view> name
     return prefix;
 }
 
-Result<std::vector<uint8_t>> NodeClient::remove(std::span<const std::string_view> names) {
+Result<std::vector<uint8_t>> NodeClient::remove(std::span<const std::string_view> names,
+                                                std::vector<RemovedManifest>& manifests) {
     Result<std::shared_ptr<Session>> opened = session();
     if (!opened) return opened.error();
     Session& s = **opened;
@@ -523,7 +524,19 @@ Result<std::vector<uint8_t>> NodeClient::remove(std::span<const std::string_view
             },
             [&](Reader& r) {
                 if (r.number<uint32_t>() != end - begin) return false;
-                for (size_t i = begin; i < end; ++i) removed.push_back(r.number<uint8_t>());
+                std::vector<size_t> shown;
+                for (size_t i = begin; i < end; ++i) {
+                    auto flag = r.number<uint8_t>();
+                    if (flag == kRemovedManifest) shown.push_back(i);
+                    removed.push_back(flag != kNotRemoved);
+                }
+                for (size_t i : shown) {
+                    std::string_view bytes = r.bytes(kManifestBytes);
+                    if (!r.ok()) return false;
+                    RemovedManifest& manifest = manifests.emplace_back();
+                    manifest.item = i;
+                    std::memcpy(manifest.bytes.data(), bytes.data(), bytes.size());
+                }
                 return r.done();
             });
         if (!sent) return sent.error();

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "store/session.hpp"
+#include "store/stripes.hpp"
 
 namespace moonpool {
 
@@ -162,7 +163,9 @@ class NodeClient {
     static Result<std::vector<ObjectView>> views(const Pinned& pinned, std::span<const size_t> places);
     Result<std::vector<uint8_t>> exists(std::span<const std::string_view> names);
     Result<Prefix> longest_prefix(std::span<const std::string_view> names, uint32_t width, bool pin);
-    Result<std::vector<uint8_t>> remove(std::span<const std::string_view> names);
+    // Appends the manifests that were among them.
+    Result<std::vector<uint8_t>> remove(std::span<const std::string_view> names,
+                                        std::vector<RemovedManifest>& manifests);
     Result<std::vector<ListRow>> list(std::string_view prefix, uint64_t limit);
     Result<std::vector<std::pair<std::string, uint64_t>>> stat();
 

@@ -34,6 +34,10 @@ std::string Manifest::stripe_name(uint64_t i) const {
 
 bool is_stripe(std::string_view name) { return name.starts_with(kStripePrefix); }
 
+bool may_be_manifest(std::span<const std::byte> bytes) {
+    return bytes.size() == kManifestBytes && std::memcmp(bytes.data(), kMagic16.data(), kMagic16.size()) == 0;
+}
+
 std::vector<std::byte> encode(const Manifest& manifest, std::string_view token, std::string_view key) {
     std::vector<std::byte> out;
     out.reserve(kManifestBytes);
@@ -51,9 +55,9 @@ std::vector<std::byte> encode(const Manifest& manifest, std::string_view token, 
 
 std::optional<Manifest> decode_manifest(std::span<const std::byte> bytes, std::string_view token,
                                         std::string_view key) {
-    if (bytes.size() != kManifestBytes) return std::nullopt;
+    if (!may_be_manifest(bytes)) return std::nullopt;
     Reader r(bytes);
-    if (r.bytes(kMagic16.size()) != kMagic16) return std::nullopt;
+    r.bytes(kMagic16.size());
     Manifest manifest;
     std::string_view id = r.bytes(manifest.id.size());
     std::memcpy(manifest.id.data(), id.data(), id.size());

@@ -35,6 +35,14 @@ struct Manifest {
     friend bool operator==(const Manifest&, const Manifest&) = default;
 };
 
+// Whether an object begins as a manifest does: then whoever removes it is shown its bytes.
+bool may_be_manifest(std::span<const std::byte> bytes);
+// The bytes of such an object that was removed, of item number `item` of the call.
+struct RemovedManifest {
+    size_t item = 0;
+    std::array<std::byte, kManifestBytes> bytes{};
+};
+
 std::vector<std::byte> encode(const Manifest& manifest, std::string_view token, std::string_view key);
 // What `bytes` are under that key: a manifest, or an object of a user.
 std::optional<Manifest> decode_manifest(std::span<const std::byte> bytes, std::string_view token,
