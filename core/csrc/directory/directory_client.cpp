@@ -122,6 +122,11 @@ Status DirectoryClient::ready() {
         Error{Code::kUnavailable, "the connection to the master at " + options_.master + " is lost"};
     members_at_ = {};  // another master may count its epochs anew
     members_epoch_ = 0;
+    if (before_ == nullptr && members_ != nullptr) {
+        auto before = std::make_shared<Members>(*members_);
+        for (Member& member : before->rows) member.id = kNoNode;  // it numbers them anew, too
+        before_ = std::move(before);
+    }
     connected_ = true;
     return success();
 }
@@ -268,7 +273,7 @@ Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, co
         [&] { return !gap; });
     if (!status) return status.error();
     if (options.prefix) answer.keys.cut(answer.keys.size() / width * width);
-    if (members_ == nullptr || members_epoch_ != epoch) {
+    if (members_ == nullptr || members_epoch_ != epoch || (before_ != nullptr && members_due())) {
         if (Status fresh = refresh_members(); !fresh) return fresh.error();
     }
     answer.members = members_;
@@ -284,7 +289,8 @@ Status DirectoryClient::refresh_members() {
             fresh->epoch = r.number<uint64_t>();
             auto flags = r.number<uint8_t>();
             changed = (flags & kMembersChanged) != 0;
-            fresh->missing = (flags & kMembersMissing) != 0;
+            if ((flags & kMembersFilling) == 0) before_ = nullptr;
+            fresh->before = before_;
             if (!changed) return r.ok();
             auto n = r.number<uint32_t>();
             if (n > r.left()) return false;
@@ -295,7 +301,7 @@ Status DirectoryClient::refresh_members() {
         });
     if (!status) return status;
     members_at_ = Clock::now();
-    if (!changed && members_ != nullptr && members_->missing != fresh->missing) {
+    if (!changed && members_ != nullptr && members_->before != fresh->before) {
         fresh->rows = members_->rows;
         changed = true;
     }
@@ -309,8 +315,7 @@ Status DirectoryClient::refresh_members() {
 Result<std::shared_ptr<const Members>> DirectoryClient::members(bool fresh) {
     if (fork_.in_child()) return forked();
     std::lock_guard lock(io_mutex_);
-    bool due = Clock::now() - members_at_ >= std::chrono::milliseconds(options_.members_ms);
-    if (members_ != nullptr && !fresh && !due && !closed_) return members_;
+    if (members_ != nullptr && !fresh && !members_due() && !closed_) return members_;
     Status status = ready();
     if (status) status = refresh_members();
     if (!status && (fresh || members_ == nullptr || closed_)) return status.error();

@@ -96,6 +96,9 @@ class DirectoryClient {
     Status receive_answer(Kind kind, uint64_t request_id, const Parse& parse);
     Status receive(void* data, size_t size);
     Status refresh_members();
+    bool members_due() const {
+        return Clock::now() - members_at_ >= std::chrono::milliseconds(options_.members_ms);
+    }
     Error lost(Error error);
     static Error forked();
     void dial_loop();
@@ -114,6 +117,7 @@ class DirectoryClient {
     std::shared_ptr<const Members> members_;
     uint64_t members_epoch_ = 0;  // of members_, as this connection's master counts; 0: none of its
     Clock::time_point members_at_{};
+    std::shared_ptr<const Members> before_;  // members_ of the connection before, while this master fills up
 
     // Between callers and the thread that dials. In a child of fork() it is left to itself: the thread is not
     // there, and destroying a condition variable waits for whoever waits on it.

@@ -194,6 +194,12 @@ bool Master::all_here(uint64_t now_ms) const {
     return settled && membership_.all_here();
 }
 
+bool Master::filling(uint64_t now_ms) const {
+    return now_ms - started_ms_ < limits_.grace_ms || std::ranges::any_of(seats_, [this](const auto& seat) {
+               return !seat.second.settled && membership_.alive(seat.first);
+           });
+}
+
 bool Master::check_integrity() const {
     Members members = membership_.current(0);
     if (members.rows.size() != seats_.size()) return false;

@@ -75,6 +75,9 @@ class Master {
     // seconds it cannot.
     bool all_here(uint64_t now_ms) const;
 
+    // Whether there may be nodes that have yet to tell what they hold.
+    bool filling(uint64_t now_ms) const;
+
     // Silence, and what was remembered for nobody. Called every 50 ms or so.
     void tick(uint64_t now_ms);
     bool sweep() { return directory_.sweep(); }

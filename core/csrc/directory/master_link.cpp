@@ -221,8 +221,8 @@ bool MasterLink::on_members(const FrameHeader& header, Reader body, uint64_t now
     Writer w(out_);
     w.number(membership.epoch());
     bool changed = known != membership.epoch();
-    bool missing = !server_.master_.all_here(now_ms);
-    w.number(static_cast<uint8_t>((changed ? kMembersChanged : 0) | (missing ? kMembersMissing : 0)));
+    bool filling = server_.master_.filling(now_ms);
+    w.number(static_cast<uint8_t>((changed ? kMembersChanged : 0) | (filling ? kMembersFilling : 0)));
     if (changed) {
         Members members = membership.current(now_ms);
         w.number(static_cast<uint32_t>(members.rows.size()));

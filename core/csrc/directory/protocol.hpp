@@ -24,7 +24,7 @@ inline constexpr uint8_t kDeltaEnd = 2;    // and ends with this one
 
 inline constexpr uint8_t kJoinResumed = 1;
 inline constexpr uint8_t kMembersChanged = 1;  // rows follow
-inline constexpr uint8_t kMembersMissing = 2;
+inline constexpr uint8_t kMembersFilling = 2;
 inline constexpr uint8_t kDropAll = 1;
 
 inline constexpr uint8_t kLocatePrefix = 1;

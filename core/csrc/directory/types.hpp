@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -84,13 +85,20 @@ struct Member {
 // One reading of the membership. Another epoch: somebody came, went or changed its state since.
 struct Members {
     uint64_t epoch = 0;
-    bool missing = true;       // somebody may be away, whom nobody here can tell of a removal
     std::vector<Member> rows;  // by id
+    // While a new master fills its directory: who was in the pool as its predecessor saw it, without ids.
+    // What it does not find may be there all the same, and who is not in its list may live.
+    std::shared_ptr<const Members> before;
 
     const Member* find(NodeId id) const {
         auto it = std::lower_bound(rows.begin(), rows.end(), id,
                                    [](const Member& member, NodeId wanted) { return member.id < wanted; });
         return it == rows.end() || it->id != id ? nullptr : &*it;
+    }
+    const Member* find(const Incarnation& life) const {
+        auto it = std::ranges::find(rows, life, [](const Member& m) { return m.identity.incarnation; });
+        if (it != rows.end()) return &*it;
+        return before == nullptr ? nullptr : before->find(life);
     }
 };
 

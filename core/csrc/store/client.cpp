@@ -60,6 +60,12 @@ std::vector<Hash128> Client::hashes(std::span<const std::string_view> names) con
     return out;
 }
 
+const Member* Client::known_place(const Members& members, const Hash128& hash) {
+    std::optional<Incarnation> life = locations_.find(hash);
+    const Member* member = life ? members.find(*life) : nullptr;
+    return member != nullptr && member->state == MemberState::kAlive ? member : nullptr;
+}
+
 void Client::each(std::vector<Group>& groups, const std::function<void(Group&)>& run) {
     std::atomic<size_t> next{0};
     auto work = [&] {

@@ -101,6 +101,8 @@ class Client {
         return peers_.node(member, pool.host_id);
     }
     std::vector<Hash128> hashes(std::span<const std::string_view> names) const;
+    // Where this client found or put it last, as far as that node is alive.
+    const Member* known_place(const Members& members, const Hash128& hash);
     // Runs on each group, on threads of their own when there are several.
     static void each(std::vector<Group>& groups, const std::function<void(Group&)>& run);
     static const Member* nearest(const Pool& pool, const Members& members, std::span<const Holder> holders,

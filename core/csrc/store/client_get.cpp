@@ -74,19 +74,17 @@ void Client::find_elsewhere(Pool& pool, std::span<const GetItem> items, bool ver
             asked.push_back(own_.hasher()(items[i].name));
         }
         if (missing.empty()) return;
-        std::map<NodeId, Group> groups;
+        std::map<Incarnation, Group> groups;
         auto assign = [&](const Member& member, size_t item) {
             tried[item].push_back(member.id);
-            Group& group = groups[member.id];
+            Group& group = groups[member.identity.incarnation];
             group.member = member;
             group.items.push_back(item);
         };
         std::vector<size_t> unknown;
         for (size_t k = 0; k < missing.size(); ++k) {
-            NodeId known = attempt == 0 && members ? locations_.find(asked[k]) : kNoNode;
-            const Member* member = known == kNoNode ? nullptr : (*members)->find(known);
-            if (member != nullptr && member->state == MemberState::kAlive &&
-                member->identity.incarnation != pool.own) {
+            const Member* member = attempt == 0 && members ? known_place(**members, asked[k]) : nullptr;
+            if (member != nullptr && member->identity.incarnation != pool.own) {
                 assign(*member, missing[k]);
             } else {
                 unknown.push_back(k);
@@ -126,7 +124,7 @@ void Client::find_elsewhere(Pool& pool, std::span<const GetItem> items, bool ver
                 }
                 sizes[i] = (*got)[k];
                 if (sizes[i] >= 0) {
-                    locations_.put(own_.hasher()(items[i].name), group.member.id);
+                    locations_.put(own_.hasher()(items[i].name), group.member.identity.incarnation);
                 } else {
                     locations_.forget(own_.hasher()(items[i].name));
                 }

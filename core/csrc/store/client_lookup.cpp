@@ -54,18 +54,15 @@ void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
             if (auto last = pool.directory->members()) members = *last;
             if (members == nullptr) return;
         }
-        std::map<NodeId, Group> groups;
+        std::map<Incarnation, Group> groups;
         for (size_t k = 0; k < asked.size(); ++k) {
             const Member* member =
                 located ? nearest(pool, *members, located->keys[k], tried[left[k]], asked[k].low) : nullptr;
             // Where this client put it a moment ago, or found it before.
-            if (NodeId known = locations_.find(asked[k]); member == nullptr && attempt == 0) {
-                member = members->find(known);
-                if (member != nullptr && member->state != MemberState::kAlive) member = nullptr;
-            }
+            if (member == nullptr && attempt == 0) member = known_place(*members, asked[k]);
             if (member == nullptr) continue;
             tried[left[k]].push_back(member->id);
-            Group& group = groups[member->id];
+            Group& group = groups[member->identity.incarnation];
             group.member = *member;
             group.items.push_back(left[k]);
         }
@@ -90,7 +87,7 @@ void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
                     again.push_back(group.items[k]);
                     continue;
                 }
-                locations_.put(own_.hasher()(keys[k]), group.member.id);
+                locations_.put(own_.hasher()(keys[k]), group.member.identity.incarnation);
                 pinned.descriptors[group.items[k]] = got->descriptors[k];
                 pinned.under[group.items[k]] = base + got->under[k];
             }
@@ -122,16 +119,18 @@ Result<std::vector<Presence>> Client::exists(std::span<const std::string_view> n
         return present;
     }
     // The directory may be some milliseconds behind: the holder has the last word.
-    std::map<NodeId, Group> groups;
+    std::map<Incarnation, Group> groups;
     for (size_t k = 0; k < wanted.size(); ++k) {
         std::vector<NodeId> avoid;
         for (const Member& member : located->members->rows) {
             if (own && member.identity.incarnation == others->own) avoid.push_back(member.id);
         }
         const Member* member = nearest(*others, *located->members, located->keys[k], avoid, k);
-        if (member == nullptr) member = located->members->find(locations_.find(own_.hasher()(wanted[k])));
-        if (member == nullptr || member->state != MemberState::kAlive) continue;
-        Group& group = groups[member->id];
+        if (member == nullptr) member = known_place(*located->members, own_.hasher()(wanted[k]));
+        // A new master has not heard of everybody yet: who has it may be unknown to it.
+        if (located->members->before != nullptr) present[place[k]] = Presence::kUnknown;
+        if (member == nullptr) continue;
+        Group& group = groups[member->identity.incarnation];
         group.member = *member;
         group.items.push_back(k);
     }
@@ -181,6 +180,9 @@ Result<Prefix> Client::longest_prefix(std::span<const std::string_view> names, u
         return prefix;
     }
     size_t more = located->keys.size() / width * width;
+    if (located->members->before != nullptr && more != rest.size()) {
+        prefix.why = "the master has just started, and does not know yet what all nodes hold";
+    }
     if (more == 0) return prefix;
     prefix.descriptors.resize(have + more);
     prefix.under.resize(have + more, kNoPin);

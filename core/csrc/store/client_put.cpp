@@ -197,7 +197,7 @@ void Client::put_elsewhere(Pool& pool, std::span<const PutItem> items, const Put
                         continue;
                     }
                     Hash128 hash = own_.hasher()(items[left[k]].name);
-                    locations_.put(hash, member->id);
+                    locations_.put(hash, member->identity.incarnation);
                     recent_.add(hash, member->id);
                 }
                 if (!put->refusal.empty()) report.refusal = put->refusal;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "base/xxh3.hpp"
@@ -13,13 +14,14 @@ namespace moonpool {
 
 class LocationCache {
    public:
-    NodeId find(const Hash128& hash) {
+    std::optional<Incarnation> find(const Hash128& hash) {
         std::lock_guard lock(mutex_);
-        if (slots_.empty()) return kNoNode;
+        if (slots_.empty()) return std::nullopt;
         const Slot& slot = slots_[place(hash)];
-        return slot.hash == hash ? slot.node : kNoNode;
+        if (slot.hash != hash || slot.node == Incarnation{}) return std::nullopt;
+        return slot.node;
     }
-    void put(const Hash128& hash, NodeId node) {
+    void put(const Hash128& hash, const Incarnation& node) {
         std::lock_guard lock(mutex_);
         if (slots_.empty()) slots_.resize(kSlots);
         slots_[place(hash)] = Slot{hash, node};
@@ -35,7 +37,7 @@ class LocationCache {
     static constexpr size_t kSlots = 1u << 16;
     struct Slot {
         Hash128 hash{};
-        NodeId node = kNoNode;
+        Incarnation node{};  // none has all zeros; numbers are another master's after its restart
     };
     static size_t place(const Hash128& hash) { return hash.high % kSlots; }
 

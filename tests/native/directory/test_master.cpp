@@ -276,6 +276,22 @@ TEST_CASE("master: who was away for longer than removals are remembered drops al
     CHECK(a.keys.size() == 1);
 }
 
+TEST_CASE("master: it says so as long as somebody may have yet to tell what it holds") {
+    Master master(MasterLimits{}, 0);
+    Node a{master, "a"};
+    CHECK(master.filling(4000));
+    a.join(4000, 1);
+    CHECK(master.filling(5500));
+    a.inventory(5500);
+    CHECK_FALSE(master.filling(5500));
+    a.disconnect();
+    CHECK_FALSE(master.filling(6000));
+    a.join(6500, 2);
+    CHECK(master.filling(6500));
+    a.inventory(6500);
+    CHECK_FALSE(master.filling(6500));
+}
+
 TEST_CASE("master: too many drops for one node become one") {
     MasterLimits limits;
     limits.drops_max = 3;
