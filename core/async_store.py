@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from moonpool.core.buffers import as_parts
 from moonpool.core.errors import Closed
@@ -36,6 +36,9 @@ from moonpool.core.store_types import (
     put_results,
 )
 
+if TYPE_CHECKING:
+    from moonpool import _native
+
 
 class AsyncStore:
     """Arguments, results and errors as in ``Store``; opened by ``async with`` or ``await AsyncStore.open()``.
@@ -52,9 +55,10 @@ class AsyncStore:
         fingerprint: bytes = b"",
         embedded: int | str | None = None,
         token: bytes | None = None,
+        tls: _native.TlsClient | None = None,
         timeout_s: float = 2.0,
     ) -> None:
-        self._arguments = (node, tenant, namespace, fingerprint, embedded, token, timeout_s)
+        self._arguments = (node, tenant, namespace, fingerprint, embedded, token, tls, timeout_s)
         self._holder = "embedded" if embedded is not None else node or "local"
         # Ticket -> the future and the arguments: memory must outlive a caller that was cancelled.
         self._waiting: dict[int, tuple[asyncio.Future[Any], object]] = {}

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from moonpool.core.errors import Unavailable
+
+if TYPE_CHECKING:
+    from moonpool import _native
 
 
 class ClusterNode(msgspec.Struct, frozen=True):
@@ -29,8 +34,12 @@ class Cluster(msgspec.Struct, frozen=True):
     nodes: list[ClusterNode]
 
 
-def read_cluster(master: str, token: bytes, *, timeout_s: float = 1.0) -> Cluster:
-    """Asks the master at ``master`` ("host:port"). Raises a moonpool Error when it does not answer."""
+def read_cluster(
+    master: str, token: bytes, *, tls: _native.TlsClient | None = None, timeout_s: float = 1.0
+) -> Cluster:
+    """Asks the master at ``master`` ("host:port"), inside ``tls`` or in plain. Raises a moonpool Error when
+    it does not answer.
+    """
     try:
         import moonpool._native as _native
     except ImportError as error:
@@ -39,7 +48,7 @@ def read_cluster(master: str, token: bytes, *, timeout_s: float = 1.0) -> Cluste
             operation="status",
             cause=error,
         ) from error
-    client = _native.DirectoryClient(master, token, timeout_s=timeout_s)
+    client = _native.DirectoryClient(master, token, timeout_s=timeout_s, tls=tls)
     try:
         _, members = client.members(fresh=True)
     finally:

@@ -45,6 +45,8 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""
+    tls_control: str = "off"
+    tls_name: str = ""
 
 
 class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -257,6 +259,7 @@ TABLES: dict[str, type[Section]] = {"up.engine": Engine, "up.node": UpNode}
 SECRETS = ("cluster.token", "cluster.admin_token")
 
 CHOICES: dict[str, tuple[str, ...]] = {
+    "cluster.tls_control": ("off", "on", "mutual"),
     "node.ssd_io": ("auto", "io_uring", "threads"),
     "log.level": ("debug", "info", "warning", "error"),
     "up.engine.engine": ("vllm",),
@@ -273,9 +276,14 @@ HELP: dict[str, str] = {
     "cluster.admin_token": "that token itself; only from the environment, MOONPOOL_CLUSTER_ADMIN_TOKEN",
     "cluster.master": "host:port of the master that this node joins; empty: none; on another host: needs "
     "a cluster token",
-    "cluster.tls_cert": "certificate (PEM) of the HTTP pages of node and master, which become https",
+    "cluster.tls_cert": "certificate (PEM) of the HTTP pages of node and master, which become https, and of "
+    "control connections",
     "cluster.tls_key": "its key (PEM, 0600, without a password)",
-    "cluster.tls_ca": "authorities (PEM) that `moonpool status` trusts; empty: the system's",
+    "cluster.tls_ca": "authorities (PEM) that `moonpool status` trusts, and who dials a master inside TLS; "
+    "empty: the system's",
+    "cluster.tls_control": "connections to the master; on: inside TLS, it shows tls_cert; mutual: who dials "
+    "it shows one, too, and tls_ca vouches for both; off: in plain",
+    "cluster.tls_name": "the name that the master's certificate must have; empty: the host in cluster.master",
     "node.name": "names the node's socket, node-NAME.sock",
     "node.socket": "path of the node's Unix socket; empty: node-NAME.sock in the runtime folder",
     "node.dram": "DRAM arena of the tenant called default",

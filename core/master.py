@@ -28,6 +28,7 @@ from moonpool.core import metrics
 from moonpool.core.addresses import parse_address
 from moonpool.core.admin_http import AdminServer
 from moonpool.core.config import Config
+from moonpool.core.control_tls import control_client, control_server
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.processes import allow_many_descriptors
 from moonpool.core.reach import listening, require_token
@@ -73,6 +74,7 @@ def native_server(config: Config, listen: str, token: bytes) -> MasterServer:
         frame_keys_max=master.frame_keys_max,
         suspect_after_s=master.suspect_after_s,
         gone_after_s=master.gone_after_s,
+        tls=control_server(config),
     )
 
 
@@ -232,6 +234,7 @@ class Master:
                     namespace=namespace,
                     fingerprint=fingerprint,
                     token=self.config.read_token(),
+                    tls=control_client(self.config),
                 ) as store:
                     rows = store.list(prefix, limit=limit)
             except Error as error:

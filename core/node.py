@@ -24,6 +24,7 @@ from aiohttp import web
 from moonpool.core import metrics, paths
 from moonpool.core.admin_http import AdminServer
 from moonpool.core.config import Config
+from moonpool.core.control_tls import control_client, control_settings
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.node_socket import Claim, hand_over_default, link_default
 from moonpool.core.processes import allow_many_descriptors
@@ -84,6 +85,7 @@ def native_server(config: Config, socket_path: Path, token: bytes, reach: Reach)
         ssd_depth=node.ssd_depth,
         ssd_records_max=node.ssd_records_max,
         ssd_segment_bytes=node.ssd_segment_bytes,
+        tls=control_client(config),
     )
     return server
 
@@ -175,6 +177,8 @@ class Node:
         self._claim = Claim(paths.check_socket_path(path))
         if self.config.token_is_configured:
             self._claim.tell_token(token)
+        if settings := control_settings(self.config):
+            self._claim.tell_tls(settings)
         self._server = self._make_server(self.config, path, token, self.reach)
         self._server.start()
         if http is not None:

@@ -1,6 +1,7 @@
 """A node's name on its host: the socket that it alone may serve, and the link that others find it by.
 
     node-NAME.sock.token  the cluster token where one was configured, for clients; gone with the socket
+    node-NAME.sock.tls    how clients dial the master inside TLS, where they must; gone with the socket
     node-NAME.sock        bound by the server; after kill -9 it stays behind and refuses connections: stale
     node-NAME.sock.lock   locked (flock) by the living owner of node-NAME.sock: of two nodes that start at the
                           same moment only one finds the socket stale; the kernel frees it with the process
@@ -72,16 +73,24 @@ class Claim:
     def release(self) -> None:
         """Removes the socket and gives the right back."""
         self.path.unlink(missing_ok=True)
-        paths.socket_token(self.path).unlink(missing_ok=True)
+        self._remove_told()
         self._drop_lock()
 
     def tell_token(self, token: bytes) -> None:
         """Lets this user's processes know the token of the node."""
         paths.write_private(paths.socket_token(self.path), token + b"\n")
 
+    def tell_tls(self, settings: bytes) -> None:
+        """Lets them know how to dial the node's master."""
+        paths.write_private(paths.socket_tls(self.path), settings + b"\n")
+
+    def _remove_told(self) -> None:
+        paths.socket_token(self.path).unlink(missing_ok=True)
+        paths.socket_tls(self.path).unlink(missing_ok=True)
+
     def _remove_stale(self) -> None:
         self._remove_stale_socket()
-        paths.socket_token(self.path).unlink(missing_ok=True)
+        self._remove_told()
 
     def _remove_stale_socket(self) -> None:
         try:

@@ -5,6 +5,7 @@
       admin-token              0600, the same for admin actions
       node-NAME.sock           the Unix socket of node NAME
       node-NAME.sock.token     0600, that node's token, where it was configured: its clients need no setting
+      node-NAME.sock.tls       0600, how they dial that node's master, where it speaks TLS
       node.sock                a link to the socket of the first node; what a client without an address takes
       up.json, logs/           the state and the logs of `moonpool up`
 
@@ -76,6 +77,11 @@ def default_node_socket() -> Path:
 def socket_token(socket: Path) -> Path:
     """The file beside a node's socket that tells this user's processes a token that was configured."""
     return Path(f"{socket}.token")
+
+
+def socket_tls(socket: Path) -> Path:
+    """The file beside a node's socket that tells how to dial its master inside TLS."""
+    return Path(f"{socket}.tls")
 
 
 def client_token(socket: str | Path) -> bytes:

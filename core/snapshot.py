@@ -11,6 +11,7 @@ import msgspec
 from moonpool.core import paths
 from moonpool.core.cluster import Cluster, read_cluster
 from moonpool.core.config import Config
+from moonpool.core.control_tls import control_client_for
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.http_get import get_json
 from moonpool.core.tls import client_context, scheme
@@ -93,7 +94,10 @@ def _cluster(
     """From the master that was named, or that a node of this host has joined, or that runs on this host."""
     named = master or config.cluster.master or next((str(n["master"]) for n in nodes if n.get("master")), "")
     try:
-        return read_cluster(named or config.master.listen, config.client_token(), timeout_s=timeout_s)
+        tls = control_client_for(config)
+        return read_cluster(
+            named or config.master.listen, config.client_token(), tls=tls, timeout_s=timeout_s
+        )
     except Error as error:
         if named:
             problems.append(f"the master at {named} does not answer: {error}")
@@ -111,5 +115,6 @@ def _node(config: Config, url: str, socket: str, timeout_s: float) -> dict[str, 
         pass
     from moonpool.core.store import Store
 
-    with Store(socket or None, token=config.client_token(socket), timeout_s=timeout_s) as store:
+    token, control = config.client_token(socket), control_client_for(config, socket)
+    with Store(socket or None, token=token, tls=control, timeout_s=timeout_s) as store:
         return {"name": "", "socket": socket or str(paths.default_node_socket()), "metrics": store.stat()}

@@ -64,10 +64,12 @@ def open_client(
     fingerprint: bytes,
     embedded: int | str | None,
     token: bytes | None,
+    tls: _native.TlsClient | None,
     timeout_s: float,
 ) -> tuple[_native.Client, _native.Server | None]:
     """A connected native client, and the node that it embeds if any. Raises Unavailable or AuthError."""
     from moonpool import _native
+    from moonpool.core.control_tls import control_client_of
 
     check_timeout(timeout_s, "connect")
     check_names(tenant=tenant, namespace=namespace)
@@ -82,7 +84,9 @@ def open_client(
     socket_path = str(paths.default_node_socket()) if node is None else node
     if token is None:
         token = paths.client_token(socket_path)
-    client = _native.Client(socket_path, token, tenant, namespace, fingerprint, timeout_s, server)
+    if tls is None and server is None:
+        tls = control_client_of(socket_path)
+    client = _native.Client(socket_path, token, tenant, namespace, fingerprint, timeout_s, server, tls)
     try:
         client.connect()
     except Exception:
@@ -145,6 +149,8 @@ class Store:
     embedded:   bytes ("256MiB" or an int) of a node inside this process instead: nothing else to start, gone
     with it.
     token:      the cluster token; None: the configured one, else the one beside the socket.
+    tls:        how the pool's master is dialled (moonpool.core.tls.control_client); None: as the environment
+    says, else as the node wrote beside its socket, else in plain.
     timeout_s:  the longest wait without progress.
 
     Raises Unavailable when there is no node, AuthError when the token or the tenant is wrong.
@@ -164,10 +170,11 @@ class Store:
         fingerprint: bytes = b"",
         embedded: int | str | None = None,
         token: bytes | None = None,
+        tls: _native.TlsClient | None = None,
         timeout_s: float = 2.0,
     ) -> None:
         self._client, self._server = open_client(
-            node, tenant, namespace, fingerprint, embedded, token, timeout_s
+            node, tenant, namespace, fingerprint, embedded, token, tls, timeout_s
         )
         self._holder = "embedded" if embedded is not None else node or "local"
 

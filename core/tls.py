@@ -1,7 +1,7 @@
 """TLS of the HTTP pages: [cluster] tls_cert, tls_key and tls_ca.
 
 A certificate and its key make every HTTP page of our processes https. Whoever asks such a page trusts tls_ca,
-or where that is empty, the system's authorities.
+or where that is empty, the system's authorities. control_tls.py does the same for connections to the master.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def server_context(config: Config) -> ssl.SSLContext | None:
         return None
     if not cluster.tls_cert or not cluster.tls_key:
         given, missing = ("tls_cert", "tls_key") if cluster.tls_cert else ("tls_key", "tls_cert")
-        raise _wrong(f"cluster.{given} is set and cluster.{missing} is not; set both or none", missing)
-    _check_private(Path(cluster.tls_key))
+        raise wrong(f"cluster.{given} is set and cluster.{missing} is not; set both or none", missing)
+    check_private_key(Path(cluster.tls_key))
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(cluster.tls_cert, cluster.tls_key, password=lambda: b"")
     except (OSError, ValueError) as error:
-        raise _wrong(
+        raise wrong(
             f"cluster.tls_cert = {cluster.tls_cert} and cluster.tls_key = {cluster.tls_key} cannot be used: "
             f"{_reason(error)}; they must be a certificate in PEM form and its key, without a password",
             "tls_cert",
@@ -43,7 +43,7 @@ def client_context(config: Config) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=file or None)
     except OSError as error:
-        raise _wrong(
+        raise wrong(
             f"cluster.tls_ca = {file} cannot be used: {_reason(error)}; "
             f"it must hold certificates in PEM form",
             "tls_ca",
@@ -64,13 +64,14 @@ def scheme(config: Config) -> str:
     return "https" if config.cluster.tls_cert else "http"
 
 
-def _check_private(key: Path) -> None:
+def check_private_key(key: Path) -> None:
+    """Raises ConfigError for a file that is not there, or that others can read."""
     try:
         mode = stat.S_IMODE(key.stat().st_mode)
     except OSError as error:
-        raise _wrong(f"cannot read cluster.tls_key = {key}: {error.strerror}", "tls_key", error) from error
+        raise wrong(f"cannot read cluster.tls_key = {key}: {error.strerror}", "tls_key", error) from error
     if mode & 0o077:
-        raise _wrong(
+        raise wrong(
             f"cluster.tls_key = {key} can be read by others (mode {mode:04o}); run: chmod 600 {key}",
             "tls_key",
         )
@@ -84,5 +85,6 @@ def _reason(error: OSError | ValueError) -> str:
     ) or "no PEM"
 
 
-def _wrong(message: str, key: str, cause: Exception | None = None) -> ConfigError:
+def wrong(message: str, key: str, cause: Exception | None = None) -> ConfigError:
+    """About cluster.``key``."""
     return ConfigError(message, operation="tls", key=f"cluster.{key}", cause=cause)

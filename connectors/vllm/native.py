@@ -13,6 +13,7 @@ from moonpool import _native
 from moonpool.connectors.vllm.pool import Answer, Columns, Indices, PartTable, Rows
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.core import paths
+from moonpool.core.control_tls import control_client_of
 
 TIMEOUT_S = 2.0
 QUEUE_MAX = 4096
@@ -42,6 +43,7 @@ class NativePool:
             settings.namespace,
             fingerprint,
             TIMEOUT_S,
+            tls=control_client_of(socket),
         )
         client.connect()
         return cls(client)

@@ -163,12 +163,14 @@ def _open(
 ) -> Store:
     from moonpool.core import paths
     from moonpool.core.config import load
+    from moonpool.core.control_tls import control_client_for
     from moonpool.core.store import Store
 
     settings = load(config, arguments={"cluster.token_file": None if token_file is None else str(token_file)})
     if node is not None and "/" not in node:
         node = str(paths.node_socket(node))
-    return Store(node, tenant=tenant, namespace=namespace, token=settings.client_token(node or ""))
+    token, tls = settings.client_token(node or ""), control_client_for(settings, node or "")
+    return Store(node, tenant=tenant, namespace=namespace, token=token, tls=tls)
 
 
 def _read(file: str) -> bytes:

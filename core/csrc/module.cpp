@@ -63,6 +63,7 @@ PYBIND11_MODULE(_native, m) {
 
     m.doc() = "The C++ core of Moonpool. Users take moonpool.Store; this module is its lower half.";
 
+    bind_tls(m);
     bind_server(m);
     bind_client(m);
     bind_worker(m);

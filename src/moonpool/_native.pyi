@@ -6,12 +6,28 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'Worker', 'block_digests', 'crc32c', 'key_hash']
+__all__: list[str] = ['Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'key_hash']
+class TlsServer:
+    """
+    What a master shows, and whom it trusts.
+    """
+    def __init__(self, cert: str, key: str, ca: str = '') -> None:
+        """
+        Paths of PEM files. ca: callers must show a certificate that it vouches for; empty: none.
+        """
+class TlsClient:
+    """
+    How a master is dialled by TLS.
+    """
+    def __init__(self, ca: str = '', name: str = '', cert: str = '', key: str = '') -> None:
+        """
+        Paths of PEM files. ca empty: the system's authorities. name: that the master's certificate must have; empty: the host that is dialled. cert and key: what is shown to it.
+        """
 class Server:
     """
     A node's data plane: one thread, one Unix socket, an arena for each tenant.
     """
-    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, *, name: str = 'default', objects_max: typing.SupportsInt | typing.SupportsIndex = 0, slab_bytes: typing.SupportsInt | typing.SupportsIndex = 0, connections_max: typing.SupportsInt | typing.SupportsIndex = 4096, scrub_bytes_per_s: typing.SupportsInt | typing.SupportsIndex = 67108864, key_bytes_max: typing.SupportsInt | typing.SupportsIndex = 1024, parts_max: typing.SupportsInt | typing.SupportsIndex = 4096, frame_bytes_max: typing.SupportsInt | typing.SupportsIndex = 8388608, frame_keys_max: typing.SupportsInt | typing.SupportsIndex = 16384, object_share_max: typing.SupportsFloat | typing.SupportsIndex = 0.25, listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], ssd_clean_share: typing.SupportsFloat | typing.SupportsIndex = 0.25, ssd_stop_s: typing.SupportsFloat | typing.SupportsIndex = 10.0, ssd_depth: typing.SupportsInt | typing.SupportsIndex = 32, ssd_io: str = 'auto', ssd_records_max: typing.SupportsInt | typing.SupportsIndex = 0, ssd_segment_bytes: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
+    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, *, name: str = 'default', objects_max: typing.SupportsInt | typing.SupportsIndex = 0, slab_bytes: typing.SupportsInt | typing.SupportsIndex = 0, connections_max: typing.SupportsInt | typing.SupportsIndex = 4096, scrub_bytes_per_s: typing.SupportsInt | typing.SupportsIndex = 67108864, key_bytes_max: typing.SupportsInt | typing.SupportsIndex = 1024, parts_max: typing.SupportsInt | typing.SupportsIndex = 4096, frame_bytes_max: typing.SupportsInt | typing.SupportsIndex = 8388608, frame_keys_max: typing.SupportsInt | typing.SupportsIndex = 16384, object_share_max: typing.SupportsFloat | typing.SupportsIndex = 0.25, listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], ssd_clean_share: typing.SupportsFloat | typing.SupportsIndex = 0.25, ssd_stop_s: typing.SupportsFloat | typing.SupportsIndex = 10.0, ssd_depth: typing.SupportsInt | typing.SupportsIndex = 32, ssd_io: str = 'auto', ssd_records_max: typing.SupportsInt | typing.SupportsIndex = 0, ssd_segment_bytes: typing.SupportsInt | typing.SupportsIndex = 0, tls: TlsClient | None = None) -> None:
         ...
     def check_integrity(self) -> bool:
         """
@@ -58,7 +74,7 @@ class Client:
     """
     One process's access to one node, in one space.
     """
-    def __init__(self, socket_path: str, token: bytes, tenant: str = 'default', namespace: str = 'default', fingerprint: bytes = b'', timeout_s: typing.SupportsFloat | typing.SupportsIndex = 2.0, embedded: typing.Any = None) -> None:
+    def __init__(self, socket_path: str, token: bytes, tenant: str = 'default', namespace: str = 'default', fingerprint: bytes = b'', timeout_s: typing.SupportsFloat | typing.SupportsIndex = 2.0, embedded: typing.Any = None, tls: TlsClient | None = None) -> None:
         ...
     def close(self) -> None:
         ...
@@ -236,7 +252,7 @@ class MasterServer:
     """
     The master's data plane: membership and directory.
     """
-    def __init__(self, addresses: collections.abc.Sequence[str], token: bytes, *, nodes_max: typing.SupportsInt | typing.SupportsIndex = 1024, clients_max: typing.SupportsInt | typing.SupportsIndex = 4096, rows_max: typing.SupportsInt | typing.SupportsIndex = 67108864, tombstones_max: typing.SupportsInt | typing.SupportsIndex = 1048576, frame_bytes_max: typing.SupportsInt | typing.SupportsIndex = 8388608, frame_keys_max: typing.SupportsInt | typing.SupportsIndex = 16384, suspect_after_s: typing.SupportsFloat | typing.SupportsIndex = 1.0, gone_after_s: typing.SupportsFloat | typing.SupportsIndex = 30.0) -> None:
+    def __init__(self, addresses: collections.abc.Sequence[str], token: bytes, *, nodes_max: typing.SupportsInt | typing.SupportsIndex = 1024, clients_max: typing.SupportsInt | typing.SupportsIndex = 4096, rows_max: typing.SupportsInt | typing.SupportsIndex = 67108864, tombstones_max: typing.SupportsInt | typing.SupportsIndex = 1048576, frame_bytes_max: typing.SupportsInt | typing.SupportsIndex = 8388608, frame_keys_max: typing.SupportsInt | typing.SupportsIndex = 16384, suspect_after_s: typing.SupportsFloat | typing.SupportsIndex = 1.0, gone_after_s: typing.SupportsFloat | typing.SupportsIndex = 30.0, tls: TlsServer | None = None) -> None:
         ...
     def check_integrity(self) -> bool:
         """
@@ -279,7 +295,7 @@ class DirectoryClient:
     """
     A process's way to the master's directory.
     """
-    def __init__(self, master: str, token: bytes, tenant: str = 'default', timeout_s: typing.SupportsFloat | typing.SupportsIndex = 0.5, interface: str = '') -> None:
+    def __init__(self, master: str, token: bytes, tenant: str = 'default', timeout_s: typing.SupportsFloat | typing.SupportsIndex = 0.5, interface: str = '', tls: TlsClient | None = None) -> None:
         ...
     def close(self) -> None:
         ...

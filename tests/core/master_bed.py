@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from moonpool import _native
 from moonpool.core.errors import Error
 from moonpool.core.http_get import get_json
+from moonpool.core.tls import own_child_context
 
 from .store_bed import TOKEN, until
 
@@ -34,13 +35,21 @@ def environment() -> dict[str, str]:
 
 
 class MasterProcess:
-    """`moonpool master`; killed at the end, whatever the test left it doing. settings: of [master]."""
+    """`moonpool master`; killed at the end, whatever the test left it doing. settings: of [master]; env: more
+    variables. With a certificate its pages are asked without a look at it.
+    """
 
-    def __init__(self, *arguments: str, listen: str = "127.0.0.1:0", **settings: object) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        listen: str = "127.0.0.1:0",
+        env: Mapping[str, str] | None = None,
+        **settings: object,
+    ) -> None:
         more = {f"MOONPOOL_MASTER_{name.upper()}": str(value) for name, value in settings.items()}
         command = [sys.executable, "-m", "moonpool", "master", "--listen", listen, "--http", "127.0.0.1:0"]
         self.process = subprocess.Popen(
-            [*command, *arguments], stdout=subprocess.PIPE, env=environment() | more, text=True
+            [*command, *arguments], stdout=subprocess.PIPE, env=environment() | more | (env or {}), text=True
         )
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], START_TIMEOUT_S)[0], "the master says nothing"
@@ -52,7 +61,8 @@ class MasterProcess:
     def page(self, path: str) -> Any:
         """A page behind the admin token."""
         request = urllib.request.Request(self.http + path, headers={"Authorization": f"Bearer {ADMIN_TOKEN}"})
-        with urllib.request.urlopen(request, timeout=10) as response:
+        tls = own_child_context() if self.http.startswith("https:") else None
+        with urllib.request.urlopen(request, timeout=10, context=tls) as response:
             return json.load(response)
 
     def health(self) -> Any:

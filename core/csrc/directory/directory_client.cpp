@@ -22,17 +22,17 @@ constexpr uint32_t kAnswerMax = 64u << 20;
 // than the master needs.
 constexpr std::chrono::microseconds kSpin{50};
 
-ssize_t receive_soon(int fd, void* data, size_t size) {
+ssize_t receive_soon(ControlSocket& socket, void* data, size_t size) {
     static const bool alone = std::thread::hardware_concurrency() < 2;
     if (!alone) {
         auto end = std::chrono::steady_clock::now() + kSpin;
         do {
-            ssize_t n = ::recv(fd, data, size, MSG_DONTWAIT);
+            ssize_t n = socket.receive(data, size, false);
             if (n >= 0 || errno != EAGAIN) return n;
             ::sched_yield();  // the master may wait for this very core
         } while (std::chrono::steady_clock::now() < end);
     }
-    return ::recv(fd, data, size, 0);
+    return socket.receive(data, size, true);
 }
 
 }  // namespace
@@ -77,11 +77,12 @@ void DirectoryClient::dial_loop() {
         dial_options.timeout_ms = options_.timeout_ms;
         dial_options.interface = options_.interface;
         dial_options.given_up = &closed_;
+        dial_options.tls = options_.tls;
         Result<Dialed> dialed = dial(dial_options);
         lock.lock();
         dialing.once = true;
         if (dialed) {
-            dialing.fd = std::move(dialed->fd);
+            dialing.socket = {std::move(dialed->fd), std::move(dialed->tls), options_.timeout_ms};
             dialing.wanted = false;
             backoff_ms = options_.backoff_first_ms;
         } else {
@@ -100,10 +101,10 @@ Status DirectoryClient::ready() {
     Dialing& dialing = *dialing_;
     std::unique_lock lock(dialing.mutex);
     if (closed_) return Error{Code::kClosed, "the directory's client was closed"};
-    fd_.reset();
+    socket_ = {};
     live_fd_ = -1;
     if (!dialing.thread.joinable()) dialing.thread = std::thread([this] { dial_loop(); });
-    if (!dialing.fd.valid() && !dialing.wanted) {
+    if (!dialing.socket.fd.valid() && !dialing.wanted) {
         dialing.wanted = true;
         dialing.wake.notify_all();
     }
@@ -112,12 +113,12 @@ Status DirectoryClient::ready() {
                               [&] { return closed_ || dialing.once; });
     }
     if (closed_) return Error{Code::kClosed, "the directory's client was closed"};
-    if (!dialing.fd.valid()) {
+    if (!dialing.socket.fd.valid()) {
         if (!dialing.why_not.text.empty()) return dialing.why_not;
         return Error{Code::kUnavailable, "there is no connection to the master at " + options_.master};
     }
-    fd_ = std::move(dialing.fd);
-    live_fd_ = fd_.get();
+    socket_ = std::move(dialing.socket);
+    live_fd_ = socket_.fd.get();
     dialing.why_not =
         Error{Code::kUnavailable, "the connection to the master at " + options_.master + " is lost"};
     members_at_ = {};  // another master may count its epochs anew
@@ -143,7 +144,7 @@ Error DirectoryClient::lost(Error error) {
 
 Status DirectoryClient::send_all(std::span<const std::byte> bytes) {
     while (!bytes.empty()) {
-        ssize_t n = ::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+        ssize_t n = socket_.send(bytes.data(), bytes.size(), true);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && errno == EAGAIN) {
             return lost({Code::kTimeout, "the master at " + options_.master + " took no bytes in time"});
@@ -160,7 +161,7 @@ Status DirectoryClient::send_all(std::span<const std::byte> bytes) {
 Status DirectoryClient::receive(void* data, size_t size) {
     auto* at = static_cast<std::byte*>(data);
     while (size != 0) {
-        ssize_t n = receive_soon(fd_.get(), at, size);
+        ssize_t n = receive_soon(socket_, at, size);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && errno == EAGAIN) {
             return lost({Code::kTimeout, "the master at " + options_.master + " did not answer in time"});

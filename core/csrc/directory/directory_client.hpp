@@ -18,10 +18,10 @@
 #include <thread>
 #include <vector>
 
-#include "base/fd.hpp"
 #include "base/fork.hpp"
 #include "base/result.hpp"
 #include "directory/types.hpp"
+#include "wire/control_socket.hpp"
 #include "wire/frame.hpp"
 
 namespace moonpool {
@@ -30,11 +30,12 @@ struct DirectoryClientOptions {
     std::string master;  // "host:port"
     std::string token;
     std::string tenant = "default";
-    std::string interface;         // of this host, to dial from; empty: the kernel's choice
-    int timeout_ms = 500;          // without progress; also of one attempt to connect
-    int members_ms = 200;          // members() asks again when its answer is older
-    int backoff_first_ms = 100;    // pause after a failed attempt; it doubles,
-    int backoff_longest_ms = 500;  // up to this
+    std::string interface;                 // of this host, to dial from; empty: the kernel's choice
+    std::shared_ptr<const TlsClient> tls;  // null: plain
+    int timeout_ms = 500;                  // without progress; also of one attempt to connect
+    int members_ms = 200;                  // members() asks again when its answer is older
+    int backoff_first_ms = 100;            // pause after a failed attempt; it doubles,
+    int backoff_longest_ms = 500;          // up to this
 };
 
 struct LocateOptions {
@@ -109,8 +110,8 @@ class DirectoryClient {
     std::atomic<bool> closed_{false};
 
     std::mutex io_mutex_;  // the socket and what follows
-    Fd fd_;
-    ClosedInChildren closed_in_children_{fd_};
+    ControlSocket socket_;
+    ClosedInChildren closed_in_children_{socket_.fd};
     std::vector<std::byte> out_, body_;
     size_t frame_at_ = 0;
     uint64_t next_request_ = 1;
@@ -125,13 +126,13 @@ class DirectoryClient {
         std::mutex mutex;
         std::condition_variable wake, done;
         bool wanted = false, once = false;
-        Fd fd;  // that a caller has yet to take
-        ClosedInChildren closed_in_children{fd};
+        ControlSocket socket;  // that a caller has yet to take
+        ClosedInChildren closed_in_children{socket.fd};
         Error why_not;
         std::thread thread;
     };
     std::unique_ptr<Dialing> dialing_ = std::make_unique<Dialing>();
-    std::atomic<int> live_fd_{-1};  // fd_, for close(), which does not wait for a call in progress
+    std::atomic<int> live_fd_{-1};  // of socket_, for close(), which does not wait for a call in progress
 };
 
 }  // namespace moonpool

@@ -31,7 +31,7 @@ class Timed {
 
 MasterLink::MasterLink(MasterServer& server, Caller caller, LinkId id, bool is_member, uint64_t now_ms)
     : server_(server),
-      fd_(std::move(caller.fd)),
+      socket_{std::move(caller.fd), std::move(caller.tls)},
       tenant_(std::move(caller.tenant)),
       peer_(std::move(caller.peer)),
       id_(id),
@@ -42,22 +42,28 @@ MasterLink::~MasterLink() {
     if (node_ != kNoNode) server_.master_.disconnected(node_, id_);
 }
 
-bool MasterLink::begin() { return flush(); }
+bool MasterLink::begin() {
+    if (!flush()) return false;
+    // What came behind the proof; no event will tell of it.
+    return socket_.tls == nullptr || !socket_.tls->pending() || on_readable(progress_ms_);
+}
 
 bool MasterLink::on_readable(uint64_t now_ms) {
     constexpr int kRoundsMax = 8;  // then it is the turn of others; epoll tells again what is left
+    // Room for one whole record, so that nothing of it is left where epoll does not see it.
+    const size_t room_min = socket_.tls != nullptr ? kTlsRecordBytes : 4096;
     for (int round = 0; round < kRoundsMax; ++round) {
         if (in_begin_ == in_end_) in_begin_ = in_end_ = 0;
-        if (in_.size() - in_end_ < 4096) {
+        if (in_.size() - in_end_ < room_min) {
             // Move what is left to the front, then grow: memory follows what was sent, never a length that
             // was claimed.
             if (in_begin_ != 0) std::memmove(in_.data(), in_.data() + in_begin_, in_end_ - in_begin_);
             in_end_ -= in_begin_;
             in_begin_ = 0;
-            if (in_.size() - in_end_ < 4096) in_.resize(std::max<size_t>(in_.size() * 2, 16384));
+            if (in_.size() - in_end_ < room_min) in_.resize(std::max<size_t>(in_.size() * 2, 16384));
         }
         size_t room = in_.size() - in_end_;
-        ssize_t n = ::recv(fd_.get(), in_.data() + in_end_, room, MSG_DONTWAIT);
+        ssize_t n = socket_.receive(in_.data() + in_end_, room, false);
         if (n == 0) return false;
         if (n < 0) {
             if (errno == EINTR) continue;
@@ -66,7 +72,9 @@ bool MasterLink::on_readable(uint64_t now_ms) {
         progress_ms_ = now_ms;
         in_end_ += static_cast<size_t>(n);
         if (!serve(now_ms)) return false;
-        if (static_cast<size_t>(n) < room || backlog() > server_.options_.limits.send_backlog_bytes) break;
+        // A record is never larger than the room; the socket may hold more of them.
+        bool all = socket_.tls == nullptr && static_cast<size_t>(n) < room;
+        if (all || backlog() > server_.options_.limits.send_backlog_bytes) break;
     }
     if (in_begin_ == in_end_ && in_.size() > (1u << 16))
         decltype(in_)().swap(in_);  // a thousand clients wait most of the time
@@ -314,9 +322,12 @@ bool MasterLink::malformed(const char* what) {
 }
 
 bool MasterLink::flush() {
+    if (socket_.unsent()) {
+        if (!socket_.flush()) return false;
+        sent_some_ |= !socket_.unsent();
+    }
     while (out_sent_ < out_.size()) {
-        ssize_t n =
-            ::send(fd_.get(), out_.data() + out_sent_, out_.size() - out_sent_, MSG_NOSIGNAL | MSG_DONTWAIT);
+        ssize_t n = socket_.send(out_.data() + out_sent_, out_.size() - out_sent_, false);
         if (n < 0) {
             if (errno == EINTR) continue;
             if (errno == EAGAIN) break;
@@ -335,19 +346,20 @@ bool MasterLink::flush() {
 }
 
 void MasterLink::want_events() {
-    uint32_t events = (backlog() != 0 ? EPOLLOUT : 0u) |
+    uint32_t events = (backlog() != 0 || socket_.unsent() ? EPOLLOUT : 0u) |
                       (backlog() <= server_.options_.limits.send_backlog_bytes ? EPOLLIN : 0u);
     if (events == events_) return;
     epoll_event event{};
     event.events = events;
-    event.data.fd = fd_.get();
-    ::epoll_ctl(server_.epoll_.get(), events_ == 0 ? EPOLL_CTL_ADD : EPOLL_CTL_MOD, fd_.get(), &event);
+    event.data.fd = socket_.fd.get();
+    ::epoll_ctl(server_.epoll_.get(), events_ == 0 ? EPOLL_CTL_ADD : EPOLL_CTL_MOD, event.data.fd, &event);
     events_ = events;
 }
 
 bool MasterLink::check_deadlines(uint64_t now_ms) {
     if (std::exchange(sent_some_, false)) progress_ms_ = now_ms;
-    bool stalled = in_begin_ != in_end_ || backlog() != 0;
+    bool stalled = in_begin_ != in_end_ || backlog() != 0 || socket_.unsent() ||
+                   (socket_.tls != nullptr && socket_.tls->inside_record());
     const Limits& limits = server_.options_.limits;
     if (is_member_ && node_ == kNoNode && now_ms - progress_ms_ > limits.handshake_ms) {
         return fail(Code::kTimeout, "the node did not join in time");

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "base/fd.hpp"
 #include "directory/master_server.hpp"
+#include "wire/control_socket.hpp"
 #include "wire/frame.hpp"
 
 namespace moonpool {
@@ -48,7 +48,7 @@ class MasterLink {
     void want_events();
 
     MasterServer& server_;
-    Fd fd_;
+    ControlSocket socket_;
     std::string tenant_, peer_;
     LinkId id_;
     bool is_member_;

@@ -22,16 +22,6 @@ uint64_t now_ms() {
     return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
 }
 
-void send_refusal(int fd, Code code, const std::string& text) {
-    std::vector<std::byte> frame;
-    size_t at = begin_frame(frame, Kind::kError, 0, 0);
-    Writer w(frame);
-    w.number(static_cast<uint16_t>(code));
-    w.text16(text);
-    finish_frame(frame, at);
-    (void)!::send(fd, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-}
-
 }  // namespace
 
 MasterServer::MasterServer(MasterServerOptions options)
@@ -44,7 +34,7 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
     std::unique_ptr<MasterServer> server(new MasterServer(std::move(options)));
     MasterServerOptions& o = server->options_;
     Result<std::unique_ptr<Doorman>> doorman =
-        Doorman::create(DoormanOptions{o.addresses, o.token, server->incarnation_, o.limits});
+        Doorman::create(DoormanOptions{o.addresses, o.token, server->incarnation_, o.limits, o.tls});
     if (!doorman) return doorman.error();
     server->doorman_ = std::move(*doorman);
     for (bool is_member : {true, false}) {
@@ -142,9 +132,10 @@ void MasterServer::adopt(Caller caller, bool is_member) {
     uint32_t limit = is_member ? options_.master.membership.members_max * 2 : options_.clients_max;
     if (count >= limit) {
         metrics_.connections_refused_total.fetch_add(1);
-        send_refusal(caller.fd.get(), Code::kTooLarge,
-                     "the master already has " + std::to_string(limit) + " connections, the limit (" +
-                         (is_member ? "master.nodes_max" : "master.clients_max") + ")");
+        send_error(caller.fd.get(), Code::kTooLarge,
+                   "the master already has " + std::to_string(limit) + " connections, the limit (" +
+                       (is_member ? "master.nodes_max" : "master.clients_max") + ")",
+                   caller.tls.get());
         return;
     }
     metrics_.connections_total.fetch_add(1);

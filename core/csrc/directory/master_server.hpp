@@ -34,6 +34,7 @@ struct MasterServerOptions {
     uint32_t clients_max = 4096;  // connections for the purpose "directory"
     MasterLimits master;
     Limits limits;
+    std::shared_ptr<const TlsServer> tls;  // every connection must be inside TLS; null: none is
 };
 
 struct MasterServerMetrics {

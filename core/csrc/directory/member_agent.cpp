@@ -15,6 +15,8 @@ namespace moonpool {
 namespace {
 
 constexpr uint32_t kAnswerMax = 8u << 20;
+constexpr size_t kReadBytes = 65536;
+static_assert(kReadBytes >= kTlsRecordBytes, "a poll of the socket does not tell of the rest of a record");
 
 }  // namespace
 
@@ -76,12 +78,13 @@ void MemberAgent::run() {
         dial_options.timeout_ms = options_.timeout_ms;
         dial_options.interface = options_.interface;
         dial_options.given_up = &stopping_;
+        dial_options.tls = options_.tls;
         Result<Dialed> dialed = dial(dial_options);
         if (dialed) {
             Link link;
-            link.fd = std::move(dialed->fd);
+            link.socket = {std::move(dialed->fd), std::move(dialed->tls), options_.timeout_ms};
             link.peer = dialed->peer;
-            ClosedInChildren closed_in_children(link.fd);
+            ClosedInChildren closed_in_children(link.socket.fd);
             uint64_t joins = counters_.joins_total;
             Status status = live(link);
             if (counters_.joins_total != joins) backoff_ms = options_.backoff_first_ms;
@@ -140,7 +143,7 @@ Status MemberAgent::step(Link& link) {
     if (waiting != 0) until = std::min(until, link.told_at + batch);
     auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()).count();
     int timeout_ms = link.inventory ? 0 : static_cast<int>(std::clamp<long>(left + 1, 0, 1000));
-    pollfd waits[2] = {{link.fd.get(), POLLIN, 0}, {wake_.get(), POLLIN, 0}};
+    pollfd waits[2] = {{link.socket.fd.get(), POLLIN, 0}, {wake_.get(), POLLIN, 0}};
     if (::poll(waits, 2, timeout_ms) < 0 && errno != EINTR) return os_error("poll");
     if (waits[1].revents != 0) {
         uint64_t value;
@@ -243,7 +246,7 @@ Status MemberAgent::send_rows(Link& link, const std::vector<DeltaRow>& rows, uin
 Status MemberAgent::send_frame(Link& link) {
     size_t sent = 0;
     while (sent < out_.size()) {
-        ssize_t n = ::send(link.fd.get(), out_.data() + sent, out_.size() - sent, MSG_NOSIGNAL);
+        ssize_t n = link.socket.send(out_.data() + sent, out_.size() - sent, true);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && errno == EAGAIN) {
             return Error{Code::kTimeout, "the master at " + link.peer + " took no bytes in time"};
@@ -259,10 +262,10 @@ Status MemberAgent::send_frame(Link& link) {
 
 Status MemberAgent::read_answers(Link& link, bool wait) {
     size_t have = link.in.size();
-    link.in.resize(have + 65536);
+    link.in.resize(have + kReadBytes);
     ssize_t n;
     do {
-        n = ::recv(link.fd.get(), link.in.data() + have, 65536, wait ? 0 : MSG_DONTWAIT);
+        n = link.socket.receive(link.in.data() + have, kReadBytes, wait);
     } while (n < 0 && errno == EINTR);
     link.in.resize(have + static_cast<size_t>(std::max<ssize_t>(n, 0)));
     if (n < 0 && errno == EAGAIN) {

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -20,6 +21,7 @@
 #include "directory/delta_log.hpp"
 #include "directory/protocol.hpp"
 #include "directory/types.hpp"
+#include "wire/control_socket.hpp"
 
 namespace moonpool {
 
@@ -27,6 +29,7 @@ struct MemberAgentOptions {
     std::string master;  // "host:port"
     std::string token;
     std::string interface;
+    std::shared_ptr<const TlsClient> tls;  // null: plain
     NodeIdentity identity;
     int timeout_ms = 1000;  // without progress; then it connects anew
     int backoff_first_ms = 50;
@@ -74,7 +77,7 @@ class MemberAgent {
 
     // One connection, from JOIN to its end.
     struct Link {
-        Fd fd;
+        ControlSocket socket;
         std::string peer;
         uint64_t next_request = 1;
         uint32_t beat_ms = 200;

@@ -13,7 +13,7 @@ namespace moonpool::python {
 
 PyClient::PyClient(std::string socket_path, const py::bytes& token, std::string tenant,
                    std::string name_space, const py::bytes& fingerprint, double timeout_s,
-                   const py::object& embedded) {
+                   const py::object& embedded, std::optional<std::shared_ptr<TlsClient>> tls) {
     ClientOptions options;
     constexpr std::string_view kTcp = "tcp://";
     peer_ = !embedded.is_none() ? "the embedded node" : socket_path;
@@ -27,6 +27,7 @@ PyClient::PyClient(std::string socket_path, const py::bytes& token, std::string 
     options.name_space = std::move(name_space);
     options.fingerprint = std::string(fingerprint);
     options.timeout_ms = milliseconds(timeout_s);
+    options.tls = tls.value_or(nullptr);
     if (!embedded.is_none()) {
         options.dial = [server = embedded.cast<const PyServer&>().server()] { return server->dial(); };
     }
@@ -188,10 +189,11 @@ void bind_client(py::module_& m) {
 
     py::class_<PyClient>(m, "Client", "One process's access to one node, in one space.")
         .def(py::init<std::string, const py::bytes&, std::string, std::string, const py::bytes&, double,
-                      const py::object&>(),
+                      const py::object&, std::optional<std::shared_ptr<TlsClient>>>(),
              py::arg("socket_path"), py::arg("token"), py::arg("tenant") = "default",
              py::arg("namespace") = "default", py::arg("fingerprint") = py::bytes(),
-             py::arg("timeout_s") = 2.0, py::arg("embedded") = py::none(), py::keep_alive<1, 8>())
+             py::arg("timeout_s") = 2.0, py::arg("embedded") = py::none(), py::arg("tls") = py::none(),
+             py::keep_alive<1, 8>())
         .def("connect", &PyClient::connect)
         .def_property_readonly("connected", &PyClient::connected)
         .def("close", &PyClient::close)

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,7 +20,8 @@ namespace moonpool::python {
 class PyClient {
    public:
     PyClient(std::string socket_path, const py::bytes& token, std::string tenant, std::string name_space,
-             const py::bytes& fingerprint, double timeout_s, const py::object& embedded);
+             const py::bytes& fingerprint, double timeout_s, const py::object& embedded,
+             std::optional<std::shared_ptr<TlsClient>> tls);
     void connect();
     bool connected();
     void close();

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -35,7 +36,8 @@ class PyMasterServer {
    public:
     PyMasterServer(std::vector<std::string> addresses, const py::bytes& token, uint32_t nodes_max,
                    uint32_t clients_max, uint64_t rows_max, uint32_t tombstones_max, uint32_t frame_bytes_max,
-                   uint32_t frame_keys_max, double suspect_after_s, double gone_after_s) {
+                   uint32_t frame_keys_max, double suspect_after_s, double gone_after_s,
+                   std::optional<std::shared_ptr<TlsServer>> tls) {
         MasterServerOptions options;
         options.addresses = std::move(addresses);
         options.token = std::string(token);
@@ -47,6 +49,7 @@ class PyMasterServer {
         options.master.membership.members_max = nodes_max;
         options.master.membership.suspect_ms = static_cast<uint32_t>(milliseconds(suspect_after_s));
         options.master.membership.gone_ms = static_cast<uint32_t>(milliseconds(gone_after_s));
+        options.tls = tls.value_or(nullptr);
         server_ = unwrap(MasterServer::create(std::move(options)), "master");
     }
 
@@ -112,13 +115,14 @@ class PyDirectoryClient {
 
    public:
     PyDirectoryClient(std::string master, const py::bytes& token, std::string tenant, double timeout_s,
-                      std::string interface) {
+                      std::string interface, std::optional<std::shared_ptr<TlsClient>> tls) {
         DirectoryClientOptions options;
         options.master = std::move(master);
         options.token = std::string(token);
         options.tenant = std::move(tenant);
         options.timeout_ms = milliseconds(timeout_s);
         options.interface = std::move(interface);
+        options.tls = tls.value_or(nullptr);
         client_ = std::make_unique<DirectoryClient>(std::move(options));
     }
 
@@ -201,12 +205,12 @@ void bind_directory(py::module_& m) {
     bind_member(m);
     py::class_<PyMasterServer>(m, "MasterServer", "The master's data plane: membership and directory.")
         .def(py::init<std::vector<std::string>, const py::bytes&, uint32_t, uint32_t, uint64_t, uint32_t,
-                      uint32_t, uint32_t, double, double>(),
+                      uint32_t, uint32_t, double, double, std::optional<std::shared_ptr<TlsServer>>>(),
              py::arg("addresses"), py::arg("token"), py::kw_only(), py::arg("nodes_max") = 1024,
              py::arg("clients_max") = 4096, py::arg("rows_max") = uint64_t{64} << 20,
              py::arg("tombstones_max") = 1u << 20, py::arg("frame_bytes_max") = 8u << 20,
              py::arg("frame_keys_max") = 16384, py::arg("suspect_after_s") = 1.0,
-             py::arg("gone_after_s") = 30.0)
+             py::arg("gone_after_s") = 30.0, py::arg("tls") = py::none())
         .def_property_readonly("addresses", &PyMasterServer::addresses)
         .def_property_readonly("incarnation", &PyMasterServer::incarnation)
         .def("start", &PyMasterServer::start)
@@ -227,9 +231,10 @@ void bind_directory(py::module_& m) {
             return hits;
         });
     py::class_<PyDirectoryClient>(m, "DirectoryClient", "A process's way to the master's directory.")
-        .def(py::init<std::string, const py::bytes&, std::string, double, std::string>(), py::arg("master"),
-             py::arg("token"), py::arg("tenant") = "default", py::arg("timeout_s") = 0.5,
-             py::arg("interface") = "")
+        .def(py::init<std::string, const py::bytes&, std::string, double, std::string,
+                      std::optional<std::shared_ptr<TlsClient>>>(),
+             py::arg("master"), py::arg("token"), py::arg("tenant") = "default", py::arg("timeout_s") = 0.5,
+             py::arg("interface") = "", py::arg("tls") = py::none())
         .def("locate", &PyDirectoryClient::locate, py::arg("hashes"), py::arg("prefix") = false,
              py::arg("width") = 1, py::arg("suspects") = false, py::arg("holders_max") = 0)
         .def("members", &PyDirectoryClient::members, py::arg("fresh") = false)

@@ -14,7 +14,7 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
                    std::string advertise, std::string master,
                    const std::vector<std::pair<std::string, uint64_t>>& ssd, double ssd_clean_share,
                    double ssd_stop_s, uint32_t ssd_depth, std::string ssd_io, uint32_t ssd_records_max,
-                   uint64_t ssd_segment_bytes)
+                   uint64_t ssd_segment_bytes, std::optional<std::shared_ptr<TlsClient>> tls)
     : name_(std::move(name)) {
     ServerOptions options;
     options.socket_path = std::move(socket_path);
@@ -34,6 +34,7 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
     options.cluster.name = name_;
     options.cluster.host_id = std::move(host_id);
     options.cluster.address = std::move(advertise);
+    options.cluster.tls = tls.value_or(nullptr);
     options.ssd.directories = ssd;
     options.ssd.clean_share = ssd_clean_share;
     options.ssd.stop_ms = static_cast<uint32_t>(milliseconds(ssd_stop_s));
@@ -115,7 +116,7 @@ void bind_server(py::module_& m) {
                       std::string, uint32_t, uint64_t, uint32_t, uint64_t, uint32_t, uint32_t, uint32_t,
                       uint32_t, double, std::vector<std::string>, std::string, std::string, std::string,
                       const std::vector<std::pair<std::string, uint64_t>>&, double, double, uint32_t,
-                      std::string, uint32_t, uint64_t>(),
+                      std::string, uint32_t, uint64_t, std::optional<std::shared_ptr<TlsClient>>>(),
              py::arg("socket_path"), py::arg("tenants"), py::arg("token"), py::kw_only(),
              py::arg("name") = "default", py::arg("objects_max") = 0, py::arg("slab_bytes") = 0,
              py::arg("connections_max") = 4096, py::arg("scrub_bytes_per_s") = uint64_t{64} << 20,
@@ -125,7 +126,8 @@ void bind_server(py::module_& m) {
              py::arg("host_id") = "", py::arg("advertise") = "", py::arg("master") = "",
              py::arg("ssd") = std::vector<std::pair<std::string, uint64_t>>(),
              py::arg("ssd_clean_share") = 0.25, py::arg("ssd_stop_s") = 10.0, py::arg("ssd_depth") = 32,
-             py::arg("ssd_io") = "auto", py::arg("ssd_records_max") = 0, py::arg("ssd_segment_bytes") = 0)
+             py::arg("ssd_io") = "auto", py::arg("ssd_records_max") = 0, py::arg("ssd_segment_bytes") = 0,
+             py::arg("tls") = py::none())
         .def_property_readonly("name", &PyServer::name)
         .def_property_readonly("addresses", &PyServer::addresses, "TCP addresses, with their real ports.")
         .def("start", &PyServer::start)

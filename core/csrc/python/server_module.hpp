@@ -5,6 +5,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,7 +24,7 @@ class PyServer {
              std::vector<std::string> listen, std::string host_id, std::string advertise, std::string master,
              const std::vector<std::pair<std::string, uint64_t>>& ssd, double ssd_clean_share,
              double ssd_stop_s, uint32_t ssd_depth, std::string ssd_io, uint32_t ssd_records_max,
-             uint64_t ssd_segment_bytes);
+             uint64_t ssd_segment_bytes, std::optional<std::shared_ptr<TlsClient>> tls);
     void start();
     void stop();
     std::map<std::string, uint64_t> metrics();

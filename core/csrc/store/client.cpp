@@ -48,6 +48,7 @@ std::shared_ptr<Client::Pool> Client::pool() {
     to.token = options_.token;
     to.tenant = options_.tenant;
     to.timeout_ms = std::min(options_.timeout_ms, to.timeout_ms);
+    to.tls = options_.tls;
     pool->directory = std::make_unique<DirectoryClient>(std::move(to));
     pool_ = std::move(pool);
     return pool_;

@@ -22,6 +22,7 @@ MemberAgentOptions agent_options(const ClusterOptions& options, const std::strin
     agent.master = options.master;
     agent.token = token;
     agent.interface = options.interface;
+    agent.tls = options.tls;
     agent.identity = NodeIdentity{options.name, incarnation, options.host_id, options.address, socket_path};
     return agent;
 }

@@ -24,6 +24,7 @@ struct ClusterOptions {
     std::string host_id;  // equal for all processes of a host
     std::string address;  // of its wire, as others reach it
     std::string interface;
+    std::shared_ptr<const TlsClient> tls;  // of the way to the master; null: plain
 };
 
 class NodeMember {

@@ -27,6 +27,7 @@
 #include "store/space.hpp"
 #include "wire/auth.hpp"
 #include "wire/frame.hpp"
+#include "wire/tls.hpp"
 
 namespace moonpool {
 
@@ -38,7 +39,8 @@ struct ClientOptions {
     std::string tenant = "default";
     std::string name_space = "default";
     std::string fingerprint;
-    int timeout_ms = 2000;  // without progress
+    int timeout_ms = 2000;                 // without progress
+    std::shared_ptr<const TlsClient> tls;  // to the node's master; null: plain. Nodes are spoken to in plain
 };
 
 struct Part {

@@ -61,6 +61,11 @@ Result<std::vector<SocketAddress>> resolve(const std::string& text, bool listeni
     return found;
 }
 
+std::string host_of(const std::string& text) {
+    Result<HostPort> parts = split(text);
+    return parts ? parts->host : "";
+}
+
 std::string to_text(const SocketAddress& address) {
     char host[NI_MAXHOST], port[NI_MAXSERV];
     if (::getnameinfo(address.get(), address.size, host, sizeof(host), port, sizeof(port),

@@ -26,6 +26,9 @@ struct SocketAddress {
 // Every address that the text names, in the resolver's order. `listening`: to bind to.
 Result<std::vector<SocketAddress>> resolve(const std::string& text, bool listening);
 
+// The host in "host:port", without the brackets of an IPv6 address; empty where there is none.
+std::string host_of(const std::string& text);
+
 std::string to_text(const SocketAddress& address);
 std::string local_address(int fd);
 std::string peer_address(int fd);

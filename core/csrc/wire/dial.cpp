@@ -17,19 +17,37 @@ namespace {
 
 constexpr uint32_t kWelcomeBytesMax = 64u << 10;
 
+Error refused_by(const std::string& peer, Reader& body) {
+    Error error = read_error(body);
+    error.text = peer + ": " + error.text;
+    return error;
+}
+
 class Handshake {
    public:
-    Handshake(int fd, const DialOptions& options)
+    Handshake(int fd, const DialOptions& options, TlsStream* tls)
         : fd_(fd),
+          tls_(tls),
           peer_(options.address),
           end_(deadline_in(options.timeout_ms)),
           given_up_(options.given_up) {}
 
+    // The handshake of TLS itself.
+    Status secure() {
+        TlsStream::Step step;
+        while ((step = tls_->handshake(fd_)) == TlsStream::Step::kWait) {
+            auto events = static_cast<short>(POLLIN | (tls_->unsent() ? POLLOUT : 0));
+            if (Status ready = wait(events); !ready) return ready;
+        }
+        if (step == TlsStream::Step::kDone) return success();
+        return tls_->not_tls() ? answered_in_plain() : tls_->error(peer_);
+    }
+
     Status send(const std::vector<std::byte>& bytes) {
         size_t sent = 0;
-        while (sent < bytes.size()) {
+        while (sent < bytes.size() || (tls_ != nullptr && tls_->unsent())) {
             if (Status ready = wait(POLLOUT); !ready) return ready;
-            ssize_t n = ::send(fd_, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+            ssize_t n = write(bytes.data() + sent, bytes.size() - sent);
             if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
             if (n < 0) return lost();
             sent += static_cast<size_t>(n);
@@ -56,8 +74,10 @@ class Handshake {
     Status receive(void* data, size_t size) {
         auto* at = static_cast<std::byte*>(data);
         while (size != 0) {
-            if (Status ready = wait(POLLIN); !ready) return ready;
-            ssize_t n = ::recv(fd_, at, size, MSG_DONTWAIT);
+            if (tls_ == nullptr || !tls_->pending()) {
+                if (Status ready = wait(POLLIN); !ready) return ready;
+            }
+            ssize_t n = tls_ != nullptr ? tls_->receive(fd_, at, size) : ::recv(fd_, at, size, MSG_DONTWAIT);
             if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
             if (n == 0) {
                 return Error{Code::kUnavailable, peer_ + " closed the connection during the handshake"};
@@ -68,6 +88,26 @@ class Handshake {
         }
         return success();
     }
+    ssize_t write(const void* data, size_t size) {
+        if (tls_ == nullptr) return ::send(fd_, data, size, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (size == 0) return tls_->flush(fd_) ? 0 : -1;
+        return tls_->send(fd_, data, size);
+    }
+    // To what was said inside TLS there came a frame.
+    Error answered_in_plain() {
+        tls_ = nullptr;
+        FrameHeader header;
+        std::vector<std::byte> body;
+        if (Status status = receive(header, body, Limits{}.handshake_bytes); !status) return status.error();
+        if (header.kind == Kind::kError) {
+            Reader reader(body);
+            return refused_by(peer_, reader);
+        }
+        return Error{Code::kProtocol,
+                     peer_ +
+                         " does not speak TLS, and this process must; set cluster.tls_control there, or "
+                         "set it to \"off\" here"};
+    }
     Status wait(short events) {
         Result<bool> ready = wait_for(fd_, events, end_, given_up_);
         if (!ready) return ready.error();
@@ -75,20 +115,16 @@ class Handshake {
         return Error{Code::kTimeout, peer_ + " did not finish the handshake in time"};
     }
     Error lost() const {
+        if (tls_ != nullptr && errno == EPROTO) return tls_->error(peer_);
         return Error{Code::kUnavailable, "the connection to " + peer_ + " is lost: " + std::strerror(errno)};
     }
 
     int fd_;
+    TlsStream* tls_;  // null: plain
     std::string peer_;
     Deadline end_;  // of the whole handshake: who sends a byte now and then gains nothing
     const std::atomic<bool>* given_up_;
 };
-
-Error refused_by(const std::string& peer, Reader& body) {
-    Error error = read_error(body);
-    error.text = peer + ": " + error.text;
-    return error;
-}
 
 }  // namespace
 
@@ -120,7 +156,15 @@ Result<Dialed> dial(const DialOptions& options) {
     dialed.fd = std::move(*fd);
     dialed.peer = options.address;
     set_socket_timeouts(dialed.fd.get(), options.timeout_ms);
-    Handshake handshake(dialed.fd.get(), options);
+    if (options.tls != nullptr) {
+        Result<std::unique_ptr<TlsStream>> tls = options.tls->open(options.address);
+        if (!tls) return tls.error();
+        dialed.tls = std::move(*tls);
+    }
+    Handshake handshake(dialed.fd.get(), options, dialed.tls.get());
+    if (dialed.tls != nullptr) {
+        if (Status status = handshake.secure(); !status) return status.error();
+    }
 
     FrameHeader header;
     std::vector<std::byte> body;

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "base/result.hpp"
 #include "wire/auth.hpp"
 #include "wire/frame.hpp"
+#include "wire/tls.hpp"
 
 namespace moonpool {
 
@@ -25,13 +27,15 @@ struct DialOptions {
     std::string token;
     std::string tenant = "default";
     std::string purpose;
-    int timeout_ms = 2000;                        // for connecting, and then for the whole handshake
-    std::string interface;                        // a network device, empty: the route decides
-    const std::atomic<bool>* given_up = nullptr;  // set by another thread: dial() fails at once
+    int timeout_ms = 2000;                           // for connecting, and then for the whole handshake
+    std::string interface;                           // a network device, empty: the route decides
+    const std::atomic<bool>* given_up = nullptr;     // set by another thread: dial() fails at once
+    std::shared_ptr<const TlsClient> tls = nullptr;  // all that follows is inside TLS; null: plain
 };
 
 struct Dialed {
     Fd fd;  // blocking, with timeout_ms as its receive and send timeouts
+    std::unique_ptr<TlsStream> tls;
     Incarnation incarnation{};
     std::vector<std::byte> welcome;  // the purpose's own part of WELCOME
     std::string peer;

@@ -19,6 +19,9 @@ namespace moonpool {
 namespace {
 
 constexpr int kTickMs = 100;
+// A caller that does not speak TLS waits for our challenge; one that does, speaks at once. Less than
+// anybody's time for a handshake, so that the reason still comes.
+constexpr uint64_t kTlsSilenceMs = 250;
 
 uint64_t now_ms() {
     auto now = std::chrono::steady_clock::now().time_since_epoch();
@@ -26,21 +29,23 @@ uint64_t now_ms() {
 }
 
 // To a socket that has sent nothing yet or little: it fits, or the peer is of no interest.
-bool send_now(int fd, const std::vector<std::byte>& frame) {
+bool send_now(int fd, TlsStream* tls, const std::vector<std::byte>& frame) {
+    if (tls != nullptr)
+        return tls->send(fd, frame.data(), frame.size()) == static_cast<ssize_t>(frame.size());
     return ::send(fd, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
            static_cast<ssize_t>(frame.size());
 }
 
 }  // namespace
 
-void send_error(int fd, Code code, const std::string& text) {
+void send_error(int fd, Code code, const std::string& text, TlsStream* tls) {
     std::vector<std::byte> frame;
     size_t at = begin_frame(frame, Kind::kError, 0, 0);
     Writer w(frame);
     w.number(static_cast<uint16_t>(code));
     w.text16(text);
     finish_frame(frame, at);
-    (void)send_now(fd, frame);
+    (void)send_now(fd, tls, frame);
 }
 
 Result<std::unique_ptr<Doorman>> Doorman::create(DoormanOptions options) {
@@ -112,7 +117,7 @@ void Doorman::loop() {
             if (fd == wake_.get()) continue;
             auto it = strangers_.find(fd);
             if (it != strangers_.end()) {
-                if (!on_readable(*it->second)) strangers_.erase(it);
+                if (!on_event(*it->second)) strangers_.erase(it);
             } else if (std::ranges::any_of(listeners_, [fd](const auto& l) { return l->fd.get() == fd; })) {
                 accept_all(fd);
             }
@@ -159,13 +164,13 @@ void Doorman::greet(Fd fd) {
     stranger->peer = peer_address(fd.get());
     stranger->since_ms = now_ms();
     stranger->fd = std::move(fd);
-    std::vector<std::byte> frame;
-    size_t at = begin_frame(frame, Kind::kChallenge, 0, 0);
-    Writer w(frame);
-    w.bytes(stranger->nonce.data(), stranger->nonce.size());
-    w.bytes(options_.incarnation.data(), options_.incarnation.size());
-    finish_frame(frame, at);
-    if (!send_now(stranger->fd.get(), frame)) return;
+    if (options_.tls != nullptr) {
+        Result<std::unique_ptr<TlsStream>> tls = options_.tls->open();
+        if (!tls) return;
+        stranger->tls = std::move(*tls);
+    } else if (!challenge(*stranger)) {
+        return;
+    }
     counters_.accepted_total.fetch_add(1);
     int key = stranger->fd.get();
     epoll_event event{};
@@ -175,6 +180,41 @@ void Doorman::greet(Fd fd) {
     strangers_.emplace(key, std::move(stranger));
 }
 
+bool Doorman::challenge(Stranger& stranger) {
+    std::vector<std::byte> frame;
+    size_t at = begin_frame(frame, Kind::kChallenge, 0, 0);
+    Writer w(frame);
+    w.bytes(stranger.nonce.data(), stranger.nonce.size());
+    w.bytes(options_.incarnation.data(), options_.incarnation.size());
+    finish_frame(frame, at);
+    stranger.challenged = true;
+    return send_now(stranger.fd.get(), stranger.tls.get(), frame);
+}
+
+bool Doorman::on_event(Stranger& stranger) {
+    if (stranger.tls == nullptr) return on_readable(stranger);
+    if (!stranger.challenged && !secure(stranger)) return false;
+    if (!stranger.tls->flush(stranger.fd.get()) && errno != EAGAIN) return false;
+    if (stranger.challenged && !on_readable(stranger)) return false;
+    bool waits = stranger.tls->unsent();
+    if (std::exchange(stranger.waits_for_room, waits) == waits) return true;
+    epoll_event event{};
+    event.events = EPOLLIN | (waits ? EPOLLOUT : 0u);
+    event.data.fd = stranger.fd.get();
+    return ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, stranger.fd.get(), &event) == 0;
+}
+
+// The handshake of TLS, as far as it goes now, and behind it our challenge.
+bool Doorman::secure(Stranger& stranger) {
+    TlsStream::Step step = stranger.tls->handshake(stranger.fd.get());
+    if (step == TlsStream::Step::kWait) return true;
+    if (step == TlsStream::Step::kDone) return challenge(stranger);
+    if (stranger.tls->not_tls()) return refuse_plain(stranger);
+    (stranger.tls->untrusted() ? counters_.auth_failures_total : counters_.protocol_errors_total)
+        .fetch_add(1);
+    return hang_up(stranger);
+}
+
 bool Doorman::on_readable(Stranger& stranger) {
     // Only the header until it is known how long AUTH is, and never a byte behind it: those are not ours.
     for (;;) {
@@ -182,6 +222,9 @@ bool Doorman::on_readable(Stranger& stranger) {
         FrameHeader header;
         if (stranger.in.size() >= sizeof(header)) {
             std::memcpy(&header, stranger.in.data(), sizeof(header));
+            if (stranger.in[0] == std::byte{kTlsHandshake}) {
+                return refuse(stranger, Code::kProtocol, "the caller speaks TLS, and this port does not");
+            }
             if (header.magic != kMagic) {
                 return refuse(stranger, Code::kProtocol, "a frame does not start with the magic number");
             }
@@ -208,7 +251,9 @@ bool Doorman::on_readable(Stranger& stranger) {
         stranger.in.resize(want);
         ssize_t n;
         do {
-            n = ::recv(stranger.fd.get(), stranger.in.data() + have, want - have, 0);
+            n = stranger.tls != nullptr
+                    ? stranger.tls->receive(stranger.fd.get(), stranger.in.data() + have, want - have)
+                    : ::recv(stranger.fd.get(), stranger.in.data() + have, want - have, 0);
         } while (n < 0 && errno == EINTR);
         stranger.in.resize(have + static_cast<size_t>(std::max<ssize_t>(n, 0)));
         if (n == 0) return false;
@@ -245,16 +290,29 @@ bool Doorman::on_auth(Stranger& stranger, const FrameHeader& header, Reader body
     w.bytes(proof.data(), proof.size());
     w.bytes(welcome->data(), welcome->size());
     finish_frame(frame, at);
-    if (!send_now(stranger.fd.get(), frame)) return false;
+    if (!send_now(stranger.fd.get(), stranger.tls.get(), frame)) return false;
     ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, stranger.fd.get(), nullptr);
     // The map still has its number as the key; the caller's socket cannot take another until it is erased.
-    it->second.serve(Caller{std::move(stranger.fd), std::move(tenant), std::move(stranger.peer)});
+    it->second.serve(
+        Caller{std::move(stranger.fd), std::move(tenant), std::move(stranger.peer), std::move(stranger.tls)});
     return false;
 }
 
 bool Doorman::refuse(Stranger& stranger, Code code, const std::string& text) {
     (code == Code::kAuth ? counters_.auth_failures_total : counters_.protocol_errors_total).fetch_add(1);
-    send_error(stranger.fd.get(), code, text);
+    send_error(stranger.fd.get(), code, text, stranger.tls.get());
+    return hang_up(stranger);
+}
+
+bool Doorman::refuse_plain(Stranger& stranger) {
+    stranger.tls.reset();
+    return refuse(stranger, Code::kProtocol,
+                  "this port speaks TLS only; set cluster.tls_control, and cluster.tls_ca to the authorities "
+                  "that vouch for it");
+}
+
+// What was said last still has to arrive.
+bool Doorman::hang_up(Stranger& stranger) {
     // Bytes left unread would turn the close into a reset, which could overtake the reason; but no
     // more than so many, for the others wait meanwhile.
     constexpr int kRoundsMax = 16;
@@ -268,10 +326,17 @@ bool Doorman::refuse(Stranger& stranger, Code code, const std::string& text) {
 
 void Doorman::drop_late(uint64_t now) {
     std::erase_if(strangers_, [&](auto& entry) {
-        if (now - entry.second->since_ms <= options_.limits.handshake_ms) return false;
+        Stranger& stranger = *entry.second;
+        uint64_t waited_ms = now - stranger.since_ms;
+        if (stranger.tls != nullptr && !stranger.tls->heard() && waited_ms > kTlsSilenceMs) {
+            return !refuse_plain(stranger);
+        }
+        if (waited_ms <= options_.limits.handshake_ms) return false;
         counters_.handshake_timeouts_total.fetch_add(1);
-        send_error(entry.second->fd.get(), Code::kTimeout,
-                   "the handshake took over " + std::to_string(options_.limits.handshake_ms) + " ms");
+        if (stranger.tls != nullptr && !stranger.challenged) return true;  // there is no way to tell it
+        send_error(stranger.fd.get(), Code::kTimeout,
+                   "the handshake took over " + std::to_string(options_.limits.handshake_ms) + " ms",
+                   stranger.tls.get());
         return true;
     });
 }

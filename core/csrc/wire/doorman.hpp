@@ -1,6 +1,7 @@
 // Doorman: the one listening TCP port of a process, whoever lives behind it: a node's store, a transfer
 // engine, a master. It sends the challenge, waits for the proof, answers it, and hands the socket to whom the
-// caller asked for. Nothing but the handshake is read here, and nothing else is parsed before the proof.
+// caller asked for. Nothing but the handshake is read here, and nothing else is parsed before the proof. With
+// `tls` nothing is said in plain but the reason why a caller that does not speak TLS is refused.
 //
 // One thread with an epoll of its own. Strangers have 5 s and at most 64 places; the longest waiting makes
 // room, so that idle connections keep nobody out.
@@ -24,6 +25,7 @@
 #include "wire/auth.hpp"
 #include "wire/dial.hpp"
 #include "wire/limits.hpp"
+#include "wire/tls.hpp"
 
 namespace moonpool {
 
@@ -32,6 +34,7 @@ struct Caller {
     Fd fd;  // non-blocking
     std::string tenant;
     std::string peer;
+    std::unique_ptr<TlsStream> tls;  // null: plain
 };
 
 // Both run on the doorman's thread: serve() hands the socket to another thread and returns at once.
@@ -46,6 +49,7 @@ struct DoormanOptions {
     std::string token;
     Incarnation incarnation{};
     Limits limits;
+    std::shared_ptr<const TlsServer> tls = nullptr;  // every caller must speak it; null: plain
 };
 
 struct DoormanCounters {
@@ -57,7 +61,7 @@ struct DoormanCounters {
 };
 
 // An ERROR frame for a connection that is about to be closed; it is not waited for.
-void send_error(int fd, Code code, const std::string& text);
+void send_error(int fd, Code code, const std::string& text, TlsStream* tls = nullptr);
 
 class Doorman {
    public:
@@ -82,6 +86,9 @@ class Doorman {
         std::string peer;
         uint64_t since_ms = 0;
         std::vector<std::byte> in;
+        std::unique_ptr<TlsStream> tls;
+        bool challenged = false;
+        bool waits_for_room = false;  // of its socket
     };
 
     // A child of fork() must not keep the port in use after we are gone.
@@ -95,9 +102,15 @@ class Doorman {
     void loop();
     void accept_all(int listener);
     void greet(Fd fd);
-    bool on_readable(Stranger& stranger);  // false: it is over with this stranger, here or for good
+    // Each false: it is over with this stranger, here or for good.
+    bool on_event(Stranger& stranger);
+    bool secure(Stranger& stranger);
+    bool challenge(Stranger& stranger);
+    bool on_readable(Stranger& stranger);
     bool on_auth(Stranger& stranger, const FrameHeader& header, Reader body);
     bool refuse(Stranger& stranger, Code code, const std::string& text);
+    bool refuse_plain(Stranger& stranger);
+    bool hang_up(Stranger& stranger);
     void drop_late(uint64_t now_ms);
 
     DoormanOptions options_;

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "../certificates.hpp"
 #include "../random.hpp"
 #include "directory/directory_client.hpp"
 #include "directory/master_server.hpp"
@@ -56,8 +57,9 @@ std::unique_ptr<MasterServer> serve(const std::string& address = "127.0.0.1:0",
 // What a node's store would be: a set of keys under a lock.
 class FakeNode {
    public:
-    FakeNode(const std::string& master, const std::string& name, uint8_t life = 1)
-        : log_(1000, [this] { agent_.wake(); }), agent_(options(master, name, life), hooks(), log_) {
+    FakeNode(const std::string& master, const std::string& name, uint8_t life = 1,
+             std::shared_ptr<const TlsClient> tls = nullptr)
+        : log_(1000, [this] { agent_.wake(); }), agent_(options(master, name, life, tls), hooks(), log_) {
         agent_.start();
     }
     ~FakeNode() { agent_.stop(); }
@@ -78,8 +80,10 @@ class FakeNode {
     DeltaLog& log() { return log_; }
 
    private:
-    static MemberAgentOptions options(const std::string& master, const std::string& name, uint8_t life) {
+    static MemberAgentOptions options(const std::string& master, const std::string& name, uint8_t life,
+                                      std::shared_ptr<const TlsClient> tls) {
         MemberAgentOptions o;
+        o.tls = std::move(tls);
         o.master = master;
         o.token = kToken;
         o.identity.name = name;
@@ -159,6 +163,51 @@ TEST_CASE("master server: what a node holds is found, and no longer what it remo
     CHECK(*place == std::vector<NodeId>{holder.node});
     CHECK(client.place(10, 1, {{holder.node}, {}, false})->empty());
     CHECK(master->check_integrity());
+}
+
+TEST_CASE("master server: the same and more inside TLS, with little room for answers") {
+    auto master = serve("127.0.0.1:0", [](MasterServerOptions& o) {
+        o.limits.send_backlog_bytes = 1000;
+        o.tls = testing::tls_server("master", true);
+    });
+    std::string address = master->addresses()[0];
+    auto tls = testing::tls_client("authority", "", "caller");
+    FakeNode a(address, "a", 1, tls);
+    FakeNode b(address, "b", 2, tls);
+    FakeNode plain(address, "plain", 3);
+    DirectoryClientOptions options = client_options(address);
+    options.tls = tls;
+    DirectoryClient client(options);
+    for (uint64_t n = 0; n < 20000; ++n) a.put(n);
+    b.put(99999);
+    std::vector<Hash128> keys = hashes(0, 100000);
+    REQUIRE(until([&] { return hits(client, keys) == 20001; }));
+    for (uint64_t n = 0; n < 50; ++n) a.remove(n);
+    REQUIRE(until([&] { return hits(client, keys) == 19951; }));
+    CHECK(client.members(true).value()->rows.size() == 2);
+    REQUIRE(until([&] {
+        return plain.agent().state().why_not.find("this port speaks TLS only") != std::string::npos;
+    }));
+
+    DirectoryClient in_plain(client_options(address));
+    Result<LocateAnswer> refused = in_plain.locate(keys);
+    REQUIRE(!refused.ok());
+    CHECK(refused.error().text.find("this port speaks TLS only") != std::string::npos);
+
+    // Ends while others wait, in whatever state.
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i) {
+        threads.emplace_back([&] {
+            for (;;) {
+                Result<LocateAnswer> answer = client.locate(keys);
+                if (!answer && answer.error().code == Code::kClosed) return;
+            }
+        });
+    }
+    master->stop();
+    REQUIRE(until([&] { return !client.connected(); }));
+    client.close();
+    for (std::thread& thread : threads) thread.join();
 }
 
 TEST_CASE("master server: many frames' worth of keys in one call") {

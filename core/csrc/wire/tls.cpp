@@ -1,0 +1,433 @@
+#include "wire/tls.hpp"
+
+#include <arpa/inet.h>
+#include <dlfcn.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "wire/address.hpp"
+
+namespace moonpool {
+
+// The functions that are used, as OpenSSL 1.1.1 and 3 declare them.
+#define MOONPOOL_SSL_FUNCTIONS(X)                                                          \
+    X(int, OPENSSL_init_ssl, (uint64_t, const void*))                                      \
+    X(const void*, TLS_server_method, ())                                                  \
+    X(const void*, TLS_client_method, ())                                                  \
+    X(ssl_ctx_st*, SSL_CTX_new, (const void*))                                             \
+    X(void, SSL_CTX_free, (ssl_ctx_st*))                                                   \
+    X(long, SSL_CTX_ctrl, (ssl_ctx_st*, int, long, void*))                                 \
+    X(uint64_t, SSL_CTX_set_options, (ssl_ctx_st*, uint64_t))                              \
+    X(int, SSL_CTX_set_num_tickets, (ssl_ctx_st*, size_t))                                 \
+    X(void, SSL_CTX_set_verify, (ssl_ctx_st*, int, int (*)(int, void*)))                   \
+    X(void, SSL_CTX_set_default_passwd_cb, (ssl_ctx_st*, int (*)(char*, int, int, void*))) \
+    X(int, SSL_CTX_use_certificate_chain_file, (ssl_ctx_st*, const char*))                 \
+    X(int, SSL_CTX_use_PrivateKey_file, (ssl_ctx_st*, const char*, int))                   \
+    X(int, SSL_CTX_load_verify_locations, (ssl_ctx_st*, const char*, const char*))         \
+    X(int, SSL_CTX_set_default_verify_paths, (ssl_ctx_st*))                                \
+    X(ssl_st*, SSL_new, (ssl_ctx_st*))                                                     \
+    X(void, SSL_free, (ssl_st*))                                                           \
+    X(void, SSL_set_bio, (ssl_st*, bio_st*, bio_st*))                                      \
+    X(void, SSL_set_accept_state, (ssl_st*))                                               \
+    X(void, SSL_set_connect_state, (ssl_st*))                                              \
+    X(long, SSL_ctrl, (ssl_st*, int, long, void*))                                         \
+    X(void*, SSL_get0_param, (ssl_st*))                                                    \
+    X(int, SSL_do_handshake, (ssl_st*))                                                    \
+    X(int, SSL_read, (ssl_st*, void*, int))                                                \
+    X(int, SSL_write, (ssl_st*, const void*, int))                                         \
+    X(int, SSL_get_error, (const ssl_st*, int))                                            \
+    X(int, SSL_pending, (const ssl_st*))                                                   \
+    X(long, SSL_get_verify_result, (const ssl_st*))
+#define MOONPOOL_CRYPTO_FUNCTIONS(X)                                  \
+    X(bio_st*, BIO_new, (const void*))                                \
+    X(const void*, BIO_s_mem, ())                                     \
+    X(int, BIO_read, (bio_st*, void*, int))                           \
+    X(int, BIO_write, (bio_st*, const void*, int))                    \
+    X(size_t, BIO_ctrl_pending, (bio_st*))                            \
+    X(unsigned long, ERR_get_error, ())                               \
+    X(unsigned long, ERR_peek_last_error, ())                         \
+    X(void, ERR_clear_error, ())                                      \
+    X(const char*, ERR_reason_error_string, (unsigned long))          \
+    X(const char*, X509_verify_cert_error_string, (long))             \
+    X(int, X509_VERIFY_PARAM_set1_host, (void*, const char*, size_t)) \
+    X(int, X509_VERIFY_PARAM_set1_ip_asc, (void*, const char*))       \
+    X(void, X509_VERIFY_PARAM_set_hostflags, (void*, unsigned))
+
+class OpenSsl {
+   public:
+#define MOONPOOL_DECLARE(result, name, arguments) result(*name) arguments = nullptr;
+    MOONPOOL_SSL_FUNCTIONS(MOONPOOL_DECLARE)
+    MOONPOOL_CRYPTO_FUNCTIONS(MOONPOOL_DECLARE)
+#undef MOONPOOL_DECLARE
+
+    static Result<OpenSsl> load(std::span<const OpenSslNames> pairs);
+    // The process's own, for ever.
+    static Result<const OpenSsl*> get();
+
+    ssl_ctx_st* context(bool is_server) const;
+    // The reason of the failure that OpenSSL remembers first.
+    std::string reason(unsigned long code) const {
+        const char* text = code == 0 ? nullptr : ERR_reason_error_string(code);
+        return text != nullptr ? text : "of no known reason";
+    }
+};
+
+namespace {
+
+constexpr OpenSslNames kPairs[] = {{"libssl.so.3", "libcrypto.so.3"}, {"libssl.so.1.1", "libcrypto.so.1.1"}};
+
+// Values of OpenSSL's headers, the same in 1.1.1 and 3.
+constexpr uint64_t kInitNoAtExit = 0x00080000;  // threads of ours may outlive main()
+constexpr int kCtrlMode = 33, kCtrlSessionCache = 44, kCtrlHostName = 55, kCtrlMinVersion = 123;
+constexpr long kModeReleaseBuffers = 0x10, kTls12 = 0x0303;
+constexpr uint64_t kOptions = (1u << 14) | (1u << 17) | (1u << 30);  // no tickets, compression, renegotiation
+constexpr int kPem = 1, kErrorWantRead = 2, kErrorZeroReturn = 6;
+constexpr int kVerifyPeer = 1, kVerifyMust = 2;
+constexpr unsigned kNoPartialWildcards = 4;
+constexpr long kNotYetValid = 9, kExpired = 10, kHostMismatch = 62, kIpMismatch = 64;
+constexpr unsigned long kAlert = 1000;  // a reason above it is an alert of the other side
+
+constexpr size_t kRecordOverheadMax = 2048;
+constexpr uint8_t kTlsAlert = 21;
+constexpr size_t kKeptBytes = 4096;   // of a buffer that is not in use
+constexpr int kEmptyRecordsMax = 16;  // in one call, without a byte for the caller: others wait meanwhile
+
+int no_password(char*, int, int, void*) { return 0; }  // never ask the terminal
+
+}  // namespace
+
+Result<OpenSsl> OpenSsl::load(std::span<const OpenSslNames> pairs) {
+    std::string why;
+    // One that the process has already, by Python's own ssl for example, rather than a second one.
+    for (int mode : {RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD, RTLD_NOW | RTLD_LOCAL}) {
+        for (const OpenSslNames& names : pairs) {
+            void* crypto = ::dlopen(names.crypto, mode);
+            void* ssl = crypto == nullptr ? nullptr : ::dlopen(names.ssl, mode);
+            if (ssl == nullptr) {
+                if (why.empty() && (mode & RTLD_NOLOAD) == 0) why = ::dlerror();
+                continue;
+            }
+            OpenSsl lib;
+            const char* missing = nullptr;
+            auto find = [&missing](void* library, const char* name) {
+                void* found = ::dlsym(library, name);
+                if (found == nullptr) missing = name;
+                return found;
+            };
+#define MOONPOOL_FIND(library, name) lib.name = reinterpret_cast<decltype(lib.name)>(find(library, #name));
+#define MOONPOOL_FIND_SSL(result, name, arguments) MOONPOOL_FIND(ssl, name)
+#define MOONPOOL_FIND_CRYPTO(result, name, arguments) MOONPOOL_FIND(crypto, name)
+            MOONPOOL_SSL_FUNCTIONS(MOONPOOL_FIND_SSL)
+            MOONPOOL_CRYPTO_FUNCTIONS(MOONPOOL_FIND_CRYPTO)
+#undef MOONPOOL_FIND
+#undef MOONPOOL_FIND_SSL
+#undef MOONPOOL_FIND_CRYPTO
+            if (missing == nullptr && lib.OPENSSL_init_ssl(kInitNoAtExit, nullptr) == 1) return lib;
+            why =
+                std::string(names.ssl) + " lacks " + (missing != nullptr ? missing : "what it needs itself");
+        }
+    }
+    return Error{Code::kUnavailable, "TLS needs OpenSSL 3 or 1.1.1, which cannot be loaded (" + why +
+                                         "); install it, for example with apt-get install libssl3, or set "
+                                         "cluster.tls_control = \"off\""};
+}
+
+Status can_load_openssl(std::span<const OpenSslNames> pairs) {
+    Result<OpenSsl> lib = OpenSsl::load(pairs);
+    if (!lib) return lib.error();
+    return success();
+}
+
+Result<const OpenSsl*> OpenSsl::get() {
+    static const Result<OpenSsl>* const kept = new Result<OpenSsl>(load(kPairs));
+    if (!*kept) return kept->error();
+    return &**kept;
+}
+
+ssl_ctx_st* OpenSsl::context(bool is_server) const {
+    ERR_clear_error();
+    ssl_ctx_st* context = SSL_CTX_new(is_server ? TLS_server_method() : TLS_client_method());
+    if (context == nullptr) return nullptr;
+    SSL_CTX_ctrl(context, kCtrlMinVersion, kTls12, nullptr);
+    SSL_CTX_ctrl(context, kCtrlMode, kModeReleaseBuffers,
+                 nullptr);  // a thousand clients wait most of the time
+    SSL_CTX_ctrl(context, kCtrlSessionCache, 0, nullptr);
+    SSL_CTX_set_options(context, kOptions);
+    SSL_CTX_set_num_tickets(context, 0);
+    SSL_CTX_set_default_passwd_cb(context, no_password);
+    return context;
+}
+
+namespace {
+
+Error unusable(const OpenSsl& lib, const std::string& what, const char* remedy) {
+    std::string reason = lib.reason(lib.ERR_peek_last_error());
+    lib.ERR_clear_error();
+    return Error{Code::kInvalidArgument, what + " cannot be used: " + reason + "; " + remedy};
+}
+
+Status show(const OpenSsl& lib, ssl_ctx_st* context, const TlsFiles& files) {
+    if (lib.SSL_CTX_use_certificate_chain_file(context, files.cert.c_str()) != 1) {
+        return unusable(lib, "cluster.tls_cert = " + files.cert, "it must be a certificate in PEM form");
+    }
+    if (lib.SSL_CTX_use_PrivateKey_file(context, files.key.c_str(), kPem) != 1) {
+        return unusable(lib, "cluster.tls_key = " + files.key,
+                        "it must be the key of cluster.tls_cert, in PEM form, without a password");
+    }
+    return success();
+}
+
+Status trust(const OpenSsl& lib, ssl_ctx_st* context, const std::string& ca) {
+    if (lib.SSL_CTX_load_verify_locations(context, ca.c_str(), nullptr) == 1) return success();
+    return unusable(lib, "cluster.tls_ca = " + ca, "it must hold certificates in PEM form");
+}
+
+Error no_stream(const OpenSsl& lib) {
+    return Error{Code::kOs, "TLS cannot begin: " + lib.reason(lib.ERR_get_error())};
+}
+
+}  // namespace
+
+TlsStream::TlsStream(const OpenSsl& lib, ssl_st* ssl, bool is_server, std::string name)
+    : lib_(lib),
+      ssl_(ssl),
+      in_(lib.BIO_new(lib.BIO_s_mem())),
+      out_(lib.BIO_new(lib.BIO_s_mem())),
+      is_server_(is_server),
+      name_(std::move(name)) {
+    lib_.SSL_set_bio(ssl_, in_, out_);
+    is_server ? lib_.SSL_set_accept_state(ssl_) : lib_.SSL_set_connect_state(ssl_);
+}
+
+TlsStream::~TlsStream() { lib_.SSL_free(ssl_); }
+
+// What is missing of one record, from the socket to in_. 1: it is whole; 0: the other side has ended; -1:
+// errno.
+ssize_t TlsStream::read_record(int fd) {
+    if (!spoke_) {
+        uint8_t first = 0;
+        ssize_t n = ::recv(fd, &first, 1, MSG_PEEK | MSG_DONTWAIT);
+        if (n <= 0) return n;
+        if (first != kTlsHandshake && first != kTlsAlert) {
+            not_tls_ = true;
+            errno = EPROTO;
+            return -1;
+        }
+        spoke_ = true;
+    }
+    std::byte piece[kTlsRecordBytes + kRecordOverheadMax];
+    for (;;) {
+        bool in_header = have_ < header_.size();
+        size_t length = size_t{header_[3]} << 8 | header_[4];
+        if (!in_header && length > sizeof(piece)) {
+            errno = EPROTO;
+            return -1;
+        }
+        size_t want = header_.size() + (in_header ? 0 : length) - have_;
+        if (want == 0) {
+            have_ = 0;
+            return 1;
+        }
+        ssize_t n = ::recv(fd, piece, want, MSG_DONTWAIT);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) return n;
+        auto got = static_cast<size_t>(n);
+        if (in_header) std::memcpy(header_.data() + have_, piece, got);
+        have_ += got;
+        if (lib_.BIO_write(in_, piece, static_cast<int>(n)) != n) {
+            errno = ENOMEM;
+            return -1;
+        }
+    }
+}
+
+TlsStream::Step TlsStream::fail() {
+    reason_ = lib_.ERR_get_error();
+    verify_result_ = lib_.SSL_get_verify_result(ssl_);
+    lib_.ERR_clear_error();
+    errno = EPROTO;
+    return Step::kFailed;
+}
+
+TlsStream::Step TlsStream::handshake(int fd) {
+    for (int records = 0; records < kEmptyRecordsMax; ++records) {
+        lib_.ERR_clear_error();
+        int result = lib_.SSL_do_handshake(ssl_);
+        bool waits = result != 1 && lib_.SSL_get_error(ssl_, result) == kErrorWantRead;
+        Step step = result == 1 ? Step::kDone : waits ? Step::kWait : fail();
+        if (!flush(fd) && errno != EAGAIN && step != Step::kFailed) {
+            ended_ = true;
+            return Step::kFailed;
+        }
+        if (step != Step::kWait) return step;
+        ssize_t n = read_record(fd);
+        if (n < 0 && (errno == EAGAIN || errno == EINTR)) return Step::kWait;
+        if (n <= 0) {
+            ended_ = n == 0 || errno != EPROTO;
+            return Step::kFailed;
+        }
+    }
+    return Step::kWait;  // more lies in the socket, whose poll says so
+}
+
+ssize_t TlsStream::receive(int fd, void* data, size_t size) {
+    int want = static_cast<int>(std::min<size_t>(size, 1u << 30));
+    for (int records = 0; records < kEmptyRecordsMax; ++records) {
+        if (records != 0 || lib_.SSL_pending(ssl_) == 0) {
+            if (ssize_t n = read_record(fd); n <= 0) return n;
+        }
+        lib_.ERR_clear_error();
+        int n = lib_.SSL_read(ssl_, data, want);
+        if (n > 0) return n;
+        int error = lib_.SSL_get_error(ssl_, n);
+        if (error == kErrorZeroReturn) return 0;
+        if (error != kErrorWantRead) {
+            fail();
+            return -1;
+        }
+    }
+    errno = EAGAIN;
+    return -1;
+}
+
+ssize_t TlsStream::send(int fd, const void* data, size_t size) {
+    if (!flush(fd)) return -1;
+    lib_.ERR_clear_error();
+    int n = lib_.SSL_write(ssl_, data, static_cast<int>(std::min(size, kTlsRecordBytes)));
+    if (n <= 0) {
+        fail();
+        return -1;
+    }
+    if (!flush(fd) && errno != EAGAIN) return -1;
+    return n;
+}
+
+bool TlsStream::flush(int fd) {
+    for (;;) {
+        while (sent_ < sending_.size()) {
+            ssize_t n =
+                ::send(fd, sending_.data() + sent_, sending_.size() - sent_, MSG_NOSIGNAL | MSG_DONTWAIT);
+            if (n < 0 && errno == EINTR) continue;
+            if (n < 0) return false;
+            sent_ += static_cast<size_t>(n);
+        }
+        size_t waiting = lib_.BIO_ctrl_pending(out_);
+        sent_ = 0;
+        if (waiting == 0) {
+            if (sending_.capacity() > kKeptBytes) decltype(sending_)().swap(sending_);
+            sending_.clear();
+            return true;
+        }
+        sending_.resize(waiting);
+        int n = lib_.BIO_read(out_, sending_.data(), static_cast<int>(waiting));
+        sending_.resize(static_cast<size_t>(std::max(n, 0)));
+    }
+}
+
+bool TlsStream::unsent() const { return sent_ < sending_.size() || lib_.BIO_ctrl_pending(out_) != 0; }
+
+bool TlsStream::pending() const { return lib_.SSL_pending(ssl_) > 0; }
+
+Error TlsStream::error(const std::string& peer) const {
+    std::string theirs = "the certificate of " + peer;
+    switch (verify_result_) {
+        case 0:
+            break;
+        case kExpired:
+            return Error{Code::kAuth, theirs + " has expired; make a new one (cluster.tls_cert there)"};
+        case kNotYetValid:
+            return Error{Code::kAuth, theirs + " is not valid yet; compare the clocks of the two hosts"};
+        case kHostMismatch:
+        case kIpMismatch:
+            return Error{Code::kAuth, theirs + " is not for " + name_ +
+                                          "; dial it by a name or address that the certificate has, or set "
+                                          "cluster.tls_name to one"};
+        default:
+            return Error{Code::kAuth, theirs + " is not trusted (" +
+                                          lib_.X509_verify_cert_error_string(verify_result_) +
+                                          "); set cluster.tls_ca to the authorities that vouch for it"};
+    }
+    if (not_tls_) return Error{Code::kProtocol, peer + " does not speak TLS"};
+    if (ended_) return Error{Code::kUnavailable, peer + " closed the connection during the TLS handshake"};
+    unsigned long reason = reason_ & 0xFFF;
+    // 42 to 49 and 116: the alerts about certificates.
+    bool about_ours =
+        !is_server_ && ((reason >= kAlert + 42 && reason <= kAlert + 49) || reason == kAlert + 116);
+    if (about_ours) {
+        return Error{Code::kAuth, peer + " does not accept the certificate of this process (" +
+                                      lib_.reason(reason_) +
+                                      "); set cluster.tls_control = \"mutual\" and cluster.tls_cert and "
+                                      "tls_key to one that its cluster.tls_ca vouches for"};
+    }
+    return Error{Code::kProtocol, "TLS with " + peer + " broke: " +
+                                      (reason_ == 0 ? "what came is no TLS" : lib_.reason(reason_))};
+}
+
+Result<std::shared_ptr<TlsServer>> TlsServer::create(const TlsFiles& files) {
+    Result<const OpenSsl*> lib = OpenSsl::get();
+    if (!lib) return lib.error();
+    std::shared_ptr<TlsServer> server(new TlsServer(**lib));
+    server->context_ = (*lib)->context(true);
+    if (server->context_ == nullptr) return no_stream(**lib);
+    if (Status status = show(**lib, server->context_, files); !status) return status.error();
+    if (!files.ca.empty()) {
+        if (Status status = trust(**lib, server->context_, files.ca); !status) return status.error();
+        (*lib)->SSL_CTX_set_verify(server->context_, kVerifyPeer | kVerifyMust, nullptr);
+    }
+    return server;
+}
+
+TlsServer::~TlsServer() { lib_.SSL_CTX_free(context_); }
+
+Result<std::unique_ptr<TlsStream>> TlsServer::open() const {
+    lib_.ERR_clear_error();
+    ssl_st* ssl = lib_.SSL_new(context_);
+    if (ssl == nullptr) return no_stream(lib_);
+    return std::unique_ptr<TlsStream>(new TlsStream(lib_, ssl, true, ""));
+}
+
+Result<std::shared_ptr<TlsClient>> TlsClient::create(const TlsFiles& files, std::string name) {
+    Result<const OpenSsl*> lib = OpenSsl::get();
+    if (!lib) return lib.error();
+    std::shared_ptr<TlsClient> client(new TlsClient(**lib, std::move(name)));
+    client->context_ = (*lib)->context(false);
+    if (client->context_ == nullptr) return no_stream(**lib);
+    if (!files.cert.empty()) {
+        if (Status status = show(**lib, client->context_, files); !status) return status.error();
+    }
+    if (files.ca.empty()) {
+        (*lib)->SSL_CTX_set_default_verify_paths(client->context_);
+    } else if (Status status = trust(**lib, client->context_, files.ca); !status) {
+        return status.error();
+    }
+    (*lib)->SSL_CTX_set_verify(client->context_, kVerifyPeer, nullptr);
+    return client;
+}
+
+TlsClient::~TlsClient() { lib_.SSL_CTX_free(context_); }
+
+Result<std::unique_ptr<TlsStream>> TlsClient::open(const std::string& address) const {
+    std::string name = name_.empty() ? host_of(address) : name_;
+    lib_.ERR_clear_error();
+    ssl_st* ssl = lib_.SSL_new(context_);
+    if (ssl == nullptr) return no_stream(lib_);
+    std::unique_ptr<TlsStream> stream(new TlsStream(lib_, ssl, false, name));
+    void* param = lib_.SSL_get0_param(ssl);
+    unsigned char ip[sizeof(in6_addr)];
+    bool is_ip = ::inet_pton(AF_INET, name.c_str(), ip) == 1 || ::inet_pton(AF_INET6, name.c_str(), ip) == 1;
+    bool named = is_ip ? lib_.X509_VERIFY_PARAM_set1_ip_asc(param, name.c_str()) == 1
+                       : lib_.X509_VERIFY_PARAM_set1_host(param, name.c_str(), 0) == 1;
+    if (!is_ip) {
+        lib_.X509_VERIFY_PARAM_set_hostflags(param, kNoPartialWildcards);
+        named = named && lib_.SSL_ctrl(ssl, kCtrlHostName, 0, const_cast<char*>(name.c_str())) == 1;
+    }
+    if (name.empty() || !named) {
+        return Error{Code::kInvalidArgument, name + " is no name of a host; set cluster.tls_name to one"};
+    }
+    return stream;
+}
+
+}  // namespace moonpool

@@ -1,0 +1,133 @@
+// TLS for control connections, by the OpenSSL of the system: libssl and libcrypto (3, or 1.1.1) are opened
+// when the first context is made, never before, and need not be there where nobody asks for TLS.
+//
+// TlsServer, TlsClient: the files of one side, read once; any thread may open streams from them.
+// TlsStream: the TLS of one connection, over a socket that it does not own. It never waits and never raises
+// SIGPIPE: OpenSSL sees memory only, and what goes to the socket goes by send(MSG_NOSIGNAL). One thread at a
+// time.
+//
+// Exactly one record is read from the socket at a time. So nothing that a poll of the socket could not tell
+// is left inside after a receive() into kTlsRecordBytes or more.
+#pragma once
+
+#include <sys/types.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/result.hpp"
+
+struct ssl_st;
+struct ssl_ctx_st;
+struct bio_st;
+
+namespace moonpool {
+
+inline constexpr size_t kTlsRecordBytes = 16384;  // of plain text, at most
+inline constexpr uint8_t kTlsHandshake = 22;      // the first byte of a connection with TLS
+
+class OpenSsl;
+
+// Paths of PEM files.
+struct TlsFiles {
+    std::string cert, key;  // what this side shows
+    std::string ca;         // whom it trusts
+};
+
+class TlsStream {
+   public:
+    enum class Step { kDone, kWait, kFailed };
+
+    ~TlsStream();
+    TlsStream(const TlsStream&) = delete;
+
+    // As far as it goes without waiting. kWait: for bytes, and while unsent() for room in the socket.
+    Step handshake(int fd);
+
+    // After the handshake. Like recv(2) and send(2) with MSG_DONTWAIT; errno is EPROTO when TLS itself broke.
+    // send() may keep what it took: until flush() has given it to the socket, unsent() is true.
+    ssize_t receive(int fd, void* data, size_t size);
+    ssize_t send(int fd, const void* data, size_t size);
+    bool flush(int fd);  // false: errno says why, EAGAIN when the socket has no room
+    bool unsent() const;
+
+    // Plain text that was received and not yet asked for; a poll of the socket does not tell of it.
+    bool pending() const;
+    bool inside_record() const { return have_ != 0; }
+    bool heard() const { return spoke_; }  // anything of the other side
+    // What came first is no TLS; none of it was read.
+    bool not_tls() const { return not_tls_; }
+    // The other side's certificate is not acceptable.
+    bool untrusted() const { return verify_result_ != 0; }
+    // Why it failed, in one sentence with the remedy.
+    Error error(const std::string& peer) const;
+
+   private:
+    friend class TlsServer;
+    friend class TlsClient;
+    TlsStream(const OpenSsl& lib, ssl_st* ssl, bool is_server, std::string name);
+
+    ssize_t read_record(int fd);
+    Step fail();
+
+    const OpenSsl& lib_;
+    ssl_st* ssl_;
+    bio_st* in_;  // both belong to ssl_
+    bio_st* out_;
+    bool is_server_;
+    std::string name_;  // that the server's certificate must be for
+    std::array<uint8_t, 5> header_{};
+    size_t have_ = 0;     // bytes of the record that is being read, header included
+    bool spoke_ = false;  // the other side; it began with TLS
+    bool not_tls_ = false;
+    bool ended_ = false;
+    std::vector<std::byte> sending_;  // out of out_, on its way to the socket
+    size_t sent_ = 0;
+    long verify_result_ = 0;
+    unsigned long reason_ = 0;  // OpenSSL's
+};
+
+class TlsServer {
+   public:
+    // ca: callers must show a certificate that it vouches for; empty: they need none.
+    static Result<std::shared_ptr<TlsServer>> create(const TlsFiles& files);
+    ~TlsServer();
+    TlsServer(const TlsServer&) = delete;
+    Result<std::unique_ptr<TlsStream>> open() const;
+
+   private:
+    explicit TlsServer(const OpenSsl& lib) : lib_(lib) {}
+    const OpenSsl& lib_;
+    ssl_ctx_st* context_ = nullptr;
+};
+
+class TlsClient {
+   public:
+    // cert and key empty: it shows none. ca empty: the system's authorities. name: what the server's
+    // certificate must be for; empty: the host that is dialled.
+    static Result<std::shared_ptr<TlsClient>> create(const TlsFiles& files, std::string name);
+    ~TlsClient();
+    TlsClient(const TlsClient&) = delete;
+    Result<std::unique_ptr<TlsStream>> open(const std::string& address) const;
+
+   private:
+    TlsClient(const OpenSsl& lib, std::string name) : lib_(lib), name_(std::move(name)) {}
+    const OpenSsl& lib_;
+    std::string name_;
+    ssl_ctx_st* context_ = nullptr;
+};
+
+// Opens the first pair (libssl, libcrypto) that is there and has all that is needed; for tests. The pairs are
+// those of OpenSSL 3 and 1.1 everywhere else.
+struct OpenSslNames {
+    const char* ssl;
+    const char* crypto;
+};
+Status can_load_openssl(std::span<const OpenSslNames> pairs);
+
+}  // namespace moonpool
