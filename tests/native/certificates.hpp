@@ -12,8 +12,7 @@
 namespace moonpool::testing {
 
 inline std::string certificate(const std::string& name) {
-    return std::filesystem::path(__FILE__).parent_path().parent_path() / "core" / "certificates" /
-           (name + ".pem");
+    return std::filesystem::path(__FILE__).parent_path() / ".." / "core" / "certificates" / (name + ".pem");
 }
 
 // Shows `name`; asks callers for a certificate when `mutual`.

@@ -1,92 +1,27 @@
 #include "wire/tls.hpp"
 
 #include <arpa/inet.h>
-#include <dlfcn.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 
 #include "wire/address.hpp"
+#include "wire/openssl.hpp"
 
 namespace moonpool {
 
-// The functions that are used, as OpenSSL 1.1.1 and 3 declare them.
-#define MOONPOOL_SSL_FUNCTIONS(X)                                                          \
-    X(int, OPENSSL_init_ssl, (uint64_t, const void*))                                      \
-    X(const void*, TLS_server_method, ())                                                  \
-    X(const void*, TLS_client_method, ())                                                  \
-    X(ssl_ctx_st*, SSL_CTX_new, (const void*))                                             \
-    X(void, SSL_CTX_free, (ssl_ctx_st*))                                                   \
-    X(long, SSL_CTX_ctrl, (ssl_ctx_st*, int, long, void*))                                 \
-    X(uint64_t, SSL_CTX_set_options, (ssl_ctx_st*, uint64_t))                              \
-    X(int, SSL_CTX_set_num_tickets, (ssl_ctx_st*, size_t))                                 \
-    X(void, SSL_CTX_set_verify, (ssl_ctx_st*, int, int (*)(int, void*)))                   \
-    X(void, SSL_CTX_set_default_passwd_cb, (ssl_ctx_st*, int (*)(char*, int, int, void*))) \
-    X(int, SSL_CTX_use_certificate_chain_file, (ssl_ctx_st*, const char*))                 \
-    X(int, SSL_CTX_use_PrivateKey_file, (ssl_ctx_st*, const char*, int))                   \
-    X(int, SSL_CTX_load_verify_locations, (ssl_ctx_st*, const char*, const char*))         \
-    X(int, SSL_CTX_set_default_verify_paths, (ssl_ctx_st*))                                \
-    X(ssl_st*, SSL_new, (ssl_ctx_st*))                                                     \
-    X(void, SSL_free, (ssl_st*))                                                           \
-    X(void, SSL_set_bio, (ssl_st*, bio_st*, bio_st*))                                      \
-    X(void, SSL_set_accept_state, (ssl_st*))                                               \
-    X(void, SSL_set_connect_state, (ssl_st*))                                              \
-    X(long, SSL_ctrl, (ssl_st*, int, long, void*))                                         \
-    X(void*, SSL_get0_param, (ssl_st*))                                                    \
-    X(int, SSL_do_handshake, (ssl_st*))                                                    \
-    X(int, SSL_read, (ssl_st*, void*, int))                                                \
-    X(int, SSL_write, (ssl_st*, const void*, int))                                         \
-    X(int, SSL_get_error, (const ssl_st*, int))                                            \
-    X(int, SSL_pending, (const ssl_st*))                                                   \
-    X(long, SSL_get_verify_result, (const ssl_st*))
-#define MOONPOOL_CRYPTO_FUNCTIONS(X)                                  \
-    X(bio_st*, BIO_new, (const void*))                                \
-    X(const void*, BIO_s_mem, ())                                     \
-    X(int, BIO_read, (bio_st*, void*, int))                           \
-    X(int, BIO_write, (bio_st*, const void*, int))                    \
-    X(size_t, BIO_ctrl_pending, (bio_st*))                            \
-    X(unsigned long, ERR_get_error, ())                               \
-    X(unsigned long, ERR_peek_last_error, ())                         \
-    X(void, ERR_clear_error, ())                                      \
-    X(const char*, ERR_reason_error_string, (unsigned long))          \
-    X(const char*, X509_verify_cert_error_string, (long))             \
-    X(int, X509_VERIFY_PARAM_set1_host, (void*, const char*, size_t)) \
-    X(int, X509_VERIFY_PARAM_set1_ip_asc, (void*, const char*))       \
-    X(void, X509_VERIFY_PARAM_set_hostflags, (void*, unsigned))
-
-class OpenSsl {
-   public:
-#define MOONPOOL_DECLARE(result, name, arguments) result(*name) arguments = nullptr;
-    MOONPOOL_SSL_FUNCTIONS(MOONPOOL_DECLARE)
-    MOONPOOL_CRYPTO_FUNCTIONS(MOONPOOL_DECLARE)
-#undef MOONPOOL_DECLARE
-
-    static Result<OpenSsl> load(std::span<const OpenSslNames> pairs);
-    // The process's own, for ever.
-    static Result<const OpenSsl*> get();
-
-    ssl_ctx_st* context(bool is_server) const;
-    // The reason of the failure that OpenSSL remembers first.
-    std::string reason(unsigned long code) const {
-        const char* text = code == 0 ? nullptr : ERR_reason_error_string(code);
-        return text != nullptr ? text : "of no known reason";
-    }
-};
-
 namespace {
 
-constexpr OpenSslNames kPairs[] = {{"libssl.so.3", "libcrypto.so.3"}, {"libssl.so.1.1", "libcrypto.so.1.1"}};
-
 // Values of OpenSSL's headers, the same in 1.1.1 and 3.
-constexpr uint64_t kInitNoAtExit = 0x00080000;  // threads of ours may outlive main()
 constexpr int kCtrlMode = 33, kCtrlSessionCache = 44, kCtrlHostName = 55, kCtrlMinVersion = 123;
 constexpr long kModeReleaseBuffers = 0x10, kTls12 = 0x0303;
 constexpr uint64_t kOptions = (1u << 14) | (1u << 17) | (1u << 30);  // no tickets, compression, renegotiation
 constexpr int kPem = 1, kErrorWantRead = 2, kErrorZeroReturn = 6;
 constexpr int kVerifyPeer = 1, kVerifyMust = 2;
-constexpr unsigned kNoPartialWildcards = 4;
+constexpr unsigned kHostFlags = 0x04 | 0x20;  // no partial wildcards; alternative names, never the subject
 constexpr long kNotYetValid = 9, kExpired = 10, kHostMismatch = 62, kIpMismatch = 64;
 constexpr unsigned long kAlert = 1000;  // a reason above it is an alert of the other side
 
@@ -97,84 +32,34 @@ constexpr int kEmptyRecordsMax = 16;  // in one call, without a byte for the cal
 
 int no_password(char*, int, int, void*) { return 0; }  // never ask the terminal
 
-}  // namespace
-
-Result<OpenSsl> OpenSsl::load(std::span<const OpenSslNames> pairs) {
-    std::string why;
-    // One that the process has already, by Python's own ssl for example, rather than a second one.
-    for (int mode : {RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD, RTLD_NOW | RTLD_LOCAL}) {
-        for (const OpenSslNames& names : pairs) {
-            void* crypto = ::dlopen(names.crypto, mode);
-            void* ssl = crypto == nullptr ? nullptr : ::dlopen(names.ssl, mode);
-            if (ssl == nullptr) {
-                if (why.empty() && (mode & RTLD_NOLOAD) == 0) why = ::dlerror();
-                continue;
-            }
-            OpenSsl lib;
-            const char* missing = nullptr;
-            auto find = [&missing](void* library, const char* name) {
-                void* found = ::dlsym(library, name);
-                if (found == nullptr) missing = name;
-                return found;
-            };
-#define MOONPOOL_FIND(library, name) lib.name = reinterpret_cast<decltype(lib.name)>(find(library, #name));
-#define MOONPOOL_FIND_SSL(result, name, arguments) MOONPOOL_FIND(ssl, name)
-#define MOONPOOL_FIND_CRYPTO(result, name, arguments) MOONPOOL_FIND(crypto, name)
-            MOONPOOL_SSL_FUNCTIONS(MOONPOOL_FIND_SSL)
-            MOONPOOL_CRYPTO_FUNCTIONS(MOONPOOL_FIND_CRYPTO)
-#undef MOONPOOL_FIND
-#undef MOONPOOL_FIND_SSL
-#undef MOONPOOL_FIND_CRYPTO
-            if (missing == nullptr && lib.OPENSSL_init_ssl(kInitNoAtExit, nullptr) == 1) return lib;
-            why =
-                std::string(names.ssl) + " lacks " + (missing != nullptr ? missing : "what it needs itself");
-        }
-    }
-    return Error{Code::kUnavailable, "TLS needs OpenSSL 3 or 1.1.1, which cannot be loaded (" + why +
-                                         "); install it, for example with apt-get install libssl3, or set "
-                                         "cluster.tls_control = \"off\""};
-}
-
-Status can_load_openssl(std::span<const OpenSslNames> pairs) {
-    Result<OpenSsl> lib = OpenSsl::load(pairs);
-    if (!lib) return lib.error();
-    return success();
-}
-
-Result<const OpenSsl*> OpenSsl::get() {
-    static const Result<OpenSsl>* const kept = new Result<OpenSsl>(load(kPairs));
-    if (!*kept) return kept->error();
-    return &**kept;
-}
-
-ssl_ctx_st* OpenSsl::context(bool is_server) const {
-    ERR_clear_error();
-    ssl_ctx_st* context = SSL_CTX_new(is_server ? TLS_server_method() : TLS_client_method());
+ssl_ctx_st* new_context(const OpenSsl& lib, bool is_server) {
+    lib.ERR_clear_error();
+    ssl_ctx_st* context = lib.SSL_CTX_new(is_server ? lib.TLS_server_method() : lib.TLS_client_method());
     if (context == nullptr) return nullptr;
-    SSL_CTX_ctrl(context, kCtrlMinVersion, kTls12, nullptr);
-    SSL_CTX_ctrl(context, kCtrlMode, kModeReleaseBuffers,
-                 nullptr);  // a thousand clients wait most of the time
-    SSL_CTX_ctrl(context, kCtrlSessionCache, 0, nullptr);
-    SSL_CTX_set_options(context, kOptions);
-    SSL_CTX_set_num_tickets(context, 0);
-    SSL_CTX_set_default_passwd_cb(context, no_password);
+    lib.SSL_CTX_ctrl(context, kCtrlMinVersion, kTls12, nullptr);
+    // A thousand clients wait most of the time.
+    lib.SSL_CTX_ctrl(context, kCtrlMode, kModeReleaseBuffers, nullptr);
+    lib.SSL_CTX_ctrl(context, kCtrlSessionCache, 0, nullptr);
+    lib.SSL_CTX_set_options(context, kOptions);
+    lib.SSL_CTX_set_num_tickets(context, 0);
+    lib.SSL_CTX_set_default_passwd_cb(context, no_password);
     return context;
 }
 
-namespace {
-
-Error unusable(const OpenSsl& lib, const std::string& what, const char* remedy) {
+Error unusable(const OpenSsl& lib, const char* key, const std::string& file, const char* remedy) {
     std::string reason = lib.reason(lib.ERR_peek_last_error());
+    if (::access(file.c_str(), R_OK) != 0) reason = std::strerror(errno);
     lib.ERR_clear_error();
-    return Error{Code::kInvalidArgument, what + " cannot be used: " + reason + "; " + remedy};
+    return Error{Code::kInvalidArgument,
+                 std::string(key) + " = " + file + " cannot be used: " + reason + "; " + remedy};
 }
 
 Status show(const OpenSsl& lib, ssl_ctx_st* context, const TlsFiles& files) {
     if (lib.SSL_CTX_use_certificate_chain_file(context, files.cert.c_str()) != 1) {
-        return unusable(lib, "cluster.tls_cert = " + files.cert, "it must be a certificate in PEM form");
+        return unusable(lib, "cluster.tls_cert", files.cert, "it must be a certificate in PEM form");
     }
     if (lib.SSL_CTX_use_PrivateKey_file(context, files.key.c_str(), kPem) != 1) {
-        return unusable(lib, "cluster.tls_key = " + files.key,
+        return unusable(lib, "cluster.tls_key", files.key,
                         "it must be the key of cluster.tls_cert, in PEM form, without a password");
     }
     return success();
@@ -182,7 +67,7 @@ Status show(const OpenSsl& lib, ssl_ctx_st* context, const TlsFiles& files) {
 
 Status trust(const OpenSsl& lib, ssl_ctx_st* context, const std::string& ca) {
     if (lib.SSL_CTX_load_verify_locations(context, ca.c_str(), nullptr) == 1) return success();
-    return unusable(lib, "cluster.tls_ca = " + ca, "it must hold certificates in PEM form");
+    return unusable(lib, "cluster.tls_ca", ca, "it must hold certificates in PEM form");
 }
 
 Error no_stream(const OpenSsl& lib) {
@@ -204,7 +89,7 @@ TlsStream::TlsStream(const OpenSsl& lib, ssl_st* ssl, bool is_server, std::strin
 
 TlsStream::~TlsStream() { lib_.SSL_free(ssl_); }
 
-// What is missing of one record, from the socket to in_. 1: it is whole; 0: the other side has ended; -1:
+// What is missing of one record, from the socket to in_. 1: it is whole; 0: the other side has ended; else
 // errno.
 ssize_t TlsStream::read_record(int fd) {
     if (!spoke_) {
@@ -370,7 +255,7 @@ Result<std::shared_ptr<TlsServer>> TlsServer::create(const TlsFiles& files) {
     Result<const OpenSsl*> lib = OpenSsl::get();
     if (!lib) return lib.error();
     std::shared_ptr<TlsServer> server(new TlsServer(**lib));
-    server->context_ = (*lib)->context(true);
+    server->context_ = new_context(**lib, true);
     if (server->context_ == nullptr) return no_stream(**lib);
     if (Status status = show(**lib, server->context_, files); !status) return status.error();
     if (!files.ca.empty()) {
@@ -393,7 +278,7 @@ Result<std::shared_ptr<TlsClient>> TlsClient::create(const TlsFiles& files, std:
     Result<const OpenSsl*> lib = OpenSsl::get();
     if (!lib) return lib.error();
     std::shared_ptr<TlsClient> client(new TlsClient(**lib, std::move(name)));
-    client->context_ = (*lib)->context(false);
+    client->context_ = new_context(**lib, false);
     if (client->context_ == nullptr) return no_stream(**lib);
     if (!files.cert.empty()) {
         if (Status status = show(**lib, client->context_, files); !status) return status.error();
@@ -421,7 +306,7 @@ Result<std::unique_ptr<TlsStream>> TlsClient::open(const std::string& address) c
     bool named = is_ip ? lib_.X509_VERIFY_PARAM_set1_ip_asc(param, name.c_str()) == 1
                        : lib_.X509_VERIFY_PARAM_set1_host(param, name.c_str(), 0) == 1;
     if (!is_ip) {
-        lib_.X509_VERIFY_PARAM_set_hostflags(param, kNoPartialWildcards);
+        lib_.X509_VERIFY_PARAM_set_hostflags(param, kHostFlags);
         named = named && lib_.SSL_ctrl(ssl, kCtrlHostName, 0, const_cast<char*>(name.c_str())) == 1;
     }
     if (name.empty() || !named) {

@@ -16,7 +16,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -121,13 +120,5 @@ class TlsClient {
     std::string name_;
     ssl_ctx_st* context_ = nullptr;
 };
-
-// Opens the first pair (libssl, libcrypto) that is there and has all that is needed; for tests. The pairs are
-// those of OpenSSL 3 and 1.1 everywhere else.
-struct OpenSslNames {
-    const char* ssl;
-    const char* crypto;
-};
-Status can_load_openssl(std::span<const OpenSslNames> pairs);
 
 }  // namespace moonpool

@@ -19,6 +19,7 @@
 #include "wire/control_socket.hpp"
 #include "wire/dial.hpp"
 #include "wire/doorman.hpp"
+#include "wire/openssl.hpp"
 
 using namespace moonpool;
 using moonpool::testing::certificate;
@@ -504,10 +505,11 @@ TEST_CASE("tls: files and libraries that are not there") {
         return made.error();
     };
     std::string cert = certificate("master"), key = certificate("test-key");
-    says(wrong({"/no/cert", key, ""}), "cluster.tls_cert = /no/cert cannot be used: ");
-    says(wrong({cert, "/no/key", ""}), "cluster.tls_key = /no/key cannot be used: ");
+    says(wrong({"/no/cert", key, ""}),
+         "cluster.tls_cert = /no/cert cannot be used: No such file or directory; it must be");
+    says(wrong({cert, "/no/key", ""}), "cluster.tls_key = /no/key cannot be used: No such file");
     says(wrong({cert, cert, ""}), "it must be the key of cluster.tls_cert, in PEM form, without a password");
-    says(wrong({cert, key, "/no/ca"}), "cluster.tls_ca = /no/ca cannot be used: ");
+    says(wrong({cert, key, "/no/ca"}), "cluster.tls_ca = /no/ca cannot be used: No such file");
     says(wrong({cert, key, key}), "it must hold certificates in PEM form");
     CHECK(!TlsClient::create({"", "", "/no/ca"}, "").ok());
     CHECK(!TlsClient::create({cert, "/no/key", ""}, "").ok());
@@ -515,13 +517,13 @@ TEST_CASE("tls: files and libraries that are not there") {
     CHECK(refusal(House(tls_server()).to(*TlsClient::create({}, ""))).code == Code::kAuth);
 
     const OpenSslNames nowhere[] = {{"libssl.so.none", "libcrypto.so.none"}};
-    Status missing = can_load_openssl(nowhere);
+    Result<OpenSsl> missing = OpenSsl::load(nowhere);
     REQUIRE(!missing.ok());
     CHECK(missing.error().code == Code::kUnavailable);
     says(missing.error(), "TLS needs OpenSSL 3 or 1.1.1, which cannot be loaded (libcrypto.so.none");
     says(missing.error(), "install it");
     const OpenSslNames other[] = {{"libc.so.6", "libc.so.6"}};
-    missing = can_load_openssl(other);
+    missing = OpenSsl::load(other);
     REQUIRE(!missing.ok());
     says(missing.error(), "libc.so.6 lacks ");
 }
