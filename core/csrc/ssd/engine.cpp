@@ -251,6 +251,7 @@ bool Engine::write(const Key& key, std::string_view parent, std::vector<std::spa
         job->sequence = options_.sequence->fetch_add(1) + 1;
         uint32_t old = index_.find(key.hash);
         if (old != kNoEntry) drop(key.hash, index_.entry(old).sequence);
+        forget_writing(key.hash);
         writing_[key.hash.low] = job->sequence;
         ++writes_waiting_;
         write_inbox_.push_back(std::move(job));
@@ -306,7 +307,7 @@ bool Engine::remove(const Hash128& hash) {
             drop(hash, index_.entry(at).sequence);
             ++counters_.removed;
         }
-        was_there |= writing_.erase(hash.low) != 0;  // one that is being written is dead on arrival
+        was_there |= forget_writing(hash);
         wake = was_there && std::exchange(sleeping_, false);
     }
     if (wake) queue_->wake();
@@ -341,6 +342,16 @@ void Engine::drop(const Hash128& hash, uint64_t sequence) {
     if (at == kNoEntry || index_.entry(at).sequence != sequence) return;
     index_.erase(at);
     push_removal(sequence);
+}
+
+// What is being written is dead on arrival. It is removed once more when it has arrived, so that a removal
+// stands behind it; but only this one comes before a sync that is asked for next.
+bool Engine::forget_writing(const Hash128& hash) {
+    auto it = writing_.find(hash.low);
+    if (it == writing_.end()) return false;
+    push_removal(it->second);
+    writing_.erase(it);
+    return true;
 }
 
 void Engine::push_removal(uint64_t sequence) {

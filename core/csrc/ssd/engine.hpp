@@ -94,7 +94,7 @@ class Engine {
     };
     using ReadJobPtr = std::shared_ptr<ReadJob>;
 
-    enum class SlotState : uint8_t { kFree, kHead, kClosed, kReclaiming, kDrained, kBad };
+    enum class SlotState : uint8_t { kFree, kHead, kClosed, kReclaiming, kDraining, kDrained, kBad };
 
     struct Head {
         bool open = false;
@@ -106,7 +106,8 @@ class Engine {
         SummaryWriter summary;
     };
 
-    struct Batch {  // consecutive bytes of the open segment that go to the disk in one write
+    // Consecutive bytes of the open segment that go to the disk in one write.
+    struct Batch {
         std::byte* buffer = nullptr;
         uint64_t offset = 0;
         uint64_t used = 0;
@@ -163,6 +164,10 @@ class Engine {
     void put_zeros(const WriteJobPtr& job, uint64_t bytes);
     void join_batch(const WriteJobPtr& job);
     void send_batch();
+    void submit_batch(Batch batch);
+    void end_batch(const Batch& batch, bool failed);
+    bool waits_for_header() const { return head_.open && !head_.header_durable; }
+    void on_header(int error);
     void finish_write(const WriteJobPtr& job);
     bool end_writing(const WriteJob& job);  // under the mutex; true when nothing newer came, and no removal
     void finish_removals(const WriteJobPtr& job);
@@ -177,6 +182,7 @@ class Engine {
     void consume(const ReadJobPtr& job);
     void finish_read(const ReadJobPtr& job);
     void drop(const Hash128& hash, uint64_t sequence);  // under the mutex
+    bool forget_writing(const Hash128& hash);           // under the mutex
     void push_removal(uint64_t sequence);               // under the mutex
 
     // engine_reclaim.cpp
@@ -188,6 +194,7 @@ class Engine {
     void free_drained(uint64_t tail);
     void forget_segment(uint32_t slot);  // under the mutex
     uint32_t oldest_closed() const;
+    bool draining() const;
     bool free_one_at_once();
     bool forget_oldest();
     uint64_t tail() const;
@@ -234,7 +241,8 @@ class Engine {
     uint64_t next_number_ = 1;
     Head head_;
     Batch batch_;
-    uint64_t batch_end_ = 0;  // in the file: where the next byte of the open segment goes
+    std::vector<Batch> held_;  // until the open segment's header is on the disk
+    uint64_t batch_end_ = 0;   // in the file: where the next byte of the open segment goes
     bool sealing_ = false;
     Reclaim reclaim_;
     uint64_t tail_to_write_ = 0, tail_written_ = 0;

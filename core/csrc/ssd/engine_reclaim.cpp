@@ -1,7 +1,7 @@
 // The log is a ring: when room runs short, the segment that was written longest ago is emptied.
 //
-//   closed --start--> reclaiming --copies written, synced--> drained --the tail is on the disk, no reader-->
-//   free
+//   closed --start--> reclaiming --copies written--> draining --copies synced--> drained
+//   drained --the tail is on the disk, no reader--> free
 //
 // While the live objects fill at most half of the log, all of them are copied; above that only those that
 // were used since they were written, and of a segment at most half. So a segment costs at most one segment of
@@ -23,17 +23,22 @@ uint64_t Engine::tail() const {
     uint64_t lowest = next_number_;
     for (uint32_t slot = 0; slot < slots_; ++slot) {
         SlotState state = states_[slot];
-        bool counts =
-            state == SlotState::kHead || state == SlotState::kClosed || state == SlotState::kReclaiming;
-        if (counts) lowest = std::min(lowest, numbers_[slot]);
+        bool over = state == SlotState::kFree || state == SlotState::kDrained || state == SlotState::kBad;
+        if (!over) lowest = std::min(lowest, numbers_[slot]);
     }
     return lowest;
+}
+
+bool Engine::draining() const {
+    return std::any_of(states_.begin(), states_.end(), [](SlotState state) {
+        return state == SlotState::kDraining || state == SlotState::kDrained;
+    });
 }
 
 void Engine::step_reclaim() {
     if (!reclaim_.active) {
         uint32_t wanted = std::clamp<uint32_t>(slots_ / 16, kSegmentsForReclaim + 1, 8);
-        bool waiting = std::find(states_.begin(), states_.end(), SlotState::kDrained) != states_.end();
+        bool waiting = draining();
         if (waiting) free_drained(tail_written_);  // its last reader may have left
         if (waiting || (free_.size() >= wanted && !reclaim_wanted_)) return;
         std::lock_guard lock(mutex_);
@@ -137,11 +142,13 @@ void Engine::drain() {
         }
         forget_segment(slot);
     }
-    states_[slot] = SlotState::kDrained;
-    send_batch();
-    after_writes([this] {
-        sync_file([this](int error) {
-            if (error == 0) tail_to_write_ = tail();
+    // Until the copies are safe no tail may pass it.
+    states_[slot] = SlotState::kDraining;
+    after_writes([this, slot] {
+        sync_file([this, slot](int error) {
+            if (error != 0) return;
+            states_[slot] = SlotState::kDrained;
+            tail_to_write_ = tail();
         });
     });
 }
@@ -174,8 +181,7 @@ bool Engine::free_one_at_once() {
         }
         return false;
     }
-    bool draining = std::find(states_.begin(), states_.end(), SlotState::kDrained) != states_.end();
-    return !draining && forget_oldest() && !free_.empty();
+    return !draining() && forget_oldest() && !free_.empty();
 }
 
 bool Engine::forget_oldest() {

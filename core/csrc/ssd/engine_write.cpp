@@ -44,7 +44,7 @@ void Engine::append_writes() {
     while (!writes_.empty() && internal_writes_.empty() && write_buffers_->available() != 0) {
         WriteJobPtr job = writes_.front();
         if (job->kind == WriteJob::Kind::kSync) {
-            if (removals_written_ < job->removals_before) break;
+            if (removals_written_ < job->removals_before || waits_for_header()) break;
             send_batch();
             after_writes([this, job] {
                 sync_file([this, job](int error) {
@@ -58,7 +58,7 @@ void Engine::append_writes() {
         writes_.pop_front();
     }
     // What is gathered waits for more only while enough is in flight.
-    if (writes_in_flight_.size() < options_.depth) send_batch();
+    if (writes_in_flight_.size() < options_.depth && !waits_for_header()) send_batch();
 }
 
 bool Engine::append(const WriteJobPtr& job, bool internal) {
@@ -130,16 +130,29 @@ void Engine::open_head() {
     auto block = shared_block(kBlockBytes);
     encode_segment_header(superblock_.id, SegmentHeader{head_.number, std::min(lowest, head_.number)},
                           block.get());
-    write_block(begin_of(slot), block, kBlockBytes, [this, slot, number = head_.number](int error) {
+    write_block(begin_of(slot), block, kBlockBytes, [this, slot](int error) {
         if (error != 0) {
             on_write_error(slot, error);
-            if (head_.number == number) head_.header_durable = true;  // as far as it ever will be
+            on_header(error);
             return;
         }
-        sync_file([this, number](int) {
-            if (head_.number == number) head_.header_durable = true;
-        });
+        sync_file([this](int sync_error) { on_header(sync_error); });
     });
+}
+
+// No record goes to a segment before this. Else a crash could leave records without a header: the number
+// would be given once more, and they would count then; or the segment's former header, and with it what lived
+// there before, but no longer all the removals.
+void Engine::on_header(int error) {
+    send_batch();
+    head_.header_durable = true;  // or as far as it ever will be
+    for (Batch& batch : std::exchange(held_, {})) {
+        if (error == 0) {
+            submit_batch(std::move(batch));
+        } else {
+            end_batch(batch, true);
+        }
+    }
 }
 
 // The data first, then what vouches for it.
@@ -219,21 +232,30 @@ void Engine::put_zeros(const WriteJobPtr& job, uint64_t bytes) {
 
 void Engine::send_batch() {
     if (batch_.used == 0) return;
-    auto batch = std::make_shared<Batch>(std::exchange(batch_, Batch{}));
-    uint32_t slot = batch->jobs.front()->place.slot;
-    submit_io(IoOperation::Kind::kWrite, batch->offset, batch->buffer, batch->used,
-              [this, batch, slot](int error) {
-                  write_buffers_->give_back(batch->buffer);
+    Batch batch = std::exchange(batch_, Batch{});
+    if (head_.header_durable) return submit_batch(std::move(batch));
+    held_.push_back(std::move(batch));
+}
+
+void Engine::submit_batch(Batch batch) {
+    auto shared = std::make_shared<Batch>(std::move(batch));
+    submit_io(IoOperation::Kind::kWrite, shared->offset, shared->buffer, shared->used,
+              [this, shared](int error) {
                   if (error != 0) {
-                      on_write_error(slot, error);
+                      on_write_error(shared->jobs.front()->place.slot, error);
                   } else {
                       write_errors_in_row_ = 0;
                   }
-                  for (const WriteJobPtr& job : batch->jobs) {
-                      job->failed |= error != 0;
-                      if (--job->ios == 0 && job->in_batches) finish_write(job);
-                  }
+                  end_batch(*shared, error != 0);
               });
+}
+
+void Engine::end_batch(const Batch& batch, bool failed) {
+    write_buffers_->give_back(batch.buffer);
+    for (const WriteJobPtr& job : batch.jobs) {
+        job->failed |= failed;
+        if (--job->ios == 0 && job->in_batches) finish_write(job);
+    }
 }
 
 // ---- the end of a write

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <future>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/crc32c.hpp"
@@ -67,6 +68,16 @@ class Call {
    private:
     std::shared_ptr<std::promise<Outcome>> promise_ = std::make_shared<std::promise<Outcome>>();
 };
+
+template <class F>
+bool eventually(F f) {
+    auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (!f()) {
+        if (std::chrono::steady_clock::now() > deadline) return false;
+        std::this_thread::yield();
+    }
+    return true;
+}
 
 inline Outcome put(Log& log, const std::string& name, const std::vector<std::byte>& bytes,
                    const std::string& parent = "") {

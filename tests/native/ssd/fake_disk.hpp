@@ -1,13 +1,17 @@
-// A disk for tests, in memory: it can lose or tear what was not synced, fail, fill up, stand still, and flip
-// bits. The file on it outlives the log that has it open.
+// A disk for tests, in memory: it can lose or tear what was not synced, fail, fill up, be slow, stand still,
+// and flip bits. The file on it outlives the log that has it open.
 #pragma once
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <random>
 #include <vector>
 
 #include "../random.hpp"
@@ -20,7 +24,8 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
     std::vector<std::byte> image;  // what a read gives; look at it only while no log is open
     uint64_t capacity = UINT64_MAX;
     uint64_t syncs = 0, read_bytes = 0;
-    // 0, or the errno of this read or write.
+    bool last_write = false;  // set by a fault: this one is stored, then the disk is dead
+    // 0, or the errno of this read or write. Called under a lock.
     using Fault = std::function<int(bool write, uint64_t offset, size_t bytes)>;
     void fail(Fault fault) {
         std::lock_guard lock(mutex_);
@@ -44,7 +49,27 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
         dies_at_write_ = writes_ + nth;
     }
 
-    // The power is gone and back: each unsynced write is there, or not, or a part of it.
+    // From now on, without a last write.
+    void kill() {
+        {
+            std::lock_guard lock(mutex_);
+            dead_ = true;
+        }
+        released_.notify_all();
+    }
+
+    // The power is gone and back: of what was not synced only the writes there are that `stays` says.
+    void crash(const std::function<bool(uint64_t offset)>& stays) {
+        std::lock_guard lock(mutex_);
+        for (const Unsynced& write : unsynced_) {
+            if (!stays(write.offset)) continue;
+            std::copy(write.bytes.begin(), write.bytes.end(),
+                      durable_.begin() + static_cast<ptrdiff_t>(write.offset));
+        }
+        come_back();
+    }
+
+    // Each unsynced write is there, or not, or a part of it.
     void crash(moonpool::testing::Random& random) {
         std::lock_guard lock(mutex_);
         for (const Unsynced& write : unsynced_) {
@@ -56,11 +81,13 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
                 std::memcpy(durable_.data() + write.offset + at, write.bytes.data() + at, kSector);
             }
         }
-        image = durable_;
-        unsynced_.clear();
-        dead_ = false;
-        dies_at_write_ = UINT64_MAX;
-        writes_ = 0;
+        come_back();
+    }
+
+    // Some writes and syncs take up to a millisecond, so that others overtake them.
+    void slow(uint64_t seed) {
+        std::lock_guard lock(mutex_);
+        slow_.emplace(seed);
     }
 
     // Writes, or reads, end only after release(): a disk that stands still.
@@ -74,6 +101,12 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
             held_ = reads_held_ = false;
         }
         released_.notify_all();
+    }
+
+    // A sync waits until this says true, asked after each write. Called under a lock.
+    void hold_syncs(std::function<bool()> may_sync) {
+        std::lock_guard lock(mutex_);
+        may_sync_ = std::move(may_sync);
     }
 
     uint64_t waiting() {  // writes that are held
@@ -109,20 +142,25 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
         }
         int write(uint64_t offset, const std::byte* from, size_t bytes) override {
             std::unique_lock lock(disk_->mutex_);
+            disk_->dawdle(lock);
             ++disk_->waiting_;
             disk_->released_.wait(lock, [&] { return !disk_->held_; });
             --disk_->waiting_;
             if (disk_->dead_) return EIO;
             if (int error = disk_->fault_ ? disk_->fault_(true, offset, bytes) : 0) return error;
             if (offset + bytes > disk_->capacity) return ENOSPC;
-            if (++disk_->writes_ >= disk_->dies_at_write_) disk_->dead_ = true;
+            if (++disk_->writes_ >= disk_->dies_at_write_ || disk_->last_write) disk_->dead_ = true;
             disk_->grow(offset + bytes);
             std::memcpy(disk_->image.data() + offset, from, bytes);
             disk_->unsynced_.push_back(Unsynced{offset, {from, from + bytes}});
+            disk_->released_.notify_all();
             return disk_->dead_ ? EIO : 0;
         }
         int sync() override {
-            std::lock_guard lock(disk_->mutex_);
+            std::unique_lock lock(disk_->mutex_);
+            disk_->dawdle(lock);
+            disk_->released_.wait(lock,
+                                  [&] { return disk_->dead_ || !disk_->may_sync_ || disk_->may_sync_(); });
             if (disk_->dead_) return EIO;
             for (const Unsynced& write : disk_->unsynced_) {
                 std::memcpy(disk_->durable_.data() + write.offset, write.bytes.data(), write.bytes.size());
@@ -150,6 +188,19 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
         bool locked_ = false;
     };
 
+    void come_back() {
+        image = durable_;
+        unsynced_.clear();
+        dead_ = last_write = false;
+        dies_at_write_ = UINT64_MAX;
+        writes_ = 0;
+    }
+
+    void dawdle(std::unique_lock<std::mutex>& lock) {
+        if (!slow_ || (*slow_)() % 4 != 0) return;
+        released_.wait_for(lock, std::chrono::microseconds((*slow_)() % 1000), [&] { return dead_; });
+    }
+
     void grow(uint64_t bytes) {
         if (image.size() < bytes) image.resize(bytes);
         if (durable_.size() < image.size()) durable_.resize(image.size());
@@ -160,6 +211,8 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
     std::vector<std::byte> durable_;
     std::vector<Unsynced> unsynced_;
     Fault fault_;
+    std::function<bool()> may_sync_;
+    std::optional<std::mt19937> slow_;
     uint64_t waiting_ = 0, writes_ = 0, dies_at_write_ = UINT64_MAX;
     bool dead_ = false, held_ = false, reads_held_ = false, locked_ = false;
 };

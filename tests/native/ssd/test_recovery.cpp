@@ -1,8 +1,11 @@
 // Crashes at any write, against a model; and recovery of damaged images. Seeds are printed.
+#include <atomic>
 #include <deque>
 #include <map>
+#include <set>
 
 #include "bench_log.hpp"
+#include "ssd/record.hpp"
 
 using namespace moonpool;
 using namespace moonpool::ssd;
@@ -13,18 +16,21 @@ namespace {
 
 uint64_t size_of(uint64_t version) { return version * 7919 % 40'000; }
 
-// What may be found of a key after a crash: a version that was ever written, and none that a synced write or
-// removal has made obsolete.
+// What a crash may leave of a key: one of the versions that no synced write or removal has made obsolete. An
+// object that the ring came round to was not removed: it may be back.
 struct History {
-    uint64_t last = 0;    // version of the last write
-    uint64_t oldest = 1;  // no older one may be found
-    uint64_t synced = 0;  // version that was there at the last sync; 0: none
-    bool touched_since = false;
+    uint64_t written = 0;  // versions, ever
+    std::set<uint64_t> possible;
+    bool removed = false;        // after the last write
+    bool synced = false;         // the last version was there at the last sync
+    bool touched_since = false;  // since then
 };
 
 class Story {
    public:
-    explicit Story(uint64_t salt) : random_(salt), disk_(fake_disk()), log_(must_open(small_log(disk_))) {}
+    explicit Story(uint64_t salt) : random_(salt), disk_(fake_disk()), log_(must_open(small_log(disk_))) {
+        if (salt % 2 != 0) disk_->slow(random_.next());
+    }
 
     void life() {
         disk_->die(random_.between(1, 160));
@@ -34,8 +40,7 @@ class Story {
             switch (random_.below(8)) {
                 case 0: {
                     log_->remove(key_of(*log_, name));
-                    history.touched_since = true;
-                    removed_[name] = history.last;
+                    history.touched_since = history.removed = true;
                     break;
                 }
                 case 1: {
@@ -47,10 +52,12 @@ class Story {
                     read(name);
                     break;
                 default: {
-                    ++history.last;
+                    uint64_t version = ++history.written;
+                    std::vector<std::byte> bytes = content(number(name, version), size_of(version));
+                    if (put(*log_, name, bytes) == Outcome::kRefused) break;
+                    history.possible.insert(version);
                     history.touched_since = true;
-                    removed_.erase(name);
-                    put(*log_, name, content(number(name, history.last), size_of(history.last)));
+                    history.removed = false;
                 }
             }
             if (random_.one_in(20)) CHECK(log_->check_integrity());
@@ -58,36 +65,36 @@ class Story {
     }
 
     void crash_and_check() {
+        log_->close();
         std::map<std::string, bool> in_memory;
         for (auto& [name, history] : keys_) in_memory[name] = log_->find(key_of(*log_, name)).has_value();
         log_.reset();
         disk_->crash(random_);
         log_ = must_open(small_log(disk_));
         CHECK(log_->check_integrity());
+        // A start that finds too little room forgets the oldest.
+        bool none_forgotten = counter(*log_, "ssd_evicted_total") == 0;
         for (auto& [name, history] : keys_) {
             CAPTURE(name);
             std::vector<std::byte> bytes;
             Outcome outcome = get(*log_, name, bytes);
             if (outcome == Outcome::kDone) {
-                uint64_t version = version_of(name, bytes, history);
-                CHECK(version >= history.oldest);
-                CHECK(version <= history.last);
+                uint64_t version = version_of(name, bytes);
+                CHECK(history.possible.contains(version));
+                history.possible = {version};
             } else {
                 CHECK(outcome == Outcome::kMiss);
-                // A start that finds too little room forgets the oldest.
-                bool must_be_there = history.synced != 0 && !history.touched_since && in_memory[name] &&
-                                     counter(*log_, "ssd_evicted_total") == 0;
+                bool must_be_there =
+                    history.synced && !history.touched_since && in_memory[name] && none_forgotten;
                 CHECK_FALSE(must_be_there);
+                if (none_forgotten) history.possible.clear();
             }
-            if (!history.touched_since && history.synced == 0) CHECK(outcome == Outcome::kMiss);
-            if (outcome == Outcome::kDone) history.last = history.oldest = version_of(name, bytes, history);
         }
         REQUIRE(sync(*log_) == Outcome::kDone);
         for (auto& [name, history] : keys_) {
-            history.synced = log_->find(key_of(*log_, name)) ? history.last : 0;
-            history.touched_since = false;
+            history.synced = log_->find(key_of(*log_, name)).has_value();
+            history.touched_since = history.removed = false;
         }
-        removed_.clear();
     }
 
    private:
@@ -95,9 +102,8 @@ class Story {
         return xxh3_64(name.data(), name.size()) + version;
     }
 
-    uint64_t version_of(const std::string& name, const std::vector<std::byte>& bytes,
-                        const History& history) {
-        for (uint64_t version = history.last; version >= 1; --version) {
+    uint64_t version_of(const std::string& name, const std::vector<std::byte>& bytes) {
+        for (uint64_t version = keys_[name].written; version >= 1; --version) {
             if (bytes == content(number(name, version), size_of(version))) return version;
         }
         FAIL("bytes that were never written under " << name);
@@ -107,17 +113,22 @@ class Story {
     void read(const std::string& name) {
         std::vector<std::byte> bytes;
         if (get(*log_, name, bytes) != Outcome::kDone) return;
-        CHECK(version_of(name, bytes, keys_[name]) >= keys_[name].oldest);
-        CHECK_FALSE(removed_.contains(name));
+        const History& history = keys_[name];
+        CHECK_FALSE(history.removed);
+        REQUIRE_FALSE(history.possible.empty());
+        CHECK(version_of(name, bytes) == *history.possible.rbegin());
     }
 
     void remember_sync() {
         for (auto& [name, history] : keys_) {
-            bool there = log_->find(key_of(*log_, name)).has_value();
-            history.synced = there ? history.last : 0;
+            history.synced = log_->find(key_of(*log_, name)).has_value();
             history.touched_since = false;
-            if (there) history.oldest = history.last;
-            if (auto it = removed_.find(name); it != removed_.end()) history.oldest = it->second + 1;
+            std::set<uint64_t>& possible = history.possible;
+            if (history.removed) {
+                possible.clear();
+            } else if (!possible.empty()) {
+                possible = {*possible.rbegin()};
+            }
         }
     }
 
@@ -125,7 +136,6 @@ class Story {
     std::shared_ptr<FakeDisk> disk_;
     std::unique_ptr<Log> log_;
     std::map<std::string, History> keys_;
-    std::map<std::string, uint64_t> removed_;
 };
 
 }  // namespace
@@ -140,6 +150,103 @@ TEST_CASE("ssd recovery: a crash at any write loses nothing that was synced and 
             story.crash_and_check();
         }
     }
+}
+
+TEST_CASE("ssd recovery: no record goes to a segment before its header is safe") {
+    auto disk = fake_disk();
+    std::map<uint64_t, uint64_t> headers;  // by segment: syncs before it was written
+    uint64_t records = 0, early = 0;
+    disk->fail([&](bool write, uint64_t offset, size_t) {
+        if (!write || offset < kSegmentsBegin) return 0;
+        uint64_t segment = (offset - kSegmentsBegin) / kSegment;
+        if ((offset - kSegmentsBegin) % kSegment == 0) {
+            headers[segment] = disk->syncs;
+        } else {
+            ++records;
+            early += !headers.contains(segment) || headers[segment] == disk->syncs;
+        }
+        return 0;
+    });
+    auto log = must_open(small_log(disk));
+    std::deque<std::vector<std::byte>> bytes;
+    std::deque<Call> calls;
+    for (int i = 0; i < 60; ++i) {
+        bytes.push_back(content(i, 30'000));
+        REQUIRE(log->write(key_of(*log, "o" + std::to_string(i)), "", {bytes.back()},
+                           crc32c(0, bytes.back().data(), bytes.back().size()), calls.emplace_back().done()));
+    }
+    for (Call& call : calls) CHECK(call.wait() == Outcome::kDone);
+    log.reset();
+    CHECK(headers.size() > 8);
+    CHECK(records > 60);
+    CHECK(early == 0);
+}
+
+TEST_CASE("ssd recovery: what is removed while it is written is gone for good with the next sync") {
+    auto disk = fake_disk();
+    auto log = must_open(small_log(disk));
+    REQUIRE(put(*log, "first", content(1, 10'000)) == Outcome::kDone);
+    disk->hold();
+    std::vector<std::byte> bytes = content(2, 10'000);
+    Call written, replaced, synced;
+    auto write = [&](Call& call) {
+        return log->write(key_of(*log, "gone"), "", {bytes}, crc32c(0, bytes.data(), bytes.size()),
+                          call.done());
+    };
+    bool again = false;
+    SUBCASE("removed") {}
+    SUBCASE("replaced, and removed") { again = true; }
+    CHECK(write(written));
+    CHECK(eventually([&] { return disk->waiting() == 1; }));
+    if (again) CHECK(write(replaced));
+    CHECK(log->remove(key_of(*log, "gone")));
+    // The removals are on their way, though what they remove is, too.
+    CHECK(eventually([&] { return disk->waiting() >= 2; }));
+    log->sync(synced.done());
+    disk->release();
+    CHECK(synced.wait() == Outcome::kDone);
+    disk->kill();
+    log.reset();
+    disk->crash([](uint64_t) { return false; });
+    log = must_open(small_log(disk));
+    CHECK(log->find(key_of(*log, "first")));
+    CHECK_FALSE(log->find(key_of(*log, "gone")));
+}
+
+TEST_CASE("ssd recovery: a segment counts until what was copied from it is safe") {
+    auto disk = fake_disk();
+    LogOptions options = small_log(disk, 128);  // so large that writing goes on while a segment is reclaimed
+    auto log = must_open(options);
+    auto in_segment = [](uint64_t offset) { return (offset - kSegmentsBegin) % kSegment; };
+    auto is_header = [&](uint64_t offset) { return offset >= kSegmentsBegin && in_segment(offset) == 0; };
+    auto reclaimed = [&] { return counter(*log, "ssd_reclaimed_segments_total") != 0; };
+    uint64_t headers = 0, footers = 0;
+    std::atomic<bool> copying{false};
+    disk->fail([&](bool write, uint64_t offset, size_t) {
+        if (!write) copying = true;
+        if (!write) return 0;
+        headers += is_header(offset);
+        footers += in_segment(offset) == kSegment - kBlockBytes;
+        // The copies are written, and the next segment begins.
+        disk->last_write = is_header(offset) && reclaimed();
+        return 0;
+    });
+    // But the copies are not synced; only a seal that still lacks its footer is.
+    disk->hold_syncs([&] { return footers + 1 < headers || !reclaimed(); });
+    REQUIRE(put(*log, "kept", content(1, 50'000)) == Outcome::kDone);
+    for (uint64_t i = 0; !disk->dead() && i < 4000; ++i) {
+        put(*log, "churn", content(i, 5'000));
+        if (copying) REQUIRE(eventually(reclaimed));
+    }
+    REQUIRE(disk->dead());
+    log.reset();
+    disk->fail({});
+    disk->hold_syncs({});
+    disk->crash(is_header);  // all that the disk had not synced is lost but for that header
+    log = must_open(options);
+    std::vector<std::byte> bytes;
+    CHECK(get(*log, "kept", bytes) == Outcome::kDone);
+    CHECK(bytes == content(1, 50'000));
 }
 
 TEST_CASE("ssd recovery: damaged images: no crash, and never bytes that were not written") {
