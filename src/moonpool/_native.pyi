@@ -23,6 +23,7 @@ class TlsClient:
         """
         Paths of PEM files. ca empty: the system's authorities. name: that the master's certificate must have; empty: the host that is dialled. cert and key: what is shown to it.
         """
+__all__: list[str] = ['Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'Worker', 'block_digests', 'crc32c', 'key_hash', 'kv_event_block_tokens']
 class Server:
     """
     A node's data plane: one thread, one Unix socket, an arena for each tenant.
@@ -395,6 +396,110 @@ class SsdLog:
     @property
     def io_reason(self) -> str:
         ...
+class Ingested:
+    """
+    What a batch of KV events came to, in blocks.
+    """
+    @property
+    def cleared(self) -> int:
+        """
+        Times that the holder dropped everything.
+        """
+    @property
+    def removed(self) -> int:
+        ...
+    @property
+    def sent_s(self) -> float:
+        """
+        Time of the batch, by the sender's clock.
+        """
+    @property
+    def skipped(self) -> int:
+        """
+        Not of this index: images, embeddings, another block size, another cache group.
+        """
+    @property
+    def stored(self) -> int:
+        ...
+    @property
+    def unknown(self) -> int:
+        """
+        Their parent, or they themselves, are not known.
+        """
+class PrefixMatch:
+    """
+    Leading blocks of a prompt, by holder: native u32 each.
+    """
+    @property
+    def blocks(self) -> bytes:
+        """
+        In any tier; what was dispatched counts.
+        """
+    @property
+    def device(self) -> bytes:
+        """
+        On the device; what was dispatched counts.
+        """
+    @property
+    def host(self) -> bytes:
+        """
+        On the device or in the memory of its host.
+        """
+    @property
+    def pool_blocks(self) -> int:
+        """
+        The same with their disks.
+        """
+    @property
+    def pool_host(self) -> int:
+        """
+        Leading blocks in the memory of the pool's nodes taken together.
+        """
+class PrefixIndex:
+    """
+    Who holds how many leading blocks of a prompt; of one model and block size.
+    """
+    def __init__(self, block_tokens: typing.SupportsInt | typing.SupportsIndex, *, blocks_max: typing.SupportsInt | typing.SupportsIndex = 1048576, holders_max: typing.SupportsInt | typing.SupportsIndex = 256) -> None:
+        ...
+    def apply(self, holder: typing.SupportsInt | typing.SupportsIndex, tier: typing.SupportsInt | typing.SupportsIndex, stored: typing.Any = b'', removed: typing.Any = b'') -> None:
+        """
+        A pool's node has, or no longer has, these keys in a tier.
+        """
+    def check_integrity(self) -> bool:
+        """
+        Recounts everything; for tests.
+        """
+    def dispatched(self, holder: typing.SupportsInt | typing.SupportsIndex, keys: typing.Any, now_s: typing.SupportsFloat | typing.SupportsIndex, ttl_s: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        """
+        A request with these keys was sent there.
+        """
+    def entries(self, holder: typing.SupportsInt | typing.SupportsIndex) -> int:
+        """
+        Blocks that are known of a holder.
+        """
+    def expire(self, now_s: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        """
+        Ends what was dispatched and not confirmed in time.
+        """
+    def forget(self, holder: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def ingest(self, holder: typing.SupportsInt | typing.SupportsIndex, payload: typing.Any, *, pool: bool = False) -> Ingested:
+        """
+        Takes one batch of KV events; pool: its hashes are digests. Raises ProtocolError.
+        """
+    def keys(self, token_ids: typing.Any, seed: bytes = b'') -> bytes:
+        """
+        The keys of the full blocks of a u32 buffer, 16 bytes each.
+        """
+    def match(self, keys: typing.Any) -> PrefixMatch:
+        ...
+    def stats(self) -> dict:
+        """
+        Counters (*_total) and gauges by name.
+        """
+    @property
+    def block_tokens(self) -> int:
+        ...
 def block_digests(token_ids: typing.Any, block_tokens: typing.SupportsInt | typing.SupportsIndex, seed: bytes = b'', previous: bytes = b'') -> bytes:
     """
     Digests of the full blocks of a u32 buffer, 32 bytes each.
@@ -404,4 +509,8 @@ def crc32c(buffer: typing.Any, crc: typing.SupportsInt | typing.SupportsIndex = 
 def key_hash(tenant: str, namespace: str, fingerprint: bytes, name: bytes) -> bytes:
     """
     XXH3-128 of a key, as 16 bytes: low then high half, little-endian.
+    """
+def kv_event_block_tokens(payload: typing.Any) -> typing.Any:
+    """
+    Tokens of a block, as the first event of a batch says that has tokens; None: no event has.
     """

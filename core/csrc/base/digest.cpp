@@ -3,8 +3,6 @@
 #include <bit>
 #include <cstring>
 
-#include "base/sha256.hpp"
-
 namespace moonpool {
 
 static_assert(std::endian::native == std::endian::little, "token ids are hashed as they lie in memory");
@@ -22,6 +20,21 @@ void block_digests(std::span<const uint32_t> tokens, uint32_t block_tokens, std:
         tokens = tokens.subspan(block_tokens);
         out += digest.size();
     }
+}
+
+Digest chain_seed(std::optional<std::string_view> lora_name, std::optional<std::string_view> cache_salt) {
+    constexpr std::string_view kPrefix = "sglang-cache-namespace-v1";
+    Sha256 hash;
+    hash.update(kPrefix.data(), kPrefix.size());
+    for (const auto& part : {lora_name, cache_salt}) {
+        uint8_t present = part ? 1 : 0;
+        hash.update(&present, 1);
+        if (!part) continue;
+        uint64_t size = part->size();
+        hash.update(&size, sizeof(size));
+        hash.update(part->data(), part->size());
+    }
+    return hash.finish();
 }
 
 }  // namespace moonpool

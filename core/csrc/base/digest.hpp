@@ -8,7 +8,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
+#include <string_view>
+
+#include "base/sha256.hpp"
 
 namespace moonpool {
 
@@ -16,5 +20,9 @@ namespace moonpool {
 // tokens of an unfinished last block are not looked at. block_tokens > 0.
 void block_digests(std::span<const uint32_t> tokens, uint32_t block_tokens, std::span<const uint8_t> previous,
                    uint8_t* out);
+
+// What stands before the first block when equal tokens mean different KV: docs/keys.md, "Seed". Only for
+// requests that have one of the two; a plain request has no seed at all.
+Digest chain_seed(std::optional<std::string_view> lora_name, std::optional<std::string_view> cache_salt);
 
 }  // namespace moonpool

@@ -1,0 +1,140 @@
+// BlockStore: the blocks of the prefix index, and who holds each of them in which tier. Pure, no locks.
+//
+// A block is one cache line: its digest, and up to twelve holders with their bits. A block that more hold (a
+// system prompt on a large fleet) gets a crowd, one bit map for each kind of bit. A block lives while
+// somebody holds it or an entry of a holder's own table refers to it (refs).
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+
+#include "base/sha256.hpp"
+#include "conductor/rows.hpp"
+#include "conductor/slot_table.hpp"
+
+namespace moonpool {
+
+inline constexpr uint32_t kHoldersMax = 256;
+inline constexpr size_t kKeyBytes = 16;  // of a digest, its beginning: what callers name a block by
+using BlockKey = std::array<uint8_t, kKeyBytes>;
+
+// What a holder has of a block.
+using HoldBits = uint8_t;
+inline constexpr HoldBits kOnDevice = 1, kOnHost = 2, kOnDisk = 4, kExpected = 8, kUsed = 16;
+inline constexpr HoldBits kTierBits = kOnDevice | kOnHost | kOnDisk;
+inline constexpr size_t kHoldKinds = 5;
+
+struct HolderMask {
+    std::array<uint64_t, kHoldersMax / 64> words{};
+
+    void set(uint32_t holder) { words[holder / 64] |= uint64_t{1} << (holder % 64); }
+    void reset(uint32_t holder) { words[holder / 64] &= ~(uint64_t{1} << (holder % 64)); }
+    bool test(uint32_t holder) const { return (words[holder / 64] >> (holder % 64) & 1) != 0; }
+    bool any() const { return (words[0] | words[1] | words[2] | words[3]) != 0; }
+};
+
+// 64 holders by how fast they have a block: on the device, there or in the host's memory, anywhere. What is
+// expected to be computed counts as on the device.
+using HoldersByTier = std::array<uint64_t, 3>;
+
+class BlockStore {
+   public:
+    explicit BlockStore(uint64_t secret) : secret_(secret) {}
+
+    uint64_t hash(const uint8_t* key) const {
+        uint64_t first;
+        std::memcpy(&first, key, sizeof(first));
+        return mix64(first ^ secret_);
+    }
+    void prefetch_slot(uint64_t hash) const { table_.prefetch(hash); }
+    void prefetch_block(uint64_t hash) const {
+        uint32_t block = table_.guess(hash);
+        if (block != kNoRow) __builtin_prefetch(&blocks_[block]);
+    }
+
+    // kNoRow: not there.
+    uint32_t find(const uint8_t* key) const { return find(key, hash(key)); }
+    uint32_t find(const uint8_t* key, uint64_t hash) const;
+    // The block of this digest, made when it is not there. With a key alone (rest == nullptr) the rest of the
+    // digest stays as it was. A block that nobody holds must be given to release_unused() in the end.
+    uint32_t obtain(const uint8_t* key, const uint8_t* rest);
+    const Digest& digest(uint32_t block) const { return blocks_[block].digest; }
+
+    HoldBits bits(uint32_t block, uint32_t holder) const;
+    void set_bits(uint32_t block, uint32_t holder, HoldBits bits);  // 0: it no longer holds it
+    // Who holds it, of the holders from 64 * word on.
+    HoldersByTier holders(uint32_t block, uint32_t word) const;
+
+    // False when the count is at its maximum.
+    bool add_ref(uint32_t block);
+    void drop_ref(uint32_t block) { --blocks_[block].refs; }
+    void release_unused(uint32_t block);
+
+    uint32_t blocks() const { return blocks_.used(); }
+    uint64_t holds() const { return holds_; }  // pairs of a block and a holder
+    size_t memory_bytes() const {
+        return blocks_.memory_bytes() + crowds_.memory_bytes() + table_.memory_bytes();
+    }
+
+    // For check_integrity of the whole index.
+    uint32_t rows_end() const { return blocks_.end(); }
+    bool in_use(uint32_t block) const { return blocks_[block].refs != 0 || blocks_[block].count != 0; }
+    uint16_t refs(uint32_t block) const { return blocks_[block].refs; }
+    bool check_integrity() const;
+
+   private:
+    static constexpr uint16_t kInlineHolders = 12;
+    static constexpr uint16_t kLeaveCrowd = 6;  // so few holders stand in the block again
+
+    struct alignas(64) Block {
+        Digest digest{};
+        uint32_t crowd = kNoRow;  // kNoRow: the holders stand in `pairs`
+        uint16_t count = 0;       // of holders
+        uint16_t refs = 0;
+        std::array<uint16_t, kInlineHolders> pairs{};  // bits << 8 | holder
+
+        uint32_t next_free() const { return crowd; }
+        void set_next_free(uint32_t row) {
+            *this = Block{};
+            crowd = row;
+        }
+    };
+    static_assert(sizeof(Block) == 64);
+
+    struct Crowd {
+        std::array<HolderMask, kHoldKinds> kinds{};
+        uint32_t next = kNoRow;
+
+        HoldBits bits(uint32_t holder) const {
+            HoldBits out = 0;
+            for (size_t k = 0; k < kHoldKinds; ++k) {
+                if (kinds[k].test(holder)) out = static_cast<HoldBits>(out | 1u << k);
+            }
+            return out;
+        }
+        void set(uint32_t holder, HoldBits bits) {
+            for (size_t k = 0; k < kHoldKinds; ++k) {
+                if ((bits >> k & 1) != 0) {
+                    kinds[k].set(holder);
+                } else {
+                    kinds[k].reset(holder);
+                }
+            }
+        }
+        uint32_t next_free() const { return next; }
+        void set_next_free(uint32_t row) { next = row; }
+    };
+
+    uint64_t hash_of(uint32_t block) const { return hash(blocks_[block].digest.data()); }
+    void join_crowd(Block& b);
+    void leave_crowd(Block& b);
+
+    uint64_t secret_;
+    Rows<Block, 1024> blocks_;
+    Rows<Crowd, 64> crowds_;
+    SlotTable<8> table_;
+    uint64_t holds_ = 0;
+};
+
+}  // namespace moonpool
