@@ -169,6 +169,14 @@ class Driver:
 
         setattr(NativePool, operation, killing)
 
+    def events_published(self, timeout_s: float = 10.0) -> int:
+        """The number of the last batch of KV events, once all of them are sent; -1: none."""
+        publisher = self.scheduler.kv_event_publisher
+        deadline_s = time.monotonic() + timeout_s
+        while publisher._event_queue.unfinished_tasks and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        return int(publisher._buffer[-1][0]) if publisher._buffer else -1
+
     def joined(self) -> bool:
         return self.scheduler.connector._sched.pool() is not None
 

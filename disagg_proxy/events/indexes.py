@@ -1,0 +1,53 @@
+"""The prefix indexes of a proxy: one of each model and block size, made when an engine's first event tells its
+block size. Any thread may call anything."""
+
+from __future__ import annotations
+
+import threading
+
+from moonpool import _native
+
+MODEL_ANY = ""
+
+
+class Indexes:
+    """blocks_max: entries of each index (93 to 101 bytes each); indexes_max: beyond it a new model is not
+    indexed, and ``refused`` counts it."""
+
+    def __init__(self, *, blocks_max: int = 1 << 20, holders_max: int = 256, indexes_max: int = 16) -> None:
+        self.refused = 0
+        self._blocks_max = blocks_max
+        self._holders_max = holders_max
+        self._indexes_max = indexes_max
+        self._lock = threading.Lock()
+        self._indexes: dict[tuple[str, int], _native.PrefixIndex] = {}
+
+    def obtain(self, model: str, block_tokens: int) -> _native.PrefixIndex | None:
+        """The index of this model and block size, made when there is none; None when there are too many, or
+        the size is none of a block."""
+        with self._lock:
+            index = self._indexes.get((model, block_tokens))
+            if index is None:
+                if len(self._indexes) >= self._indexes_max or not 0 < block_tokens <= 65_536:
+                    self.refused += 1
+                    return None
+                index = _native.PrefixIndex(
+                    block_tokens, blocks_max=self._blocks_max, holders_max=self._holders_max
+                )
+                self._indexes[model, block_tokens] = index
+            return index
+
+    def of(self, model: str) -> list[_native.PrefixIndex]:
+        """The indexes of a model; more than one when its engines have different block sizes."""
+        with self._lock:
+            return [index for (name, _), index in self._indexes.items() if name == model]
+
+    def all(self) -> dict[tuple[str, int], _native.PrefixIndex]:
+        """By model and block size."""
+        with self._lock:
+            return dict(self._indexes)
+
+    def expire(self, now_s: float) -> None:
+        """Ends what was dispatched and not confirmed in time."""
+        for index in self.all().values():
+            index.expire(now_s)

@@ -1,0 +1,65 @@
+"""Which streams of KV events the proxy listens to, and its limits. Values only; times in seconds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moonpool.core.errors import ConfigError
+
+_ENDPOINT = re.compile(r"(tcp://[^\s,]+:\d{1,5}|ipc://[^\s,]+|inproc://[^\s,]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """The stream of one engine, or of one node of the pool (``pool``): where it publishes, where it replays
+    ("": nowhere), and by which name it is known."""
+
+    name: str
+    endpoint: str
+    replay: str = ""
+    pool: bool = False
+    topic: str = ""  # "": every topic
+
+    def __post_init__(self) -> None:
+        for endpoint in (self.endpoint, self.replay):
+            if endpoint and not _ENDPOINT.fullmatch(endpoint):
+                raise _bad(f"an event stream is at tcp://host:port or ipc://path, not {endpoint!r}")
+        if not self.endpoint:
+            raise _bad(f"the events of {self.name!r} need an endpoint, such as tcp://host:5557")
+
+
+@dataclass(frozen=True, slots=True)
+class EventLimits:
+    """Sizes and waits of all streams."""
+
+    message_bytes_max: int = 32 << 20
+    queue_messages_max: int = 100_000  # received by ZMQ and not yet looked at, per stream
+    pending_messages_max: int = 10_000  # that came while a replay was under way, per stream
+    replay_s: float = 5.0  # of silence inside a replay, until it is given up
+    gone_s: float = 10.0  # out of the rotation for so long: its holder is forgotten
+    heartbeat_s: float = 2.0  # ZMQ's own, so that a host that vanished is noticed
+
+
+def parse_event_sources(texts: Iterable[str], *, pool: bool = False) -> tuple[EventSource, ...]:
+    """``NAME=tcp://host:port`` or ``NAME=tcp://host:port,tcp://host:port`` (the second replays) each. Raises
+    ConfigError."""
+    sources = []
+    for text in texts:
+        name, separator, rest = text.partition("=")
+        endpoint, _, replay = rest.partition(",")
+        if not separator or not name:
+            raise _bad(
+                f"{text!r} is no event stream; write NAME=tcp://host:port, or NAME=tcp://host:port,"
+                "tcp://host:port with where it replays"
+            )
+        sources.append(EventSource(name, endpoint, replay, pool))
+    names = [source.name for source in sources]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise _bad(f"{twice[0]!r} has two event streams; give one for each engine")
+    return tuple(sources)
+
+
+def _bad(sentence: str) -> ConfigError:
+    return ConfigError(f"events: {sentence}", operation="config", key="proxy.events")

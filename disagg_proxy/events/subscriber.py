@@ -1,0 +1,344 @@
+"""The thread that listens to all streams of KV events and brings them into the indexes.
+
+One thread, one poll; SHA-256 and the index's own work are done without the GIL. Nothing that a stream sends can
+stop it: what cannot be read is counted, and its holder is forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from moonpool import _native
+from moonpool.core.errors import Error
+from moonpool.disagg_proxy.events.indexes import Indexes
+from moonpool.disagg_proxy.events.settings import EventLimits, EventSource
+from moonpool.disagg_proxy.events.stream import Stream
+
+log = logging.getLogger(__name__)
+
+END_OF_REPLAY = b"\xff" * 8
+_AT_ONCE = 64  # messages of one stream before the others get their turn
+_TICK_S = 0.25
+_STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True)
+class SourceCounts:
+    """Of one source, beyond what its stream counts. Blocks, but for ``malformed``, which are messages."""
+
+    malformed: int = 0
+    stored: int = 0
+    removed: int = 0
+    unknown: int = 0
+    skipped: int = 0
+    forgets: int = 0
+    connected: bool = False
+    lag_s: float = 0.0  # between the sender's clock and ours, of the last batch
+    lag_max_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Link:
+    """A source with its sockets; all of it belongs to the thread."""
+
+    source: EventSource
+    place: int
+    model: str
+    sub: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    counts: SourceCounts = field(default_factory=SourceCounts)
+    index: _native.PrefixIndex | None = None
+    asking: zmq.Socket[bytes] | None = None
+    answer_due_s: float = 0.0
+    absent_since_s: float | None = None
+    given_up: bool = False
+    stream: Stream = field(init=False)
+
+
+class Subscriber:
+    """Listens from start() to stop(). ``places``: of each source's name its place in the indexes; ``models``:
+    which model it serves ("" for all)."""
+
+    def __init__(
+        self,
+        sources: tuple[EventSource, ...],
+        indexes: Indexes,
+        places: Mapping[str, int],
+        *,
+        models: Mapping[str, str] | None = None,
+        limits: EventLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._indexes = indexes
+        self._limits = limits or EventLimits()
+        self._clock = clock
+        self._wall = wall
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # of what other threads say: _absent, _stopping
+        self._absent: dict[str, float] = {}
+        self._stopping = False
+        self._known_indexes = 0
+        self._links = [
+            self._link(source, places[source.name], (models or {}).get(source.name, "")) for source in sources
+        ]
+        self._thread = threading.Thread(target=self._run, name="kv-event-streams", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread and closes the sockets. May be called twice."""
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        if self._thread.ident is not None:
+            self._thread.join(_STOP_TIMEOUT_S)
+        else:
+            self._close()
+
+    def in_rotation(self, name: str, present: bool) -> None:
+        """An engine left the rotation or came back. One that stays away for gone_s is forgotten."""
+        with self._lock:
+            if present:
+                self._absent.pop(name, None)
+            else:
+                self._absent.setdefault(name, self._clock())
+        os.eventfd_write(self._wake, 1)
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Counters (*_total) and gauges, of each source by name."""
+        rows: dict[str, dict[str, float]] = {}
+        for link in self._links:
+            counts, stream = link.counts, link.stream.counts
+            rows[link.source.name] = {
+                "connected": float(counts.connected),
+                "replaying": float(link.stream.replaying),
+                "sequence": float(link.stream.sequence),
+                "lag_seconds": counts.lag_s,
+                "lag_max_seconds": counts.lag_max_s,
+                "messages_total": stream.messages,
+                "taken_total": stream.taken,
+                "gaps_total": stream.gaps,
+                "replays_total": stream.replays,
+                "repeats_total": stream.repeats,
+                "restarts_total": stream.restarts,
+                "lost_total": stream.lost,
+                "overflows_total": stream.overflows,
+                "malformed_total": counts.malformed,
+                "forgets_total": counts.forgets,
+                "blocks_stored_total": counts.stored,
+                "blocks_removed_total": counts.removed,
+                "blocks_unknown_total": counts.unknown,
+                "blocks_skipped_total": counts.skipped,
+            }
+        return rows
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        for link in self._links:
+            poller.register(link.sub, zmq.POLLIN)
+            poller.register(link.monitor, zmq.POLLIN)
+        more = False
+        while not self._stopping:
+            asking = [link.asking for link in self._links if link.asking is not None]
+            for socket in asking:
+                poller.register(socket, zmq.POLLIN)
+            ready = dict(poller.poll(0 if more else int(_TICK_S * 1000)))
+            for socket in asking:
+                poller.unregister(socket)
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            more = False
+            for link in self._links:
+                if link.monitor in ready:
+                    self._on_monitor(link)
+                if link.asking is not None and link.asking in ready:
+                    more |= self._on_answers(link, link.asking)
+                if link.sub in ready:
+                    more |= self._on_messages(link)
+            self._on_tick()
+        self._close()
+
+    def _on_tick(self) -> None:
+        now_s = self._clock()
+        with self._lock:
+            absent = dict(self._absent)
+        for link in self._links:
+            if link.asking is not None and now_s >= link.answer_due_s:
+                self._end_asking(link)
+                link.stream.replay_ended(complete=False)
+            since_s = absent.get(link.source.name)
+            gone = since_s is not None and now_s - since_s >= self._limits.gone_s
+            if gone and not link.given_up:
+                self._end_asking(link)
+                link.stream.gone()
+            elif link.given_up and not gone and link.counts.connected:
+                link.stream.connected()
+            link.given_up = gone
+        self._tell_new_indexes()
+        self._indexes.expire(now_s)
+
+    def _tell_new_indexes(self) -> None:
+        """An index that is made later has missed what the pool holds: read its streams again."""
+        known = len(self._indexes.all())
+        if known == self._known_indexes:
+            return
+        self._known_indexes = known
+        for link in self._links:
+            if link.source.pool and link.counts.connected and not link.given_up:
+                self._end_asking(link)
+                link.stream.gone()
+                link.stream.connected()
+
+    def _on_monitor(self, link: _Link) -> None:
+        while link.monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            event = recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"]
+            link.counts.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if link.counts.connected and not link.given_up:
+                link.stream.connected()
+
+    def _on_messages(self, link: _Link) -> bool:
+        for _ in range(_AT_ONCE):
+            try:
+                frames = link.sub.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            self._on_monitor(link)  # a new connection is told before its first message comes
+            if link.given_up:
+                continue
+            if len(frames) != 3 or len(frames[1]) != 8:
+                link.counts.malformed += 1
+                continue
+            link.stream.message(int.from_bytes(frames[1], "big"), frames[2])
+        return True
+
+    def _on_answers(self, link: _Link, socket: zmq.Socket[bytes]) -> bool:
+        for _ in range(_AT_ONCE):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            link.answer_due_s = self._clock() + self._limits.replay_s
+            if len(frames) != 4 or len(frames[2]) != 8:
+                link.counts.malformed += 1
+                continue
+            if frames[2] == END_OF_REPLAY:
+                self._end_asking(link)
+                link.stream.replay_ended()
+                return False
+            link.stream.replayed(int.from_bytes(frames[2], "big"), frames[3])
+            if link.asking is not socket:  # it was asked anew
+                return False
+        return True
+
+    def ask(self, link: _Link, start: int) -> None:
+        self._end_asking(link)
+        socket = self._socket(zmq.DEALER)
+        socket.connect(link.source.replay)
+        socket.send_multipart((b"", start.to_bytes(8, "big")))
+        link.asking = socket
+        link.answer_due_s = self._clock() + self._limits.replay_s
+
+    def _end_asking(self, link: _Link) -> None:
+        if link.asking is not None:
+            link.asking.close(linger=0)
+            link.asking = None
+
+    def take(self, link: _Link, payload: bytes) -> None:
+        try:
+            indexes = self._indexes_of(link, payload)
+            for index in indexes:
+                result = index.ingest(link.place, payload, pool=link.source.pool)
+                link.counts.stored += result.stored
+                link.counts.removed += result.removed
+                link.counts.unknown += result.unknown
+                link.counts.skipped += result.skipped
+                link.counts.lag_s = max(0.0, self._wall() - result.sent_s)
+                link.counts.lag_max_s = max(link.counts.lag_max_s, link.counts.lag_s)
+        except Error as error:
+            link.counts.malformed += 1
+            log.debug("the events of %s: %s", link.source.name, error)
+            self.forget(link)  # it may have told of removals
+
+    def _indexes_of(self, link: _Link, payload: bytes) -> list[_native.PrefixIndex]:
+        """A node of the pool holds blocks of any size; an engine has one, which its first blocks tell."""
+        if link.source.pool:
+            return self._indexes.of(link.model) if link.model else list(self._indexes.all().values())
+        if link.index is None:
+            block_tokens = _native.kv_event_block_tokens(payload)
+            if block_tokens is not None:
+                link.index = self._indexes.obtain(link.model, block_tokens)
+        return [] if link.index is None else [link.index]
+
+    def forget(self, link: _Link) -> None:
+        link.counts.forgets += 1
+        link.index = None
+        for index in self._indexes.all().values():
+            index.forget(link.place)
+
+    # ---- sockets
+
+    def _link(self, source: EventSource, place: int, model: str) -> _Link:
+        sub = self._socket(zmq.SUB)
+        sub.setsockopt(zmq.RCVHWM, self._limits.queue_messages_max)
+        sub.setsockopt(zmq.RECONNECT_IVL, 100)
+        sub.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        sub.setsockopt_string(zmq.SUBSCRIBE, source.topic)
+        monitor = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        sub.connect(source.endpoint)
+        link = _Link(source, place, model, sub, monitor)
+        link.stream = Stream(
+            _LinkSink(self, link),
+            can_replay=bool(source.replay),
+            pending_max=self._limits.pending_messages_max,
+        )
+        return link
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._limits.message_bytes_max)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._limits.heartbeat_s * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self._limits.heartbeat_s * 3000))
+        return socket
+
+    def _close(self) -> None:
+        for link in self._links:
+            self._end_asking(link)
+            link.sub.disable_monitor()
+            link.monitor.close(linger=0)
+            link.sub.close(linger=0)
+        self._context.term()
+        os.close(self._wake)
+
+
+class _LinkSink:
+    """What a link's stream calls."""
+
+    def __init__(self, subscriber: Subscriber, link: _Link) -> None:
+        self._subscriber = subscriber
+        self._link = link
+
+    def take(self, payload: bytes) -> None:
+        self._subscriber.take(self._link, payload)
+
+    def forget(self) -> None:
+        self._subscriber.forget(self._link)
+
+    def ask(self, start: int) -> None:
+        self._subscriber.ask(self._link, start)

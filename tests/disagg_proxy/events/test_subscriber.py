@@ -1,0 +1,235 @@
+"""Real ZMQ sockets: what publishers say, lose, repeat and lie about, and what the index knows then."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from moonpool.core.kv_events import AllBlocksCleared, Batch, BlockRemoved
+from moonpool.disagg_proxy.events.settings import EventLimits
+from tests.disagg_proxy.events.beds import (
+    LIMITS,
+    Engine,
+    Liar,
+    chain,
+    eventually,
+    matched,
+    sound,
+    stored,
+    subscriber,
+    totals,
+)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def liar() -> Iterator[Liar]:
+    made = Liar()
+    yield made
+    made.close()
+
+
+def test_what_was_said_before_and_what_comes_after(engine: Engine) -> None:
+    tokens = chain(0, 6)
+    engine.tell(stored(tokens[:16], 100))
+    made, indexes = subscriber(engine.spec())
+    try:
+        eventually(lambda: matched(indexes, tokens) == 4)
+        engine.tell(stored(tokens[16:], 104, parent=103))
+        eventually(lambda: matched(indexes, tokens) == 6)
+        engine.tell(BlockRemoved([102], medium="GPU"))
+        eventually(lambda: matched(indexes, tokens) == 2)
+        engine.tell(AllBlocksCleared())
+        eventually(lambda: totals(made)["messages_total"] + 1 >= 3 and matched(indexes, tokens) == 0)
+        row = totals(made)
+        assert row["connected"] == 1
+        assert row["blocks_stored_total"] == 6
+        assert row["gaps_total"] == row["lost_total"] == row["malformed_total"] == 0
+        assert 0 <= row["lag_seconds"] <= row["lag_max_seconds"] < 60
+        assert sound(indexes)
+    finally:
+        made.stop()
+
+
+def test_a_restart_behind_the_same_port_forgets_the_old_life(engine: Engine) -> None:
+    old, new = chain(0, 3), chain(1000, 3)
+    engine.tell(stored(old, 1))
+    made, indexes = subscriber(engine.spec())
+    try:
+        eventually(lambda: matched(indexes, old) == 3)
+        engine.stop()
+        engine.start()
+        engine.tell(stored(new, 1))
+        eventually(lambda: matched(indexes, new) == 3)
+        assert matched(indexes, old) == 0
+        assert totals(made)["restarts_total"] >= 1
+    finally:
+        made.stop()
+
+
+def test_a_life_that_began_long_ago_is_joined_where_its_buffer_begins() -> None:
+    engine = Engine(buffer_batches=2)
+    for number in range(5):
+        engine.tell(stored(chain(1000 * number, 2), 10 * number))
+    made, indexes = subscriber(engine.spec())
+    try:
+        eventually(lambda: matched(indexes, chain(4000, 2)) == 2)
+        assert matched(indexes, chain(3000, 2)) == 2
+        assert matched(indexes, chain(2000, 2)) == 0
+        assert totals(made)["lost_total"] == 1
+    finally:
+        made.stop()
+        engine.stop()
+
+
+def test_gaps_are_replayed(liar: Liar) -> None:
+    """Messages 1 and 2 never come by themselves."""
+    batches = [batch(stored(chain(1000 * number, 2), 10 * number)) for number in range(4)]
+    made, indexes = subscriber(liar.spec(replay=True))
+    try:
+        serve_replay(liar, {})
+        liar.wait_for_subscriber()
+        liar.say(0, batches[0])
+        eventually(lambda: matched(indexes, chain(0, 2)) == 2)
+        liar.say(3, batches[3])
+        assert serve_replay(liar, dict(enumerate(batches))) == 0
+        for number in range(4):
+            eventually(lambda number=number: matched(indexes, chain(1000 * number, 2)) == 2)
+        row = totals(made)
+        assert row["gaps_total"] == 1
+        assert row["lost_total"] == row["forgets_total"] == 0
+    finally:
+        made.stop()
+
+
+def test_a_replay_that_is_never_answered_has_a_deadline(liar: Liar) -> None:
+    made, indexes = subscriber(liar.spec(replay=True), limits=EventLimits(replay_s=0.1))
+    try:
+        liar.wait_for_subscriber()
+        liar.say(7, batch(stored(chain(0, 2), 1)))
+        eventually(lambda: matched(indexes, chain(0, 2)) == 2)
+        assert totals(made)["lost_total"] >= 1
+    finally:
+        made.stop()
+
+
+def test_without_a_replay_a_gap_forgets(liar: Liar) -> None:
+    made, indexes = subscriber(liar.spec())
+    try:
+        liar.wait_for_subscriber()
+        liar.say(0, batch(stored(chain(0, 2), 1)))
+        eventually(lambda: matched(indexes, chain(0, 2)) == 2)
+        liar.say(5, batch(stored(chain(500, 2), 11)))
+        eventually(lambda: matched(indexes, chain(500, 2)) == 2)
+        assert matched(indexes, chain(0, 2)) == 0
+    finally:
+        made.stop()
+
+
+def test_repeats_change_nothing(liar: Liar) -> None:
+    made, indexes = subscriber(liar.spec())
+    try:
+        liar.wait_for_subscriber()
+        first = batch(stored(chain(0, 2), 1))
+        second = batch(BlockRemoved([2], medium="GPU"))
+        for _ in range(3):
+            liar.say(0, first)
+        liar.say(1, second)
+        liar.say(0, first)
+        eventually(lambda: totals(made)["repeats_total"] == 3)
+        assert matched(indexes, chain(0, 2)) == 1
+        assert totals(made)["forgets_total"] == 0
+    finally:
+        made.stop()
+
+
+def test_hostile_bytes(liar: Liar, rng: random.Random) -> None:
+    """Frames of all kinds; the thread lives, the index is sound, and good batches count afterwards."""
+    good = batch(stored(chain(0, 2), 1), BlockRemoved([7], medium="GPU"), AllBlocksCleared())
+    made, indexes = subscriber(liar.spec())
+    try:
+        liar.wait_for_subscriber()
+        liar.say(0, batch(stored(chain(0, 2), 1)))
+        liar.pub.send_multipart((b"kv", b"short", good))
+        liar.pub.send_multipart((b"kv",))
+        for number in range(1, 400):
+            damaged = bytearray(good)
+            for _ in range(rng.randrange(1, 5)):
+                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+            liar.say(number, bytes(damaged[: rng.randrange(len(damaged)) if rng.random() < 0.3 else None]))
+            if number % 37 == 0:
+                liar.say(rng.randrange(1 << 64), rng.randbytes(20))
+        eventually(lambda: totals(made)["malformed_total"] > 100)
+        liar.say((1 << 64) - 2, batch(stored(chain(0, 2), 1)))
+        eventually(lambda: matched(indexes, chain(0, 2)) == 2)
+        assert sound(indexes)
+    finally:
+        made.stop()
+
+
+def test_a_batch_from_ten_seconds_ago_counts_and_shows(liar: Liar) -> None:
+    made, indexes = subscriber(liar.spec())
+    try:
+        liar.wait_for_subscriber()
+        liar.say(0, msgspec.msgpack.encode(Batch(time.time() - 10, [stored(chain(0, 2), 1)])))
+        eventually(lambda: matched(indexes, chain(0, 2)) == 2)
+        assert totals(made)["lag_max_seconds"] >= 10
+    finally:
+        made.stop()
+
+
+def test_whoever_leaves_the_rotation_is_forgotten_and_read_again(engine: Engine) -> None:
+    tokens = chain(0, 3)
+    engine.tell(stored(tokens, 1))
+    made, indexes = subscriber(engine.spec(), limits=LIMITS)
+    try:
+        eventually(lambda: matched(indexes, tokens) == 3)
+        made.in_rotation("e0", False)
+        eventually(lambda: matched(indexes, tokens) == 0)
+        made.in_rotation("e0", True)
+        eventually(lambda: matched(indexes, tokens) == 3)
+    finally:
+        made.stop()
+
+
+def test_many_streams_and_an_end_at_any_time() -> None:
+    engines = [Engine() for _ in range(6)]
+    made, indexes = subscriber(*(engine.spec(f"e{place}") for place, engine in enumerate(engines)))
+    try:
+        for place, engine in enumerate(engines):
+            engine.tell(stored(chain(0, place + 1), 1))
+        for place in range(6):
+            eventually(lambda place=place: matched(indexes, chain(0, 6), place) == place + 1)
+    finally:
+        made.stop()
+        made.stop()
+        for engine in engines:
+            engine.stop()
+
+
+def batch(*events: object) -> bytes:
+    return msgspec.msgpack.encode(Batch(time.time(), events))  # type: ignore[arg-type]
+
+
+def serve_replay(liar: Liar, batches: dict[int, bytes]) -> int:
+    """Answers one replay; returns where it was to start."""
+    assert liar.router.poll(20_000)
+    caller, empty, start = liar.router.recv_multipart()
+    assert empty == b""
+    for number, payload in batches.items():
+        if number >= int.from_bytes(start, "big"):
+            liar.router.send_multipart((caller, b"", b"kv", number.to_bytes(8, "big"), payload))
+    liar.router.send_multipart((caller, b"", b"", b"\xff" * 8, b""))
+    return int.from_bytes(start, "big")
+
+
