@@ -76,6 +76,8 @@ class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ssd_depth: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32
     ssd_records_max: Annotated[int, msgspec.Meta(ge=0)] = 0
     ssd_segment_bytes: Size = 0
+    events: str = ""
+    events_replay: str = ""
 
 
 class Master(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -312,6 +314,9 @@ HELP: dict[str, str] = {
     "node.ssd_depth": "reads in flight at one directory, and writes",
     "node.ssd_records_max": "the most objects in one directory; 0: derived from its size",
     "node.ssd_segment_bytes": "piece in which a directory is written and reclaimed; 0: derived from its size",
+    "node.events": "where KV events are published for routers, tcp://host:port or ipc://path; empty: "
+    "nowhere; not loopback: needs a cluster token",
+    "node.events_replay": "where they are told again to whoever missed some; empty: nowhere",
     "master.listen": "address of the wire; not loopback: needs a cluster token",
     "master.http": "address of the admin pages, or off; not loopback: needs a cluster token",
     "master.nodes_max": "the most nodes",

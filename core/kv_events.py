@@ -9,7 +9,7 @@ the ROUTER; what its buffer has lost is replaced by an inventory when the source
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import threading
 import time
@@ -22,30 +22,31 @@ import zmq
 
 from moonpool.core.errors import ConfigError
 
-log = logging.getLogger(__name__)
-
 TOPIC = "kv"
 END_OF_REPLAY = b"\xff" * 8
 BUFFER_BATCHES = 10_000
 QUEUE_BATCHES_MAX = 100_000
 BATCH_EVENTS_MAX = 512
+BATCH_BLOCKS_MAX = 1024  # of one event
 _POLL_MS = 1000
 _CLOSE_TIMEOUT_S = 5.0
 
 
-class KvEvent(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
-    """Base of the events: a msgpack map whose key ``type`` names the class."""
+class KvEvent(msgspec.Struct, frozen=True, tag=True):
+    """Base of the events: a msgpack map whose key ``type`` names the class. Every field is written: vLLM's
+    own subscribers demand them.
+    """
 
 
-class BlockStored(KvEvent, frozen=True, omit_defaults=True, tag=True):
+class BlockStored(KvEvent, frozen=True, tag=True):
     """Blocks that are there now, each behind the one before it and the first behind ``parent_block_hash``.
 
-    block_hashes: the publisher's names of them. token_ids: of all of them, or none where the names are our own
-    digests. block_size: tokens of a block, 0 when the publisher does not know. medium: GPU, CPU or DISK.
+    block_hashes: the publisher's names of them. token_ids: of all of them, or none where the names are our
+    own digests. block_size: tokens of a block, 0 when the publisher does not know. medium: GPU, CPU or DISK.
     fingerprint: of a pool's space (docs/keys.md).
     """
 
-    block_hashes: list[int] | list[bytes]
+    block_hashes: Sequence[int | bytes]
     parent_block_hash: int | bytes | None = None
     token_ids: list[int] = []
     block_size: int = 0
@@ -56,15 +57,15 @@ class BlockStored(KvEvent, frozen=True, omit_defaults=True, tag=True):
     fingerprint: bytes | None = None
 
 
-class BlockRemoved(KvEvent, frozen=True, omit_defaults=True, tag=True):
+class BlockRemoved(KvEvent, frozen=True, tag=True):
     """Blocks that are no longer there."""
 
-    block_hashes: list[int] | list[bytes]
+    block_hashes: Sequence[int | bytes]
     medium: str | None = None
     fingerprint: bytes | None = None
 
 
-class AllBlocksCleared(KvEvent, frozen=True, omit_defaults=True, tag=True):
+class AllBlocksCleared(KvEvent, frozen=True, tag=True):
     """The publisher has nothing any more."""
 
 
@@ -220,7 +221,5 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
 
 
 def _silence(fd: int) -> None:
-    try:
+    with contextlib.suppress(BlockingIOError):
         os.eventfd_read(fd)
-    except BlockingIOError:
-        pass

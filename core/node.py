@@ -26,6 +26,8 @@ from moonpool.core.admin_http import AdminServer
 from moonpool.core.config import Config
 from moonpool.core.control_tls import control_client, control_settings
 from moonpool.core.errors import ConfigError, Unavailable
+from moonpool.core.kv_events import Publisher
+from moonpool.core.node_events import EventServer, publisher_of_node
 from moonpool.core.node_socket import Claim, hand_over_default, link_default
 from moonpool.core.processes import allow_many_descriptors
 from moonpool.core.reach import Reach, listening, reach_of_node
@@ -33,7 +35,7 @@ from moonpool.core.tls import server_context
 from moonpool.core.units import parse_size
 
 
-class NodeServer(metrics.Source, Protocol):
+class NodeServer(metrics.Source, EventServer, Protocol):
     """What the node needs of moonpool._native.Server."""
 
     def start(self) -> None: ...
@@ -85,6 +87,7 @@ def native_server(config: Config, socket_path: Path, token: bytes, reach: Reach)
         ssd_depth=node.ssd_depth,
         ssd_records_max=node.ssd_records_max,
         ssd_segment_bytes=node.ssd_segment_bytes,
+        events=bool(node.events),
         tls=control_client(config),
     )
     return server
@@ -135,6 +138,7 @@ class Node:
         self._claim: Claim | None = None
         self._server: NodeServer | None = None
         self._http: AdminServer | None = None
+        self._events: Publisher | None = None
         self.reach = Reach()
         self._started_s = time.monotonic()
 
@@ -181,6 +185,8 @@ class Node:
             self._claim.tell_tls(settings)
         self._server = self._make_server(self.config, path, token, self.reach)
         self._server.start()
+        if node.events:
+            self._events = publisher_of_node(self.config, self._server)
         if http is not None:
             self._http = AdminServer(
                 http,
@@ -201,6 +207,9 @@ class Node:
         if self._http is not None:
             http, self._http = self._http, None
             await http.close()
+        if self._events is not None:
+            events, self._events = self._events, None
+            await asyncio.to_thread(events.close)
         if self._server is not None:
             server, self._server = self._server, None
             await asyncio.to_thread(server.stop)
@@ -217,6 +226,7 @@ class Node:
             "pid": os.getpid(),
             "socket": str(self.socket),
             "http": self.http_url,
+            "events": None if self._events is None else [self._events.endpoint, self._events.replay],
             "wire": self.wire,
             "advertise": self.advertise,
             "host_id": self.reach.host_id,

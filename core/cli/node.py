@@ -48,6 +48,12 @@ def node(
         list[str] | None,
         typer.Option(metavar="DIR:SIZE", help="Directory for what does not fit into DRAM; repeatable."),
     ] = None,
+    events: Annotated[
+        str | None, typer.Option(metavar="tcp://HOST:PORT", help="Publish KV events there, for routers.")
+    ] = None,
+    events_replay: Annotated[
+        str | None, typer.Option(metavar="tcp://HOST:PORT", help="Where they are told again.")
+    ] = None,
     config: ConfigFile = None,
     token_file: TokenFile = None,
 ) -> None:
@@ -70,6 +76,8 @@ def node(
             "node.advertise": advertise,
             "node.host_id": host_id,
             "node.ssd": ssd or None,
+            "node.events": events,
+            "node.events_replay": events_replay,
             "cluster.master": master,
             "cluster.token_file": None if token_file is None else str(token_file),
         },

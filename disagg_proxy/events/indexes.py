@@ -1,5 +1,5 @@
-"""The prefix indexes of a proxy: one of each model and block size, made when an engine's first event tells its
-block size. Any thread may call anything."""
+"""The prefix indexes of a proxy: one of each model and block size, made when an engine's first event tells
+its block size. Any thread may call anything."""
 
 from __future__ import annotations
 

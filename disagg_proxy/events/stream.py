@@ -3,8 +3,8 @@ replay. Pure: messages in, calls of the sink out; no socket, no clock.
 
 A publisher numbers its messages from 0 and keeps the last of them for replay. The rule: what was taken of a
 stream is one life of its publisher, from some message on without a hole. Whenever that is in doubt (a gap, a
-new connection), the replay begins with the message that was taken last: when it comes back with the same bytes
-it is the same life, and what follows closes the gap; else everything is forgotten and read anew.
+new connection), the replay begins with the message that was taken last: when it comes back with the same
+bytes it is the same life, and what follows closes the gap; else everything is forgotten and read anew.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The thread that listens to all streams of KV events and brings them into the indexes.
 
-One thread, one poll; SHA-256 and the index's own work are done without the GIL. Nothing that a stream sends can
-stop it: what cannot be read is counted, and its holder is forgotten.
+One thread, one poll; SHA-256 and the index's own work are done without the GIL. Nothing that a stream sends
+can stop it: what cannot be read is counted, and its holder is forgotten.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Subscriber:
                 link.stream.connected()
 
     def _on_monitor(self, link: _Link) -> None:
-        while link.monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while link.monitor.poll(0):
             event = recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"]
             link.counts.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if link.counts.connected and not link.given_up:

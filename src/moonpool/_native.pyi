@@ -29,10 +29,19 @@ class Server:
     A node's data plane: one thread, one Unix socket, an arena for each tenant.
     """
     def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, *, name: str = 'default', objects_max: typing.SupportsInt | typing.SupportsIndex = 0, slab_bytes: typing.SupportsInt | typing.SupportsIndex = 0, connections_max: typing.SupportsInt | typing.SupportsIndex = 4096, scrub_bytes_per_s: typing.SupportsInt | typing.SupportsIndex = 67108864, key_bytes_max: typing.SupportsInt | typing.SupportsIndex = 1024, parts_max: typing.SupportsInt | typing.SupportsIndex = 4096, frame_bytes_max: typing.SupportsInt | typing.SupportsIndex = 8388608, frame_keys_max: typing.SupportsInt | typing.SupportsIndex = 16384, object_share_max: typing.SupportsFloat | typing.SupportsIndex = 0.25, listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], ssd_clean_share: typing.SupportsFloat | typing.SupportsIndex = 0.25, ssd_stop_s: typing.SupportsFloat | typing.SupportsIndex = 10.0, ssd_depth: typing.SupportsInt | typing.SupportsIndex = 32, ssd_io: str = 'auto', ssd_records_max: typing.SupportsInt | typing.SupportsIndex = 0, ssd_segment_bytes: typing.SupportsInt | typing.SupportsIndex = 0, tls: TlsClient | None = None) -> None:
+    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, *, name: str = 'default', objects_max: typing.SupportsInt | typing.SupportsIndex = 0, slab_bytes: typing.SupportsInt | typing.SupportsIndex = 0, connections_max: typing.SupportsInt | typing.SupportsIndex = 4096, scrub_bytes_per_s: typing.SupportsInt | typing.SupportsIndex = 67108864, key_bytes_max: typing.SupportsInt | typing.SupportsIndex = 1024, parts_max: typing.SupportsInt | typing.SupportsIndex = 4096, frame_bytes_max: typing.SupportsInt | typing.SupportsIndex = 8388608, frame_keys_max: typing.SupportsInt | typing.SupportsIndex = 16384, object_share_max: typing.SupportsFloat | typing.SupportsIndex = 0.25, listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], ssd_clean_share: typing.SupportsFloat | typing.SupportsIndex = 0.25, ssd_stop_s: typing.SupportsFloat | typing.SupportsIndex = 10.0, ssd_depth: typing.SupportsInt | typing.SupportsIndex = 32, ssd_io: str = 'auto', ssd_records_max: typing.SupportsInt | typing.SupportsIndex = 0, ssd_segment_bytes: typing.SupportsInt | typing.SupportsIndex = 0, events: bool = False) -> None:
         ...
     def check_integrity(self) -> bool:
         """
         Recounts every table; for tests.
+        """
+    def events_fingerprints(self) -> list:
+        """
+        Of each space, by its number in the rows.
+        """
+    def events_inventory(self, cursor: typing.SupportsInt | typing.SupportsIndex) -> tuple:
+        """
+        (next cursor, 0 behind the last; rows of blocks that are there)
         """
     def histograms(self) -> dict:
         """
@@ -54,10 +63,19 @@ class Server:
         ...
     def stop(self) -> None:
         ...
+    def take_events(self) -> typing.Any:
+        """
+        What blocks came and went, in rows of 40 bytes; None: all is due anew, by events_inventory().
+        """
     @property
     def addresses(self) -> list[str]:
         """
         TCP addresses, with their real ports.
+        """
+    @property
+    def events_fd(self) -> int:
+        """
+        Readable when take_events() has rows.
         """
     @property
     def name(self) -> str:

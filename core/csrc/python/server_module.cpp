@@ -14,7 +14,7 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
                    std::string advertise, std::string master,
                    const std::vector<std::pair<std::string, uint64_t>>& ssd, double ssd_clean_share,
                    double ssd_stop_s, uint32_t ssd_depth, std::string ssd_io, uint32_t ssd_records_max,
-                   uint64_t ssd_segment_bytes, std::optional<std::shared_ptr<TlsClient>> tls)
+                   uint64_t ssd_segment_bytes, bool events, std::optional<std::shared_ptr<TlsClient>> tls)
     : name_(std::move(name)) {
     ServerOptions options;
     options.socket_path = std::move(socket_path);
@@ -42,6 +42,7 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
     options.ssd.io = std::move(ssd_io);
     options.ssd.records_max = ssd_records_max;
     options.ssd.segment_bytes = ssd_segment_bytes;
+    options.events = events;
     py::gil_scoped_release nogil;  // it may have a disk to read
     Result<std::unique_ptr<Server>> server = Server::create(std::move(options));
     py::gil_scoped_acquire gil;
@@ -104,6 +105,32 @@ py::list PyServer::ssd() const {
     return rows;
 }
 
+BlockEvents& PyServer::events() const {
+    if (server_->events() == nullptr) {
+        raise(Error{Code::kUnavailable, "this node does not tell events of blocks"}, "events");
+    }
+    return *server_->events();
+}
+
+py::object PyServer::take_events() {
+    std::vector<BlockEvents::Row> rows;
+    bool complete = events().take(rows);
+    if (!complete) return py::none();
+    return to_bytes(rows);
+}
+
+py::tuple PyServer::events_inventory(uint32_t cursor) const {
+    std::vector<BlockEvents::Row> rows;
+    events().inventory(cursor, rows);
+    return py::make_tuple(cursor, to_bytes(rows));
+}
+
+py::list PyServer::events_fingerprints() const {
+    py::list out;
+    for (const std::string& fingerprint : events().fingerprints()) out.append(py::bytes(fingerprint));
+    return out;
+}
+
 bool PyServer::check_integrity() {
     py::gil_scoped_release nogil;
     return server_->check_integrity();
@@ -116,7 +143,7 @@ void bind_server(py::module_& m) {
                       std::string, uint32_t, uint64_t, uint32_t, uint64_t, uint32_t, uint32_t, uint32_t,
                       uint32_t, double, std::vector<std::string>, std::string, std::string, std::string,
                       const std::vector<std::pair<std::string, uint64_t>>&, double, double, uint32_t,
-                      std::string, uint32_t, uint64_t, std::optional<std::shared_ptr<TlsClient>>>(),
+                      std::string, uint32_t, uint64_t, bool, std::optional<std::shared_ptr<TlsClient>>>(),
              py::arg("socket_path"), py::arg("tenants"), py::arg("token"), py::kw_only(),
              py::arg("name") = "default", py::arg("objects_max") = 0, py::arg("slab_bytes") = 0,
              py::arg("connections_max") = 4096, py::arg("scrub_bytes_per_s") = uint64_t{64} << 20,
@@ -127,7 +154,7 @@ void bind_server(py::module_& m) {
              py::arg("ssd") = std::vector<std::pair<std::string, uint64_t>>(),
              py::arg("ssd_clean_share") = 0.25, py::arg("ssd_stop_s") = 10.0, py::arg("ssd_depth") = 32,
              py::arg("ssd_io") = "auto", py::arg("ssd_records_max") = 0, py::arg("ssd_segment_bytes") = 0,
-             py::arg("tls") = py::none())
+             py::arg("events") = false, py::arg("tls") = py::none())
         .def_property_readonly("name", &PyServer::name)
         .def_property_readonly("addresses", &PyServer::addresses, "TCP addresses, with their real ports.")
         .def("start", &PyServer::start)
@@ -139,6 +166,13 @@ void bind_server(py::module_& m) {
             "membership", &PyServer::membership,
             "(joined, node id or -1, why not, seconds since the master's last answer); None without a master")
         .def("ssd", &PyServer::ssd, "Of each SSD directory: how it is read and written, and its trouble.")
+        .def_property_readonly("events_fd", &PyServer::events_fd, "Readable when take_events() has rows.")
+        .def("take_events", &PyServer::take_events,
+             "What blocks came and went, in rows of 40 bytes; None: all is due anew, by events_inventory().")
+        .def("events_inventory", &PyServer::events_inventory, py::arg("cursor"),
+             "(next cursor, 0 behind the last; rows of blocks that are there)")
+        .def("events_fingerprints", &PyServer::events_fingerprints,
+             "Of each space, by its number in the rows.")
         .def("check_integrity", &PyServer::check_integrity, "Recounts every table; for tests.");
 }
 

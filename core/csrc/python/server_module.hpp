@@ -24,7 +24,7 @@ class PyServer {
              std::vector<std::string> listen, std::string host_id, std::string advertise, std::string master,
              const std::vector<std::pair<std::string, uint64_t>>& ssd, double ssd_clean_share,
              double ssd_stop_s, uint32_t ssd_depth, std::string ssd_io, uint32_t ssd_records_max,
-             uint64_t ssd_segment_bytes, std::optional<std::shared_ptr<TlsClient>> tls);
+             uint64_t ssd_segment_bytes, bool events, std::optional<std::shared_ptr<TlsClient>> tls);
     void start();
     void stop();
     std::map<std::string, uint64_t> metrics();
@@ -32,11 +32,18 @@ class PyServer {
     py::object membership();
     py::list ssd() const;
     bool check_integrity();
+    // What the node has of whole KV blocks, in rows of 40 bytes: docs/events.md.
+    int events_fd() const { return events().event_fd(); }
+    py::object take_events();
+    py::tuple events_inventory(uint32_t cursor) const;
+    py::list events_fingerprints() const;
     std::vector<std::string> addresses() const { return server_->addresses(); }
     const std::string& name() const { return name_; }
     const std::shared_ptr<Server>& server() const { return server_; }
 
    private:
+    BlockEvents& events() const;
+
     std::string name_;
     std::shared_ptr<Server> server_;
 };

@@ -67,6 +67,7 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     if (object_name.size() > kInlineName) long_names_.emplace(slot, object_name);
     index_.publish(slot, o.generation, space, hash, object_name, extent, crc);
     if (delta_log_ != nullptr) delta_log_->push(hash, Tier::kDram, true);
+    if (listener_) listener_(space, hash, object_name, true);
     ++counters_.objects;
     counters_.object_bytes += extent.size;
     list_if_leaf(slot, true);
@@ -136,6 +137,10 @@ void ObjectTable::retire(uint32_t slot, bool tell) {
     if (delta_log_ != nullptr && tell) {
         const IndexEntry& e = index_.entry(slot);
         delta_log_->push(Hash128{e.hash_low, e.hash_high}, Tier::kDram, false);
+    }
+    if (listener_ && tell) {
+        const IndexEntry& e = index_.entry(slot);
+        listener_(e.space, Hash128{e.hash_low, e.hash_high}, name(slot), false);
     }
     index_.retract(slot);
     --counters_.objects;

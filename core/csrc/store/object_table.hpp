@@ -48,6 +48,9 @@ class ObjectTable {
 
     // Told of every object that becomes visible, or no longer is; nullptr: nobody.
     void set_delta_log(DeltaLog* log) { delta_log_ = log; }
+    // The same with names, for subscribers; mostly nobody. Of a space by its number.
+    using Listener = std::function<void(uint32_t space, const Hash128&, std::string_view name, bool added)>;
+    void set_listener(Listener f) { listener_ = std::move(f); }
     // Told of every key that is replaced, once that can no longer be refused and before its new object is
     // visible.
     void set_on_replace(std::function<void(const Hash128&)> f) { on_replace_ = std::move(f); }
@@ -158,6 +161,7 @@ class ObjectTable {
     uint64_t generation_ = 0;
     TableCounters counters_;
     DeltaLog* delta_log_ = nullptr;
+    Listener listener_;
     std::function<void(const Hash128&)> on_replace_;
     std::function<void(uint32_t)> on_commit_;
 };

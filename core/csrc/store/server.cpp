@@ -82,6 +82,7 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
         if (!ssd) return ssd.error();
         server->ssd_ = std::move(*ssd);
     }
+    if (o.events) server->listen_for_blocks();
     if (o.listen.empty()) return server;
     // Bound here, so that a port in use is said before any memory is reserved.
     DoormanOptions door{o.listen, o.token, server->incarnation_, o.limits};
@@ -96,6 +97,29 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
         advertised.replace(advertised.size() - 1, 1, real, real.rfind(':') + 1);
     }
     return server;
+}
+
+void Server::listen_for_blocks() {
+    events_ = std::make_unique<BlockEvents>();
+    for (auto& [tenant, pool] : pools_) {
+        pool->table().set_listener(
+            [events = events_.get(), of = pool.get()](uint32_t space, const Hash128& hash,
+                                                      std::string_view name, bool added) {
+                if (added) {
+                    events->stored(of->identity(space), hash, name);
+                } else {
+                    events->removed(hash, Tier::kDram);
+                }
+            });
+    }
+    if (ssd_ == nullptr) return;
+    ssd_->set_listener([events = events_.get()](const Hash128& hash, bool added) {
+        if (added) {
+            events->on_disk(hash);
+        } else {
+            events->removed(hash, Tier::kSsd);
+        }
+    });
 }
 
 std::vector<std::string> Server::addresses() const {
@@ -419,6 +443,7 @@ bool Server::check_integrity() {
     bool ran = call_on_loop([this, sound] {
         for (auto& [tenant, pool] : pools_) *sound = *sound && pool->check_integrity();
         if (ssd_ != nullptr) *sound = *sound && ssd_->check_integrity();
+        if (events_ != nullptr) *sound = *sound && events_->check_integrity();
     });
     return ran && *sound;
 }
@@ -503,6 +528,14 @@ std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
     };
     if (ssd_ != nullptr) {
         for (auto& row : ssd_->gauges()) rows.push_back(std::move(row));
+    }
+    if (events_ != nullptr) {
+        BlockEvents::Counters c = events_->counters();
+        rows.emplace_back("events_blocks", c.blocks);
+        rows.emplace_back("events_objects", c.objects);
+        rows.emplace_back("events_objects_max", BlockEvents::kObjectsMax);
+        rows.emplace_back("events_ignored_total", c.ignored_total);
+        rows.emplace_back("events_overflows_total", c.overflows_total);
     }
     return rows;
 }

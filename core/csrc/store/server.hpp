@@ -21,6 +21,7 @@
 #include "base/fd.hpp"
 #include "base/fork.hpp"
 #include "base/result.hpp"
+#include "store/block_events.hpp"
 #include "store/node_member.hpp"
 #include "store/node_metrics.hpp"
 #include "store/pool.hpp"
@@ -40,6 +41,7 @@ struct ServerOptions {
     uint64_t scrub_bytes_per_s = 64ull << 20;  // 0: no scrub
     std::vector<std::string> listen;           // TCP addresses, host:port; none: this host only
     SsdOptions ssd;                            // no directories: none
+    bool events = false;                       // tell subscribers of blocks
     ClusterOptions cluster;                    // its address: empty, or its port 0: as the first of `listen`
 };
 
@@ -64,12 +66,14 @@ class Server {
     bool check_integrity();                                    // runs on the loop
     std::optional<MemberAgent::State> membership() const;      // nothing: the node has no master
     std::vector<SsdTier::Device> ssd() const;
+    BlockEvents* events() const { return events_.get(); }  // nullptr: off
 
    private:
     friend class Connection;
     explicit Server(ServerOptions options);
 
     Status open_door();
+    void listen_for_blocks();
     void loop();
     void accept_all();
     void adopt(Fd fd);
@@ -91,7 +95,8 @@ class Server {
     Incarnation incarnation_;
     NodeMetrics metrics_;
     std::map<std::string, std::unique_ptr<Pool>, std::less<>> pools_;
-    std::unique_ptr<SsdTier> ssd_;  // nullptr: none
+    std::unique_ptr<BlockEvents> events_;  // nullptr: off
+    std::unique_ptr<SsdTier> ssd_;         // nullptr: none
     ForkGuard fork_;
     std::unique_ptr<Doorman> doorman_;
     Fd listen_, epoll_, wake_, spare_;

@@ -132,6 +132,7 @@ bool SsdTier::forget(const Hash128& hash) {
 
 void SsdTier::tell(const Hash128& hash, bool added) {
     if (delta_log_ != nullptr) delta_log_->push(hash, Tier::kSsd, added);
+    if (listener_) listener_(hash, added);
 }
 
 uint32_t SsdTier::list(Pool& pool, uint32_t space, uint32_t cursor, uint32_t scan,

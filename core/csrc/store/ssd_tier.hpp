@@ -70,6 +70,8 @@ class SsdTier {
     uint32_t hashes(size_t device, uint32_t cursor, uint32_t scan, std::vector<Hash128>& out) const;
 
     void set_delta_log(DeltaLog* log) { delta_log_ = log; }
+    // The same for subscribers; mostly nobody.
+    void set_listener(std::function<void(const Hash128&, bool added)> f) { listener_ = std::move(f); }
 
     void on_tick();
     // Writes everything that is not written; `done` is called when there is nothing more to do.
@@ -131,6 +133,7 @@ class SsdTier {
     std::map<std::string, Tenant, std::less<>> tenants_;
     std::map<std::pair<uint64_t, uint64_t>, Promotion> promotions_;
     DeltaLog* delta_log_ = nullptr;
+    std::function<void(const Hash128&, bool)> listener_;
     uint32_t writing_ = 0;
     uint64_t writing_bytes_ = 0;
     bool flushing_ = false;

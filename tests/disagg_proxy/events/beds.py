@@ -112,5 +112,3 @@ def subscriber(*sources: EventSource, limits: EventLimits = LIMITS) -> tuple[Sub
 
 def totals(made: Subscriber, name: str = "e0") -> dict[str, float]:
     return made.stats()[name]
-
-

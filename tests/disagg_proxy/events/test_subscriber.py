@@ -231,5 +231,3 @@ def serve_replay(liar: Liar, batches: dict[int, bytes]) -> int:
             liar.router.send_multipart((caller, b"", b"kv", number.to_bytes(8, "big"), payload))
     liar.router.send_multipart((caller, b"", b"", b"\xff" * 8, b""))
     return int.from_bytes(start, "big")
-
-
