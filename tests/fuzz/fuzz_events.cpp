@@ -15,7 +15,7 @@ using namespace moonpool;
 namespace {
 
 constexpr uint32_t kBlocksMax = 2000;
-constexpr uint64_t kSoundEvery = 64;  // inputs between two checks
+constexpr uint64_t kSoundEvery = 1024;  // inputs between two checks
 
 }  // namespace
 

@@ -1,0 +1,1 @@
+"""Parts of benchmarks.index that run in a Python of their own."""
