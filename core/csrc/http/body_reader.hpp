@@ -48,7 +48,7 @@ class BodyReader {
     uint64_t content_bytes() const { return content_bytes_; }
 
     // Of a body that is an event stream: no chunk and no event stands half, so an event of our own could
-    // follow what was passed on. Never with kLength once content was passed: the length is promised.
+    // follow what was passed on. Never with kLength: the length is promised.
     bool between_events() const;
 
    private:

@@ -34,7 +34,11 @@ class ChunkedReader {
    private:
     enum class State : uint8_t { kLine, kData, kEnd, kTrailer, kDone };
 
+    static constexpr uint8_t kDigitsMax = 15;  // so that a size fits in 60 bits
+
     bool take_framing(char octet);
+    void take_size(char octet);
+    void end_line();
 
     State state_ = State::kLine;
     bool cr_ = false;            // the octet before was CR: LF must follow

@@ -64,8 +64,9 @@ void each_token(std::string_view value, Take take) {
 bool is_field_name(std::string_view text);
 bool is_field_value(std::string_view text);
 
-// Clears `forward` of every field that a Connection field names, but for those of kind `kept`.
-// kOther keeps none.
-void drop_named_by_connection(std::span<Field> fields, FieldKind kept = FieldKind::kOther);
+// Clears `forward` of every field that a Connection field names, but for Content-Length, which each reader
+// judges by itself. False: Connection names more than 64 fields, which is refused rather than compared with
+// all others. close: whether `close` was among them.
+bool apply_connection(std::span<Field> fields, bool& close);
 
 }  // namespace moonpool::http

@@ -16,11 +16,14 @@ namespace moonpool::http {
 
 class HeadLines {
    public:
+    static constexpr size_t kFieldsMax = 256;
+
     enum class Found {
         kNothing,    // the next line is not whole
         kStartLine,  // line() is the first line that is not blank
         kEnd,        // the blank line; size() is known, fields are whole
         kBad,        // why() says what is wrong
+        kTooMany,    // more than kFieldsMax fields
     };
 
     // input: all bytes since the head's first, each time; they may have moved in between.
@@ -32,8 +35,10 @@ class HeadLines {
     // The fields, as views into `input`; after kEnd. Known kinds are set, `forward` is not decided yet.
     void fields(std::string_view input, Fields& out) const;
 
-    // Bytes of the head so far looked at; after kEnd: up to and with the blank line (and blank lines before).
+    // Offset behind what was looked at; after kEnd: behind the blank line.
     size_t size() const { return scanned_; }
+    // Something that is no blank line has begun.
+    bool begun() const { return started_ || scanned_ > line_at_; }
     const char* why() const { return why_; }
 
     // Begin anew `at` bytes into the same input (behind an interim answer).

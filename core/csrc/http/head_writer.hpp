@@ -33,9 +33,9 @@ void write_response_head(std::string& out, const ResponseHead& head, std::span<c
 
 struct OwnAnswer {
     int status = 200;
-    std::string_view body;
+    std::string_view body = {};
     std::string_view content_type = "application/json";
-    std::string_view request_id;  // "": no such field
+    std::string_view request_id = {};  // "": no such field
     std::span<const OwnField> extra = {};
     bool close = false;
     bool head_only = false;  // Content-Length is the body's even where the body is left out

@@ -69,7 +69,7 @@ class RequestParser {
     const Refusal& refusal() const { return refusal_; }
 
     // Whether bytes of a head are there (blank lines do not count): what the head's deadline is about.
-    bool begun() const { return lines_.size() > 0; }
+    bool begun() const { return lines_.begun(); }
 
     void reset();
 

@@ -50,6 +50,7 @@ class ResponseParser {
     // head_only: the request was HEAD, no body follows whatever the fields say.
     void begin(bool head_only);
 
+    // head_bytes_max counts interim answers and the answer's head together.
     // Refusals have status 502, reason "bad_answer", and a sentence that goes on behind "engine NAME sent a
     // broken answer: ".
     Step parse(std::string_view input);
@@ -66,7 +67,6 @@ class ResponseParser {
     size_t head_bytes_max_;
     bool head_only_ = false;
     bool http_1_0_ = false;
-    size_t message_at_ = 0;  // where the head under way begins (behind interim ones)
     HeadLines lines_;
     ResponseHead head_;
     Refusal refusal_;

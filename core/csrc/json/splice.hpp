@@ -2,7 +2,8 @@
 //
 //     Object body;  body.scan(text);
 //     Splice edited;
-//     edited.make(body, {{Edit::kSet, "stream", "false"}, {Edit::kDrop, "stream_options"}, ...});
+//     const Edit edits[] = {{Edit::kSet, "stream", "false"}, {Edit::kDrop, "stream_options"}};
+//     edited.make(body, edits);
 //     writev(edited.pieces())
 //
 // What is edited leaves its place, wherever and however often it stands, and what is set stands at the end:

@@ -26,6 +26,9 @@ std::optional<std::string> string_of(const Member& member);
 // Only for kString.
 std::string_view string_of(const Member& member, std::string& scratch);
 
+// Appends what stands between a string's quotes, escapes resolved; raw was scanned.
+void append_resolved(std::string& out, std::string_view raw);
+
 // Appends text as a JSON string with its quotes. text: UTF-8 (other bytes are written as they are).
 void append_string(std::string& out, std::string_view text);
 
