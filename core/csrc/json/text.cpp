@@ -1,8 +1,12 @@
 #include "json/text.hpp"
 
+#include <algorithm>
+#include <array>
 #include <bitset>
 #include <cstdint>
 #include <cstring>
+
+#include "json/digits.hpp"
 
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -22,46 +26,69 @@ bool is_hex(char c) { return is_digit(c) || (c >= 'a' && c <= 'f') || (c >= 'A' 
 // forbidden.
 bool is_special(char c) { return c == '"' || c == '\\' || static_cast<uint8_t>(c) < 0x20; }
 
+// What may stand behind a backslash, but for u.
+constexpr std::array<bool, 256> kEscapes = [] {
+    std::array<bool, 256> table = {};
+    for (char escape : std::string_view("\"\\/bfnrt")) table[static_cast<uint8_t>(escape)] = true;
+    return table;
+}();
+
+bool is_escape(char c) { return kEscapes[static_cast<uint8_t>(c)]; }
+
 #ifdef __SSE2__
-__m128i specials(const char* at) {
+constexpr ptrdiff_t kBlock = 64;
+
+uint64_t specials_16(const char* at) {
     __m128i octets = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
     __m128i control = _mm_cmpeq_epi8(_mm_min_epu8(octets, _mm_set1_epi8(0x1F)), octets);
-    return _mm_or_si128(control, _mm_or_si128(_mm_cmpeq_epi8(octets, _mm_set1_epi8('"')),
-                                              _mm_cmpeq_epi8(octets, _mm_set1_epi8('\\'))));
+    __m128i special = _mm_or_si128(control, _mm_or_si128(_mm_cmpeq_epi8(octets, _mm_set1_epi8('"')),
+                                                         _mm_cmpeq_epi8(octets, _mm_set1_epi8('\\'))));
+    return static_cast<uint64_t>(_mm_movemask_epi8(special));
 }
-#endif
 
-// The first special character at or behind `at`, or `end`.
-const char* find_special(const char* at, const char* end) {
-#ifdef __SSE2__
-    // Short strings end in the first 16 bytes; long ones are walked over 64 bytes at a time.
-    for (bool wide = false; end - at >= 16; at += 16) {
-        while (wide && end - at >= 64) {
-            __m128i any = _mm_or_si128(_mm_or_si128(specials(at), specials(at + 16)),
-                                       _mm_or_si128(specials(at + 32), specials(at + 48)));
-            if (_mm_movemask_epi8(any) != 0) break;
-            at += 64;
-        }
-        if (end - at < 16) break;
-        if (auto mask = static_cast<unsigned>(_mm_movemask_epi8(specials(at))))
-            return at + std::countr_zero(mask);
-        wide = true;
-    }
-#endif
-    while (at != end && !is_special(*at)) ++at;
-    return at;
+// A bit for each special character of the next 64.
+uint64_t specials_64(const char* at) {
+    return specials_16(at) | specials_16(at + 16) << 16 | specials_16(at + 32) << 32 |
+           specials_16(at + 48) << 48;
 }
+#endif
 
 }  // namespace
 
 bool Text::skip_string(bool& escaped) {
     escaped = false;
     if (!take('"')) return fail("a string is expected");
+#ifdef __SSE2__
+    // Long strings in blocks. An escape may reach into the next block: that one then begins behind it.
+    while (end_ - at_ >= kBlock) {
+        const char* block = at_;
+        const char* behind = block + kBlock;
+        for (uint64_t specials = specials_64(block); specials != 0;) {
+            int i = std::countr_zero(specials);
+            const char* at = block + i;
+            if (*at == '"') {
+                at_ = at + 1;
+                return true;
+            }
+            escaped = true;
+            if (*at == '\\' && end_ - at >= 2 && is_escape(at[1])) {  // nearly all of them
+                specials &= ~(uint64_t{3} << i);
+                if (i == kBlock - 1) ++behind;
+                continue;
+            }
+            at_ = at;
+            if (!skip_escape()) return false;
+            behind = std::max(behind, at_);
+            if (at_ - block >= kBlock) break;
+            specials &= ~uint64_t{0} << (at_ - block);
+        }
+        at_ = behind;
+    }
+#endif
     while (true) {
-        at_ = find_special(at_, end_);
+        while (!at_end() && !is_special(*at_)) ++at_;
         if (take('"')) return true;
         if (at_end()) return fail("a string does not end");
-        if (*at_ != '\\') return fail("a control character in a string");
         escaped = true;
         if (!skip_escape()) return false;
     }
@@ -69,6 +96,7 @@ bool Text::skip_string(bool& escaped) {
 
 // \x or \u and four digits.
 bool Text::skip_escape() {
+    if (*at_ != '\\') return fail("a control character in a string");
     if (end_ - at_ < 2) return fail("a string does not end");
     char kind = at_[1];
     if (kind == 'u') {
@@ -78,8 +106,7 @@ bool Text::skip_escape() {
         at_ += 6;
         return true;
     }
-    if (kind == '\0' || std::strchr("\"\\/bfnrt", kind) == nullptr)
-        return fail("an unknown escape in a string");
+    if (!is_escape(kind)) return fail("an unknown escape in a string");
     at_ += 2;
     return true;
 }
@@ -140,6 +167,7 @@ bool Text::skip_container(size_t depth_max) {
             bool empty = at_ != end_ && *at_ == (object ? '}' : ']');
             if (!empty) {
                 if (object && !skip_key(key, escaped)) return false;
+                if (!object) skip_short_integers();
                 continue;
             }
         } else if (!skip_scalar(kind, escaped)) {
@@ -151,6 +179,7 @@ bool Text::skip_container(size_t depth_max) {
             if (take(',')) {
                 skip_blanks();
                 if (object && !skip_key(key, escaped)) return false;
+                if (!object) skip_short_integers();
                 break;
             }
             if (!take(object ? '}' : ']')) return fail("a comma or the end of a container is expected");
@@ -158,6 +187,19 @@ bool Text::skip_container(size_t depth_max) {
         }
     } while (depth > 0);
     return true;
+}
+
+// As many "integer," as there are of up to seven digits, for lists of token ids; stops before the next value,
+// which may be anything.
+void Text::skip_short_integers() {
+    while (end_ - at_ >= kWordBytes) {
+        uint64_t word = load_word(at_);
+        unsigned digits = digits_in(word);
+        if (digits == 0 || digits == kWordBytes || at_[digits] != ',' || (*at_ == '0' && digits > 1)) break;
+        at_ += digits + 1;
+        if (!at_end() && *at_ == ' ') ++at_;
+    }
+    skip_blanks();
 }
 
 bool Text::skip_number(Kind& kind) {

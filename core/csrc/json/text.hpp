@@ -43,6 +43,7 @@ class Text {
     bool skip_scalar(Kind& kind, bool& escaped);
     bool skip_container(size_t depth_max);
     bool skip_escape();
+    void skip_short_integers();
     bool skip_number(Kind& kind);
     bool skip_digits();
     bool skip_word(std::string_view word);

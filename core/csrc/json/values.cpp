@@ -3,6 +3,8 @@
 #include <charconv>
 #include <limits>
 
+#include "json/digits.hpp"
+
 namespace moonpool::json {
 
 namespace {
@@ -101,10 +103,27 @@ bool take_token_id(std::string_view& text, uint32_t& id) {
     return true;
 }
 
+// As many "id," as there are of up to seven digits: nearly all.
+void take_short_token_ids(std::string_view& text, std::vector<uint32_t>& out) {
+    const char* at = text.data();
+    const char* end = at + text.size();
+    while (end - at >= kWordBytes) {
+        uint64_t word = load_word(at);
+        unsigned digits = digits_in(word);
+        if (digits == 0 || digits == kWordBytes || at[digits] != ',') break;
+        out.push_back(number_in(word, digits));
+        at += digits + 1;
+        if (at != end && *at == ' ') ++at;
+    }
+    text.remove_prefix(static_cast<size_t>(at - text.data()));
+    skip_blanks(text);
+}
+
 // Behind the opening bracket, up to behind the closing one.
 bool take_token_ids(std::string_view& text, std::vector<uint32_t>& out) {
     while (true) {
         uint32_t id = 0;
+        take_short_token_ids(text, out);
         if (!take_token_id(text, id)) return false;
         out.push_back(id);
         if (take(text, ']')) return true;
