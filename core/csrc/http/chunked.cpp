@@ -45,16 +45,22 @@ bool ChunkedReader::take_framing(char octet) {
     ++line_bytes_;
     if (octet == '\r') {
         if (state_ == State::kLine && digits_ == 0) why_ = "a chunk has no size";
+        if (state_ == State::kTrailer && line_bytes_ > 1 && !free_) why_ = "a trailer is no field";
         cr_ = true;
-    } else if (is_control(octet) && !(state_ == State::kLine && !in_extension_)) {
+    } else if (is_control(octet) && !(state_ == State::kLine && !free_)) {
         why_ = "a control character in a line of it";
     } else if (state_ == State::kEnd) {
         why_ = "a chunk is longer than its size line says";
     } else if (line_bytes_ > kLineBytesMax) {
         why_ = "a line of it is longer than 1024 bytes";
     } else if (state_ == State::kTrailer) {
-        if (++trailer_bytes_ > kTrailerBytesMax) why_ = "its trailers are longer than 8192 bytes";
-    } else if (!in_extension_) {
+        if (++trailer_bytes_ > kTrailerBytesMax)
+            why_ = "its trailers are longer than 8192 bytes";
+        else if (!free_ && octet == ':' && line_bytes_ > 1)
+            free_ = true;
+        else if (!free_ && !is_token_octet(octet))
+            why_ = "a trailer is no field";
+    } else if (!free_) {
         take_size(octet);
     }
     return why_ == nullptr;
@@ -64,7 +70,7 @@ bool ChunkedReader::take_framing(char octet) {
 void ChunkedReader::take_size(char octet) {
     int digit = hex_digit(octet);
     if (octet == ';' && digits_ > 0) {
-        in_extension_ = true;
+        free_ = true;
     } else if (digit < 0 || digits_ == kDigitsMax) {
         why_ = "a chunk's size is no hexadecimal number";
     } else {
@@ -85,7 +91,7 @@ void ChunkedReader::end_line() {
     }
     line_bytes_ = 0;
     digits_ = 0;
-    in_extension_ = false;
+    free_ = false;
 }
 
 }  // namespace moonpool::http

@@ -41,8 +41,8 @@ class ChunkedReader {
     void end_line();
 
     State state_ = State::kLine;
-    bool cr_ = false;            // the octet before was CR: LF must follow
-    bool in_extension_ = false;  // behind the ';' of a size line
+    bool cr_ = false;    // the octet before was CR: LF must follow
+    bool free_ = false;  // behind the ";" of a size line or the ":" of a trailer
     uint8_t digits_ = 0;
     uint64_t left_ = 0;  // of the chunk's content
     size_t line_bytes_ = 0, trailer_bytes_ = 0;

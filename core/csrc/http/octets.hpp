@@ -17,6 +17,9 @@ constexpr bool is_control(char c) {
     return (octet < 0x20 && octet != '\t') || octet == 0x7F;
 }
 
+// Visible ASCII: no blank, no control, nothing above 0x7E.
+constexpr bool is_visible(char c) { return c >= 0x21 && c <= 0x7E; }
+
 // A character of a token (RFC 9110 section 5.6.2).
 inline constexpr std::array<bool, 256> kTokenOctets = [] {
     std::array<bool, 256> table = {};

@@ -15,8 +15,7 @@ constexpr size_t kRequestIdBytesMax = 128;
 
 // The client's id when it can be repeated in logs and heads: 1 to 128 visible ASCII characters.
 std::string_view fit_request_id(std::string_view value) {
-    bool fit = value.size() <= kRequestIdBytesMax &&
-               std::all_of(value.begin(), value.end(), [](char c) { return c >= 0x21 && c <= 0x7E; });
+    bool fit = value.size() <= kRequestIdBytesMax && std::all_of(value.begin(), value.end(), is_visible);
     return fit ? value : std::string_view();
 }
 
@@ -122,6 +121,7 @@ bool RequestParser::take_start_line(std::string_view line) {
     std::string_view target = line.substr(first + 1, last == first ? last : last - first - 1);
     std::string_view version = last == first ? std::string_view() : line.substr(last + 1);
     if (target.find_first_of(" \t") != std::string_view::npos) return garbage("blanks in the target");
+    if (!std::all_of(target.begin(), target.end(), is_visible)) return garbage("the target is not ASCII");
     if (version.empty() && last == first && target.starts_with('/')) return other_version("0.9");
     if (version.size() != 8 || !version.starts_with("HTTP/") || !is_digit(version[5]) || version[6] != '.' ||
         !is_digit(version[7]))

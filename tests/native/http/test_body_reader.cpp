@@ -92,6 +92,10 @@ TEST_CASE("body: malformed chunks, at once and byte by byte") {
         "0\r\nA\rB\r\n",
         "0\r\n\n",
         "0\n\r\n",
+        "0\r\nA\r\n",
+        "0\r\n: b\r\n",
+        "0\r\nA b: c\r\n",
+        "0\r\n A: b\r\n",
         "1;" + std::string(2000, 'x'),
         trailers,
     };
