@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         _connector_metadata: Any
 
         def __init__(self, vllm_config: Any, role: ConnectorRole, kv_cache_config: Any) -> None: ...
+        def bind_connector_metadata(self, connector_metadata: Any) -> None: ...
 
     class SupportsHMA: ...
 
@@ -85,6 +86,12 @@ def transfer_results(finished: set[str], failed: set[str]) -> Any:
 def can_report_failed_requests() -> bool:
     """Whether a failed load of a model with several KV cache groups can be reported (0.30+)."""
     return TransferResults is not None
+
+
+def recompute_failed_loads(vllm_config: Any) -> None:
+    """Makes kv_load_failure_policy "recompute", whatever it was: vLLM's scheduler reads it after it made its
+    connector."""
+    vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
 
 
 def parallel_ranks() -> tuple[int, int]:

@@ -14,9 +14,11 @@ from moonpool.connectors.vllm.layout import BlockLayout, Tensor
 from moonpool.connectors.vllm.link import Link
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Step
 from moonpool.connectors.vllm.metrics import ConnectorProm, Stats
+from moonpool.connectors.vllm.pd.station import KvMemory, Station
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.connectors.vllm.worker import WorkerHalf
+from moonpool.core.errors import Error
 
 TRACEBACKS_MAX = 5
 
@@ -39,19 +41,21 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         self._worker: WorkerHalf | None = None
         facts = read_facts(vllm_config, kv_cache_config)
         if role is compat.ConnectorRole.SCHEDULER:
-            self._sched = self._scheduler_half(facts)
+            self._sched = self._scheduler_half(facts, vllm_config)
             self._tally = self._sched.tally
         else:
             self._worker = self._worker_half(facts, vllm_config)
             self._tally = self._worker.tally
 
-    def _scheduler_half(self, facts: EngineFacts) -> SchedulerHalf:
+    def _scheduler_half(self, facts: EngineFacts, vllm_config: Any) -> SchedulerHalf:
         from moonpool.connectors.vllm import native
 
         if not facts.recomputes and facts.may_load:
+            compat.recompute_failed_loads(vllm_config)
             self._log.warning(
-                'moonpool: kv_load_failure_policy is "fail": a request whose blocks are lost between lookup '
-                'and load ends with an error; "recompute" computes them instead, and the user notices nothing'
+                'moonpool: kv_load_failure_policy was "fail", which ends a request with an error when its '
+                'blocks are lost between lookup and load; "recompute" computes them instead, and is what '
+                "this engine does from here on"
             )
         return SchedulerHalf(
             facts,
@@ -76,7 +80,24 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             fingerprint=fingerprint,
             open_link=functools.partial(self._open_link, required=False, quiet=True),
             log=self._log,
+            open_station=self._open_station if self._settings.handover else lambda memory: None,
         )
+
+    def _open_station(self, memory: KvMemory) -> Station | None:
+        """Opens this worker to other engines; says why in one sentence when that cannot be."""
+        settings = self._settings
+        try:
+            return Station(
+                memory,
+                listen=settings.handover_listen,
+                transports=settings.transports(),
+                tenant=settings.tenant,
+                silence_s=settings.lease_s,
+                log=self._log,
+            )
+        except Error as error:
+            self._log.warning("moonpool: this engine takes part in no hand-over: %s", error)
+            return None
 
     def _open_link(self, fingerprint: bytes, *, required: bool, quiet: bool = False) -> Link:
         from moonpool.connectors.vllm.native import NativePool
@@ -138,11 +159,33 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
     def get_handshake_metadata(self) -> Handshake | None:
         return None if self._worker is None else self._worker.handshake()
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """The first hook of a step, before anything of it touches memory: leases that end must be invalid by
+        then."""
+        super().bind_connector_metadata(connector_metadata)
+        if connector_metadata is NOTHING:
+            return
+        worker, handover = self._worker, self._step().handover
+        if worker is None or handover is None:
+            return
+        try:
+            worker.begin_handover(handover)
+        except Exception:
+            self._survive(None)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._connector_metadata is NOTHING:
             return
         worker, step = self._worker, self._step()
-        if worker is None or not step.loads:
+        if worker is None:
+            return
+        handover = step.handover
+        if handover is not None and handover.pulls:
+            try:
+                worker.start_pulls(handover)
+            except Exception:
+                self._survive(None, lambda: worker.fail_pulls(handover))
+        if not step.loads:
             return
         try:
             worker.start_loads(step)
@@ -161,7 +204,14 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         if self._connector_metadata is NOTHING:
             return
         worker, step = self._worker, self._step()
-        if worker is None or not step.saves:
+        if worker is None:
+            return
+        if step.handover is not None and step.handover.grown:
+            try:
+                worker.computed(step.handover)
+            except Exception:
+                self._survive(None)
+        if not step.saves:
             return
         try:
             worker.start_saves(step)

@@ -6,6 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 
+class Status(Protocol):
+    """RequestStatus, an enumeration."""
+
+    @property
+    def name(self) -> str: ...
+
+
 class Request(Protocol):
     request_id: str
     prompt_token_ids: list[int] | None
@@ -17,7 +24,11 @@ class Request(Protocol):
     num_prompt_tokens: int
     skip_reading_prefix_cache: bool
     resumable: bool
+    kv_transfer_params: Mapping[str, Any] | None
+    num_computed_tokens: int
 
+    @property
+    def status(self) -> Status: ...
     @property
     def num_tokens(self) -> int: ...
     @property

@@ -20,7 +20,8 @@ class EngineFacts:
     """block_tokens: tokens per block of the KV cache; groups: layer names of each KV cache group; kv_heads:
     of the whole model (1 for MLA); tp_size: tensor-parallel ranks; workers: ranks that report to one
     scheduler; may_load, may_save: from kv_role; recomputes: whether a failed load is recomputed
-    (kv_load_failure_policy); refusal: one sentence why this engine cannot use the pool, or ""."""
+    (kv_load_failure_policy); engine_id: vLLM's name for this engine; dp_rank: which of its data-parallel
+    replicas; refusal: one sentence why this engine cannot use the pool, or ""."""
 
     block_tokens: int
     groups: tuple[tuple[str, ...], ...]
@@ -30,6 +31,8 @@ class EngineFacts:
     may_load: bool = True
     may_save: bool = True
     recomputes: bool = True
+    engine_id: str = ""
+    dp_rank: int = 0
     refusal: str = ""
 
 
@@ -49,6 +52,8 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         may_load=bool(transfer.is_kv_consumer),
         may_save=bool(transfer.is_kv_producer),
         recomputes=transfer.kv_load_failure_policy == "recompute",
+        engine_id=str(getattr(transfer, "engine_id", "") or ""),
+        dp_rank=int(getattr(parallel, "data_parallel_rank", 0)),
         refusal=_refusal(vllm_config, groups),
     )
 

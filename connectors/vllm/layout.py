@@ -123,6 +123,19 @@ def read_layout(
     return BlockLayout(tuple(_read_group(caches, names, block_tokens) for names in groups), block_tokens)
 
 
+def spans(caches: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
+    """(address, bytes) of the memory under ``caches``, each once: layers may be views of one storage."""
+    found: list[tuple[int, int]] = []
+    storages = {(each.data_ptr(), each.nbytes()) for each in (t.untyped_storage() for t in caches.values())}
+    for address, length in sorted(storages):
+        if found and address < sum(found[-1]):  # views that overlap
+            start = found[-1][0]
+            found[-1] = (start, max(sum(found[-1]), address + length) - start)
+        else:
+            found.append((address, length))
+    return tuple(found)
+
+
 def heads_per_object(kv_heads: int) -> int:
     """Heads that one object holds: at most an eighth of the model's, and a divisor of what a rank has under
     every tensor-parallel size up to 8 that divides them, so that no such size changes an object."""

@@ -1,7 +1,7 @@
 """What the two halves tell each other: plain values, pickled by vLLM.
 
-    scheduler -> worker, each step          Step(loads, saves)
-    worker -> scheduler, when there is any  Report(loaded, saved)
+    scheduler -> worker, each step          Step(loads, saves, handover)
+    worker -> scheduler, when there is any  Report(loaded, saved, ...)
     worker -> scheduler, once at start      Handshake(...)
 
 Only bytes, numbers and texts: nothing here knows a socket, a tensor or an address.
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moonpool.connectors.vllm import compat
+from moonpool.connectors.vllm.pd.plans import HandoverStep
 from moonpool.core.keys import Ranges
 
 
@@ -54,9 +55,13 @@ class Step(compat.ConnectorMetadata):
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
+    handover: HandoverStep | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.loads or self.saves or self.handover)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return (Step, (self.loads, self.saves)) if self.loads or self.saves else (_nothing, ())
+        return (Step, (self.loads, self.saves, self.handover)) if self else (_nothing, ())
 
 
 NOTHING = Step()
@@ -68,11 +73,19 @@ def _nothing() -> Step:
 
 @dataclass(slots=True)
 class Report(compat.WorkerMetadata):
-    """loaded: request -> how many leading blocks of its load are good (the smallest over all ranks);
-    saved: job -> how many ranks are done with it."""
+    """loaded: request -> how many leading blocks of its load, or of what was handed over, are good (the
+    smallest over all ranks); saved: job -> how many ranks are done with it; signs: leases whose decode engine
+    gave a sign of life; handed: lease -> how many ranks handed all of it over; lost: requests whose prefill
+    engine was lost before there was room for them."""
 
     loaded: dict[str, int] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
+    signs: set[int] = field(default_factory=set)
+    handed: dict[int, int] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.loaded or self.saved or self.signs or self.handed or self.lost)
 
     def aggregate(self, other: compat.WorkerMetadata) -> Report:
         """Several ranks' reports of one step as one."""
@@ -81,15 +94,25 @@ class Report(compat.WorkerMetadata):
                 self.loaded[request_id] = min(blocks, self.loaded.get(request_id, blocks))
             for job_id, ranks in other.saved.items():
                 self.saved[job_id] = self.saved.get(job_id, 0) + ranks
+            for lease_id, ranks in other.handed.items():
+                self.handed[lease_id] = self.handed.get(lease_id, 0) + ranks
+            self.signs |= other.signs
+            self.lost |= other.lost
         return self
 
 
 @dataclass(slots=True)
 class Handshake(compat.HandshakeMetadata):
     """What one worker's KV memory looks like: the objects of a block that it holds, under which fingerprint;
-    or, in ``refusal``, one sentence that says why the pool cannot be used with it."""
+    or, in ``refusal``, one sentence that says why the pool cannot be used with it. station: the address at
+    which other engines reach it, "" when it hands nothing over; rank, tp_rank, pp_rank: which worker it
+    is."""
 
     fingerprint: bytes = b""
     columns: tuple[Ranges, ...] = ()
     bytes_per_block: int = 0
     refusal: str = ""
+    station: str = ""
+    rank: int = 0
+    tp_rank: int = 0
+    pp_rank: int = 0

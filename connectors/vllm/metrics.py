@@ -33,11 +33,19 @@ COUNTERS: Mapping[str, str] = {
     "existing_objects": "Objects that were in the pool already when they were to be stored.",
     "refused_objects": "Objects that the pool did not take, or that could not be sent to it.",
     "unsaved_blocks": "Blocks that were not offered because too many were waiting to be saved.",
+    "handovers": "Hand-overs from a prefill engine that ended, well or badly.",
+    "handed_over_tokens": "Prompt tokens whose KV was handed over by a prefill engine without an error.",
+    "handed_over_bytes": "Bytes that were read from prefill engines, over all ranks.",
+    "handover_errors": "Hand-overs of which something did not come; the engine computes that.",
+    "handover_refused": "Requests whose kv_transfer_params could not be used; the engine computes them.",
+    "leases": "Prefilled requests whose blocks were kept for a decode engine.",
+    "leases_expired": "Of those, requests that no decode engine took in time.",
     "survived_errors": "Unexpected exceptions in the connector that the engine was kept safe from.",
 }
 HISTOGRAMS: Mapping[str, str] = {
     "lookup_seconds": "From a longest-prefix query until its answer is seen.",
     "load_seconds": "From the start of a load until its end is seen.",
+    "handover_seconds": "From the start of a hand-over, when there is room, until its end is seen.",
     "save_seconds": "From the start of a save until its end is seen.",
 }
 

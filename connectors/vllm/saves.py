@@ -52,11 +52,13 @@ class Saves:
         assert tokens is not None
         return tokens
 
-    def track(self, state: RequestState, request: Request) -> None:
-        """From now on, full blocks of the request from ``state.saved`` on are saved."""
-        if not self._facts.may_save or self._blocks is None:
+    def track(self, state: RequestState, request: Request, *, handed_over: bool = False) -> None:
+        """From now on, full blocks of the request from ``state.saved`` on are saved. handed_over: another
+        engine computed its prompt, and nobody else will store its answer for the next turn."""
+        if not (self._facts.may_save or handed_over) or self._blocks is None:
             return
-        if state.saved < state.chain.blocks or self._save_decode:
+        state.saves_answer = self._save_decode or handed_over
+        if state.saved < state.chain.blocks or state.saves_answer:
             self.tracked[state.request_id] = (state, request)
 
     def forget(self, request_id: str) -> None:
@@ -109,15 +111,15 @@ class Saves:
     def _plan_request(self, request_id: str, computed: int, scheduled: Mapping[str, int]) -> None:
         """Plans the blocks of this request that are full when the step ends."""
         state, request = self.tracked[request_id]
-        if self._save_decode:
-            state.chain.extend(self.savable_tokens(request))
+        if state.saves_answer:
+            state.chain.extend(request.all_token_ids)
         full = min((computed + scheduled[request_id]) // self._facts.block_tokens, state.chain.blocks)
         if full > state.saved and not self._hold(state, state.saved, full):
             self._tally.add("unsaved_blocks", state.chain.blocks - state.saved)
             del self.tracked[request_id]  # blocks behind a gap would never be found
             return
         state.saved = max(full, state.saved)
-        if state.saved >= state.chain.blocks and not self._save_decode:
+        if state.saved >= state.chain.blocks and not state.saves_answer:
             del self.tracked[request_id]
 
     def _hold(self, state: RequestState, first: int, last: int) -> bool:

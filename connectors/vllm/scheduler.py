@@ -21,6 +21,7 @@ from moonpool.connectors.vllm.link import Link
 from moonpool.connectors.vllm.lookups import Lookups
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
 from moonpool.connectors.vllm.metrics import Tally
+from moonpool.connectors.vllm.pd.handover import Handover
 from moonpool.connectors.vllm.pool import Pool
 from moonpool.connectors.vllm.requests import Chain, Phase, RequestState
 from moonpool.connectors.vllm.requests.chain import Digests
@@ -64,6 +65,7 @@ class SchedulerHalf:
             self.pool, block_tokens=facts.block_tokens, tally=self.tally, log=log, clock=clock
         )
         self.saves = Saves(facts, save_decode=settings.save_decode, tally=self.tally)
+        self.handover = Handover(facts, settings, digest=digest, tally=self.tally, log=log, clock=clock)
         # What a step looks at first: a step without work must cost next to nothing.
         self._waiting = self.lookups.tickets
         self._tracked = self.saves.tracked
@@ -92,6 +94,7 @@ class SchedulerHalf:
             len(columns),
             fingerprint.hex()[:16],
         )
+        self.handover.start(handshakes)
         self._link = self._open_link(fingerprint)
 
     def refuse(self, why: str) -> None:
@@ -103,8 +106,9 @@ class SchedulerHalf:
         self._log.warning("moonpool: this engine runs without the pool: %s", why)
 
     def bind_block_pool(self, blocks: BlockPool) -> None:
-        """The engine's blocks, to hold those that are being saved."""
+        """The engine's blocks, to hold those that are being saved or handed over."""
         self.saves.bind(blocks)
+        self.handover.bind(blocks)
 
     def pool(self) -> Pool | None:
         """The pool, if there is one now."""
@@ -116,6 +120,7 @@ class SchedulerHalf:
         self._epoch = secrets.token_bytes(32)
 
     def close(self) -> None:
+        self.handover.close()
         if self._link is not None:
             self._link.close()
 
@@ -123,7 +128,11 @@ class SchedulerHalf:
 
     def arrived(self, request: Request) -> None:
         """Asks for the longest stored prefix, unless many answers wait for their requests to be admitted."""
-        if self._link is None or not _is_plain_text(request):
+        if self._link is None:
+            return
+        plain = _is_plain_text(request)
+        self.handover.arrived(request, is_plain_text=plain)
+        if not plain:
             return
         chain = Chain(self._facts.block_tokens, self._suffixes, self._seed(request), self._digest)
         state = RequestState(request.request_id, chain)
@@ -147,6 +156,9 @@ class SchedulerHalf:
         state.offered_after = local_tokens
         if state.preemptions == 0:
             state.local_tokens = local_tokens
+        handed = self.handover.matched(request, local_tokens)
+        if handed:
+            return handed, True
         tokens = state.loadable_tokens(local_tokens, request.num_tokens, self._facts.block_tokens)
         return tokens, tokens > 0
 
@@ -155,6 +167,8 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is None or state.phase is Phase.LOADING:
             return
+        if self.handover.admitted(request, blocks, external_tokens):
+            return  # its pin is kept: when the hand-over fails as a whole, the pool is asked
         if external_tokens > 0:
             self._plan_load(state, blocks.get_block_ids(), external_tokens)
             return
@@ -163,20 +177,21 @@ class SchedulerHalf:
             self.tally.add("prompt_tokens", request.num_prompt_tokens)
             self.tally.add("local_tokens", state.local_tokens)
         if self.pool() is not None:
-            self.saves.track(state, request)
+            self.saves.track(state, request, handed_over=self.handover.takes(request))
 
     def build_step(self, output: SchedulerOutput) -> Step:
         """The work of this step."""
-        if not (self._loads or self._waiting or self._tracked):
+        if not (self._loads or self._waiting or self._tracked or self.handover.is_busy):
             return NOTHING
         if self._waiting:
             self.lookups.poll()
         saves = self.saves.plan(output) if self.saves.tracked else ()
-        if not self._loads and not saves:
+        handover = self.handover.plan(output) if self.handover.is_busy else None
+        if not self._loads and not saves and not handover:
             return NOTHING
         loads = tuple(self._loads)
         self._loads.clear()
-        return Step(loads, saves)
+        return Step(loads, saves, handover or None)
 
     def step_ended(self, output: ConnectorOutput) -> None:
         """What the workers reported with a step."""
@@ -186,37 +201,41 @@ class SchedulerHalf:
                 loading = self._loading.get(request_id)
                 if loading is not None:
                     loading.load_good = min(loading.load_good, good)
+                else:
+                    self.handover.reported(request_id, good)
+            self.handover.heard(report)
             for job_id, ranks in report.saved.items():
                 self.saves.ended(job_id, ranks)
         for request_id in output.finished_recving or ():
             state = self._loading.pop(request_id, None)
             if state is not None:
                 self._load_ended(state)
+            else:
+                self.handover.ended(request_id)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The request is over. What it was given by the pool, for the answer's kv_transfer_params."""
+        answer = self.handover.finished(request)
         state = self._requests.pop(request.request_id, None)
         if state is None:
-            return None
+            return answer or None
         self.saves.forget(request.request_id)
         self._let_go(state)
-        return {
-            "moonpool": {
-                "pool_tokens": state.pool_tokens,
-                "local_tokens": state.local_tokens,
-                "load_errors": state.load_errors,
-            }
-        }
+        ours = answer.setdefault("moonpool", {})
+        ours["pool_tokens"] = state.pool_tokens
+        ours["local_tokens"] = state.local_tokens
+        ours["load_errors"] = state.load_errors
+        return answer
 
     # What vLLM asks to know whether to go on stepping
 
     def has_pending_work(self) -> bool:
         """Whether answers are under way that only a step can take in."""
-        return bool(self.saves.under_way or self.lookups.under_way)
+        return bool(self.saves.under_way or self.lookups.under_way or self.handover.has_work)
 
     def has_pending_frees(self) -> bool:
         """Whether waiting a moment frees blocks."""
-        return self.saves.frees_soon()
+        return self.saves.frees_soon() or self.handover.frees_soon
 
     # When something unexpected happened: called by the connector, which has logged it
 
@@ -226,7 +245,7 @@ class SchedulerHalf:
         if state is not None:
             self._let_go(state)
         if all(load.request_id != request_id for load in self._loads):
-            count = external_tokens // self._facts.block_tokens
+            count = -(-external_tokens // self._facts.block_tokens)
             failed = tuple(tuple(ids[-count:]) for ids in block_ids)
             self._loads.append(Load(request_id, 0, b"", b"", b"", failed))
 
@@ -234,6 +253,7 @@ class SchedulerHalf:
         """The request goes on without the pool."""
         state = self._requests.pop(request_id, None)
         self.saves.forget(request_id)
+        self.handover.forget(request_id)
         if state is not None:
             self._let_go(state)
 
@@ -246,7 +266,8 @@ class SchedulerHalf:
     def _ask(self, state: RequestState, request: Request) -> None:
         if self.pool() is not None:
             state.chain.extend(self.saves.savable_tokens(request))
-        if self._facts.may_load and not request.skip_reading_prefix_cache:
+        may_load = self._facts.may_load or self.handover.gives(request)
+        if may_load and not request.skip_reading_prefix_cache:
             self.lookups.ask(state)
         else:
             state.missed(0)

@@ -1,7 +1,8 @@
 """The half beside the KV memory: reads its layout, then hands loads and saves to native threads and reports
 their ends.
 
-Runs on the worker's thread, between and after forwards, and never waits for a copy. Every load of a step is
+Runs on the worker's thread, between and after forwards, and never waits for a copy. What is handed over
+between engines goes through its ``station``. Every load of a step is
 reported exactly once, whatever becomes of it, because the engine keeps the request waiting until then.
 """
 
@@ -22,6 +23,9 @@ from moonpool.connectors.vllm.layout import BlockLayout, Refused, Tensor
 from moonpool.connectors.vllm.link import Link
 from moonpool.connectors.vllm.messages import Handshake, Load, Report, Save, Step
 from moonpool.connectors.vllm.metrics import Tally
+from moonpool.connectors.vllm.pd.plans import HandoverStep
+from moonpool.connectors.vllm.pd.station import KvMemory, Station
+from moonpool.connectors.vllm.pd.takes import Ended
 from moonpool.connectors.vllm.pool import (
     Answer,
     Columns,
@@ -37,6 +41,7 @@ from moonpool.core.errors import Error
 from moonpool.core.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges
 
 OpenLink = Callable[[bytes], Link]
+OpenStation = Callable[[KvMemory], "Station | None"]
 Fingerprint = Callable[[BlockLayout, Tensor], bytes]
 Choice = npt.NDArray[np.intp]
 GONE = "there is no pool now"
@@ -70,14 +75,17 @@ class WorkerHalf:
         fingerprint: Fingerprint,
         open_link: OpenLink,
         log: logging.Logger,
+        open_station: OpenStation = lambda memory: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """ranks: tensor- and pipeline-parallel rank of this process; fingerprint: of this engine's KV, given
-        the layout and one of its tensors; open_link: connects to the node under a fingerprint."""
+        the layout and one of its tensors; open_link: connects to the node under a fingerprint; open_station:
+        opens this worker to other engines, or not."""
         self._facts = facts
         self._ranks = ranks
         self._fingerprint = fingerprint
         self._open_link = open_link
+        self._open_station = open_station
         self._log = log
         self._clock = clock
         self._link: Link | None = None
@@ -90,6 +98,7 @@ class WorkerHalf:
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._report = Report()
+        self._station: Station | None = None
         self.tally = Tally()
 
     # Start and end
@@ -106,7 +115,29 @@ class WorkerHalf:
             self._handshake = Handshake(refusal=str(error))
             return
         self._memory = memory
-        self._handshake = Handshake(fingerprint, memory.columns, layout.bytes_per_block)
+        tp_rank, pp_rank = self._ranks()
+        rank = pp_rank * self._facts.tp_size + tp_rank
+        self._station = self._open_station(
+            KvMemory(
+                engine_id=self._facts.engine_id,
+                fingerprint=fingerprint,
+                spans=layouts.spans(caches),
+                columns=memory.columns,
+                rows=memory.rows,
+                rank=rank,
+                tp_rank=tp_rank,
+                pp_rank=pp_rank,
+            )
+        )
+        self._handshake = Handshake(
+            fingerprint,
+            memory.columns,
+            layout.bytes_per_block,
+            station=self._station.address if self._station is not None else "",
+            rank=rank,
+            tp_rank=tp_rank,
+            pp_rank=pp_rank,
+        )
         self._link = self._open_link(fingerprint)
 
     def handshake(self) -> Handshake:
@@ -115,6 +146,8 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Returns when no native thread can touch the KV memory any more."""
+        if self._station is not None:
+            self._station.close()
         if self._link is not None:
             self._link.close()
 
@@ -123,7 +156,33 @@ class WorkerHalf:
     @property
     def is_idle(self) -> bool:
         """Whether no load or save is under way, and none has ended that was not reported."""
-        return not (self._running or self._finished or self._failed_blocks)
+        return not (
+            self._running
+            or self._finished
+            or self._failed_blocks
+            or (self._station is not None and self._station.has_news)
+        )
+
+    def begin_handover(self, step: HandoverStep) -> None:
+        """Before anything of the step touches memory."""
+        if self._station is not None:
+            self._station.begin(step)
+
+    def start_pulls(self, step: HandoverStep) -> None:
+        """Starts what is to be handed over to this engine."""
+        if self._station is not None:
+            self._station.pull(step)
+
+    def computed(self, step: HandoverStep) -> None:
+        """The forward of the step has ended: what it computed may be handed over to others."""
+        if self._station is not None:
+            self._station.computed(step)
+
+    def fail_pulls(self, step: HandoverStep) -> None:
+        """After an unexpected exception: every pull of the step that nothing became of has failed."""
+        for pull in step.pulls:
+            if pull.request_id not in self._finished:
+                self._end_pull(Ended(pull, 0, 0, 0.0, "the connector failed"))
 
     def start_loads(self, step: Step) -> None:
         """Hands the loads of this step over. One that cannot be handed over has failed."""
@@ -159,6 +218,8 @@ class WorkerHalf:
 
     def poll(self) -> None:
         """Takes in what the native threads have done."""
+        if self._station is not None and self._station.has_news:
+            self._take_news(self._station)
         if not self._running:
             return
         pool = self._pool()
@@ -188,7 +249,7 @@ class WorkerHalf:
 
     def take_report(self) -> Report | None:
         """What the scheduler's half must know about the ends of loads and saves, or None."""
-        if not self._report.loaded and not self._report.saved:
+        if not self._report:
             return None
         report, self._report = self._report, Report()
         return report
@@ -288,14 +349,7 @@ class WorkerHalf:
     def _end_load(self, load: Load, answer: LoadAnswer, seconds: float) -> None:
         good = _good_blocks(answer.ok, load.blocks)
         bad = [block for block, is_good in enumerate(good) if not is_good]
-        leading = bad[0] if bad else load.blocks
-        self._finished.add(load.request_id)
-        if bad and len(load.block_ids) > 1:  # block ids are ambiguous across groups: all of it is computed
-            leading = 0
-            self._failed_requests.add(load.request_id)
-        elif bad:
-            self._failed_blocks.update(load.block_ids[0][block] for block in bad)
-        self._report.loaded[load.request_id] = leading
+        self._finish(load.request_id, load.block_ids, bad)
         self.tally.add("loaded_bytes", answer.bytes_loaded)
         self.tally.observe("load_seconds", seconds)
         if bad:
@@ -306,6 +360,41 @@ class WorkerHalf:
                 load.request_id,
                 answer.error or "the pool no longer has them",
                 "computed instead" if self._facts.recomputes else "an error (kv_load_failure_policy)",
+            )
+
+    def _finish(self, request_id: str, block_ids: Sequence[Sequence[int]], bad: Sequence[int]) -> None:
+        """The load or hand-over of these blocks has ended; those at the places ``bad`` did not come."""
+        leading = bad[0] if bad else len(block_ids[0])
+        self._finished.add(request_id)
+        if bad and len(block_ids) > 1:  # block ids are ambiguous across groups: all of it is computed
+            leading = 0
+            self._failed_requests.add(request_id)
+        elif bad:
+            self._failed_blocks.update(block_ids[0][block] for block in bad)
+        self._report.loaded[request_id] = leading
+
+    def _take_news(self, station: Station) -> None:
+        """What became of hand-overs, and what other engines said."""
+        for ended in station.take_ended():
+            self._end_pull(ended)
+        signs, handed = station.take_signs()
+        self._report.signs |= signs
+        for lease, ranks in handed.items():
+            self._report.handed[lease] = self._report.handed.get(lease, 0) + ranks
+        self._report.lost |= station.take_lost()
+
+    def _end_pull(self, ended: Ended) -> None:
+        pull = ended.pull
+        self._finish(pull.request_id, pull.block_ids, range(ended.good, pull.blocks))
+        self.tally.add("handed_over_bytes", ended.bytes)
+        self.tally.observe("handover_seconds", ended.seconds)
+        if ended.error:
+            self._log.warning(
+                "moonpool: %d of %d blocks of request %s were not handed over (%s); they are computed",
+                pull.blocks - ended.good,
+                pull.blocks,
+                pull.request_id,
+                ended.error,
             )
 
     def _end_save(self, save: Save, answer: SaveAnswer | None, seconds: float) -> None:

@@ -44,7 +44,8 @@ class RequestState:
 
     chain: the names of its blocks; saved: the first block that still has to be saved; block_ids: one list per
     KV cache group, once it is scheduled; offered_after: local tokens when the engine last asked what can be
-    loaded. local_tokens, pool_tokens, load_errors: of its first admission, for the answer and the metrics.
+    loaded; saves_answer: whether blocks of the answer are saved, too. local_tokens, pool_tokens, load_errors:
+    of its first admission, for the answer and the metrics.
     """
 
     __slots__ = (
@@ -63,6 +64,7 @@ class RequestState:
         "preemptions",
         "request_id",
         "saved",
+        "saves_answer",
         "ticket",
     )
 
@@ -74,6 +76,7 @@ class RequestState:
         self.asked_s = 0.0
         self.hit: Hit | None = None
         self.saved = 0
+        self.saves_answer = False
         self.block_ids: list[list[int]] = []
         self.load_first = 0
         self.load_blocks = 0

@@ -116,6 +116,13 @@ class FakeLora:
     lora_name: str
 
 
+@dataclass(frozen=True)
+class Status:
+    """RequestStatus."""
+
+    name: str
+
+
 @dataclass
 class FakeRequest:
     request_id: str
@@ -127,6 +134,9 @@ class FakeRequest:
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool = False
     resumable: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
+    num_computed_tokens: int = 0
+    status: Status = Status("RUNNING")
     answer: list[int] = field(default_factory=list)
 
     @property

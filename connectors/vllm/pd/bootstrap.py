@@ -1,0 +1,95 @@
+"""``GET /query``: where decode engines find the workers of a prefill engine, in the concurrent form. The page
+is the one of vLLM's MooncakeConnector, so its example proxy works:
+
+    {"0": {"engine_id": "...", "worker_addr": {"<tensor rank>": {"<pipeline rank>": "host:port"}}}}
+"""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgspec
+
+from moonpool.core.addresses import Address
+from moonpool.core.errors import ConfigError, Unavailable
+from moonpool.core.http_get import get_json
+
+TIMEOUT_S = 2.0
+
+
+class _Member(msgspec.Struct):
+    engine_id: str
+    worker_addr: dict[str, dict[str, str]]
+
+
+class Bootstrap:
+    """Serves the page from a thread of its own until ``close``."""
+
+    def __init__(
+        self, address: Address, *, dp_rank: int, engine_id: str, workers: dict[tuple[int, int], str]
+    ) -> None:
+        """workers: (tensor rank, pipeline rank) -> address. Raises ConfigError when the address is taken."""
+        table: dict[str, dict[str, str]] = {}
+        for (tp_rank, pp_rank), place in sorted(workers.items()):
+            table.setdefault(str(tp_rank), {})[str(pp_rank)] = place
+        page = msgspec.json.encode({str(dp_rank): {"engine_id": engine_id, "worker_addr": table}})
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = TIMEOUT_S
+
+            def do_GET(self) -> None:
+                found = self.path == "/query"
+                body = page if found else b"{}"
+                self.send_response(200 if found else 404)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Nothing: a page that is fetched once for each decode engine is not worth a line."""
+
+        try:
+            self._server = ThreadingHTTPServer((address.host, address.port), Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"the bootstrap page cannot be served at {address}: {error.strerror}; give another "
+                f"bootstrap_port",
+                operation="start",
+                key="bootstrap_port",
+                cause=error,
+            ) from error
+        self._server.daemon_threads = True
+        self.address = Address(address.host, self._server.server_address[1])
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="moonpool-bootstrap", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def find_worker(url: str, engine_id: str, *, tp_rank: int, pp_rank: int) -> str:
+    """The address of a worker of ``engine_id``, asked of the bootstrap page at ``url``. Raises
+    Unavailable."""
+    answer = get_json(url.rstrip("/") + "/query", timeout_s=TIMEOUT_S)
+    try:
+        members = msgspec.convert(answer, dict[str, _Member]).values()
+    except msgspec.ValidationError as error:
+        raise Unavailable(f"{url} is no bootstrap page: {error}", peer=url, cause=error) from error
+    for member in members:
+        if member.engine_id == engine_id:
+            place = member.worker_addr.get(str(tp_rank), {}).get(str(pp_rank))
+            if place is None:
+                raise Unavailable(
+                    f"the prefill engine {engine_id} has no worker of tensor rank {tp_rank} and pipeline "
+                    f"rank {pp_rank}",
+                    peer=url,
+                )
+            return place
+    raise Unavailable(f"{url} knows no engine {engine_id}; it was restarted, perhaps", peer=url)

@@ -1,0 +1,181 @@
+"""Decode's half of the hand-over in the scheduler's process: which requests another engine computes, whether
+what it offers is ours to use, and where it goes. Runs on the scheduler's thread.
+
+    WAITING ----room was made----> PULLING ----the load ended, well or badly----> OVER
+       |                                                                            |
+       +----nothing is needed, the prefill engine is lost, the request ended--------+
+
+A request whose hand-over is OVER goes on like any other: with what is here by then, the pool, and the model.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from moonpool.connectors.vllm.engine_types import Request
+from moonpool.connectors.vllm.metrics import Tally
+from moonpool.connectors.vllm.pd import fields
+from moonpool.connectors.vllm.pd.fields import Offer, Source, blocks_for, slice_blocks
+from moonpool.connectors.vllm.pd.plans import HandoverStep, Hold, Pull
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"
+    PULLING = "pulling"
+    OVER = "over"
+
+
+@dataclass(slots=True)
+class Take:
+    """first, blocks: what is being pulled; good: how many leading blocks of that are here (the smallest over
+    all ranks); asked: tokens that vLLM waits for; tokens: what was handed over in the end; gone: the request
+    was aborted in the middle."""
+
+    source: Source
+    phase: Phase = Phase.WAITING
+    first: int = 0
+    blocks: int = 0
+    good: int = 0
+    asked: int = 0
+    tokens: int = 0
+    gone: bool = False
+
+
+class Consumer:
+    def __init__(self, *, fingerprint: bytes, ranks: int, block_tokens: int, tally: Tally) -> None:
+        self._fingerprint = fingerprint
+        self._ranks = ranks
+        self._block_tokens = block_tokens
+        self._tally = tally
+        self._takes: dict[str, Take] = {}
+        self._holds: list[Hold] = []
+        self._pulls: list[Pull] = []
+        self._drops: list[str] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the workers have yet to be told something."""
+        return bool(self._holds or self._pulls or self._drops)
+
+    def is_ours(self, request: Request) -> bool:
+        """Whether the request's KV was, or is, to come from another engine."""
+        return request.request_id in self._takes
+
+    def is_waiting(self, request: Request) -> bool:
+        """Whether room for its hand-over is still to be made."""
+        take = self._takes.get(request.request_id)
+        return take is not None and take.phase is Phase.WAITING
+
+    def arrived(self, request: Request, prompt: bytes) -> None:
+        """A request came. Raises Unusable when its KV cannot come from where its fields say."""
+        source = fields.parse_decode(request.kv_transfer_params)
+        if source is None:
+            return
+        blocks = blocks_for(request.num_prompt_tokens, self._block_tokens)
+        if isinstance(source, Offer):
+            self._check(source, request, prompt, blocks)
+        self._takes[request.request_id] = Take(source)
+        self._holds.append(Hold(request.request_id, source, prompt, blocks))
+
+    def matched(self, request: Request, local_tokens: int) -> int | None:
+        """Tokens beyond the local ones that another engine hands over; None when it hands over nothing (any
+        more)."""
+        take = self._takes.get(request.request_id)
+        if take is None or take.phase is Phase.OVER:
+            return None
+        if request.num_preemptions or local_tokens >= request.num_prompt_tokens - 1:
+            self._drop(request.request_id, take)
+            return None
+        return request.num_prompt_tokens - 1 - local_tokens
+
+    def admitted(self, request: Request, block_ids: fields.BlockIds, external_tokens: int) -> bool:
+        """Room was made. Whether it is for a hand-over; if so its pull is planned."""
+        take = self._takes.get(request.request_id)
+        if take is None or take.phase is not Phase.WAITING or external_tokens <= 0:
+            return False
+        last = blocks_for(request.num_prompt_tokens, self._block_tokens)
+        first = (request.num_prompt_tokens - 1 - external_tokens) // self._block_tokens
+        take.phase, take.first, take.blocks, take.good = Phase.PULLING, first, last - first, last - first
+        take.asked = external_tokens
+        self._pulls.append(Pull(request.request_id, first, slice_blocks(block_ids, first, last)))
+        return True
+
+    def plan(self) -> HandoverStep:
+        """What the workers are to do in this step."""
+        step = HandoverStep(holds=tuple(self._holds), pulls=tuple(self._pulls), drops=tuple(self._drops))
+        self._holds, self._pulls, self._drops = [], [], []
+        return step
+
+    def lost(self, request_ids: set[str]) -> None:
+        """The workers know already that nothing will come for these requests."""
+        for request_id in request_ids:
+            take = self._takes.get(request_id)
+            if take is not None and take.phase is Phase.WAITING:
+                take.phase = Phase.OVER
+                self._tally.add("handover_errors")
+
+    def reported(self, request_id: str, good: int) -> None:
+        """One rank, or several, have pulled so many leading blocks."""
+        take = self._takes.get(request_id)
+        if take is not None and take.phase is Phase.PULLING:
+            take.good = min(take.good, good)
+
+    def ended(self, request_id: str) -> bool:
+        """The pull has ended on all ranks. Whether there was one."""
+        take = self._takes.get(request_id)
+        if take is None or take.phase is not Phase.PULLING:
+            return False
+        take.phase = Phase.OVER
+        take.tokens = take.asked if take.good == take.blocks else take.good * self._block_tokens
+        if take.gone:
+            del self._takes[request_id]
+        elif take.good < take.blocks:
+            self._tally.add("handover_errors")
+        self._tally.add("handovers")
+        self._tally.add("handed_over_tokens", take.tokens)
+        return True
+
+    def finished(self, request: Request) -> int | None:
+        """The request is over, however. Tokens that were handed over to it; None: none were to be."""
+        take = self._takes.get(request.request_id)
+        if take is None:
+            return None
+        if take.phase is Phase.PULLING:  # aborted: vLLM waits for the end of the pull
+            take.gone = True
+            self._drops.append(request.request_id)
+            return 0
+        self._drop(request.request_id, take)
+        del self._takes[request.request_id]
+        return take.tokens
+
+    def forget(self, request_id: str) -> None:
+        """Something unexpected happened to the request: it is computed."""
+        take = self._takes.get(request_id)
+        if take is not None:
+            self._drop(request_id, take)
+
+    # The parts
+
+    def _check(self, offer: Offer, request: Request, prompt: bytes, blocks: int) -> None:
+        if offer.fingerprint != self._fingerprint:
+            raise fields.Unusable(
+                f"the prefill engine {offer.engine_id} serves another model, other weights, or KV of "
+                f"another form: its fingerprint is {offer.fingerprint.hex()[:16]}, ours "
+                f"{self._fingerprint.hex()[:16]}"
+            )
+        if len(offer.ranks) != self._ranks:
+            raise fields.Unusable(
+                f"the prefill engine {offer.engine_id} has {len(offer.ranks)} workers and this one "
+                f"{self._ranks}; a hand-over needs equal tensor- and pipeline-parallel sizes"
+            )
+        if offer.tokens != request.num_prompt_tokens or offer.prompt != prompt:
+            raise fields.Unusable(f"the prefill engine {offer.engine_id} computed another prompt")
+        if any(len(ids) < blocks for ids in offer.blocks):
+            raise fields.Unusable(f"the prefill engine {offer.engine_id} offers too few blocks")
+
+    def _drop(self, request_id: str, take: Take) -> None:
+        """Nothing (more) is needed of it; tells the workers once."""
+        if take.phase is Phase.WAITING:
+            take.phase = Phase.OVER
+            self._drops.append(request_id)

@@ -1,0 +1,171 @@
+"""``kv_transfer_params``: what prefill and decode engines tell each other through the proxy.
+
+    two-step     prefill is asked with {"do_remote_decode": true, ...}; its answer's kv_transfer_params is put
+                 into decode's request unchanged. The names are those of vLLM's NixlConnector, which existing
+                 proxies speak; what only we need stands under "moonpool".
+    concurrent   prefill is asked with {"do_remote_decode": true, "transfer_id": X}, decode at the same time
+                 with {"do_remote_prefill": true, "transfer_id": X, "remote_engine_id": E,
+                 "remote_bootstrap_addr": "http://host:port"}, as vLLM's MooncakeConnector has it.
+
+What arrives here was in a client's hands: every field is checked, and nothing is believed about the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+
+VERSION = 1
+LEASE_BITS = 53  # an integer that every JSON reader keeps
+TRANSFER_ID_MAX = 256
+
+BlockIds: TypeAlias = "tuple[tuple[int, ...], ...]"  # one tuple per KV cache group
+
+_U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Lease = Annotated[int, msgspec.Meta(gt=0, lt=1 << LEASE_BITS)]
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=TRANSFER_ID_MAX)]
+
+
+class Unusable(Exception):
+    """These fields ask for a hand-over that cannot be; the message is one sentence that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A prefill engine's request whose KV another engine will take. transfer: its name in the concurrent
+    form, "" in the two-step form."""
+
+    transfer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Two-step: what the prefill engine holds. ranks: the address of each of its workers; lease, slot: under
+    which its blocks are kept; blocks: their ids, per group; tokens: of the prompt; prompt: its digest."""
+
+    engine_id: str
+    ranks: tuple[str, ...]
+    lease: int
+    slot: int
+    blocks: BlockIds
+    tokens: int
+    fingerprint: bytes
+    prompt: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Concurrent: where the prefill engine that computes ``transfer`` now can be found."""
+
+    engine_id: str
+    bootstrap: str
+    transfer: str
+
+
+Source: TypeAlias = "Offer | Meeting"
+
+
+class _Handover(msgspec.Struct):
+    version: int
+    ranks: Annotated[list[_Text], msgspec.Meta(min_length=1, max_length=1024)]
+    lease: _Lease
+    slot: _U32
+    fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    prompt: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class _Ours(msgspec.Struct):
+    handover: _Handover
+
+
+class _TwoStep(msgspec.Struct):
+    remote_engine_id: _Text
+    remote_block_ids: Annotated[list[list[_U32]], msgspec.Meta(min_length=1)]
+    remote_num_tokens: Annotated[int, msgspec.Meta(gt=0)]
+    moonpool: _Ours
+
+
+class _Concurrent(msgspec.Struct):
+    remote_engine_id: _Text
+    remote_bootstrap_addr: Annotated[str, msgspec.Meta(pattern="^http://", max_length=1024)]
+    transfer_id: _Text
+
+
+def parse_prefill(params: Mapping[str, Any] | None) -> Prefill | None:
+    """What a request asks of a prefill engine; None: nothing. Raises Unusable."""
+    if not params or not params.get("do_remote_decode"):
+        return None
+    transfer = params.get("transfer_id")
+    if transfer is not None and not (isinstance(transfer, str) and 0 < len(transfer) <= TRANSFER_ID_MAX):
+        raise Unusable(f"transfer_id must be a text of 1 to {TRANSFER_ID_MAX} characters")
+    return Prefill(transfer or "")
+
+
+def parse_decode(params: Mapping[str, Any] | None) -> Source | None:
+    """Where a request's KV is to come from; None: from nowhere. Raises Unusable."""
+    if not params or not params.get("do_remote_prefill"):
+        return None
+    concurrent = "moonpool" not in params and params.get("transfer_id") is not None
+    try:
+        if concurrent:
+            met = msgspec.convert(dict(params), _Concurrent)
+            return Meeting(met.remote_engine_id, met.remote_bootstrap_addr, met.transfer_id)
+        if not isinstance(params.get("moonpool"), Mapping) or "handover" not in params["moonpool"]:
+            raise Unusable(
+                "kv_transfer_params were not made by this connector: the prefill engine must run it, too"
+            )
+        two = msgspec.convert(dict(params), _TwoStep)
+    except msgspec.ValidationError as error:
+        raise Unusable(f"kv_transfer_params cannot be read: {error}") from error
+    ours = two.moonpool.handover
+    if ours.version != VERSION:
+        raise Unusable(f"the prefill engine speaks version {ours.version} of the hand-over, not {VERSION}")
+    return Offer(
+        engine_id=two.remote_engine_id,
+        ranks=tuple(ours.ranks),
+        lease=ours.lease,
+        slot=ours.slot,
+        blocks=tuple(map(tuple, two.remote_block_ids)),
+        tokens=two.remote_num_tokens,
+        fingerprint=bytes.fromhex(ours.fingerprint),
+        prompt=bytes.fromhex(ours.prompt),
+    )
+
+
+def answer_of(offer: Offer, *, request_id: str, tp_size: int) -> dict[str, Any]:
+    """The kv_transfer_params of a prefill engine's answer, which ``parse_decode`` reads."""
+    host, _, port = offer.ranks[0].rpartition(":")
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": offer.engine_id,
+        "remote_request_id": request_id,
+        "remote_host": host.strip("[]"),
+        "remote_port": int(port),
+        "remote_block_ids": [list(ids) for ids in offer.blocks],
+        "remote_num_tokens": offer.tokens,
+        "tp_size": tp_size,
+        "moonpool": {
+            "handover": {
+                "version": VERSION,
+                "ranks": list(offer.ranks),
+                "lease": offer.lease,
+                "slot": offer.slot,
+                "fingerprint": offer.fingerprint.hex(),
+                "prompt": offer.prompt.hex(),
+            }
+        },
+    }
+
+
+def blocks_for(tokens: int, block_tokens: int) -> int:
+    """How many blocks of a prompt of so many tokens decode needs: it computes the last token itself."""
+    return -(-(tokens - 1) // block_tokens)
+
+
+def slice_blocks(blocks: Sequence[Sequence[int]], first: int, last: int) -> BlockIds:
+    """The ids of blocks [first, last) of each group."""
+    return tuple(tuple(ids[first:last]) for ids in blocks)

@@ -1,0 +1,183 @@
+"""Prefill's half of the hand-over beside the memory: which leases are valid, and who is told what. Pure:
+steps and messages go in, messages come out, as (address, message). The owner's lock guards it.
+
+    a transfer (concurrent form) may be known first by its request or first by its decode engine:
+
+    Open ----> Give <----attached---- Want        then each Grown is told as a Progress
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from moonpool.connectors.vllm.pd.plans import End, Grown, Open
+from moonpool.connectors.vllm.pd.wire import Done, Gone, Here, Known, Message, Progress, Want
+
+WAITING_MAX = 4096
+Outbox = list[tuple[str, Message]]
+
+
+@dataclass(slots=True)
+class Give:
+    """One lease. blocks: those that are complete, per group (concurrent form)."""
+
+    open: Open
+    blocks: list[list[int]] = field(default_factory=list)
+    final: bool = False
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A decode engine that takes a transfer. left: it needs it no more; heard_s: its last sign of life."""
+
+    reply: str
+    heard_s: float
+    left: bool = False
+
+
+class Gives:
+    def __init__(self, set_slot: Callable[[int, int], None], *, silence_s: float) -> None:
+        """set_slot(slot, lease): makes a lease valid, or, with 0, none."""
+        self._set_slot = set_slot
+        self._silence_s = silence_s
+        self._gives: dict[int, Give] = {}
+        self._by_transfer: dict[str, Give] = {}
+        self._waiting: dict[str, Waiting] = {}
+        self._signs: set[int] = set()
+        self._handed: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._gives)
+
+    # What the scheduler's half says
+
+    def begin(self, opens: tuple[Open, ...], ends: tuple[End, ...]) -> Outbox:
+        """Before anything of a step touches memory. A slot that ends may open again in the same step."""
+        outbox: Outbox = []
+        ended: list[tuple[str, str]] = []
+        for end in ends:
+            give = self._gives.pop(end.lease, None)
+            if give is not None:
+                self._set_slot(give.open.slot, 0)
+                if self._by_transfer.get(give.open.transfer) is give:
+                    del self._by_transfer[give.open.transfer]
+                    ended.append((give.open.transfer, end.why))
+        for one in opens:
+            give = Give(one)
+            self._gives[one.lease] = give
+            self._set_slot(one.slot, one.lease)
+            if one.transfer:
+                self._by_transfer[one.transfer] = give
+                self._attached(give, outbox)
+        for transfer, why in ended:
+            if transfer not in self._by_transfer and transfer in self._waiting:  # else it began anew
+                outbox.append((self._waiting.pop(transfer).reply, Gone(transfer, why)))
+        return outbox
+
+    def grown(self, grown: tuple[Grown, ...]) -> Outbox:
+        """After the forward of a step: these blocks are complete now."""
+        outbox: Outbox = []
+        for more in grown:
+            give = self._gives.get(more.lease)
+            if give is None:
+                continue  # decode needs it no more
+            if not give.blocks:
+                give.blocks = [[] for _ in more.block_ids]
+            for known, fresh in zip(give.blocks, more.block_ids, strict=True):
+                known.extend(fresh)
+            give.final = more.final
+            waiting = self._waiting.get(give.open.transfer)
+            if waiting is not None:
+                outbox.append((waiting.reply, _progress(give, more.first)))
+        return outbox
+
+    def take_signs(self) -> tuple[set[int], dict[int, int]]:
+        """(leases whose decode engine gave a sign of life, lease -> 1 where it needs nothing more), since the
+        last call."""
+        signs, self._signs = self._signs, set()
+        handed, self._handed = self._handed, {}
+        return signs, handed
+
+    @property
+    def has_signs(self) -> bool:
+        return bool(self._signs or self._handed)
+
+    # What decode engines say
+
+    def want(self, want: Want, now_s: float) -> Outbox:
+        """A decode engine takes a transfer. The first one that says so has it."""
+        waiting = self._waiting.get(want.transfer)
+        if waiting is not None and waiting.reply != want.reply:
+            return [(want.reply, Gone(want.transfer, "another engine takes this transfer"))]
+        if waiting is None and len(self._waiting) >= WAITING_MAX:
+            return [(want.reply, Gone(want.transfer, "too many transfers are waited for"))]
+        self._waiting[want.transfer] = Waiting(want.reply, now_s)
+        give = self._by_transfer.get(want.transfer)
+        outbox: Outbox = []
+        if give is not None:
+            self._attached(give, outbox)
+        return outbox
+
+    def here(self, here: Here, now_s: float) -> Outbox:
+        """A decode engine lives and still waits for these."""
+        self._signs.update(lease for lease in here.leases if lease in self._gives)
+        known = []
+        for transfer in here.transfers:
+            waiting = self._waiting.get(transfer)
+            if waiting is not None and waiting.reply == here.reply:
+                waiting.heard_s = now_s
+            give = self._by_transfer.get(transfer)
+            if give is not None:
+                self._signs.add(give.open.lease)
+                known.append(transfer)
+        return [(here.reply, Known(known))] if here.transfers else []
+
+    def done(self, done: Done) -> None:
+        """A decode engine needs nothing more of a lease, or of a transfer whose lease it was not told."""
+        give = self._gives.get(done.lease) if done.lease else self._by_transfer.get(done.transfer)
+        if give is not None:
+            self._hand(give)
+        elif not done.lease and done.transfer in self._waiting:
+            self._waiting[done.transfer].left = True
+
+    def tick(self, now_s: float) -> None:
+        """Forgets decode engines that were silent for too long."""
+        for transfer, waiting in list(self._waiting.items()):
+            if now_s - waiting.heard_s > self._silence_s:
+                del self._waiting[transfer]
+
+    # The parts
+
+    def _attached(self, give: Give, outbox: Outbox) -> None:
+        """Both the request and its decode engine are known."""
+        waiting = self._waiting.get(give.open.transfer)
+        if waiting is None:
+            return
+        if waiting.left:
+            self._hand(give)
+            return
+        self._signs.add(give.open.lease)
+        if any(give.blocks) or give.final:
+            outbox.append((waiting.reply, _progress(give, 0)))
+
+    def _hand(self, give: Give) -> None:
+        self._set_slot(give.open.slot, 0)
+        del self._gives[give.open.lease]
+        self._handed[give.open.lease] = 1
+        transfer = give.open.transfer
+        if self._by_transfer.get(transfer) is give:
+            del self._by_transfer[transfer]
+            self._waiting.pop(transfer, None)
+
+
+def _progress(give: Give, first: int) -> Progress:
+    return Progress(
+        transfer=give.open.transfer,
+        lease=give.open.lease,
+        slot=give.open.slot,
+        prompt=give.open.prompt,
+        first=first,
+        blocks=[ids[first:] for ids in give.blocks],
+        final=give.final,
+    )

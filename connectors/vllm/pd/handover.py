@@ -1,0 +1,232 @@
+"""Both halves of the hand-over in the scheduler's process, behind one door. An engine may give (kv_producer),
+take (kv_consumer), or do both; one whose workers cannot be reached does neither.
+
+Runs on the scheduler's thread. The scheduler's half asks it beside the pool: first here, then there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from moonpool.connectors.vllm.engine_types import BlockPool, Blocks, Request, SchedulerOutput
+from moonpool.connectors.vllm.facts import EngineFacts
+from moonpool.connectors.vllm.messages import Handshake, Report
+from moonpool.connectors.vllm.metrics import Tally
+from moonpool.connectors.vllm.pd.bootstrap import Bootstrap
+from moonpool.connectors.vllm.pd.consumer import Consumer
+from moonpool.connectors.vllm.pd.fields import Unusable
+from moonpool.connectors.vllm.pd.plans import HandoverStep
+from moonpool.connectors.vllm.pd.producer import Identity, Producer
+from moonpool.connectors.vllm.requests.chain import Digests
+from moonpool.connectors.vllm.settings import Settings
+from moonpool.core.addresses import Address, parse_address
+from moonpool.core.errors import ConfigError
+from moonpool.core.keys import chain_seed
+
+REFUSALS_LOGGED_MAX = 20
+
+
+class Handover:
+    def __init__(
+        self,
+        facts: EngineFacts,
+        settings: Settings,
+        *,
+        digest: Digests,
+        tally: Tally,
+        log: logging.Logger,
+        clock: Callable[[], float],
+    ) -> None:
+        self._facts = facts
+        self._settings = settings
+        self._digest = digest
+        self._tally = tally
+        self._log = log
+        self._clock = clock
+        self._blocks: BlockPool | None = None
+        self._bootstrap: Bootstrap | None = None
+        self._refusals = 0
+        self.producer: Producer | None = None
+        self.consumer: Consumer | None = None
+
+    # Start and end
+
+    def start(self, handshakes: Sequence[Handshake]) -> None:
+        """The workers are known. Raises ConfigError for a bootstrap_port that was asked for and is taken."""
+        workers = sorted(handshakes, key=lambda hand: hand.rank)
+        if not all(hand.station for hand in workers):
+            return
+        facts, ranks = self._facts, tuple(hand.station for hand in workers)
+        fingerprint = workers[0].fingerprint
+        if facts.may_save:
+            identity = Identity(facts.engine_id, fingerprint, ranks, facts.tp_size, facts.block_tokens)
+            self.producer = Producer(
+                identity,
+                silence_s=self._settings.lease_s,
+                tally=self._tally,
+                log=self._log,
+                clock=self._clock,
+            )
+            if self._blocks is not None:
+                self.producer.bind(self._blocks)
+            self._serve_bootstrap(workers)
+        if facts.may_load:
+            self.consumer = Consumer(
+                fingerprint=fingerprint, ranks=len(ranks), block_tokens=facts.block_tokens, tally=self._tally
+            )
+
+    def bind(self, blocks: BlockPool) -> None:
+        """The engine's blocks."""
+        self._blocks = blocks
+        if self.producer is not None:
+            self.producer.bind(blocks)
+
+    def close(self) -> None:
+        if self._bootstrap is not None:
+            self._bootstrap.close()
+            self._bootstrap = None
+
+    # A request, in the order in which vLLM calls
+
+    def arrived(self, request: Request, *, is_plain_text: bool) -> None:
+        """Looks whether the request is to be handed over, here or there. What cannot be is computed."""
+        params = request.kv_transfer_params
+        gives = bool(params) and bool((params or {}).get("do_remote_decode"))
+        takes = bool(params) and bool((params or {}).get("do_remote_prefill"))
+        if not (gives or takes):
+            return
+        try:
+            if not is_plain_text:
+                raise Unusable("only plain text is handed over; images, audio and embeddings are not")
+            if gives:
+                self._producer().arrived(request, self._prompt(request))
+            if takes:
+                self._consumer().arrived(request, self._prompt(request))
+        except Unusable as why:
+            self._tally.add("handover_refused")
+            self._refusals += 1
+            if self._refusals <= REFUSALS_LOGGED_MAX:
+                self._log.warning("moonpool: request %s is not handed over: %s", request.request_id, why)
+
+    def matched(self, request: Request, local_tokens: int) -> int:
+        """Tokens beyond the local ones that a prefill engine hands over."""
+        return (self.consumer.matched(request, local_tokens) or 0) if self.consumer is not None else 0
+
+    def admitted(self, request: Request, blocks: Blocks, external_tokens: int) -> bool:
+        """Whether the room that was made is for a hand-over."""
+        if self.consumer is None or not self.consumer.is_waiting(request):
+            return False
+        ids = tuple(map(tuple, blocks.get_block_ids()))
+        return self.consumer.admitted(request, ids, external_tokens)
+
+    def finished(self, request: Request) -> dict[str, Any]:
+        """What the answer's kv_transfer_params must carry: for decode, or what was handed over."""
+        answer = self.producer.finished(request) if self.producer is not None else None
+        tokens = self.consumer.finished(request) if self.consumer is not None else None
+        if tokens is not None:
+            return {"moonpool": {"handed_over_tokens": tokens}}
+        return answer or {}
+
+    def forget(self, request_id: str) -> None:
+        """Something unexpected happened to the request."""
+        if self.producer is not None:
+            self.producer.forget(request_id)
+        if self.consumer is not None:
+            self.consumer.forget(request_id)
+
+    def gives(self, request: Request) -> bool:
+        """Whether a decode engine takes this request's KV."""
+        return self.producer is not None and self.producer.is_wanted(request)
+
+    def takes(self, request: Request) -> bool:
+        """Whether a prefill engine computed, or was to compute, this request's prompt."""
+        return self.consumer is not None and self.consumer.is_ours(request)
+
+    # A step
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step has anything to do here."""
+        return (self.producer is not None and not self.producer.is_idle) or (
+            self.consumer is not None and self.consumer.has_work
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine must go on stepping for it."""
+        return (self.producer is not None and self.producer.has_work) or (
+            self.consumer is not None and self.consumer.has_work
+        )
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether waiting a moment frees blocks."""
+        return self.producer is not None and self.producer.leases.frees_soon
+
+    def plan(self, output: SchedulerOutput) -> HandoverStep:
+        """What the workers are told with this step."""
+        gives = self.producer.plan(output) if self.producer is not None else HandoverStep()
+        takes = self.consumer.plan() if self.consumer is not None else HandoverStep()
+        return HandoverStep(gives.opens, gives.grown, gives.ends, takes.holds, takes.pulls, takes.drops)
+
+    def reported(self, request_id: str, good: int) -> None:
+        """So many leading blocks of what was to be handed over are good."""
+        if self.consumer is not None:
+            self.consumer.reported(request_id, good)
+
+    def heard(self, report: Report) -> None:
+        """What the workers heard from other engines."""
+        if self.producer is not None and (report.signs or report.handed):
+            self.producer.signs(report.signs, report.handed)
+        if self.consumer is not None and report.lost:
+            self.consumer.lost(report.lost)
+
+    def ended(self, request_id: str) -> None:
+        """A hand-over to this request has ended on all ranks."""
+        if self.consumer is not None:
+            self.consumer.ended(request_id)
+
+    # The parts
+
+    def _producer(self) -> Producer:
+        if self.producer is None:
+            raise Unusable("this engine hands nothing over: see its log, kv_role and handover")
+        return self.producer
+
+    def _consumer(self) -> Consumer:
+        if self.consumer is None:
+            raise Unusable("this engine takes nothing over: see its log, kv_role and handover")
+        return self.consumer
+
+    def _prompt(self, request: Request) -> bytes:
+        """The digest of a whole prompt and what it was asked with: equal on both sides, or nothing is
+        handed over."""
+        tokens = np.array(request.prompt_token_ids, np.uint32)
+        lora = request.lora_request
+        seed = chain_seed(None if lora is None else str(lora.lora_name), request.cache_salt)
+        return self._digest(tokens, len(tokens), seed, b"")
+
+    def _serve_bootstrap(self, workers: Sequence[Handshake]) -> None:
+        port = self._settings.bootstrap(os.environ, only_produces=not self._facts.may_load)
+        if not port:
+            return
+        host = parse_address(self._settings.handover_listen, "handover_listen").host
+        address = Address(host, port + self._facts.dp_rank)
+        try:
+            self._bootstrap = Bootstrap(
+                address,
+                dp_rank=self._facts.dp_rank,
+                engine_id=self._facts.engine_id,
+                workers={(hand.tp_rank, hand.pp_rank): hand.station for hand in workers},
+            )
+        except ConfigError as error:
+            if self._settings.bootstrap_port is not None:
+                raise
+            self._log.warning("moonpool: decode engines cannot be served concurrently: %s", error)
+            return
+        self._log.info("moonpool: decode engines find this one at http://%s/query", self._bootstrap.address)

@@ -1,0 +1,128 @@
+"""The blocks that a prefill engine keeps for a decode engine, and when it gets them back. Pure: the time and
+what was heard go in, leases that ended come out.
+
+    open ----its request has ended----> offered ----decode has it all, on every rank------------> over
+      |                                    |
+      |                                    +----no sign of decode for silence_s-----------------> over
+      +----aborted, preempted; or decode has it all already-------------------------------------> over
+
+While its request runs, a lease does not expire. Afterwards every sign of life of the decode engine gives it
+another ``silence_s``. Ending a lease while somebody reads is safe: see the package's first page.
+
+Invariants: a block is in ``blocks`` once for each reference that is held for it; a slot belongs to one lease.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from moonpool.connectors.vllm.engine_types import Block
+from moonpool.connectors.vllm.pd.fields import LEASE_BITS
+
+SLOTS = 4096
+
+
+@dataclass(slots=True)
+class Lease:
+    """deadline_s: when it expires, None while its request runs; ranks: that do not have it all yet; heard:
+    whether decode ever gave a sign."""
+
+    id: int
+    slot: int
+    ranks: int
+    blocks: list[Block] = field(default_factory=list)
+    deadline_s: float | None = None
+    heard: bool = False
+
+
+def random_id() -> int:
+    """Never 0, and nobody's but the one's whom it is told."""
+    return 1 + secrets.randbelow((1 << LEASE_BITS) - 1)
+
+
+class Leases:
+    def __init__(
+        self, *, silence_s: float, ranks: int, slots: int = SLOTS, new_id: Callable[[], int] = random_id
+    ) -> None:
+        self._silence_s = silence_s
+        self._ranks = ranks
+        self._slots = slots
+        self._free = deque(range(slots))  # the one that was given back longest ago is next
+        self._new_id = new_id
+        self._live: dict[int, Lease] = {}
+        self._offered: dict[int, Lease] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def offered(self) -> int:
+        """Leases that outlived their request."""
+        return len(self._offered)
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether a decode engine that is alive keeps blocks that nothing else does."""
+        return any(
+            lease.heard and any(block.ref_cnt == 1 for block in lease.blocks)
+            for lease in self._offered.values()
+        )
+
+    def open(self) -> Lease | None:
+        """A new lease without blocks; None when all slots are taken."""
+        if not self._free:
+            return None
+        lease = Lease(self._new_id(), self._free.popleft(), self._ranks)
+        self._live[lease.id] = lease
+        return lease
+
+    def offer(self, lease: Lease, now_s: float) -> bool:
+        """Its request has ended; from now on it expires. False when it is over already."""
+        if lease.id not in self._live:
+            return False
+        lease.deadline_s = now_s + self._silence_s
+        self._offered[lease.id] = lease
+        return True
+
+    def heard(self, lease_id: int, now_s: float) -> None:
+        """Decode gave a sign of life."""
+        lease = self._live.get(lease_id)
+        if lease is not None:
+            lease.heard = True
+            if lease.deadline_s is not None:
+                lease.deadline_s = now_s + self._silence_s
+
+    def handed(self, lease_id: int, ranks: int) -> Lease | None:
+        """Decode needs nothing more of ``ranks`` more ranks. Returns the lease when that ends it."""
+        lease = self._live.get(lease_id)
+        if lease is None:
+            return None
+        lease.ranks -= ranks
+        return self.end(lease_id) if lease.ranks <= 0 else None
+
+    def expired(self, now_s: float) -> list[Lease]:
+        """Ends those whose decode engine was silent for too long."""
+        late = [lease for lease in self._offered.values() if (lease.deadline_s or now_s) <= now_s]
+        for lease in late:
+            self.end(lease.id)
+        return late
+
+    def end(self, lease_id: int) -> Lease | None:
+        """The lease is over: its blocks are the caller's to free. None when it was already."""
+        lease = self._live.pop(lease_id, None)
+        if lease is not None:
+            self._offered.pop(lease_id, None)
+            self._free.append(lease.slot)
+        return lease
+
+    def check_integrity(self) -> bool:
+        """Whether every slot is free or belongs to one lease, and every offered lease lives."""
+        taken = [lease.slot for lease in self._live.values()]
+        return (
+            sorted([*taken, *self._free]) == list(range(self._slots))
+            and self._offered.keys() <= self._live.keys()
+            and all((lease.deadline_s is not None) == (i in self._offered) for i, lease in self._live.items())
+        )

@@ -1,0 +1,75 @@
+"""What the scheduler's halves tell the worker about hand-overs, each step: plain values, pickled by vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moonpool.connectors.vllm.pd.fields import BlockIds, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Prefill: a lease is valid from now on. transfer: who waits for it in the concurrent form; prompt: the
+    digest of its prompt."""
+
+    lease: int
+    slot: int
+    transfer: str
+    prompt: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """Prefill, concurrent form: when this step ends, these blocks are complete: block ``first`` and
+    following. final: these are the last."""
+
+    lease: int
+    first: int
+    block_ids: BlockIds
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Prefill: the lease is over; its blocks may be used again as soon as this step begins."""
+
+    lease: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Decode: a request came whose KV lies at ``source``; blocks: how many it needs."""
+
+    request_id: str
+    source: Source
+    prompt: bytes
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Decode: room was made for block ``first`` and following."""
+
+    request_id: str
+    first: int
+    block_ids: BlockIds
+
+    @property
+    def blocks(self) -> int:
+        return len(self.block_ids[0])
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverStep:
+    """drops: requests whose hand-over nobody waits for any more."""
+
+    opens: tuple[Open, ...] = ()
+    grown: tuple[Grown, ...] = ()
+    ends: tuple[End, ...] = ()
+    holds: tuple[Hold, ...] = ()
+    pulls: tuple[Pull, ...] = ()
+    drops: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.opens or self.grown or self.ends or self.holds or self.pulls or self.drops)

@@ -1,0 +1,258 @@
+"""Prefill's half of the hand-over in the scheduler's process: which requests another engine will take, the
+leases on their blocks, and what the workers are told about it each step. Runs on the scheduler's thread.
+
+Blocks of a lease carry one more reference in the engine's block pool: in the two-step form from the end of
+the request on, in the concurrent form from the step that completes them. A lease that ends is told to the
+workers in the same step in which its blocks are freed, so no later step can write to them before every worker
+has made the lease invalid.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moonpool.connectors.vllm.engine_types import BlockPool, Request, SchedulerOutput
+from moonpool.connectors.vllm.metrics import Tally
+from moonpool.connectors.vllm.pd import fields
+from moonpool.connectors.vllm.pd.fields import Offer, blocks_for, slice_blocks
+from moonpool.connectors.vllm.pd.leases import Lease, Leases
+from moonpool.connectors.vllm.pd.plans import End, Grown, HandoverStep, Open
+
+ENDED_WELL = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this engine is to others: ranks are the addresses of its workers, in the order pipeline rank,
+    tensor rank."""
+
+    engine_id: str
+    fingerprint: bytes
+    ranks: tuple[str, ...]
+    tp_size: int
+    block_tokens: int
+
+
+@dataclass(slots=True)
+class Give:
+    """A request that another engine will take. told: blocks that the workers know as complete."""
+
+    request: Request
+    transfer: str
+    prompt: bytes
+    lease: Lease
+    preemptions: int = 0
+    block_ids: list[list[int]] = field(default_factory=list)
+    told: int = 0
+    final: bool = False
+
+
+class Producer:
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        silence_s: float,
+        tally: Tally,
+        log: logging.Logger,
+        clock: Callable[[], float],
+    ) -> None:
+        self._identity = identity
+        self._tally = tally
+        self._log = log
+        self._clock = clock
+        self._blocks: BlockPool | None = None
+        self.leases = Leases(silence_s=silence_s, ranks=len(identity.ranks))
+        self.gives: dict[str, Give] = {}
+        self._transfers: dict[str, str] = {}
+        self._opens: list[Open] = []
+        self._ends: list[End] = []
+        self._ended: list[Lease] = []
+
+    def bind(self, blocks: BlockPool) -> None:
+        """The engine's blocks."""
+        self._blocks = blocks
+
+    @property
+    def has_work(self) -> bool:
+        """Whether only a step can bring a hand-over on, or end it."""
+        return bool(self.leases.offered or self._opens or self._ends)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a step has nothing to do here."""
+        return not (self.gives or self.leases or self._ends)
+
+    def is_wanted(self, request: Request) -> bool:
+        """Whether another engine will take this request's KV."""
+        return request.request_id in self.gives
+
+    def arrived(self, request: Request, prompt: bytes) -> None:
+        """A request came. Raises Unusable when what it asks for cannot be."""
+        asked = fields.parse_prefill(request.kv_transfer_params)
+        if asked is None or self._blocks is None:
+            return
+        if asked.transfer in self._transfers:
+            raise fields.Unusable(f"another request with the transfer_id {asked.transfer!r} is under way")
+        lease = self._open(asked.transfer, prompt)
+        if lease is None:
+            raise fields.Unusable("too many hand-overs are under way")
+        self.gives[request.request_id] = Give(request, asked.transfer, prompt, lease, request.num_preemptions)
+        if asked.transfer:
+            self._transfers[asked.transfer] = request.request_id
+
+    def plan(self, output: SchedulerOutput) -> HandoverStep:
+        """What the workers are to know of the step that ``output`` describes; frees what is over."""
+        now_s = self._clock()
+        for lease in self.leases.expired(now_s):
+            self._tally.add("leases_expired")
+            self._log.warning(
+                "moonpool: no decode engine took a finished prefill in time; its %d blocks are free again",
+                len(lease.blocks),
+            )
+            self._over(lease, "the lease expired")
+        grown = self._plan_growth(output) if self.gives else []
+        step = HandoverStep(opens=tuple(self._opens), grown=tuple(grown), ends=tuple(self._ends))
+        self._opens, self._ends = [], []
+        ended, self._ended = self._ended, []
+        for lease in ended:
+            self._free(lease)
+        return step
+
+    def signs(self, heard: set[int], handed: Mapping[int, int]) -> None:
+        """What the workers heard from decode engines: signs of life, and leases that ``ranks`` need no
+        more."""
+        now_s = self._clock()
+        for lease_id in heard:
+            self.leases.heard(lease_id, now_s)
+        for lease_id, ranks in handed.items():
+            lease = self.leases.handed(lease_id, ranks)
+            if lease is not None:
+                self._free(lease)  # the workers made it invalid themselves
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """The request is over: what its answer must carry for decode, or None."""
+        give = self.gives.pop(request.request_id, None)
+        if give is None:
+            return None
+        if give.transfer:
+            del self._transfers[give.transfer]
+        tokens = request.num_prompt_tokens
+        if request.status.name not in ENDED_WELL or request.num_computed_tokens < tokens:
+            self._end(give.lease, "the prefill was aborted")
+            return None
+        last = blocks_for(tokens, self._identity.block_tokens)
+        if give.transfer and give.final:
+            self.leases.offer(give.lease, self._clock())
+            return None
+        if give.transfer or any(len(ids) < last for ids in give.block_ids) or not give.block_ids:
+            self._end(give.lease, "the prefill engine lost track of its blocks")
+            return None
+        held = slice_blocks(give.block_ids, 0, last)
+        if not self.leases.offer(give.lease, self._clock()):
+            return None
+        self._hold(give.lease, held)
+        self._tally.add("leases")
+        offer = Offer(
+            engine_id=self._identity.engine_id,
+            ranks=self._identity.ranks,
+            lease=give.lease.id,
+            slot=give.lease.slot,
+            blocks=held,
+            tokens=tokens,
+            fingerprint=self._identity.fingerprint,
+            prompt=give.prompt,
+        )
+        return fields.answer_of(offer, request_id=request.request_id, tp_size=self._identity.tp_size)
+
+    def forget(self, request_id: str) -> None:
+        """Something unexpected happened to the request: nobody takes it."""
+        give = self.gives.pop(request_id, None)
+        if give is not None:
+            self._transfers.pop(give.transfer, None)
+            self._end(give.lease, "the prefill engine gave up")
+
+    # The parts
+
+    def _open(self, transfer: str, prompt: bytes) -> Lease | None:
+        lease = self.leases.open()
+        if lease is not None:
+            self._opens.append(Open(lease.id, lease.slot, transfer, prompt))
+        return lease
+
+    def _end(self, lease: Lease, why: str) -> None:
+        if self.leases.end(lease.id) is not None:
+            self._over(lease, why)
+
+    def _over(self, lease: Lease, why: str) -> None:
+        """The lease has ended; its blocks are freed with the step that tells so."""
+        self._ends.append(End(lease.id, why))
+        self._ended.append(lease)
+
+    def _hold(self, lease: Lease, block_ids: fields.BlockIds) -> None:
+        assert self._blocks is not None
+        blocks = [self._blocks.blocks[block_id] for ids in block_ids for block_id in ids]
+        self._blocks.touch(blocks)
+        lease.blocks += blocks
+
+    def _free(self, lease: Lease) -> None:
+        assert self._blocks is not None
+        blocks, lease.blocks = lease.blocks, []
+        if blocks:
+            self._blocks.free_blocks(reversed(blocks))
+
+    def _plan_growth(self, output: SchedulerOutput) -> list[Grown]:
+        grown: list[Grown] = []
+        scheduled = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            give = self.gives.get(new.req_id)
+            if give is not None:
+                give.block_ids = [list(ids) for ids in new.block_ids]
+                self._grow(give, new.num_computed_tokens + scheduled[new.req_id], grown)
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            give = self.gives.get(request_id)
+            if give is None:
+                continue
+            fresh = cached.new_block_ids[index]
+            if fresh is not None and request_id in cached.resumed_req_ids:
+                give.block_ids = [list(ids) for ids in fresh]  # after a preemption: all of them
+            elif fresh is not None:
+                for known, more in zip(give.block_ids, fresh, strict=True):
+                    known.extend(more)
+            self._grow(give, cached.num_computed_tokens[index] + scheduled[request_id], grown)
+        return grown
+
+    def _grow(self, give: Give, computed: int, grown: list[Grown]) -> None:
+        """When this step ends, so many tokens are computed."""
+        if not give.transfer or give.final or give.lease.ranks <= 0:  # 0: decode needs no more
+            return
+        if give.request.num_preemptions != give.preemptions:
+            self._restart(give)
+        tokens = give.request.num_prompt_tokens
+        give.final = computed >= tokens
+        size = self._identity.block_tokens
+        last = blocks_for(tokens, size) if give.final else computed // size
+        if last <= give.told and not give.final:
+            return
+        fresh = slice_blocks(give.block_ids, give.told, last)
+        self._hold(give.lease, fresh)
+        grown.append(Grown(give.lease.id, give.told, fresh, give.final))
+        give.told = last
+        if give.final:
+            self._tally.add("leases")
+
+    def _restart(self, give: Give) -> None:
+        """After a preemption the blocks are others: a new lease, under the same transfer."""
+        give.preemptions = give.request.num_preemptions
+        if not give.told:
+            return
+        lease = self._open(give.transfer, give.prompt)
+        self._end(give.lease, "preempted")
+        if lease is None:
+            give.final = True  # nothing more is told, and finished() finds no lease to offer
+            return
+        give.lease, give.told = lease, 0

@@ -1,0 +1,340 @@
+"""A worker's end of the hand-over: its transfer engine with the KV memory registered, its page, one thread
+that hears messages, and the lines to others.
+
+The worker's own thread calls ``begin``, ``pull`` and ``computed`` within a step and takes the ends with
+``take_ended``; none of them waits. What happens when is decided in ``gives`` and ``takes``, under one lock;
+this file carries their effects out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+
+from moonpool.connectors.vllm.layout import Refused
+from moonpool.connectors.vllm.pd import bootstrap, wire
+from moonpool.connectors.vllm.pd.copies import Pair, pair_rows, ranges_of
+from moonpool.connectors.vllm.pd.fields import Offer, Source
+from moonpool.connectors.vllm.pd.gives import Gives, Outbox
+from moonpool.connectors.vllm.pd.leases import SLOTS
+from moonpool.connectors.vllm.pd.lines import Line, Lines
+from moonpool.connectors.vllm.pd.page import Page
+from moonpool.connectors.vllm.pd.plans import HandoverStep, Hold
+from moonpool.connectors.vllm.pd.takes import Ended, Piece, Take, Takes
+from moonpool.connectors.vllm.pd.wire import Description, Done, Gone, Here, Known, Progress, Want
+from moonpool.connectors.vllm.pool import Rows
+from moonpool.core.engine import TransferEngine
+from moonpool.core.engine_types import Batch, Column
+from moonpool.core.errors import Error, Unavailable
+from moonpool.core.keys import Ranges
+
+SIGN_S = 1.0
+CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class KvMemory:
+    """This worker's KV. spans: (address, bytes) of what to register; columns, rows: see pool.PartTable."""
+
+    engine_id: str
+    fingerprint: bytes
+    spans: tuple[tuple[int, int], ...]
+    columns: tuple[Ranges, ...]
+    rows: Rows
+    rank: int
+    tp_rank: int
+    pp_rank: int
+
+
+class Station:
+    def __init__(
+        self,
+        memory: KvMemory,
+        *,
+        listen: str,
+        transports: Sequence[str] | None,
+        tenant: str,
+        silence_s: float,
+        log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises ConfigError for an address that cannot be listened on."""
+        self._memory = memory
+        self._log = log
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._pairs: dict[int, tuple[Description, tuple[Pair, ...]]] = {}
+        self._engine = TransferEngine(
+            f"vllm-{memory.engine_id}-{memory.rank}", listen=listen, transports=transports, tenant=tenant
+        )
+        for address, length in memory.spans:
+            self._engine.register((address, length))
+        self._page = Page(
+            self._engine,
+            Description(
+                engine_id=memory.engine_id,
+                fingerprint=memory.fingerprint,
+                columns=[
+                    (one.group, one.first_head, one.heads, one.first_layer, one.layers)
+                    for one in memory.columns
+                ],
+                rows=memory.rows,
+                slots=0,
+                slot_count=SLOTS,
+            ),
+        )
+        self.address = self._engine.addresses[0]
+        self._gives = Gives(self._page.set, silence_s=silence_s)
+        self._takes = Takes(reply=self.address, silence_s=silence_s)
+        self._lines = Lines(self._engine, self._line_ended, clock=clock)
+        self._next_sign_s = 0.0
+        self._closing = False
+        self.dropped_messages = 0
+        self._ear = threading.Thread(target=self._listen, name="moonpool-handover-ear", daemon=True)
+        self._ear.start()
+
+    def close(self) -> None:
+        """Returns when nothing touches the KV memory any more."""
+        with self._lock:
+            self._closing = True
+            lines = self._lines.all()
+        for line in lines:
+            line.stop()
+        self._engine.close()
+        for thread in lines:
+            thread.join(CLOSE_TIMEOUT_S)
+        self._ear.join(CLOSE_TIMEOUT_S)
+
+    # A step, on the worker's thread
+
+    def begin(self, step: HandoverStep) -> None:
+        """Before anything of the step touches memory."""
+        with self._lock:
+            self._send(self._gives.begin(step.opens, step.ends))
+            for hold in step.holds:
+                self._hold(hold)
+            for request_id in step.drops:
+                self._takes.drop(request_id, self._clock())
+            self._tell_over()
+
+    def pull(self, step: HandoverStep) -> None:
+        """Starts the pulls of the step; each is reported by take_ended once, whatever becomes of it."""
+        with self._lock:
+            for pull in step.pulls:
+                take = self._takes.pull(pull, self._clock())
+                if take is not None:
+                    self._read_on(take)
+            self._tell_over()
+
+    def computed(self, step: HandoverStep) -> None:
+        """The forward of the step has ended."""
+        if step.grown:
+            with self._lock:
+                self._send(self._gives.grown(step.grown))
+
+    @property
+    def has_news(self) -> bool:
+        """Whether one of the take_... has something. Asked each step, so without the lock."""
+        return self._takes.has_news or self._gives.has_signs
+
+    def take_ended(self) -> list[Ended]:
+        """Pulls that ended since the last call."""
+        with self._lock:
+            return self._takes.take_ended()
+
+    def take_lost(self) -> set[str]:
+        """Requests for which nothing will come, though nothing was pulled yet."""
+        with self._lock:
+            return self._takes.take_lost()
+
+    def take_signs(self) -> tuple[set[int], dict[int, int]]:
+        """See Gives.take_signs."""
+        with self._lock:
+            return self._gives.take_signs()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What the transfer engine moved, by transport."""
+        return self._engine.metrics()
+
+    # Decode: the requests that came, under the lock
+
+    def _hold(self, hold: Hold) -> None:
+        now_s = self._clock()
+        key: Hashable
+        source = hold.source
+        if isinstance(source, Offer):
+            key = (source.engine_id, source.ranks[self._memory.rank])
+        else:
+            key = (source.engine_id, source.bootstrap)
+        take = self._takes.hold(hold, key, now_s)
+        if take is None:
+            return
+        try:
+            line = self._lines.get(key, lambda: self._find(source), reads=True)
+        except Unavailable as error:
+            self._takes.fail(take, str(error), now_s)
+            return
+        if take.transfer:
+            line.send(Want(take.transfer, self.address))
+        else:
+            line.send(Here(self.address, [take.lease], []))
+
+    def _find(self, source: Source) -> str:
+        """The address of our counterpart there. On a line's thread; raises Unavailable."""
+        if isinstance(source, Offer):
+            return source.ranks[self._memory.rank]
+        return bootstrap.find_worker(
+            source.bootstrap, source.engine_id, tp_rank=self._memory.tp_rank, pp_rank=self._memory.pp_rank
+        )
+
+    def _read_on(self, take: Take) -> None:
+        """Has the line look what there is to read of a take."""
+        line = self._lines.find(take.key)
+        if line is not None:
+            request_id = take.hold.request_id
+            line.post(lambda line: self._read(line, request_id))
+
+    # On a line's thread
+
+    def _read(self, line: Line, request_id: str) -> None:
+        """Reads what is ready, piece by piece. Raises what the transfer raises, which ends the line."""
+        while True:
+            with self._lock:
+                piece = self._takes.next_piece(request_id)
+            if piece is None:
+                return
+            nbytes, error = 0, ""
+            try:
+                nbytes = self._read_piece(line, piece)
+            except Refused as refusal:
+                error = str(refusal)
+            except Error as failure:
+                self._ended_piece(piece, 0, str(failure))
+                raise
+            self._ended_piece(piece, nbytes, error)
+
+    def _ended_piece(self, piece: Piece, nbytes: int, error: str) -> None:
+        with self._lock:
+            self._takes.read(piece, nbytes, error, self._clock())
+            self._tell_over()
+
+    def _read_piece(self, line: Line, piece: Piece) -> int:
+        """The bytes that were read and valid. Raises Refused when they cannot be ours."""
+        description = line.description
+        assert description is not None
+        pairs = self._pairs_with(line, description)
+        if len(piece.there) != len(piece.here) or piece.slot >= description.slot_count:
+            raise Refused("the prefill engine's blocks are not of our KV cache groups")
+        columns = (cast(Column, column) for column in ranges_of(pairs, piece.here, piece.there))
+        nbytes = self._engine.transfer(Batch("read", line.segment, *columns))
+        scratch = self._page.scratch_address(line.number)
+        self._engine.read(line.segment, scratch, description.slots + 8 * piece.slot, 8)
+        if self._page.scratch(line.number) != piece.lease:
+            raise Refused("the prefill engine gave the blocks away before they were read")
+        return nbytes
+
+    def _pairs_with(self, line: Line, description: Description) -> tuple[Pair, ...]:
+        known = self._pairs.get(line.number)
+        if known is not None and known[0] is description:
+            return known[1]
+        memory = self._memory
+        key_engine = line.key[0] if isinstance(line.key, tuple) else ""
+        if description.engine_id != key_engine:
+            raise Refused(
+                f"another engine ({description.engine_id}) lives at the prefill engine's address now"
+            )
+        if description.fingerprint != memory.fingerprint:
+            raise Refused(
+                f"the prefill engine serves another model, other weights, or KV of another form: its "
+                f"fingerprint is {description.fingerprint.hex()[:16]}, ours {memory.fingerprint.hex()[:16]}"
+            )
+        if description.ranges != memory.columns or len(description.rows) != len(memory.rows):
+            raise Refused(
+                "the prefill engine's worker holds other heads or layers than ours; a hand-over needs equal "
+                "tensor- and pipeline-parallel sizes"
+            )
+        pairs = pair_rows(memory.columns, memory.rows, description.rows)
+        self._pairs[line.number] = (description, pairs)
+        return pairs
+
+    def _line_ended(self, line: Line, why: str) -> None:
+        with self._lock:
+            self._lines.forget(line, why)
+            if not self._closing:
+                self._takes.fail_line(line.key, why or "the line was closed", self._clock())
+                self._tell_over()
+
+    # The ear
+
+    def _listen(self) -> None:
+        while not self._closing:
+            try:
+                for note in self._engine.notifications(timeout_s=SIGN_S):
+                    self._heard(note.message)
+            except Error:
+                return  # closed
+            now_s = self._clock()
+            if now_s >= self._next_sign_s:
+                self._next_sign_s = now_s + SIGN_S
+                self._tick(now_s)
+
+    def _heard(self, text: bytes) -> None:
+        try:
+            message = wire.decode(text)
+        except msgspec.DecodeError:
+            self.dropped_messages += 1
+            return
+        now_s = self._clock()
+        with self._lock:
+            if isinstance(message, Want):
+                self._send(self._gives.want(message, now_s))
+            elif isinstance(message, Here):
+                self._send(self._gives.here(message, now_s))
+            elif isinstance(message, Done):
+                self._gives.done(message)
+            elif isinstance(message, Progress):
+                take = self._takes.progress(message, now_s)
+                if take is not None:
+                    self._read_on(take)
+            elif isinstance(message, Known):
+                self._takes.known(message, now_s)
+            elif isinstance(message, Gone):
+                self._takes.gone(message, now_s)
+            self._tell_over()
+
+    def _tick(self, now_s: float) -> None:
+        with self._lock:
+            self._gives.tick(now_s)
+            for key, here in self._takes.tick(now_s):
+                line = self._lines.find(key)
+                if line is not None:
+                    line.send(here)
+            self._tell_over()
+
+    # Sending, under the lock
+
+    def _send(self, outbox: Outbox) -> None:
+        """To decode engines. One that cannot be reached has lost its hand-over, and finds out by itself."""
+        for address, message in outbox:
+            try:
+                self._lines.get(("", address), _always(address), reads=False).send(message)
+            except Unavailable as error:
+                self._log.debug("moonpool: %s was not told: %s", address, error)
+
+    def _tell_over(self) -> None:
+        """Tells prefill engines what is needed no more."""
+        for key, done in self._takes.take_over():
+            line = self._lines.find(key)
+            if line is not None:
+                line.send(done)
+
+
+def _always(address: str) -> Callable[[], str]:
+    return lambda: address

@@ -1,0 +1,258 @@
+"""Decode's half of the hand-over beside the memory: what is ready over there, what is to be read next, and
+how each pull ended. Pure: plans, messages and ends of reads go in; messages and pieces to read come out. The
+owner's lock guards it.
+
+    a Take, block by block of what its request needs:
+
+    | local prefix | good: here | being read | ready: complete over there | not computed yet |
+    0            first                                                                    needed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from moonpool.connectors.vllm.pd.fields import BlockIds, Offer, slice_blocks
+from moonpool.connectors.vllm.pd.plans import Hold, Pull
+from moonpool.connectors.vllm.pd.wire import Done, Gone, Here, Known, Progress
+
+PIECE_BLOCKS = 64  # between two pieces a pull can be given up
+
+
+@dataclass(slots=True)
+class Take:
+    """key: of the line to the prefill engine; ready: ids over there of complete blocks, per group; pull: once
+    there is room; good: blocks behind the local prefix that are here; known_s: when the prefill engine last
+    said that it knows the transfer; error: why nothing more comes, or ""."""
+
+    hold: Hold
+    key: Hashable
+    known_s: float
+    transfer: str = ""
+    lease: int = 0
+    slot: int = 0
+    ready: list[list[int]] = field(default_factory=list)
+    final: bool = False
+    pull: Pull | None = None
+    pulled_s: float = 0.0
+    good: int = 0
+    bytes: int = 0
+    reading: bool = False
+    error: str = ""
+
+    @property
+    def ready_blocks(self) -> int:
+        return min((len(ids) for ids in self.ready), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Blocks to read next, there and here, under a lease."""
+
+    request_id: str
+    lease: int
+    slot: int
+    there: BlockIds
+    here: BlockIds
+
+    @property
+    def blocks(self) -> int:
+        return len(self.here[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A pull is over: ``good`` leading blocks of it are here. error: why not all, or ""."""
+
+    pull: Pull
+    good: int
+    bytes: int
+    seconds: float
+    error: str
+
+
+class Takes:
+    def __init__(self, *, reply: str, silence_s: float) -> None:
+        """reply: our own address."""
+        self._reply = reply
+        self._silence_s = silence_s
+        self._takes: dict[str, Take] = {}
+        self._by_transfer: dict[str, Take] = {}
+        self._ended: list[Ended] = []
+        self._lost: set[str] = set()
+        self._over: list[tuple[Hashable, Done]] = []
+
+    def __len__(self) -> int:
+        return len(self._takes)
+
+    # What the scheduler's half says
+
+    def hold(self, hold: Hold, key: Hashable, now_s: float) -> Take | None:
+        """A request came. Returns what it waits for, or None when that cannot be."""
+        take = Take(hold, key, now_s)
+        if isinstance(hold.source, Offer):
+            take.lease, take.slot, take.final = hold.source.lease, hold.source.slot, True
+            take.ready = [list(ids) for ids in hold.source.blocks]
+        else:
+            take.transfer = hold.source.transfer
+            if take.transfer in self._by_transfer:
+                self._lost.add(hold.request_id)
+                return None
+            self._by_transfer[take.transfer] = take
+        self._takes[hold.request_id] = take
+        return take
+
+    def pull(self, pull: Pull, now_s: float) -> Take | None:
+        """There is room for its blocks. None: it has ended, badly."""
+        take = self._takes.get(pull.request_id)
+        if take is None:
+            self._ended.append(Ended(pull, 0, 0, 0.0, "the prefill engine was lost"))
+            return None
+        take.pull, take.pulled_s = pull, now_s
+        self._settle(take, now_s)
+        return take
+
+    def drop(self, request_id: str, now_s: float) -> None:
+        """Nobody waits for it any more; a pull under way still ends once."""
+        take = self._takes.get(request_id)
+        if take is not None:
+            self.fail(take, "the request is gone", now_s)
+
+    # What prefill engines say
+
+    def progress(self, progress: Progress, now_s: float) -> Take | None:
+        """More blocks are complete. Returns whose."""
+        take = self._by_transfer.get(progress.transfer)
+        if take is None:
+            return None
+        if progress.prompt != take.hold.prompt:
+            self.fail(take, "the prefill engine computes another prompt under this transfer_id", now_s)
+            return None
+        if progress.first == 0:
+            take.ready = [[] for _ in progress.blocks]
+        if take.ready_blocks != progress.first or len(progress.blocks) != len(take.ready):
+            self.fail(take, "the prefill engine contradicts itself", now_s)
+            return None
+        take.known_s = now_s
+        take.lease, take.slot, take.final = progress.lease, progress.slot, progress.final
+        for known, fresh in zip(take.ready, progress.blocks, strict=True):
+            known.extend(fresh)
+        self._settle(take, now_s)
+        return take
+
+    def known(self, known: Known, now_s: float) -> None:
+        """The prefill engine knows these transfers."""
+        for transfer in known.transfers:
+            if transfer in self._by_transfer:
+                self._by_transfer[transfer].known_s = now_s
+
+    def gone(self, gone: Gone, now_s: float) -> None:
+        """Nothing more comes."""
+        take = self._by_transfer.get(gone.transfer)
+        if take is not None:
+            self.fail(take, gone.why, now_s)
+
+    # Reading
+
+    def next_piece(self, request_id: str) -> Piece | None:
+        """What to read next of this request; its reader calls ``read`` afterwards."""
+        take = self._takes.get(request_id)
+        if take is None or take.pull is None or take.reading or take.error:
+            return None
+        start = take.pull.first + take.good
+        stop = min(take.ready_blocks, take.pull.first + take.pull.blocks, start + PIECE_BLOCKS)
+        if stop <= start:
+            return None
+        take.reading = True
+        return Piece(
+            request_id,
+            take.lease,
+            take.slot,
+            slice_blocks(take.ready, start, stop),
+            slice_blocks(take.pull.block_ids, take.good, take.good + stop - start),
+        )
+
+    def read(self, piece: Piece, nbytes: int, error: str, now_s: float) -> None:
+        """A piece was read. error: why not, or ""; it counts unless the lease was replaced meanwhile."""
+        take = self._takes.get(piece.request_id)
+        if take is None:
+            return
+        take.reading = False
+        if not error:
+            take.good += piece.blocks
+            take.bytes += nbytes
+        elif take.lease == piece.lease:
+            self.fail(take, error, now_s)
+            return
+        self._settle(take, now_s)
+
+    # Ends
+
+    def fail(self, take: Take, why: str, now_s: float) -> None:
+        """Nothing more will come; what is here stays good."""
+        take.error = take.error or why
+        self._settle(take, now_s)
+
+    def fail_line(self, key: Hashable, why: str, now_s: float) -> None:
+        """The line to a prefill engine is dead."""
+        for take in [take for take in self._takes.values() if take.key == key]:
+            self.fail(take, why, now_s)
+
+    def take_ended(self) -> list[Ended]:
+        """Pulls that ended since the last call, each once."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def take_lost(self) -> set[str]:
+        """Requests for which nothing will come, known before there was room for them."""
+        lost, self._lost = self._lost, set()
+        return lost
+
+    def take_over(self) -> list[tuple[Hashable, Done]]:
+        """What prefill engines are to be told: they are needed no more."""
+        over, self._over = self._over, []
+        return over
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._ended or self._lost)
+
+    # Time
+
+    def tick(self, now_s: float) -> list[tuple[Hashable, Here]]:
+        """Signs of life, by line; gives up on transfers that their prefill engine does not know."""
+        for take in list(self._by_transfer.values()):
+            if now_s - take.known_s > self._silence_s:
+                self.fail(take, f"the prefill engine knew nothing of it for {self._silence_s:g} s", now_s)
+        by_line: dict[Hashable, Here] = {}
+        for take in self._takes.values():
+            here = by_line.setdefault(take.key, Here(self._reply, [], []))
+            if take.transfer:
+                here.transfers.append(take.transfer)
+            else:
+                here.leases.append(take.lease)
+        return list(by_line.items())
+
+    # The parts
+
+    def _settle(self, take: Take, now_s: float) -> None:
+        """Ends a take that has all that it needs, or will not get it. Not while it is read: until then its
+        blocks are written to."""
+        if take.reading:
+            return
+        if take.pull is not None and take.good >= take.pull.blocks:
+            take.error = ""
+        elif not take.error and take.final and take.ready_blocks < take.hold.blocks:
+            take.error = "the prefill engine offers too few blocks"
+        elif not take.error:
+            return
+        del self._takes[take.hold.request_id]
+        if take.transfer:
+            del self._by_transfer[take.transfer]
+        self._over.append((take.key, Done(take.lease, take.transfer)))
+        if take.pull is None:
+            self._lost.add(take.hold.request_id)
+        else:
+            seconds = now_s - take.pulled_s
+            self._ended.append(Ended(take.pull, take.good, take.bytes, seconds, take.error))

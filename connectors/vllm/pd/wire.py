@@ -1,0 +1,110 @@
+"""The messages between the workers of two engines, and the description of a worker's memory: msgpack, carried
+by ``TransferEngine.notify``, which arrive in the order in which one side sent them.
+
+    decode -> prefill   Want      "I take this transfer: tell me what is computed, at ``reply``"
+                        Here      a sign of life for these leases and transfers, every second
+                        Done      "I need nothing more of it"
+    prefill -> decode   Progress  these blocks are complete
+                        Known     of the transfers in a Here: those that are under way
+                        Gone      nothing (more) will come
+
+Want, Progress, Known and Gone belong to the concurrent form. A lease of 0 is "not known to me". Messages and
+descriptions are read strictly: what does not fit is dropped and counted.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from moonpool.connectors.vllm.pd.fields import TRANSFER_ID_MAX
+from moonpool.core.keys import Ranges
+
+BLOCKS_MAX = 1 << 20
+
+_U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_U64 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Text = Annotated[str, msgspec.Meta(max_length=TRANSFER_ID_MAX)]
+_Blocks = Annotated[list[_U32], msgspec.Meta(max_length=BLOCKS_MAX)]
+
+
+class Want(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    transfer: _Text
+    reply: _Text
+
+
+class Here(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    reply: _Text
+    leases: list[_U64]
+    transfers: list[_Text]
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    lease: _U64
+    transfer: _Text
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Blocks ``first`` and following of the prompt, per group; first is 0 when the lease is a new one."""
+
+    transfer: _Text
+    lease: _U64
+    slot: _U32
+    prompt: bytes
+    first: _U32
+    blocks: list[_Blocks]
+    final: bool
+
+
+class Known(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    transfers: list[_Text]
+
+
+class Gone(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    transfer: _Text
+    why: Annotated[str, msgspec.Meta(max_length=1024)]
+
+
+Message: TypeAlias = "Want | Here | Done | Progress | Known | Gone"
+
+
+class Description(msgspec.Struct, frozen=True):
+    """How one worker's KV memory lies. columns: the objects of a block, as five numbers each; rows: of each
+    column, (address of block 0, bytes from block to block, bytes); slots: where the leases stand."""
+
+    engine_id: _Text
+    fingerprint: bytes
+    columns: list[tuple[_U32, _U32, _U32, _U32, _U32]]
+    rows: list[list[tuple[_U64, _U64, _U64]]]
+    slots: _U64
+    slot_count: _U32
+
+    @property
+    def ranges(self) -> tuple[Ranges, ...]:
+        return tuple(Ranges(*column) for column in self.columns)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
+    Want | Here | Done | Progress | Known | Gone
+)
+_descriptions = msgspec.msgpack.Decoder(Description)
+
+
+def encode(message: Message) -> bytes:
+    return _encode(message)
+
+
+def decode(message: bytes) -> Message:
+    """Raises msgspec.DecodeError for what is no message."""
+    return _messages.decode(message)
+
+
+def encode_description(description: Description) -> bytes:
+    return _encode(description)
+
+
+def decode_description(text: bytes) -> Description:
+    """Raises msgspec.DecodeError for what is no description."""
+    return _descriptions.decode(text)

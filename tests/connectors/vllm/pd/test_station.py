@@ -1,0 +1,222 @@
+"""Two stations over real memory and real sockets: what is read is what was there, or is not counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from moonpool.connectors.vllm.pd.bootstrap import Bootstrap
+from moonpool.connectors.vllm.pd.fields import Meeting
+from moonpool.connectors.vllm.pd.plans import End, Grown, HandoverStep, Open
+from moonpool.core.addresses import Address
+from tests.connectors.vllm.pd.worlds import (
+    BLOCKS,
+    PROMPT,
+    World,
+    eventually,
+    heads_first,
+    tokens_first,
+    world,
+)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[World, World]]:
+    with world("P", seed=1) as prefill, world("D", seed=2) as decode:
+        yield prefill, decode
+
+
+@pytest.mark.parametrize("transports", [None, ["tcp"]])
+@pytest.mark.parametrize("layouts", [(heads_first, heads_first), (heads_first, tokens_first)])
+def test_blocks_are_read_and_the_lease_ends(transports: list[str] | None, layouts: tuple) -> None:  # type: ignore[type-arg]
+    rng = np.random.default_rng(3)
+    with ExitStack() as stack:
+        prefill = stack.enter_context(world("P", seed=1, make=layouts[0]))
+        decode = stack.enter_context(world("D", seed=2, make=layouts[1], transports=transports))
+        there = rng.permutation(BLOCKS)[:20].tolist()
+        here = rng.permutation(BLOCKS)[:18].tolist()
+        untouched = sorted(set(range(BLOCKS)) - set(here))
+        before = decode.kv[:, untouched].copy()
+
+        decode.take(prefill.offer(there), here, first=2)
+        ended = decode.ended()
+
+        assert (ended.good, ended.error) == (18, "")
+        assert ended.bytes == decode.kv[:, here].nbytes
+        np.testing.assert_array_equal(decode.kv[:, here], prefill.kv[:, there[2:]])
+        np.testing.assert_array_equal(decode.kv[:, untouched], before)
+        eventually(lambda: prefill.station.has_news)
+        assert prefill.station.take_signs()[1] == {77: 1}
+        moved = decode.station.counters
+        assert (moved["tcp_read_bytes_total"] > ended.bytes) == (transports == ["tcp"])
+
+
+def test_a_lease_that_ended_is_noticed(pair: tuple[World, World]) -> None:
+    prefill, decode = pair
+    offer = prefill.offer([1, 2, 3])
+    prefill.station.begin(HandoverStep(ends=(End(77, "expired"),)))
+
+    decode.take(offer, [4, 5, 6])
+
+    ended = decode.ended()
+    assert ended.good == 0
+    assert "gave the blocks away" in ended.error
+
+
+def test_a_slot_that_is_somebody_elses_now(pair: tuple[World, World]) -> None:
+    prefill, decode = pair
+    offer = prefill.offer([1, 2, 3])
+    prefill.station.begin(HandoverStep(ends=(End(77, "expired"),), opens=(Open(78, 5, "", PROMPT),)))
+    decode.take(offer, [4, 5, 6])
+    assert decode.ended().good == 0
+    decode.take(prefill.offer([7, 8, 9], lease=79, slot=6), [4, 5, 6])
+    assert decode.ended().good == 3
+
+
+def test_another_model_or_engine_is_refused_in_one_sentence() -> None:
+    with (
+        world("P", seed=1, fingerprint=bytes(32)) as other_model,
+        world("Q", seed=1) as other_engine,
+        world("D", seed=2) as decode,
+    ):
+        decode.take(other_model.offer([1]), [1])
+        assert "serves another model, other weights" in decode.ended().error
+        offer = other_engine.offer([1])
+        other_engine.engine_id = "restarted"
+        decode.take(other_engine.offer([1], lease=80, slot=9), [1])
+        assert "another engine (Q) lives at" in decode.ended().error
+        decode.take(offer, [1])
+        assert decode.ended().good == 1
+
+
+def test_nobody_there(pair: tuple[World, World]) -> None:
+    prefill, decode = pair
+    offer = prefill.offer([1, 2])
+    prefill.station.close()
+    decode.take(offer, [3, 4])
+    ended = decode.ended()
+    assert ended.good == 0
+    assert ended.error
+
+
+def test_known_to_be_lost_before_there_was_room(pair: tuple[World, World]) -> None:
+    prefill, decode = pair
+    offer = prefill.offer([1, 2])
+    prefill.station.close()
+    decode.hold(offer, 2)
+    eventually(lambda: decode.station.has_news)
+    assert decode.station.take_lost() == {"r"}
+
+
+def test_blocks_that_are_not_there(pair: tuple[World, World]) -> None:
+    """A lying offer: the transfer engine lets nobody read beyond what is registered."""
+    prefill, decode = pair
+    decode.take(prefill.offer([10**6]), [1])
+    assert decode.ended().good == 0
+
+
+class TestConcurrent:
+    def meet(self, prefill: World, decode: World, stack: ExitStack, blocks: list[int]) -> None:
+        page = Bootstrap(
+            Address("127.0.0.1", 0), dp_rank=0, engine_id="P", workers={(0, 0): prefill.station.address}
+        )
+        stack.callback(page.close)
+        decode.take(Meeting("P", f"http://{page.address}", "x-1"), blocks)
+
+    def test_each_chunk_arrives_while_later_ones_are_computed(self, pair: tuple[World, World]) -> None:
+        prefill, decode = pair
+        with ExitStack() as stack:
+            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
+            self.meet(prefill, decode, stack, [10, 11, 12, 13, 14])
+            for first, ids, final in ((0, (1, 2), False), (2, (3,), False), (3, (20, 21), True)):
+                prefill.station.computed(HandoverStep(grown=(Grown(77, first, (ids,), final),)))
+                here = [10 + first + place for place in range(len(ids))]
+                expected = prefill.kv[:, list(ids)]
+                eventually(lambda h=here, e=expected: bool((decode.kv[:, h] == e).all()))  # type: ignore[misc]
+                assert not decode.station.take_ended() or final
+            eventually(lambda: prefill.station.take_signs()[1] == {77: 1})
+
+    def test_decode_comes_first(self, pair: tuple[World, World]) -> None:
+        prefill, decode = pair
+        with ExitStack() as stack:
+            self.meet(prefill, decode, stack, [10, 11])
+            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
+            prefill.station.computed(HandoverStep(grown=(Grown(77, 0, ((1, 2),), True),)))
+            assert decode.ended().good == 2
+            np.testing.assert_array_equal(decode.kv[:, [10, 11]], prefill.kv[:, [1, 2]])
+
+    def test_decode_comes_last(self, pair: tuple[World, World]) -> None:
+        prefill, decode = pair
+        with ExitStack() as stack:
+            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
+            prefill.station.computed(HandoverStep(grown=(Grown(77, 0, ((1, 2),), True),)))
+            self.meet(prefill, decode, stack, [10, 11])
+            assert decode.ended().good == 2
+
+    def test_prefill_begins_anew_after_a_preemption(self, pair: tuple[World, World]) -> None:
+        prefill, decode = pair
+        with ExitStack() as stack:
+            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
+            self.meet(prefill, decode, stack, [10, 11, 12])
+            prefill.station.computed(HandoverStep(grown=(Grown(77, 0, ((1,),), False),)))
+            eventually(lambda: bool((decode.kv[:, 10] == prefill.kv[:, 1]).all()))
+            prefill.station.begin(
+                HandoverStep(ends=(End(77, "preempted"),), opens=(Open(78, 6, "x-1", PROMPT),))
+            )
+            prefill.station.computed(HandoverStep(grown=(Grown(78, 0, ((4, 5, 6),), True),)))
+            ended = decode.ended()
+            assert (ended.good, ended.error) == (3, "")
+            np.testing.assert_array_equal(decode.kv[:, [11, 12]], prefill.kv[:, [5, 6]])
+
+    def test_an_aborted_prefill_leaves_what_is_good(self, pair: tuple[World, World]) -> None:
+        prefill, decode = pair
+        with ExitStack() as stack:
+            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
+            self.meet(prefill, decode, stack, [10, 11])
+            prefill.station.computed(HandoverStep(grown=(Grown(77, 0, ((1,),), False),)))
+            eventually(lambda: bool((decode.kv[:, 10] == prefill.kv[:, 1]).all()))
+            prefill.station.begin(HandoverStep(ends=(End(77, "the prefill was aborted"),)))
+            ended = decode.ended()
+            assert ended.good <= 1
+            assert ended.error
+
+    def test_another_prompt_under_the_same_transfer(self, pair: tuple[World, World]) -> None:
+        prefill, decode = pair
+        with ExitStack() as stack:
+            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", bytes(32)),)))
+            prefill.station.computed(HandoverStep(grown=(Grown(77, 0, ((1,),), True),)))
+            self.meet(prefill, decode, stack, [10])
+            ended = decode.ended()
+            assert ended.good == 0
+            assert "another prompt" in ended.error
+
+    def test_a_transfer_that_nobody_knows(self) -> None:
+        with (
+            ExitStack() as stack,
+            world("P", seed=1) as prefill,
+            world("D", seed=2, silence_s=0.5) as decode,
+        ):
+            self.meet(prefill, decode, stack, [10])
+            assert "knew nothing of it" in decode.ended().error
+
+    def test_decode_leaves_before_prefill_began(self, pair: tuple[World, World]) -> None:
+        prefill, decode = pair
+        with ExitStack() as stack:
+            self.meet(prefill, decode, stack, [10])
+            decode.station.begin(HandoverStep(drops=("r",)))
+            assert decode.ended().good == 0
+            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
+            eventually(lambda: prefill.station.take_signs()[1] == {77: 1})
+
+
+def test_garbage_is_counted_and_changes_nothing(pair: tuple[World, World]) -> None:
+    prefill, decode = pair
+    segment = decode.station._engine.open(prefill.station.address)
+    for text in (b"", b"\xff\xff", b"\x93\x01\x02\x03", bytes(1000)):
+        decode.station._engine.notify(segment, text)
+    eventually(lambda: prefill.station.dropped_messages == 4)
+    decode.take(prefill.offer([1]), [1])
+    assert decode.ended().good == 1

@@ -1,0 +1,120 @@
+"""Two engines' memories in one process: numpy arrays that stand for KV caches, with a station each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.connectors.vllm.layout import all_rows, object_ranges, read_layout, spans
+from moonpool.connectors.vllm.pd.fields import BlockIds, Meeting, Offer
+from moonpool.connectors.vllm.pd.plans import HandoverStep, Hold, Open, Pull
+from moonpool.connectors.vllm.pd.station import KvMemory, Station
+from moonpool.connectors.vllm.pd.takes import Ended
+from tests.connectors.vllm.fakes import FINGERPRINT, LOG, FakeTensor
+
+BLOCKS, HEADS, TOKENS, CONTENT = 40, 2, 4, 8
+LAYERS = ("layers.0", "layers.1", "layers.2")
+PROMPT = bytes(range(100, 132))
+DEADLINE_S = 20.0
+
+
+def eventually(what: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
+    """Returns when it is so."""
+    give_up_s = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < give_up_s, "it did not come to that"
+        time.sleep(0.002)
+
+
+@dataclass
+class World:
+    """One worker. kv: [layer, block, head, token, content] as the model sees it, whatever the order of the
+    bytes."""
+
+    kv: npt.NDArray[np.float32]
+    station: Station
+    engine_id: str
+
+    def offer(self, blocks: list[int], *, lease: int = 77, slot: int = 5, tokens: int = 0) -> Offer:
+        """What a two-step answer says of these blocks; opens the lease."""
+        self.station.begin(HandoverStep(opens=(Open(lease, slot, "", PROMPT),)))
+        ids: BlockIds = (tuple(blocks),)
+        place = (self.station.address,)
+        return Offer(self.engine_id, place, lease, slot, ids, tokens or 4 * len(blocks), FINGERPRINT, PROMPT)
+
+    def take(self, source: Offer | Meeting, blocks: list[int], *, first: int = 0, name: str = "r") -> None:
+        """A request comes and is given these blocks."""
+        self.hold(source, first + len(blocks), name=name)
+        self.station.pull(HandoverStep(pulls=(Pull(name, first, (tuple(blocks),)),)))
+
+    def hold(self, source: Offer | Meeting, blocks: int, *, name: str = "r") -> None:
+        self.station.begin(HandoverStep(holds=(Hold(name, source, PROMPT, blocks),)))
+
+    def ended(self) -> Ended:
+        """The next pull that ends."""
+        found: list[Ended] = []
+
+        def look() -> bool:
+            found.extend(self.station.take_ended())
+            return bool(found)
+
+        eventually(look)
+        (one,) = found
+        return one
+
+
+def heads_first(rng: np.random.Generator) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """(memory, the model's view): LBHNC."""
+    memory = rng.random((len(LAYERS), BLOCKS, HEADS, TOKENS, CONTENT), np.float32)
+    return memory, memory
+
+
+def tokens_first(rng: np.random.Generator) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """(memory, the model's view): LBNHC."""
+    memory = rng.random((len(LAYERS), BLOCKS, TOKENS, HEADS, CONTENT), np.float32)
+    return memory, memory.transpose(0, 1, 3, 2, 4)
+
+
+@contextmanager
+def world(
+    name: str,
+    *,
+    seed: int,
+    make: Callable[
+        [np.random.Generator], tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
+    ] = heads_first,
+    transports: list[str] | None = None,
+    fingerprint: bytes = FINGERPRINT,
+    silence_s: float = 10.0,
+    listen: str = "127.0.0.1:0",
+) -> Iterator[World]:
+    memory, kv = make(np.random.default_rng(seed))
+    caches = {layer: FakeTensor(kv[number], memory) for number, layer in enumerate(LAYERS)}
+    layout = read_layout(caches, (LAYERS,), TOKENS)
+    columns = object_ranges(layout, kv_heads=HEADS, first_head=0)
+    station = Station(
+        KvMemory(
+            engine_id=name,
+            fingerprint=fingerprint,
+            spans=spans(caches),
+            columns=columns,
+            rows=all_rows(layout, columns, first_head=0),
+            rank=0,
+            tp_rank=0,
+            pp_rank=0,
+        ),
+        listen=listen,
+        transports=transports,
+        tenant="default",
+        silence_s=silence_s,
+        log=LOG,
+    )
+    try:
+        yield World(kv, station, name)
+    finally:
+        station.close()
