@@ -53,8 +53,9 @@ class Driver:
         abort: list[int] | None = None,
         abort_when: str = "",
         salt: str | None = None,
+        params: list[dict[str, Any] | None] | None = None,
     ) -> dict[str, Any]:
-        """Runs all prompts together. abort: positions of the prompts to abort, ``abort_when`` they first are
+        """Runs all prompts together. params: kv_transfer_params of each. abort: positions of the prompts to abort, ``abort_when`` they first are
         "loading" (waiting for a load), "looking" (before the first step) or "running" (after the first
         token)."""
         ids = {}
@@ -65,10 +66,11 @@ class Driver:
             request: dict[str, Any] = {"prompt_token_ids": prompt}
             if salt is not None:
                 request["cache_salt"] = salt
+            extra = {"kv_transfer_params": params[position]} if params and params[position] else None
             self.engine.add_request(
                 request_id,
                 request,
-                SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+                SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra),
             )
         doomed = {request_id for request_id, position in ids.items() if position in (abort or [])}
         outputs: dict[int, dict[str, Any]] = {}
@@ -91,6 +93,7 @@ class Driver:
                     outputs[position] = {
                         "tokens": list(output.outputs[0].token_ids),
                         "pool": (output.kv_transfer_params or {}).get("moonpool"),
+                        "params": output.kv_transfer_params,
                         "cached": output.num_cached_tokens,
                         "reason": output.outputs[0].finish_reason,
                     }
@@ -124,6 +127,7 @@ class Driver:
             "pins": half.lookups.pins if half else 0,
             "saves": half.saves.under_way if half else 0,
             "lookups": half.lookups.under_way if half else 0,
+            "leases": len(half.handover.producer.leases) if half and half.handover.producer else 0,
         }
 
     def metrics(self) -> dict[str, float]:
@@ -176,6 +180,25 @@ class Driver:
         while publisher._event_queue.unfinished_tasks and time.monotonic() < deadline_s:
             time.sleep(0.001)
         return int(publisher._buffer[-1][0]) if publisher._buffer else -1
+
+    def kill_at_read(self, pid: int, after: bool) -> None:
+        """Kills the process ``pid`` (0: this one) at the next piece that is handed over, once: before its
+        bytes are read, or between reading them and looking whether they were valid."""
+        from moonpool.core.engine import TransferEngine
+
+        original = TransferEngine.transfer
+
+        def killing(engine: Any, *args: Any, **kwargs: Any) -> int:
+            TransferEngine.transfer = original
+            if not after:
+                os.kill(pid or os.getpid(), signal.SIGKILL)
+            try:
+                return int(original(engine, *args, **kwargs))
+            finally:
+                if after:
+                    os.kill(pid or os.getpid(), signal.SIGKILL)
+
+        TransferEngine.transfer = killing
 
     def joined(self) -> bool:
         return self.scheduler.connector._sched.pool() is not None

@@ -24,7 +24,7 @@ from tests.connectors.vllm.processes import Engine, EngineFailed
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 CHUNK_TOKENS = 256
-NOTHING_LEFT = {"used_blocks": 0, "requests": 0, "pins": 0, "saves": 0, "lookups": 0}
+NOTHING_LEFT = {"used_blocks": 0, "requests": 0, "pins": 0, "saves": 0, "lookups": 0, "leases": 0}
 
 
 def loadable(prompt: list[int]) -> int:
