@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import struct
 
-import msgspec
 from msgspec import structs
 
 from moonpool.connectors.vllm.pd import wire
@@ -80,7 +79,7 @@ def read_description(engine: TransferEngine, segment: Segment) -> Description:
         raise ProtocolError(f"{segment.address} offers a page of another version", peer=segment.address)
     try:
         return wire.decode_description(text)
-    except msgspec.DecodeError as error:
+    except wire.Malformed as error:
         raise ProtocolError(
             f"{segment.address} describes its memory in a way that cannot be read: {error}",
             peer=segment.address,

@@ -15,8 +15,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import msgspec
-
 from moonpool.connectors.vllm.layout import Refused
 from moonpool.connectors.vllm.pd import bootstrap, wire
 from moonpool.connectors.vllm.pd.copies import Pair, pair_rows, ranges_of
@@ -31,7 +29,7 @@ from moonpool.connectors.vllm.pd.wire import Description, Done, Gone, Here, Know
 from moonpool.connectors.vllm.pool import Rows
 from moonpool.core.engine import TransferEngine
 from moonpool.core.engine_types import Batch, Column
-from moonpool.core.errors import Error, Unavailable
+from moonpool.core.errors import Closed, Error, Unavailable
 from moonpool.core.keys import Ranges
 
 SIGN_S = 1.0
@@ -278,17 +276,20 @@ class Station:
             try:
                 for note in self._engine.notifications(timeout_s=SIGN_S):
                     self._heard(note.message)
-            except Error:
-                return  # closed
-            now_s = self._clock()
-            if now_s >= self._next_sign_s:
-                self._next_sign_s = now_s + SIGN_S
-                self._tick(now_s)
+                now_s = self._clock()
+                if now_s >= self._next_sign_s:
+                    self._next_sign_s = now_s + SIGN_S
+                    self._tick(now_s)
+            except Closed:
+                return
+            except Exception:  # a thread's boundary: one message is lost, what it was about times out
+                self.dropped_messages += 1
+                self._log.exception("moonpool: unexpected error while hearing other engines")
 
     def _heard(self, text: bytes) -> None:
         try:
             message = wire.decode(text)
-        except msgspec.DecodeError:
+        except wire.Malformed:
             self.dropped_messages += 1
             return
         now_s = self._clock()

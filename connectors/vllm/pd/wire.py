@@ -29,6 +29,10 @@ _Text = Annotated[str, msgspec.Meta(max_length=TRANSFER_ID_MAX)]
 _Blocks = Annotated[list[_U32], msgspec.Meta(max_length=BLOCKS_MAX)]
 
 
+class Malformed(Exception):
+    """These bytes are not what they should be."""
+
+
 class Want(msgspec.Struct, frozen=True, array_like=True, tag=1):
     transfer: _Text
     reply: _Text
@@ -97,8 +101,11 @@ def encode(message: Message) -> bytes:
 
 
 def decode(message: bytes) -> Message:
-    """Raises msgspec.DecodeError for what is no message."""
-    return _messages.decode(message)
+    """Raises Malformed for what is no message."""
+    try:
+        return _messages.decode(message)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Malformed(str(error)) from error
 
 
 def encode_description(description: Description) -> bytes:
@@ -106,5 +113,8 @@ def encode_description(description: Description) -> bytes:
 
 
 def decode_description(text: bytes) -> Description:
-    """Raises msgspec.DecodeError for what is no description."""
-    return _descriptions.decode(text)
+    """Raises Malformed for what is no description."""
+    try:
+        return _descriptions.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Malformed(str(error)) from error

@@ -55,9 +55,9 @@ class Driver:
         salt: str | None = None,
         params: list[dict[str, Any] | None] | None = None,
     ) -> dict[str, Any]:
-        """Runs all prompts together. params: kv_transfer_params of each. abort: positions of the prompts to abort, ``abort_when`` they first are
-        "loading" (waiting for a load), "looking" (before the first step) or "running" (after the first
-        token)."""
+        """Runs all prompts together. params: kv_transfer_params of each. abort: positions of the prompts to
+        abort, ``abort_when`` they first are "loading" (waiting for a load), "looking" (before the first step)
+        or "running" (after the first token)."""
         ids = {}
         for position, prompt in enumerate(prompts):
             request_id = f"r{self.next_id}"
@@ -101,6 +101,7 @@ class Driver:
             "outputs": [outputs.get(position) for position in range(len(prompts))],
             "first_s": [first_s.get(position) for position in range(len(prompts))],
             "preemptions": self.preemptions - preemptions,
+            "ended_s": time.monotonic(),
         }
 
     def _is(self, external_id: str, stage: str) -> bool:
@@ -199,6 +200,25 @@ class Driver:
                     os.kill(pid or os.getpid(), signal.SIGKILL)
 
         TransferEngine.transfer = killing
+
+    def watch_reads(self) -> None:
+        """From now on remembers when a piece of a hand-over has been read (see ``reads``)."""
+        from moonpool.core.engine import TransferEngine
+
+        original = TransferEngine.transfer
+        self.read_s: list[float] = []
+
+        def watched(engine: Any, *args: Any, **kwargs: Any) -> int:
+            moved = int(original(engine, *args, **kwargs))
+            self.read_s.append(time.monotonic())
+            return moved
+
+        TransferEngine.transfer = watched
+
+    def reads(self) -> list[float]:
+        """When pieces were read, on the clock that all processes of the machine share."""
+        seen, self.read_s = self.read_s, []
+        return seen
 
     def joined(self) -> bool:
         return self.scheduler.connector._sched.pool() is not None

@@ -48,8 +48,7 @@ def test_blocks_are_read_and_the_lease_ends(transports: list[str] | None, layout
         assert ended.bytes == decode.kv[:, here].nbytes
         np.testing.assert_array_equal(decode.kv[:, here], prefill.kv[:, there[2:]])
         np.testing.assert_array_equal(decode.kv[:, untouched], before)
-        eventually(lambda: prefill.station.has_news)
-        assert prefill.station.take_signs()[1] == {77: 1}
+        prefill.wait_handed(77)
         moved = decode.station.counters
         assert (moved["tcp_read_bytes_total"] > ended.bytes) == (transports == ["tcp"])
 
@@ -137,7 +136,7 @@ class TestConcurrent:
                 expected = prefill.kv[:, list(ids)]
                 eventually(lambda h=here, e=expected: bool((decode.kv[:, h] == e).all()))  # type: ignore[misc]
                 assert not decode.station.take_ended() or final
-            eventually(lambda: prefill.station.take_signs()[1] == {77: 1})
+            prefill.wait_handed(77)
 
     def test_decode_comes_first(self, pair: tuple[World, World]) -> None:
         prefill, decode = pair
@@ -209,7 +208,7 @@ class TestConcurrent:
             decode.station.begin(HandoverStep(drops=("r",)))
             assert decode.ended().good == 0
             prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
-            eventually(lambda: prefill.station.take_signs()[1] == {77: 1})
+            prefill.wait_handed(77)
 
 
 def test_garbage_is_counted_and_changes_nothing(pair: tuple[World, World]) -> None:

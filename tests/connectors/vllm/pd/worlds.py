@@ -67,6 +67,10 @@ class World:
         (one,) = found
         return one
 
+    def wait_handed(self, lease: int) -> None:
+        """Returns when a decode engine has said that it needs nothing more of it."""
+        eventually(lambda: lease in self.station.take_signs()[1])
+
 
 def heads_first(rng: np.random.Generator) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """(memory, the model's view): LBHNC."""

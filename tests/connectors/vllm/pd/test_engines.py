@@ -1,0 +1,316 @@
+"""Real prefill and decode engines in separate processes: tokens through a hand-over are the tokens of a plain
+engine, whatever happens, and no block stays behind.
+
+The engines of the file: ``line`` is shared with test_engine.py (both of its engines have the pool); ``apart``
+are a prefill and a decode engine without a pool, which the last tests kill.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.connectors.vllm.conftest import KV_CONFIG, Line, make_prompt, tokens_of
+from tests.connectors.vllm.processes import Engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+ASK = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+LENGTHS = [1, 2, 31, 32, 33, 34, 64, 65, 255, 256, 257, 1000]
+LEASE_S = 3.0
+SCHEDULES = int(os.environ.get("PD_SCHEDULES", "3"))
+NOTHING_LEFT = {"used_blocks": 0, "requests": 0, "pins": 0, "saves": 0, "lookups": 0, "leases": 0}
+
+
+@dataclass
+class Apart:
+    """tcp: a decode engine that may use TCP only."""
+
+    prefill: Engine
+    decode: Engine
+    tcp: Engine
+    engine_id: str
+    bootstrap: str
+
+
+def config(**extra: object) -> dict[str, Any]:
+    return {**KV_CONFIG, "kv_connector_extra_config": extra}
+
+
+@pytest.fixture(scope="module")
+def apart(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    logs = tmp_path_factory.mktemp("apart")
+    with ExitStack() as stack:
+        nobody = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
+
+        def engine(name: str, **extra: object) -> Engine:
+            made = Engine(
+                vllm_python, models[0], nobody, logs / f"{name}.log", kv_transfer_config=config(**extra)
+            )
+            stack.callback(made.close)
+            return made
+
+        prefill = engine("prefill", bootstrap_port=port, lease_s=LEASE_S)
+        decode = engine("decode", lease_s=LEASE_S)
+        tcp = engine("tcp", handover_transports="tcp", lease_s=LEASE_S)
+        (answer,) = prefill_of(prefill, [make_prompt(1, 40)])
+        for each in (decode, tcp):
+            each.wait()
+        yield Apart(prefill, decode, tcp, str(answer["remote_engine_id"]), f"http://127.0.0.1:{port}")
+
+
+def prefill_of(engine: Engine, prompts: list[list[int]], **more: Any) -> list[dict[str, Any]]:
+    """What a prefill engine answers in the two-step form."""
+    answer = engine.call("generate", prompts=prompts, max_tokens=1, params=[ASK] * len(prompts), **more)
+    return [output["params"] if output else {} for output in answer["outputs"]]
+
+
+def meetings(apart: Apart, names: list[str]) -> list[dict[str, Any]]:
+    """What a proxy gives a decode engine in the concurrent form."""
+    return [
+        {
+            "do_remote_prefill": True,
+            "remote_engine_id": apart.engine_id,
+            "remote_bootstrap_addr": apart.bootstrap,
+            "transfer_id": name,
+        }
+        for name in names
+    ]
+
+
+def concurrently(
+    apart: Apart, decode: Engine, prompts: list[list[int]], names: list[str], **more: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(prefill's answer, decode's answer) in the concurrent form."""
+    asked = [{"do_remote_decode": True, "transfer_id": name} for name in names]
+    decode.send("generate", prompts=prompts, params=meetings(apart, names), **more)
+    apart.prefill.send("generate", prompts=prompts, max_tokens=1, params=asked)
+    return apart.prefill.receive(), decode.receive()
+
+
+def handed(answer: dict[str, Any]) -> list[int]:
+    return [output["pool"]["handed_over_tokens"] for output in answer["outputs"]]
+
+
+def assert_nothing_left(*engines: Engine) -> None:
+    for engine in engines:
+        assert engine.call("drain", timeout_s=60) == NOTHING_LEFT
+
+
+def fresh(*engines: Engine) -> None:
+    """Prompts are computed or handed over again, not found in the engines' own caches."""
+    for engine in engines:
+        assert_nothing_left(engine)
+        assert engine.call("reset_prefix_cache")
+
+
+@pytest.mark.parametrize("path", ["decode", "tcp"])
+def test_two_step(line: Line, apart: Apart, path: str) -> None:
+    prompts = [make_prompt(2000 + position, length) for position, length in enumerate(LENGTHS)]
+    decode: Engine = getattr(apart, path)
+    params = prefill_of(apart.prefill, prompts)
+    answer = decode.call("generate", prompts=prompts, params=params)
+
+    assert tokens_of(answer) == line.expected(prompts)
+    assert handed(answer) == [length - 1 for length in LENGTHS]
+    assert_nothing_left(apart.prefill, decode)
+
+
+@pytest.mark.parametrize("path", ["decode", "tcp"])
+def test_concurrent(line: Line, apart: Apart, path: str) -> None:
+    prompts = [make_prompt(2100 + position, length) for position, length in enumerate([*LENGTHS, 3500])]
+    names = [f"{path}-{position}" for position in range(len(prompts))]
+    decode: Engine = getattr(apart, path)
+    decode.call("watch_reads")
+    prefilled, answer = concurrently(apart, decode, prompts, names)
+
+    assert tokens_of(answer) == line.expected(prompts)
+    assert handed(answer) == [len(prompt) - 1 for prompt in prompts]
+    reads = decode.call("reads")
+    assert sum(seen < prefilled["ended_s"] for seen in reads) > len(reads) / 2  # chunks, while others compute
+    assert_nothing_left(apart.prefill, decode)
+
+
+def test_only_what_decode_lacks_is_handed_over(line: Line, apart: Apart) -> None:
+    stem = make_prompt(2200, 320)
+    turns = [stem, stem + make_prompt(2201, 100)]
+    for turn, expected_tokens in zip(turns, (319, 99), strict=True):
+        params = prefill_of(apart.prefill, [turn])
+        answer = apart.decode.call("generate", prompts=[turn], params=params)
+        assert tokens_of(answer) == line.expected([turn])
+        assert handed(answer) == [expected_tokens]
+    assert_nothing_left(apart.prefill, apart.decode)
+
+
+def test_with_the_pool(line: Line) -> None:
+    """Prefill finds the last turn in the pool, decode takes over what it lacks and stores its answer."""
+    prompt = make_prompt(2300, 300)
+    expected = line.expected([prompt], max_tokens=80)[0]
+    fresh(line.first, line.second)
+    params = prefill_of(line.first, [prompt])
+    answer = line.second.call("generate", prompts=[prompt], params=params, max_tokens=80)
+    assert tokens_of(answer) == [expected]
+    assert handed(answer) == [299]
+
+    fresh(line.first, line.second)
+    turn = prompt + expected + make_prompt(2301, 20)
+    again = line.first.call("generate", prompts=[turn], params=[ASK], max_tokens=1)["outputs"][0]
+    assert again["pool"]["pool_tokens"] == (300 + 80 - 1) // 32 * 32  # the answer's blocks, too
+    answer = line.second.call("generate", prompts=[turn], params=[again["params"]])
+    assert tokens_of(answer) == line.expected([turn])
+    assert handed(answer) == [len(turn) - 1]
+    assert_nothing_left(line.first, line.second)
+
+
+def test_params_that_cannot_be_used_are_computed(line: Line, apart: Apart) -> None:
+    """Another model's, another prompt's, another connector's, garbage: the right tokens, and no error."""
+    prompt, other = make_prompt(2400, 200), make_prompt(2401, 200)
+    wrong_model = prefill_of(line.other, [prompt])[0]
+    wrong_prompt = prefill_of(apart.prefill, [other])[0]
+    lying = prefill_of(apart.prefill, [prompt])[0]
+    lying["remote_block_ids"] = [[10**6] * 7]
+    nixl = {key: value for key, value in lying.items() if key != "moonpool"}
+    cases = [wrong_model, wrong_prompt, lying, nixl, {"do_remote_prefill": True}]
+    for params in cases:
+        answer = apart.decode.call("generate", prompts=[prompt], params=[params])
+        assert tokens_of(answer) == line.expected([prompt])
+        assert answer["outputs"][0]["reason"] == "length"
+        fresh(apart.decode)
+    assert "serves another model, other weights" in apart.decode.logged()
+    assert "computed another prompt" in apart.decode.logged()
+    assert "not made by this connector" in apart.decode.logged()
+    assert_nothing_left(apart.prefill)
+    line.other.call("drain", timeout_s=60)
+
+
+def test_nobody_asks(apart: Apart) -> None:
+    """A lease ends by itself, seconds after its prefill."""
+    prefill_of(apart.prefill, [make_prompt(2500, 500)])
+    assert_nothing_left(apart.prefill)
+    assert apart.prefill.call("metrics")["moonpool_connector_leases_expired_total"] >= 1
+
+
+def test_nobody_prefills(line: Line, apart: Apart) -> None:
+    prompt = make_prompt(2550, 200)
+    answer = apart.decode.call("generate", prompts=[prompt], params=meetings(apart, ["never"]))
+    assert tokens_of(answer) == line.expected([prompt])
+    assert handed(answer) == [0]
+    assert_nothing_left(apart.decode)
+
+
+@pytest.mark.parametrize("stage", ["looking", "loading", "running"])
+@pytest.mark.parametrize("form", ["two-step", "concurrent"])
+def test_decode_aborts(line: Line, apart: Apart, stage: str, form: str) -> None:
+    seed = 2600 + 10 * len(stage + form)
+    prompts = [make_prompt(seed + position, 500) for position in range(4)]
+    more: dict[str, Any] = {"abort": [0, 2], "abort_when": stage}
+    if form == "two-step":
+        params = prefill_of(apart.prefill, prompts)
+        answer = apart.decode.call("generate", prompts=prompts, params=params, **more)
+    else:
+        names = [f"{stage}-{position}" for position in range(4)]
+        _, answer = concurrently(apart, apart.decode, prompts, names, **more)
+    expected = line.expected(prompts)
+    assert [tokens_of(answer)[position] for position in (1, 3)] == [expected[1], expected[3]]
+    assert_nothing_left(apart.prefill, apart.decode)
+    assert tokens_of(apart.decode.call("generate", prompts=prompts)) == expected
+
+
+def test_prefill_aborts_concurrently(line: Line, apart: Apart) -> None:
+    prompts = [make_prompt(2800 + position, 900) for position in range(3)]
+    names = [f"abort-{position}" for position in range(3)]
+    asked = [{"do_remote_decode": True, "transfer_id": name} for name in names]
+    apart.decode.send("generate", prompts=prompts, params=meetings(apart, names))
+    apart.prefill.call("generate", prompts=prompts, params=asked, abort=[0, 2], abort_when="looking")
+    assert tokens_of(apart.decode.receive()) == line.expected(prompts)
+    assert_nothing_left(apart.prefill, apart.decode)
+
+
+def test_the_same_names_twice(line: Line, apart: Apart) -> None:
+    """One transfer_id for two prompts: one of them is handed over, both are right."""
+    prompts = [make_prompt(2850, 200), make_prompt(2851, 200)]
+    _, answer = concurrently(apart, apart.decode, prompts, ["twin", "twin"])
+    assert tokens_of(answer) == line.expected(prompts)
+    assert_nothing_left(apart.prefill, apart.decode)
+
+
+@pytest.mark.parametrize("schedule", range(SCHEDULES))
+def test_random_schedules(line: Line, apart: Apart, schedule: int, rng: random.Random) -> None:
+    """Shared prefixes, both forms, both paths, with and without the pool, aborts and preemptions (the second
+    engine of the line has little memory); PD_SCHEDULES=300 runs as many."""
+    stems = [make_prompt(rng.randrange(1 << 40), rng.choice([0, 31, 32, 200])) for _ in range(3)]
+    prompts = [
+        rng.choice(stems)
+        + make_prompt(rng.randrange(1 << 40), rng.choice([*LENGTHS[:11], rng.randrange(1, 500)]))
+        for _ in range(rng.randrange(1, 7))
+    ]
+    more: dict[str, Any] = {"max_tokens": rng.choice([1, 8, 60])}
+    survivors = list(range(len(prompts)))
+    if rng.random() < 0.4:
+        more["abort"] = [p for p in survivors if rng.random() < 0.4]
+        more["abort_when"] = rng.choice(["looking", "loading", "running"])
+        survivors = [p for p in survivors if p not in more["abort"]]
+    prefill, decode = rng.choice(
+        [(apart.prefill, apart.decode), (apart.prefill, apart.tcp), (line.first, line.second)]
+    )
+    if prefill is apart.prefill and rng.random() < 0.5:
+        names = [f"{rng.randrange(1 << 60):x}" for _ in prompts]
+        _, answer = concurrently(apart, decode, prompts, names, **more)
+    else:
+        answer = decode.call("generate", prompts=prompts, params=prefill_of(prefill, prompts), **more)
+    expected = line.expected(prompts, max_tokens=more["max_tokens"])
+    for position in survivors:
+        assert tokens_of(answer)[position] == expected[position]
+        assert answer["outputs"][position]["reason"] == "length"
+    assert_nothing_left(prefill, decode)
+
+
+# From here on the engines that are apart are killed
+
+
+def test_decode_is_killed(apart: Apart) -> None:
+    """In the middle of a read, after it had been heard: prefill has its blocks back within seconds."""
+    prompts = [make_prompt(2900 + position, 1000) for position in range(4)]
+    params = prefill_of(apart.prefill, prompts)
+    apart.tcp.call("kill_at_read", pid=0, after=True)
+    apart.tcp.send("generate", prompts=prompts, params=params)
+    apart.tcp.process.wait(60)
+    assert_nothing_left(apart.prefill)
+
+
+def test_prefill_is_killed(line: Line, apart: Apart) -> None:
+    """After, in the middle of, and before a hand-over: the tokens of a plain engine, and never an error."""
+    after, during, before, never = (make_prompt(2950 + position, 800) for position in range(4))
+    offers = prefill_of(apart.prefill, [after, during, before])
+    answers = [apart.decode.call("generate", prompts=[after], params=offers[:1])]
+    apart.decode.call("kill_at_read", pid=apart.prefill.process.pid, after=False)
+    answers.append(apart.decode.call("generate", prompts=[during], params=offers[1:2]))
+    apart.prefill.process.wait(60)
+    answers.append(apart.decode.call("generate", prompts=[before], params=offers[2:]))
+    answers.append(apart.decode.call("generate", prompts=[never], params=meetings(apart, ["dead"])))
+
+    tokens = [tokens_of(answer)[0] for answer in answers]
+    assert tokens == line.expected([after, during, before, never])
+    assert [answer["outputs"][0]["reason"] for answer in answers] == ["length"] * 4
+    assert handed(answers[0]) == [799]
+    assert [handed(answer)[0] for answer in answers[2:]] == [0, 0]
+    assert_nothing_left(apart.decode)

@@ -1,0 +1,104 @@
+"""kv_transfer_params, as proxies carry them: JSON, in a client's hands."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from typing import Any
+
+import pytest
+
+from moonpool.connectors.vllm.pd.fields import (
+    Meeting,
+    Offer,
+    Prefill,
+    Unusable,
+    answer_of,
+    blocks_for,
+    parse_decode,
+    parse_prefill,
+)
+
+OFFER = Offer(
+    engine_id="engine-1",
+    ranks=("10.0.0.1:4001", "10.0.0.1:4002"),
+    lease=(1 << 53) - 1,
+    slot=4095,
+    blocks=((1, 2, 3), (4, 5, 6)),
+    tokens=96,
+    fingerprint=bytes(range(32)),
+    prompt=bytes(range(32, 64)),
+)
+
+
+def test_an_answer_survives_json() -> None:
+    params = json.loads(json.dumps(answer_of(OFFER, request_id="r1", tp_size=2)))
+    assert parse_decode(params) == OFFER
+    assert parse_prefill(params) is None
+
+
+def test_the_names_that_existing_proxies_speak() -> None:
+    params = answer_of(OFFER, request_id="r1", tp_size=2)
+    assert params["do_remote_prefill"] is True
+    assert params["do_remote_decode"] is False
+    assert params["remote_engine_id"] == "engine-1"
+    assert params["remote_request_id"] == "r1"
+    assert (params["remote_host"], params["remote_port"]) == ("10.0.0.1", 4001)
+    assert params["remote_block_ids"] == [[1, 2, 3], [4, 5, 6]]
+    assert params["remote_num_tokens"] == 96
+    assert params["tp_size"] == 2
+
+
+def test_what_prefill_is_asked() -> None:
+    assert parse_prefill(None) is None
+    assert parse_prefill({}) is None
+    assert parse_prefill({"do_remote_decode": False, "transfer_id": "x"}) is None
+    nulls = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
+    assert parse_prefill({"do_remote_decode": True, "do_remote_prefill": False, **nulls}) == Prefill("")
+    assert parse_prefill({"do_remote_decode": True, "transfer_id": "x"}) == Prefill("x")
+    for bad in ("", 7, "x" * 300, ["x"]):
+        with pytest.raises(Unusable, match="transfer_id must be a text"):
+            parse_prefill({"do_remote_decode": True, "transfer_id": bad})
+
+
+def test_the_concurrent_form() -> None:
+    params = {
+        "do_remote_prefill": True,
+        "transfer_id": "xfer-1",
+        "remote_engine_id": "e",
+        "remote_bootstrap_addr": "http://127.0.0.1:8998",
+    }
+    assert parse_decode(params) == Meeting("e", "http://127.0.0.1:8998", "xfer-1")
+    for key in ("remote_engine_id", "remote_bootstrap_addr"):
+        with pytest.raises(Unusable, match=key):
+            parse_decode({name: value for name, value in params.items() if name != key})
+    with pytest.raises(Unusable):
+        parse_decode({**params, "remote_bootstrap_addr": "file:///etc/passwd"})
+
+
+def test_other_connectors_and_versions() -> None:
+    params = answer_of(OFFER, request_id="r1", tp_size=2)
+    with pytest.raises(Unusable, match="not made by this connector"):
+        parse_decode({key: value for key, value in params.items() if key != "moonpool"})
+    params["moonpool"]["handover"]["version"] = 2
+    with pytest.raises(Unusable, match="version 2"):
+        parse_decode(params)
+
+
+GARBAGE: list[Any] = [None, True, -1, 1 << 60, 1.5, "", "x" * 2000, [], [[]], [[-1]], [["a"]], {}, {"a": 1}]
+
+
+@pytest.mark.parametrize("_round", range(200))
+def test_garbage_raises_nothing_else(_round: int, rng: random.Random) -> None:
+    params = answer_of(OFFER, request_id="r1", tp_size=2)
+    place = rng.choice([params, params["moonpool"], params["moonpool"]["handover"]])
+    place[rng.choice(list(place))] = rng.choice(GARBAGE)
+    with contextlib.suppress(Unusable):
+        parse_decode(params)
+        parse_prefill(params)
+
+
+def test_blocks() -> None:
+    """Decode computes the last token itself."""
+    assert [blocks_for(tokens, 4) for tokens in (1, 2, 4, 5, 6, 9, 10)] == [0, 1, 1, 1, 2, 2, 3]

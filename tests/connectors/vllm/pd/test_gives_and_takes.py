@@ -1,0 +1,251 @@
+"""The two halves beside the memory, message by message, without sockets or threads."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+
+from moonpool.connectors.vllm.pd import wire
+from moonpool.connectors.vllm.pd.fields import Meeting, Offer
+from moonpool.connectors.vllm.pd.gives import Gives
+from moonpool.connectors.vllm.pd.plans import End, Grown, Hold, Open, Pull
+from moonpool.connectors.vllm.pd.takes import PIECE_BLOCKS, Takes
+from moonpool.connectors.vllm.pd.wire import Done, Gone, Here, Known, Progress, Want
+
+PROMPT = bytes(32)
+SILENCE_S = 10.0
+
+
+class Slots(dict[int, int]):
+    """The page, and that nothing is opened where another lease is valid."""
+
+    def set(self, slot: int, lease: int) -> None:
+        assert not (lease and self.get(slot))
+        self[slot] = lease
+
+
+def gives() -> tuple[Gives, Slots]:
+    slots = Slots()
+    return Gives(slots.set, silence_s=SILENCE_S), slots
+
+
+def opened(lease: int = 1, slot: int = 0, transfer: str = "x") -> tuple[Open, ...]:
+    return (Open(lease, slot, transfer, PROMPT),)
+
+
+class TestGives:
+    def test_slots_follow_leases(self) -> None:
+        one, slots = gives()
+        assert one.begin(opened(transfer=""), ()) == []
+        assert slots == {0: 1}
+        one.done(Done(1, ""))
+        assert slots == {0: 0}
+        assert one.take_signs() == (set(), {1: 1})
+        one.done(Done(1, ""))  # again
+        assert one.begin((), (End(1, "late"),)) == []
+        assert one.take_signs() == (set(), {})
+
+    def test_a_slot_ends_and_opens_in_one_step(self) -> None:
+        one, slots = gives()
+        one.begin(opened(1, 0, ""), ())
+        one.begin(opened(2, 0, ""), (End(1, ""),))
+        assert slots == {0: 2}
+
+    def test_growth_is_told_to_who_takes_it(self) -> None:
+        one, _ = gives()
+        one.begin(opened(), ())
+        assert one.grown((Grown(1, 0, ((5, 6),), False),)) == []
+        assert one.want(Want("x", "D"), 0.0) == [("D", Progress("x", 1, 0, PROMPT, 0, [[5, 6]], False))]
+        assert one.grown((Grown(1, 2, ((7,),), True),)) == [
+            ("D", Progress("x", 1, 0, PROMPT, 2, [[7]], True))
+        ]
+        assert one.want(Want("x", "E"), 0.0) == [("E", Gone("x", "another engine takes this transfer"))]
+
+    def test_an_end_is_told_but_not_when_it_begins_anew(self) -> None:
+        one, _ = gives()
+        one.begin(opened(), ())
+        one.want(Want("x", "D"), 0.0)
+        assert one.begin(opened(2, 1), (End(1, "preempted"),)) == []
+        assert one.begin((), (End(2, "aborted"),)) == [("D", Gone("x", "aborted"))]
+
+    def test_signs_of_life(self) -> None:
+        one, _ = gives()
+        one.begin((*opened(1, 0, "x"), *opened(2, 1, "")), ())
+        one.want(Want("y", "D"), 0.0)
+        assert one.here(Here("D", [2, 99], ["x", "y"]), 1.0) == [("D", Known(["x"]))]
+        assert one.take_signs() == ({1, 2}, {})
+
+    def test_who_left_before_it_began_is_done_at_once(self) -> None:
+        one, slots = gives()
+        one.want(Want("x", "D"), 0.0)
+        one.done(Done(0, "x"))
+        assert one.begin(opened(), ()) == []
+        assert one.take_signs()[1] == {1: 1}
+        assert slots == {0: 0}
+
+    def test_who_is_silent_is_forgotten(self) -> None:
+        one, _ = gives()
+        one.want(Want("x", "D"), 0.0)
+        one.tick(SILENCE_S + 0.1)
+        one.begin(opened(), ())
+        assert one.grown((Grown(1, 0, ((5,),), True),)) == []
+
+
+def offer(blocks: int, lease: int = 7) -> Offer:
+    return Offer("e", ("P",), lease, 3, (tuple(range(50, 50 + blocks)),), 4 * blocks, bytes(32), PROMPT)
+
+
+def takes() -> Takes:
+    return Takes(reply="D", silence_s=SILENCE_S)
+
+
+def pull(blocks: int, first: int = 0, name: str = "r") -> Pull:
+    return Pull(name, first, (tuple(range(10, 10 + blocks)),))
+
+
+class TestTakes:
+    def test_two_step_in_pieces(self) -> None:
+        one, total = takes(), PIECE_BLOCKS + 3
+        one.hold(Hold("r", offer(total), PROMPT, total), "key", 0.0)
+        assert one.next_piece("r") is None  # there is no room yet
+        one.pull(pull(total - 1, first=1), 1.0)
+        for expected in (PIECE_BLOCKS, 2):
+            piece = one.next_piece("r")
+            assert piece is not None
+            assert piece.blocks == expected
+            assert [b - 50 for b in piece.there[0]] == [b - 10 + 1 for b in piece.here[0]]
+            assert one.next_piece("r") is None  # one at a time
+            one.read(piece, 100, "", 2.0)
+        (ended,) = one.take_ended()
+        assert (ended.good, ended.bytes, ended.seconds, ended.error) == (total - 1, 200, 1.0, "")
+        assert one.take_over() == [("key", Done(7, ""))]
+        assert len(one) == 0
+
+    def test_what_failed_is_reported_once_with_what_is_good(self) -> None:
+        one, total = takes(), PIECE_BLOCKS + 3
+        one.hold(Hold("r", offer(total), PROMPT, total), "key", 0.0)
+        one.pull(pull(total), 0.0)
+        first, second = one.next_piece("r"), None
+        assert first is not None
+        one.read(first, 1, "", 0.0)
+        second = one.next_piece("r")
+        assert second is not None
+        one.fail_line("other", "x", 0.0)
+        one.fail_line("key", "the line is dead", 0.0)
+        assert one.take_ended() == []  # its blocks are still written to
+        one.read(second, 0, "gone", 0.0)
+        (ended,) = one.take_ended()
+        assert (ended.good, ended.error) == (PIECE_BLOCKS, "the line is dead")
+        assert one.take_ended() == []
+        assert one.take_lost() == set()
+
+    def test_lost_before_there_was_room(self) -> None:
+        one = takes()
+        one.hold(Hold("r", offer(1), PROMPT, 1), "key", 0.0)
+        one.fail_line("key", "dead", 0.0)
+        assert one.take_lost() == {"r"}
+        assert one.pull(pull(1), 0.0) is None  # it was planned before that was known
+        (ended,) = one.take_ended()
+        assert ended.good == 0
+
+    def test_dropped_in_every_stage(self) -> None:
+        one = takes()
+        one.drop("r", 0.0)
+        one.hold(Hold("r", offer(2), PROMPT, 2), "key", 0.0)
+        one.drop("r", 0.0)
+        assert one.take_over() == [("key", Done(7, ""))]
+        one.hold(Hold("r", offer(2), PROMPT, 2), "key", 0.0)
+        one.pull(pull(2), 0.0)
+        piece = one.next_piece("r")
+        assert piece is not None
+        one.drop("r", 0.0)
+        assert one.take_ended() == []
+        one.read(piece, 1, "", 0.0)
+        assert len(one.take_ended()) == 1
+
+    def met(self, blocks: int = 4) -> Takes:
+        one = takes()
+        one.hold(Hold("r", Meeting("e", "http://b", "x"), PROMPT, blocks), "key", 0.0)
+        one.pull(pull(blocks), 0.0)
+        return one
+
+    def test_chunks(self) -> None:
+        one = self.met()
+        assert one.progress(Progress("x", 7, 3, PROMPT, 0, [[50]], False), 0.0) is not None
+        piece = one.next_piece("r")
+        assert piece is not None
+        assert one.progress(Progress("x", 7, 3, PROMPT, 1, [[51, 52, 53]], True), 0.0) is not None
+        one.read(piece, 1, "", 0.0)
+        piece = one.next_piece("r")
+        assert piece is not None
+        assert (piece.there, piece.here) == (((51, 52, 53),), ((11, 12, 13),))
+        one.read(piece, 1, "", 0.0)
+        assert [ended.good for ended in one.take_ended()] == [4]
+
+    def test_a_new_lease_in_the_middle_of_a_read(self) -> None:
+        one = self.met()
+        one.progress(Progress("x", 7, 3, PROMPT, 0, [[50, 51]], False), 0.0)
+        piece = one.next_piece("r")
+        assert piece is not None
+        one.progress(Progress("x", 8, 4, PROMPT, 0, [[60, 61, 62, 63]], True), 0.0)
+        one.read(piece, 0, "the lease is over", 0.0)
+        piece = one.next_piece("r")
+        assert piece is not None
+        assert (piece.lease, piece.slot, piece.there) == (8, 4, ((60, 61, 62, 63),))
+
+    @pytest.mark.parametrize(
+        ("progress", "why"),
+        [
+            (Progress("x", 7, 3, bytes(31) + b"1", 0, [[50]], False), "another prompt"),
+            (Progress("x", 7, 3, PROMPT, 1, [[50]], False), "contradicts itself"),
+            (Progress("x", 7, 3, PROMPT, 0, [[50]], True), "too few blocks"),
+        ],
+    )
+    def test_lies(self, progress: Progress, why: str) -> None:
+        one = self.met()
+        one.progress(progress, 0.0)
+        (ended,) = one.take_ended()
+        assert ended.good == 0
+        assert why in ended.error
+
+    def test_a_transfer_that_its_engine_does_not_know(self) -> None:
+        one = self.met()
+        assert one.tick(5.0) == [("key", Here("D", [], ["x"]))]
+        one.known(Known(["x", "y"]), 9.0)
+        assert one.tick(18.9) != []
+        assert one.tick(19.1) == []
+        (ended,) = one.take_ended()
+        assert "knew nothing of it" in ended.error
+
+    def test_two_requests_for_one_transfer(self) -> None:
+        one = self.met()
+        assert one.hold(Hold("s", Meeting("e", "http://b", "x"), PROMPT, 4), "key", 0.0) is None
+        assert one.take_lost() == {"s"}
+        one.gone(Gone("x", "aborted"), 0.0)
+        assert [ended.error for ended in one.take_ended()] == ["aborted"]
+
+
+MESSAGES = [
+    Want("x", "127.0.0.1:1"),
+    Here("127.0.0.1:1", [1, 2], ["x"]),
+    Done(5, ""),
+    Progress("x", 1, 2, PROMPT, 3, [[4], [5]], True),
+    Known(["x"]),
+    Gone("x", "why"),
+]
+
+
+def test_messages_survive_the_wire() -> None:
+    assert [wire.decode(wire.encode(message)) for message in MESSAGES] == MESSAGES
+
+
+@pytest.mark.parametrize("_round", range(20))
+def test_broken_messages(_round: int, rng: random.Random) -> None:
+    for message in MESSAGES:
+        text = bytearray(wire.encode(message))
+        for _ in range(rng.randrange(1, 4)):
+            text[rng.randrange(len(text))] = rng.randrange(256)
+        with contextlib.suppress(wire.Malformed):
+            wire.decode(bytes(text[: rng.randrange(len(text) + 1)]))
