@@ -185,8 +185,65 @@ class Driver:
             self.first_token(prompt)
         return len(prompts)
 
-    def _add(self, prompt: list[int], tokens: int) -> str:
-        sampling = self.make_sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    def prefill(self, prompt: list[int]) -> dict[str, Any]:
+        """Computes a prompt for a decode engine. Its kv_transfer_params; the blocks stay held."""
+        self._add(prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False})
+        while True:
+            for output in self.engine.step():
+                if output.finished:
+                    return dict(output.kv_transfer_params)
+
+    def give(self) -> float:
+        """Steps as vLLM's own loop does until nothing is held for a decode engine. CPU seconds."""
+        cpu_s = time.process_time()
+        deadline_s = time.monotonic() + DRAIN_TIMEOUT_S
+        while self.scheduler.has_requests():
+            self._step()
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"blocks are still held {DRAIN_TIMEOUT_S:g} s after the hand-over")
+        return time.process_time() - cpu_s
+
+    def take_over(self, prompt: list[int], params: dict[str, Any], tokens: int) -> dict[str, Any]:
+        """Runs a prompt whose KV a prefill engine has. handover_s, cpu_s: from the request's arrival until
+        the scheduler knows that its KV is here.
+        """
+        seen: list[tuple[float, float]] = []
+        noted = self.scheduler._update_from_kv_xfer_finished
+
+        def note(output: Any) -> None:
+            noted(output)
+            if output.finished_recving:
+                seen.append((time.perf_counter(), time.process_time()))
+
+        self.scheduler._update_from_kv_xfer_finished = note
+        started_s, cpu_s = time.perf_counter(), time.process_time()
+        self._add(prompt, tokens, params)
+        try:
+            while True:
+                for output in self._step():
+                    if output.finished:
+                        if not seen:
+                            raise RuntimeError("nothing was handed over")
+                        self._drain()
+                        return {
+                            "handover_s": seen[0][0] - started_s,
+                            "cpu_s": seen[0][1] - cpu_s,
+                            "tokens": list(output.outputs[0].token_ids),
+                            "cached": output.num_cached_tokens,
+                        }
+        finally:
+            del self.scheduler._update_from_kv_xfer_finished
+
+    def _step(self) -> list[Any]:
+        """A step, and the pause that vLLM's own loop makes after one that ran nothing."""
+        outputs: list[Any] = self.engine.step()
+        if not outputs and self.scheduler.has_requests():
+            time.sleep(0.001)
+        return outputs
+
+    def _add(self, prompt: list[int], tokens: int, params: dict[str, Any] | None = None) -> str:
+        extra = None if params is None else {"kv_transfer_params": params}
+        sampling = self.make_sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
         self.next_id += 1
         request_id = f"r{self.next_id}"
         self.engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)

@@ -61,8 +61,10 @@ class Fleet:
         node.wait_for_port(socket.AF_UNIX, str(path))
         return path
 
-    def engine(self, name: str, kv_transfer_config: dict[str, Any] | None) -> Talker:
-        """Starts an engine and returns at once; ``ready`` waits for several."""
+    def engine(
+        self, name: str, kv_transfer_config: dict[str, Any] | None, extra: dict[str, str] | None = None
+    ) -> Talker:
+        """Starts an engine and returns at once; ``ready`` waits for several. extra: environment."""
         config: dict[str, Any] = {"model": str(self.model)}
         if kv_transfer_config is not None:
             config["kv_transfer_config"] = kv_transfer_config
@@ -71,7 +73,7 @@ class Fleet:
             "benchmarks.engine.driver",
             [json.dumps(config)],
             self.folder / f"{name}.log",
-            self._environment(),
+            {**self._environment(), **(extra or {})},
         )
         self.stack.callback(engine.close)
         return engine

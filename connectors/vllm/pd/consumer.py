@@ -92,7 +92,10 @@ class Consumer:
     def admitted(self, request: Request, block_ids: fields.BlockIds, external_tokens: int) -> bool:
         """Room was made. Whether it is for a hand-over; if so its pull is planned."""
         take = self._takes.get(request.request_id)
-        if take is None or take.phase is not Phase.WAITING or external_tokens <= 0:
+        if take is None or take.phase is not Phase.WAITING:
+            return False
+        if external_tokens <= 0:  # vLLM wants all of it computed: prompt_logprobs, say
+            self._drop(request.request_id, take)
             return False
         last = blocks_for(request.num_prompt_tokens, self._block_tokens)
         first = (request.num_prompt_tokens - 1 - external_tokens) // self._block_tokens

@@ -181,8 +181,6 @@ class Station:
             return
         if take.transfer:
             line.send(Want(take.transfer, self.address))
-        else:
-            line.send(Here(self.address, [take.lease], []))
 
     def _find(self, source: Source) -> str:
         """The address of our counterpart there. On a line's thread; raises Unavailable."""

@@ -137,17 +137,26 @@ def test_two_step(line: Line, apart: Apart, path: str) -> None:
 
 @pytest.mark.parametrize("path", ["decode", "tcp"])
 def test_concurrent(line: Line, apart: Apart, path: str) -> None:
-    prompts = [make_prompt(2100 + position, length) for position, length in enumerate([*LENGTHS, 3500])]
+    seed = {"decode": 2100, "tcp": 2150}[path]
+    prompts = [make_prompt(seed + position, length) for position, length in enumerate(LENGTHS)]
     names = [f"{path}-{position}" for position in range(len(prompts))]
     decode: Engine = getattr(apart, path)
-    decode.call("watch_reads")
-    prefilled, answer = concurrently(apart, decode, prompts, names)
+    _, answer = concurrently(apart, decode, prompts, names)
 
     assert tokens_of(answer) == line.expected(prompts)
     assert handed(answer) == [len(prompt) - 1 for prompt in prompts]
-    reads = decode.call("reads")
-    assert sum(seen < prefilled["ended_s"] for seen in reads) > len(reads) / 2  # chunks, while others compute
     assert_nothing_left(apart.prefill, decode)
+
+
+def test_chunks_are_handed_over_while_later_ones_are_computed(line: Line, apart: Apart) -> None:
+    prompts = [make_prompt(2190, 4000)]
+    apart.decode.call("watch_reads")
+    prefilled, answer = concurrently(apart, apart.decode, prompts, ["chunks"])
+
+    assert tokens_of(answer) == line.expected(prompts)
+    reads = apart.decode.call("reads")
+    assert len(reads) > 4
+    assert sum(seen < prefilled["ended_s"] for seen in reads) > len(reads) / 2
 
 
 def test_only_what_decode_lacks_is_handed_over(line: Line, apart: Apart) -> None:

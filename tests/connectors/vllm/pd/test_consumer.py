@@ -1,0 +1,287 @@
+"""Decode's half in the scheduler's process, and both halves behind their door in the scheduler's half."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from moonpool.connectors.vllm.messages import NOTHING, Handshake, Report, Step
+from moonpool.connectors.vllm.pd.fields import Meeting, Offer, answer_of
+from moonpool.connectors.vllm.pd.plans import Hold, Pull
+from moonpool.connectors.vllm.scheduler import SchedulerHalf
+from moonpool.connectors.vllm.settings import Settings
+from moonpool.core.keys import block_digests, chain_seed
+from tests.connectors.vllm.fakes import (
+    BLOCK_TOKENS,
+    COLUMNS,
+    FINGERPRINT,
+    LOG,
+    Clock,
+    FakeBlockPool,
+    FakeBlocks,
+    FakeOutput,
+    FakePool,
+    FakeRequest,
+    FakeStep,
+    New,
+    digest,
+    facts,
+    link_to,
+)
+
+IDS = list(range(100, 120))
+
+
+def half(pool: FakePool | None = None, **changes: Any) -> SchedulerHalf:
+    one = SchedulerHalf(
+        facts(engine_id="D", **changes),
+        Settings(bootstrap_port=0),
+        open_link=link_to(pool),
+        digest=digest,
+        log=LOG,
+        clock=Clock(),
+    )
+    one.meet_workers([Handshake(FINGERPRINT, COLUMNS, station="127.0.0.1:5000")])
+    one.bind_block_pool(FakeBlockPool())
+    return one
+
+
+def prompt_digest(tokens: list[int], salt: str | None = None) -> bytes:
+    (whole,) = block_digests(tokens, len(tokens), seed=chain_seed(None, salt))
+    return whole
+
+
+def offer(tokens: int = 18, **changes: Any) -> Offer:
+    one = Offer(
+        engine_id="P",
+        ranks=("127.0.0.1:4000",),
+        lease=7,
+        slot=3,
+        blocks=(tuple(range(50, 70)),),
+        tokens=tokens,
+        fingerprint=FINGERPRINT,
+        prompt=prompt_digest(list(range(tokens))),
+    )
+    return dataclasses.replace(one, **changes)
+
+
+def request(source: Offer | Meeting, tokens: int = 18, name: str = "r") -> FakeRequest:
+    one = FakeRequest(name, list(range(tokens)))
+    if isinstance(source, Offer):
+        one.kv_transfer_params = answer_of(source, request_id="p", tp_size=1)
+    else:
+        one.kv_transfer_params = {
+            "do_remote_prefill": True,
+            "remote_engine_id": source.engine_id,
+            "remote_bootstrap_addr": source.bootstrap,
+            "transfer_id": source.transfer,
+        }
+    return one
+
+
+def refused(one: SchedulerHalf) -> bool:
+    stats = one.tally.take()
+    return stats is not None and stats.data.get("handover_refused") == 1
+
+
+@pytest.mark.parametrize("source", [offer(), Meeting("P", "http://x:1", "t")])
+def test_what_is_lacking_is_pulled(source: Offer | Meeting) -> None:
+    one, asked = half(), request(source)
+    one.arrived(asked)
+    step = one.build_step(FakeStep())
+    assert step.handover is not None
+    assert step.handover.holds == (Hold("r", source, prompt_digest(list(range(18))), 5),)
+
+    assert one.matched_tokens(asked, 8) == (9, True)  # all but the last token
+    one.admitted(asked, FakeBlocks((IDS,)), 9)
+
+    step = one.build_step(FakeStep())
+    assert step.handover is not None
+    assert step.handover.pulls == (Pull("r", 2, ((102, 103, 104),)),)
+    one.step_ended(FakeOutput({"r"}, Report(loaded={"r": 3})))
+    one.admitted(asked, FakeBlocks((IDS,)), 0)
+    assert one.finished(asked) == {
+        "moonpool": {"handed_over_tokens": 9, "pool_tokens": 0, "local_tokens": 8, "load_errors": 0}
+    }
+    assert one.build_step(FakeStep()) is NOTHING
+
+
+def test_the_worst_rank_counts() -> None:
+    one, asked = half(), request(offer())
+    one.arrived(asked)
+    assert one.matched_tokens(asked, 0) == (17, True)
+    one.admitted(asked, FakeBlocks((IDS,)), 17)
+    one.step_ended(FakeOutput(None, Report(loaded={"r": 2})))
+    one.step_ended(FakeOutput({"r"}, Report(loaded={"r": 5})))
+    answer = one.finished(asked)
+    assert answer is not None
+    assert answer["moonpool"]["handed_over_tokens"] == 8
+
+
+@pytest.mark.parametrize("local", [16, 17])
+def test_nothing_is_needed(local: int) -> None:
+    one, asked = half(), request(offer(tokens=17), tokens=17)
+    one.arrived(asked)
+    one.build_step(FakeStep())
+    assert one.matched_tokens(asked, local) == (0, False)
+    step = one.build_step(FakeStep())
+    assert step.handover is not None
+    assert step.handover.drops == ("r",)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        offer(fingerprint=bytes(32)),
+        offer(ranks=("127.0.0.1:1", "127.0.0.1:2")),
+        offer(prompt=bytes(32)),
+        offer(tokens=17),
+        offer(blocks=((1, 2, 3, 4),)),
+    ],
+)
+def test_what_is_not_ours_is_computed(bad: Offer) -> None:
+    one, asked = half(), request(bad)
+    one.arrived(asked)
+    assert refused(one)
+    assert one.matched_tokens(asked, 0) == (0, False)
+    assert one.build_step(FakeStep()) is NOTHING
+
+
+def test_salt_and_lora_are_part_of_the_prompt() -> None:
+    one, asked = half(), request(offer())
+    asked.cache_salt = "s"
+    one.arrived(asked)
+    assert refused(one)
+    asked = request(offer(prompt=prompt_digest(list(range(18)), "s")), name="s")
+    asked.cache_salt = "s"
+    one.arrived(asked)
+    assert one.matched_tokens(asked, 0) == (17, True)
+
+
+def test_roles() -> None:
+    takes_nothing, gives_nothing = half(may_load=False), half(may_save=False)
+    takes_nothing.arrived(request(offer()))
+    assert refused(takes_nothing)
+    asked = FakeRequest("r", list(range(18)))
+    asked.kv_transfer_params = {"do_remote_decode": True}
+    gives_nothing.arrived(asked)
+    assert refused(gives_nothing)
+
+
+def test_images_are_not_handed_over() -> None:
+    one, asked = half(), request(offer())
+    asked.mm_features = ["image"]
+    one.arrived(asked)
+    assert refused(one)
+    assert one.matched_tokens(asked, 0) == (0, False)
+
+
+def test_lost_before_there_was_room_the_pool_is_asked() -> None:
+    pool = FakePool()
+    one, asked = half(pool), request(offer())
+    one.arrived(asked)
+    pool.answer_prefix(4)
+    one.step_ended(FakeOutput(None, Report(lost={"r"})))
+    assert one.matched_tokens(asked, 0) == (16, True)
+
+
+def test_nothing_came_the_pool_is_asked() -> None:
+    """vLLM gives up the blocks of a hand-over that failed as a whole and asks again."""
+    pool = FakePool()
+    one, asked = half(pool), request(offer())
+    one.arrived(asked)
+    pool.answer_prefix(4)
+    assert one.matched_tokens(asked, 0) == (17, True)
+    one.admitted(asked, FakeBlocks((IDS,)), 17)
+    one.step_ended(FakeOutput({"r"}, Report(loaded={"r": 0})))
+    assert pool.released == []
+    assert one.matched_tokens(asked, 0) == (16, True)
+    one.admitted(asked, FakeBlocks((IDS,)), 16)
+    step = one.build_step(FakeStep())
+    assert len(step.loads) == 1
+
+
+def test_an_abort_while_it_is_pulled() -> None:
+    one, asked = half(), request(offer())
+    one.arrived(asked)
+    one.matched_tokens(asked, 0)
+    one.admitted(asked, FakeBlocks((IDS,)), 17)
+    one.build_step(FakeStep())
+    one.finished(asked)
+    assert one.has_pending_work()
+    step = one.build_step(FakeStep())
+    assert step.handover is not None
+    assert step.handover.drops == ("r",)
+    one.step_ended(FakeOutput({"r"}, Report(loaded={"r": 0})))
+    assert not one.has_pending_work()
+    one.arrived(request(offer()))  # the name is free again
+    assert one.matched_tokens(request(offer()), 0) == (17, True)
+
+
+def test_an_abort_before_there_was_room() -> None:
+    one, asked = half(), request(offer())
+    one.arrived(asked)
+    one.finished(asked)
+    step = one.build_step(FakeStep())
+    assert step.handover is not None
+    assert (len(step.handover.holds), step.handover.drops) == (1, ("r",))
+
+
+def test_vllm_wants_it_computed() -> None:
+    """As with prompt_logprobs: what was offered is not used, and prefill has its blocks back at once."""
+    one, asked = half(), request(offer())
+    one.arrived(asked)
+    assert one.matched_tokens(asked, 0) == (17, True)
+    one.admitted(asked, FakeBlocks((IDS,)), 0)
+    step = one.build_step(FakeStep())
+    assert step.handover is not None
+    assert step.handover.drops == ("r",)
+
+
+def test_a_preempted_request_is_computed() -> None:
+    one, asked = half(), request(offer())
+    one.arrived(asked)
+    asked.num_preemptions = 1
+    assert one.matched_tokens(asked, 0) == (0, False)
+
+
+def test_an_answer_is_stored_for_the_next_turn() -> None:
+    """Whatever the role and save_decode say: nobody else has its blocks."""
+    pool = FakePool()
+    one, asked = half(pool, may_save=False), request(offer())
+    one.arrived(asked)
+    pool.answer_prefix(4)  # prefill has stored the prompt
+    one.matched_tokens(asked, 0)
+    one.admitted(asked, FakeBlocks((IDS,)), 17)
+    one.step_ended(FakeOutput({"r"}, Report(loaded={"r": 5})))
+    one.admitted(asked, FakeBlocks((IDS,)), 0)
+    assert pool.released == [7]
+    asked.answer = [1, 2, 3]
+    new = New("r", (list(IDS),), 17)
+    step = one.build_step(FakeStep([new], num_scheduled_tokens={"r": 4}))
+    (save,) = step.saves
+    assert save.block_ids == ((104,),)
+
+
+def test_prefill_may_load_though_it_only_produces() -> None:
+    pool = FakePool()
+    one = half(pool, may_load=False)
+    plain, handed = FakeRequest("a", list(range(18))), FakeRequest("b", list(range(18)))
+    handed.kv_transfer_params = {"do_remote_decode": True}
+    for each in (plain, handed):
+        one.arrived(each)
+    assert len(pool.prefixes) == 1
+    pool.answer_prefix(4)
+    assert one.matched_tokens(plain, 0) == (0, False)
+    assert one.matched_tokens(handed, 0) == (16, True)
+
+
+def test_a_failed_plan_covers_every_block() -> None:
+    one, asked = half(), request(offer())
+    one.arrived(asked)
+    one.fail_load("r", (IDS[:5],), 17)
+    step: Step = one.build_step(FakeStep())
+    assert step.loads[0].blocks == 5
+    assert BLOCK_TOKENS * 5 >= 17

@@ -1,0 +1,212 @@
+"""Prefill's half in the scheduler's process: leases, references and what the workers are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moonpool.connectors.vllm.metrics import Tally
+from moonpool.connectors.vllm.pd.fields import Offer, Unusable, parse_decode
+from moonpool.connectors.vllm.pd.plans import Grown
+from moonpool.connectors.vllm.pd.producer import Identity, Producer
+from tests.connectors.vllm.fakes import (
+    BLOCK_TOKENS,
+    FINGERPRINT,
+    LOG,
+    Cached,
+    Clock,
+    FakeBlockPool,
+    FakeRequest,
+    FakeStep,
+    New,
+    Status,
+)
+
+PROMPT = bytes(32)
+BLOCKS = list(range(100, 120))
+
+
+class Bed:
+    def __init__(self, ranks: int = 1) -> None:
+        self.clock, self.tally, self.pool = Clock(), Tally(), FakeBlockPool()
+        places = tuple(f"127.0.0.1:{4000 + rank}" for rank in range(ranks))
+        self.producer = Producer(
+            Identity("engine-1", FINGERPRINT, places, ranks, BLOCK_TOKENS),
+            silence_s=10.0,
+            tally=self.tally,
+            log=LOG,
+            clock=self.clock,
+        )
+        self.producer.bind(self.pool)
+
+    def request(self, tokens: int = 18, name: str = "r", **params: Any) -> FakeRequest:
+        one = FakeRequest(name, list(range(tokens)))
+        one.kv_transfer_params = {"do_remote_decode": True, **params}
+        self.producer.arrived(one, PROMPT)
+        return one
+
+    def first_step(self, one: FakeRequest, scheduled: int) -> Any:
+        new = New(one.request_id, (list(BLOCKS),), 0)
+        return self.producer.plan(FakeStep([new], num_scheduled_tokens={one.request_id: scheduled}))
+
+    def next_step(
+        self, one: FakeRequest, computed: int, scheduled: int, resumed: list[int] | None = None
+    ) -> Any:
+        fresh = None if resumed is None else (resumed,)
+        cached = Cached([one.request_id], {one.request_id} if resumed else set(), [fresh], [computed])
+        return self.producer.plan(FakeStep([], cached, {one.request_id: scheduled}))
+
+    def finish(self, one: FakeRequest, status: str = "FINISHED_LENGTH_CAPPED") -> dict[str, Any] | None:
+        one.status, one.num_computed_tokens = Status(status), one.num_prompt_tokens
+        return self.producer.finished(one)
+
+    def idle_step(self) -> Any:
+        step = self.producer.plan(FakeStep())
+        assert self.producer.leases.check_integrity()
+        return step
+
+
+def test_two_step() -> None:
+    bed = Bed()
+    one = bed.request(18)
+    step = bed.first_step(one, 18)
+    assert len(step.opens) == 1
+    assert step.grown == ()
+    assert bed.pool.held() == []
+
+    offer = parse_decode(bed.finish(one))
+
+    assert isinstance(offer, Offer)
+    assert offer.blocks == (tuple(BLOCKS[:5]),)  # 17 tokens: decode computes the last one
+    assert (offer.tokens, offer.ranks) == (18, ("127.0.0.1:4000",))
+    assert (offer.lease, offer.slot) == (step.opens[0].lease, step.opens[0].slot)
+    assert bed.pool.held() == BLOCKS[:5]
+    assert bed.producer.has_work
+    bed.producer.signs({offer.lease}, {offer.lease: 1})
+    assert bed.pool.held() == []
+    assert bed.idle_step().ends == ()
+    assert bed.producer.is_idle
+
+
+def test_silence_ends_a_lease_and_the_workers_hear_it_in_the_same_step() -> None:
+    bed = Bed()
+    one = bed.request()
+    bed.first_step(one, 18)
+    bed.finish(one)
+    bed.clock.now_s += 9
+    assert not bed.idle_step()
+    assert bed.pool.held()
+    bed.clock.now_s += 1
+    (end,) = bed.idle_step().ends
+    assert "expired" in end.why
+    assert bed.pool.held() == []
+    assert not bed.producer.has_work
+    stats = bed.tally.take()
+    assert stats is not None
+    assert stats.data["leases_expired"] == 1
+
+
+@pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED"])
+@pytest.mark.parametrize("transfer", [{}, {"transfer_id": "x"}])
+def test_an_aborted_prefill_gives_nothing(status: str, transfer: dict[str, str]) -> None:
+    bed = Bed()
+    one = bed.request(**transfer)
+    bed.first_step(one, 8)
+    assert bed.finish(one, status) is None
+    assert len(bed.idle_step().ends) == 1
+    assert bed.pool.held() == []
+    assert bed.producer.is_idle
+
+
+def test_an_early_stop_is_handed_over() -> None:
+    bed = Bed()
+    one = bed.request()
+    bed.first_step(one, 18)
+    assert bed.finish(one, "FINISHED_STOPPED") is not None
+
+
+def test_all_ranks_must_have_it() -> None:
+    bed = Bed(ranks=2)
+    one = bed.request()
+    bed.first_step(one, 18)
+    offer = parse_decode(bed.finish(one))
+    assert isinstance(offer, Offer)
+    bed.producer.signs(set(), {offer.lease: 1})
+    assert bed.pool.held()
+    bed.producer.signs(set(), {offer.lease: 1})
+    assert bed.pool.held() == []
+
+
+class TestConcurrent:
+    def test_each_chunk_is_told_and_held_as_it_becomes_complete(self) -> None:
+        bed = Bed()
+        one = bed.request(18, transfer_id="x")
+        step = bed.first_step(one, 6)
+        lease = step.opens[0].lease
+        assert step.grown == (Grown(lease, 0, ((100,),), False),)
+        assert bed.next_step(one, 6, 1).grown == ()
+        assert bed.next_step(one, 7, 6).grown == (Grown(lease, 1, ((101, 102),), False),)
+        assert bed.next_step(one, 13, 5).grown == (Grown(lease, 3, ((103, 104),), True),)
+        assert bed.pool.held() == BLOCKS[:5]
+        assert bed.finish(one) is None
+        bed.clock.now_s += 9
+        assert not bed.idle_step()
+        bed.producer.signs(set(), {lease: 1})
+        assert bed.pool.held() == []
+
+    def test_decode_has_it_before_the_request_ends(self) -> None:
+        bed = Bed()
+        one = bed.request(8, transfer_id="x")
+        lease = bed.first_step(one, 8).opens[0].lease
+        bed.producer.signs(set(), {lease: 1})
+        assert bed.pool.held() == []
+        assert bed.finish(one) is None
+        assert bed.producer.is_idle
+
+    def test_decode_leaves_in_the_middle(self) -> None:
+        bed = Bed()
+        one = bed.request(18, transfer_id="x")
+        lease = bed.first_step(one, 6).opens[0].lease
+        bed.producer.signs(set(), {lease: 1})
+        assert bed.next_step(one, 6, 12).grown == ()
+        assert bed.pool.held() == []
+
+    def test_a_preemption_begins_anew_with_other_blocks(self) -> None:
+        bed = Bed()
+        one = bed.request(18, transfer_id="x")
+        old = bed.first_step(one, 8).opens[0].lease
+        one.num_preemptions = 1
+        fresh = list(range(200, 220))
+        step = bed.next_step(one, 0, 18, resumed=fresh)
+        (end,), (begin,) = step.ends, step.opens
+        assert end.lease == old
+        assert begin.transfer == "x"
+        assert step.grown == (Grown(begin.lease, 0, (tuple(fresh[:5]),), True),)
+        assert bed.pool.held() == fresh[:5]
+
+    def test_one_transfer_id_at_a_time(self) -> None:
+        bed = Bed()
+        one = bed.request(transfer_id="x")
+        with pytest.raises(Unusable, match="under way"):
+            bed.request(name="s", transfer_id="x")
+        bed.finish(one, "FINISHED_ABORTED")
+        bed.request(name="t", transfer_id="x")
+
+
+def test_slots_run_out() -> None:
+    bed = Bed()
+    bed.producer.leases._free.clear()
+    with pytest.raises(Unusable, match="too many hand-overs"):
+        bed.request()
+
+
+def test_something_unexpected() -> None:
+    bed = Bed()
+    one = bed.request(transfer_id="x")
+    bed.first_step(one, 8)
+    bed.producer.forget("r")
+    bed.producer.forget("r")
+    assert len(bed.idle_step().ends) == 1
+    assert bed.pool.held() == []
+    assert bed.finish(one) is None
