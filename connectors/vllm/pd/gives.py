@@ -15,6 +15,7 @@ from moonpool.connectors.vllm.pd.plans import End, Grown, Open
 from moonpool.connectors.vllm.pd.wire import Done, Gone, Here, Known, Message, Progress, Want
 
 WAITING_MAX = 4096
+GONE_MAX = 4096
 Outbox = list[tuple[str, Message]]
 
 
@@ -44,6 +45,7 @@ class Gives:
         self._gives: dict[int, Give] = {}
         self._by_transfer: dict[str, Give] = {}
         self._waiting: dict[str, Waiting] = {}
+        self._gone: dict[str, str] = {}  # transfers that ended without having been handed over -> why
         self._signs: set[int] = set()
         self._handed: dict[int, int] = {}
 
@@ -53,26 +55,28 @@ class Gives:
     # What the scheduler's half says
 
     def begin(self, opens: tuple[Open, ...], ends: tuple[End, ...]) -> Outbox:
-        """Before anything of a step touches memory. A slot that ends may open again in the same step."""
+        """Before anything of a step touches memory. A slot that ends may open again in the same step, and a
+        lease may end in the step that opens it."""
         outbox: Outbox = []
-        ended: list[tuple[str, str]] = []
-        for end in ends:
-            give = self._gives.pop(end.lease, None)
+        whys = {end.lease: end.why for end in ends}
+        gone: dict[str, str] = {}
+        for lease, why in whys.items():
+            give = self._gives.pop(lease, None)
             if give is not None:
                 self._set_slot(give.open.slot, 0)
                 if self._by_transfer.get(give.open.transfer) is give:
                     del self._by_transfer[give.open.transfer]
-                    ended.append((give.open.transfer, end.why))
+                    gone[give.open.transfer] = why
         for one in opens:
-            give = Give(one)
-            self._gives[one.lease] = give
-            self._set_slot(one.slot, one.lease)
-            if one.transfer:
-                self._by_transfer[one.transfer] = give
-                self._attached(give, outbox)
-        for transfer, why in ended:
-            if transfer not in self._by_transfer and transfer in self._waiting:  # else it began anew
-                outbox.append((self._waiting.pop(transfer).reply, Gone(transfer, why)))
+            if one.lease in whys:
+                gone[one.transfer] = whys[one.lease]
+            else:
+                self._open(one, outbox)
+        for transfer, why in gone.items():
+            if transfer and transfer not in self._by_transfer:  # else it began anew
+                self._remember_gone(transfer, why)
+                if transfer in self._waiting:
+                    outbox.append((self._waiting.pop(transfer).reply, Gone(transfer, why)))
         return outbox
 
     def grown(self, grown: tuple[Grown, ...]) -> Outbox:
@@ -106,7 +110,9 @@ class Gives:
     # What decode engines say
 
     def want(self, want: Want, now_s: float) -> Outbox:
-        """A decode engine takes a transfer. The first one that says so has it."""
+        """A decode engine takes a transfer, or asks for all of it once more. The first one has it."""
+        if want.transfer in self._gone:
+            return [(want.reply, Gone(want.transfer, self._gone[want.transfer]))]
         waiting = self._waiting.get(want.transfer)
         if waiting is not None and waiting.reply != want.reply:
             return [(want.reply, Gone(want.transfer, "another engine takes this transfer"))]
@@ -130,7 +136,7 @@ class Gives:
             give = self._by_transfer.get(transfer)
             if give is not None:
                 self._signs.add(give.open.lease)
-                known.append(transfer)
+                known.append((transfer, give.open.lease, min(map(len, give.blocks), default=0)))
         return [(here.reply, Known(known))] if here.transfers else []
 
     def done(self, done: Done) -> None:
@@ -148,6 +154,20 @@ class Gives:
                 del self._waiting[transfer]
 
     # The parts
+
+    def _open(self, one: Open, outbox: Outbox) -> None:
+        give = self._gives[one.lease] = Give(one)
+        self._set_slot(one.slot, one.lease)
+        if one.transfer:
+            self._by_transfer[one.transfer] = give
+            self._gone.pop(one.transfer, None)
+            self._attached(give, outbox)
+
+    def _remember_gone(self, transfer: str, why: str) -> None:
+        """For a decode engine that asks later."""
+        while len(self._gone) >= GONE_MAX:
+            del self._gone[next(iter(self._gone))]
+        self._gone[transfer] = why
 
     def _attached(self, give: Give, outbox: Outbox) -> None:
         """Both the request and its decode engine are known."""

@@ -206,15 +206,17 @@ class Station:
                 piece = self._takes.next_piece(request_id)
             if piece is None:
                 return
-            nbytes, error = 0, ""
+            nbytes, error = 0, "it could not be read"
             try:
                 nbytes = self._read_piece(line, piece)
+                error = ""
             except Refused as refusal:
                 error = str(refusal)
             except Error as failure:
-                self._ended_piece(piece, 0, str(failure))
+                error = str(failure)
                 raise
-            self._ended_piece(piece, nbytes, error)
+            finally:  # whatever happened: until this is said, its blocks count as being written to
+                self._ended_piece(piece, nbytes, error)
 
     def _ended_piece(self, piece: Piece, nbytes: int, error: str) -> None:
         with self._lock:
@@ -303,7 +305,10 @@ class Station:
                 if take is not None:
                     self._read_on(take)
             elif isinstance(message, Known):
-                self._takes.known(message, now_s)
+                for key, want in self._takes.known(message, now_s):
+                    line = self._lines.find(key)
+                    if line is not None:
+                        line.send(want)
             elif isinstance(message, Gone):
                 self._takes.gone(message, now_s)
             self._tell_over()

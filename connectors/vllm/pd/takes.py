@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from moonpool.connectors.vllm.pd.fields import BlockIds, Offer, slice_blocks
 from moonpool.connectors.vllm.pd.plans import Hold, Pull
-from moonpool.connectors.vllm.pd.wire import Done, Gone, Here, Known, Progress
+from moonpool.connectors.vllm.pd.wire import Done, Gone, Here, Known, Progress, Want
 
 PIECE_BLOCKS = 64  # between two pieces a pull can be given up
 
@@ -141,11 +141,18 @@ class Takes:
         self._settle(take, now_s)
         return take
 
-    def known(self, known: Known, now_s: float) -> None:
-        """The prefill engine knows these transfers."""
-        for transfer in known.transfers:
-            if transfer in self._by_transfer:
-                self._by_transfer[transfer].known_s = now_s
+    def known(self, known: Known, now_s: float) -> list[tuple[Hashable, Want]]:
+        """The prefill engine knows these transfers. Asks again for those of which a message was lost, which
+        happens when a line dies and is made anew."""
+        again: list[tuple[Hashable, Want]] = []
+        for transfer, lease, blocks in known.transfers:
+            take = self._by_transfer.get(transfer)
+            if take is None:
+                continue
+            take.known_s = now_s
+            if blocks and (blocks > take.ready_blocks or lease != take.lease):
+                again.append((take.key, Want(transfer, self._reply)))
+        return again
 
     def gone(self, gone: Gone, now_s: float) -> None:
         """Nothing more comes."""

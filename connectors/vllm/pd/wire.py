@@ -62,7 +62,9 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    transfers: list[_Text]
+    """(transfer, its lease, how many blocks are complete): all of that was told before this message."""
+
+    transfers: list[tuple[_Text, _U64, _U32]]
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag=6):

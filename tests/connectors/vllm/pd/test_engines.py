@@ -35,6 +35,7 @@ ASK = {
 LENGTHS = [1, 2, 31, 32, 33, 34, 64, 65, 255, 256, 257, 1000]
 LEASE_S = 3.0
 SCHEDULES = int(os.environ.get("PD_SCHEDULES", "3"))
+ORDER = [(form, stage) for form in ("two-step", "concurrent") for stage in ("looking", "loading", "running")]
 NOTHING_LEFT = {"used_blocks": 0, "requests": 0, "pins": 0, "saves": 0, "lookups": 0, "leases": 0}
 
 
@@ -226,10 +227,9 @@ def test_nobody_prefills(line: Line, apart: Apart) -> None:
     assert_nothing_left(apart.decode)
 
 
-@pytest.mark.parametrize("stage", ["looking", "loading", "running"])
-@pytest.mark.parametrize("form", ["two-step", "concurrent"])
-def test_decode_aborts(line: Line, apart: Apart, stage: str, form: str) -> None:
-    seed = 2600 + 10 * len(stage + form)
+@pytest.mark.parametrize(("form", "stage"), ORDER)
+def test_decode_aborts(line: Line, apart: Apart, form: str, stage: str) -> None:
+    seed = 2600 + 10 * ORDER.index((form, stage))
     prompts = [make_prompt(seed + position, 500) for position in range(4)]
     more: dict[str, Any] = {"abort": [0, 2], "abort_when": stage}
     if form == "two-step":

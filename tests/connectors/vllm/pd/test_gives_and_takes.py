@@ -70,11 +70,27 @@ class TestGives:
         assert one.begin(opened(2, 1), (End(1, "preempted"),)) == []
         assert one.begin((), (End(2, "aborted"),)) == [("D", Gone("x", "aborted"))]
 
+    def test_a_lease_that_ends_in_the_step_that_opens_it(self) -> None:
+        """Its request was aborted before the first step."""
+        one, slots = gives()
+        one.want(Want("x", "D"), 0.0)
+        assert one.begin(opened(), (End(1, "aborted"),)) == [("D", Gone("x", "aborted"))]
+        assert slots == {}
+        assert len(one) == 0
+        assert one.here(Here("D", [], ["x"]), 0.0) == [("D", Known([]))]
+
+    def test_who_asks_for_what_is_gone_hears_it_at_once(self) -> None:
+        one, _ = gives()
+        one.begin(opened(), (End(1, "aborted"),))
+        assert one.want(Want("x", "D"), 0.0) == [("D", Gone("x", "aborted"))]
+        one.begin(opened(2), ())  # the same name, tried again
+        assert one.want(Want("x", "D"), 0.0) == []
+
     def test_signs_of_life(self) -> None:
         one, _ = gives()
         one.begin((*opened(1, 0, "x"), *opened(2, 1, "")), ())
         one.want(Want("y", "D"), 0.0)
-        assert one.here(Here("D", [2, 99], ["x", "y"]), 1.0) == [("D", Known(["x"]))]
+        assert one.here(Here("D", [2, 99], ["x", "y"]), 1.0) == [("D", Known([("x", 1, 0)]))]
         assert one.take_signs() == ({1, 2}, {})
 
     def test_who_left_before_it_began_is_done_at_once(self) -> None:
@@ -213,11 +229,21 @@ class TestTakes:
     def test_a_transfer_that_its_engine_does_not_know(self) -> None:
         one = self.met()
         assert one.tick(5.0) == [("key", Here("D", [], ["x"]))]
-        one.known(Known(["x", "y"]), 9.0)
+        assert one.known(Known([("x", 7, 0), ("y", 8, 3)]), 9.0) == []
         assert one.tick(18.9) != []
         assert one.tick(19.1) == []
         (ended,) = one.take_ended()
         assert "knew nothing of it" in ended.error
+
+    def test_a_lost_message_is_asked_for_again(self) -> None:
+        one = self.met()
+        one.progress(Progress("x", 7, 3, PROMPT, 0, [[50]], False), 0.0)
+        assert one.known(Known([("x", 7, 1)]), 1.0) == []
+        again = [("key", Want("x", "D"))]
+        assert one.known(Known([("x", 7, 2)]), 1.0) == again
+        assert one.known(Known([("x", 8, 1)]), 1.0) == again
+        one.progress(Progress("x", 7, 3, PROMPT, 0, [[50, 51]], False), 0.0)
+        assert one.known(Known([("x", 7, 2)]), 1.0) == []
 
     def test_two_requests_for_one_transfer(self) -> None:
         one = self.met()
@@ -232,7 +258,7 @@ MESSAGES = [
     Here("127.0.0.1:1", [1, 2], ["x"]),
     Done(5, ""),
     Progress("x", 1, 2, PROMPT, 3, [[4], [5]], True),
-    Known(["x"]),
+    Known([("x", 1, 2)]),
     Gone("x", "why"),
 ]
 

@@ -211,6 +211,28 @@ class TestConcurrent:
             prefill.wait_handed(77)
 
 
+def test_something_unexpected_while_reading(
+    pair: tuple[World, World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pull still ends, once, and the next one works."""
+    prefill, decode = pair
+
+    def fail(*args: object) -> None:
+        raise ValueError("unexpected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decode.station, "_read_piece", fail)
+        decode.take(prefill.offer([1]), [1])
+        assert decode.ended().good == 0
+    offer = prefill.offer([1], lease=78, slot=6)
+
+    def works() -> bool:  # after the rest that a line takes which died
+        decode.take(offer, [1])
+        return decode.ended().good == 1
+
+    eventually(works)
+
+
 def test_garbage_is_counted_and_changes_nothing(pair: tuple[World, World]) -> None:
     prefill, decode = pair
     segment = decode.station._engine.open(prefill.station.address)
