@@ -11,6 +11,7 @@ manual.
     identity     the fingerprint: which model, weights and form of bytes
     settings     kv_connector_extra_config, checked
     link         the connection to the node, made again in the background
+    pd           the hand-over between prefill and decode engines, a package of its own
     pool         the native pieces as a Protocol
     messages     what the halves tell each other
     metrics      counts and latencies, in vLLM's own /metrics

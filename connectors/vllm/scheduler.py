@@ -151,12 +151,12 @@ class SchedulerHalf:
             self.lookups.release(state.restarted(request.num_preemptions))
         if state.phase is Phase.NEW:
             self._ask(state, request)
-        if state.phase is Phase.LOOKING and not self.lookups.is_settled(state):
+        handed = self.handover.matched(request, local_tokens)
+        if not handed and state.phase is Phase.LOOKING and not self.lookups.is_settled(state):
             return None, False
         state.offered_after = local_tokens
         if state.preemptions == 0:
             state.local_tokens = local_tokens
-        handed = self.handover.matched(request, local_tokens)
         if handed:
             return handed, True
         tokens = state.loadable_tokens(local_tokens, request.num_tokens, self._facts.block_tokens)

@@ -91,6 +91,7 @@ class Station:
         self._gives = Gives(self._page.set, silence_s=silence_s)
         self._takes = Takes(reply=self.address, silence_s=silence_s)
         self._lines = Lines(self._engine, self._line_ended, clock=clock)
+        self._sign_s = min(SIGN_S, silence_s / 4)
         self._next_sign_s = 0.0
         self._closing = False
         self.dropped_messages = 0
@@ -274,11 +275,11 @@ class Station:
     def _listen(self) -> None:
         while not self._closing:
             try:
-                for note in self._engine.notifications(timeout_s=SIGN_S):
+                for note in self._engine.notifications(timeout_s=self._sign_s):
                     self._heard(note.message)
                 now_s = self._clock()
                 if now_s >= self._next_sign_s:
-                    self._next_sign_s = now_s + SIGN_S
+                    self._next_sign_s = now_s + self._sign_s
                     self._tick(now_s)
             except Closed:
                 return

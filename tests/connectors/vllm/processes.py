@@ -15,7 +15,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[2] / "src"
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 480.0
 CALL_TIMEOUT_S = 120.0
 
 ENGINE_ENVIRONMENT = {

@@ -253,6 +253,7 @@ def test_an_answer_is_stored_for_the_next_turn() -> None:
     one, asked = half(pool, may_save=False), request(offer())
     one.arrived(asked)
     pool.answer_prefix(4)  # prefill has stored the prompt
+    one.build_step(FakeStep())
     one.matched_tokens(asked, 0)
     one.admitted(asked, FakeBlocks((IDS,)), 17)
     one.step_ended(FakeOutput({"r"}, Report(loaded={"r": 5})))
