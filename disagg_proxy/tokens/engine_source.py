@@ -1,0 +1,134 @@
+"""Asks an engine which ids it would see: vLLM's ``/v1/.../render``, else ``/tokenize`` (vLLM, SGLang).
+
+The body goes there as the client sent it, so that tools, template arguments and system prompts count as they
+will. An engine that has no such page is not asked again for RETRY_S seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from moonpool.disagg_proxy.tokens.source import TextPrompt
+
+DEADLINE_S = 2.0
+RETRY_S = 30.0
+ANSWER_BYTES_MAX = 32 << 20
+
+_RENDER = {"chat": "/v1/chat/completions/render", "completions": "/v1/completions/render"}
+_ABSENT = (404, 405, 501)
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: list[int]
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+class _Chat(msgspec.Struct):
+    messages: msgspec.Raw
+    tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    chat_template: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    add_generation_prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    continue_final_message: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Completion(msgspec.Struct):
+    prompt: str
+    model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_rendered = msgspec.json.Decoder(_Rendered)
+_rendered_list = msgspec.json.Decoder(list[_Rendered])
+_tokenized = msgspec.json.Decoder(_Tokenized)
+_chat = msgspec.json.Decoder(_Chat)
+_completion = msgspec.json.Decoder(_Completion)
+
+
+class EngineSource:
+    """urls: root URLs of the engines that may be asked now, best first; the first is. One HTTP client with
+    kept-alive connections, on the running loop."""
+
+    def __init__(
+        self,
+        urls: Callable[[str], Sequence[str]],
+        *,
+        deadline_s: float = DEADLINE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._urls = urls
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._session: aiohttp.ClientSession | None = None
+        self._absent_until: dict[str, float] = {}
+        self.failures = 0
+
+    async def ids(self, prompt: TextPrompt) -> bytes | None:
+        urls = self._urls(prompt.model)
+        if not urls:
+            return None
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                ids = await self._render(urls[0], prompt)
+                return ids if ids is not None else await self._tokenize(urls[0], prompt)
+        except (TimeoutError, OSError, aiohttp.ClientError, msgspec.MsgspecError, OverflowError):
+            self.failures += 1
+            return None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _render(self, root: str, prompt: TextPrompt) -> bytes | None:
+        answer = await self._post(root + _RENDER[prompt.kind], prompt.body)
+        if answer is None:
+            return None
+        if prompt.kind == "chat":
+            return _u32(_rendered.decode(answer).token_ids)
+        rendered = _rendered_list.decode(answer)
+        return _u32(rendered[0].token_ids) if len(rendered) == 1 else None
+
+    async def _tokenize(self, root: str, prompt: TextPrompt) -> bytes | None:
+        decoder: msgspec.json.Decoder[_Chat] | msgspec.json.Decoder[_Completion]
+        decoder = _chat if prompt.kind == "chat" else _completion
+        body = msgspec.json.encode(decoder.decode(prompt.body))
+        answer = await self._post(root + "/tokenize", body)
+        return None if answer is None else _u32(_tokenized.decode(answer).tokens)
+
+    async def _post(self, url: str, body: bytes) -> bytes | None:
+        """The body of a good answer; None when the engine has no such page or takes no such request."""
+        if self._absent_until.get(url, 0.0) > self._clock():
+            return None
+        session = self._session = self._session or aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=64), auto_decompress=False
+        )
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        async with session.post(url, data=body, headers=headers) as answer:
+            if answer.status in _ABSENT:
+                self._absent_until[url] = self._clock() + RETRY_S
+                return None
+            if answer.status != 200:
+                return None
+            return await _read(answer.content)
+
+
+async def _read(stream: aiohttp.StreamReader) -> bytes:
+    content = bytearray()
+    async for piece in stream.iter_any():
+        content += piece
+        if len(content) > ANSWER_BYTES_MAX:
+            raise OSError(f"an engine's answer is longer than {ANSWER_BYTES_MAX} bytes")
+    return bytes(content)
+
+
+def _u32(ids: list[int]) -> bytes:
+    return np.array(ids, "<u4").tobytes()

@@ -1,0 +1,192 @@
+"""Tokenises here: the model's own ``tokenizer.json`` and chat template, in threads of our own.
+
+A conversation grows at its end, so most of a prompt was tokenised a turn ago. Special tokens cut a text into
+pieces that tokenise each for itself, and the ids of pieces are kept. That holds for tokenizers in use, but no
+document promises it: one prompt in CHECKED_EVERY is tokenised whole as well, and the first difference
+switches the shortcut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.tokens.chat_template import ChatTemplate, TemplateRefused
+from moonpool.disagg_proxy.tokens.source import TextPrompt
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+DEADLINE_S = 5.0
+CHECKED_EVERY = 64
+PIECES_BYTES_MAX = 64 << 20
+THREADS = 2
+
+_log = logging.getLogger("moonpool.proxy")
+
+
+class LocalTokenizer:
+    """One model's tokenizer and template; thread safe, blocking."""
+
+    def __init__(self, folder: Path, *, pieces_bytes_max: int = PIECES_BYTES_MAX) -> None:
+        """folder: with tokenizer.json and tokenizer_config.json, as engines take it. Raises ConfigError."""
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise _bad("a local tokenizer needs tokenizers: pip install 'moonpool[tokenizer]'") from error
+        file = folder / "tokenizer.json"
+        try:
+            self._tokenizer: Tokenizer = Tokenizer.from_file(str(file))
+            self._template = ChatTemplate.of_model(folder)
+        except ConfigError:
+            raise
+        except Exception as error:  # tokenizers raises bare exceptions
+            raise _bad(f"no tokenizer can be read from {file}: {error}") from error
+        added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        self._cut = re.compile("(" + "|".join(map(re.escape, sorted(added, key=len, reverse=True))) + ")")
+        self._added = {token: self._tokenizer.token_to_id(token) for token in added}
+        self._cuts = bool(added)
+        self._pieces = Pieces(pieces_bytes_max)
+        self._lock = Lock()
+        self._count = 0
+
+    @property
+    def pieces(self) -> Pieces:
+        return self._pieces
+
+    def ids(self, prompt: TextPrompt) -> bytes | None:
+        """None for what this tokenizer cannot know: several prompts, other modes, no template, bad JSON."""
+        try:
+            request = json.loads(prompt.body)
+            if prompt.kind == "chat":
+                return None if self._template is None else self.of_text(self._template.render(request))
+            text = request["prompt"]
+        except (ValueError, KeyError, TypeError, AttributeError, TemplateRefused):
+            return None
+        if isinstance(text, list) and len(text) == 1:
+            text = text[0]
+        special = request.get("add_special_tokens", True) is not False
+        return self._whole(text, special=special) if isinstance(text, str) else None
+
+    def of_text(self, text: str) -> bytes:
+        """The ids of a rendered template, which has its special tokens already."""
+        if not self._cuts:
+            return self._whole(text, special=False)
+        ids = b"".join(
+            self._piece(piece, first=place == 0) for place, piece in enumerate(self._cut.split(text))
+        )
+        with self._lock:
+            self._count += 1
+            checks = self._count % CHECKED_EVERY == 1
+        if not checks:
+            return ids
+        whole = self._whole(text, special=False)
+        if whole != ids:
+            self._cuts = False
+            _log.warning(
+                "this tokenizer does not work piece by piece: prompts are tokenised whole from now on"
+            )
+        return whole
+
+    def _piece(self, piece: str, *, first: bool) -> bytes:
+        if not piece:
+            return b""
+        added = self._added.get(piece)
+        if added is not None:
+            return np.array([added], "<u4").tobytes()
+        key = ("^" if first else " ") + piece  # a first piece may get a prefix
+        with self._lock:
+            ids = self._pieces.find(key)
+        if ids is None:
+            ids = self._whole(piece, special=False) if first else self._behind_special(piece)
+            with self._lock:
+                self._pieces.keep(key, ids)
+        return ids
+
+    def _behind_special(self, piece: str) -> bytes:
+        """The ids of a piece that does not begin the text."""
+        token, number = next(iter(self._added.items()))
+        ids = self._whole(token + piece, special=False)
+        head = np.array([number], "<u4").tobytes()
+        return ids.removeprefix(head)
+
+    def _whole(self, text: str, *, special: bool) -> bytes:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=special).ids, "<u4").tobytes()
+
+
+class Pieces:
+    """Ids of pieces of text, the least recently used go first. bytes_max: of texts (a character each) and
+    ids."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._ids: OrderedDict[str, bytes] = OrderedDict()
+        self.hits = 0
+        self.misses = 0
+
+    def find(self, key: str) -> bytes | None:
+        ids = self._ids.get(key)
+        if ids is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        self._ids.move_to_end(key)
+        return ids
+
+    def keep(self, key: str, ids: bytes) -> None:
+        if key in self._ids:
+            return
+        self._ids[key] = ids
+        self._bytes += len(key) + len(ids)
+        while self._bytes > self._bytes_max:
+            old, gone = self._ids.popitem(last=False)
+            self._bytes -= len(old) + len(gone)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        total = sum(len(key) + len(ids) for key, ids in self._ids.items())
+        if total != self._bytes or total > self._bytes_max:
+            raise AssertionError(f"{total} bytes are kept, not {self._bytes}")
+
+
+class LocalSource:
+    """Tokenizers of several models, in THREADS threads (the library releases the GIL). models: name ->
+    folder.
+    """
+
+    def __init__(self, models: dict[str, Path], *, deadline_s: float = DEADLINE_S) -> None:
+        self._tokenizers = {model: LocalTokenizer(folder) for model, folder in models.items()}
+        self._deadline_s = deadline_s
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="moonpool-tokens")
+        self.failures = 0
+
+    async def ids(self, prompt: TextPrompt) -> bytes | None:
+        tokenizer = self._tokenizers.get(prompt.model)
+        if tokenizer is None:
+            return None
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await loop.run_in_executor(self._threads, tokenizer.ids, prompt)
+        except Exception as error:  # the library raises what it likes; a request is routed without its prefix
+            self.failures += 1
+            _log.debug("a prompt was not tokenised: %r", error)
+            return None
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _bad(sentence: str) -> ConfigError:
+    return ConfigError(f"proxy: {sentence}", operation="config", key="proxy.tokenizer")

@@ -1,0 +1,77 @@
+"""What gives token ids, and what is kept of its answers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Protocol
+
+from moonpool import _native
+
+KIND_OF_PATH = {
+    b"/v1/chat/completions": "chat",
+    b"/v1/completions": "completions",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A request that carries text. kind: "chat" or "completions"; body: its JSON as the client sent it."""
+
+    kind: str
+    model: str
+    body: bytes
+
+
+class TokenSource(Protocol):
+    async def ids(self, prompt: TextPrompt) -> bytes | None:
+        """The ids of the whole prompt, u32 little-endian; None when they are not to be had. Ends by itself
+        within the source's deadline and never raises for what a client or an engine did."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class KnownPrompts:
+    """Ids of prompts seen before, the least recently used go first. bytes_max: of ids and keys together."""
+
+    def __init__(self, bytes_max: int = 64 << 20) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._ids: OrderedDict[bytes, bytes] = OrderedDict()
+        self.hits = 0
+        self.misses = 0
+
+    def find(self, prompt: TextPrompt) -> bytes | None:
+        key = _key(prompt)
+        ids = self._ids.get(key)
+        if ids is None:
+            self.misses += 1
+            return None
+        self._ids.move_to_end(key)
+        self.hits += 1
+        return ids
+
+    def keep(self, prompt: TextPrompt, ids: bytes) -> None:
+        key = _key(prompt)
+        self._drop(key)
+        self._ids[key] = ids
+        self._bytes += len(ids) + len(key)
+        while self._bytes > self._bytes_max:
+            self._drop(next(iter(self._ids)))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        total = sum(len(key) + len(ids) for key, ids in self._ids.items())
+        if total != self._bytes or total > self._bytes_max:
+            raise AssertionError(f"{total} bytes are kept, not {self._bytes}")
+
+    def _drop(self, key: bytes) -> None:
+        ids = self._ids.pop(key, None)
+        if ids is not None:
+            self._bytes -= len(ids) + len(key)
+
+
+def _key(prompt: TextPrompt) -> bytes:
+    """16 bytes; two prompts with one key would be routed alike, no more."""
+    return _native.key_hash(prompt.kind, prompt.model, b"", prompt.body)

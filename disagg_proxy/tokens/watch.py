@@ -1,0 +1,51 @@
+"""Whether predicted cache hits come true: blind routing must not be silent.
+
+When the ids that we hash are not those the engine sees (another template, another tokenizer version), nothing
+fails: requests are only routed as if there were no caches. Engines report how many tokens of a prompt were
+cached; this compares. Pure: no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+WINDOW = 64  # last reports that are looked at
+WRONG_SHARE = 0.5  # of them, from which on the engine counts as not understood
+
+
+class PredictionWatch:
+    """One engine's reports. tolerance_tokens: a block or two are cut, evicted or computed again anyway."""
+
+    def __init__(self, tolerance_tokens: int) -> None:
+        self._tolerance = tolerance_tokens
+        self._window: deque[bool] = deque(maxlen=WINDOW)
+        self.reports = 0
+        self.wrong = 0
+        self.wrong_lengths = 0
+        self.warned = False
+
+    def report(self, predicted_tokens: int, tokens: int, predicted_cached: int, cached: int) -> str | None:
+        """predicted_tokens, predicted_cached: as counted here; tokens, cached: as the engine did.
+
+        Returns a sentence to log, once, when predictions keep differing.
+        """
+        length_differs = predicted_tokens != tokens
+        wrong = length_differs or abs(predicted_cached - cached) > max(self._tolerance, 0.1 * tokens)
+        self.reports += 1
+        self.wrong += wrong
+        self.wrong_lengths += length_differs
+        self._window.append(wrong)
+        share = sum(self._window) / WINDOW
+        if self.warned or share < WRONG_SHARE:
+            return None
+        self.warned = True
+        if self.wrong_lengths * 2 > self.wrong:
+            return (
+                f"prompts have other lengths there than here (the last: {tokens} tokens, not "
+                f"{predicted_tokens}), so cache locality cannot be seen: give the proxy the tokenizer and "
+                f"chat template of the engine, or let it ask the engine (proxy.tokenizer)"
+            )
+        return (
+            f"cached tokens are not what was predicted (the last: {cached}, not {predicted_cached} of "
+            f"{tokens}), so requests may go to the wrong engine: check its KV events and its block size"
+        )

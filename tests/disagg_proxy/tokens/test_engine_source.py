@@ -1,0 +1,135 @@
+"""Asking an engine, over real sockets; the engine here is a page that answers as vLLM does. The real one:
+tests/connectors/vllm/."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from moonpool.disagg_proxy.tokens.engine_source import EngineSource
+from moonpool.disagg_proxy.tokens.source import KnownPrompts, TextPrompt
+
+CHAT = TextPrompt("chat", "m", b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":5}')
+COMPLETION = TextPrompt("completions", "m", b'{"model":"m","prompt":"hi"}')
+Page = Callable[[web.Request], Coroutine[Any, Any, web.Response]]
+
+
+@asynccontextmanager
+async def engine(pages: dict[str, Page]) -> AsyncIterator[str]:
+    app = web.Application()
+    for path, page in pages.items():
+        app.router.add_post(path, page)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def ask(
+    pages: dict[str, Page], *prompts: TextPrompt, deadline_s: float = 5.0
+) -> tuple[list[list[int] | None], int]:
+    async def scenario() -> tuple[list[list[int] | None], int]:
+        async with engine(pages) as url:
+            source = EngineSource(lambda model: [url], deadline_s=deadline_s)
+            answers = [await source.ids(prompt) for prompt in prompts]
+            await source.close()
+            return [
+                None if ids is None else np.frombuffer(ids, "<u4").tolist() for ids in answers
+            ], source.failures
+
+    return asyncio.run(scenario())
+
+
+def answer(content: object, status: int = 200) -> Page:
+    async def page(request: web.Request) -> web.Response:
+        return web.Response(body=json.dumps(content).encode(), status=status)
+
+    return page
+
+
+def test_the_render_page_is_asked_with_the_bytes_of_the_client() -> None:
+    seen = []
+
+    async def page(request: web.Request) -> web.Response:
+        seen.append(await request.read())
+        return web.json_response({"token_ids": [1, 2, 4_000_000_000], "sampling_params": {}})
+
+    answers, failures = ask({"/v1/chat/completions/render": page}, CHAT)
+    assert (answers, failures) == ([[1, 2, 4_000_000_000]], 0)
+    assert seen == [CHAT.body]
+
+
+def test_completions_take_the_only_prompt_of_a_list() -> None:
+    one = answer([{"token_ids": [7]}])
+    two = answer([{"token_ids": [7]}, {"token_ids": [8]}])
+    assert ask({"/v1/completions/render": one}, COMPLETION)[0] == [[7]]
+    assert ask({"/v1/completions/render": two}, COMPLETION)[0] == [None]
+
+
+def test_an_older_engine_is_asked_to_tokenize_and_for_render_only_once() -> None:
+    renders, bodies = [], []
+
+    async def render(request: web.Request) -> web.Response:
+        renders.append(1)
+        return web.Response(status=404)
+
+    async def tokenize(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        return web.json_response({"tokens": [5, 6], "count": 2})
+
+    pages: dict[str, Page] = {"/v1/chat/completions/render": render, "/tokenize": tokenize}
+    assert ask(pages, CHAT, CHAT)[0] == [[5, 6], [5, 6]]
+    assert len(renders) == 1
+    assert bodies[0] == {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    "content", [{"token_ids": [-1]}, {"token_ids": [2**33]}, {"token_ids": "x"}, {}, [], {"token_ids": [1.5]}]
+)
+def test_an_answer_that_lies_is_none(content: object) -> None:
+    assert ask({"/v1/chat/completions/render": answer(content)}, CHAT) == ([None], 1)
+
+
+def test_refusals_dead_engines_and_no_engines_are_none() -> None:
+    assert ask({"/v1/chat/completions/render": answer({}, 400), "/tokenize": answer({}, 400)}, CHAT)[0] == [
+        None
+    ]
+
+    async def scenario() -> None:
+        gone = EngineSource(lambda model: ["http://127.0.0.1:1"])
+        assert await gone.ids(CHAT) is None
+        nobody = EngineSource(lambda model: [])
+        assert await nobody.ids(CHAT) is None
+        await gone.close()
+        await nobody.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_hangs_costs_the_deadline() -> None:
+    async def page(request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    assert ask({"/v1/chat/completions/render": page}, CHAT, deadline_s=0.1) == ([None], 1)
+
+
+def test_known_prompts_are_bounded_and_found() -> None:
+    known = KnownPrompts(bytes_max=1_000)
+    for number in range(40):
+        known.keep(TextPrompt("chat", "m", b"%d" % number), b"abcd" * 10)
+        known.check_integrity()
+    assert known.find(TextPrompt("chat", "m", b"39")) == b"abcd" * 10
+    assert known.find(TextPrompt("chat", "m", b"0")) is None
+    assert known.find(TextPrompt("completions", "m", b"39")) is None
