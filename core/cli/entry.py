@@ -10,7 +10,18 @@ from typing import NoReturn
 
 import typer
 
-from moonpool.core.cli import bench, configuration, master, node, objects, proxy, status, up, vllm
+from moonpool.core.cli import (
+    bench,
+    configuration,
+    master,
+    mock_engine,
+    node,
+    objects,
+    proxy,
+    status,
+    up,
+    vllm,
+)
 from moonpool.core.errors import AuthError, ConfigError, Error, InvalidArgument
 
 EXIT_MISS = 1
@@ -35,7 +46,7 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for module in (node, master, proxy, up, status, objects, bench, configuration, vllm):
+    for module in (node, master, proxy, mock_engine, up, status, objects, bench, configuration, vllm):
         module.register(app)
 
     @app.command(epilog="Example:  moonpool version")
