@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'key_hash']
+__all__: list[str] = ['Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -23,13 +23,11 @@ class TlsClient:
         """
         Paths of PEM files. ca empty: the system's authorities. name: that the master's certificate must have; empty: the host that is dialled. cert and key: what is shown to it.
         """
-__all__: list[str] = ['Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'Worker', 'block_digests', 'crc32c', 'key_hash', 'kv_event_block_tokens']
 class Server:
     """
     A node's data plane: one thread, one Unix socket, an arena for each tenant.
     """
-    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, *, name: str = 'default', objects_max: typing.SupportsInt | typing.SupportsIndex = 0, slab_bytes: typing.SupportsInt | typing.SupportsIndex = 0, connections_max: typing.SupportsInt | typing.SupportsIndex = 4096, scrub_bytes_per_s: typing.SupportsInt | typing.SupportsIndex = 67108864, key_bytes_max: typing.SupportsInt | typing.SupportsIndex = 1024, parts_max: typing.SupportsInt | typing.SupportsIndex = 4096, frame_bytes_max: typing.SupportsInt | typing.SupportsIndex = 8388608, frame_keys_max: typing.SupportsInt | typing.SupportsIndex = 16384, object_share_max: typing.SupportsFloat | typing.SupportsIndex = 0.25, listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], ssd_clean_share: typing.SupportsFloat | typing.SupportsIndex = 0.25, ssd_stop_s: typing.SupportsFloat | typing.SupportsIndex = 10.0, ssd_depth: typing.SupportsInt | typing.SupportsIndex = 32, ssd_io: str = 'auto', ssd_records_max: typing.SupportsInt | typing.SupportsIndex = 0, ssd_segment_bytes: typing.SupportsInt | typing.SupportsIndex = 0, tls: TlsClient | None = None) -> None:
-    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, *, name: str = 'default', objects_max: typing.SupportsInt | typing.SupportsIndex = 0, slab_bytes: typing.SupportsInt | typing.SupportsIndex = 0, connections_max: typing.SupportsInt | typing.SupportsIndex = 4096, scrub_bytes_per_s: typing.SupportsInt | typing.SupportsIndex = 67108864, key_bytes_max: typing.SupportsInt | typing.SupportsIndex = 1024, parts_max: typing.SupportsInt | typing.SupportsIndex = 4096, frame_bytes_max: typing.SupportsInt | typing.SupportsIndex = 8388608, frame_keys_max: typing.SupportsInt | typing.SupportsIndex = 16384, object_share_max: typing.SupportsFloat | typing.SupportsIndex = 0.25, listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], ssd_clean_share: typing.SupportsFloat | typing.SupportsIndex = 0.25, ssd_stop_s: typing.SupportsFloat | typing.SupportsIndex = 10.0, ssd_depth: typing.SupportsInt | typing.SupportsIndex = 32, ssd_io: str = 'auto', ssd_records_max: typing.SupportsInt | typing.SupportsIndex = 0, ssd_segment_bytes: typing.SupportsInt | typing.SupportsIndex = 0, events: bool = False) -> None:
+    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, *, name: str = 'default', objects_max: typing.SupportsInt | typing.SupportsIndex = 0, slab_bytes: typing.SupportsInt | typing.SupportsIndex = 0, connections_max: typing.SupportsInt | typing.SupportsIndex = 4096, scrub_bytes_per_s: typing.SupportsInt | typing.SupportsIndex = 67108864, key_bytes_max: typing.SupportsInt | typing.SupportsIndex = 1024, parts_max: typing.SupportsInt | typing.SupportsIndex = 4096, frame_bytes_max: typing.SupportsInt | typing.SupportsIndex = 8388608, frame_keys_max: typing.SupportsInt | typing.SupportsIndex = 16384, object_share_max: typing.SupportsFloat | typing.SupportsIndex = 0.25, listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], ssd_clean_share: typing.SupportsFloat | typing.SupportsIndex = 0.25, ssd_stop_s: typing.SupportsFloat | typing.SupportsIndex = 10.0, ssd_depth: typing.SupportsInt | typing.SupportsIndex = 32, ssd_io: str = 'auto', ssd_records_max: typing.SupportsInt | typing.SupportsIndex = 0, ssd_segment_bytes: typing.SupportsInt | typing.SupportsIndex = 0, events: bool = False, tls: TlsClient | None = None) -> None:
         ...
     def check_integrity(self) -> bool:
         """
@@ -524,6 +522,22 @@ def block_digests(token_ids: typing.Any, block_tokens: typing.SupportsInt | typi
     """
 def crc32c(buffer: typing.Any, crc: typing.SupportsInt | typing.SupportsIndex = 0) -> int:
     ...
+def http_parse_request(data: bytes, head_bytes_max: typing.SupportsInt | typing.SupportsIndex = 32768, body_bytes_max: typing.SupportsInt | typing.SupportsIndex = 67108864, step: typing.SupportsInt | typing.SupportsIndex = 1073741824) -> typing.Any:
+    """
+    For tests: the first request in data, fed `step` bytes at a time, as (method, target, fields, body, bytes taken); None when it is not whole; (status, reason, sentence) when it is refused.
+    """
+def json_edited(text: bytes, changes: collections.abc.Sequence[tuple[str, str | None]]) -> typing.Any:
+    """
+    For tests: the object's text with members set, or dropped where the value is None.
+    """
+def json_members(text: bytes) -> typing.Any:
+    """
+    For tests: the members of a JSON object as (key, text of the value), or None when it is none.
+    """
+def json_value(text: bytes, name: str) -> typing.Any:
+    """
+    For tests: the last member of this name as int, bool, bytes or token ids; None for anything else.
+    """
 def key_hash(tenant: str, namespace: str, fingerprint: bytes, name: bytes) -> bytes:
     """
     XXH3-128 of a key, as 16 bytes: low then high half, little-endian.
