@@ -128,8 +128,8 @@ def test_a_master_that_stands_still(cluster: Cluster) -> None:
 
 
 def test_traffic_does_not_notice_the_master(cluster: Cluster) -> None:
-    """Gets of known places from another host, while the master dies and comes back: no error, no long wait, no
-    miss, also while the new master has not heard of the holder."""
+    """Gets of known places from another host, while the master dies and comes back: no error, no long wait,
+    no miss, also while the new master has not heard of the holder."""
     a, b = cluster.start("a", "b")
     on_a, on_b = cluster.puppet(a.host), cluster.puppet(b.host)
     names = [f"k{i}" for i in range(32)]
