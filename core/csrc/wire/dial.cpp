@@ -101,7 +101,8 @@ class Handshake {
         if (Status status = receive(header, body, Limits{}.handshake_bytes); !status) return status.error();
         if (header.kind == Kind::kError) {
             Reader reader(body);
-            return refused_by(peer_, reader);
+            return Error{Code::kUnavailable,
+                         peer_ + " gave up before it heard from here (" + read_error(reader).text + ")"};
         }
         return Error{Code::kProtocol,
                      peer_ +
@@ -150,17 +151,17 @@ void set_socket_timeouts(int fd, int timeout_ms) {
 }
 
 Result<Dialed> dial(const DialOptions& options) {
-    Result<Fd> fd = connect_tcp(options.address, options.timeout_ms, options.interface, options.given_up);
-    if (!fd) return fd.error();
     Dialed dialed;
-    dialed.fd = std::move(*fd);
-    dialed.peer = options.address;
-    set_socket_timeouts(dialed.fd.get(), options.timeout_ms);
-    if (options.tls != nullptr) {
+    if (options.tls != nullptr) {  // before anybody waits for what it has to say
         Result<std::unique_ptr<TlsStream>> tls = options.tls->open(options.address);
         if (!tls) return tls.error();
         dialed.tls = std::move(*tls);
     }
+    Result<Fd> fd = connect_tcp(options.address, options.timeout_ms, options.interface, options.given_up);
+    if (!fd) return fd.error();
+    dialed.fd = std::move(*fd);
+    dialed.peer = options.address;
+    set_socket_timeouts(dialed.fd.get(), options.timeout_ms);
     Handshake handshake(dialed.fd.get(), options, dialed.tls.get());
     if (dialed.tls != nullptr) {
         if (Status status = handshake.secure(); !status) return status.error();

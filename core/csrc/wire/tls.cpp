@@ -310,7 +310,8 @@ Result<std::unique_ptr<TlsStream>> TlsClient::open(const std::string& address) c
         named = named && lib_.SSL_ctrl(ssl, kCtrlHostName, 0, const_cast<char*>(name.c_str())) == 1;
     }
     if (name.empty() || !named) {
-        return Error{Code::kInvalidArgument, name + " is no name of a host; set cluster.tls_name to one"};
+        return Error{Code::kInvalidArgument,
+                     (name.empty() ? address : name) + " is no name of a host; set cluster.tls_name to one"};
     }
     return stream;
 }

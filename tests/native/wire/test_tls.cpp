@@ -45,19 +45,25 @@ struct Wire {
     using Spoil = std::function<void(bool up, std::vector<char>& piece)>;
 
     Pair left, right;
+    std::vector<char> carried[2];  // taken out of one socket, not yet given to the other
     std::unique_ptr<TlsStream> client = std::move(*tls_client("authority", "localhost")->open("localhost:1"));
     std::unique_ptr<TlsStream> server = std::move(*tls_server()->open());
 
     int client_fd() const { return left.near.get(); }
     int server_fd() const { return right.near.get(); }
 
+    // Whether anything moved.
     bool carry(bool up, size_t bytes_max, const Spoil& spoil = {}) {
-        std::vector<char> piece(bytes_max);
-        ssize_t n = ::recv((up ? left : right).far.get(), piece.data(), piece.size(), 0);
-        if (n <= 0) return false;
-        piece.resize(static_cast<size_t>(n));
-        if (spoil) spoil(up, piece);
-        return ::send((up ? right : left).far.get(), piece.data(), piece.size(), MSG_NOSIGNAL) > 0;
+        std::vector<char>& piece = carried[up];
+        if (piece.empty()) {
+            piece.resize(bytes_max);
+            ssize_t n = ::recv((up ? left : right).far.get(), piece.data(), piece.size(), 0);
+            piece.resize(static_cast<size_t>(std::max<ssize_t>(n, 0)));
+            if (spoil && !piece.empty()) spoil(up, piece);
+        }
+        ssize_t n = ::send((up ? right : left).far.get(), piece.data(), piece.size(), MSG_NOSIGNAL);
+        if (n > 0) piece.erase(piece.begin(), piece.begin() + n);
+        return n > 0;
     }
 };
 
@@ -461,7 +467,14 @@ TEST_CASE("tls: a dialler gives up on somebody who is silent, slow or no TLS") {
     options.timeout_ms = 200;
     options.tls = tls_client();
     CHECK(refusal(options).code == Code::kTimeout);
+    std::vector<std::byte> full;
+    size_t at = begin_frame(full, Kind::kError, 0, 0);
+    Writer(full).number(static_cast<uint16_t>(Code::kTooLarge));
+    Writer(full).text16("it is full");
+    finish_frame(full, at);
     const std::pair<std::string, const char*> rows[] = {
+        {std::string(reinterpret_cast<const char*>(full.data()), full.size()),
+         "gave up before it heard from here (it is full)"},
         {"HTTP/1.1 400 Bad Request\r\n\r\n                        ",
          "does not speak the protocol of Moonpool"},
         {std::string("\x15\x03\x03\0\x02\x02\x28", 7), "handshake failure"},
