@@ -20,7 +20,23 @@ TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULT
 
 
 # Top-level folders and URL paths that a text may name; anything else would be some machine's own.
-NEUTRAL = {"bin", "dev", "etc", "mnt", "no", "proc", "run", "sys", "tmp", "usr", "v", "v1", "var", "x"}
+NEUTRAL = {
+    "bin",
+    "dev",
+    "etc",
+    "mnt",
+    "mock",
+    "no",
+    "proc",
+    "run",
+    "sys",
+    "tmp",
+    "usr",
+    "v",
+    "v1",
+    "var",
+    "x",
+}
 TEXT = {".cpp", ".hpp", ".md", ".pyi", ".py", ".sh", ".toml", ".yaml", ".yml", ""}
 
 
