@@ -21,6 +21,7 @@ TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULT
 
 # Top-level folders and URL paths that a text may name; anything else would be some machine's own.
 NEUTRAL = {
+    "a",
     "bin",
     "dev",
     "etc",
