@@ -65,8 +65,10 @@ class Pair:
             {"do": "take_over", "prompt": tokens, "params": params, "tokens": DECODE_TOKENS}
         )
         given_cpu_s = self.prefill.receive(GIVE_TIMEOUT_S)
-        if taken["cached"] < len(tokens) - 1:
-            raise Failed(f"only {taken['cached']} of {len(tokens)} tokens were handed over")
+        if taken["tokens_here"] < len(tokens) - 1:
+            raise self.decode.process.failed(
+                f"was handed {taken['tokens_here']} of {len(tokens)} tokens over"
+            )
         if counted:
             self.seconds.setdefault(len(tokens), []).append(taken["handover_s"])
             self.cpu_s.setdefault(len(tokens), []).append(taken["cpu_s"] + given_cpu_s)
@@ -76,9 +78,10 @@ class Pair:
 
 def pairs_of(fleet: Fleet, nixl: Path | None) -> dict[str, Pair]:
     """Starts all engines. Raises Failed."""
-    pairs = {"ours": Pair(fleet.engine("ours-p", OURS), fleet.engine("ours-d", OURS))}
+    pairs = {"ours": Pair(*(fleet.engine(f"ours-{side}", OURS) for side in "pd"))}
     if nixl is not None:
-        pairs["nixl"] = Pair(*(fleet.engine(f"nixl-{port}", NIXL, _nixl(nixl, port)) for port in NIXL_PORTS))
+        engines = [fleet.engine(f"nixl-{port}", NIXL, _nixl(nixl, port)) for port in NIXL_PORTS]
+        pairs["nixl"] = Pair(*engines)
     ready(*(engine for pair in pairs.values() for engine in (pair.prefill, pair.decode)))
     return pairs
 

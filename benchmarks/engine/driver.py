@@ -205,15 +205,19 @@ class Driver:
 
     def take_over(self, prompt: list[int], params: dict[str, Any], tokens: int) -> dict[str, Any]:
         """Runs a prompt whose KV a prefill engine has. handover_s, cpu_s: from the request's arrival until
-        the scheduler knows that its KV is here.
+        the scheduler knows that its KV is here; tokens_here: of how many tokens.
         """
-        seen: list[tuple[float, float]] = []
+        seen: list[tuple[float, float, int]] = []
         noted = self.scheduler._update_from_kv_xfer_finished
 
         def note(output: Any) -> None:
             noted(output)
             if output.finished_recving:
-                seen.append((time.perf_counter(), time.process_time()))
+                (request_id,) = output.finished_recving
+                here = (
+                    0 if output.invalid_block_ids else self.scheduler.requests[request_id].num_computed_tokens
+                )
+                seen.append((time.perf_counter(), time.process_time(), here))
 
         self.scheduler._update_from_kv_xfer_finished = note
         started_s, cpu_s = time.perf_counter(), time.process_time()
@@ -229,7 +233,7 @@ class Driver:
                             "handover_s": seen[0][0] - started_s,
                             "cpu_s": seen[0][1] - cpu_s,
                             "tokens": list(output.outputs[0].token_ids),
-                            "cached": output.num_cached_tokens,
+                            "tokens_here": seen[0][2],
                         }
         finally:
             del self.scheduler._update_from_kv_xfer_finished

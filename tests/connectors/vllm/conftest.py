@@ -17,7 +17,12 @@ import pytest
 
 from tests.connectors.vllm.processes import Engine, Node, environment
 
-KV_CONFIG = {"kv_connector": "Mooncake", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+KV_CONFIG = {
+    "kv_connector": "Mooncake",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"lease_s": 3.0},
+}
 JOIN_TIMEOUT_S = 20.0
 BLOCK_TOKENS = 32
 BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 4  # layers x (K and V) x KV heads x head size x float32
