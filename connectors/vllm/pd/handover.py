@@ -172,7 +172,15 @@ class Handover:
         """What the workers are told with this step."""
         gives = self.producer.plan(output) if self.producer is not None else HandoverStep()
         takes = self.consumer.plan() if self.consumer is not None else HandoverStep()
-        return HandoverStep(gives.opens, gives.grown, gives.ends, takes.holds, takes.pulls, takes.drops)
+        return HandoverStep(
+            gives.opens,
+            gives.grown,
+            gives.ends,
+            takes.holds,
+            takes.pulls,
+            takes.drops,
+            is_idle=not output.num_scheduled_tokens,
+        )
 
     def reported(self, request_id: str, good: int) -> None:
         """So many leading blocks of what was to be handed over are good."""

@@ -19,7 +19,7 @@ from moonpool.core.engine import TransferEngine
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.segment import Segment
 
-LINES_MAX = SCRATCH
+LINES_MAX = SCRATCH - 1
 REST_S = 1.0
 IDLE_S = 300.0
 
@@ -27,7 +27,8 @@ Job: TypeAlias = "Callable[[Line], None]"
 
 
 class Line:
-    """number: of its scratch word. After ``_open``: segment, and description where it was asked for."""
+    """number: of its scratch word. Once it is open: segment; description where blocks are read; is_memory:
+    whether reading them is a copy of memory, which waits for nobody."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class Line:
         self.key = key
         self.number = number
         self.description: Description | None = None
+        self.is_memory = False
         self._engine = engine
         self._resolve = resolve
         self._reads = reads
@@ -82,6 +84,8 @@ class Line:
             self._segment = self._engine.open(self._resolve())
             if self._reads:
                 self.description = read_description(self._engine, self._segment)
+                paths = {region.transport for region in self._segment.regions}
+                self.is_memory = paths <= {"shm", "loopback"}
             while (job := self._jobs.get(timeout=IDLE_S)) is not None:
                 job(self)
         except queue.Empty:

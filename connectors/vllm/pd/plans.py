@@ -62,7 +62,8 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class HandoverStep:
-    """drops: requests whose hand-over nobody waits for any more."""
+    """drops: requests whose hand-over nobody waits for any more; is_idle: whether the step computes nothing,
+    so that nobody waits for it."""
 
     opens: tuple[Open, ...] = ()
     grown: tuple[Grown, ...] = ()
@@ -70,6 +71,7 @@ class HandoverStep:
     holds: tuple[Hold, ...] = ()
     pulls: tuple[Pull, ...] = ()
     drops: tuple[str, ...] = ()
+    is_idle: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.opens or self.grown or self.ends or self.holds or self.pulls or self.drops)

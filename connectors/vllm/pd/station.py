@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -22,7 +23,7 @@ from moonpool.connectors.vllm.pd.fields import Offer, Source
 from moonpool.connectors.vllm.pd.gives import Gives, Outbox
 from moonpool.connectors.vllm.pd.leases import SLOTS
 from moonpool.connectors.vllm.pd.lines import Line, Lines
-from moonpool.connectors.vllm.pd.page import Page
+from moonpool.connectors.vllm.pd.page import SCRATCH, Page
 from moonpool.connectors.vllm.pd.plans import HandoverStep, Hold
 from moonpool.connectors.vllm.pd.takes import Ended, Piece, Take, Takes
 from moonpool.connectors.vllm.pd.wire import Description, Done, Gone, Here, Known, Progress, Want
@@ -33,6 +34,11 @@ from moonpool.core.errors import Closed, Error, Unavailable
 from moonpool.core.keys import Ranges
 
 SIGN_S = 1.0
+# What a step copies itself: this takes less than waking a thread twice. In a step that computes nothing only
+# requests that come meanwhile wait for it, some milliseconds.
+INLINE_BYTES = 4 << 20
+INLINE_IDLE_BYTES = 32 << 20
+OWN_SCRATCH = SCRATCH - 1
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -67,6 +73,7 @@ class Station:
         self._log = log
         self._clock = clock
         self._lock = threading.Lock()
+        self._block_bytes = sum(row[2] for column in memory.rows for row in column)
         self._pairs: dict[int, tuple[Description, tuple[Pair, ...]]] = {}
         self._engine = TransferEngine(
             f"vllm-{memory.engine_id}-{memory.rank}", listen=listen, transports=transports, tenant=tenant
@@ -124,12 +131,20 @@ class Station:
 
     def pull(self, step: HandoverStep) -> None:
         """Starts the pulls of the step; each is reported by take_ended once, whatever becomes of it."""
-        with self._lock:
-            for pull in step.pulls:
+        room = INLINE_IDLE_BYTES if step.is_idle else INLINE_BYTES
+        for pull in step.pulls:
+            nbytes = pull.blocks * self._block_bytes
+            with self._lock:
                 take = self._takes.pull(pull, self._clock())
-                if take is not None:
+                line = None if take is None else self._lines.find(take.key)
+                reads_here = line is not None and nbytes <= room and line.is_memory
+                if take is not None and not reads_here:
                     self._read_on(take)
-            self._tell_over()
+                self._tell_over()
+            if line is not None and reads_here:
+                room -= nbytes
+                with suppress(Error):  # it is said in the take
+                    self._read(line, pull.request_id, OWN_SCRATCH)
 
     def computed(self, step: HandoverStep) -> None:
         """The forward of the step has ended."""
@@ -196,12 +211,13 @@ class Station:
         line = self._lines.find(take.key)
         if line is not None:
             request_id = take.hold.request_id
-            line.post(lambda line: self._read(line, request_id))
+            line.post(lambda line: self._read(line, request_id, line.number))
 
-    # On a line's thread
+    # On a line's thread, or the worker's
 
-    def _read(self, line: Line, request_id: str) -> None:
-        """Reads what is ready, piece by piece. Raises what the transfer raises, which ends the line."""
+    def _read(self, line: Line, request_id: str, scratch: int) -> None:
+        """Reads what is ready, piece by piece. Raises what the transfer raises, which ends the line. scratch:
+        which word this thread may use."""
         while True:
             with self._lock:
                 piece = self._takes.next_piece(request_id)
@@ -209,7 +225,7 @@ class Station:
                 return
             nbytes, error = 0, "it could not be read"
             try:
-                nbytes = self._read_piece(line, piece)
+                nbytes = self._read_piece(line, piece, scratch)
                 error = ""
             except Refused as refusal:
                 error = str(refusal)
@@ -224,7 +240,7 @@ class Station:
             self._takes.read(piece, nbytes, error, self._clock())
             self._tell_over()
 
-    def _read_piece(self, line: Line, piece: Piece) -> int:
+    def _read_piece(self, line: Line, piece: Piece, scratch: int) -> int:
         """The bytes that were read and valid. Raises Refused when they cannot be ours."""
         description = line.description
         assert description is not None
@@ -233,9 +249,9 @@ class Station:
             raise Refused("the prefill engine's blocks are not of our KV cache groups")
         columns = (cast(Column, column) for column in ranges_of(pairs, piece.here, piece.there))
         nbytes = self._engine.transfer(Batch("read", line.segment, *columns))
-        scratch = self._page.scratch_address(line.number)
-        self._engine.read(line.segment, scratch, description.slots + 8 * piece.slot, 8)
-        if self._page.scratch(line.number) != piece.lease:
+        word = self._page.scratch_address(scratch)
+        self._engine.read(line.segment, word, description.slots + 8 * piece.slot, 8)
+        if self._page.scratch(scratch) != piece.lease:
             raise Refused("the prefill engine gave the blocks away before they were read")
         return nbytes
 
