@@ -25,7 +25,7 @@ from moonpool.connectors.vllm.pd.leases import SLOTS
 from moonpool.connectors.vllm.pd.lines import Line, Lines
 from moonpool.connectors.vllm.pd.page import SCRATCH, Page
 from moonpool.connectors.vllm.pd.plans import HandoverStep, Hold
-from moonpool.connectors.vllm.pd.takes import Ended, Piece, Take, Takes
+from moonpool.connectors.vllm.pd.takes import PIECE_BLOCKS, Ended, Piece, Take, Takes
 from moonpool.connectors.vllm.pd.wire import Description, Done, Gone, Here, Known, Progress, Want
 from moonpool.connectors.vllm.pool import Rows
 from moonpool.core.engine import TransferEngine
@@ -130,7 +130,8 @@ class Station:
             self._tell_over()
 
     def pull(self, step: HandoverStep) -> None:
-        """Starts the pulls of the step; each is reported by take_ended once, whatever becomes of it."""
+        """Starts the pulls of the step; each is reported by take_ended once, whatever becomes of it. This
+        thread reads what it has time for, side by side with the line's when there are several pieces."""
         room = INLINE_IDLE_BYTES if step.is_idle else INLINE_BYTES
         for pull in step.pulls:
             nbytes = pull.blocks * self._block_bytes
@@ -138,7 +139,7 @@ class Station:
                 take = self._takes.pull(pull, self._clock())
                 line = None if take is None else self._lines.find(take.key)
                 reads_here = line is not None and nbytes <= room and line.is_memory
-                if take is not None and not reads_here:
+                if take is not None and not (reads_here and pull.blocks <= PIECE_BLOCKS):
                     self._read_on(take)
                 self._tell_over()
             if line is not None and reads_here:

@@ -4,8 +4,11 @@ owner's lock guards it.
 
     a Take, block by block of what its request needs:
 
-    | local prefix | good: here | being read | ready: complete over there | not computed yet |
-    0            first                                                                    needed
+    | local prefix | good: here | claimed: being read | ready: complete over there | not computed yet |
+    0            first                                                                           needed
+
+Several threads may read pieces of one take at a time; what arrives behind a piece that is still read counts
+when that has arrived, too.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ from moonpool.connectors.vllm.pd.fields import BlockIds, Offer, slice_blocks
 from moonpool.connectors.vllm.pd.plans import Hold, Pull
 from moonpool.connectors.vllm.pd.wire import Done, Gone, Here, Known, Progress, Want
 
-PIECE_BLOCKS = 64  # between two pieces a pull can be given up
+PIECE_BLOCKS = 32  # between two pieces a pull can be given up
 
 
 @dataclass(slots=True)
 class Take:
     """key: of the line to the prefill engine; ready: ids over there of complete blocks, per group; pull: once
-    there is room; good: blocks behind the local prefix that are here; known_s: when the prefill engine last
+    there is room; good: leading blocks of it that are here; claimed: blocks of it that were given to be read;
+    arrived: pieces behind a gap, start -> stop; again: pieces to be read once more; reading: how many are;
+    known_s: when the prefill engine last
     said that it knows the transfer; error: why nothing more comes, or ""."""
 
     hold: Hold
@@ -37,8 +42,11 @@ class Take:
     pull: Pull | None = None
     pulled_s: float = 0.0
     good: int = 0
+    claimed: int = 0
+    arrived: dict[int, int] = field(default_factory=dict)
+    again: list[tuple[int, int]] = field(default_factory=list)
     bytes: int = 0
-    reading: bool = False
+    reading: int = 0
     error: str = ""
 
     @property
@@ -48,9 +56,10 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Blocks to read next, there and here, under a lease."""
+    """Blocks to read next, there and here, under a lease. start: which of the pull's blocks is the first."""
 
     request_id: str
+    start: int
     lease: int
     slot: int
     there: BlockIds
@@ -163,21 +172,26 @@ class Takes:
     # Reading
 
     def next_piece(self, request_id: str) -> Piece | None:
-        """What to read next of this request; its reader calls ``read`` afterwards."""
+        """What to read next of this request; its reader calls ``read`` afterwards, whatever happened."""
         take = self._takes.get(request_id)
-        if take is None or take.pull is None or take.reading or take.error:
+        if take is None or take.pull is None or take.error:
             return None
-        start = take.pull.first + take.good
-        stop = min(take.ready_blocks, take.pull.first + take.pull.blocks, start + PIECE_BLOCKS)
-        if stop <= start:
-            return None
-        take.reading = True
+        first, ready = take.pull.first, min(take.ready_blocks - take.pull.first, take.pull.blocks)
+        if take.again and take.again[-1][1] <= ready:
+            start, stop = take.again.pop()
+        else:
+            start, stop = take.claimed, min(ready, take.claimed + PIECE_BLOCKS)
+            if stop <= start:
+                return None
+            take.claimed = stop
+        take.reading += 1
         return Piece(
             request_id,
+            start,
             take.lease,
             take.slot,
-            slice_blocks(take.ready, start, stop),
-            slice_blocks(take.pull.block_ids, take.good, take.good + stop - start),
+            slice_blocks(take.ready, first + start, first + stop),
+            slice_blocks(take.pull.block_ids, start, stop),
         )
 
     def read(self, piece: Piece, nbytes: int, error: str, now_s: float) -> None:
@@ -185,13 +199,16 @@ class Takes:
         take = self._takes.get(piece.request_id)
         if take is None:
             return
-        take.reading = False
+        take.reading -= 1
         if not error:
-            take.good += piece.blocks
+            take.arrived[piece.start] = piece.start + piece.blocks
+            while take.good in take.arrived:
+                take.good = take.arrived.pop(take.good)
             take.bytes += nbytes
         elif take.lease == piece.lease:
-            self.fail(take, error, now_s)
-            return
+            take.error = take.error or error
+        else:
+            take.again.append((piece.start, piece.start + piece.blocks))
         self._settle(take, now_s)
 
     # Ends

@@ -132,7 +132,6 @@ class TestTakes:
             assert piece is not None
             assert piece.blocks == expected
             assert [b - 50 for b in piece.there[0]] == [b - 10 + 1 for b in piece.here[0]]
-            assert one.next_piece("r") is None  # one at a time
             one.read(piece, 100, "", 2.0)
         (ended,) = one.take_ended()
         assert (ended.good, ended.bytes, ended.seconds, ended.error) == (total - 1, 200, 1.0, "")
@@ -156,6 +155,23 @@ class TestTakes:
         assert (ended.good, ended.error) == (PIECE_BLOCKS, "the line is dead")
         assert one.take_ended() == []
         assert one.take_lost() == set()
+
+    def test_pieces_that_arrive_out_of_order(self) -> None:
+        one, total = takes(), 3 * PIECE_BLOCKS
+        one.hold(Hold("r", offer(total), PROMPT, total), "key", 0.0)
+        one.pull(pull(total), 0.0)
+        pieces = [one.next_piece("r") for _ in range(4)]
+        assert pieces.pop() is None
+        first, second, third = pieces
+        assert first is not None
+        assert second is not None
+        assert third is not None
+        assert [each.start for each in (first, second, third)] == [0, PIECE_BLOCKS, 2 * PIECE_BLOCKS]
+        one.read(third, 1, "", 0.0)
+        one.read(first, 1, "", 0.0)
+        one.read(second, 0, "gone", 0.0)
+        (ended,) = one.take_ended()
+        assert (ended.good, ended.error) == (PIECE_BLOCKS, "gone")  # what lies behind the gap does not count
 
     def test_lost_before_there_was_room(self) -> None:
         one = takes()
@@ -207,9 +223,12 @@ class TestTakes:
         assert piece is not None
         one.progress(Progress("x", 8, 4, PROMPT, 0, [[60, 61, 62, 63]], True), 0.0)
         one.read(piece, 0, "the lease is over", 0.0)
-        piece = one.next_piece("r")
-        assert piece is not None
-        assert (piece.lease, piece.slot, piece.there) == (8, 4, ((60, 61, 62, 63),))
+        for expected in ((60, 61), (62, 63)):
+            piece = one.next_piece("r")
+            assert piece is not None
+            assert (piece.lease, piece.slot, piece.there) == (8, 4, (expected,))
+            one.read(piece, 1, "", 0.0)
+        assert [ended.good for ended in one.take_ended()] == [4]
 
     @pytest.mark.parametrize(
         ("progress", "why"),
