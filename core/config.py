@@ -102,7 +102,11 @@ class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     listen: str = "127.0.0.1:8080"
     engines: list[str] = []
+    prefill: list[str] = []
+    decode: list[str] = []
     policy: str = "round_robin"
+    api_keys_file: str = ""
+    access_log: str = ""
     client_connections_max: Count = 10_000
     head_bytes_max: Size = parse_size("32KiB")
     body_bytes_max: Size = parse_size("64MiB")
@@ -331,7 +335,11 @@ HELP: dict[str, str] = {
     "master.http_timeout_s": "the longest life of one HTTP connection",
     "proxy.listen": "address of the OpenAI API, /metrics, /health and /engines",
     "proxy.engines": "root URLs of the engines, each http://host:port or NAME=http://host:port",
+    "proxy.prefill": "engines that compute prompts for those of proxy.decode; written like proxy.engines",
+    "proxy.decode": "engines that answer what those of proxy.prefill computed",
     "proxy.policy": "how an engine is chosen",
+    "proxy.api_keys_file": "file of the API keys of clients, one per line; empty: none is asked for",
+    "proxy.access_log": "file that gets a line per request; - is standard output; empty: none",
     "proxy.client_connections_max": "the most client connections",
     "proxy.head_bytes_max": "the longest request head",
     "proxy.body_bytes_max": "the longest request body",

@@ -20,8 +20,14 @@ def proxy_settings(config: Config) -> ProxySettings:
     return ProxySettings(
         host=address.host,
         port=address.port,
-        engines=parse_engines(config.proxy.engines),
+        engines=(
+            *parse_engines(config.proxy.engines),
+            *parse_engines(config.proxy.prefill, "prefill"),
+            *parse_engines(config.proxy.decode, "decode"),
+        ),
         policy=config.proxy.policy,
+        api_keys_file=config.proxy.api_keys_file,
+        access_log=config.proxy.access_log,
         limits=_part(Limits, "", config),
         deadlines=_part(Deadlines, "", config),
         health=_part(HealthChecks, "health_", config),

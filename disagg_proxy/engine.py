@@ -1,81 +1,84 @@
-"""Everything the proxy holds about one engine."""
+"""What Python holds about one engine; its connections and its breaker are the data plane's."""
 
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
-from moonpool.disagg_proxy.conductor.breaker import Breaker
 from moonpool.disagg_proxy.conductor.liveness import Liveness
-from moonpool.disagg_proxy.metrics import EngineCounts, EngineGauges
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
-from moonpool.disagg_proxy.upstream import Clock, UpstreamPool
 
 if TYPE_CHECKING:
-    from moonpool.disagg_proxy.relay import Relay
+    from moonpool._native import Relay
 
 _log = logging.getLogger("moonpool.proxy")
 
 
 class Engine:
-    """Owns the pool of connections; liveness and breaker say whether it may be chosen.
+    """place: its position in the settings, stable.   role: both, prefill or decode.
 
-    place:  its position in the settings, stable.
-    relays: the requests that are there now.
-    host:   what goes into the Host field.
+    host:    what goes into the Host field.
+    models:  the ids that its /v1/models lists, with what it says of each as JSON; None: it did not say.
     """
 
-    def __init__(self, place: int, spec: EngineSpec, settings: ProxySettings, clock: Clock) -> None:
-        address = spec.address
+    def __init__(self, place: int, spec: EngineSpec, settings: ProxySettings) -> None:
         self.place = place
         self.name = spec.name
         self.url = spec.url
-        self.label = spec.name.encode()
-        self.host = _host_field(*address)
+        self.role = spec.role
+        self.address = spec.address
+        self.host = host_field(*spec.address)
         self.liveness = Liveness(settings.health.timeouts_max)
-        self.breaker = Breaker(
-            settings.breaker.failures_max, settings.breaker.open_s, settings.breaker.open_s_max
-        )
-        self.pool = UpstreamPool(address, settings.limits.idle_upstreams_max, settings.deadlines, clock)
-        self.relays: set[Relay] = set()
-        self.counts = EngineCounts()
+        self.models: dict[str, bytes] | None = None
+        self.relay: Relay | None = None
+        self._resolved: tuple[str, int] | None = None
 
     @property
     def in_flight(self) -> int:
-        return len(self.relays)
+        return 0 if self.relay is None else self.relay.in_flight(self.place)
 
-    def answered_well(self, now: float) -> None:
-        """A health check came back well."""
-        if self.liveness.succeeded(now):
+    def answered_well(self, peer: tuple[str, int] | None = None) -> None:
+        """A health check came back well. peer: the address that answered, to which requests go from now."""
+        if self.relay is not None:
+            if peer is not None and peer != self._resolved:
+                self._resolved = peer
+                self.relay.engine_address(self.place, *peer)
+            self.relay.engine_state(self.place, True, "")
+        if self.liveness.succeeded(self._now()):
             _log.info("engine %s (%s) is healthy", self.name, self.url)
 
-    def answered_late(self, now: float, why: str) -> None:
+    def answered_late(self, why: str) -> None:
         """A health check was not answered in time."""
-        if self.liveness.timed_out(now, why):
-            _log.warning("engine %s (%s) leaves the rotation: %s", self.name, self.url, why)
+        if self.liveness.timed_out(self._now(), why):
+            self._leave(why)
 
-    def refused(self, now: float, why: str) -> None:
+    def refused(self, why: str) -> None:
         """The engine is certainly not serving."""
-        if self.liveness.refused(now, why):
-            _log.warning("engine %s (%s) leaves the rotation: %s", self.name, self.url, why)
+        if self.liveness.refused(self._now(), why):
+            self._leave(why)
 
-    def gauges(self) -> EngineGauges:
-        return EngineGauges(
-            name=self.name,
-            healthy=self.liveness.healthy,
-            breaker_open=not self.breaker.closed,
-            in_flight=self.in_flight,
-            connections=len(self.pool),
-            counts=self.counts,
-        )
+    def serves(self, models: dict[str, bytes] | None) -> None:
+        """What its /v1/models says now."""
+        if models != self.models:
+            self.models = models
+            if self.relay is not None:
+                self.relay.engine_models(self.place, None if models is None else list(models))
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of a part is broken."""
         self.liveness.check_integrity()
-        self.breaker.check_integrity()
-        self.pool.check_integrity()
+
+    def _leave(self, why: str) -> None:
+        if self.relay is not None:
+            self.relay.engine_state(self.place, False, why)
+        _log.warning("engine %s (%s) leaves the rotation: %s", self.name, self.url, why)
+
+    def _now(self) -> float:
+        return time.monotonic() if self.relay is None else self.relay.now()
 
 
-def _host_field(host: str, port: int) -> bytes:
+def host_field(host: str, port: int) -> str:
+    """Host and port as they stand in a Host field; a name of other letters as DNS has it."""
     name = f"[{host}]" if ":" in host else host
-    return f"{name}:{port}".encode("idna" if not name.isascii() else "ascii")
+    return f"{name}:{port}".encode("idna" if not name.isascii() else "ascii").decode()

@@ -1,5 +1,5 @@
 """Asks each engine ``GET /health`` again and again, over a new connection each time, so that accepting is
-tested too.
+tested too; and, when it is well, which models it serves.
 
 One task per engine on the proxy's loop; what an outcome means is decided by ``conductor/liveness.py``.
 """
@@ -7,42 +7,31 @@ One task per engine on the proxy's loop; what an outcome means is decided by ``c
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+
+import msgspec
 
 from moonpool.disagg_proxy.engine import Engine
-from moonpool.disagg_proxy.http.response_reader import ResponseHead
 from moonpool.disagg_proxy.settings import HealthChecks
-from moonpool.disagg_proxy.upstream import Clock
+
+_HEAD_BYTES_MAX = 64 << 10
+_BODY_BYTES_MAX = 1 << 20
 
 
-class _StatusReceiver:
-    """Waits for the status of one answer and does not care for its body."""
+class _Model(msgspec.Struct):
+    id: str
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.status: asyncio.Future[int] = loop.create_future()
 
-    def response_started(self, head: ResponseHead, body: bytes, complete: bool) -> None:
-        if not self.status.done():
-            self.status.set_result(head.status)
-
-    def response_data(self, body: bytes, complete: bool) -> None:
-        pass
-
-    def response_failed(self, reason: str, why: str) -> None:
-        if not self.status.done():
-            self.status.set_exception(ConnectionError(why))
+class _ModelList(msgspec.Struct):
+    data: list[msgspec.Raw]
 
 
 class HealthChecker:
     """Checks one engine until cancelled. ``first`` is done after the first outcome, good or bad."""
 
-    def __init__(self, engine: Engine, checks: HealthChecks, clock: Clock) -> None:
+    def __init__(self, engine: Engine, checks: HealthChecks) -> None:
         self._engine = engine
         self._checks = checks
-        self._request = b"GET %b HTTP/1.1\r\nHost: %b\r\nConnection: close\r\n\r\n" % (
-            checks.path.encode("ascii"),
-            engine.host,
-        )
-        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self.first: asyncio.Future[None] = self._loop.create_future()
 
@@ -59,25 +48,73 @@ class HealthChecker:
         engine, path = self._engine, self._checks.path
         try:
             async with asyncio.timeout(self._checks.timeout_s):  # wait_for of 3.11 can swallow a cancellation
-                status = await self._ask()
+                status, _, peer = await self._get(path)
         except TimeoutError:
-            why = f"GET {path} was not answered within {self._checks.timeout_s:g} s"
-            engine.answered_late(self._clock(), why)
+            engine.answered_late(f"GET {path} was not answered within {self._checks.timeout_s:g} s")
         except OSError as error:
-            engine.refused(self._clock(), f"GET {path} failed: {error.strerror or error}")
+            engine.refused(f"GET {path} failed: {error.strerror or error}")
         else:
             if 200 <= status < 300:
-                engine.answered_well(self._clock())
+                await self._look_at_models()
+                engine.answered_well(peer)
             else:
-                engine.refused(self._clock(), f"GET {path} was answered with {status}")
+                engine.refused(f"GET {path} was answered with {status}")
 
-    async def _ask(self) -> int:
-        connection = await self._engine.pool.connect()
-        if connection.closing:
-            raise ConnectionError("closed the connection as soon as it was open")
-        receiver = _StatusReceiver(self._loop)
-        connection.send(receiver, self._request, b"", head_only=False, once=True)
+    async def _look_at_models(self) -> None:
+        """What cannot be read says nothing: the engine then keeps what it said before."""
         try:
-            return await receiver.status
+            async with asyncio.timeout(self._checks.timeout_s):
+                status, body, _ = await self._get("/v1/models")
+        except OSError:  # TimeoutError is one
+            return
+        self._engine.serves(models_of(body) if status == 200 else None)
+
+    async def _get(self, path: str) -> tuple[int, bytes, tuple[str, int]]:
+        """Status, body and the peer's address. HTTP/1.0, so that nothing comes in chunks."""
+        reader, writer = await asyncio.open_connection(*self._engine.address, limit=_HEAD_BYTES_MAX)
+        try:
+            peer = writer.get_extra_info("peername")[:2]
+            writer.write(
+                f"GET {path} HTTP/1.0\r\nHost: {self._engine.host}\r\nUser-Agent: moonpool-proxy\r\n"
+                "Connection: close\r\n\r\n".encode()
+            )
+            try:
+                head = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+                status, length = int(head[0].split(b" ")[1]), _BODY_BYTES_MAX
+                for line in head[1:]:
+                    name, _, value = line.partition(b":")
+                    if name.lower() == b"content-length":
+                        length = min(int(value), _BODY_BYTES_MAX)
+                body = await _read_up_to(reader, length)
+            except asyncio.IncompleteReadError:
+                raise ConnectionError("closed the connection before its answer was complete") from None
+            except (asyncio.LimitOverrunError, ValueError, IndexError):
+                raise ConnectionError("sent a broken answer") from None
+            return status, body, peer
         finally:
-            connection.let_go(receiver)
+            writer.transport.abort()
+
+
+async def _read_up_to(reader: asyncio.StreamReader, length: int) -> bytes:
+    body = b""
+    while len(body) < length and (piece := await reader.read(length - len(body))):
+        body += piece
+    return body
+
+
+def models_of(body: bytes) -> dict[str, bytes] | None:
+    """The models of a /v1/models answer: what it says of each, by id. None when it is no such answer."""
+    try:
+        rows = msgspec.json.decode(body, type=_ModelList).data
+        return {msgspec.json.decode(row, type=_Model).id: bytes(row) for row in rows}
+    except msgspec.MsgspecError:
+        return None
+
+
+def merged_models(engines: Mapping[str, dict[str, bytes] | None]) -> bytes:
+    """One /v1/models page of what all engines serve; the first that serves a model describes it."""
+    rows: dict[str, bytes] = {}
+    for models in engines.values():
+        for name, row in (models or {}).items():
+            rows.setdefault(name, row)
+    return b'{"object":"list","data":[' + b",".join(rows.values()) + b"]}"

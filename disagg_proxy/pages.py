@@ -1,18 +1,16 @@
-"""What the proxy itself answers: /health, /metrics, /engines."""
+"""What the proxy itself answers: /health, /metrics, /engines, and /v1/models once the engines' are known."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 
 import msgspec
 
+from moonpool.disagg_proxy.conductor.plan import Answer
 from moonpool.disagg_proxy.dispatcher import Dispatcher
 from moonpool.disagg_proxy.engine import Engine
-from moonpool.disagg_proxy.http.answers import JSON, error_body, own_answer
-from moonpool.disagg_proxy.http.fields import Field
-from moonpool.disagg_proxy.http.request import BadRequest, Request
-from moonpool.disagg_proxy.metrics import CONTENT_TYPE, ProxyCollector, exposition
-from moonpool.disagg_proxy.routes import Route
+from moonpool.disagg_proxy.health import merged_models
+from moonpool.disagg_proxy.metrics import CONTENT_TYPE, Counters, EngineCounters, ProxyCollector, exposition
 
 
 class EngineRow(msgspec.Struct):
@@ -20,6 +18,7 @@ class EngineRow(msgspec.Struct):
 
     name: str
     url: str
+    role: str
     health: str
     why: str
     breaker: str
@@ -27,6 +26,7 @@ class EngineRow(msgspec.Struct):
     connections: int
     requests: int
     failures: int
+    models: list[str] | None
 
 
 class EnginesPage(msgspec.Struct):
@@ -40,65 +40,65 @@ class HealthPage(msgspec.Struct):
     engines: int
 
 
+class _ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorDetail
+
+
 class Pages:
-    def __init__(
-        self, dispatcher: Dispatcher, collector: ProxyCollector, policy: str, retry_after_s: float
-    ) -> None:
+    """Called on the proxy's event loop. look: the data plane's counters as they are now."""
+
+    def __init__(self, dispatcher: Dispatcher, look: Callable[[], Counters], policy: str) -> None:
         self._dispatcher = dispatcher
-        self._collector = collector
+        self._look = look
+        self._collector = ProxyCollector(look)
         self._policy = policy
-        self._retry_after: Field = (b"Retry-After", b"%d" % max(1, math.ceil(retry_after_s)))
 
-    def answer(self, route: Route, request: Request, *, close: bool) -> bytes:
-        """The whole answer to a request for one of the proxy's own paths."""
-        status, content_type = 200, JSON
-        fields: list[Field] = []
-        if route is Route.METRICS:
-            body, content_type = exposition(self._collector), CONTENT_TYPE
-        elif route is Route.ENGINES:
-            rows = [_row(engine) for engine in self._dispatcher.engines]
-            body = msgspec.json.encode(EnginesPage(self._policy, rows))
-        else:
-            status, body = self._health()
-            if status == 503:
-                fields.append(self._retry_after)
-        return own_answer(
-            status,
-            body,
-            content_type=content_type,
-            request_id=request.request_id,
-            fields=fields,
-            close=close,
-            head_only=request.method == b"HEAD",
-        )
+    def answer(self, path: bytes) -> Answer:
+        """The page at a path of the proxy's own."""
+        if path == b"/metrics":
+            return Answer(200, exposition(self._collector), CONTENT_TYPE)
+        if path == b"/engines":
+            counters = self._look()
+            rows = [
+                _row(engine, counts)
+                for engine, counts in zip(self._dispatcher.engines, counters.engines, strict=True)
+            ]
+            return Answer(200, msgspec.json.encode(EnginesPage(self._policy, rows)))
+        if path == b"/v1/models":
+            return Answer(
+                200,
+                merged_models({e.name: e.models for e in self._dispatcher.engines if e.liveness.healthy}),
+            )
+        return self._health()
 
-    def refusal(self, refusal: BadRequest, request_id: bytes, *, close: bool, head_only: bool) -> bytes:
-        """A refused request, in the error shape of the OpenAI API."""
-        return own_answer(
-            refusal.status,
-            error_body(refusal.status, refusal.reason, refusal.sentence),
-            request_id=request_id,
-            fields=(self._retry_after,) if refusal.status == 503 else (),
-            close=close,
-            head_only=head_only,
-        )
-
-    def _health(self) -> tuple[int, bytes]:
+    def _health(self) -> Answer:
         healthy, total = self._dispatcher.healthy_count, len(self._dispatcher.engines)
         if healthy:
-            return 200, msgspec.json.encode(HealthPage("ok", healthy, total))
-        return 503, error_body(503, "no_engine", f"none of {total} engines is healthy; GET /engines says why")
+            return Answer(200, msgspec.json.encode(HealthPage("ok", healthy, total)))
+        why = f"none of {total} engines is healthy; GET /engines says why"
+        return Answer(
+            503, msgspec.json.encode(_ErrorBody(_ErrorDetail(why, "server_error", None, "no_engine")))
+        )
 
 
-def _row(engine: Engine) -> EngineRow:
+def _row(engine: Engine, counts: EngineCounters) -> EngineRow:
     return EngineRow(
         name=engine.name,
         url=engine.url,
+        role=engine.role,
         health=engine.liveness.state.value,
         why=engine.liveness.why,
-        breaker="closed" if engine.breaker.closed else "open",
-        in_flight=engine.in_flight,
-        connections=len(engine.pool),
-        requests=sum(engine.counts.answers.values()),
-        failures=sum(engine.counts.failures.values()),
+        breaker="closed" if counts.breaker_closed else "open",
+        in_flight=counts.in_flight,
+        connections=counts.connections,
+        requests=sum(counts.answers),
+        failures=sum(counts.failures.values()),
+        models=None if engine.models is None else list(engine.models),
     )

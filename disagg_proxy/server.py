@@ -1,35 +1,33 @@
 """Puts the proxy together and runs it: ``serve`` on a loop that exists, ``run`` as a process of its own.
 
-Threads: one. Everything runs on the event loop that ``serve`` is called on.
+Threads: the data plane's (``_native.Relay``), which serves all sockets and enters Python once a request for
+the decision; and the event loop that ``serve`` is called on, for health checks, pages and signals.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import itertools
 import logging
 import os
 import resource
 import signal
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 
 import uvloop
 
+from moonpool._native import ProxyRequest, Relay
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.budget import BodyBudget
-from moonpool.disagg_proxy.client_connection import ClientConnection, ClientContext
+from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.dispatcher import Dispatcher
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.health import HealthChecker
-from moonpool.disagg_proxy.metrics import ProxyCollector, ProxyCounts, ProxyGauges
+from moonpool.disagg_proxy.metrics import Counters, look
 from moonpool.disagg_proxy.pages import Pages
-from moonpool.disagg_proxy.relay import RelayContext
 from moonpool.disagg_proxy.settings import (
     BreakerLimits,
     Deadlines,
@@ -38,57 +36,62 @@ from moonpool.disagg_proxy.settings import (
     Limits,
     ProxySettings,
     parse_engines,
+    read_api_keys,
 )
-from moonpool.disagg_proxy.upstream import Clock
 
 _log = logging.getLogger("moonpool.proxy")
 _BACKLOG = 1024
 _FILES_RESERVED = 64
+_OBSERVE_EVERY_S = 0.25
+_SWITCH_INTERVAL_S = 0.0005  # how long a page being made may keep a request's decision waiting
 
 
 class Proxy:
-    """All parts of one proxy, on the running loop. ``open``, then ``drain``, then ``close``."""
+    """All parts of one proxy: the data plane's thread, and on the running loop what is not per request.
+    ``open``, then ``drain``, then ``close``."""
 
-    def __init__(self, settings: ProxySettings, clock: Clock = time.monotonic) -> None:
-        loop = asyncio.get_running_loop()
-        self._loop = loop
-        self._clock = clock
+    def __init__(
+        self, settings: ProxySettings, decide: Callable[[ProxyRequest], Decision] | None = None
+    ) -> None:
+        """decide: in the place of the settings' policy; called on the data plane's thread."""
+        self._loop = asyncio.get_running_loop()
         self._settings = settings
-        self._server: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._emptied = asyncio.Event()
-        self._counts = ProxyCounts()
-        engines = [Engine(place, spec, settings, clock) for place, spec in enumerate(settings.engines)]
-        self._dispatcher = Dispatcher(engines, make_policy(settings.policy))
-        collector = ProxyCollector(self.gauges)
-        pages = Pages(self._dispatcher, collector, settings.policy, settings.health.interval_s)
-        self.clients = ClientContext(
-            relays=RelayContext(self._dispatcher, settings.limits, settings.deadlines, loop, clock),
-            pages=pages,
-            budget=BodyBudget(settings.limits.bodies_bytes_max),
-            limits=settings.limits,
-            deadlines=settings.deadlines,
-            connections=set(),
-            rejected=self._counts.rejected,
-            next_request_id=_request_ids(),
-            changed=self._look_whether_empty,
+        self._listening: list[socket.socket] = []
+        self.engines = tuple(Engine(place, spec, settings) for place, spec in enumerate(settings.engines))
+        self._dispatcher = Dispatcher(self.engines, lambda: make_policy(settings.policy))
+        self._pages = Pages(self._dispatcher, self.counters, settings.policy)
+        self.relay = Relay(
+            engines=[(engine.name, engine.host, engine.role) for engine in self.engines],
+            limits=asdict(settings.limits),
+            deadlines={
+                name: value for name, value in asdict(settings.deadlines).items() if name != "drain_s"
+            },
+            breaker=asdict(settings.breaker),
+            api_keys=read_api_keys(settings.api_keys_file),
+            access_log=settings.access_log,
+            instance=os.urandom(6).hex(),
+            retry_after_s=settings.health.interval_s,
+            decide=decide or self._dispatcher.decide,
+            page=self._page,
+            refused=self._refused,
         )
-
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        return self._dispatcher.engines
+        for engine in self.engines:
+            engine.relay = self.relay
 
     async def open(self) -> str:
         """Check every engine once, then listen. Returns the URL. Raises ConfigError when the address is not
         to be had."""
-        self._server = await self._listen()
-        checkers = [HealthChecker(engine, self._settings.health, self._clock) for engine in self.engines]
+        await self._bind()
+        checkers = [HealthChecker(engine, self._settings.health) for engine in self.engines]
         self._tasks = [self._loop.create_task(checker.run()) for checker in checkers]
-        self._tasks.append(self._loop.create_task(self._sweep_forever()))
+        self._tasks.append(self._loop.create_task(self._observe_forever()))
         await asyncio.gather(*(checker.first for checker in checkers))
-        await self._server.start_serving()
-        host, port = self._server.sockets[0].getsockname()[:2]
-        if not self._settings.loopback:
+        for listening in self._listening:
+            listening.listen(_BACKLOG)
+            self.relay.listen(listening.fileno())
+        host, port = self._listening[0].getsockname()[:2]
+        if not self._settings.loopback and not self._settings.api_keys_file:
             _log.warning(
                 "the proxy listens on %s without authentication: whoever reaches it may use the engines", host
             )
@@ -96,78 +99,67 @@ class Proxy:
 
     async def drain(self) -> bool:
         """Accept no more, let running requests finish within drain_s. Returns whether all did."""
-        self.clients.draining = True
-        if self._server is not None:
-            self._server.close()
-        for client in list(self.clients.connections):
-            client.drain()
-        self._look_whether_empty()
-        try:
-            async with asyncio.timeout(self._settings.deadlines.drain_s):
-                await self._emptied.wait()
-        except TimeoutError:
-            return False
-        return True
+        self._stop_listening()
+        return await asyncio.to_thread(self.relay.drain, self._settings.deadlines.drain_s)
 
     async def close(self) -> None:
         """End everything now. May be called at any time, also after a failed ``open``."""
-        if self._server is not None:
-            self._server.close()
+        self._stop_listening()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for client in list(self.clients.connections):
-            client.abort()
-        for engine in self.engines:
-            engine.pool.close()
-        await asyncio.sleep(0)  # the transports' last callbacks
+        await asyncio.to_thread(self.relay.close)
 
-    def gauges(self) -> ProxyGauges:
-        return ProxyGauges(
-            client_connections=len(self.clients.connections),
-            held_body_bytes=self.clients.budget.held,
-            counts=self._counts,
-            engines=[engine.gauges() for engine in self.engines],
-        )
+    def counters(self) -> Counters:
+        """What was counted so far."""
+        return look(self.relay, [engine.name for engine in self.engines])
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of a part is broken."""
-        self.clients.budget.check_integrity()
+        if not self.counters().whole:
+            raise AssertionError("an invariant of the data plane is broken")
         for engine in self.engines:
             engine.check_integrity()
 
-    async def _listen(self) -> asyncio.Server:
+    def _page(self, request: ProxyRequest) -> Decision:
+        """On the data plane's thread: a page is made on the loop, where it holds up no request."""
+        self._loop.call_soon_threadsafe(self._make_page, request)
+        return None
+
+    def _make_page(self, request: ProxyRequest) -> None:
+        self.relay.resume(request, self._pages.answer(request.path))
+
+    def _refused(self, place: int, why: str) -> None:
+        """On the data plane's thread."""
+        self._loop.call_soon_threadsafe(self.engines[place].refused, why)
+
+    async def _observe_forever(self) -> None:
+        """Fetch what was observed; no policy learns from it yet."""
+        while True:
+            await asyncio.sleep(_OBSERVE_EVERY_S)
+            self.relay.take_observations()
+
+    async def _bind(self) -> None:
         host, port = self._settings.host, self._settings.port
         try:
-            return await self._loop.create_server(
-                self._accept, host, port, backlog=_BACKLOG, reuse_address=True, start_serving=False
-            )
+            found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, kind, protocol, _, address in dict.fromkeys(found):
+                listening = socket.socket(family, kind, protocol)
+                self._listening.append(listening)
+                listening.setblocking(False)
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listening.bind(address)
+                if port == 0:
+                    break  # each would get a port of its own
         except OSError as error:
             raise _no_address(host, port, error) from error
 
-    def _accept(self) -> ClientConnection:
-        self._counts.connections += 1
-        return ClientConnection(self.clients)
-
-    async def _sweep_forever(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.deadlines.sweep_s)
-            self._sweep(self._clock())
-
-    def _sweep(self, now: float) -> None:
-        for client in list(self.clients.connections):
-            client.sweep(now)
-        silent_max_s = self._settings.deadlines.silent_engine_s
-        for engine in self.engines:
-            engine.pool.expire(now)
-            if engine.liveness.silent_s(now) >= silent_max_s:
-                since = now - engine.liveness.silent_s(now)
-                for relay in list(engine.relays):
-                    relay.engine_silent(since, now)
-
-    def _look_whether_empty(self) -> None:
-        if self.clients.draining and not self.clients.connections:
-            self._emptied.set()
+    def _stop_listening(self) -> None:
+        for listening in self._listening:
+            listening.close()
+        self._listening.clear()
 
 
 async def serve(
@@ -201,6 +193,7 @@ def run(settings: ProxySettings) -> int:
 
     A second signal ends it without waiting for running requests.
     """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve_until_signal(_fit_open_files(settings)))
@@ -245,13 +238,6 @@ def _fit_open_files(settings: ProxySettings) -> ProxySettings:
     fitting = max(1, (soft - _FILES_RESERVED) // 2)
     _log.info("only %d open files are allowed here, so at most %d client connections", soft, fitting)
     return replace(settings, limits=replace(settings.limits, client_connections_max=fitting))
-
-
-def _request_ids() -> Callable[[], bytes]:
-    """Ids for requests that came without one: unique by a random prefix and a count."""
-    prefix = os.urandom(6).hex().encode()
-    counter: Iterator[int] = itertools.count(1)
-    return lambda: b"%b-%x" % (prefix, next(counter))
 
 
 def _no_address(host: str, port: int, error: OSError) -> ConfigError:

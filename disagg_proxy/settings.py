@@ -9,6 +9,7 @@ import ipaddress
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from moonpool.core.errors import ConfigError
@@ -19,16 +20,20 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine behind the proxy: a name (header, metrics) and its root URL, ``http://host:port``."""
+    """An engine behind the proxy: a name (header, metrics), its root URL, ``http://host:port``, and its role:
+    both, prefill (computes prompts for others) or decode (answers what others have computed)."""
 
     name: str
     url: str
+    role: str = "both"
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise _bad(
                 "engines", f"an engine's name has 1 to 64 letters, digits, '_', '.' or '-', not {self.name!r}"
             )
+        if self.role not in ("both", "prefill", "decode"):
+            raise _bad("engines", f"an engine's role is both, prefill or decode, not {self.role!r}")
         _ = self.address
 
     @property
@@ -58,7 +63,9 @@ class Limits:
     bodies_bytes_max: int = 1 << 30  # all request bodies that are held at one time
     pipelined_bytes_max: int = 64 << 10  # read ahead while a request of the same client is running
     write_buffer_bytes_max: int = 256 << 10  # per client, before the engine's stream is paused
+    prefill_answer_bytes_max: int = 16 << 20  # the answer of a prefill engine, which is read whole
     idle_upstreams_max: int = 256  # kept open per engine
+    observations_max: int = 65536  # records of requests that nobody has fetched yet
     retries_max: int = 2  # further engines that are tried when one fails before it answered
 
 
@@ -72,6 +79,7 @@ class Deadlines:
     client_idle_s: float = 75.0  # between two requests of a connection
     client_stall_s: float = 300.0  # a client that takes nothing of its answer
     linger_s: float = 2.0  # after a refusal: time for the client to read it while we drop what it still sends
+    decide_s: float = 60.0  # for a policy that decides later
     connect_s: float = 5.0  # to an engine
     first_byte_s: float = 600.0  # a long prefill may take minutes
     stream_stall_s: float = 600.0  # between two pieces of an engine's answer
@@ -114,12 +122,18 @@ class ProxySettings:
     deadlines: Deadlines = field(default_factory=Deadlines)
     health: HealthChecks = field(default_factory=HealthChecks)
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
+    api_keys_file: str = ""  # one key per line; "": nobody is asked for one
+    access_log: str = ""  # a path, "-" for standard output, "" for none
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise _bad("port", f"a port is 0 to 65535 (0 = any free one), not {self.port}")
         if not self.engines:
             raise _bad("engines", "a proxy needs at least one engine; give --engine http://host:port")
+        roles = {engine.role for engine in self.engines}
+        if "both" not in roles and len(roles) == 1:
+            missing = "decode" if "prefill" in roles else "prefill"
+            raise _bad(missing, f"engines of one role alone; give --{missing} http://host:port, or --engine")
         names = [engine.name for engine in self.engines]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise _bad("engines", f"two engines are called {twice[0]!r}; give each its own NAME=URL")
@@ -143,14 +157,32 @@ class ProxySettings:
             return self.host == "localhost"
 
 
-def parse_engines(texts: Iterable[str]) -> tuple[EngineSpec, ...]:
+def read_api_keys(path: str) -> list[str]:
+    """One key per line; blank lines and those that begin with '#' are no keys. "": none.
+
+    Raises ConfigError when the file cannot be read or has no key: an empty one must not open the proxy.
+    """
+    if not path:
+        return []
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _bad("api_keys_file", f"the API keys cannot be read from {path}: {error}") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise _bad("api_keys_file", f"{path} has no API key; write one per line, or name no file")
+    return keys
+
+
+def parse_engines(texts: Iterable[str], role: str = "both") -> tuple[EngineSpec, ...]:
     """``URL`` or ``NAME=URL`` each; an engine without a name is called engine-0, engine-1, ... by its
-    place."""
+    place (prefill-0, decode-0, ... in these roles)."""
+    kind = "engine" if role == "both" else role
     specs = []
     for place, text in enumerate(texts):
         name, separator, url = text.partition("=")
         named = bool(separator) and "://" not in name
-        specs.append(EngineSpec(name, url) if named else EngineSpec(f"engine-{place}", text))
+        specs.append(EngineSpec(name, url, role) if named else EngineSpec(f"{kind}-{place}", text, role))
     return tuple(specs)
 
 

@@ -18,6 +18,17 @@ ANSWER = (
     b"HTTP/1.1 200 OK\r\nserver: mock\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     % len(BODY)
 ) + BODY
+# What a prefill engine answers in the two-step form, and how it knows that it is one.
+PREFILL_BODY = (
+    b'{"id":"x","choices":[{"message":{"content":"y"}}],"kv_transfer_params":{"do_remote_prefill":true,'
+    b'"do_remote_decode":false,"remote_engine_id":"p","remote_block_ids":[1,2,3],"remote_host":"127.0.0.1",'
+    b'"remote_port":9}}'
+)
+PREFILL_ANSWER = (
+    b"HTTP/1.1 200 OK\r\nserver: mock\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    % len(PREFILL_BODY)
+) + PREFILL_BODY
+PREFILL_SIGN = b'"do_remote_decode":true'
 EVENT = b'data: {"id":"x","choices":[{"delta":{"content":"token"}}],"created":1,"model":"m"}\n\n'
 CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -43,7 +54,9 @@ class MockEngine(asyncio.Protocol):
         if len(body) < length:
             return
         self.received = b""
-        if b'"stream":true' in body.replace(b" ", b""):
+        if PREFILL_SIGN in body or PREFILL_SIGN in body.replace(b" ", b""):
+            self.transport.write(PREFILL_ANSWER)
+        elif b'"stream":true' in body[:64] or b'"stream":true' in body.replace(b" ", b""):
             self.transport.write(STREAM_HEAD)
             self.stream(CHUNKS)
         else:

@@ -13,6 +13,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         epilog=examples(
             "moonpool proxy --engine http://127.0.0.1:8100 --engine http://127.0.0.1:8101",
+            "moonpool proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8101",
             "moonpool proxy --listen 127.0.0.1:9000 --engine left=http://127.0.0.1:8100",
         )
     )(proxy)
@@ -22,12 +23,26 @@ def proxy(
     engine: Annotated[
         list[str] | None, typer.Option(metavar="URL|NAME=URL", help="An engine; give it once for each.")
     ] = None,
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL|NAME=URL", help="Computes prompts for --decode; once for each."),
+    ] = None,
+    decode: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL|NAME=URL", help="An engine that answers what --prefill computed."),
+    ] = None,
     listen: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Address of the OpenAI API.")
     ] = None,
     host: Annotated[str | None, typer.Option(help="The address alone.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="The port alone; 0: a free one.")] = None,
     policy: Annotated[str | None, typer.Option(help="How an engine is chosen.")] = None,
+    api_keys_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="API keys of clients, one per line.")
+    ] = None,
+    access_log: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Gets a line per request; - is standard output.")
+    ] = None,
     config: ConfigFile = None,
     token_file: TokenFile = None,
 ) -> int:
@@ -47,6 +62,10 @@ def proxy(
         config,
         arguments={
             "proxy.engines": engine or None,
+            "proxy.prefill": prefill or None,
+            "proxy.decode": decode or None,
+            "proxy.api_keys_file": api_keys_file,
+            "proxy.access_log": access_log,
             "proxy.listen": listen,
             "proxy.policy": policy,
             "cluster.token_file": None if token_file is None else str(token_file),

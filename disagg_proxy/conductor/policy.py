@@ -1,7 +1,7 @@
 """Policies: small classes that choose one of the engines that may be chosen now.
 
-A policy never sees an engine that is dead, resting or already tried for this request: that is the
-dispatcher's part.
+A policy never sees an engine that is dead, resting or already tried for this request: that is the data
+plane's part. Called on the data plane's thread with the GIL, once for each choice: it must not block.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from moonpool.core.errors import ConfigError
 
 
 class RequestView(Protocol):
-    """What a policy may know of a request. ``body`` is the JSON as the client sent it."""
+    """What a policy may know of a request (``_native.ProxyRequest`` has more), made on demand."""
 
     @property
     def path(self) -> bytes: ...
     @property
-    def body(self) -> bytes | bytearray: ...
+    def body(self) -> memoryview: ...
 
 
 class EngineView(Protocol):
@@ -49,11 +49,11 @@ class RoundRobin:
         self._last = -1
 
     def choose(self, request: RequestView, engines: Sequence[E], now: float) -> E:
-        chosen = engines[0]
         for engine in engines:
             if engine.place > self._last:
-                chosen = engine
-                break
+                self._last = engine.place
+                return engine
+        chosen = engines[0]
         self._last = chosen.place
         return chosen
 

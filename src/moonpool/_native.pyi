@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens']
+__all__: list[str] = ['Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -516,6 +516,121 @@ class PrefixIndex:
     @property
     def block_tokens(self) -> int:
         ...
+class ProxyRequest:
+    """
+    A client's request, whole, as a policy sees it.
+    """
+    def headers(self, name: str) -> typing.Any:
+        """
+        The first field of this name, or None.
+        """
+    def prompt_text(self) -> typing.Any:
+        """
+        "prompt" when it is one string, else None.
+        """
+    def prompt_tokens(self) -> typing.Any:
+        """
+        Little-endian u32 ids when "prompt" is one list of ids, else None.
+        """
+    @property
+    def arrived_s(self) -> float:
+        ...
+    @property
+    def attempt(self) -> int:
+        """
+        How many plans have failed.
+        """
+    @property
+    def body(self) -> typing.Any:
+        """
+        Read-only memoryview.
+        """
+    @property
+    def candidates(self) -> tuple:
+        """
+        Places of the engines to choose from.
+        """
+    @property
+    def gone(self) -> bool:
+        """
+        Whether the client has left.
+        """
+    @property
+    def id(self) -> int:
+        ...
+    @property
+    def kind(self) -> str:
+        """
+        chat, completions, embeddings or other.
+        """
+    @property
+    def max_tokens(self) -> int | None:
+        ...
+    @property
+    def method(self) -> bytes:
+        ...
+    @property
+    def model(self) -> typing.Any:
+        """
+        "" when the body names none.
+        """
+    @property
+    def path(self) -> bytes:
+        ...
+    @property
+    def request_id(self) -> str:
+        ...
+    @property
+    def stream(self) -> bool:
+        ...
+class Relay:
+    """
+    The proxy's data plane: one thread that serves all sockets.
+    """
+    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], limits: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], deadlines: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], breaker: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], api_keys: collections.abc.Sequence[str], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable) -> None:
+        ...
+    def clients(self) -> list:
+        """
+        What each client's connection is doing.
+        """
+    def close(self) -> None:
+        ...
+    def counters(self) -> dict:
+        ...
+    def drain(self, timeout_s: typing.SupportsFloat | typing.SupportsIndex) -> bool:
+        """
+        Whether all requests finished in time.
+        """
+    def engine_address(self, place: typing.SupportsInt | typing.SupportsIndex, address: str, port: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def engine_models(self, place: typing.SupportsInt | typing.SupportsIndex, models: collections.abc.Sequence[str] | None) -> None:
+        """
+        None: it did not say; it may get any request.
+        """
+    def engine_state(self, place: typing.SupportsInt | typing.SupportsIndex, healthy: bool, why: str) -> None:
+        ...
+    def in_flight(self, place: typing.SupportsInt | typing.SupportsIndex) -> int:
+        ...
+    def listen(self, fd: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Accept on a listening socket (a copy is kept).
+        """
+    def now(self) -> float:
+        """
+        Seconds of the relay's monotonic clock.
+        """
+    def resume(self, request: ProxyRequest, decision: typing.Any) -> None:
+        """
+        The decision about a request for which decide returned None. From any thread.
+        """
+    def skip(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        """
+        For tests: let so much time pass.
+        """
+    def take_observations(self) -> bytes:
+        """
+        Records of what was answered since the last call: relay/observations.hpp has their form.
+        """
 def block_digests(token_ids: typing.Any, block_tokens: typing.SupportsInt | typing.SupportsIndex, seed: bytes = b'', previous: bytes = b'') -> bytes:
     """
     Digests of the full blocks of a u32 buffer, 32 bytes each.

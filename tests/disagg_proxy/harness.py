@@ -10,13 +10,16 @@ import asyncio
 import contextlib
 import functools
 import inspect
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import uvloop
 
-from moonpool.disagg_proxy.client_connection import ClientConnection
+from moonpool._native import ProxyRequest, Relay
+from moonpool.disagg_proxy.conductor.plan import Decision
+from moonpool.disagg_proxy.metrics import Counters, EngineCounters
 from moonpool.disagg_proxy.server import Proxy
 from moonpool.disagg_proxy.settings import (
     BreakerLimits,
@@ -47,13 +50,21 @@ def with_deadline(test: Callable[..., Awaitable[None]], deadline_s: float = 20.0
 
 
 class FakeClock:
-    """Time that passes only when a test says so."""
+    """Lets the proxy's time pass at once: ``clock.now += seconds``. (Its own seconds pass besides.)"""
 
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.relay: Relay | None = None
+        self._now = 1000.0
 
-    def __call__(self) -> float:
-        return self.now
+    @property
+    def now(self) -> float:
+        return self._now
+
+    @now.setter
+    def now(self, value: float) -> None:
+        assert self.relay is not None
+        passed, self._now = value - self._now, value
+        self.relay.skip(passed)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -104,12 +115,15 @@ Behaviour = Callable[[Exchange], Awaitable[None]]
 class MockEngine:
     """Answers GET /health by ``healthy`` and everything else by ``behave``.
 
-    seen: every request that arrived, /health aside.   connections: how many were accepted for those.
+    models: what its /v1/models says to the proxy's own checks (None: 404).
+    seen: every request that arrived, those of the proxy's checks aside.
+    connections: how many were accepted for those.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.healthy = True
+        self.models: bytes | None = None
         self.behave: Behaviour = self.say_name
         self.seen: list[Exchange] = []
         self.health_checks = 0
@@ -153,6 +167,9 @@ class MockEngine:
                 if exchange.target == "/health":
                     self.health_checks += 1
                     await exchange.answer(b"", 200 if self.healthy else 503)
+                    continue
+                if exchange.headers.get("user-agent") == "moonpool-proxy":
+                    await exchange.answer(self.models or b"", 404 if self.models is None else 200)
                     continue
                 self.connections += not counted
                 counted = True
@@ -278,11 +295,21 @@ class Bed:
         self.clients.append(client)
         return client
 
-    async def connection(self) -> ClientConnection:
-        """The proxy's side of the only client's connection."""
-        await until(lambda: len(self.proxy.clients.connections) == 1)
-        (connection,) = self.proxy.clients.connections
-        return connection
+    @property
+    def counters(self) -> Counters:
+        return self.proxy.counters()
+
+    def engine(self, place: int) -> EngineCounters:
+        return self.counters.engines[place]
+
+    @property
+    def client_count(self) -> int:
+        return self.counters.client_connections
+
+    def connection(self) -> dict[str, int]:
+        """What the proxy's side of the only client's connection is doing; all 0 when there is none."""
+        rows = self.proxy.relay.clients()
+        return rows[0] if len(rows) == 1 else defaultdict(int)
 
     async def ask(self, method: str, target: str, body: bytes | None = None, head: str = "") -> Answer:
         """On a connection of its own."""
@@ -298,7 +325,7 @@ class Bed:
         from moonpool.disagg_proxy.metrics import ProxyCollector
 
         registry = CollectorRegistry()
-        registry.register(ProxyCollector(self.proxy.gauges))
+        registry.register(ProxyCollector(self.proxy.counters))
         return registry.get_sample_value(name, labels) or 0.0
 
 
@@ -309,9 +336,12 @@ async def bed(
     limits: Limits | None = None,
     deadlines: Deadlines | None = None,
     health: HealthChecks = QUIET,
-    clock: Callable[[], float] = time.monotonic,
+    clock: FakeClock | None = None,
     breaker: BreakerLimits | None = None,
     prepare: Callable[[list[MockEngine]], None] = lambda engines: None,
+    roles: Sequence[str] = (),
+    decide: Callable[[ProxyRequest], Decision] | None = None,
+    **more: Any,
 ) -> AsyncIterator[Bed]:
     """Start mock engines and a proxy in front of them; take both down and check their integrity."""
     mocks = [MockEngine(f"engine-{place}") for place in range(engines)]
@@ -320,13 +350,18 @@ async def bed(
     prepare(mocks)
     settings = ProxySettings(
         port=0,
-        engines=tuple(mock.spec for mock in mocks),
+        engines=tuple(
+            replace(mock.spec, role=roles[place] if roles else "both") for place, mock in enumerate(mocks)
+        ),
         limits=limits or Limits(),
         deadlines=replace(deadlines or Deadlines(), sweep_s=0.01),
         health=health,
         breaker=breaker or BreakerLimits(),
+        **more,
     )
-    proxy = Proxy(settings, clock)
+    proxy = Proxy(settings, decide)
+    if clock is not None:
+        clock.relay = proxy.relay
     try:
         url = await proxy.open()
         running = Bed(proxy, mocks, "127.0.0.1", int(url.rsplit(":", 1)[1]))
@@ -334,10 +369,10 @@ async def bed(
         proxy.check_integrity()
         for client in running.clients:
             client.leave()
-        await until(lambda: not proxy.clients.connections)
+        await until(lambda: running.client_count == 0)
         proxy.check_integrity()
-        assert proxy.clients.budget.held == 0
-        assert all(engine.in_flight == 0 for engine in proxy.engines)
+        assert running.counters.held_body_bytes == 0
+        assert all(engine.in_flight == 0 for engine in running.counters.engines)
     finally:
         await proxy.close()
         for mock in mocks:

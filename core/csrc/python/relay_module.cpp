@@ -1,0 +1,522 @@
+// The proxy's data plane as Python sees it: Relay, and the requests that it asks about.
+
+#include <Python.h>
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "http/fields.hpp"
+#include "python/module.hpp"
+#include "python/raise.hpp"
+#include "python/view.hpp"
+#include "relay/relay.hpp"
+
+namespace moonpool::python {
+
+namespace {
+
+using relay::Decision;
+using relay::Question;
+
+PyTypeObject* body_view_type = nullptr;
+
+// One request, for as long as Python keeps it.
+class PyRequest {
+   public:
+    PyRequest(std::shared_ptr<relay::Request> request, py::tuple candidates, uint32_t attempt)
+        : request_(std::move(request)), candidates_(std::move(candidates)), attempt_(attempt) {}
+
+    uint64_t id() const { return request_->id; }
+    py::bytes path() const { return py::bytes(request_->head.path.data(), request_->head.path.size()); }
+    py::bytes method() const { return py::bytes(request_->head.method.data(), request_->head.method.size()); }
+    py::object headers(std::string_view name) const {
+        const http::Field* field = http::find_field(request_->head.fields, name);
+        if (field == nullptr) return py::none();
+        return py::bytes(field->value.data(), field->value.size());
+    }
+    py::object body() const {
+        return make_view(body_view_type, request_, reinterpret_cast<const std::byte*>(request_->body.data()),
+                         request_->body.size());
+    }
+    py::str request_id() const { return request_->request_id; }
+    double arrived_s() const { return request_->arrived_at; }
+    py::object model() const { return text(request_->facts().model); }
+    bool stream() const { return request_->facts().stream; }
+    std::optional<int64_t> max_tokens() const { return request_->facts().max_tokens; }
+    const char* kind() const {
+        constexpr const char* kNames[] = {"chat", "completions", "embeddings", "other"};
+        return kNames[static_cast<size_t>(request_->kind)];
+    }
+    py::object prompt_tokens() const {
+        auto ids = request_->prompt_tokens();
+        if (!ids) return py::none();
+        return to_bytes(*ids);
+    }
+    py::object prompt_text() const {
+        auto prompt = request_->prompt_text();
+        return prompt ? text(*prompt) : py::none();
+    }
+    const py::tuple& candidates() const { return candidates_; }
+    uint32_t attempt() const { return attempt_; }
+    bool gone() const { return request_->gone; }
+
+   private:
+    static py::object text(const std::string& bytes) {
+        PyObject* made =
+            PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "surrogatepass");
+        if (made == nullptr) {  // no UTF-8 at all
+            PyErr_Clear();
+            made = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace");
+        }
+        if (made == nullptr) throw py::error_already_set();
+        return py::reinterpret_steal<py::object>(made);
+    }
+
+    std::shared_ptr<relay::Request> request_;
+    py::tuple candidates_;
+    uint32_t attempt_;
+};
+
+[[noreturn]] void bad(const char* sentence) { throw py::type_error(sentence); }
+
+std::vector<std::pair<std::string, std::string>> fields_of(py::handle pairs) {
+    std::vector<std::pair<std::string, std::string>> fields;
+    for (py::handle pair : pairs) {
+        auto [name, value] = pair.cast<std::pair<std::string, std::string>>();
+        if (!http::is_field_name(name) || !http::is_field_value(value)) {
+            bad("a header has a name or value that cannot stand in a head");
+        }
+        fields.emplace_back(std::move(name), std::move(value));
+    }
+    return fields;
+}
+
+// disagg_proxy/conductor/plan.py has the two tuples. Raises TypeError.
+Decision decision_of(py::handle value, size_t engines) {
+    Decision decision;
+    auto place = [&](py::handle number) {
+        auto at = number.cast<int64_t>();
+        if (at < 0 || at >= static_cast<int64_t>(engines)) bad("a plan names an engine that is not there");
+        return static_cast<int>(at);
+    };
+    if (value.is_none()) {
+        decision.is = Decision::Is::kLater;
+    } else if (PyLong_Check(value.ptr())) {
+        decision.is = Decision::Is::kPlan;
+        decision.plan.engine = place(value);
+    } else if (PyTuple_Check(value.ptr()) && PyTuple_GET_SIZE(value.ptr()) == 6) {
+        auto plan = py::reinterpret_borrow<py::tuple>(value);
+        decision.is = Decision::Is::kPlan;
+        decision.plan.engine = place(plan[0]);
+        if (!plan[1].is_none()) decision.plan.prefill = place(plan[1]);
+        if (!plan[2].is_none()) {
+            decision.plan.concurrent = true;
+            decision.plan.prefill_params = plan[2].cast<std::string>();
+            decision.plan.engine_params = plan[3].cast<std::string>();
+        }
+        decision.plan.headers = fields_of(plan[4]);
+        decision.plan.note = plan[5].cast<int64_t>();
+        if (decision.plan.prefill == decision.plan.engine) bad("a plan prefills where it decodes");
+    } else if (PyTuple_Check(value.ptr()) && PyTuple_GET_SIZE(value.ptr()) == 5) {
+        auto answer = py::reinterpret_borrow<py::tuple>(value);
+        decision.is = Decision::Is::kPage;
+        decision.page.status = answer[0].cast<int>();
+        decision.page.body = answer[1].cast<std::string>();
+        decision.page.content_type = answer[2].cast<std::string>();
+        decision.page.headers = fields_of(answer[3]);
+        decision.page.reason = answer[4].cast<std::string>();
+        if (decision.page.status < 200 || decision.page.status > 599) bad("an answer's status is 200 to 599");
+    } else {
+        bad("a decision is an engine's place, a Plan, an Answer or None");
+    }
+    return decision;
+}
+
+class PyRelay final : public relay::Decider {
+   public:
+    PyRelay(const std::vector<std::tuple<std::string, std::string, std::string>>& engines,
+            const std::map<std::string, double>& limits, const std::map<std::string, double>& deadlines,
+            const std::map<std::string, double>& breaker, std::vector<std::string> api_keys,
+            std::string access_log, std::string instance, double retry_after_s, py::function decide,
+            py::function page, py::function refused)
+        : decide_(std::move(decide)), page_(std::move(page)), refused_(std::move(refused)) {
+        relay::Settings settings;
+        for (const auto& [name, host, role] : engines) {
+            settings.engines.push_back({name, host,
+                                        role == "prefill"  ? relay::Role::kPrefill
+                                        : role == "decode" ? relay::Role::kDecode
+                                                           : relay::Role::kBoth});
+        }
+        take(limits, settings.limits);
+        take(deadlines, settings.deadlines);
+        Taken rest(breaker);
+        rest.take("failures_max", settings.breaker.failures_max);
+        rest.take("open_s", settings.breaker.open_s);
+        rest.take("open_s_max", settings.breaker.open_s_max);
+        rest.check();
+        settings.api_keys = std::move(api_keys);
+        settings.access_log = std::move(access_log);
+        settings.instance = std::move(instance);
+        settings.retry_after_s = retry_after_s;
+        engines_ = settings.engines.size();
+        auto started = [&] {
+            py::gil_scoped_release nogil;
+            return relay::Relay::start(std::move(settings), *this);
+        }();
+        relay_ = unwrap(std::move(started), "proxy");
+    }
+    ~PyRelay() override { close(); }
+
+    void listen(int fd) {
+        py::gil_scoped_release nogil;
+        relay_->listen(::dup(fd));
+    }
+    void engine_state(size_t place, bool healthy, const std::string&) {
+        relay_->engine_state(checked(place), healthy);
+    }
+    void engine_address(size_t place, const std::string& address, uint16_t port) {
+        sockaddr_storage storage{};
+        auto& four = reinterpret_cast<sockaddr_in&>(storage);
+        auto& six = reinterpret_cast<sockaddr_in6&>(storage);
+        if (::inet_pton(AF_INET, address.c_str(), &four.sin_addr) == 1) {
+            four.sin_family = AF_INET;
+            four.sin_port = htons(port);
+            relay_->engine_address(checked(place), storage, sizeof(four));
+        } else if (::inet_pton(AF_INET6, address.c_str(), &six.sin6_addr) == 1) {
+            six.sin6_family = AF_INET6;
+            six.sin6_port = htons(port);
+            relay_->engine_address(checked(place), storage, sizeof(six));
+        } else {
+            raise(Error{Code::kInvalidArgument, address + " is no IP address"}, "proxy");
+        }
+    }
+    void engine_models(size_t place, std::optional<std::vector<std::string>> models) {
+        relay_->engine_models(checked(place), std::move(models));
+    }
+    void resume(const PyRequest& request, const py::object& decision) {
+        relay_->resume(request.id(), decision_of(decision, engines_));
+    }
+    bool drain(double timeout_s) {
+        py::gil_scoped_release nogil;
+        return relay_->drain(timeout_s);
+    }
+    void close() {
+        py::gil_scoped_release nogil;
+        if (relay_) relay_->close();
+    }
+    void skip(double seconds) {
+        py::gil_scoped_release nogil;
+        relay_->skip(seconds);
+    }
+    double now() const { return relay_->clock(); }
+    uint32_t in_flight(size_t place) const { return relay_->engines[checked(place)]->in_flight; }
+
+    py::bytes take_observations() {
+        std::string all;
+        {
+            py::gil_scoped_release nogil;
+            relay_->call([&] { all = relay_->observations.take(); });
+        }
+        return py::bytes(all);
+    }
+
+    py::dict counters() {
+        struct EngineLook {
+            relay::EngineCounts counts;
+            bool healthy, breaker_closed;
+            uint32_t failures;
+            size_t in_flight, connections, idle;
+        };
+        std::vector<EngineLook> engines;
+        std::map<std::string, uint64_t> rejected;
+        py::dict out;
+        size_t clients = 0, held = 0;
+        uint64_t accepted = 0, dropped = 0, unlogged = 0;
+        bool whole = true;
+        {
+            py::gil_scoped_release nogil;
+            relay_->call([&] {
+                for (const auto& engine : relay_->engines) {
+                    engines.push_back({engine->counts, engine->healthy, engine->breaker.closed(),
+                                       engine->breaker.failures(), engine->legs.size(), engine->open.size(),
+                                       engine->idle.size()});
+                }
+                rejected.insert(relay_->rejected.begin(), relay_->rejected.end());
+                clients = relay_->clients().size();
+                held = relay_->held_body_bytes;
+                accepted = relay_->accepted;
+                dropped = relay_->observations.dropped();
+                unlogged = relay_->access_log ? relay_->access_log->dropped() : 0;
+                whole = relay_->whole();
+            });
+        }
+        py::list rows;
+        for (const EngineLook& engine : engines) {
+            py::dict row;
+            const relay::EngineCounts& counts = engine.counts;
+            row["healthy"] = engine.healthy;
+            row["breaker_closed"] = engine.breaker_closed;
+            row["failures_in_a_row"] = engine.failures;
+            row["in_flight"] = engine.in_flight;
+            row["connections"] = engine.connections;
+            row["idle"] = engine.idle;
+            row["answers"] = counts.answers;
+            py::dict failures;
+            constexpr const char* kStages[] = {"before_first_byte", "after_first_byte"};
+            for (size_t stage = 0; stage < 2; ++stage) {
+                for (size_t reason = 0; reason < relay::kReasons.size(); ++reason) {
+                    uint64_t count = counts.failures[stage][reason];
+                    if (count > 0) failures[py::make_tuple(kStages[stage], relay::kReasons[reason])] = count;
+                }
+            }
+            row["failures"] = failures;
+            py::dict disconnects, prefills;
+            if (counts.disconnects[0] > 0) disconnects["waiting"] = counts.disconnects[0];
+            if (counts.disconnects[1] > 0) disconnects["streaming"] = counts.disconnects[1];
+            row["disconnects"] = disconnects;
+            for (size_t i = 0; i < relay::kPrefills.size(); ++i) {
+                if (counts.prefills[i] > 0) prefills[relay::kPrefills[i]] = counts.prefills[i];
+            }
+            row["prefills"] = prefills;
+            row["retries"] = counts.retries;
+            row["relayed_bytes"] = counts.relayed_bytes;
+            row["first_byte"] = py::make_tuple(counts.first_byte.counts(), counts.first_byte.sum_s());
+            row["whole"] = py::make_tuple(counts.whole.counts(), counts.whole.sum_s());
+            row["prefill"] = py::make_tuple(counts.prefill.counts(), counts.prefill.sum_s());
+            rows.append(row);
+        }
+        out["engines"] = rows;
+        out["rejected"] = rejected;
+        out["client_connections"] = clients;
+        out["held_body_bytes"] = held;
+        out["accepted"] = accepted;
+        out["observations_dropped"] = dropped;
+        out["log_lines_dropped"] = unlogged;
+        out["policy_errors"] = policy_errors_.load();
+        out["whole"] = whole;
+        return out;
+    }
+
+    py::list clients() {
+        std::vector<relay::Client::Look> looks;
+        {
+            py::gil_scoped_release nogil;
+            relay_->call([&] {
+                for (const auto& client : relay_->clients()) looks.push_back(client->look());
+            });
+        }
+        py::list out;
+        for (const auto& look : looks) {
+            py::dict row;
+            row["busy"] = look.busy;
+            row["lingering"] = look.lingering;
+            row["held_back"] = look.held_back;
+            row["write_paused"] = look.write_paused;
+            row["reading_body"] = look.reading_body;
+            row["held"] = look.held;
+            row["body"] = look.body;
+            row["unwritten"] = look.unwritten;
+            out.append(row);
+        }
+        return out;
+    }
+
+    // Decider, on the relay's thread.
+
+    void thread_started() override {
+        gil_ = PyGILState_Ensure();
+        thread_ = PyEval_SaveThread();
+    }
+    void thread_ending() override {
+        PyEval_RestoreThread(thread_);
+        PyGILState_Release(gil_);
+    }
+    void decide(std::vector<Question>& questions) override {
+        PyEval_RestoreThread(thread_);
+        for (Question& question : questions) question.decision = ask(question);
+        thread_ = PyEval_SaveThread();
+    }
+    void engine_refused(size_t place, const std::string& why) override {
+        PyEval_RestoreThread(thread_);
+        try {
+            refused_(place, why);
+        } catch (py::error_already_set& error) {
+            error.discard_as_unraisable("moonpool proxy: refused");
+        }
+        thread_ = PyEval_SaveThread();
+    }
+
+   private:
+    // Values by name out of what Python gave; a name that nobody takes is a mistake.
+    class Taken {
+       public:
+        explicit Taken(const std::map<std::string, double>& values) : left_(values) {}
+        template <class T>
+        void take(const char* name, T& into) {
+            auto it = left_.find(name);
+            if (it == left_.end()) return;
+            into = static_cast<T>(it->second);
+            left_.erase(it);
+        }
+        void check() const {
+            if (!left_.empty()) {
+                raise(Error{Code::kInvalidArgument, "there is no setting " + left_.begin()->first}, "proxy");
+            }
+        }
+
+       private:
+        std::map<std::string, double> left_;
+    };
+
+    static void take(const std::map<std::string, double>& values, relay::Limits& limits) {
+        Taken taken(values);
+        taken.take("client_connections_max", limits.client_connections_max);
+        taken.take("head_bytes_max", limits.head_bytes_max);
+        taken.take("body_bytes_max", limits.body_bytes_max);
+        taken.take("bodies_bytes_max", limits.bodies_bytes_max);
+        taken.take("pipelined_bytes_max", limits.pipelined_bytes_max);
+        taken.take("write_buffer_bytes_max", limits.write_buffer_bytes_max);
+        taken.take("prefill_answer_bytes_max", limits.prefill_answer_bytes_max);
+        taken.take("idle_upstreams_max", limits.idle_upstreams_max);
+        taken.take("observations_max", limits.observations_max);
+        taken.take("retries_max", limits.retries_max);
+        taken.check();
+    }
+    static void take(const std::map<std::string, double>& values, relay::Deadlines& deadlines) {
+        Taken taken(values);
+        taken.take("head_s", deadlines.head_s);
+        taken.take("body_stall_s", deadlines.body_stall_s);
+        taken.take("body_bytes_per_s_min", deadlines.body_bytes_per_s_min);
+        taken.take("client_idle_s", deadlines.client_idle_s);
+        taken.take("client_stall_s", deadlines.client_stall_s);
+        taken.take("linger_s", deadlines.linger_s);
+        taken.take("decide_s", deadlines.decide_s);
+        taken.take("connect_s", deadlines.connect_s);
+        taken.take("first_byte_s", deadlines.first_byte_s);
+        taken.take("stream_stall_s", deadlines.stream_stall_s);
+        taken.take("silent_engine_s", deadlines.silent_engine_s);
+        taken.take("upstream_idle_s", deadlines.upstream_idle_s);
+        taken.take("tcp_dead_peer_s", deadlines.tcp_dead_peer_s);
+        taken.take("sweep_s", deadlines.sweep_s);
+        taken.check();
+    }
+
+    size_t checked(size_t place) const {
+        if (place >= engines_) throw py::index_error("there is no engine at this place");
+        return place;
+    }
+
+    // The usual case of no failures makes the same tuple again and again.
+    const py::tuple& tuple_of(const std::vector<uint16_t>& places) {
+        if (!last_tuple_ || places != last_places_) {
+            last_places_ = places;
+            last_tuple_ = py::tuple(places.size());
+            for (size_t i = 0; i < places.size(); ++i) last_tuple_[i] = py::int_(places[i]);
+        }
+        return last_tuple_;
+    }
+
+    Decision ask(const Question& question) {
+        try {
+            PyRequest request(question.request, tuple_of(question.candidates), question.attempt);
+            py::object answer = (question.page ? page_ : decide_)(std::move(request));
+            Decision decision = decision_of(answer, engines_);
+            if (decision.is == Decision::Is::kPlan) check(decision.plan, question);
+            return decision;
+        } catch (py::error_already_set& error) {
+            report(error);
+        } catch (const py::builtin_exception& error) {
+            error.set_error();
+            py::error_already_set raised;
+            report(raised);
+        }
+        return Decision{};  // kFailed
+    }
+
+    static void check(const relay::Plan& plan, const Question& question) {
+        for (int place : {plan.engine, plan.prefill}) {
+            if (place < 0) continue;
+            const auto& all = question.candidates;
+            if (std::find(all.begin(), all.end(), place) == all.end()) {
+                bad("a plan names an engine that is no candidate");
+            }
+        }
+    }
+
+    // A policy that breaks at each request must not fill the disk with tracebacks.
+    void report(py::error_already_set& error) {
+        ++policy_errors_;
+        double now = relay_->now;
+        if (now - reported_at_ < 1 && reported_at_ > 0) return;
+        reported_at_ = now;
+        error.discard_as_unraisable("moonpool proxy: policy");
+    }
+
+    py::function decide_, page_, refused_;
+    size_t engines_ = 0;
+    std::unique_ptr<relay::Relay> relay_;
+    PyGILState_STATE gil_{};
+    PyThreadState* thread_ = nullptr;
+    std::vector<uint16_t> last_places_;
+    py::tuple last_tuple_;
+    std::atomic<uint64_t> policy_errors_{0};
+    double reported_at_ = 0;
+};
+
+}  // namespace
+
+void bind_relay(py::module_& m) {
+    body_view_type = make_view_type();
+    py::class_<PyRequest>(m, "ProxyRequest", "A client's request, whole, as a policy sees it.")
+        .def_property_readonly("id", &PyRequest::id)
+        .def_property_readonly("path", &PyRequest::path)
+        .def_property_readonly("method", &PyRequest::method)
+        .def("headers", &PyRequest::headers, py::arg("name"), "The first field of this name, or None.")
+        .def_property_readonly("body", &PyRequest::body, "Read-only memoryview.")
+        .def_property_readonly("request_id", &PyRequest::request_id)
+        .def_property_readonly("arrived_s", &PyRequest::arrived_s)
+        .def_property_readonly("model", &PyRequest::model, "\"\" when the body names none.")
+        .def_property_readonly("stream", &PyRequest::stream)
+        .def_property_readonly("max_tokens", &PyRequest::max_tokens)
+        .def_property_readonly("kind", &PyRequest::kind, "chat, completions, embeddings or other.")
+        .def("prompt_tokens", &PyRequest::prompt_tokens,
+             "Little-endian u32 ids when \"prompt\" is one list of ids, else None.")
+        .def("prompt_text", &PyRequest::prompt_text, "\"prompt\" when it is one string, else None.")
+        .def_property_readonly("candidates", &PyRequest::candidates, "Places of the engines to choose from.")
+        .def_property_readonly("attempt", &PyRequest::attempt, "How many plans have failed.")
+        .def_property_readonly("gone", &PyRequest::gone, "Whether the client has left.");
+    py::class_<PyRelay>(m, "Relay", "The proxy's data plane: one thread that serves all sockets.")
+        .def(py::init<const std::vector<std::tuple<std::string, std::string, std::string>>&,
+                      const std::map<std::string, double>&, const std::map<std::string, double>&,
+                      const std::map<std::string, double>&, std::vector<std::string>, std::string,
+                      std::string, double, py::function, py::function, py::function>(),
+             py::kw_only(), py::arg("engines"), py::arg("limits"), py::arg("deadlines"), py::arg("breaker"),
+             py::arg("api_keys"), py::arg("access_log"), py::arg("instance"), py::arg("retry_after_s"),
+             py::arg("decide"), py::arg("page"), py::arg("refused"))
+        .def("listen", &PyRelay::listen, py::arg("fd"), "Accept on a listening socket (a copy is kept).")
+        .def("engine_state", &PyRelay::engine_state, py::arg("place"), py::arg("healthy"), py::arg("why"))
+        .def("engine_address", &PyRelay::engine_address, py::arg("place"), py::arg("address"),
+             py::arg("port"))
+        .def("engine_models", &PyRelay::engine_models, py::arg("place"), py::arg("models"),
+             "None: it did not say; it may get any request.")
+        .def("resume", &PyRelay::resume, py::arg("request"), py::arg("decision"),
+             "The decision about a request for which decide returned None. From any thread.")
+        .def("drain", &PyRelay::drain, py::arg("timeout_s"), "Whether all requests finished in time.")
+        .def("close", &PyRelay::close)
+        .def("skip", &PyRelay::skip, py::arg("seconds"), "For tests: let so much time pass.")
+        .def("now", &PyRelay::now, "Seconds of the relay's monotonic clock.")
+        .def("in_flight", &PyRelay::in_flight, py::arg("place"))
+        .def("take_observations", &PyRelay::take_observations,
+             "Records of what was answered since the last call: relay/observations.hpp has their form.")
+        .def("counters", &PyRelay::counters)
+        .def("clients", &PyRelay::clients, "What each client's connection is doing.");
+}
+
+}  // namespace moonpool::python

@@ -1,0 +1,121 @@
+#include "relay/access_log.hpp"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <chrono>
+#include <cstdio>
+#include <ctime>
+
+namespace moonpool::relay {
+
+namespace {
+
+constexpr auto kInterval = std::chrono::milliseconds(200);
+
+std::string peer_of(int fd) {
+    sockaddr_storage address{};
+    socklen_t size = sizeof(address);
+    char text[INET6_ADDRSTRLEN] = "-";
+    if (::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) return text;
+    if (address.ss_family == AF_INET) {
+        ::inet_ntop(AF_INET, &reinterpret_cast<sockaddr_in&>(address).sin_addr, text, sizeof(text));
+    } else if (address.ss_family == AF_INET6) {
+        ::inet_ntop(AF_INET6, &reinterpret_cast<sockaddr_in6&>(address).sin6_addr, text, sizeof(text));
+    }
+    return text;
+}
+
+// As it can stand between quotes in a line.
+void append_safely(std::string& out, std::string_view text) {
+    for (char octet : text.substr(0, 1024)) {
+        bool plain = octet > 0x20 && octet < 0x7f && octet != '"' && octet != '\\';
+        out += plain ? octet : '?';
+    }
+}
+
+std::string time_now() {
+    timespec now{};
+    ::clock_gettime(CLOCK_REALTIME, &now);
+    tm parts{};
+    ::gmtime_r(&now.tv_sec, &parts);
+    char date[32], text[48];
+    ::strftime(date, sizeof(date), "%Y-%m-%dT%H:%M:%S", &parts);
+    std::snprintf(text, sizeof(text), "%s.%03ldZ", date, now.tv_nsec / 1000000);
+    return text;
+}
+
+const char* name_of(int32_t place, const std::vector<std::string>& engines) {
+    return place < 0 ? "-" : engines[static_cast<size_t>(place)].c_str();
+}
+
+}  // namespace
+
+Result<std::unique_ptr<AccessLog>> AccessLog::open(const std::string& path) {
+    std::unique_ptr<AccessLog> log(new AccessLog());
+    log->fd_.reset(path == "-" ? ::fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 0)
+                               : ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0640));
+    if (!log->fd_.valid()) return os_error("access log " + path);
+    log->thread_ = std::thread([raw = log.get()] { raw->write_forever(); });
+    return log;
+}
+
+AccessLog::~AccessLog() {
+    if (!thread_.joinable()) return;
+    {
+        std::lock_guard lock(mutex_);
+        ending_ = true;
+    }
+    changed_.notify_one();
+    thread_.join();
+}
+
+void AccessLog::add(const Request& request, int client_fd, int status, uint64_t bytes, double now,
+                    const Observation* observation, const std::vector<std::string>& engines) {
+    std::string line = time_now() + ' ' + peer_of(client_fd) + " \"";
+    append_safely(line, request.head.method);
+    line += ' ';
+    append_safely(line, request.head.target);
+    char text[256];
+    double first_s = observation != nullptr && observation->first_byte > 0
+                         ? observation->first_byte - request.arrived_at
+                         : now - request.arrived_at;
+    std::snprintf(text, sizeof(text), "\" %d %llu %.6f %.6f %s %s ", status,
+                  static_cast<unsigned long long>(bytes), first_s, now - request.arrived_at,
+                  name_of(observation == nullptr ? -1 : observation->decode, engines),
+                  name_of(observation == nullptr ? -1 : observation->prefill, engines));
+    line += text;
+    append_safely(line, request.request_id);
+    line += '\n';
+    std::lock_guard lock(mutex_);
+    if (lines_.size() + line.size() > kBytesMax) {
+        ++dropped_;
+        return;
+    }
+    lines_ += line;
+}
+
+void AccessLog::write_forever() {
+    std::string writing;
+    for (bool ending = false; !ending;) {
+        {
+            std::unique_lock lock(mutex_);
+            changed_.wait_for(lock, kInterval, [&] { return ending_; });
+            ending = ending_;
+            writing.swap(lines_);
+        }
+        for (size_t at = 0; at < writing.size();) {
+            ssize_t n = ::write(fd_.get(), writing.data() + at, writing.size() - at);
+            if (n <= 0) {
+                ++dropped_;
+                break;
+            }
+            at += static_cast<size_t>(n);
+        }
+        writing.clear();
+    }
+}
+
+}  // namespace moonpool::relay

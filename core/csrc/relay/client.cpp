@@ -1,0 +1,482 @@
+#include "relay/client.hpp"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+
+#include "http/head_writer.hpp"
+#include "relay/exchange.hpp"
+#include "relay/relay.hpp"
+#include "relay/routes.hpp"
+
+namespace moonpool::relay {
+
+namespace {
+
+constexpr size_t kReservedBytesMax = 1 << 20;
+
+}  // namespace
+
+Client::Client(Relay& relay, int connection, size_t place)
+    : index(place),
+      relay_(relay),
+      parser_({relay.settings.limits.head_bytes_max, relay.settings.limits.body_bytes_max}) {
+    fd.reset(connection);
+}
+
+void Client::begin() {
+    tune(fd.get(), relay_.settings.deadlines.tcp_dead_peer_s);
+    deadline_ = relay_.now + relay_.settings.deadlines.head_s;
+    if (!relay_.poller.add(*this, static_cast<uint32_t>(EPOLLIN) | EPOLLRDHUP)) abort();
+}
+
+void Client::too_many() {
+    size_t limit = relay_.settings.limits.client_connections_max;
+    refuse({503, "connections",
+            "the proxy has its limit of " + std::to_string(limit) + " connections; try again"});
+}
+
+bool Client::busy() const {
+    return exchange_ != nullptr || reading_body_ || parser_.begun() || held_.size() > held_at_;
+}
+
+Client::Look Client::look() const {
+    return {busy(),
+            lingering_,
+            held_back_,
+            write_paused_,
+            reading_body_,
+            held_.size() - held_at_,
+            reading_body_ ? request_->body.size() : 0,
+            out_.size()};
+}
+
+void Client::on_events(uint32_t events) {
+    if ((events & EPOLLOUT) != 0) flush();
+    if (open() && (events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) read_some(events);
+}
+
+// Reading.
+
+void Client::read_some(uint32_t events) {
+    if (held_back_) {
+        // Only its end or an error is reported; nothing is read from it, so nothing else would tell.
+        if ((events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) abort();
+        return;
+    }
+    if (closing_) {
+        if ((events & (EPOLLHUP | EPOLLERR)) != 0) abort();
+        return;
+    }
+    ssize_t n = ::recv(fd.get(), relay_.scratch.data(), relay_.scratch.size(), 0);
+    if (n > 0) {
+        if (!lingering_) take({relay_.scratch.data(), static_cast<size_t>(n)});
+    } else if (n == 0) {
+        end_of_input();
+    } else if (errno != EAGAIN && errno != EINTR) {
+        abort();
+    }
+}
+
+// The client ended its side. It may only have shut down its writing, but a client that left looks the same,
+// and an engine that computes for nobody is worse than a half-closed client without its answer.
+void Client::end_of_input() {
+    if (exchange_ != nullptr || out_.empty()) return abort();
+    close_soon();
+}
+
+void Client::take(std::string_view data) {
+    if (exchange_ != nullptr || write_paused_ || held_.size() > held_at_) return hold(data);
+    size_t used = read(data);
+    if (used < data.size() && open() && !lingering_ && !closing_) hold(data.substr(used));
+}
+
+// Read requests until there are no bytes left, or one is under way. Returns how many bytes were used.
+size_t Client::read(std::string_view data) {
+    size_t at = 0;
+    while (at < data.size()) {
+        if (!reading_body_ && !read_head(data, at)) return data.size();
+        while (!body_.done() && at < data.size()) {
+            auto piece = body_.take(data.substr(at));
+            if (body_.failed()) {
+                refuse({400, "malformed",
+                        std::string("the request's chunked body is malformed: ") + body_.why()});
+                return data.size();
+            }
+            at += piece.taken;
+            request_->body.append(piece.content);
+            if (request_->body.size() > relay_.settings.limits.body_bytes_max) {
+                refuse(http::body_too_large(relay_.settings.limits.body_bytes_max));
+                return data.size();
+            }
+        }
+        if (!count_body()) return data.size();
+        if (!body_.done()) {
+            await_more();
+            return data.size();
+        }
+        serve();
+        if (!open() || closing_ || lingering_ || exchange_ != nullptr || write_paused_) return at;
+    }
+    return at;
+}
+
+// False: the head is not whole yet, or was refused.
+bool Client::read_head(std::string_view data, size_t& at) {
+    size_t before = partial_.size();
+    std::string_view input = data.substr(at);
+    if (before > 0) input = partial_.append(input);
+    switch (parser_.parse(input)) {
+        case http::Step::kRefused:
+            refuse(parser_.refusal());
+            return false;
+        case http::Step::kMore:
+            if (before == 0) partial_.assign(input);
+            await_more();
+            return false;
+        case http::Step::kDone:
+            break;
+    }
+    request_ = relay_.new_request();
+    http::RequestHead& head = request_->head;
+    std::swap(head, parser_.head());
+    request_->head_bytes.assign(input.substr(0, head.bytes));
+    head.move_views(input.data(), request_->head_bytes.data());
+    at += head.bytes - before;
+    partial_.clear();
+    parser_.reset();
+    body_ = http::BodyReader(head.framing, head.content_length);
+    reading_body_ = true;
+    if (head.content_length > 0) {
+        request_->body.reserve(std::min(static_cast<size_t>(head.content_length), kReservedBytesMax));
+    }
+    return true;
+}
+
+void Client::hold(std::string_view data) {
+    if (held_at_ > 0) {
+        held_.erase(0, held_at_);
+        held_at_ = 0;
+    }
+    held_.append(data);
+    if (held_.size() > relay_.settings.limits.pipelined_bytes_max) {
+        held_back_ = true;
+        watch();
+    }
+}
+
+void Client::go_on() {
+    ready_ = false;
+    if (!open() || closing_ || lingering_ || exchange_ != nullptr || write_paused_) return;
+    if (held_back_) {
+        held_back_ = false;
+        watch();
+    }
+    std::string_view held = std::string_view(held_).substr(held_at_);
+    if (held.empty()) return;
+    held_at_ += read(held);  // nothing is held anew meanwhile: no event is handled
+    if (held_at_ >= held_.size()) {
+        held_ = std::string();
+        held_at_ = 0;
+    } else if (held_.size() - held_at_ > relay_.settings.limits.pipelined_bytes_max && open()) {
+        held_back_ = true;
+        watch();
+    }
+}
+
+// Part of a request is there: set its deadline, and say that the body may come if the client asks.
+void Client::await_more() {
+    const Deadlines& limits = relay_.settings.deadlines;
+    if (!reading_body_) {
+        if (parser_.begun() && !head_timed_) {
+            head_timed_ = true;
+            deadline_ = relay_.now + limits.head_s;  // for the whole head, however it drips
+        }
+        return;
+    }
+    if (body_began_ == 0) body_began_ = relay_.now;
+    if (request_->head.expects_continue && !continued_) {
+        continued_ = true;
+        if (request_->body.empty()) write(http::kContinue, {});
+    }
+    double earned_s = static_cast<double>(request_->body.size()) / limits.body_bytes_per_s_min;
+    deadline_ = std::min(relay_.now, body_began_ + earned_s) + limits.body_stall_s;
+}
+
+bool Client::count_body() {
+    size_t size = request_->body.size();
+    if (size <= budgeted_) return true;
+    if (relay_.held_body_bytes + size - budgeted_ > relay_.settings.limits.bodies_bytes_max) {
+        refuse({503, "bodies_held", "the proxy holds as many request bodies as it may; try again"});
+        return false;
+    }
+    relay_.held_body_bytes += size - budgeted_;
+    budgeted_ = size;
+    return true;
+}
+
+void Client::give_budget() {
+    relay_.held_body_bytes -= budgeted_;
+    budgeted_ = 0;
+}
+
+// Answering.
+
+bool Client::last() const { return relay_.draining || !request_->head.keep_alive; }
+
+void Client::serve() {
+    reading_body_ = continued_ = head_timed_ = false;
+    body_began_ = 0;
+    serving_ = true;
+    relay_.adopt(*request_);
+    bool close = last();
+    http::Refusal refusal;
+    Route chosen = route(request_->head.method, request_->head.path, refusal);
+    if (chosen == Route::kRefused) return refuse_request(refusal, close);
+    if (chosen != Route::kPage && !relay_.key_fits(*request_)) {
+        return refuse_request({401, "invalid_api_key",
+                               "this proxy wants an API key: send Authorization: Bearer KEY with a key that "
+                               "its operator gave you"},
+                              close);
+    }
+    exchange_ = relay_.take_exchange();
+    if (chosen == Route::kPage || (chosen == Route::kModels && relay_.models_known())) {
+        exchange_->begin_page(*this, request_, close);
+    } else {
+        exchange_->begin(*this, request_, close);
+    }
+}
+
+void Client::answer(int status, std::string_view reason, std::string_view body, std::string_view type,
+                    const std::vector<std::pair<std::string, std::string>>& headers, bool close) {
+    if (!reason.empty()) relay_.count_rejected(reason);
+    std::array<http::OwnField, 16> own;
+    size_t count = 0;
+    std::string retry;
+    if (status == 503) {
+        retry = std::to_string(relay_.retry_after());
+        own[count++] = {"Retry-After", retry};
+    } else if (status == 401) {
+        own[count++] = {"WWW-Authenticate", "Bearer"};
+    }
+    for (const auto& [name, value] : headers) {
+        if (count < own.size()) own[count++] = {name, value};
+    }
+    http::OwnAnswer made;
+    made.status = status;
+    made.body = body;
+    made.content_type = type;
+    made.request_id = request_->request_id;
+    made.extra = std::span(own.data(), count);
+    made.close = close;
+    made.head_only = request_->head.method == "HEAD";
+    std::string text;
+    http::write_own_answer(text, made);
+    if (relay_.access_log) log(status, body.size());
+    write(text, {});
+}
+
+void Client::answer_page(const Page& page) {
+    bool close = last();
+    answer(page.status, page.reason, page.body, page.content_type, page.headers, close);
+    end_request(close);
+}
+
+// Refuse a request that was read whole: the connection stays usable.
+void Client::refuse_request(const http::Refusal& refusal, bool close) {
+    answer(refusal.status, refusal.reason, http::error_body(refusal.status, refusal.reason, refusal.sentence),
+           "application/json", {}, close);
+    end_request(close);
+}
+
+void Client::exchange_refused(const http::Refusal& refusal) { refuse_request(refusal, last()); }
+
+void Client::exchange_finished(bool close) {
+    if (relay_.access_log && exchange_ != nullptr) {
+        log(exchange_->observation().status, exchange_->body_bytes());
+    }
+    end_request(close);
+}
+
+void Client::exchange_broken() {
+    if (relay_.access_log && exchange_ != nullptr) {
+        log(exchange_->observation().status, exchange_->body_bytes());
+    }
+    abort();  // a reset rather than an orderly end: an answer that ends with the connection must not look
+              // whole
+}
+
+void Client::end_request(bool close) {
+    if (!open()) return;
+    let_exchange_go();
+    serving_ = false;
+    give_budget();
+    relay_.give_back(std::move(request_));
+    deadline_ = relay_.now + relay_.settings.deadlines.client_idle_s;
+    if (close || relay_.draining) {
+        close_soon();
+    } else if ((held_.size() > held_at_ || held_back_) && !ready_) {
+        ready_ = true;
+        relay_.ready.push_back(this);  // not from here: a refusal may come from inside of read()
+    }
+}
+
+// Refuse what cannot be read on: answer, then wait a little so that the client can read why.
+void Client::refuse(const http::Refusal& refusal) {
+    if (!request_) request_ = relay_.new_request();
+    relay_.adopt(*request_);
+    answer(refusal.status, refusal.reason, http::error_body(refusal.status, refusal.reason, refusal.sentence),
+           "application/json", {}, true);
+    if (!open()) return;
+    give_budget();
+    relay_.give_back(std::move(request_));
+    reading_body_ = false;
+    parser_.reset();
+    partial_ = std::string();
+    lingering_ = true;
+    deadline_ = relay_.now + relay_.settings.deadlines.linger_s;
+    shut();
+}
+
+void Client::shut() {
+    if (!out_.empty()) {
+        shut_after_ = true;
+        return;
+    }
+    ::shutdown(fd.get(), SHUT_WR);
+}
+
+void Client::log(int status, uint64_t bytes) {
+    relay_.access_log->add(*request_, fd.get(), status, bytes, relay_.now,
+                           exchange_ != nullptr ? &exchange_->observation() : nullptr, relay_.engine_names());
+}
+
+// Writing.
+
+void Client::write(std::string_view head, std::string_view body) {
+    if (!open()) return;
+    if (out_.empty()) {
+        std::array<iovec, 2> pieces = {iovec{const_cast<char*>(head.data()), head.size()},
+                                       iovec{const_cast<char*>(body.data()), body.size()}};
+        ptrdiff_t n = head.size() + body.size() == 0 ? 0 : write_some(fd.get(), pieces.data(), 2);
+        if (n == kBroken) return abort();
+        auto sent = static_cast<size_t>(n);
+        size_t of_head = std::min(sent, head.size());
+        head.remove_prefix(of_head);
+        body.remove_prefix(sent - of_head);
+    }
+    if (head.empty() && body.empty()) return;
+    out_.append(head);
+    out_.append(body);
+    watch();
+    if (out_.size() > relay_.settings.limits.write_buffer_bytes_max && !write_paused_) {
+        write_paused_ = true;
+        stall_at_ = relay_.now;
+        stall_size_ = out_.size();
+        if (exchange_ != nullptr && !exchange_->over()) exchange_->pause();
+    }
+}
+
+void Client::flush() {
+    if (!out_.flush(fd.get())) return abort();
+    if (out_.empty() && closing_) return abort();
+    if (out_.empty() && shut_after_) {
+        shut_after_ = false;
+        ::shutdown(fd.get(), SHUT_WR);
+    }
+    watch();
+    if (write_paused_ && out_.size() <= relay_.settings.limits.write_buffer_bytes_max / 4) {
+        write_paused_ = false;
+        if (exchange_ != nullptr) {
+            exchange_->resume();
+        } else if (!ready_) {
+            ready_ = true;
+            relay_.ready.push_back(this);
+        }
+    }
+}
+
+void Client::watch() {
+    uint32_t events = out_.empty() ? 0u : static_cast<uint32_t>(EPOLLOUT);
+    if (!closing_) {
+        events |= static_cast<uint32_t>(EPOLLRDHUP);
+        if (!held_back_) events |= static_cast<uint32_t>(EPOLLIN);
+    }
+    relay_.poller.watch(*this, events);
+}
+
+// Ending.
+
+void Client::sweep(double now) {
+    if (write_paused_) {
+        if (out_.size() != stall_size_) {
+            stall_size_ = out_.size();
+            stall_at_ = now;
+        } else if (now - stall_at_ >= relay_.settings.deadlines.client_stall_s) {
+            relay_.count_rejected("client_stalled");
+            return abort();
+        }
+    }
+    if (exchange_ != nullptr) {
+        exchange_->sweep(now);
+    } else if (now >= deadline_) {
+        expire();
+    }
+}
+
+void Client::expire() {
+    if (lingering_ || closing_) return abort();
+    if (reading_body_) return refuse({408, "body_timeout", "the request's body did not arrive in time"});
+    if (parser_.begun() && !write_paused_) {
+        return refuse({408, "head_timeout", "the request's head did not arrive in time"});
+    }
+    if (!write_paused_) close_soon();
+}
+
+void Client::drain() {
+    if (exchange_ != nullptr) {
+        exchange_->close_after();
+    } else if (!busy() && !lingering_) {
+        close_soon();
+    }
+}
+
+// Close once all is written; if the client does not take it, sweep aborts.
+void Client::close_soon() {
+    if (!open()) return;
+    held_ = std::string();
+    held_at_ = 0;
+    if (out_.empty()) return abort();
+    closing_ = true;
+    deadline_ = relay_.now + relay_.settings.deadlines.client_stall_s;
+    watch();
+}
+
+void Client::abort() {
+    if (!open()) return;
+    bool cut = exchange_ != nullptr || !out_.empty();
+    if (cut) {
+        // What is not sent is dropped and the client sees a reset.
+        linger now{1, 0};
+        ::setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &now, sizeof(now));
+    }
+    relay_.poller.close(*this);
+    if (Exchange* exchange = let_exchange_go()) exchange->cancel();
+    give_budget();
+    relay_.give_back(std::move(request_));
+    held_ = std::string();
+    held_at_ = 0;
+    out_.clear();
+    relay_.bury(*this);
+}
+
+Exchange* Client::let_exchange_go() {
+    Exchange* exchange = exchange_;
+    exchange_ = nullptr;
+    if (exchange != nullptr) relay_.give_back(exchange);
+    return exchange;
+}
+
+}  // namespace moonpool::relay

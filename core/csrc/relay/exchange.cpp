@@ -1,0 +1,431 @@
+#include "relay/exchange.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "http/head_writer.hpp"
+#include "json/scanner.hpp"
+#include "relay/client.hpp"
+#include "relay/engine.hpp"
+#include "relay/relay.hpp"
+#include "relay/usage.hpp"
+
+namespace moonpool::relay {
+
+namespace {
+
+// The parameters with which a NIXL-style connector computes a prompt for somebody else.
+constexpr std::string_view kPrefillParameters =
+    R"({"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,)"
+    R"("remote_block_ids":null,"remote_host":null,"remote_port":null})";
+constexpr std::string_view kParameters = "kv_transfer_params";
+constexpr size_t kSmallBytes = 16 << 10;
+
+// Answers of a prefill engine that are about the request itself: another engine would say the same.
+bool blames_request(int status) {
+    return status >= 400 && status < 500 && status != 408 && status != 425 && status != 429;
+}
+
+}  // namespace
+
+void Exchange::reset(Client& client, std::shared_ptr<Request> request, bool close) {
+    client_ = &client;
+    request_ = std::move(request);
+    close_ = close;
+    page_ = taking_chunks_off_ = chunked_ = false;
+    tried_.clear();
+    why_.clear();
+    status_ = 0;
+    body_bytes_ = engine_bytes_ = 0;
+    answer_.answered = prefill_.answered = false;
+    observation_ = Observation();
+    observation_.request = request_->id;
+    observation_.arrived = request_->arrived_at;
+    std::memcpy(observation_.trace_id, request_->trace.trace_id, 16);
+    std::memcpy(observation_.parent_id, request_->trace.parent_id, 8);
+    std::memcpy(observation_.span_id, request_->trace.span_id, 8);
+}
+
+void Exchange::begin(Client& client, std::shared_ptr<Request> request, bool close) {
+    reset(client, std::move(request), close);
+    ask();
+}
+
+void Exchange::begin_page(Client& client, std::shared_ptr<Request> request, bool close) {
+    reset(client, std::move(request), close);
+    page_ = true;
+    state_ = State::kAsking;
+    ask_deadline_ = relay_.now + relay_.settings.deadlines.decide_s;
+    relay_.ask(*this, Question{request_, {}, 0, true, {}});
+}
+
+// Choosing.
+
+void Exchange::ask() {
+    Question question{request_, {}, observation_.attempts, false, {}};
+    bool known = relay_.candidates(*request_, tried_, question.candidates);
+    if (question.candidates.empty()) {
+        if (!known) {
+            return refuse({404, "model_not_found",
+                           "the model `" + request_->facts().model.substr(0, 200) +
+                               "` is served by no engine here; GET /v1/models lists those that are"},
+                          Outcome::kRefused);
+        }
+        return refuse(nobody(), Outcome::kFailed);
+    }
+    state_ = State::kAsking;
+    ask_deadline_ = relay_.now + relay_.settings.deadlines.decide_s;
+    relay_.ask(*this, std::move(question));
+}
+
+http::Refusal Exchange::nobody() const {
+    if (!why_.empty()) {
+        return {502, "engine_failed", why_ + ", and no other healthy engine is left; try again"};
+    }
+    size_t count = relay_.engines.size();
+    std::string which =
+        count == 1 ? "the only engine is not" : "none of the " + std::to_string(count) + " engines is";
+    return {503, "no_engine", which + " healthy now; GET /engines says why, try again soon"};
+}
+
+void Exchange::decided(Decision& decision) {
+    if (decision.is == Decision::Is::kPage) {
+        if (tried_.empty()) {
+            state_ = State::kOver;
+            return client_->answer_page(decision.page);
+        }
+        observation_.status = static_cast<uint16_t>(decision.page.status);
+        observe(Outcome::kRefused);
+        return client_->answer_page(decision.page);
+    }
+    if (decision.is == Decision::Is::kPlan && !page_) return follow(decision.plan);
+    if (page_) return refuse({500, "page_failed", "the proxy could not make this page"}, Outcome::kRefused);
+    // The policy broke. The proxy goes on: any engine is better than none.
+    std::vector<uint16_t> candidates;
+    relay_.candidates(*request_, tried_, candidates);
+    if (candidates.empty()) return refuse(nobody(), Outcome::kFailed);
+    Plan plan;
+    plan.engine = candidates[request_->id % candidates.size()];
+    follow(plan);
+}
+
+void Exchange::follow(const Plan& plan) {
+    plan_ = plan;
+    ++observation_.attempts;
+    observation_.note = plan.note;
+    observation_.decode = plan.engine;
+    observation_.prefill = plan.prefill;
+    observation_.stream = request_->stream_if_read();
+    Engine& engine = *relay_.engines[static_cast<size_t>(plan.engine)];
+    if (plan.prefill < 0 || !request_->facts().is_object) {
+        observation_.prefill = plan_.prefill = -1;
+        state_ = State::kAnswering;
+        return send_answer_leg(engine, {});
+    }
+    observation_.stream = request_->facts().stream;
+    Engine& prefill = *relay_.engines[static_cast<size_t>(plan.prefill)];
+    if (!plan.concurrent) {
+        state_ = State::kPrefilling;
+        return send_prefill_leg(prefill, kPrefillParameters);
+    }
+    state_ = State::kAnswering;
+    send_prefill_leg(prefill, plan_.prefill_params);
+    // The prefill may have failed at once, and the request be on another way already.
+    if (state_ == State::kAnswering && prefill_.engine == &prefill) hand_over(plan_.engine_params);
+}
+
+// Sending.
+
+void Exchange::send_answer_leg(Engine& engine, std::span<const std::string_view> body) {
+    answer_.body.clear();
+    if (body.empty()) {
+        if (!request_->body.empty()) answer_.body.push_back(request_->body);
+    } else {
+        answer_.body.assign(body.begin(), body.end());
+    }
+    answer_.head.clear();
+    answer_.head_only = request_->head.method == "HEAD";
+    size_t bytes = 0;
+    for (std::string_view piece : answer_.body) bytes += piece.size();
+    relay_.write_request_head(answer_.head, *request_, engine, bytes, false);
+    tried_.push_back(static_cast<uint16_t>(engine.place));
+    answer_.go(engine);
+}
+
+void Exchange::send_prefill_leg(Engine& engine, std::string_view parameters) {
+    auto edits = json::prefill_edits(parameters);
+    prefill_body_.make(request_->facts().object, edits);
+    prefill_.body.assign(prefill_body_.pieces().begin(), prefill_body_.pieces().end());
+    prefill_.head.clear();
+    prefill_.head_only = false;
+    relay_.write_request_head(prefill_.head, *request_, engine, prefill_body_.bytes(), true);
+    prefill_answer_.clear();
+    prefill_status_ = 0;
+    tried_.push_back(static_cast<uint16_t>(engine.place));
+    prefill_.go(engine);
+}
+
+void Exchange::hand_over(std::string_view parameters) {
+    const json::Edit edit{json::Edit::kSet, kParameters, parameters};
+    answer_body_.make(request_->facts().object, std::span(&edit, 1));
+    observation_.handed_over = 1;
+    state_ = State::kAnswering;
+    send_answer_leg(*relay_.engines[static_cast<size_t>(plan_.engine)], answer_body_.pieces());
+}
+
+// The prefill came to nothing: the engine that answers computes the prompt itself.
+void Exchange::answer_alone() {
+    Engine& engine = *relay_.engines[static_cast<size_t>(plan_.engine)];
+    bool tried = std::find(tried_.begin(), tried_.end(), engine.place) != tried_.end();
+    if (!engine.healthy || tried) return ask();
+    plan_.prefill = -1;
+    state_ = State::kAnswering;
+    send_answer_leg(engine, {});
+}
+
+void Exchange::leg_sent(Leg& leg) {
+    (&leg == &prefill_ ? observation_.sent_prefill : observation_.sent_decode) = relay_.now;
+}
+
+// Receiving.
+
+void Exchange::leg_received(Leg& leg, const http::ResponseHead* head, std::string_view body, bool complete) {
+    if (&leg == &prefill_) {
+        take_prefill(head, body, complete);
+    } else {
+        hand_on(head, body, complete);
+    }
+}
+
+void Exchange::take_prefill(const http::ResponseHead* head, std::string_view body, bool complete) {
+    if (head != nullptr) {
+        prefill_status_ = head->status;
+        prefill_reader_ = http::BodyReader(head->framing, head->content_length);
+        const http::Field* type = http::find_field(head->fields, "content-type");
+        prefill_type_ = type == nullptr ? "application/json" : std::string(type->value);
+    }
+    while (!body.empty()) {
+        auto piece = prefill_reader_.take(body);
+        body.remove_prefix(piece.taken);
+        prefill_answer_.append(piece.content);
+        if (piece.taken == 0) break;
+    }
+    if (prefill_answer_.size() > relay_.settings.limits.prefill_answer_bytes_max) {
+        return prefill_.failed(Reason::kBadAnswer, "sent a prefill answer that is larger than the limit");
+    }
+    if (complete) prefill_done();
+}
+
+void Exchange::prefill_done() {
+    Engine& engine = *prefill_.engine;
+    observation_.prefill_done = relay_.now;
+    auto ended = [&](Prefill how) { ++engine.counts.prefills[static_cast<size_t>(how)]; };
+    if (prefill_status_ < 200 || prefill_status_ >= 300) {
+        ended(prefill_status_ < 500 ? Prefill::kRefused : Prefill::kFailed);
+        why_ = "engine " + engine.settings.name + " answered " + std::to_string(prefill_status_) +
+               " to the prefill";
+        if (blames_request(prefill_status_) && state_ == State::kPrefilling) {
+            prefill_.leave(Verdict::kGood);
+            Page page;
+            page.status = prefill_status_;
+            page.content_type = prefill_type_;
+            page.body = prefill_answer_;
+            page.headers.emplace_back("X-Moonpool-Engine", engine.settings.name);
+            ++engine.counts.answers[4];
+            observation_.status = static_cast<uint16_t>(prefill_status_);
+            observe(Outcome::kAnswered);
+            return client_->answer_page(page);
+        }
+        return prefill_failed(verdict_on_status(prefill_status_));
+    }
+    engine.counts.prefill.observe(relay_.now - observation_.sent_prefill);
+    Usage usage;
+    if (find_usage(prefill_answer_, usage)) observation_.prefill_cached_tokens = usage.cached;
+    prefill_.leave(Verdict::kGood);
+    if (state_ != State::kPrefilling) return ended(Prefill::kHandedOver);  // concurrent: nobody waits for it
+    auto& scanned = relay_.scratch_object;
+    const json::Member* parameters = scanned.scan(prefill_answer_) ? scanned.find(kParameters) : nullptr;
+    if (parameters == nullptr || parameters->kind != json::Kind::kObject) {
+        ended(Prefill::kNoParameters);
+        return answer_alone();
+    }
+    ended(Prefill::kHandedOver);
+    tried_.erase(std::remove(tried_.begin(), tried_.end(), engine.place), tried_.end());  // it did well
+    hand_over(parameters->value);
+    if (prefill_answer_.capacity() > kSmallBytes) prefill_answer_ = std::string();
+}
+
+// Ask again with the rest; when all attempts are used up, the engine of the plan computes the prompt.
+void Exchange::prefill_failed(Verdict verdict) {
+    prefill_.leave(verdict);
+    if (state_ == State::kAnswering) {
+        if (answer_.answered) return;  // concurrent, and the client is being answered already
+        if (answer_.engine != nullptr) {
+            tried_.erase(std::remove(tried_.begin(), tried_.end(), answer_.engine->place), tried_.end());
+            answer_.leave(Verdict::kNone);  // it waits for what will not come
+        }
+        observation_.handed_over = 0;
+    }
+    if (observation_.attempts <= relay_.settings.limits.retries_max) return ask();
+    answer_alone();
+}
+
+void Exchange::hand_on(const http::ResponseHead* head, std::string_view body, bool complete) {
+    engine_bytes_ += body.size();
+    if (head != nullptr) start_answer(*head);
+    read_usage(body);
+    if (taking_chunks_off_) {
+        content_.clear();
+        while (!body.empty()) {
+            auto piece = unchunked_.take(body);
+            content_.append(piece.content);
+            body.remove_prefix(piece.taken);
+            if (piece.taken == 0) break;
+        }
+        body = content_;
+    }
+    body_bytes_ += body.size();
+    std::string_view text = head != nullptr ? std::string_view(head_text_) : std::string_view();
+    if (complete) {
+        // First settle, then write: what is written is all the client waits for.
+        finish();
+        client_->write(text, body);
+        client_->exchange_finished(close_);
+    } else if (!text.empty() || !body.empty()) {
+        client_->write(text, body);
+    }
+}
+
+void Exchange::start_answer(const http::ResponseHead& head) {
+    Engine& engine = *answer_.engine;
+    observation_.first_byte = relay_.now;
+    engine.counts.first_byte.observe(relay_.now - request_->arrived_at);
+    status_ = head.status;
+    observation_.status = static_cast<uint16_t>(head.status);
+    chunked_ = head.framing == http::Framing::kChunked;
+    taking_chunks_off_ = chunked_ && request_->head.http_1_0;
+    if (taking_chunks_off_) {
+        unchunked_ = http::BodyReader(http::Framing::kChunked, 0);
+        chunked_ = false;
+    }
+    close_ = close_ || head.framing == http::Framing::kUntilClose;
+    std::array<http::OwnField, 16> own;
+    size_t count = 0;
+    own[count++] = {"X-Moonpool-Engine", engine.settings.name};
+    own[count++] = {"X-Request-Id", request_->request_id};
+    if (!plan_.headers.empty() && http::find_field(request_->head.fields, "x-moonpool-decision") != nullptr) {
+        for (const auto& [name, value] : plan_.headers) {
+            if (count < own.size()) own[count++] = {name, value};
+        }
+    }
+    head_text_.clear();
+    http::write_response_head(head_text_, head, std::span(own.data(), count), chunked_, close_);
+}
+
+void Exchange::read_usage(std::string_view body) {
+    Usage usage;
+    if (!find_usage(body, usage)) return;
+    observation_.prompt_tokens = usage.prompt;
+    observation_.completion_tokens = usage.completion;
+    if (usage.cached >= 0) observation_.cached_tokens = usage.cached;
+}
+
+void Exchange::finish() {
+    Engine& engine = *answer_.engine;
+    engine.counts.whole.observe(relay_.now - request_->arrived_at);
+    ++engine.counts.answers[static_cast<size_t>(std::min(status_ / 100, 5))];
+    engine.counts.relayed_bytes += engine_bytes_;
+    answer_.leave(verdict_on_status(status_));
+    prefill_.leave(Verdict::kNone);
+    observe(Outcome::kAnswered);
+}
+
+// Failing.
+
+void Exchange::leg_failed(Leg& leg, Reason reason, std::string why) {
+    Engine& engine = *leg.engine;
+    bool after = &leg == &answer_ && answer_.answered;
+    ++engine.counts.failures[after][static_cast<size_t>(reason)];
+    why_ = "engine " + engine.settings.name + " " + why;
+    if (&leg == &answer_) return answer_failed(reason, why);
+    ++engine.counts.prefills[static_cast<size_t>(Prefill::kFailed)];
+    ++engine.counts.retries;
+    prefill_failed(Verdict::kBad);
+}
+
+void Exchange::answer_failed(Reason reason, const std::string&) {
+    Engine& engine = *answer_.engine;
+    if (answer_.answered) {
+        bool between = answer_.between_events();
+        ++engine.counts.answers[static_cast<size_t>(std::min(status_ / 100, 5))];
+        engine.counts.relayed_bytes += engine_bytes_;
+        answer_.leave(Verdict::kBad);
+        prefill_.leave(Verdict::kNone);
+        observe(Outcome::kBrokenOff);
+        if (!between) return client_->exchange_broken();
+        client_->write(http::error_event("engine_failed", why_, chunked_), {});
+        return client_->exchange_finished(true);
+    }
+    answer_.leave(Verdict::kBad);
+    prefill_.leave(Verdict::kNone);
+    // A first byte that never came is not tried elsewhere: it took long enough.
+    if (reason != Reason::kFirstByte && observation_.attempts <= relay_.settings.limits.retries_max) {
+        ++engine.counts.retries;
+        observation_.handed_over = 0;
+        return ask();
+    }
+    refuse({reason == Reason::kFirstByte ? 504 : 502, "engine_failed", why_ + "; try again"},
+           Outcome::kFailed);
+}
+
+void Exchange::refuse(http::Refusal refusal, Outcome outcome) {
+    observation_.status = static_cast<uint16_t>(refusal.status);
+    if (observation_.attempts > 0) {
+        observe(outcome);
+    } else {
+        state_ = State::kOver;
+    }
+    client_->exchange_refused(refusal);
+}
+
+void Exchange::observe(Outcome outcome) {
+    state_ = State::kOver;
+    observation_.last_byte = relay_.now;
+    observation_.outcome = static_cast<uint8_t>(outcome);
+    if (observation_.attempts > 0) relay_.observations.add(observation_);
+}
+
+// What the client does.
+
+void Exchange::cancel() {
+    if (state_ == State::kOver) return;
+    if (state_ == State::kAsking) relay_.forget(*this);
+    request_->gone = true;
+    const Leg& where = answer_.engine != nullptr ? answer_ : prefill_;
+    if (where.engine != nullptr) {
+        ++where.engine->counts.disconnects[answer_.answered];
+        where.engine->counts.relayed_bytes += engine_bytes_;
+    }
+    answer_.leave(Verdict::kNone);
+    prefill_.leave(Verdict::kNone);
+    observe(Outcome::kLeft);
+}
+
+void Exchange::close_after() { close_ = true; }
+
+void Exchange::pause() { answer_.pause(); }
+
+void Exchange::resume() { answer_.resume(); }
+
+void Exchange::sweep(double now) {
+    if (state_ == State::kAsking && now >= ask_deadline_) {
+        relay_.forget(*this);
+        return refuse({503, "undecided", "the proxy found no engine for this request in time; try again"},
+                      Outcome::kFailed);
+    }
+    if (state_ != State::kOver) prefill_.sweep(now);
+    if (state_ != State::kOver) answer_.sweep(now);
+}
+
+}  // namespace moonpool::relay

@@ -1,0 +1,103 @@
+// Exchange: one request's way to the engines and back.
+//
+//     asking --plan--> [prefilling -->] answering --> over
+//        ^---- an engine failed and nothing was sent to the client yet ---'
+//
+// Who may end it: the engines (answer complete, or failure), the client (cancel), a deadline (sweep), the
+// server (engine_silent). Each way to the end passes observe() once. A prefill that fails costs the decode
+// engine the computation, never the client an error.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "http/body_reader.hpp"
+#include "http/refusal.hpp"
+#include "json/splice.hpp"
+#include "relay/leg.hpp"
+#include "relay/observations.hpp"
+#include "relay/request.hpp"
+
+namespace moonpool::relay {
+
+class Client;
+
+class Exchange {
+   public:
+    explicit Exchange(Relay& relay) : answer_(relay, *this), prefill_(relay, *this), relay_(relay) {}
+
+    // Send a request to the engines. close: its answer is the connection's last.
+    void begin(Client& client, std::shared_ptr<Request> request, bool close);
+    // Have a page of the proxy's own made.
+    void begin_page(Client& client, std::shared_ptr<Request> request, bool close);
+    void decided(Decision& decision);
+
+    void cancel();       // the client is gone, or the proxy ends
+    void close_after();  // draining: make this answer the connection's last
+    void pause();        // the client reads too slowly
+    void resume();
+    void sweep(double now);
+    void release() { request_.reset(); }  // after its turn: nothing of the request is held any more
+    bool over() const { return state_ == State::kOver; }
+    bool answering() const { return answer_.answered; }
+
+    // What the legs call.
+    void leg_sent(Leg& leg);
+    void leg_received(Leg& leg, const http::ResponseHead* head, std::string_view body, bool complete);
+    void leg_failed(Leg& leg, Reason reason, std::string why);
+
+    // Of the last answer, for the access log.
+    const Observation& observation() const { return observation_; }
+    uint64_t body_bytes() const { return body_bytes_; }
+
+   private:
+    enum class State : uint8_t { kOver, kAsking, kPrefilling, kAnswering };
+
+    void reset(Client& client, std::shared_ptr<Request> request, bool close);
+    void ask();
+    void follow(const Plan& plan);
+    void send_answer_leg(Engine& engine, std::span<const std::string_view> body);
+    void send_prefill_leg(Engine& engine, std::string_view parameters);
+    void answer_alone();
+    void take_prefill(const http::ResponseHead* head, std::string_view body, bool complete);
+    void prefill_done();
+    void prefill_failed(Verdict verdict);
+    void hand_over(std::string_view parameters);
+    void start_answer(const http::ResponseHead& head);
+    void hand_on(const http::ResponseHead* head, std::string_view body, bool complete);
+    void finish();
+    void answer_failed(Reason reason, const std::string& why);
+    void refuse(http::Refusal refusal, Outcome outcome);
+    http::Refusal nobody() const;
+    bool again_allowed() const;
+    void observe(Outcome outcome);
+    void read_usage(std::string_view body);
+
+    Leg answer_, prefill_;
+    Relay& relay_;
+    Client* client_ = nullptr;
+    State state_ = State::kOver;
+    std::shared_ptr<Request> request_;
+    bool close_ = false, page_ = false;
+    double ask_deadline_ = 0;
+
+    Plan plan_;
+    std::vector<uint16_t> tried_;
+    std::string why_;  // how the last engine failed
+
+    json::Splice answer_body_, prefill_body_;
+    int prefill_status_ = 0;
+    std::string prefill_type_, prefill_answer_;
+    http::BodyReader prefill_reader_;
+
+    int status_ = 0;
+    bool chunked_ = false;  // the client gets chunks
+    bool taking_chunks_off_ = false;
+    http::BodyReader unchunked_;
+    std::string head_text_, content_;
+    uint64_t body_bytes_ = 0, engine_bytes_ = 0;
+    Observation observation_;
+};
+
+}  // namespace moonpool::relay

@@ -1,0 +1,64 @@
+// One record for each request that was sent to an engine: what a policy learns from afterwards.
+//
+// Little-endian, 128 bytes, in the order of the fields; times are seconds of the relay's clock, 0 where it
+// did not come to that; token counts are the engine's own, -1 where its answer did not tell.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace moonpool::relay {
+
+enum class Outcome : uint8_t {
+    kAnswered,   // whole, whatever its status
+    kLeft,       // the client went away
+    kFailed,     // no engine answered
+    kBrokenOff,  // an engine failed in mid answer
+    kRefused,    // the policy's own answer, after an engine had been tried
+};
+
+struct Observation {
+    uint64_t request = 0;
+    int64_t note = 0;
+    int32_t prefill = -1, decode = -1;  // places of the engines of the last plan
+    double arrived = 0, sent_prefill = 0, prefill_done = 0, sent_decode = 0, first_byte = 0, last_byte = 0;
+    int32_t prompt_tokens = -1, cached_tokens = -1, completion_tokens = -1;
+    int32_t prefill_cached_tokens = -1;
+    uint16_t status = 0;  // of the answer to the client
+    uint8_t outcome = 0;  // Outcome
+    uint8_t attempts = 0;
+    uint8_t handed_over = 0;  // the engine that answered was given the prefill engine's parameters
+    uint8_t stream = 0;
+    uint16_t reserved = 0;
+    uint8_t trace_id[16] = {};
+    uint8_t parent_id[8] = {};  // of the span that the client named, zero when it named none
+    uint8_t span_id[8] = {};    // what the engines were told; equal to parent_id when passed through
+};
+static_assert(sizeof(Observation) == 128, "the record has no padding");
+
+class Observations {
+   public:
+    explicit Observations(size_t records_max) : records_max_(records_max) {}
+
+    void add(const Observation& one) {
+        if (bytes_.size() >= records_max_ * sizeof(Observation)) {
+            ++dropped_;
+            return;
+        }
+        bytes_.append(reinterpret_cast<const char*>(&one), sizeof(one));
+    }
+    std::string take() {
+        std::string all;
+        all.swap(bytes_);
+        return all;
+    }
+    uint64_t dropped() const { return dropped_; }
+
+   private:
+    size_t records_max_;
+    std::string bytes_;
+    uint64_t dropped_ = 0;
+};
+
+}  // namespace moonpool::relay

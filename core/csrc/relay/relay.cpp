@@ -1,0 +1,503 @@
+#include "relay/relay.hpp"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+
+#include "http/head_writer.hpp"
+#include "relay/trace.hpp"
+
+namespace moonpool::relay {
+
+namespace {
+
+constexpr size_t kSpareMax = 512;
+
+}  // namespace
+
+class Listener final : public Socket {
+   public:
+    Listener(Relay& relay, int listening) : relay_(relay) { fd.reset(listening); }
+    void on_events(uint32_t) override {
+        // Not without end: those that are connected come first.
+        for (int i = 0; i < 64 && open(); ++i) {
+            int accepted = ::accept4(fd.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+            if (accepted < 0) return;
+            relay_.accept(accepted);
+        }
+    }
+
+   private:
+    Relay& relay_;
+};
+
+void Relay::Wake::on_events(uint32_t) {
+    uint64_t value;
+    (void)!::read(fd.get(), &value, sizeof(value));
+}
+
+Relay::Relay(Settings given, Decider& decider)
+    : settings(std::move(given)),
+      observations(settings.limits.observations_max),
+      decider_(decider),
+      keys_(settings.api_keys) {
+    for (const EngineSettings& engine : settings.engines) {
+        engines.push_back(std::make_unique<Engine>(engines.size(), engine, settings.breaker));
+        engine_names_.push_back(engine.name);
+    }
+}
+
+Result<std::unique_ptr<Relay>> Relay::start(Settings given, Decider& decider) {
+    std::unique_ptr<Relay> relay(new Relay(std::move(given), decider));
+    if (!relay->settings.access_log.empty()) {
+        auto log = AccessLog::open(relay->settings.access_log);
+        if (!log) return log.error();
+        relay->access_log = std::move(*log);
+    }
+    relay->wake_.fd.reset(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+    if (::getrandom(relay->random_.data(), sizeof(relay->random_), 0) < 0 || !relay->wake_.fd.valid() ||
+        !relay->poller.start() || !relay->poller.add(relay->wake_, EPOLLIN)) {
+        return os_error("relay");
+    }
+    relay->now = relay->clock();
+    relay->thread_ = std::thread([raw = relay.get()] { raw->run(); });
+    ::pthread_setname_np(relay->thread_.native_handle(), "moonpool-relay");
+    return relay;
+}
+
+Relay::~Relay() { close(); }
+
+// From any thread.
+
+double Relay::clock() const {
+    auto since = std::chrono::steady_clock::now().time_since_epoch();
+    auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+    return static_cast<double>(ns + skipped_ns_.load(std::memory_order_relaxed)) * 1e-9;
+}
+
+void Relay::post(std::function<void()> function) {
+    {
+        std::lock_guard lock(mutex_);
+        if (ended_) return;
+        posted_.push_back(std::move(function));
+    }
+    uint64_t one = 1;
+    (void)!::write(wake_.fd.get(), &one, sizeof(one));
+}
+
+void Relay::call(const std::function<void()>& function) {
+    if (std::this_thread::get_id() == thread_.get_id()) return function();
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+    {
+        std::unique_lock lock(mutex_);
+        if (ended_) {
+            lock.unlock();
+            return function();
+        }
+        posted_.push_back([&] {
+            function();
+            std::lock_guard guard(mutex);
+            done = true;
+            changed.notify_one();
+        });
+    }
+    uint64_t one = 1;
+    (void)!::write(wake_.fd.get(), &one, sizeof(one));
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return done; });
+}
+
+void Relay::listen(int fd) {
+    ::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLOCK);
+    call([&] {
+        listeners_.push_back(std::make_unique<Listener>(*this, fd));
+        poller.add(*listeners_.back(), EPOLLIN);
+    });
+}
+
+void Relay::engine_state(size_t place, bool healthy) {
+    post([this, place, healthy] {
+        Engine& engine = *engines[place];
+        engine.healthy = healthy;
+        if (healthy) engine.answered_at = now;
+    });
+}
+
+void Relay::engine_address(size_t place, const sockaddr_storage& address, socklen_t size) {
+    post([this, place, address, size] {
+        engines[place]->address = address;
+        engines[place]->address_size = size;
+        drop_idle(*engines[place]);
+    });
+}
+
+void Relay::engine_models(size_t place, std::optional<std::vector<std::string>> models) {
+    post([this, place, models = std::move(models)]() mutable {
+        engines[place]->models = std::move(models);
+        models_known_ =
+            std::any_of(engines.begin(), engines.end(), [](const auto& e) { return e->models.has_value(); });
+    });
+}
+
+void Relay::resume(uint64_t request, Decision decision) {
+    post([this, request, decision = std::move(decision)]() mutable {
+        auto it = later_.find(request);
+        if (it == later_.end()) return;  // the client left meanwhile
+        Exchange* exchange = it->second;
+        later_.erase(it);
+        exchange->decided(decision);
+    });
+}
+
+bool Relay::drain(double timeout_s) {
+    call([this] {
+        draining = true;
+        stop_listening();
+        for (size_t i = clients_.size(); i-- > 0;) {
+            if (i < clients_.size()) clients_[i]->drain();
+        }
+        look_whether_empty();
+    });
+    std::unique_lock lock(mutex_);
+    return emptied_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return empty_; });
+}
+
+void Relay::close() {
+    if (!thread_.joinable()) return;
+    stopping_ = true;
+    uint64_t one = 1;
+    (void)!::write(wake_.fd.get(), &one, sizeof(one));
+    thread_.join();
+    access_log.reset();  // its last lines
+}
+
+void Relay::skip(double seconds) {
+    skipped_ns_ += static_cast<int64_t>(seconds * 1e9);
+    call([this] {
+        now = clock();
+        sweep();
+    });
+}
+
+// The thread.
+
+void Relay::run() {
+    decider_.thread_started();
+    now = clock();
+    double sweep_at = now + settings.deadlines.sweep_s;
+    while (!stopping_) {
+        double left_s = sweep_at - clock();
+        poller.turn(std::clamp(static_cast<int>(std::ceil(left_s * 1000)), 0, 1000));
+        now = clock();
+        run_posted();
+        while (!ready.empty() || !questions_.empty()) {
+            std::vector<Client*> going;
+            going.swap(ready);
+            for (Client* client : going) client->go_on();
+            decide();
+        }
+        if (now >= sweep_at) {
+            sweep();
+            decide();
+            sweep_at = now + settings.deadlines.sweep_s;
+        }
+        clean();
+    }
+    end_all();
+    decider_.thread_ending();
+}
+
+void Relay::run_posted() {
+    std::vector<std::function<void()>> posted;
+    {
+        std::lock_guard lock(mutex_);
+        if (posted_.empty()) return;
+        posted.swap(posted_);
+    }
+    for (auto& function : posted) function();
+}
+
+void Relay::decide() {
+    if (questions_.empty()) return;
+    std::vector<Question> questions;
+    questions.swap(questions_);
+    applying_.swap(asking_);
+    asking_.clear();
+    decider_.decide(questions);
+    for (size_t i = 0; i < questions.size(); ++i) {
+        Exchange* exchange = applying_[i];
+        if (exchange == nullptr) continue;
+        applying_[i] = nullptr;
+        if (questions[i].decision.is == Decision::Is::kLater) {
+            later_[questions[i].request->id] = exchange;
+        } else {
+            exchange->decided(questions[i].decision);
+        }
+    }
+    applying_.clear();
+}
+
+void Relay::sweep() {
+    std::vector<Client*> all;
+    all.reserve(clients_.size());
+    for (auto& client : clients_) all.push_back(client.get());
+    for (Client* client : all) {
+        if (client->open()) client->sweep(now);
+    }
+    for (auto& engine : engines) sweep_engine(*engine);
+}
+
+void Relay::sweep_engine(Engine& engine) {
+    size_t expired = 0;
+    double horizon = now - settings.deadlines.upstream_idle_s;
+    while (expired < engine.idle.size() && engine.idle[expired]->idle_since <= horizon) ++expired;
+    std::vector<Upstream*> old(engine.idle.begin(), engine.idle.begin() + static_cast<ptrdiff_t>(expired));
+    for (Upstream* upstream : old) upstream->close();
+    if (engine.answered_at == 0 || now - engine.answered_at < settings.deadlines.silent_engine_s) return;
+    std::vector<Leg*> legs = engine.legs;
+    for (Leg* leg : legs) {
+        if (leg->engine == &engine) leg->engine_silent(engine.answered_at);
+    }
+}
+
+// After each turn: what ended in it can go now.
+void Relay::clean() {
+    graves_.clear();
+    for (Exchange* exchange : spent_exchanges_) {
+        exchange->release();
+        spare_exchanges_.push_back(exchange);
+    }
+    spent_exchanges_.clear();
+    for (auto& request : spent_requests_) {
+        if (request.use_count() != 1 || spare_requests_.size() >= kSpareMax) continue;
+        request->clear();
+        spare_requests_.push_back(std::move(request));
+    }
+    spent_requests_.clear();
+}
+
+void Relay::stop_listening() {
+    for (auto& listener : listeners_) {
+        poller.close(*listener);
+        graves_.push_back(std::move(listener));
+    }
+    listeners_.clear();
+}
+
+void Relay::end_all() {
+    stop_listening();
+    while (!clients_.empty()) clients_.back()->abort();
+    for (auto& engine : engines) {
+        while (!engine->open.empty()) engine->open.back()->close();
+    }
+    questions_.clear();
+    clean();
+    std::lock_guard lock(mutex_);
+    ended_ = true;
+    for (auto& function : posted_) function();  // somebody may wait for it
+    posted_.clear();
+}
+
+void Relay::look_whether_empty() {
+    if (!draining || !clients_.empty()) return;
+    std::lock_guard lock(mutex_);
+    empty_ = true;
+    emptied_.notify_all();
+}
+
+// Connections.
+
+void Relay::accept(int fd) {
+    ++accepted;
+    clients_.push_back(std::make_unique<Client>(*this, fd, clients_.size()));
+    Client& client = *clients_.back();
+    client.begin();
+    if (client.open() && clients_.size() > settings.limits.client_connections_max) client.too_many();
+}
+
+void Relay::bury(Client& client) {
+    size_t index = client.index;
+    graves_.push_back(std::move(clients_[index]));
+    if (index + 1 < clients_.size()) {
+        clients_[index] = std::move(clients_.back());
+        clients_[index]->index = index;
+    }
+    clients_.pop_back();
+    look_whether_empty();
+}
+
+void Relay::bury(Engine& engine, Upstream& upstream) {
+    size_t index = upstream.index;
+    graves_.push_back(std::move(engine.open[index]));
+    if (index + 1 < engine.open.size()) {
+        engine.open[index] = std::move(engine.open.back());
+        engine.open[index]->index = index;
+    }
+    engine.open.pop_back();
+}
+
+Upstream& Relay::new_upstream(Engine& engine) {
+    engine.open.push_back(std::make_unique<Upstream>(*this, engine));
+    engine.open.back()->index = engine.open.size() - 1;
+    return *engine.open.back();
+}
+
+void Relay::drop_idle(Engine& engine) {
+    while (!engine.idle.empty()) engine.idle.back()->close();
+}
+
+// Requests.
+
+std::shared_ptr<Request> Relay::new_request() {
+    if (spare_requests_.empty()) return std::make_shared<Request>();
+    std::shared_ptr<Request> request = std::move(spare_requests_.back());
+    spare_requests_.pop_back();
+    return request;
+}
+
+void Relay::give_back(std::shared_ptr<Request>&& request) {
+    if (request) spent_requests_.push_back(std::move(request));
+}
+
+Exchange* Relay::take_exchange() {
+    if (spare_exchanges_.empty()) {
+        exchanges_.push_back(std::make_unique<Exchange>(*this));
+        return exchanges_.back().get();
+    }
+    Exchange* exchange = spare_exchanges_.back();
+    spare_exchanges_.pop_back();
+    return exchange;
+}
+
+void Relay::give_back(Exchange* exchange) { spent_exchanges_.push_back(exchange); }
+
+uint64_t Relay::random() {  // xorshift128+
+    uint64_t a = random_[0], b = random_[1];
+    random_[0] = b;
+    a ^= a << 23;
+    random_[1] = a ^ b ^ (a >> 17) ^ (b >> 26);
+    return random_[1] + b;
+}
+
+// Give a request its ids.
+void Relay::adopt(Request& request) {
+    if (request.id != 0) return;
+    request.id = next_id_++;
+    request.arrived_at = now;
+    request.kind = kind_of_path(request.head.path);
+    request.request_id = request.head.request_id;
+    if (request.request_id.empty()) {
+        char text[24];
+        std::snprintf(text, sizeof(text), "-%llx", static_cast<unsigned long long>(request.id));
+        request.request_id = settings.instance + text;
+    }
+    for (http::Field& field : request.head.fields) {
+        if (field.kind != http::FieldKind::kOther) continue;
+        if (http::same_name(field.name, "x-moonpool-decision")) field.forward = false;
+        if (!http::same_name(field.name, "traceparent")) continue;
+        if (auto trace = parse_traceparent(field.value)) {
+            request.trace = *trace;
+            return;
+        }
+        field.forward = false;
+    }
+    for (size_t i = 0; i < 3; ++i) {
+        uint64_t word = random() | 1;  // never all zero
+        std::memcpy(i < 2 ? request.trace.trace_id + 8 * i : request.trace.span_id, &word, 8);
+    }
+    request.traceparent = write_traceparent(request.trace);
+}
+
+bool Relay::key_fits(const Request& request) const {
+    if (!keys_.any()) return true;
+    const http::Field* field = http::find_field(request.head.fields, "authorization");
+    return field != nullptr && keys_.fits(field->value);
+}
+
+void Relay::write_request_head(std::string& out, Request& request, const Engine& engine, size_t body_bytes,
+                               bool prefill) const {
+    http::RequestHead& head = request.head;
+    std::optional<uint64_t> length;
+    if (body_bytes > 0 || head.content_length >= 0 || head.framing == http::Framing::kChunked) {
+        length = body_bytes;
+    }
+    http::Field* encodings = nullptr;
+    if (prefill) {  // its answer is read here, so it must not come compressed
+        for (http::Field& field : head.fields) {
+            if (field.forward && http::same_name(field.name, "accept-encoding")) encodings = &field;
+        }
+    }
+    if (encodings != nullptr) encodings->forward = false;
+    const http::OwnField trace{"traceparent", request.traceparent};
+    http::write_request_head(out, head, engine.settings.host, request.request_id, length,
+                             std::span(&trace, request.traceparent.empty() ? 0 : 1));
+    if (encodings != nullptr) encodings->forward = true;
+}
+
+// Whom a request may go to: healthy engines that serve its model and were not tried for it. Those that rest
+// are left out as long as another of the same role is there. False: no engine, healthy or not, serves its
+// model.
+bool Relay::candidates(Request& request, const std::vector<uint16_t>& tried, std::vector<uint16_t>& out) {
+    static const std::string kAny;
+    const std::string& model = models_known_ && !request.body.empty() ? request.facts().model : kAny;
+    bool known = false;
+    std::array<bool, 3> works{};
+    for (auto& engine : engines) {
+        if (!engine->serves(model)) continue;
+        known = true;
+        if (!engine->healthy) continue;
+        auto place = static_cast<uint16_t>(engine->place);
+        if (std::find(tried.begin(), tried.end(), place) != tried.end()) continue;
+        out.push_back(place);
+        if (engine->breaker.allows(now)) works[static_cast<size_t>(engine->settings.role)] = true;
+    }
+    std::erase_if(out, [&](uint16_t place) {
+        const Engine& engine = *engines[place];
+        return works[static_cast<size_t>(engine.settings.role)] && !engine.breaker.allows(now);
+    });
+    return known;
+}
+
+void Relay::ask(Exchange& exchange, Question question) {
+    questions_.push_back(std::move(question));
+    asking_.push_back(&exchange);
+}
+
+void Relay::forget(Exchange& exchange) {
+    std::replace(asking_.begin(), asking_.end(), &exchange, static_cast<Exchange*>(nullptr));
+    std::replace(applying_.begin(), applying_.end(), &exchange, static_cast<Exchange*>(nullptr));
+    std::erase_if(later_, [&](const auto& item) { return item.second == &exchange; });
+}
+
+void Relay::engine_refused(Engine& engine) {
+    engine.healthy = false;
+    decider_.engine_refused(engine.place, "refuses connections");
+}
+
+void Relay::count_rejected(std::string_view reason) {
+    auto it = rejected.find(reason);
+    if (it == rejected.end()) it = rejected.emplace(std::string(reason), 0).first;
+    ++it->second;
+}
+
+int Relay::retry_after() const { return std::max(1, static_cast<int>(std::ceil(settings.retry_after_s))); }
+
+bool Relay::whole() const {
+    size_t budget = 0;
+    for (const auto& client : clients_) budget += client->budgeted();
+    return budget == held_body_bytes && held_body_bytes <= settings.limits.bodies_bytes_max &&
+           std::all_of(engines.begin(), engines.end(), [](const auto& engine) { return engine->whole(); });
+}
+
+}  // namespace moonpool::relay

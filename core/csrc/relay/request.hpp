@@ -1,0 +1,119 @@
+// Request: a client's request, whole. Made by the client's connection, then shared by the exchange that
+// answers it and by whoever decides about it, perhaps in another thread; from then on only `gone` changes.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "http/request_parser.hpp"
+#include "json/scanner.hpp"
+
+namespace moonpool::relay {
+
+enum class Kind : uint8_t { kChat, kCompletions, kEmbeddings, kOther };
+
+Kind kind_of_path(std::string_view path);
+
+// The ids of W3C Trace Context, as the engines are told them.
+struct Trace {
+    uint8_t trace_id[16] = {};
+    uint8_t parent_id[8] = {};  // zero: the client named none, the trace begins here
+    uint8_t span_id[8] = {};
+};
+
+struct Request {
+    uint64_t id = 0;
+    Kind kind = Kind::kOther;
+    double arrived_at = 0;
+    std::string head_bytes;  // what `head` points into
+    http::RequestHead head;
+    std::string body;  // without transfer coding
+    std::string request_id;
+    Trace trace;
+    std::string traceparent;  // made here; "" when the client's own goes on among its fields
+    std::atomic<bool> gone{false};
+
+    // What the JSON of the body says; all empty where it is no JSON object. Read when somebody asks first.
+    struct Facts {
+        json::Object object;
+        bool is_object = false;
+        std::string model;
+        bool stream = false;
+        std::optional<int64_t> max_tokens;
+    };
+    const Facts& facts();
+
+    // Whether it asks for a stream, as far as somebody has read the body already.
+    bool stream_if_read();
+
+    // The ids when "prompt" is one list of them. nullopt: it is not.
+    std::optional<std::vector<uint32_t>> prompt_tokens();
+    // When "prompt" is one string, its text (UTF-8, unless the client sent other bytes).
+    std::optional<std::string> prompt_text();
+
+    // Ready for another request; keeps small buffers.
+    void clear();
+
+   private:
+    std::mutex mutex_;
+    bool read_ = false;
+    Facts facts_;
+};
+
+// What a policy made of a request. Places count from 0 in the order of the settings.
+//   single:      engine alone.
+//   two steps:   prefill >= 0: it computes the prompt, its kv_transfer_params go to engine.
+//   concurrent:  prefill >= 0 and `concurrent`: both at once, each with the parameters given (JSON values).
+struct Plan {
+    int engine = -1;
+    int prefill = -1;
+    bool concurrent = false;
+    std::string prefill_params, engine_params;
+    std::vector<std::pair<std::string, std::string>> headers;  // for the client, when it asks for them
+    int64_t note = 0;                                          // comes back in the observation
+};
+
+// An answer of the proxy itself. reason: for the metric of refusals, "" where it is none.
+struct Page {
+    int status = 200;
+    std::string content_type = "application/json";
+    std::vector<std::pair<std::string, std::string>> headers;
+    std::string body;
+    std::string reason;
+};
+
+// What came of asking. kLater: whoever was asked will say, by the request's id.
+struct Decision {
+    enum class Is : uint8_t { kLater, kPlan, kPage, kFailed };
+    Is is = Is::kFailed;
+    Plan plan;
+    Page page;
+};
+
+// One request to decide about. page: for one of the proxy's own paths, so a Page is wanted.
+struct Question {
+    std::shared_ptr<Request> request;
+    std::vector<uint16_t> candidates;
+    uint32_t attempt = 0;
+    bool page = false;
+    Decision decision;
+};
+
+// Who decides. Called on the relay's thread, with all that has come up since the last call.
+class Decider {
+   public:
+    virtual ~Decider() = default;
+    virtual void decide(std::vector<Question>& questions) = 0;
+    // An engine refuses connections: it has left the rotation.
+    virtual void engine_refused(size_t place, const std::string& why) = 0;
+    virtual void thread_started() {}
+    virtual void thread_ending() {}
+};
+
+}  // namespace moonpool::relay

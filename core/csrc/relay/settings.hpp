@@ -1,0 +1,67 @@
+// What a relay is told at its start: values only. Times in seconds, sizes in bytes; docs/proxy.md has the
+// table.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace moonpool::relay {
+
+enum class Role : uint8_t { kBoth, kPrefill, kDecode };
+
+struct EngineSettings {
+    std::string name;  // header and metrics
+    std::string host;  // what goes into the Host field
+    Role role = Role::kBoth;
+};
+
+struct Limits {
+    size_t client_connections_max = 10000;
+    size_t head_bytes_max = 32 << 10;
+    size_t body_bytes_max = 64 << 20;
+    size_t bodies_bytes_max = size_t{1} << 30;
+    size_t pipelined_bytes_max = 64 << 10;
+    size_t write_buffer_bytes_max = 256 << 10;
+    size_t prefill_answer_bytes_max = 16 << 20;
+    size_t idle_upstreams_max = 256;
+    size_t observations_max = 65536;
+    uint32_t retries_max = 2;
+};
+
+struct Deadlines {
+    double head_s = 20;
+    double body_stall_s = 30;
+    double body_bytes_per_s_min = 1024;
+    double client_idle_s = 75;
+    double client_stall_s = 300;
+    double linger_s = 2;
+    double decide_s = 60;
+    double connect_s = 5;
+    double first_byte_s = 600;
+    double stream_stall_s = 600;
+    double silent_engine_s = 30;
+    double upstream_idle_s = 4;
+    int tcp_dead_peer_s = 30;
+    double sweep_s = 0.25;
+};
+
+struct BreakerLimits {
+    uint32_t failures_max = 5;
+    double open_s = 2;
+    double open_s_max = 30;
+};
+
+struct Settings {
+    std::vector<EngineSettings> engines;
+    Limits limits;
+    Deadlines deadlines;
+    BreakerLimits breaker;
+    std::vector<std::string> api_keys;  // empty: nobody is asked for one
+    std::string access_log;             // a path, "-" for standard output, "" for none
+    std::string instance;  // random hexadecimal digits: the start of request ids that are made here
+    double retry_after_s = 1;
+};
+
+}  // namespace moonpool::relay

@@ -1,0 +1,66 @@
+"""What a decision about a request is: values that the data plane (``_native.Relay``) carries out.
+
+``decide`` returns the place of one engine, a ``Plan``, an ``Answer``, or None: the decision comes later by
+``relay.resume``. The data plane reads the tuples by position.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+class Plan(NamedTuple):
+    """engine: the place of the engine that answers.
+
+    prefill:         the place of the engine that computes the prompt before, or None.
+    prefill_params:  None: prefill is asked first, and the kv_transfer_params of its answer go to engine.
+                     Otherwise both are asked at once, with these kv_transfer_params (JSON)
+    engine_params:   and these.
+    headers:         for a client that sent X-Moonpool-Decision.
+    note:            comes back in the observation of this request (a signed 64-bit number).
+    """
+
+    engine: int
+    prefill: int | None = None
+    prefill_params: bytes | None = None
+    engine_params: bytes | None = None
+    headers: Headers = ()
+    note: int = 0
+
+
+class Answer(NamedTuple):
+    """The proxy's own answer. reason: a label of moonpool_proxy_rejected_total, "" when it is no refusal."""
+
+    status: int
+    body: bytes
+    content_type: bytes = b"application/json"
+    headers: Headers = ()
+    reason: str = ""
+
+
+def single(engine: int, *, headers: Headers = (), note: int = 0) -> Plan:
+    """One engine answers. (Without headers and note its place alone says the same.)"""
+    return Plan(engine, headers=headers, note=note)
+
+
+def two_step(prefill: int, decode: int, *, headers: Headers = (), note: int = 0) -> Plan:
+    """prefill computes the prompt for one token; what it says about its blocks is handed to decode."""
+    return Plan(decode, prefill, headers=headers, note=note)
+
+
+def concurrent(
+    prefill: int,
+    decode: int,
+    prefill_params: bytes,
+    decode_params: bytes,
+    *,
+    headers: Headers = (),
+    note: int = 0,
+) -> Plan:
+    """Both at once; each gets its kv_transfer_params."""
+    return Plan(decode, prefill, prefill_params, decode_params, headers, note)
+
+
+Decision = int | Plan | Answer | None

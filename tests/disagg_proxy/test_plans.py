@@ -1,0 +1,516 @@
+"""Prefill and decode apart, over real sockets; and what happens when an engine or the client goes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import resource
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from moonpool._native import ProxyRequest
+from moonpool.disagg_proxy.conductor.plan import Answer, Decision, concurrent, single, two_step
+from moonpool.disagg_proxy.settings import Deadlines, Limits
+
+from .harness import Bed, Behaviour, Exchange, bed, until, with_deadline
+
+CHAT = "/v1/chat/completions"
+BODY = (
+    b'{"model":"m","stream":true,"max_tokens":7,"stream_options":{"include_usage":true},"min_tokens":2,'
+    b'"messages":[]}'
+)
+GIVEN = (
+    b'{"remote_engine_id":"p","remote_block_ids":[1,2],"remote_host":"h","remote_port":1, "odd":"\\u00e9\\""}'
+)
+
+
+async def prefill(exchange: Exchange) -> None:
+    await exchange.answer(b'{"id":"x","kv_transfer_params":%b,"choices":[]}' % GIVEN)
+
+
+async def stream(exchange: Exchange) -> None:
+    await exchange.begin_stream()
+    for text in ("a", "b"):
+        await exchange.event(text)
+    await exchange.end_stream()
+
+
+async def never(exchange: Exchange) -> None:
+    await exchange.gone.wait()
+
+
+async def cut(exchange: Exchange) -> None:
+    exchange.cut()
+
+
+def status(code: int, body: bytes = b'{"error":"x"}') -> Behaviour:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.answer(body, code)
+
+    return answer
+
+
+@asynccontextmanager
+async def pd_bed(roles: str = "pd", **more: object) -> AsyncIterator[Bed]:
+    """One engine for each letter: p(refill), d(ecode), b(oth)."""
+    names = {"p": "prefill", "d": "decode", "b": "both"}
+    async with bed(len(roles), roles=[names[letter] for letter in roles], **more) as b:  # type: ignore[arg-type]
+        for engine, letter in zip(b.engines, roles, strict=True):
+            engine.behave = prefill if letter == "p" else stream
+        yield b
+
+
+@with_deadline
+async def test_two_steps() -> None:
+    async with pd_bed() as b:
+        answer = await b.ask("POST", CHAT, BODY, "X-Request-Id: one\r\nAccept-Encoding: gzip\r\n")
+        assert answer.body == b"data: a\n\ndata: b\n\n"
+        assert answer.engine == "engine-1"
+        (p,), (d,) = b.engines[0].seen, b.engines[1].seen
+        assert json.loads(p.body) == {
+            "model": "m",
+            "messages": [],
+            "stream": False,
+            "max_tokens": 1,
+            "kv_transfer_params": {
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                "remote_engine_id": None,
+                "remote_block_ids": None,
+                "remote_host": None,
+                "remote_port": None,
+            },
+        }
+        assert d.body == BODY[:-1] + b',"kv_transfer_params":' + GIVEN + b"}"  # byte for byte, both of them
+        assert p.headers["x-request-id"] == d.headers["x-request-id"] == "one"
+        assert p.headers["traceparent"] == d.headers["traceparent"]
+        assert "accept-encoding" not in p.headers
+        assert d.headers["accept-encoding"] == "gzip"
+        assert b.metric("moonpool_proxy_prefills_total", engine="engine-0", outcome="handed_over") == 1
+
+
+@with_deadline
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"kv_transfer_params":{"old":1},"a":1}',
+        b'{"a":1,"kv_transfer_params":null,"kv_transfer_params":{"x":[{"y":"}"}]}}',
+        '{"kv_transfer\\u005fparams":[1],"å":"日本 \\ud83d\\ude00 \\" }"}'.encode(),
+        b' { "a" : { "kv_transfer_params" : 1 } , "b" : [ "kv_transfer_params" ] } \n',
+        b'{"max_completion_tokens":9,"n":1e400}',
+        b"{}",
+    ],
+)
+async def test_odd_bodies_are_spliced(body: bytes) -> None:
+    async with pd_bed() as b:
+        assert (await b.ask("POST", CHAT, body)).status == 200
+        got = json.loads(b.engines[1].seen[0].body, object_pairs_hook=list)
+        assert [v for k, v in got if k == "kv_transfer_params"] == [json.loads(GIVEN, object_pairs_hook=list)]
+        rest = [(k, v) for k, v in json.loads(body, object_pairs_hook=list) if k != "kv_transfer_params"]
+        assert [(k, v) for k, v in got if k != "kv_transfer_params"] == rest
+
+
+@with_deadline
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"a":NaN}', b"\xff"])
+async def test_what_is_no_object_goes_to_the_decode_engine_as_it_is(body: bytes) -> None:
+    async with pd_bed() as b:
+        assert (await b.ask("POST", CHAT, body)).engine == "engine-1"
+        assert b.engines[1].seen[0].body == body
+        assert not b.engines[0].seen
+
+
+@with_deadline
+async def test_only_generation_is_taken_apart() -> None:
+    async with pd_bed() as b:
+        assert (await b.ask("POST", "/v1/embeddings", BODY)).engine == "engine-1"
+        assert not b.engines[0].seen
+
+
+@with_deadline
+async def test_large_bodies_and_answers() -> None:
+    body = b'{"prompt":"' + b"x" * 3_000_000 + b'","stream":false}'
+    async with pd_bed() as b:
+
+        async def large(exchange: Exchange) -> None:
+            await exchange.answer(b'{"fill":"' + b"y" * 500_000 + b'","kv_transfer_params":%b}' % GIVEN)
+
+        b.engines[0].behave = large
+        assert (await b.ask("POST", CHAT, body)).status == 200
+        assert b.engines[1].seen[0].body == body[:-1] + b',"kv_transfer_params":' + GIVEN + b"}"
+
+
+@with_deadline
+async def test_a_chunked_answer_of_the_prefill_engine() -> None:
+    async def chunks(exchange: Exchange) -> None:
+        text = b'{"kv_transfer_params":%b}' % GIVEN
+        await exchange.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for octet in (text[:10], text[10:]):
+            await exchange.send(b"%x\r\n%b\r\n" % (len(octet), octet))
+        await exchange.end_stream()
+
+    async with pd_bed() as b:
+        b.engines[0].behave = chunks
+        assert (await b.ask("POST", CHAT, BODY)).status == 200
+        assert GIVEN in b.engines[1].seen[0].body
+
+
+async def early_end(exchange: Exchange) -> None:
+    await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+    exchange.cut()
+
+
+async def garbage(exchange: Exchange) -> None:
+    await exchange.send(b"\x00\x01garbage\r\n\r\n")
+
+
+@with_deadline
+@pytest.mark.parametrize(
+    ("behave", "outcome"),
+    [
+        (cut, "failed"),
+        (early_end, "failed"),
+        (garbage, "failed"),
+        (status(500), "failed"),
+        (status(503), "failed"),
+        (status(429), "refused"),
+        (status(200, b"not json"), "no_parameters"),
+        (status(200, b"{}"), "no_parameters"),
+        (status(200, b'{"kv_transfer_params":null}'), "no_parameters"),
+        (status(200, b'{"kv_transfer_params":"x"}'), "no_parameters"),
+    ],
+)
+async def test_a_failed_prefill_costs_a_recompute(behave: Behaviour, outcome: str) -> None:
+    async with pd_bed() as b:
+        b.engines[0].behave = behave
+        answer = await b.ask("POST", CHAT, BODY)
+        assert (answer.status, answer.engine) == (200, "engine-1")
+        assert [exchange.body for exchange in b.engines[1].seen] == [BODY]
+        assert b.metric("moonpool_proxy_prefills_total", engine="engine-0", outcome=outcome) == 1
+
+
+@with_deadline
+async def test_a_prefill_engine_that_is_gone() -> None:
+    async with pd_bed("ppd") as b:
+        await b.engines[0].stop()
+        for _ in range(4):
+            assert (await b.ask("POST", CHAT, BODY)).body == b"data: a\n\ndata: b\n\n"
+        assert len(b.engines[1].seen) == 4  # the other one took all
+        await b.engines[1].stop()
+        assert (await b.ask("POST", CHAT, BODY)).engine == "engine-2"
+        assert b.engines[2].seen[-1].body == BODY
+
+
+@with_deadline
+async def test_many_failed_prefills_end_in_a_recompute() -> None:
+    async with pd_bed("ppppd", limits=Limits(retries_max=2)) as b:
+        for engine in b.engines[:4]:
+            engine.behave = cut
+        assert (await b.ask("POST", CHAT, BODY)).engine == "engine-4"
+        assert sum(len(engine.seen) for engine in b.engines[:4]) == 3
+
+
+@with_deadline
+async def test_what_the_prefill_engine_says_of_a_bad_request_is_the_answer() -> None:
+    async with pd_bed() as b:
+        b.engines[0].behave = status(400, b'{"error":{"message":"prompt too long"}}')
+        client = await b.client()
+        for _ in range(10):
+            answer = await client.ask("POST", CHAT, BODY)
+            assert (answer.status, answer.engine) == (400, "engine-0")
+            assert b"too long" in answer.body
+        assert not b.engines[1].seen
+        assert b.engine(0).breaker_closed
+
+
+@with_deadline
+async def test_a_decode_engine_that_fails_before_its_first_byte() -> None:
+    async with pd_bed("pdd") as b:
+        b.engines[1].behave = cut
+        answer = await b.ask("POST", CHAT, BODY)
+        assert (answer.status, answer.engine) == (200, "engine-2")
+        assert GIVEN in b.engines[2].seen[0].body
+        assert b.metric("moonpool_proxy_retries_total", engine="engine-1") == 1
+
+
+@with_deadline
+async def test_a_decode_engine_that_fails_in_mid_stream() -> None:
+    async def half(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.event("first")
+        await broke.wait()
+        exchange.cut()
+
+    broke = asyncio.Event()
+    async with pd_bed("pdd") as b:
+        b.engines[1].behave = half
+        client = await b.client()
+        await client.request("POST", CHAT, BODY)
+        await client.head()
+        assert await client.chunk() == b"data: first\n\n"
+        broke.set()
+        assert b"engine-1 closed the connection" in await client.chunk()
+        assert await client.ended() == b"0\r\n\r\n"
+        assert not b.engines[2].seen
+
+
+@with_deadline
+async def test_a_prefill_that_never_answers_is_left_at_its_deadline() -> None:
+    async with pd_bed(deadlines=Deadlines(first_byte_s=0.05)) as b:
+        b.engines[0].behave = never
+        assert (await b.ask("POST", CHAT, BODY)).engine == "engine-1"
+        await b.engines[0].seen[0].gone.wait()
+
+
+@with_deadline
+async def test_the_client_leaves_in_prefill() -> None:
+    async with pd_bed() as b:
+        b.engines[0].behave = never
+        client = await b.client()
+        await client.request("POST", CHAT, BODY)
+        await until(lambda: bool(b.engines[0].seen))
+        client.leave()
+        await b.engines[0].seen[0].gone.wait()
+        assert not b.engines[1].seen
+        assert b.metric("moonpool_proxy_client_disconnects_total", engine="engine-0", stage="waiting") == 1
+
+
+@with_deadline
+async def test_the_client_leaves_while_decode_has_not_begun_and_while_it_streams() -> None:
+    async def first(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.event("first")
+        await exchange.gone.wait()
+
+    async with pd_bed() as b:
+        for behave, streaming in ((never, False), (first, True)):
+            b.engines[1].behave = behave
+            b.engines[1].seen.clear()
+            client = await b.client()
+            await client.request("POST", CHAT, BODY)
+            await until(lambda: bool(b.engines[1].seen))
+            if streaming:
+                await client.head()
+            client.leave()
+            await b.engines[1].seen[0].gone.wait()
+        for stage in ("waiting", "streaming"):
+            assert b.metric("moonpool_proxy_client_disconnects_total", engine="engine-1", stage=stage) == 1
+
+
+@with_deadline
+async def test_the_client_leaves_while_the_policy_thinks() -> None:
+    asked = []
+    async with pd_bed(decide=lambda request: asked.append(request)) as b:
+        client = await b.client()
+        await client.request("POST", CHAT, BODY)
+        await until(lambda: len(asked) == 1)
+        client.leave()
+        await until(lambda: asked[0].gone)
+        b.proxy.relay.resume(asked[0], two_step(0, 1))  # too late: nobody is asked
+        assert (await b.ask("GET", "/health")).status == 200
+        assert not b.engines[0].seen
+        assert bytes(asked[0].body) == BODY  # still its own
+
+
+@with_deadline
+async def test_a_decision_that_comes_later_and_what_it_may_be() -> None:
+    asked = []
+    async with pd_bed(decide=lambda request: asked.append(request)) as b:
+        for decision, body in (
+            (two_step(0, 1), b"data: a\n\ndata: b\n\n"),
+            (single(0), b'{"id":"x","kv_transfer_params":%b,"choices":[]}' % GIVEN),
+            (1, b"data: a\n\ndata: b\n\n"),
+            (Answer(429, b"slow down", b"text/plain", ((b"Retry-After", b"3"),), "shed"), b"slow down"),
+        ):
+            client = await b.client()
+            await client.request("POST", CHAT, BODY)
+            await until(lambda: len(asked) == 1)
+            b.proxy.relay.resume(asked.pop(), decision)
+            assert (await client.answer()).body == body
+        assert b.metric("moonpool_proxy_rejected_total", reason="shed") == 1
+
+
+@with_deadline
+async def test_a_decision_has_a_deadline() -> None:
+    async with pd_bed(decide=lambda request: None, deadlines=Deadlines(decide_s=0.05)) as b:
+        answer = await b.ask("POST", CHAT, BODY)
+        assert answer.status == 503
+        assert b"undecided" in answer.body
+
+
+@with_deadline
+async def test_what_a_policy_sees() -> None:
+    seen = []
+
+    def decide(r: ProxyRequest) -> Decision:
+        seen.append(
+            (
+                r.kind,
+                r.model,
+                r.stream,
+                r.max_tokens,
+                r.path,
+                r.method,
+                r.headers("x-a"),
+                r.headers("x-b"),
+                r.prompt_tokens(),
+                r.prompt_text(),
+                r.candidates,
+                r.attempt,
+                bytes(r.body),
+            )  # type: ignore[attr-defined]
+        )
+        return single(0, headers=((b"X-Moonpool-Decision", b"because"),), note=-5)
+
+    async with bed(2, decide=decide) as b:
+        body = '{"model":"å","max_tokens":4,"stream":true,"prompt":[1,2,65536]}'.encode()
+        answer = await b.ask("POST", "/v1/completions?x=1", body, "X-A: 1\r\nX-Moonpool-Decision: 1\r\n")
+        assert answer.headers["x-moonpool-decision"] == "because"
+        assert "x-moonpool-decision" not in b.engines[0].seen[0].headers
+        ids = b"".join(n.to_bytes(4, "little") for n in (1, 2, 65536))
+        assert seen.pop() == (
+            "completions",
+            "å",
+            True,
+            4,
+            b"/v1/completions",
+            b"POST",
+            b"1",
+            None,
+            ids,
+            None,
+            (0, 1),
+            0,
+            body,
+        )
+        answer = await b.ask("POST", CHAT, b'{"prompt":"\\u00e9"}')
+        assert "x-moonpool-decision" not in answer.headers
+        assert seen.pop()[8:10] == (None, "é")
+
+
+@with_deadline
+@pytest.mark.parametrize("wrong", [7, -1, "x", (1, 2), two_step(0, 0), Answer(99, b"")])
+async def test_a_policy_that_breaks_stops_nobody(wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.unraisablehook", lambda *args: None)
+    async with bed(2, decide=lambda request: wrong) as b:
+        assert (await b.ask("POST", CHAT, BODY)).status == 200
+        assert b.metric("moonpool_proxy_policy_errors_total") == 1
+
+
+@with_deadline
+async def test_both_at_once() -> None:
+    goon = asyncio.Event()
+
+    async def waits(exchange: Exchange) -> None:
+        await goon.wait()
+        await stream(exchange)
+
+    plan = concurrent(0, 1, b'{"p":1}', b'{"d":1}')
+    async with pd_bed(decide=lambda request: plan if request.attempt == 0 else single(1)) as b:
+        b.engines[1].behave = waits
+        client = await b.client()
+        await client.request("POST", CHAT, BODY)
+        await until(lambda: bool(b.engines[0].seen) and bool(b.engines[1].seen))
+        assert json.loads(b.engines[0].seen[0].body)["kv_transfer_params"] == {"p": 1}
+        assert json.loads(b.engines[0].seen[0].body)["max_tokens"] == 1
+        assert b.engines[1].seen[0].body == BODY[:-1] + b',"kv_transfer_params":{"d":1}}'
+        goon.set()
+        assert (await client.answer()).body == b"data: a\n\ndata: b\n\n"
+        goon.clear()
+        b.engines[0].behave = cut  # then decode waits for what will not come: asked anew, it computes
+        await client.request("POST", CHAT, BODY)
+        await until(lambda: len(b.engines[1].seen) == 3)
+        await b.engines[1].seen[1].gone.wait()
+        goon.set()
+        assert (await client.answer()).status == 200
+        assert b.engines[1].seen[2].body == BODY
+
+
+@with_deadline
+async def test_both_at_once_and_the_client_leaves() -> None:
+    plan = concurrent(0, 1, b"{}", b"{}")
+    async with pd_bed(decide=lambda request: plan) as b:
+        b.engines[0].behave = b.engines[1].behave = never
+        client = await b.client()
+        await client.request("POST", CHAT, BODY)
+        await until(lambda: bool(b.engines[0].seen) and bool(b.engines[1].seen))
+        client.leave()
+        await asyncio.gather(*(engine.seen[0].gone.wait() for engine in b.engines))
+
+
+@with_deadline
+async def test_pipelined_requests_in_two_steps() -> None:
+    async with pd_bed() as b:
+        client = await b.client()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n\r\n".encode()
+        await client.send((head + BODY) * 50)
+        for _ in range(50):
+            assert (await client.answer()).body == b"data: a\n\ndata: b\n\n"
+        assert [len(engine.seen) for engine in b.engines] == [50, 50]
+
+
+@with_deadline
+async def test_a_thousand_disconnects_at_random_leave_nothing_at_the_engines(rng: random.Random) -> None:
+    async def slowly(exchange: Exchange) -> None:
+        for _ in range(rng.randrange(20)):
+            await asyncio.sleep(0)
+        await prefill(exchange)
+
+    async def slow_stream(exchange: Exchange) -> None:
+        for _ in range(rng.randrange(20)):
+            await asyncio.sleep(0)
+        await exchange.begin_stream()
+        for n in range(rng.randrange(10)):
+            await exchange.event(str(n))
+            await asyncio.sleep(0)
+        await exchange.end_stream()
+
+    async with pd_bed("ppdd") as b:
+        for engine, letter in zip(b.engines, "ppdd", strict=True):
+            engine.behave = slowly if letter == "p" else slow_stream
+
+        async def once() -> None:
+            client = await b.client()
+            await client.request("POST", CHAT, BODY)
+            for _ in range(rng.randrange(60)):
+                await asyncio.sleep(0)
+            client.leave()
+
+        for _ in range(50):
+            await asyncio.gather(*(once() for _ in range(20)))
+        await until(lambda: all(engine.in_flight == 0 for engine in b.counters.engines))
+        assert b.counters.client_connections == 0
+        for engine in b.engines:
+            engine.behave = prefill
+        assert (await b.ask("POST", CHAT, BODY)).status == 200
+
+
+def test_ten_thousand_idle_connections() -> None:
+    """As many as open files allow here: each connection has both of its ends in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    count = min(10_000, (hard - 500) // 2)
+    print(f"{count} idle connections ({hard} open files are allowed)")
+
+    async def idle() -> None:
+        async with bed(1) as b:
+            sockets = []
+            for n in range(count):
+                sockets.append(socket.socket())
+                sockets[-1].connect((b.host, b.port))
+                if n % 200 == 0:
+                    await until(lambda n=n: b.client_count >= n)
+            await until(lambda: b.client_count == count)
+            assert (await b.ask("POST", CHAT, b"{}")).status in (200, 503)
+            for one in sockets:
+                one.close()
+            await until(lambda: b.client_count == 0)
+            assert (await b.ask("POST", CHAT, b"{}")).status == 200
+
+    try:
+        with_deadline(idle, 60)()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

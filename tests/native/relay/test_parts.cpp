@@ -1,0 +1,147 @@
+// The pure parts of the relay: breaker, histogram, routes, traces, keys, token counts.
+#include <doctest/doctest.h>
+
+#include <string>
+
+#include "relay/api_keys.hpp"
+#include "relay/breaker.hpp"
+#include "relay/counts.hpp"
+#include "relay/observations.hpp"
+#include "relay/routes.hpp"
+#include "relay/trace.hpp"
+#include "relay/usage.hpp"
+
+using namespace moonpool::relay;
+
+TEST_CASE("a breaker opens after so many failures in a row and closes by one good trial") {
+    Breaker breaker({3, 2, 5});
+    double now = 100;
+    auto ask = [&](Verdict verdict) {
+        bool trial = breaker.started(now);
+        breaker.finished(verdict, now, trial);
+        CHECK(breaker.whole());
+        return trial;
+    };
+    ask(Verdict::kBad);
+    ask(Verdict::kBad);
+    ask(Verdict::kGood);  // not in a row
+    ask(Verdict::kBad);
+    ask(Verdict::kBad);
+    ask(Verdict::kNone);
+    CHECK(breaker.closed());
+    ask(Verdict::kBad);
+    CHECK_FALSE(breaker.closed());
+    for (double rest : {2.0, 4.0, 5.0, 5.0}) {  // twice as long each time, up to the most
+        CHECK_FALSE(breaker.allows(now + rest - 0.01));
+        now += rest;
+        CHECK(breaker.allows(now));
+        CHECK(ask(Verdict::kBad));
+    }
+    now += 5;
+    bool trial = breaker.started(now);
+    CHECK(trial);
+    CHECK_FALSE(breaker.allows(now));   // one trial at a time
+    CHECK_FALSE(breaker.started(now));  // when there is no alternative: no second trial
+    breaker.finished(Verdict::kBad, now, false);
+    breaker.finished(Verdict::kNone, now, trial);  // its client left: the next one is the trial
+    CHECK(breaker.allows(now));
+    CHECK(ask(Verdict::kGood));
+    CHECK(breaker.closed());
+    CHECK(breaker.failures() == 0);
+}
+
+TEST_CASE("a 4xx is an answer") {
+    CHECK(verdict_on_status(200) == Verdict::kGood);
+    CHECK(verdict_on_status(404) == Verdict::kGood);
+    CHECK(verdict_on_status(499) == Verdict::kGood);
+    CHECK(verdict_on_status(500) == Verdict::kBad);
+}
+
+TEST_CASE("a bound belongs to its bucket") {
+    Latencies latencies;
+    for (double seconds : {0.0005, 0.001, 0.0011, 599.0, 600.0, 601.0}) latencies.observe(seconds);
+    CHECK(latencies.counts().front() == 2);
+    CHECK(latencies.counts()[1] == 1);
+    CHECK(latencies.counts()[Latencies::kBounds.size() - 1] == 2);
+    CHECK(latencies.counts().back() == 1);
+    CHECK(latencies.sum_s() == doctest::Approx(0.0005 + 0.001 + 0.0011 + 599 + 600 + 601));
+}
+
+TEST_CASE("paths and methods") {
+    moonpool::http::Refusal refusal;
+    CHECK(route("POST", "/v1/chat/completions", refusal) == Route::kRelay);
+    CHECK(route("GET", "/v1/models", refusal) == Route::kModels);
+    CHECK(route("HEAD", "/v1/models", refusal) == Route::kRelay);
+    CHECK(route("HEAD", "/metrics", refusal) == Route::kPage);
+    CHECK(route("POST", "/tokenize", refusal) == Route::kRelay);
+    for (auto [method, path, status] : {std::tuple{"GET", "/", 404},
+                                        {"POST", "/v1", 404},
+                                        {"POST", "/sleep", 404},
+                                        {"GET", "*", 404},
+                                        {"DELETE", "/v1/models", 405},
+                                        {"GET", "/tokenize", 405},
+                                        {"POST", "/health", 405}}) {
+        CHECK(route(method, path, refusal) == Route::kRefused);
+        CHECK(refusal.status == status);
+    }
+    CHECK(route("GET", std::string("/\xff\n") + std::string(200, 'a'), refusal) == Route::kRefused);
+    CHECK(refusal.sentence.starts_with("there is no /\\xff\\x0aaaa"));
+    CHECK(refusal.sentence.size() < 250);
+}
+
+TEST_CASE("a traceparent survives, and nothing like it does") {
+    const std::string good = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+    auto trace = parse_traceparent(good);
+    REQUIRE(trace.has_value());
+    CHECK(write_traceparent(*trace) == good);
+    CHECK(parse_traceparent("01" + good.substr(2) + "-later").has_value());
+    for (size_t size = 0; size < good.size(); ++size) CHECK_FALSE(parse_traceparent(good.substr(0, size)));
+    for (size_t at = 0; at < good.size(); ++at) {
+        std::string changed = good;
+        changed[at] = 'x';
+        CHECK_FALSE(parse_traceparent(changed).has_value());
+    }
+}
+
+TEST_CASE("keys") {
+    CHECK_FALSE(ApiKeys({}).any());
+    ApiKeys keys({"alpha", "beta"});
+    CHECK(keys.any());
+    CHECK(keys.fits("Bearer alpha"));
+    CHECK(keys.fits("bearer beta"));
+    for (const char* shown :
+         {"", "Bearer", "Bearer ", "Bearer alph", "Bearer alphaa", "Basic alpha", "alpha"}) {
+        CHECK_FALSE(keys.fits(shown));
+    }
+}
+
+TEST_CASE("what an answer says of its tokens") {
+    Usage usage;
+    CHECK(find_usage(R"({"usage": {"prompt_tokens": 12, "completion_tokens":3,)"
+                     R"("prompt_tokens_details":{"cached_tokens":8}},"x":null})",
+                     usage));
+    CHECK(usage.prompt == 12);
+    CHECK(usage.completion == 3);
+    CHECK(usage.cached == 8);
+    CHECK(find_usage(R"({"usage":{"prompt_tokens":1,"prompt_tokens_details":null}})", usage));
+    CHECK(usage.cached == -1);
+    for (const char* text : {"", "{}", R"({"usage":null})", R"({"usage":)", R"({"usage":{"prompt_tokens":1)",
+                             R"({"usage")", R"({"usage":{{{)"}) {
+        CHECK_FALSE(find_usage(text, usage));
+    }
+    CHECK(find_usage(R"({"usage":{"prompt_tokens":99999999999999999999,"completion_tokens":-4}})", usage));
+    CHECK(usage.prompt == -1);
+    CHECK(usage.completion == -1);
+}
+
+TEST_CASE("observations are bounded") {
+    Observations observations(2);
+    for (uint64_t id = 1; id <= 3; ++id) {
+        Observation one;
+        one.request = id;
+        observations.add(one);
+    }
+    CHECK(observations.dropped() == 1);
+    CHECK(observations.take().size() == 2 * sizeof(Observation));
+    CHECK(observations.take().empty());
+}

@@ -1,0 +1,216 @@
+// The whole relay under storms: engines that fail at every stage, clients that leave at every stage, plans of
+// every kind. For the sanitizers: what is freed, and by which thread it is touched. What is answered is
+// tests/disagg_proxy's part.
+#include <arpa/inet.h>
+#include <doctest/doctest.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "relay/relay.hpp"
+
+using namespace moonpool;
+using namespace moonpool::relay;
+
+namespace {
+
+Fd listening(sockaddr_in& address) {
+    Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    address = {};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof(address);
+    REQUIRE(::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), size) == 0);
+    REQUIRE(::listen(fd.get(), 128) == 0);
+    ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &size);
+    return fd;
+}
+
+bool send_all(int fd, const std::string& bytes) {
+    return ::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size());
+}
+
+// Answers as chance has it: whole, in a stream, with 500, with garbage, or not at all.
+class MockEngine {
+   public:
+    MockEngine() {
+        listening_ = listening(address);
+        acceptor_ = std::thread([this] {
+            for (;;) {
+                int fd = ::accept(listening_.get(), nullptr, nullptr);
+                if (fd < 0) return;
+                serving_.emplace_back([this, fd] { serve(Fd(fd)); });
+            }
+        });
+    }
+    ~MockEngine() {
+        ending_ = true;
+        ::shutdown(listening_.get(), SHUT_RDWR);
+        acceptor_.join();
+        for (auto& thread : serving_) thread.join();
+    }
+    sockaddr_in address{};
+
+   private:
+    void serve(Fd fd) {
+        std::mt19937 chance(static_cast<unsigned>(fd.get()) * 7919u + ++served_);
+        std::string received;
+        char buffer[4096];
+        while (!ending_) {
+            pollfd waiting{fd.get(), POLLIN, 0};
+            if (::poll(&waiting, 1, 20) == 0) continue;
+            ssize_t n = ::recv(fd.get(), buffer, sizeof(buffer), 0);
+            if (n <= 0) return;
+            received.append(buffer, static_cast<size_t>(n));
+            if (received.find("\"end\":") == std::string::npos || received.find('}') == std::string::npos) {
+                continue;
+            }
+            received.clear();
+            switch (chance() % 8) {
+                case 0:
+                    return;
+                case 1:
+                    send_all(fd.get(), "HTTP/1.1 500 Oh\r\nContent-Length: 2\r\n\r\n{}");
+                    break;
+                case 2:
+                    send_all(fd.get(), "garbage\r\n\r\n");
+                    return;
+                case 3:
+                    send_all(fd.get(),
+                             "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+                             "Transfer-Encoding: chunked\r\n\r\n9\r\ndata: x\n\n\r\n");
+                    if (chance() % 2 == 0) return;
+                    send_all(fd.get(), "0\r\n\r\n");
+                    break;
+                case 4:
+                    send_all(fd.get(), "HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{");
+                    return;
+                default:
+                    send_all(fd.get(),
+                             "HTTP/1.1 200 OK\r\nContent-Length: 30\r\n\r\n"
+                             "{\"kv_transfer_params\":{\"a\":1}}");
+            }
+        }
+    }
+
+    Fd listening_;
+    std::atomic<bool> ending_{false};
+    std::atomic<unsigned> served_{0};
+    std::thread acceptor_;
+    std::vector<std::thread> serving_;
+};
+
+class RandomDecider final : public Decider {
+   public:
+    std::atomic<Relay*> relay{nullptr};
+
+    void decide(std::vector<Question>& questions) override {
+        for (Question& question : questions) {
+            Decision decision;
+            decision.is = Decision::Is::kPlan;
+            const auto& all = question.candidates;
+            switch (question.page ? 9 : chance_() % 8) {
+                case 0:
+                    decision.is = Decision::Is::kFailed;
+                    break;
+                case 1:
+                case 2:
+                    if (all.size() > 1) decision.plan.prefill = all[1];
+                    break;
+                case 3:
+                    if (all.size() > 1) {
+                        decision.plan.prefill = all[1];
+                        decision.plan.concurrent = true;
+                        decision.plan.prefill_params = decision.plan.engine_params = "{}";
+                    }
+                    break;
+                case 9:
+                    decision.is = Decision::Is::kPage;
+                    decision.page.body = "page";
+                    break;
+                default:
+                    break;
+            }
+            if (!all.empty()) decision.plan.engine = all[0];
+            if (chance_() % 4 == 0) {
+                relay.load()->resume(question.request->id, decision);
+                question.decision.is = Decision::Is::kLater;
+            } else {
+                question.decision = decision;
+            }
+        }
+    }
+    void engine_refused(size_t, const std::string&) override {}
+
+   private:
+    std::mt19937 chance_{7};
+};
+
+void visit(const sockaddr_in& address, unsigned seed) {
+    std::mt19937 chance(seed);
+    const std::string body = "{\"model\":\"m\",\"end\":1}";
+    const std::string request =
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: " + std::to_string(body.size()) +
+        "\r\n\r\n" + body;
+    for (int round = 0; round < 40; ++round) {
+        Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+        if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) continue;
+        std::string sent = request;
+        if (chance() % 4 == 0) sent += "GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + request;
+        if (chance() % 8 == 0) sent = sent.substr(0, chance() % sent.size());
+        if (chance() % 16 == 0) sent[chance() % 20] = '\x01';
+        if (!send_all(fd.get(), sent)) continue;
+        if (chance() % 2 == 0) continue;  // leaves at once
+        pollfd waiting{fd.get(), POLLIN, 0};
+        char buffer[4096];
+        while (::poll(&waiting, 1, chance() % 2 == 0 ? 1 : 50) > 0 &&
+               ::recv(fd.get(), buffer, sizeof(buffer), 0) > 0) {
+        }
+    }
+}
+
+}  // namespace
+
+TEST_CASE("a storm of clients, engines and plans leaves nothing behind") {
+    MockEngine first, second, third;
+    RandomDecider decider;
+    Settings settings;
+    settings.breaker.failures_max = 1u << 30;
+    settings.deadlines.sweep_s = 0.005;
+    settings.deadlines.linger_s = 0.05;
+    settings.deadlines.upstream_idle_s = 0.05;
+    for (const char* name : {"a", "b", "c"}) settings.engines.push_back({name, "h", Role::kBoth});
+    auto started = Relay::start(settings, decider);
+    REQUIRE(started.ok());
+    Relay& relay = **started;
+    decider.relay = &relay;
+    size_t place = 0;
+    for (const MockEngine* engine : {&first, &second, &third}) {
+        sockaddr_storage address{};
+        std::memcpy(&address, &engine->address, sizeof(engine->address));
+        relay.engine_address(place, address, sizeof(engine->address));
+        relay.engine_state(place++, true);
+    }
+    sockaddr_in address{};
+    Fd listener = listening(address);
+    relay.listen(::dup(listener.get()));
+    std::vector<std::thread> visitors;
+    for (unsigned seed = 0; seed < 6; ++seed) visitors.emplace_back([&, seed] { visit(address, seed); });
+    for (auto& visitor : visitors) visitor.join();
+    CHECK(relay.drain(10));
+    relay.call([&] {
+        CHECK(relay.whole());
+        CHECK(relay.held_body_bytes == 0);
+        CHECK(relay.accepted > 200);
+        for (const auto& engine : relay.engines) CHECK(engine->legs.empty());
+    });
+    relay.close();
+}
