@@ -1,72 +1,65 @@
-"""Policies: small classes that choose one of the engines that may be chosen now.
-
-A policy never sees an engine that is dead, resting or already tried for this request: that is the data
-plane's part. Called on the data plane's thread with the GIL, once for each choice: it must not block.
-"""
+"""What a policy is, and the registry of those that have a name."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from moonpool.core.errors import ConfigError
-
-
-class RequestView(Protocol):
-    """What a policy may know of a request (``_native.ProxyRequest`` has more), made on demand."""
-
-    @property
-    def path(self) -> bytes: ...
-    @property
-    def body(self) -> memoryview: ...
-
-
-class EngineView(Protocol):
-    """What a policy may know of an engine. ``place`` is its stable position among all engines."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def place(self) -> int: ...
-    @property
-    def in_flight(self) -> int: ...
-
-
-E = TypeVar("E", bound=EngineView)
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
+from moonpool.disagg_proxy.conductor.policies.least_load import LeastLoad
+from moonpool.disagg_proxy.conductor.policies.prefix_affinity import PrefixAffinity
+from moonpool.disagg_proxy.conductor.policies.round_robin import RoundRobin
 
 
 class Policy(Protocol):
-    def choose(self, request: RequestView, engines: Sequence[E], now: float) -> E:
-        """One of engines (never empty, ordered by place). now: seconds of a monotonic clock."""
+    """Pure: it keeps no clock, opens nothing, waits for nothing; it is called for each request in turn."""
+
+    uses_tokens: bool
+    """Whether prompts are tokenised and looked up for it; without, ``Request`` says nothing of tokens."""
+
+    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
+        """instances: never empty, ordered by place. now_s: seconds of a monotonic clock."""
         ...
 
 
-class RoundRobin:
-    """Each engine in its turn. The turn goes by place, so that an engine that leaves or returns moves no
-    other's."""
-
-    def __init__(self) -> None:
-        self._last = -1
-
-    def choose(self, request: RequestView, engines: Sequence[E], now: float) -> E:
-        for engine in engines:
-            if engine.place > self._last:
-                self._last = engine.place
-                return engine
-        chosen = engines[0]
-        self._last = chosen.place
-        return chosen
-
-
-POLICIES: Mapping[str, Callable[[], Policy]] = {"round_robin": RoundRobin}
+POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "conductor": Conductor,
+    "least_load": LeastLoad,
+    "prefix_affinity": PrefixAffinity,
+    "round_robin": RoundRobin,
+}
 
 
 def make_policy(name: str) -> Policy:
-    """A fresh policy of that name. Raises ConfigError that lists the names."""
-    if name not in POLICIES:
-        raise ConfigError(
-            f"proxy: there is no policy {name!r}; choose one of {', '.join(sorted(POLICIES))}",
-            operation="config",
-            key="proxy.policy",
+    """A fresh policy: one of POLICIES, or a class of the user's own as ``package.module:Class``.
+
+    Raises ConfigError that lists the names, or says why the class cannot be used.
+    """
+    if name in POLICIES:
+        return POLICIES[name]()
+    if ":" not in name:
+        raise _bad(
+            f"there is no policy {name!r}; choose one of {', '.join(sorted(POLICIES))}, or give a class of "
+            f"your own as package.module:Class"
         )
-    return POLICIES[name]()
+    module_name, _, class_name = name.partition(":")
+    try:
+        policy = getattr(importlib.import_module(module_name), class_name)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise _bad(f"the policy {name} cannot be made: {error}") from error
+    if not callable(getattr(policy, "choose", None)) or not isinstance(
+        getattr(policy, "uses_tokens", None), bool
+    ):
+        raise _bad(
+            f"the policy {name} needs a method choose(request, instances, now_s) and a bool uses_tokens"
+        )
+    made: Policy = policy
+    return made
+
+
+def _bad(sentence: str) -> ConfigError:
+    return ConfigError(f"proxy: {sentence}", operation="config", key="proxy.policy")

@@ -1,54 +1,42 @@
-"""Round robin over a set of engines that changes."""
+"""The registry: names, and classes of the user's own."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from itertools import combinations, product
 
 import pytest
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.conductor.policy import POLICIES, RoundRobin, make_policy
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.policy import POLICIES, make_policy
 
 
-@dataclass(frozen=True)
-class FakeEngine:
-    place: int
-    in_flight: int = 0
+class MyOwn:
+    uses_tokens = False
 
-    @property
-    def name(self) -> str:
-        return f"engine-{self.place}"
+    def choose(self, request: Request, instances: list[Instance], now_s: float) -> Choice:
+        return Choice(instances[-1])
 
 
-@dataclass(frozen=True)
-class FakeRequest:
-    path: bytes = b"/v1/completions"
-    body: bytes = b"{}"
+class Unfit:
+    pass
 
 
-ENGINES = [FakeEngine(place) for place in range(3)]
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_each_name_makes_a_fresh_policy(name: str) -> None:
+    assert make_policy(name) is not make_policy(name)
 
 
-def test_takes_turns() -> None:
-    policy = RoundRobin()
-    places = [policy.choose(FakeRequest(), ENGINES, 0.0).place for _ in range(7)]
-    assert places == [0, 1, 2, 0, 1, 2, 0]
+def test_a_class_of_the_users_own_is_made_by_its_path() -> None:
+    instances = [Instance(place, f"e{place}") for place in range(3)]
+    assert make_policy(f"{__name__}:MyOwn").choose(Request(), instances, 0.0).decode.place == 2
 
 
-def test_next_is_always_the_next_place_whatever_set_is_there() -> None:
-    """All sequences of four non-empty subsets of three engines, against the definition in plain words."""
-    subsets = [list(s) for size in (1, 2, 3) for s in combinations(ENGINES, size)]
-    for sequence in product(subsets, repeat=4):
-        policy, last = RoundRobin(), -1
-        for engines in sequence:
-            cyclic = sorted(engines, key=lambda engine: (engine.place - last - 1) % 3)
-            last = policy.choose(FakeRequest(), engines, 0.0).place
-            assert last == cyclic[0].place
-
-
-def test_registry_names_what_it_has() -> None:
-    assert set(POLICIES) == {"round_robin"}
-    assert make_policy("round_robin") is not make_policy("round_robin")
-    with pytest.raises(ConfigError, match="no policy 'fastest'; choose one of round_robin"):
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="round_robin"):
         make_policy("fastest")
+
+
+@pytest.mark.parametrize("path", ["no.such.module:Class", f"{__name__}:Absent", f"{__name__}:Unfit"])
+def test_a_class_that_cannot_be_used_is_refused_in_one_sentence(path: str) -> None:
+    with pytest.raises(ConfigError, match="policy"):
+        make_policy(path)

@@ -1,0 +1,160 @@
+"""What one engine has to do, as far as the proxy sent it there: prefills in line, requests that decode.
+
+An engine is taken to prefill in the order of arrival. Its line is counted in seconds, not in requests: the
+sum of the predicted prefills, less what the first of them has already had. The ends of prefills correct it,
+so that a prediction that was wrong does not add up. Pure: ``now_s`` is an argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Prefill:
+    tokens: int
+    own: int
+    pool: int
+    predicted_s: float
+
+
+@dataclass(slots=True)
+class _Decode:
+    context: int
+    first_s: float
+    batch_integral: float
+    context_integral: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prefill has ended. seconds: how long the engine had it in work, the wait before it left out."""
+
+    tokens: int
+    own: int
+    pool: int
+    seconds: float
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A request has ended. batch, context_tokens: averages over its time."""
+
+    batch: float
+    context_tokens: float
+    gap_s: float
+
+
+class Books:
+    """requests are named by any hashable id; each call about an id that is not known changes nothing, so that
+    reports may come late, twice or never."""
+
+    def __init__(self) -> None:
+        self._prefills: dict[int, _Prefill] = {}
+        self._prefill_sum_s = 0.0
+        self._head_since_s = 0.0
+        self._decodes: dict[int, _Decode] = {}
+        self._context = 0
+        self._batch_integral = 0.0
+        self._context_integral = 0.0
+        self._integrated_to_s: float | None = None
+
+    # What policies read
+
+    @property
+    def prefills(self) -> int:
+        return len(self._prefills)
+
+    @property
+    def decodes(self) -> int:
+        return len(self._decodes)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens in the KV cache of the requests that decode now, as far as known."""
+        return self._context
+
+    def wait_s(self, now_s: float) -> float:
+        """Seconds until a prefill that came now would begin."""
+        if not self._prefills:
+            return 0.0
+        head = next(iter(self._prefills.values()))
+        had_s = max(0.0, now_s - self._head_since_s)
+        return max(0.0, self._prefill_sum_s - min(had_s, head.predicted_s))
+
+    # What happens
+
+    def prefill_began(
+        self, request: int, tokens: int, own: int, pool: int, predicted_s: float, now_s: float
+    ) -> None:
+        if request in self._prefills:
+            return
+        if not self._prefills:
+            self._head_since_s = now_s
+            self._prefill_sum_s = 0.0  # sums of floats drift
+        self._prefills[request] = _Prefill(tokens, own, pool, predicted_s)
+        self._prefill_sum_s += predicted_s
+
+    def prefill_ended(self, request: int, now_s: float, *, done: bool = True) -> Prefilled | None:
+        """done: it was computed; else the request is gone and nothing can be learnt from it."""
+        prefill = self._prefills.get(request)
+        if prefill is None:
+            return None
+        was_head = next(iter(self._prefills)) == request
+        del self._prefills[request]
+        self._prefill_sum_s = max(0.0, self._prefill_sum_s - prefill.predicted_s)
+        seconds = now_s - self._head_since_s
+        # Engines batch short prefills: one that overtakes the head, or leaves, says nothing of its own cost.
+        clean = done and was_head and seconds >= 0
+        if was_head or done:
+            self._head_since_s = now_s
+        if not clean:
+            return None
+        return Prefilled(prefill.tokens, prefill.own, prefill.pool, seconds, prefill.predicted_s)
+
+    def decode_began(self, request: int, context: int, now_s: float) -> None:
+        if request in self._decodes:
+            return
+        self._integrate(now_s)
+        self._decodes[request] = _Decode(context, now_s, self._batch_integral, self._context_integral)
+        self._context += context
+
+    def decode_ended(self, request: int, tokens: int, now_s: float) -> Decoded | None:
+        """tokens: how many were made, the first included; 0 when unknown."""
+        decode = self._decodes.get(request)
+        if decode is None:
+            return None
+        self._integrate(now_s)
+        del self._decodes[request]
+        self._context -= decode.context
+        lasted_s = now_s - decode.first_s
+        if tokens < 2 or lasted_s <= 0:
+            return None
+        return Decoded(
+            batch=(self._batch_integral - decode.batch_integral) / lasted_s,
+            context_tokens=(self._context_integral - decode.context_integral) / lasted_s,
+            gap_s=lasted_s / (tokens - 1),
+        )
+
+    def forget_all(self) -> None:
+        """The engine is gone, and what it had to do with it."""
+        self._prefills.clear()
+        self._prefill_sum_s = 0.0
+        self._decodes.clear()
+        self._context = 0
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        total = sum(prefill.predicted_s for prefill in self._prefills.values())
+        if abs(total - self._prefill_sum_s) > 1e-6 * max(1.0, total) and self._prefills:
+            raise AssertionError(f"the line is {total} s long, not {self._prefill_sum_s}")
+        if self._context != sum(decode.context for decode in self._decodes.values()):
+            raise AssertionError("the tokens of the decodes do not add up")
+
+    def _integrate(self, now_s: float) -> None:
+        if self._integrated_to_s is not None:
+            passed_s = max(0.0, now_s - self._integrated_to_s)
+            self._batch_integral += passed_s * len(self._decodes)
+            self._context_integral += passed_s * self._context
+        self._integrated_to_s = now_s if self._integrated_to_s is None else max(now_s, self._integrated_to_s)

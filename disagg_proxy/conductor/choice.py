@@ -1,0 +1,46 @@
+"""What a policy is asked and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moonpool.disagg_proxy.conductor.instance import Instance
+
+ANSWER_TOKENS = 256  # taken for the length of an answer whose request does not limit it
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """tokens: of the prompt, 0 when not known; own: by an instance's place, how many leading tokens lie in
+    its own cache; pool: how many leading tokens the pool holds; answer_tokens: the most it may answer."""
+
+    tokens: int = 0
+    own: Sequence[int] = ()
+    pool: int = 0
+    answer_tokens: int = ANSWER_TOKENS
+
+    def own_at(self, instance: Instance) -> int:
+        return self.own[instance.place] if instance.place < len(self.own) else 0
+
+    def from_pool(self, instance: Instance) -> int:
+        """Tokens behind the instance's own that the pool would give it."""
+        return max(0, self.pool - self.own_at(instance))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """prefill: computes the prompt and hands it to decode; None: decode does both.
+
+    prefill_s: predicted seconds of the prompt's computation, without the wait. why: what it was weighed by,
+    for people.
+    """
+
+    decode: Instance
+    prefill: Instance | None = None
+    prefill_s: float = 0.0
+    why: Mapping[str, float | int | str] = field(default_factory=dict)
+
+    @property
+    def computes(self) -> Instance:
+        return self.prefill or self.decode

@@ -1,0 +1,52 @@
+"""The conductor's account of one engine: its role, its books, and the cost models learnt from it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from moonpool.disagg_proxy.conductor.books import Books
+from moonpool.disagg_proxy.conductor.prediction import DecodeModel, HandoverModel, PrefillModel
+
+
+class Role(Enum):
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Instance:
+    """place: stable position among all engines. room_tokens: what its KV cache holds; 0: not known."""
+
+    __slots__ = (
+        "books",
+        "decode_model",
+        "handover_model",
+        "name",
+        "place",
+        "prefill_model",
+        "role",
+        "room_tokens",
+    )
+
+    def __init__(self, place: int, name: str, role: Role = Role.BOTH, *, room_tokens: int = 0) -> None:
+        self.place = place
+        self.name = name
+        self.role = role
+        self.room_tokens = room_tokens
+        self.books = Books()
+        self.prefill_model = PrefillModel()
+        self.handover_model = HandoverModel()
+        self.decode_model = DecodeModel()
+
+    @property
+    def in_flight(self) -> int:
+        return self.books.prefills + self.books.decodes
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a request of so many tokens fits beside those that decode here; unknown counts as yes."""
+        return not self.room_tokens or self.books.context_tokens + tokens <= self.room_tokens
+
+    def check_integrity(self) -> None:
+        self.books.check_integrity()
+        for model in (self.prefill_model, self.handover_model, self.decode_model):
+            model.regression.check_integrity()

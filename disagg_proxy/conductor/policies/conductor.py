@@ -1,0 +1,95 @@
+"""Algorithm 1 of the Mooncake paper (FAST '25), with the transfer term: the least predicted time to the first
+token, then the decode instance that slows down least.
+
+    for each instance that computes prompts:
+        reuse what it holds itself and, behind that, what the pool holds
+        TTFT = wait (seconds of prefill in line) + prefill(n, own, pool) [+ hand-over]
+    take the least; of equals (within 1 ms) the longest match of its own, then the fewest requests
+    decode: among those with room for prompt and answer, the least predicted gap between tokens
+
+The paper chooses between computing and fetching by a threshold set by hand; here the connector fetches what
+the pool holds, and the model has learnt what a fetched token costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.policies.roles import decoders, is_worth_splitting, prefillers
+
+EQUAL_S = 0.001
+
+
+class Conductor:
+    uses_tokens = True
+
+    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
+        answering, computing = decoders(instances), prefillers(instances)
+        decode, gap_s = self._decode(request, answering)
+        together = [instance for instance in answering if instance.role is Role.BOTH]
+        if computing and is_worth_splitting(request, decode):
+            handover_s = decode.handover_model.predict(request.tokens)
+            apart = [instance for instance in computing if instance is not decode]
+            best, ttft_s, prefill_s = self._compute(request, apart or computing, now_s)
+            if best is decode:
+                return self._choice(request, best, None, ttft_s, prefill_s, gap_s, now_s)
+            return self._choice(request, decode, best, ttft_s + handover_s, prefill_s, gap_s, now_s)
+        best, ttft_s, prefill_s = self._compute(request, together or answering, now_s)
+        return self._choice(request, best, None, ttft_s, prefill_s, self._gap_s(request, best), now_s)
+
+    @staticmethod
+    def _compute(
+        request: Request, instances: Sequence[Instance], now_s: float
+    ) -> tuple[Instance, float, float]:
+        """(the instance of the least TTFT, that TTFT, the prefill's part of it)"""
+        ranked = []
+        for instance in instances:
+            own, pool = request.own_at(instance), request.from_pool(instance)
+            prefill_s = instance.prefill_model.predict(request.tokens, own, pool)
+            ranked.append((instance.books.wait_s(now_s) + prefill_s, prefill_s, own, instance))
+        least_s = min(ttft_s for ttft_s, *_ in ranked)
+        near = [item for item in ranked if item[0] <= least_s + EQUAL_S]
+        ttft_s, prefill_s, _, best = min(
+            near, key=lambda item: (-item[2], item[3].in_flight, item[0], item[3].place)
+        )
+        return best, ttft_s, prefill_s
+
+    def _decode(self, request: Request, instances: Sequence[Instance]) -> tuple[Instance, float]:
+        need = request.tokens + request.answer_tokens
+        roomy = [instance for instance in instances if instance.has_room(need)] or instances
+        gap_s, _, _, best = min(
+            (self._gap_s(request, each), each.in_flight, each.place, each) for each in roomy
+        )
+        return best, gap_s
+
+    @staticmethod
+    def _gap_s(request: Request, instance: Instance) -> float:
+        books = instance.books
+        return instance.decode_model.predict(books.decodes + 1, books.context_tokens + request.tokens)
+
+    @staticmethod
+    def _choice(
+        request: Request,
+        decode: Instance,
+        prefill: Instance | None,
+        ttft_s: float,
+        prefill_s: float,
+        gap_s: float,
+        now_s: float,
+    ) -> Choice:
+        computes = prefill or decode
+        return Choice(
+            decode,
+            prefill,
+            prefill_s,
+            {
+                "predicted_ttft_s": round(ttft_s, 4),
+                "predicted_gap_s": round(gap_s, 5),
+                "wait_s": round(computes.books.wait_s(now_s), 4),
+                "prompt_tokens": request.tokens,
+                "own_tokens": request.own_at(computes),
+                "pool_tokens": request.from_pool(computes),
+            },
+        )

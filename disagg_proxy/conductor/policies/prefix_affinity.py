@@ -1,0 +1,47 @@
+"""Where the prefix lies, unless too many others go there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.policies.roles import decoders, is_worth_splitting, prefillers
+
+BUSIER_MAX = 8  # requests more than the least busy one has
+SHARE_MIN = 0.1  # of the prompt, below which a match decides nothing
+
+
+class PrefixAffinity:
+    """The longest match in an instance's own cache, among those that have at most BUSIER_MAX requests more
+    than the least busy; without a match the least busy. Simple, and it needs no model; ``conductor`` weighs
+    both in seconds."""
+
+    uses_tokens = True
+
+    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
+        answering, computing = decoders(instances), prefillers(instances)
+        decode = self._near(request, answering)
+        if not computing or not is_worth_splitting(request, decode):
+            return self._choice(request, decode, None)
+        apart = [instance for instance in computing if instance is not decode]
+        least_busy = min(answering, key=lambda each: (each.in_flight, each.place))
+        return self._choice(request, least_busy, self._near(request, apart)) if apart else Choice(decode)
+
+    @staticmethod
+    def _near(request: Request, instances: Sequence[Instance]) -> Instance:
+        least = min(instance.in_flight for instance in instances)
+        near = [instance for instance in instances if instance.in_flight <= least + BUSIER_MAX]
+
+        def rank(instance: Instance) -> tuple[int, int, int]:
+            own = request.own_at(instance)
+            return (-own if own >= SHARE_MIN * request.tokens else 0, instance.in_flight, instance.place)
+
+        return min(near, key=rank)
+
+    @staticmethod
+    def _choice(request: Request, decode: Instance, prefill: Instance | None) -> Choice:
+        computes = prefill or decode
+        return Choice(
+            decode, prefill, why={"own_tokens": request.own_at(computes), "in_flight": computes.in_flight}
+        )

@@ -1,0 +1,66 @@
+"""What a request will cost: prefill seconds, hand-over seconds and seconds between tokens, learnt online.
+
+    prefill(n, own, pool)  =  a + b u + c (n^2 - r^2) + f pool      r = own + pool tokens reused, u = n - r
+    hand-over(n)           =  g + h n
+    token gap(batch, ctx)  =  d + e batch + k ctx                   ctx: tokens in the KV cache of the batch
+
+The form of the prefill term is the cost model of the Mooncake paper (FAST '25, section 2.2 of its cost model:
+a linear and a quadratic part of the tokens that are computed); priors are of a mid-sized model on one GPU and
+wide, so that a few tens of requests replace them. Tokens and seconds everywhere; features are scaled to
+thousands and millions so that coefficients are of one order. Pure: no clock.
+"""
+
+from __future__ import annotations
+
+from moonpool.disagg_proxy.conductor.regression import Regression
+
+_K = 1e-3
+_M = 1e-6
+
+
+class PrefillModel:
+    """Seconds that an engine computes before a request's first token, without waiting."""
+
+    def __init__(self) -> None:
+        self.regression = Regression((0.02, 0.1, 0.001, 0.002), (0.1, 0.3, 0.01, 0.02), floor=0.005)
+
+    def predict(self, tokens: int, own: int = 0, pool: int = 0) -> float:
+        """tokens: of the prompt; own: leading ones in the engine's own cache; pool: those behind them that
+        the pool holds."""
+        return self.regression.predict(_prefill_features(tokens, own, pool))
+
+    def observe(self, tokens: int, own: int, pool: int, seconds: float) -> float | None:
+        return self.regression.observe(_prefill_features(tokens, own, pool), seconds)
+
+
+class HandoverModel:
+    """Seconds from the end of prefill to the decode engine's first token."""
+
+    def __init__(self) -> None:
+        self.regression = Regression((0.01, 0.01), (0.05, 0.05), floor=0.005)
+
+    def predict(self, tokens: int) -> float:
+        return self.regression.predict((1.0, tokens * _K))
+
+    def observe(self, tokens: int, seconds: float) -> float | None:
+        return self.regression.observe((1.0, tokens * _K), seconds)
+
+
+class DecodeModel:
+    """Seconds between two tokens of a request that decodes in a batch."""
+
+    def __init__(self) -> None:
+        self.regression = Regression((0.01, 0.0003, 0.00002), (0.05, 0.002, 0.0005), floor=0.002)
+
+    def predict(self, batch: float, context_tokens: float) -> float:
+        """batch: requests that decode together, this one included; context_tokens: of all of them."""
+        return self.regression.predict((1.0, batch, context_tokens * _K))
+
+    def observe(self, batch: float, context_tokens: float, seconds: float) -> float | None:
+        return self.regression.observe((1.0, batch, context_tokens * _K), seconds)
+
+
+def _prefill_features(tokens: int, own: int, pool: int) -> tuple[float, float, float, float]:
+    reused = min(own + pool, tokens)
+    computed = tokens - reused
+    return (1.0, computed * _K, (tokens * tokens - reused * reused) * _M, min(pool, tokens) * _K)

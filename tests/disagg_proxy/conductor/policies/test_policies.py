@@ -1,0 +1,215 @@
+"""Policies by cases, and beside each other on a small simulated fleet."""
+
+from __future__ import annotations
+
+import heapq
+import random
+import statistics
+from collections.abc import Iterator
+from itertools import combinations
+
+import pytest
+
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
+from moonpool.disagg_proxy.conductor.policies.least_load import LeastLoad
+from moonpool.disagg_proxy.conductor.policies.prefix_affinity import BUSIER_MAX, PrefixAffinity
+from moonpool.disagg_proxy.conductor.policies.round_robin import RoundRobin
+from moonpool.disagg_proxy.conductor.policy import POLICIES, Policy, make_policy
+
+
+def fleet(both: int = 0, prefill: int = 0, decode: int = 0) -> list[Instance]:
+    roles = [Role.BOTH] * both + [Role.PREFILL] * prefill + [Role.DECODE] * decode
+    return [Instance(place, f"e{place}", role) for place, role in enumerate(roles)]
+
+
+def busy(instance: Instance, seconds: float, request: int = 1000) -> None:
+    instance.books.prefill_began(request + instance.place, 1, 0, 0, seconds, now_s=0.0)
+
+
+# ---- round robin
+
+
+def test_round_robin_takes_each_in_its_turn_while_others_come_and_go() -> None:
+    policy, engines = RoundRobin(), fleet(both=3)
+    assert [policy.choose(Request(), engines, 0.0).decode.place for _ in range(4)] == [0, 1, 2, 0]
+    assert policy.choose(Request(), engines[::2], 0.0).decode.place == 2
+    assert policy.choose(Request(), engines, 0.0).decode.place == 0
+
+
+def test_round_robin_is_fair_over_every_subset() -> None:
+    engines = fleet(both=4)
+    for size in (1, 2, 3, 4):
+        for subset in combinations(engines, size):
+            policy = RoundRobin()
+            places = [policy.choose(Request(), subset, 0.0).decode.place for _ in range(size * 2)]
+            assert places == [each.place for each in subset] * 2
+
+
+def test_round_robin_has_a_turn_for_each_role() -> None:
+    policy, engines = RoundRobin(), fleet(prefill=2, decode=3)
+    pairs = [policy.choose(Request(), engines, 0.0) for _ in range(6)]
+    assert [each.decode.place for each in pairs] == [2, 3, 4, 2, 3, 4]
+    assert [each.prefill.place for each in pairs if each.prefill] == [0, 1, 0, 1, 0, 1]
+
+
+# ---- all of them
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_roles_are_kept_in_every_fleet(name: str) -> None:
+    for both, prefill, decode in (
+        (1, 0, 0),
+        (3, 0, 0),
+        (0, 1, 1),
+        (0, 2, 3),
+        (1, 1, 1),
+        (0, 2, 0),
+        (0, 0, 2),
+    ):
+        engines, policy = fleet(both, prefill, decode), make_policy(name)
+        for tokens in (0, 10, 10_000):
+            choice = policy.choose(Request(tokens=tokens), engines, 0.0)
+            assert choice.decode in engines
+            if both or decode:
+                assert choice.decode.role is not Role.PREFILL
+            if choice.prefill is not None:
+                assert choice.prefill is not choice.decode
+                assert choice.prefill.role is Role.PREFILL
+            if prefill and (both or decode) and tokens == 10_000:
+                assert choice.prefill is not None
+
+
+@pytest.mark.parametrize("name", ["prefix_affinity", "conductor"])
+def test_a_short_rest_is_computed_where_it_is_decoded(name: str) -> None:
+    engines = fleet(prefill=1, decode=1)
+    assert make_policy(name).choose(Request(tokens=100), engines, 0.0).prefill is None
+    cached = Request(tokens=5_000, own=(0, 4_900))
+    assert make_policy(name).choose(cached, engines, 0.0).prefill is None
+    assert make_policy(name).choose(Request(tokens=5_000), engines, 0.0).prefill is engines[0]
+
+
+# ---- each
+
+
+def test_least_load_takes_the_fewest_requests_and_turns_among_equals() -> None:
+    policy, engines = LeastLoad(), fleet(both=3)
+    busy(engines[0], 1.0)
+    assert [policy.choose(Request(), engines, 0.0).decode.place for _ in range(4)] == [1, 2, 1, 2]
+
+
+def test_affinity_stays_until_the_place_is_too_busy() -> None:
+    policy, engines = PrefixAffinity(), fleet(both=2)
+    request = Request(tokens=1_000, own=(0, 900))
+    for number in range(BUSIER_MAX + 1):
+        assert policy.choose(request, engines, 0.0).decode.place == 1
+        busy(engines[1], 0.1, request=10 * number)
+    assert policy.choose(request, engines, 0.0).decode.place == 0
+
+
+def test_conductor_weighs_a_match_against_the_wait() -> None:
+    policy, engines = Conductor(), fleet(both=2)
+    request = Request(tokens=10_000, own=(0, 9_000))
+    assert policy.choose(request, engines, 0.0).decode.place == 1
+    saved_s = engines[0].prefill_model.predict(10_000) - engines[0].prefill_model.predict(10_000, 9_000)
+    busy(engines[1], saved_s * 0.9)
+    assert policy.choose(request, engines, 0.0).decode.place == 1
+    busy(engines[1], saved_s * 0.2, request=2000)
+    assert policy.choose(request, engines, 0.0).decode.place == 0
+
+
+def test_with_a_pool_the_wait_decides_rather_than_the_place() -> None:
+    policy, engines = Conductor(), fleet(both=2)
+    busy(engines[1], 0.2)
+    request = Request(tokens=10_000, own=(0, 9_000), pool=9_000)
+    choice = policy.choose(request, engines, 0.0)
+    assert choice.decode.place == 0
+    assert choice.why["pool_tokens"] == 9_000
+
+
+def test_equal_times_are_decided_by_the_match_then_by_requests() -> None:
+    policy, engines = Conductor(), fleet(both=3)
+    engines[0].books.decode_began(1, 10, 0.0)
+    assert policy.choose(Request(tokens=500), engines, 0.0).decode.place == 1
+
+
+def test_decode_goes_where_there_is_room_and_the_gap_is_least() -> None:
+    policy, engines = Conductor(), fleet(prefill=1, decode=3)
+    engines[1].room_tokens = 4_000
+    engines[2].books.decode_began(1, 50_000, 0.0)
+    choice = policy.choose(Request(tokens=5_000), engines, 0.0)
+    assert choice.decode.place == 3  # 1 has no room, 2 is slower
+    engines[3].room_tokens = engines[2].room_tokens = 100
+    assert policy.choose(Request(tokens=5_000), engines, 0.0).decode.place == 1  # nobody has: the fastest
+
+
+# ---- beside each other: engines that prefill one after the other, each with a cache of its own
+
+
+class SmallFleet:
+    """Engines that compute prompts one at a time; a session's prompt grows with each turn."""
+
+    def __init__(self, policy: Policy, seed: int, *, engines: int = 4) -> None:
+        self.policy = policy
+        self.random = random.Random(seed)
+        self.instances = fleet(both=engines)
+        self.caches: list[dict[int, int]] = [{} for _ in range(engines)]
+        self.free_s = [0.0] * engines
+        self.ends: list[tuple[float, int, int]] = []
+
+    def arrivals(self, count: int) -> Iterator[tuple[float, int, int]]:
+        now_s, lengths = 0.0, dict.fromkeys(range(24), 2000)
+        for _ in range(count):
+            now_s += self.random.expovariate(14.0)
+            session = min(int(self.random.expovariate(0.15)), 23)
+            lengths[session] = min(lengths[session] + self.random.randrange(200, 1_200), 24_000)
+            yield now_s, session, lengths[session]
+
+    @staticmethod
+    def prefill_s(tokens: int, own: int) -> float:
+        return 0.03 + 1.1e-4 * (tokens - own) + 7e-10 * (tokens**2 - own**2)
+
+    def run(self, count: int = 1_500) -> float:
+        """Mean seconds to the first token."""
+        waits = []
+        for number, (now_s, session, tokens) in enumerate(self.arrivals(count)):
+            while self.ends and self.ends[0][0] <= now_s:
+                end_s, place, request = heapq.heappop(self.ends)
+                self._ended(end_s, place, request)
+            own = [cache.get(session, 0) for cache in self.caches]
+            choice = self.policy.choose(Request(tokens=tokens, own=own), self.instances, now_s)
+            waits.append(self._sent(choice, number, session, tokens, own, now_s) - now_s)
+        for instance in self.instances:
+            instance.check_integrity()
+        return statistics.fmean(waits)
+
+    def _sent(
+        self, choice: Choice, number: int, session: int, tokens: int, own: list[int], now_s: float
+    ) -> float:
+        place = choice.decode.place
+        predicted_s = choice.prefill_s or choice.decode.prefill_model.predict(tokens, own[place])
+        choice.decode.books.prefill_began(number, tokens, own[place], 0, predicted_s, now_s)
+        begin_s = max(now_s, self.free_s[place])
+        self.free_s[place] = begin_s + self.prefill_s(tokens, own[place])
+        self.caches[place][session] = tokens
+        heapq.heappush(self.ends, (self.free_s[place], place, number))
+        return self.free_s[place]
+
+    def _ended(self, end_s: float, place: int, request: int) -> None:
+        instance = self.instances[place]
+        done = instance.books.prefill_ended(request, end_s)
+        if done is not None:
+            instance.prefill_model.observe(done.tokens, done.own, done.pool, done.seconds)
+
+
+def test_knowing_more_serves_sooner() -> None:
+    """Round robin, then the fewest requests, then affinity; the conductor before all of them."""
+    means = {
+        name: statistics.fmean(SmallFleet(make_policy(name), seed).run() for seed in (1, 2, 3))
+        for name in POLICIES
+    }
+    print("seeds 1, 2, 3:", {name: round(mean, 3) for name, mean in means.items()})
+    assert means["conductor"] < 0.8 * means["round_robin"]
+    assert means["conductor"] < 0.95 * means["prefix_affinity"]
+    assert means["conductor"] < 0.9 * means["least_load"]

@@ -1,0 +1,95 @@
+"""What the proxy sent to an engine, counted in seconds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from moonpool.disagg_proxy.conductor.books import Books
+
+
+def test_a_line_is_as_long_as_its_prefills_less_what_the_first_has_had() -> None:
+    books = Books()
+    assert books.wait_s(0.0) == 0.0
+    books.prefill_began(1, 100, 0, 0, 2.0, now_s=10.0)
+    books.prefill_began(2, 100, 0, 0, 3.0, now_s=10.5)
+    assert books.wait_s(10.5) == pytest.approx(4.5)
+    assert books.wait_s(11.0) == pytest.approx(4.0)
+    assert books.wait_s(99.0) == pytest.approx(
+        3.0
+    )  # the head takes longer than predicted: the rest still waits
+    done = books.prefill_ended(1, 13.0)
+    assert done is not None
+    assert done.seconds == pytest.approx(3.0)
+    assert books.wait_s(13.0) == pytest.approx(3.0)
+    assert books.wait_s(14.0) == pytest.approx(2.0)
+
+
+def test_the_time_of_a_prefill_begins_when_the_one_before_ended() -> None:
+    books = Books()
+    books.prefill_began(1, 100, 0, 0, 1.0, now_s=0.0)
+    books.prefill_began(2, 200, 50, 0, 1.0, now_s=0.1)
+    books.prefill_ended(1, 4.0)
+    done = books.prefill_ended(2, 5.0)
+    assert done is not None
+    assert (done.tokens, done.own, done.seconds) == (200, 50, pytest.approx(1.0))
+
+
+def test_one_that_overtakes_or_leaves_teaches_nothing() -> None:
+    books = Books()
+    books.prefill_began(1, 100, 0, 0, 1.0, now_s=0.0)
+    books.prefill_began(2, 100, 0, 0, 1.0, now_s=0.0)
+    assert books.prefill_ended(2, 0.5) is None
+    assert books.prefill_ended(1, 0.6, done=False) is None
+    assert books.wait_s(0.6) == 0.0
+
+
+def test_reports_that_come_twice_late_or_never_change_nothing() -> None:
+    books = Books()
+    books.prefill_began(1, 100, 0, 0, 1.0, now_s=0.0)
+    books.prefill_began(1, 100, 0, 0, 1.0, now_s=0.0)
+    assert books.prefills == 1
+    assert books.prefill_ended(7, 1.0) is None
+    assert books.decode_ended(7, 10, 1.0) is None
+    books.prefill_ended(1, 1.0)
+    assert books.prefill_ended(1, 1.0) is None
+    books.decode_began(1, 100, 1.0)
+    books.decode_began(1, 100, 1.0)
+    assert books.context_tokens == 100
+    books.check_integrity()
+    books.forget_all()
+    assert (books.prefills, books.decodes, books.context_tokens) == (0, 0, 0)
+
+
+def test_batch_and_context_are_averages_over_the_time_of_a_request() -> None:
+    books = Books()
+    books.decode_began(1, 1_000, now_s=0.0)
+    books.decode_began(2, 3_000, now_s=5.0)
+    ended = books.decode_ended(1, tokens=101, now_s=10.0)
+    assert ended is not None
+    assert ended.gap_s == pytest.approx(0.1)
+    assert ended.batch == pytest.approx(1.5)
+    assert ended.context_tokens == pytest.approx(2_500)
+    assert books.context_tokens == 3_000
+
+
+def test_random_stories_keep_the_books_straight() -> None:
+    for seed in range(30):
+        rng = random.Random(seed)
+        print("seed", seed)
+        books, now_s = Books(), 0.0
+        for _ in range(300):
+            now_s += rng.choice((0.0, rng.random(), -0.01))
+            request = rng.randrange(12)
+            match rng.randrange(4):
+                case 0:
+                    books.prefill_began(request, 10, 0, 0, rng.random(), now_s)
+                case 1:
+                    books.prefill_ended(request, now_s, done=rng.random() < 0.8)
+                case 2:
+                    books.decode_began(request, rng.randrange(1_000), now_s)
+                case _:
+                    books.decode_ended(request, rng.randrange(5), now_s)
+            assert books.wait_s(now_s) >= 0
+            books.check_integrity()

@@ -1,0 +1,110 @@
+"""The cost models learn what engines cost, and survive nonsense."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from moonpool.disagg_proxy.conductor.prediction import DecodeModel, HandoverModel, PrefillModel
+from moonpool.disagg_proxy.conductor.regression import Regression
+
+SEED = 20261121
+
+
+def true_prefill_s(tokens: int, own: int, pool: int) -> float:
+    """The paper's fit (facts of its figure 14), with a cost for tokens that come from the pool."""
+    reused = own + pool
+    return 0.06 + 1.146e-4 * (tokens - reused) + 7.194e-10 * (tokens**2 - reused**2) + 2.4e-6 * pool
+
+
+def sample(rng: random.Random) -> tuple[int, int, int]:
+    tokens = int(math.exp(rng.uniform(math.log(100), math.log(60_000))))
+    own = rng.choice((0, rng.randrange(tokens)))
+    pool = rng.choice((0, rng.randrange(tokens - own)))
+    return tokens, own, pool
+
+
+def worst_error(model: PrefillModel, rng: random.Random) -> float:
+    shares = []
+    for _ in range(200):
+        case = sample(rng)
+        true_s = true_prefill_s(*case)
+        shares.append(abs(model.predict(*case) - true_s) / true_s)
+    return sorted(shares)[int(len(shares) * 0.95)]
+
+
+def test_prefill_is_learnt_from_noisy_samples() -> None:
+    rng = random.Random(SEED)
+    print("seed", SEED)
+    model = PrefillModel()
+    before = worst_error(model, rng)
+    for _ in range(300):
+        case = sample(rng)
+        model.observe(*case, true_prefill_s(*case) * rng.uniform(0.9, 1.1))
+        model.regression.check_integrity()
+    after = worst_error(model, rng)
+    assert before > 0.3
+    assert after < 0.08
+
+
+def test_few_samples_replace_the_prior() -> None:
+    rng = random.Random(SEED)
+    model = PrefillModel()
+    for _ in range(20):
+        tokens = rng.randrange(500, 5_000)
+        model.observe(tokens, 0, 0, 1.0 + tokens * 1e-3)  # a slow engine: ten times the prior
+    assert model.predict(2_000) == pytest.approx(3.0, rel=0.15)
+
+
+def test_outliers_do_not_turn_the_model_over() -> None:
+    rng = random.Random(SEED)
+    model = PrefillModel()
+    for _ in range(200):
+        case = sample(rng)
+        model.observe(*case, true_prefill_s(*case))
+    expected = model.predict(8_000)
+    for _ in range(5):
+        model.observe(8_000, 0, 0, 300.0)  # an engine that stood still
+    assert model.predict(8_000) < 2 * expected
+
+
+def test_it_follows_an_engine_that_changes() -> None:
+    model = HandoverModel()
+    for _ in range(200):
+        model.observe(4_000, 0.1)
+    assert model.predict(4_000) == pytest.approx(0.1, rel=0.05)
+    for _ in range(400):
+        model.observe(4_000, 0.3)
+    assert model.predict(4_000) == pytest.approx(0.3, rel=0.1)
+
+
+def test_token_gap_grows_with_batch_and_context() -> None:
+    rng = random.Random(SEED)
+    model = DecodeModel()
+    for _ in range(300):
+        batch, context = rng.uniform(1, 64), rng.uniform(100, 200_000)
+        model.observe(batch, context, 0.02 + 0.0002 * batch + 2e-8 * context)
+    assert model.predict(32, 100_000) == pytest.approx(0.02 + 0.0064 + 0.002, rel=0.05)
+    assert model.predict(64, 1_000) > model.predict(1, 1_000)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.0])
+def test_nonsense_is_refused_and_counted(bad: float) -> None:
+    model = HandoverModel()
+    before = model.regression.coefficients
+    assert model.observe(100, bad) is None
+    assert model.regression.refused == 1
+    assert model.regression.coefficients == before
+    model.regression.check_integrity()
+
+
+def test_a_million_equal_samples_do_not_wear_it_out() -> None:
+    """Along directions without samples the variance must not grow beyond the prior's."""
+    regression = Regression((1.0, 1.0), (1.0, 1.0), floor=0.01)
+    for _ in range(5_000):
+        regression.observe((1.0, 0.0), 2.0)
+    regression.check_integrity()
+    regression.observe((0.0, 1.0), 5.0)
+    assert regression.predict((1.0, 0.0)) == pytest.approx(2.0, rel=0.02)
