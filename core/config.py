@@ -107,6 +107,9 @@ class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     policy: str = "round_robin"
     api_keys_file: str = ""
     access_log: str = ""
+    tokenizer: list[str] = []
+    events: list[str] = []
+    pool_events: list[str] = []
     client_connections_max: Count = 10_000
     head_bytes_max: Size = parse_size("32KiB")
     body_bytes_max: Size = parse_size("64MiB")
@@ -340,6 +343,11 @@ HELP: dict[str, str] = {
     "proxy.policy": "how an engine is chosen",
     "proxy.api_keys_file": "file of the API keys of clients, one per line; empty: none is asked for",
     "proxy.access_log": "file that gets a line per request; - is standard output; empty: none",
+    "proxy.tokenizer": "MODEL=FOLDER with tokenizer.json, for each model; empty: engines are asked for token "
+    'ids; "none": text is routed without its prefix',
+    "proxy.events": "KV events of engines, each NAME=tcp://host:port or NAME=tcp://host:port,tcp://host:port "
+    "(where they are replayed)",
+    "proxy.pool_events": "the same of nodes of the pool",
     "proxy.client_connections_max": "the most client connections",
     "proxy.head_bytes_max": "the longest request head",
     "proxy.body_bytes_max": "the longest request body",

@@ -8,6 +8,7 @@ from typing import TypeVar
 from moonpool.core.addresses import parse_address
 from moonpool.core.config import Config
 from moonpool.core.reach import require_token
+from moonpool.disagg_proxy.events.settings import parse_event_sources
 from moonpool.disagg_proxy.settings import Deadlines, HealthChecks, Limits, ProxySettings, parse_engines
 
 Part = TypeVar("Part", Limits, Deadlines, HealthChecks)
@@ -28,6 +29,11 @@ def proxy_settings(config: Config) -> ProxySettings:
         policy=config.proxy.policy,
         api_keys_file=config.proxy.api_keys_file,
         access_log=config.proxy.access_log,
+        tokenizer=tuple(config.proxy.tokenizer),
+        events=(
+            *parse_event_sources(config.proxy.events),
+            *parse_event_sources(config.proxy.pool_events, pool=True),
+        ),
         limits=_part(Limits, "", config),
         deadlines=_part(Deadlines, "", config),
         health=_part(HealthChecks, "health_", config),

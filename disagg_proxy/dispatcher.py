@@ -1,62 +1,209 @@
-"""Turns the choice of a policy into a plan: which of the engines that may be chosen can do what.
+"""Turns a policy's choice into a plan: which of the engines that may be chosen can do what, what is known of
+the prompt, and what is on its way already.
 
-``decide`` runs on the data plane's thread, once for each request and attempt; nothing here blocks.
+``decide`` runs on the data plane's thread, once for each request and attempt, and never blocks: a prompt
+whose token ids are not known goes to the event loop, and the plan is handed in later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
 
 from moonpool._native import ProxyRequest
-from moonpool.disagg_proxy.conductor.plan import Decision, two_step
+from moonpool.disagg_proxy import observations
+from moonpool.disagg_proxy.accounts import Accounts
+from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Choice, Request
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.plan import Decision, Plan
 from moonpool.disagg_proxy.conductor.policy import Policy
 from moonpool.disagg_proxy.engine import Engine
+from moonpool.disagg_proxy.locality import Locality, Place, seed_of
+from moonpool.disagg_proxy.tokens.source import KnownPrompts, TextPrompt, TokenSource
 
+UNKNOWN = Request()
+ASKED_MAX = 1024  # prompts that are being tokenised; beyond it a request is routed without its prefix
 _GENERATES = frozenset(("chat", "completions"))
 
-
-class _Choice(NamedTuple):
-    """The engines that may be chosen, by what they can do."""
-
-    whole: tuple[Engine, ...]  # may answer alone
-    prefills: tuple[Engine, ...]
-    decodes: tuple[Engine, ...]
+_log = logging.getLogger("moonpool.proxy")
 
 
 class Dispatcher:
-    """make_policy: called once for each kind of choice, since a policy may keep its turn."""
+    """tokens: where ids of text come from, None for nowhere; resume: hands in a decision that comes later;
+    observed: takes what the data plane has recorded; clock: the data plane's."""
 
-    def __init__(self, engines: Sequence[Engine], make_policy: Callable[[], Policy]) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        policy: Policy,
+        locality: Locality,
+        tokens: TokenSource | None,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        resume: Callable[[ProxyRequest, Decision], None],
+        observed: Callable[[], bytes],
+        clock: Callable[[], float],
+    ) -> None:
         self.engines = tuple(engines)
-        self._policy = make_policy()
-        self._prefill_policy = make_policy()
-        self._decode_policy = make_policy()
-        self._choices: dict[tuple[int, ...], _Choice] = {}
+        self.instances = tuple(
+            Instance(engine.place, engine.name, Role(engine.role), load=engine.load) for engine in engines
+        )
+        self.accounts = Accounts(self.instances)
+        self.known = KnownPrompts()
+        self.blind = 0
+        self._policy = policy
+        self._locality = locality
+        self._tokens = tokens
+        self._loop = loop
+        self._resume = resume
+        self._observed = observed
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._asking: set[asyncio.Task[None]] = set()
+        self._candidates: dict[tuple[int, ...], tuple[tuple[Instance, ...], tuple[Instance, ...]]] = {}
+
+    @property
+    def uses_tokens(self) -> bool:
+        """Whether prompts are looked at; without, no books are kept."""
+        return self._policy.uses_tokens
 
     @property
     def healthy_count(self) -> int:
         return sum(engine.liveness.healthy for engine in self.engines)
 
     def decide(self, request: ProxyRequest) -> Decision:
-        """The plan for a request: prefill and decode apart where there are engines for both."""
-        places = request.candidates
-        choice = self._choices.get(places) or self._sort(places)
-        if choice.prefills and choice.decodes and request.kind in _GENERATES:
-            now = request.arrived_s
-            prefill = self._prefill_policy.choose(request, choice.prefills, now)
-            decode = self._decode_policy.choose(request, choice.decodes, now)
-            return two_step(prefill.place, decode.place)
-        return self._policy.choose(request, choice.whole, request.arrived_s).place
+        """The plan for a request, or None when it comes later."""
+        if not self._policy.uses_tokens:
+            return self._choose_simply(request)
+        if request.kind not in _GENERATES:
+            return self._choose(request, UNKNOWN, None)
+        ids = request.prompt_tokens()
+        if ids is not None:
+            return self._choose_by(request, ids)
+        prompt = TextPrompt(request.kind, request.model, bytes(request.body))
+        with self._lock:
+            ids = self.known.find(prompt)
+        if ids is not None:
+            return self._choose_by(request, ids)
+        if self._tokens is None or len(self._asking) >= ASKED_MAX:
+            self.blind += 1
+            return self._choose(request, UNKNOWN, None)
+        self._loop.call_soon_threadsafe(self._ask, request, prompt)
+        return None
 
-    def _sort(self, places: tuple[int, ...]) -> _Choice:
-        engines = [self.engines[place] for place in places]
-        prefills = tuple(engine for engine in engines if engine.role == "prefill")
-        decodes = tuple(engine for engine in engines if engine.role == "decode")
-        both = tuple(engine for engine in engines if engine.role == "both")
-        # A prefill engine answers alone only when nobody else can.
-        choice = _Choice(both or decodes or prefills, prefills, decodes)
-        if len(self._choices) >= 4096:  # one for each set of engines that was seen
-            self._choices.clear()
-        self._choices[places] = choice
-        return choice
+    def learn(self) -> None:
+        """Takes in what the data plane has observed."""
+        now_s = self._clock()
+        records = self._observed()
+        with self._lock:
+            self._learn(records)
+            self.accounts.expire(now_s)
+        self._locality.expire(now_s)
+
+    def forget(self, engine: Engine) -> None:
+        """The engine left the rotation: what it had in work and in its cache is not counted on."""
+        with self._lock:
+            self.accounts.forget(engine.place)
+        self._locality.forget(engine.place)
+
+    async def close(self) -> None:
+        for task in list(self._asking):
+            task.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
+        if self._tokens is not None:
+            await self._tokens.close()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant of a part is broken."""
+        self.learn()
+        with self._lock:
+            self.accounts.check_integrity()
+            self.known.check_integrity()
+
+    # Ids of text, on the event loop
+
+    def _ask(self, request: ProxyRequest, prompt: TextPrompt) -> None:
+        task = self._loop.create_task(self._ids_then_choose(request, prompt))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    async def _ids_then_choose(self, request: ProxyRequest, prompt: TextPrompt) -> None:
+        assert self._tokens is not None
+        ids = await self._tokens.ids(prompt)
+        if request.gone:
+            return
+        if ids is None:
+            self.blind += 1
+            decision = self._choose(request, UNKNOWN, None)
+        else:
+            with self._lock:
+                self.known.keep(prompt, ids)
+            decision = self._choose_by(request, ids)
+        self._resume(request, decision)
+
+    # The choice
+
+    def _choose_by(self, request: ProxyRequest, ids: bytes) -> Decision:
+        seed = seed_of(request.body, request.model, self._models(request))
+        place = self._locality.find(ids, seed)
+        answer_tokens = request.max_tokens or ANSWER_TOKENS
+        return self._choose(request, Request(len(ids) // 4, place.own, place.pool, answer_tokens), place)
+
+    def _choose(self, request: ProxyRequest, asked: Request, place: Place | None) -> Decision:
+        instances = self._those(request)
+        # Not under the lock: the data plane's thread, which answers this, may be waiting for it.
+        records = self._observed()
+        with self._lock:
+            self._learn(records)
+            now_s = self._clock()
+            choice = self._policy.choose(asked, instances, now_s)
+            self.accounts.sent(request.id, choice, asked, streams=request.stream, now_s=now_s)
+        if place is not None:
+            self._locality.sent(place, choice.computes.place, now_s)
+        return self._plan(request, choice, note=1)
+
+    def _choose_simply(self, request: ProxyRequest) -> Decision:
+        choice = self._policy.choose(UNKNOWN, self._those(request), request.arrived_s)
+        if choice.prefill is None and not choice.why:
+            return choice.decode.place
+        return self._plan(request, choice, note=0)
+
+    def _those(self, request: ProxyRequest) -> Sequence[Instance]:
+        """The instances that may be chosen; for what is no generation those that answer by themselves."""
+        places = request.candidates
+        found = self._candidates.get(places)
+        if found is None:
+            if len(self._candidates) >= 4096:  # one for each set of engines that was seen
+                self._candidates.clear()
+            instances = tuple(self.instances[place] for place in places)
+            whole = tuple(each for each in instances if each.role is not Role.PREFILL) or instances
+            found = self._candidates[places] = (instances, whole)
+        return found[0] if request.kind in _GENERATES else found[1]
+
+    @staticmethod
+    def _plan(request: ProxyRequest, choice: Choice, *, note: int) -> Plan:
+        prefill = None if choice.prefill is None else choice.prefill.place
+        headers: tuple[tuple[bytes, bytes], ...] = ()
+        if request.headers("x-moonpool-decision") is not None:
+            why = {
+                "engine": choice.decode.name,
+                "prefill": choice.prefill and choice.prefill.name,
+                **choice.why,
+            }
+            headers = ((b"X-Moonpool-Decision", msgspec.json.encode(why)),)
+        return Plan(choice.decode.place, prefill, headers=headers, note=note)
+
+    def _models(self, request: ProxyRequest) -> Mapping[str, bytes] | None:
+        for place in request.candidates:
+            models: Mapping[str, bytes] | None = self.engines[place].models
+            if models and request.model in models:
+                return models
+        return None
+
+    def _learn(self, records: bytes) -> None:
+        for observation in observations.read(records):
+            self.accounts.learn(observation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from moonpool.disagg_proxy.conductor.liveness import Liveness
@@ -32,10 +33,11 @@ class Engine:
         self.liveness = Liveness(settings.health.timeouts_max)
         self.models: dict[str, bytes] | None = None
         self.relay: Relay | None = None
+        self.turned: Callable[[Engine, bool], None] = lambda engine, healthy: None
         self._resolved: tuple[str, int] | None = None
 
-    @property
-    def in_flight(self) -> int:
+    def load(self) -> int:
+        """Requests that are there now."""
         return 0 if self.relay is None else self.relay.in_flight(self.place)
 
     def answered_well(self, peer: tuple[str, int] | None = None) -> None:
@@ -46,6 +48,7 @@ class Engine:
                 self.relay.engine_address(self.place, *peer)
             self.relay.engine_state(self.place, True, "")
         if self.liveness.succeeded(self._now()):
+            self.turned(self, True)
             _log.info("engine %s (%s) is healthy", self.name, self.url)
 
     def answered_late(self, why: str) -> None:
@@ -72,6 +75,7 @@ class Engine:
     def _leave(self, why: str) -> None:
         if self.relay is not None:
             self.relay.engine_state(self.place, False, why)
+        self.turned(self, False)
         _log.warning("engine %s (%s) leaves the rotation: %s", self.name, self.url, why)
 
     def _now(self) -> float:

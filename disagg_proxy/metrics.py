@@ -112,10 +112,11 @@ class ProxyCollector(Collector):
         yield _histogram("prefill", "From asking a prefill engine to its answer", gauges.engines)
 
 
-def exposition(collector: ProxyCollector) -> bytes:
+def exposition(*collectors: Collector) -> bytes:
     """The text that Prometheus scrapes."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
+    for collector in collectors:
+        registry.register(collector)
     return generate_latest(registry)
 
 

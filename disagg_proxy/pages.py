@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+from prometheus_client.registry import Collector
 
 from moonpool.disagg_proxy.conductor.plan import Answer
+from moonpool.disagg_proxy.conductor_metrics import ConductorCollector
 from moonpool.disagg_proxy.dispatcher import Dispatcher
 from moonpool.disagg_proxy.engine import Engine
+from moonpool.disagg_proxy.events.subscriber import Subscriber
 from moonpool.disagg_proxy.health import merged_models
+from moonpool.disagg_proxy.locality import Locality
 from moonpool.disagg_proxy.metrics import CONTENT_TYPE, Counters, EngineCounters, ProxyCollector, exposition
 
 
@@ -54,16 +58,25 @@ class _ErrorBody(msgspec.Struct):
 class Pages:
     """Called on the proxy's event loop. look: the data plane's counters as they are now."""
 
-    def __init__(self, dispatcher: Dispatcher, look: Callable[[], Counters], policy: str) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        locality: Locality,
+        subscriber: Subscriber | None,
+        look: Callable[[], Counters],
+        policy: str,
+    ) -> None:
         self._dispatcher = dispatcher
         self._look = look
-        self._collector = ProxyCollector(look)
+        self._collectors: tuple[Collector, ...] = (ProxyCollector(look),)
+        if dispatcher.uses_tokens:
+            self._collectors += (ConductorCollector(dispatcher, locality, subscriber),)
         self._policy = policy
 
     def answer(self, path: bytes) -> Answer:
         """The page at a path of the proxy's own."""
         if path == b"/metrics":
-            return Answer(200, exposition(self._collector), CONTENT_TYPE)
+            return Answer(200, exposition(*self._collectors), CONTENT_TYPE)
         if path == b"/engines":
             counters = self._look()
             rows = [

@@ -14,7 +14,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import uvloop
@@ -25,7 +25,10 @@ from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.dispatcher import Dispatcher
 from moonpool.disagg_proxy.engine import Engine
+from moonpool.disagg_proxy.events.indexes import Indexes
+from moonpool.disagg_proxy.events.subscriber import Subscriber
 from moonpool.disagg_proxy.health import HealthChecker
+from moonpool.disagg_proxy.locality import Locality
 from moonpool.disagg_proxy.metrics import Counters, look
 from moonpool.disagg_proxy.pages import Pages
 from moonpool.disagg_proxy.settings import (
@@ -36,8 +39,12 @@ from moonpool.disagg_proxy.settings import (
     Limits,
     ProxySettings,
     parse_engines,
+    parse_tokenizers,
     read_api_keys,
 )
+from moonpool.disagg_proxy.tokens.engine_source import EngineSource
+from moonpool.disagg_proxy.tokens.local_source import LocalSource
+from moonpool.disagg_proxy.tokens.source import TokenSource
 
 _log = logging.getLogger("moonpool.proxy")
 _BACKLOG = 1024
@@ -59,8 +66,23 @@ class Proxy:
         self._tasks: list[asyncio.Task[None]] = []
         self._listening: list[socket.socket] = []
         self.engines = tuple(Engine(place, spec, settings) for place, spec in enumerate(settings.engines))
-        self._dispatcher = Dispatcher(self.engines, lambda: make_policy(settings.policy))
-        self._pages = Pages(self._dispatcher, self.counters, settings.policy)
+        self._indexes = Indexes(holders_max=max(256, len(settings.engines) + len(settings.events)))
+        self._locality = Locality(self._indexes, len(self.engines))
+        policy = make_policy(settings.policy)
+        self._dispatcher = Dispatcher(
+            self.engines,
+            policy,
+            self._locality,
+            _token_source(settings, self.engines) if policy.uses_tokens else None,
+            loop=self._loop,
+            resume=self._resume,
+            observed=lambda: self.relay.take_observations(),
+            clock=lambda: self.relay.now(),
+        )
+        self._subscriber = self._listen_to_events() if policy.uses_tokens else None
+        self._pages = Pages(
+            self._dispatcher, self._locality, self._subscriber, self.counters, settings.policy
+        )
         self.relay = Relay(
             engines=[(engine.name, engine.host, engine.role) for engine in self.engines],
             limits=asdict(settings.limits),
@@ -78,11 +100,14 @@ class Proxy:
         )
         for engine in self.engines:
             engine.relay = self.relay
+            engine.turned = self._turned
 
     async def open(self) -> str:
         """Check every engine once, then listen. Returns the URL. Raises ConfigError when the address is not
         to be had."""
         await self._bind()
+        if self._subscriber is not None:
+            self._subscriber.start()
         checkers = [HealthChecker(engine, self._settings.health) for engine in self.engines]
         self._tasks = [self._loop.create_task(checker.run()) for checker in checkers]
         self._tasks.append(self._loop.create_task(self._observe_forever()))
@@ -108,7 +133,10 @@ class Proxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._dispatcher.close()
         await asyncio.to_thread(self.relay.close)
+        if self._subscriber is not None:
+            await asyncio.to_thread(self._subscriber.stop)
 
     def counters(self) -> Counters:
         """What was counted so far."""
@@ -120,6 +148,29 @@ class Proxy:
             raise AssertionError("an invariant of the data plane is broken")
         for engine in self.engines:
             engine.check_integrity()
+        self._dispatcher.check_integrity()
+
+    def _resume(self, request: ProxyRequest, decision: Decision) -> None:
+        self.relay.resume(request, decision)
+
+    def _listen_to_events(self) -> Subscriber | None:
+        sources = self._settings.events
+        if not sources:
+            return None
+        places = {engine.name: engine.place for engine in self.engines}
+        for source in sources:
+            if source.pool:
+                places[source.name] = len(places)
+        return Subscriber(sources, self._indexes, places)
+
+    def _turned(self, engine: Engine, healthy: bool) -> None:
+        """An engine left the rotation, or came back."""
+        if not healthy:
+            self._dispatcher.forget(engine)
+        if self._subscriber is not None and any(
+            source.name == engine.name for source in self._settings.events
+        ):
+            self._subscriber.in_rotation(engine.name, healthy)
 
     def _page(self, request: ProxyRequest) -> Decision:
         """On the data plane's thread: a page is made on the loop, where it holds up no request."""
@@ -134,10 +185,10 @@ class Proxy:
         self._loop.call_soon_threadsafe(self.engines[place].refused, why)
 
     async def _observe_forever(self) -> None:
-        """Fetch what was observed; no policy learns from it yet."""
+        """Learn from what was observed, also while nobody asks."""
         while True:
             await asyncio.sleep(_OBSERVE_EVERY_S)
-            self.relay.take_observations()
+            self._dispatcher.learn()
 
     async def _bind(self) -> None:
         host, port = self._settings.host, self._settings.port
@@ -160,6 +211,23 @@ class Proxy:
         for listening in self._listening:
             listening.close()
         self._listening.clear()
+
+
+def _token_source(settings: ProxySettings, engines: Sequence[Engine]) -> TokenSource | None:
+    """Where the ids of text come from. Raises ConfigError for a tokenizer that cannot be read."""
+    if settings.tokenizer == ("none",):
+        return None
+    if settings.tokenizer:
+        return LocalSource(parse_tokenizers(settings.tokenizer))
+
+    def urls(model: str) -> list[str]:
+        return [
+            engine.url.rstrip("/")
+            for engine in engines
+            if engine.liveness.healthy and (engine.models is None or model in engine.models or not model)
+        ]
+
+    return EngineSource(urls)
 
 
 async def serve(

@@ -13,7 +13,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.conductor.policy import POLICIES
+from moonpool.disagg_proxy.conductor.policy import make_policy
+from moonpool.disagg_proxy.events.settings import EventSource
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -124,6 +125,8 @@ class ProxySettings:
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
     api_keys_file: str = ""  # one key per line; "": nobody is asked for one
     access_log: str = ""  # a path, "-" for standard output, "" for none
+    tokenizer: tuple[str, ...] = ()  # MODEL=FOLDER each; (): engines are asked; ("none",): text stays unknown
+    events: tuple[EventSource, ...] = ()  # of engines by their names, and of the pool's nodes
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -137,10 +140,10 @@ class ProxySettings:
         names = [engine.name for engine in self.engines]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise _bad("engines", f"two engines are called {twice[0]!r}; give each its own NAME=URL")
-        if self.policy not in POLICIES:
-            raise _bad(
-                "policy", f"there is no policy {self.policy!r}; choose one of {', '.join(sorted(POLICIES))}"
-            )
+        make_policy(self.policy)
+        for source in self.events:
+            if not source.pool and source.name not in names:
+                raise _bad("events", f"no engine is called {source.name!r}; they are {', '.join(names)}")
         if not self.health.path.startswith("/") or not self.health.path.isascii() or " " in self.health.path:
             raise _bad(
                 "health.path", f"the health path is an URL path such as /health, not {self.health.path!r}"
@@ -172,6 +175,17 @@ def read_api_keys(path: str) -> list[str]:
     if not keys:
         raise _bad("api_keys_file", f"{path} has no API key; write one per line, or name no file")
     return keys
+
+
+def parse_tokenizers(texts: Iterable[str]) -> dict[str, Path]:
+    """``MODEL=FOLDER`` each. Raises ConfigError."""
+    models = {}
+    for text in texts:
+        model, separator, folder = text.partition("=")
+        if not separator or not model or not folder:
+            raise _bad("tokenizer", f"write MODEL=FOLDER (with tokenizer.json), or none, not {text!r}")
+        models[model] = Path(folder)
+    return models
 
 
 def parse_engines(texts: Iterable[str], role: str = "both") -> tuple[EngineSpec, ...]:

@@ -36,12 +36,25 @@ def proxy(
     ] = None,
     host: Annotated[str | None, typer.Option(help="The address alone.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="The port alone; 0: a free one.")] = None,
-    policy: Annotated[str | None, typer.Option(help="How an engine is chosen.")] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(help="conductor, prefix_affinity, least_load, round_robin, or package.module:Class."),
+    ] = None,
     api_keys_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="API keys of clients, one per line.")
     ] = None,
     access_log: Annotated[
         str | None, typer.Option(metavar="FILE", help="Gets a line per request; - is standard output.")
+    ] = None,
+    tokenizer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODEL=FOLDER", help="Tokenise here instead of asking engines; or: none."),
+    ] = None,
+    events: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=ZMQ", help="KV events of an engine; once for each.")
+    ] = None,
+    pool_events: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=ZMQ", help="KV events of a node of the pool.")
     ] = None,
     config: ConfigFile = None,
     token_file: TokenFile = None,
@@ -66,6 +79,9 @@ def proxy(
             "proxy.decode": decode or None,
             "proxy.api_keys_file": api_keys_file,
             "proxy.access_log": access_log,
+            "proxy.tokenizer": tokenizer or None,
+            "proxy.events": events or None,
+            "proxy.pool_events": pool_events or None,
             "proxy.listen": listen,
             "proxy.policy": policy,
             "cluster.token_file": None if token_file is None else str(token_file),

@@ -16,6 +16,7 @@ class _Prefill:
     own: int
     pool: int
     predicted_s: float
+    silent: bool
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class Books:
         self._prefill_sum_s = 0.0
         self._head_since_s = 0.0
         self._decodes: dict[int, _Decode] = {}
+        self._in_both = 0
         self._context = 0
         self._batch_integral = 0.0
         self._context_integral = 0.0
@@ -71,29 +73,46 @@ class Books:
         return len(self._decodes)
 
     @property
+    def requests(self) -> int:
+        return len(self._prefills) + len(self._decodes) - self._in_both
+
+    @property
     def context_tokens(self) -> int:
         """Tokens in the KV cache of the requests that decode now, as far as known."""
         return self._context
 
     def wait_s(self, now_s: float) -> float:
         """Seconds until a prefill that came now would begin."""
-        if not self._prefills:
-            return 0.0
-        head = next(iter(self._prefills.values()))
-        had_s = max(0.0, now_s - self._head_since_s)
-        return max(0.0, self._prefill_sum_s - min(had_s, head.predicted_s))
+        while self._prefills:
+            request, head = next(iter(self._prefills.items()))
+            had_s = max(0.0, now_s - self._head_since_s)
+            if not head.silent or had_s < head.predicted_s:
+                return max(0.0, self._prefill_sum_s - min(had_s, head.predicted_s))
+            self._head_since_s += head.predicted_s
+            self._drop(request)
+        return 0.0
 
     # What happens
 
     def prefill_began(
-        self, request: int, tokens: int, own: int, pool: int, predicted_s: float, now_s: float
+        self,
+        request: int,
+        tokens: int,
+        own: int,
+        pool: int,
+        predicted_s: float,
+        now_s: float,
+        *,
+        silent: bool = False,
     ) -> None:
+        """silent: its end will not be heard of, so it is taken to last as long as predicted."""
         if request in self._prefills:
             return
         if not self._prefills:
             self._head_since_s = now_s
             self._prefill_sum_s = 0.0  # sums of floats drift
-        self._prefills[request] = _Prefill(tokens, own, pool, predicted_s)
+        self._prefills[request] = _Prefill(tokens, own, pool, predicted_s, silent)
+        self._in_both += request in self._decodes
         self._prefill_sum_s += predicted_s
 
     def prefill_ended(self, request: int, now_s: float, *, done: bool = True) -> Prefilled | None:
@@ -102,8 +121,7 @@ class Books:
         if prefill is None:
             return None
         was_head = next(iter(self._prefills)) == request
-        del self._prefills[request]
-        self._prefill_sum_s = max(0.0, self._prefill_sum_s - prefill.predicted_s)
+        self._drop(request)
         seconds = now_s - self._head_since_s
         # Engines batch short prefills: one that overtakes the head, or leaves, says nothing of its own cost.
         clean = done and was_head and seconds >= 0
@@ -118,6 +136,7 @@ class Books:
             return
         self._integrate(now_s)
         self._decodes[request] = _Decode(context, now_s, self._batch_integral, self._context_integral)
+        self._in_both += request in self._prefills
         self._context += context
 
     def decode_ended(self, request: int, tokens: int, now_s: float) -> Decoded | None:
@@ -127,6 +146,7 @@ class Books:
             return None
         self._integrate(now_s)
         del self._decodes[request]
+        self._in_both -= request in self._prefills
         self._context -= decode.context
         lasted_s = now_s - decode.first_s
         if tokens < 2 or lasted_s <= 0:
@@ -142,6 +162,7 @@ class Books:
         self._prefills.clear()
         self._prefill_sum_s = 0.0
         self._decodes.clear()
+        self._in_both = 0
         self._context = 0
 
     def check_integrity(self) -> None:
@@ -151,6 +172,13 @@ class Books:
             raise AssertionError(f"the line is {total} s long, not {self._prefill_sum_s}")
         if self._context != sum(decode.context for decode in self._decodes.values()):
             raise AssertionError("the tokens of the decodes do not add up")
+        if self._in_both != len(self._prefills.keys() & self._decodes.keys()):
+            raise AssertionError("the requests in both do not add up")
+
+    def _drop(self, request: int) -> None:
+        prefill = self._prefills.pop(request)
+        self._prefill_sum_s = max(0.0, self._prefill_sum_s - prefill.predicted_s)
+        self._in_both -= request in self._decodes
 
     def _integrate(self, now_s: float) -> None:
         if self._integrated_to_s is not None:

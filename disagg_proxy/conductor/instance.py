@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
 from moonpool.disagg_proxy.conductor.books import Books
@@ -15,12 +16,15 @@ class Role(Enum):
 
 
 class Instance:
-    """place: stable position among all engines. room_tokens: what its KV cache holds; 0: not known."""
+    """place: stable position among all engines. room_tokens: what its KV cache holds; 0: not known. load:
+    says how many requests are there, where somebody counts them better than the books.
+    """
 
     __slots__ = (
         "books",
         "decode_model",
         "handover_model",
+        "load",
         "name",
         "place",
         "prefill_model",
@@ -28,11 +32,20 @@ class Instance:
         "room_tokens",
     )
 
-    def __init__(self, place: int, name: str, role: Role = Role.BOTH, *, room_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        place: int,
+        name: str,
+        role: Role = Role.BOTH,
+        *,
+        room_tokens: int = 0,
+        load: Callable[[], int] | None = None,
+    ) -> None:
         self.place = place
         self.name = name
         self.role = role
         self.room_tokens = room_tokens
+        self.load = load
         self.books = Books()
         self.prefill_model = PrefillModel()
         self.handover_model = HandoverModel()
@@ -40,7 +53,7 @@ class Instance:
 
     @property
     def in_flight(self) -> int:
-        return self.books.prefills + self.books.decodes
+        return self.books.requests if self.load is None else self.load()
 
     def has_room(self, tokens: int) -> bool:
         """Whether a request of so many tokens fits beside those that decode here; unknown counts as yes."""

@@ -43,6 +43,13 @@ class EventPublisher:
         self._kept.append((sequence, payload))
         self._publisher.send_multipart([self._topic, sequence.to_bytes(8, "big"), payload])
 
+    @property
+    def endpoints(self) -> list[str]:
+        """Where it publishes and, if it does, replays, with the real ports."""
+        import zmq
+
+        return [socket.getsockopt(zmq.LAST_ENDPOINT).decode() for socket in self._sockets]
+
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()

@@ -70,6 +70,11 @@ class MockEngine:
         self.port: int = self._server.sockets[0].getsockname()[1]
         return f"http://{settings.host}:{self.port}"
 
+    @property
+    def endpoints(self) -> list[str]:
+        """Of its KV events and their replay, with the real ports."""
+        return [] if self._publisher is None else self._publisher.endpoints
+
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()

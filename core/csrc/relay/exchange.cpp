@@ -242,6 +242,7 @@ void Exchange::prefill_done() {
     engine.counts.prefill.observe(relay_.now - observation_.sent_prefill);
     Usage usage;
     if (find_usage(prefill_answer_, usage)) observation_.prefill_cached_tokens = usage.cached;
+    reached(Stage::kPrefilled);
     prefill_.leave(Verdict::kGood);
     if (state_ != State::kPrefilling) return ended(Prefill::kHandedOver);  // concurrent: nobody waits for it
     auto& scanned = relay_.scratch_object;
@@ -303,6 +304,7 @@ void Exchange::start_answer(const http::ResponseHead& head) {
     engine.counts.first_byte.observe(relay_.now - request_->arrived_at);
     status_ = head.status;
     observation_.status = static_cast<uint16_t>(head.status);
+    reached(Stage::kBegun);
     chunked_ = head.framing == http::Framing::kChunked;
     taking_chunks_off_ = chunked_ && request_->head.http_1_0;
     if (taking_chunks_off_) {
@@ -394,6 +396,13 @@ void Exchange::observe(Outcome outcome) {
     observation_.last_byte = relay_.now;
     observation_.outcome = static_cast<uint8_t>(outcome);
     if (observation_.attempts > 0) relay_.observations.add(observation_);
+}
+
+void Exchange::reached(Stage stage) {
+    if (observation_.note == 0) return;  // the policy keeps no books
+    Observation now = observation_;
+    now.stage = static_cast<uint16_t>(stage);
+    relay_.observations.add(now);
 }
 
 // What the client does.

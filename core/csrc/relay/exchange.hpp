@@ -72,6 +72,7 @@ class Exchange {
     http::Refusal nobody() const;
     bool again_allowed() const;
     void observe(Outcome outcome);
+    void reached(Stage stage);
     void read_usage(std::string_view body);
 
     Leg answer_, prefill_;

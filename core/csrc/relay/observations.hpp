@@ -1,4 +1,5 @@
-// One record for each request that was sent to an engine: what a policy learns from afterwards.
+// A record for each request that was sent to an engine, and while it runs two more of those whose plan has a
+// note: what a policy learns from.
 //
 // Little-endian, 128 bytes, in the order of the fields; times are seconds of the relay's clock, 0 where it
 // did not come to that; token counts are the engine's own, -1 where its answer did not tell.
@@ -18,6 +19,12 @@ enum class Outcome : uint8_t {
     kRefused,    // the policy's own answer, after an engine had been tried
 };
 
+enum class Stage : uint16_t {
+    kEnded,      // the last record of a request
+    kPrefilled,  // the prefill engine has answered; only with a note
+    kBegun,      // the first byte of the answer is there; only with a note
+};
+
 struct Observation {
     uint64_t request = 0;
     int64_t note = 0;
@@ -30,7 +37,7 @@ struct Observation {
     uint8_t attempts = 0;
     uint8_t handed_over = 0;  // the engine that answered was given the prefill engine's parameters
     uint8_t stream = 0;
-    uint16_t reserved = 0;
+    uint16_t stage = 0;  // Stage
     uint8_t trace_id[16] = {};
     uint8_t parent_id[8] = {};  // of the span that the client named, zero when it named none
     uint8_t span_id[8] = {};    // what the engines were told; equal to parent_id when passed through

@@ -4,7 +4,8 @@ token, then the decode instance that slows down least.
     for each instance that computes prompts:
         reuse what it holds itself and, behind that, what the pool holds
         TTFT = wait (seconds of prefill in line) + prefill(n, own, pool) [+ hand-over]
-    take the least; of equals (within 1 ms) the longest match of its own, then the fewest requests
+    take the least; of equals (within 1 ms) the longest match of its own, then the fewest requests, then the
+        one that was chosen longest ago
     decode: among those with room for prompt and answer, the least predicted gap between tokens
 
 The paper chooses between computing and fetching by a threshold set by hand; here the connector fetches what
@@ -25,6 +26,10 @@ EQUAL_S = 0.001
 class Conductor:
     uses_tokens = True
 
+    def __init__(self) -> None:
+        self._turn = 0
+        self._turns: dict[int, int] = {}  # by place: when it was last chosen
+
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
         answering, computing = decoders(instances), prefillers(instances)
         decode, gap_s = self._decode(request, answering)
@@ -39,9 +44,8 @@ class Conductor:
         best, ttft_s, prefill_s = self._compute(request, together or answering, now_s)
         return self._choice(request, best, None, ttft_s, prefill_s, self._gap_s(request, best), now_s)
 
-    @staticmethod
     def _compute(
-        request: Request, instances: Sequence[Instance], now_s: float
+        self, request: Request, instances: Sequence[Instance], now_s: float
     ) -> tuple[Instance, float, float]:
         """(the instance of the least TTFT, that TTFT, the prefill's part of it)"""
         ranked = []
@@ -52,15 +56,16 @@ class Conductor:
         least_s = min(ttft_s for ttft_s, *_ in ranked)
         near = [item for item in ranked if item[0] <= least_s + EQUAL_S]
         ttft_s, prefill_s, _, best = min(
-            near, key=lambda item: (-item[2], item[3].in_flight, item[0], item[3].place)
+            near, key=lambda item: (-item[2], item[3].in_flight, self._turns.get(item[3].place, -1))
         )
         return best, ttft_s, prefill_s
 
     def _decode(self, request: Request, instances: Sequence[Instance]) -> tuple[Instance, float]:
         need = request.tokens + request.answer_tokens
         roomy = [instance for instance in instances if instance.has_room(need)] or instances
-        gap_s, _, _, best = min(
-            (self._gap_s(request, each), each.in_flight, each.place, each) for each in roomy
+        gaps = [(round(self._gap_s(request, each), 4), each) for each in roomy]
+        gap_s, best = min(
+            gaps, key=lambda item: (item[0], item[1].in_flight, self._turns.get(item[1].place, -1))
         )
         return best, gap_s
 
@@ -69,8 +74,8 @@ class Conductor:
         books = instance.books
         return instance.decode_model.predict(books.decodes + 1, books.context_tokens + request.tokens)
 
-    @staticmethod
     def _choice(
+        self,
         request: Request,
         decode: Instance,
         prefill: Instance | None,
@@ -80,6 +85,8 @@ class Conductor:
         now_s: float,
     ) -> Choice:
         computes = prefill or decode
+        self._turn += 1
+        self._turns[computes.place] = self._turns[decode.place] = self._turn
         return Choice(
             decode,
             prefill,

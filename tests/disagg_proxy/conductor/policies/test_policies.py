@@ -161,7 +161,7 @@ class SmallFleet:
     def arrivals(self, count: int) -> Iterator[tuple[float, int, int]]:
         now_s, lengths = 0.0, dict.fromkeys(range(24), 2000)
         for _ in range(count):
-            now_s += self.random.expovariate(14.0)
+            now_s += self.random.expovariate(24.0)
             session = min(int(self.random.expovariate(0.15)), 23)
             lengths[session] = min(lengths[session] + self.random.randrange(200, 1_200), 24_000)
             yield now_s, session, lengths[session]

@@ -1,0 +1,132 @@
+"""Keeps the conductor's books: what was sent where, and what the data plane then observed.
+
+Every request that was sent with a note comes here three times at most: when it is sent, when its prefill has
+ended, when it is over. Reports may be late or missing (the data plane drops records when nobody fetches
+them): a request that is not heard of for FORGOTTEN_S seconds is taken out of the books.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.observations import Observation, Outcome, Stage
+from moonpool.disagg_proxy.tokens.watch import PredictionWatch
+
+FORGOTTEN_S = 900.0
+TOLERANCE_TOKENS = 160  # a block of vLLM on a CPU, and a few tokens
+
+_log = logging.getLogger("moonpool.proxy")
+
+
+@dataclass(slots=True)
+class _Sent:
+    choice: Choice
+    asked: Request
+    at_s: float
+
+
+class Accounts:
+    """Not thread safe: the dispatcher's lock guards it."""
+
+    def __init__(self, instances: Sequence[Instance]) -> None:
+        self.instances = instances
+        self.watches = [PredictionWatch(TOLERANCE_TOKENS) for _ in instances]
+        self._sent: dict[int, _Sent] = {}
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    def sent(self, request: int, choice: Choice, asked: Request, *, streams: bool, now_s: float) -> None:
+        """A request goes out; an earlier attempt of it is over."""
+        self._leave(request, now_s)
+        computes = choice.computes
+        own, pool = asked.own_at(computes), asked.from_pool(computes)
+        predicted_s = choice.prefill_s or computes.prefill_model.predict(asked.tokens, own, pool)
+        silent = choice.prefill is None and not streams
+        computes.books.prefill_began(request, asked.tokens, own, pool, predicted_s, now_s, silent=silent)
+        if silent:  # when its decode begins will not be heard of either
+            choice.decode.books.decode_began(request, asked.tokens, now_s)
+        self._sent[request] = _Sent(choice, asked, now_s)
+
+    def learn(self, observation: Observation) -> None:
+        sent = self._sent.get(observation.request)
+        if sent is None:
+            return
+        if observation.stage == Stage.PREFILLED:
+            self._prefilled(observation, sent, observation.prefill_done_s)
+        elif observation.stage == Stage.BEGUN:
+            self._begun(observation, sent)
+        else:
+            self._ended(observation, sent)
+
+    def expire(self, now_s: float) -> None:
+        """Takes requests out of the books that nobody reports any more."""
+        for request in [each for each, sent in self._sent.items() if now_s - sent.at_s > FORGOTTEN_S]:
+            self._leave(request, now_s)
+
+    def forget(self, place: int) -> None:
+        """The engine is gone, and all that was sent there with it."""
+        self.instances[place].books.forget_all()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        for instance in self.instances:
+            instance.check_integrity()
+        held = sum(instance.books.requests for instance in self.instances)
+        if not self._sent and held:
+            raise AssertionError(f"{held} requests are in the books and none was sent")
+
+    def _prefilled(self, observation: Observation, sent: _Sent, at_s: float) -> None:
+        computes = sent.choice.computes
+        done = computes.books.prefill_ended(observation.request, at_s)
+        if done is not None and observation.status in (0, 200):
+            computes.prefill_model.observe(done.tokens, done.own, done.pool, done.seconds)
+
+    def _begun(self, observation: Observation, sent: _Sent) -> None:
+        choice, first_s = sent.choice, observation.first_byte_s
+        if choice.prefill is None:
+            if not observation.stream:
+                return  # the first byte of an answer that comes whole is its end
+            self._prefilled(observation, sent, first_s)
+        elif observation.handed_over and observation.prefill_done_s and observation.stream:
+            choice.decode.handover_model.observe(sent.asked.tokens, first_s - observation.prefill_done_s)
+        else:
+            choice.computes.books.prefill_ended(observation.request, first_s, done=False)
+        choice.decode.books.decode_began(observation.request, sent.asked.tokens, first_s)
+
+    def _ended(self, observation: Observation, sent: _Sent) -> None:
+        choice, now_s = sent.choice, observation.last_byte_s
+        tokens = observation.completion_tokens if observation.outcome == Outcome.ANSWERED else 0
+        decoded = choice.decode.books.decode_ended(observation.request, tokens, now_s)
+        if decoded is not None and observation.stream:
+            choice.decode.decode_model.observe(decoded.batch, decoded.context_tokens, decoded.gap_s)
+        if observation.outcome == Outcome.ANSWERED and observation.status == 200:
+            self._compare(observation, sent)
+        self._leave(observation.request, now_s)
+
+    def _compare(self, observation: Observation, sent: _Sent) -> None:
+        """The engine's own count of cached tokens with ours."""
+        asked, computes = sent.asked, sent.choice.computes
+        cached = observation.cached_tokens
+        if sent.choice.prefill is not None:
+            cached = observation.prefill_cached_tokens
+        if not asked.tokens or observation.prompt_tokens < 0 or cached < 0:
+            return
+        predicted = max(asked.own_at(computes), asked.pool)
+        sentence = self.watches[computes.place].report(
+            asked.tokens, observation.prompt_tokens, predicted, cached
+        )
+        if sentence is not None:
+            _log.warning("engine %s: %s", computes.name, sentence)
+
+    def _leave(self, request: int, now_s: float) -> None:
+        sent = self._sent.pop(request, None)
+        if sent is None:
+            return
+        for instance in {sent.choice.computes, sent.choice.decode}:
+            instance.books.prefill_ended(request, now_s, done=False)
+            instance.books.decode_ended(request, 0, now_s)

@@ -1,0 +1,101 @@
+"""Where the blocks of a prompt lie: in which engines' own caches, and how far in the pool.
+
+One index for each block size (docs/events.md); what an engine or a node holds under one model's tokens cannot
+be mistaken for another's, because requests only go to engines of their model. An engine without an event
+stream is known by what was sent to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from moonpool import _native
+from moonpool.core.keys import chain_seed
+from moonpool.disagg_proxy.events.indexes import MODEL_ANY, Indexes
+
+BLOCK_TOKENS = 64  # of the index of engines whose events have not told yet
+CONFIRMED_WITHIN_S = 60.0  # what was dispatched counts as held for so long, unless an event says so
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """own: tokens by the place of an engine; pool: tokens in the pool. keys: for ``sent``."""
+
+    own: tuple[int, ...]
+    pool: int
+    keys: tuple[tuple[_native.PrefixIndex, bytes], ...]
+
+
+class Locality:
+    """engines: how many there are; the pool's nodes come behind them in the indexes. Thread safe."""
+
+    def __init__(self, indexes: Indexes, engines: int) -> None:
+        self._indexes = indexes
+        self._engines = engines
+
+    def find(self, ids: bytes, seed: bytes) -> Place:
+        """ids: u32 little-endian; seed: of the chain (``seed_of``)."""
+        own, pool, keys = np.zeros(self._engines, np.uint32), 0, []
+        for index in self._indexes.of(MODEL_ANY) or self._first():
+            chain = index.keys(ids, seed)
+            match = index.match(chain)
+            blocks = np.frombuffer(match.device, np.uint32)[: self._engines]
+            np.maximum(own[: len(blocks)], blocks * index.block_tokens, out=own[: len(blocks)])
+            pool = max(pool, match.pool_blocks * index.block_tokens)
+            keys.append((index, chain))
+        return Place(tuple(own.tolist()), pool, tuple(keys))
+
+    def sent(self, place: Place, engine: int, now_s: float) -> None:
+        """The prompt goes to this engine, which will hold it."""
+        for index, chain in place.keys:
+            index.dispatched(engine, chain, now_s, CONFIRMED_WITHIN_S)
+
+    def forget(self, engine: int) -> None:
+        """The engine has restarted, or is gone."""
+        for index in self._indexes.all().values():
+            index.forget(engine)
+
+    def expire(self, now_s: float) -> None:
+        self._indexes.expire(now_s)
+
+    def stats(self) -> dict[str, float]:
+        """Sums over the indexes: counters (*_total) and gauges by name."""
+        total: dict[str, float] = {}
+        for index in self._indexes.all().values():
+            for name, value in index.stats().items():
+                total[name] = total.get(name, 0) + value
+        return total
+
+    def _first(self) -> list[_native.PrefixIndex]:
+        index = self._indexes.obtain(MODEL_ANY, BLOCK_TOKENS)
+        return [] if index is None else [index]
+
+
+class _Salted(msgspec.Struct):
+    cache_salt: str | None = None
+
+
+class _Model(msgspec.Struct):
+    parent: str | None = None
+
+
+_salted = msgspec.json.Decoder(_Salted)
+_model = msgspec.json.Decoder(_Model)
+
+
+def seed_of(body: bytes | memoryview, model: str, models: Mapping[str, bytes] | None) -> bytes:
+    """What a chain begins with: the LoRA's name, when the model's row has a parent, and the cache salt."""
+    lora = salt = None
+    row = (models or {}).get(model)
+    try:
+        if row is not None and b'"parent"' in row and _model.decode(row).parent is not None:
+            lora = model
+        if b'"cache_salt"' in bytes(body):
+            salt = _salted.decode(body).cache_salt
+    except msgspec.MsgspecError:
+        pass
+    return chain_seed(lora, salt)

@@ -1,0 +1,65 @@
+"""What the data plane saw of requests: the records of ``Relay.take_observations``, 128 bytes each."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+RECORD = struct.Struct("<QqiiddddddiiiiHBBBBH16s8s8s")
+
+
+class Stage(IntEnum):
+    """ENDED: the last record of a request. PREFILLED: the prefill engine has answered. BEGUN: the first byte
+    of the answer is there. The latter two only of requests whose plan has a note.
+    """
+
+    ENDED = 0
+    PREFILLED = 1
+    BEGUN = 2
+
+
+class Outcome(IntEnum):
+    """LEFT: the client went away. REFUSED: by the policy, after an engine had been tried."""
+
+    ANSWERED = 0
+    LEFT = 1
+    FAILED = 2
+    BROKEN_OFF = 3
+    REFUSED = 4
+
+
+class Observation(NamedTuple):
+    """One record, in the order of its bytes. Places are -1 and times 0.0 where it did not come to that;
+    tokens are the engine's own counts, -1 where its answer did not tell.
+    """
+
+    request: int
+    note: int
+    prefill: int
+    decode: int
+    arrived_s: float
+    sent_prefill_s: float
+    prefill_done_s: float
+    sent_decode_s: float
+    first_byte_s: float
+    last_byte_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    prefill_cached_tokens: int
+    status: int
+    outcome: int
+    attempts: int
+    handed_over: int
+    stream: int
+    stage: int
+    trace_id: bytes
+    parent_id: bytes
+    span_id: bytes
+
+
+def read(records: bytes) -> Iterator[Observation]:
+    """The records in the order in which they were made."""
+    return map(Observation._make, RECORD.iter_unpack(records))

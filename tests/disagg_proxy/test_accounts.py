@@ -1,0 +1,140 @@
+"""Books that follow what was observed: whatever is reported late, twice or never, they end empty."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from moonpool.disagg_proxy.accounts import FORGOTTEN_S, Accounts
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.observations import Observation, Outcome, Stage
+
+BLANK = Observation(
+    0, 1, -1, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1, -1, -1, -1, 200, 0, 1, 0, 1, 0, b"", b"", b""
+)
+
+
+def pair() -> tuple[Accounts, Instance, Instance]:
+    instances = [Instance(0, "p", Role.PREFILL), Instance(1, "d", Role.DECODE)]
+    return Accounts(instances), *instances  # type: ignore[return-value]
+
+
+def test_a_stream_of_one_engine_teaches_prefill_and_gap() -> None:
+    accounts = Accounts([Instance(0, "e")])
+    engine = accounts.instances[0]
+    before_s = engine.prefill_model.predict(4_000)
+    for number in range(30):
+        start_s = number * 10.0
+        accounts.sent(number, Choice(engine), Request(tokens=4_000), streams=True, now_s=start_s)
+        assert engine.books.wait_s(start_s) > 0
+        seen = BLANK._replace(request=number, first_byte_s=start_s + 2.0)
+        accounts.learn(seen._replace(stage=Stage.BEGUN))
+        assert engine.books.wait_s(start_s + 2.0) == 0
+        assert engine.books.decodes == 1
+        accounts.learn(seen._replace(last_byte_s=start_s + 5.0, completion_tokens=31))
+        accounts.check_integrity()
+    assert before_s < 1.0
+    assert engine.prefill_model.predict(4_000) == pytest.approx(2.0, rel=0.1)
+    assert engine.decode_model.predict(1, 4_000) == pytest.approx(0.1, rel=0.1)
+
+
+def test_prefill_and_decode_apart_teach_each_its_own() -> None:
+    accounts, prefill, decode = pair()
+    for number in range(30):
+        start_s = number * 10.0
+        accounts.sent(number, Choice(decode, prefill), Request(tokens=4_000), streams=True, now_s=start_s)
+        assert (prefill.in_flight, decode.in_flight) == (1, 0)
+        seen = BLANK._replace(request=number, prefill=0, decode=1, prefill_done_s=start_s + 2.0)
+        accounts.learn(seen._replace(stage=Stage.PREFILLED))
+        seen = seen._replace(first_byte_s=start_s + 2.5, handed_over=1)
+        accounts.learn(seen._replace(stage=Stage.BEGUN))
+        assert (prefill.in_flight, decode.in_flight) == (0, 1)
+        accounts.learn(seen._replace(last_byte_s=start_s + 5.0))
+        accounts.check_integrity()
+    assert prefill.prefill_model.predict(4_000) == pytest.approx(2.0, rel=0.1)
+    assert decode.handover_model.predict(4_000) == pytest.approx(0.5, rel=0.1)
+    assert decode.prefill_model.regression.samples == 0
+
+
+def test_an_answer_that_comes_whole_holds_the_line_as_long_as_predicted() -> None:
+    accounts = Accounts([Instance(0, "e")])
+    engine = accounts.instances[0]
+    accounts.sent(1, Choice(engine, prefill_s=2.0), Request(tokens=100), streams=False, now_s=0.0)
+    accounts.sent(2, Choice(engine, prefill_s=3.0), Request(tokens=100), streams=False, now_s=0.0)
+    assert engine.books.wait_s(1.0) == pytest.approx(4.0)
+    assert engine.books.wait_s(4.0) == pytest.approx(1.0)
+    assert engine.books.wait_s(6.0) == 0.0
+    assert engine.in_flight == 2
+    for number in (1, 2):
+        accounts.learn(BLANK._replace(request=number, stream=0, first_byte_s=9.0, last_byte_s=9.0))
+    assert engine.in_flight == 0
+    assert engine.prefill_model.regression.samples == 0
+    accounts.check_integrity()
+
+
+def test_a_retry_leaves_the_first_engine() -> None:
+    accounts = Accounts([Instance(0, "a"), Instance(1, "b")])
+    a, b = accounts.instances
+    accounts.sent(1, Choice(a), Request(tokens=100), streams=True, now_s=0.0)
+    accounts.sent(1, Choice(b), Request(tokens=100), streams=True, now_s=1.0)
+    assert (a.in_flight, b.in_flight) == (0, 1)
+
+
+def test_a_request_that_nobody_reports_is_forgotten() -> None:
+    accounts, prefill, decode = pair()
+    accounts.sent(1, Choice(decode, prefill), Request(tokens=100), streams=True, now_s=0.0)
+    accounts.expire(FORGOTTEN_S - 1)
+    assert len(accounts) == 1
+    accounts.expire(FORGOTTEN_S + 1)
+    assert len(accounts) == 0
+    accounts.check_integrity()
+
+
+def test_an_engine_that_counts_other_tokens_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    accounts = Accounts([Instance(0, "blind")])
+    for number in range(200):
+        accounts.sent(number, Choice(accounts.instances[0]), Request(tokens=1_000), streams=True, now_s=1.0)
+        accounts.learn(
+            BLANK._replace(request=number, prompt_tokens=1_003, cached_tokens=960, last_byte_s=2.0)
+        )
+    assert sum("blind" in record.getMessage() for record in caplog.records) == 1
+    assert accounts.watches[0].wrong == 200
+
+
+def test_random_reports_leave_nothing_behind() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        print("seed", seed)
+        accounts, prefill, decode = pair()
+        now_s = 0.0
+        for _ in range(400):
+            now_s += rng.random()
+            number = rng.randrange(10)
+            if rng.random() < 0.4:
+                choice = Choice(decode, prefill if rng.random() < 0.5 else None)
+                asked = Request(tokens=rng.randrange(5_000))
+                accounts.sent(number, choice, asked, streams=rng.random() < 0.7, now_s=now_s)
+            else:
+                accounts.learn(
+                    BLANK._replace(
+                        request=number,
+                        stage=rng.choice(list(Stage)),
+                        outcome=rng.choice(list(Outcome)),
+                        status=rng.choice((200, 400, 503)),
+                        stream=rng.randrange(2),
+                        handed_over=rng.randrange(2),
+                        prefill_done_s=rng.choice((0.0, now_s)),
+                        first_byte_s=rng.choice((0.0, now_s)),
+                        last_byte_s=now_s,
+                        completion_tokens=rng.randrange(-1, 5),
+                    )
+                )
+            accounts.check_integrity()
+            for instance in accounts.instances:
+                assert instance.books.wait_s(now_s) >= 0
+        for number in range(10):
+            accounts.learn(BLANK._replace(request=number, last_byte_s=now_s))
+        assert len(accounts) == 0
+        accounts.check_integrity()

@@ -1,0 +1,231 @@
+"""A fleet of mock engines behind the proxy, over real sockets: who serves what, and nothing that is left
+behind. The real engine stands in tests/connectors/vllm and in the demo.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+import pytest
+import uvloop
+
+from moonpool.disagg_proxy.events.settings import EventSource
+from moonpool.disagg_proxy.mock_engine.server import MockEngine
+from moonpool.disagg_proxy.mock_engine.settings import MockSettings
+from moonpool.disagg_proxy.mock_engine.timing import Timing
+from moonpool.disagg_proxy.server import Proxy
+from moonpool.disagg_proxy.settings import EngineSpec, HealthChecks, ProxySettings
+
+DEADLINE_S = 60.0
+SEED = 20261121
+
+
+@dataclass
+class Fleet:
+    url: str
+    proxy: Proxy
+    engines: dict[str, MockEngine]
+    session: aiohttp.ClientSession
+
+    async def ask(
+        self, prompt: str, *, explain: bool = True, **more: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The answer, and what the proxy says of its decision."""
+        body = {"model": "mock", "prompt": prompt, "max_tokens": 4, **more}
+        headers = {"X-Moonpool-Decision": "1"} if explain else {}
+        async with self.session.post(self.url + "/v1/completions", json=body, headers=headers) as answer:
+            content = await answer.json()
+            assert answer.status == 200, content
+            return content, json.loads(answer.headers.get("X-Moonpool-Decision", "{}"))
+
+    def is_clean(self) -> bool:
+        names = ("waiting", "running", "blocks_held", "leases")
+        return not any(engine.accounts()[name] for engine in self.engines.values() for name in names)
+
+    async def settle(self) -> None:
+        """Until nobody holds anything, in the engines and in the proxy's books."""
+        while not self.is_clean():
+            await asyncio.sleep(0.005)
+        dispatcher = self.proxy._dispatcher
+        while len(dispatcher.accounts):
+            dispatcher.learn()
+            await asyncio.sleep(0.005)
+        self.proxy.check_integrity()
+
+
+@asynccontextmanager
+async def fleet(
+    *roles: str,
+    policy: str = "conductor",
+    events: bool = False,
+    mock: MockSettings | None = None,
+    **more: Any,
+) -> AsyncIterator[Fleet]:
+    """An engine for each role, named by it and its place."""
+    async with AsyncExitStack() as stack:
+        engines, specs, sources = {}, [], []
+        for place, role in enumerate(roles):
+            settings = replace(mock or MockSettings(), port=0)
+            if events:
+                settings = replace(settings, events="tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*")
+            engine = MockEngine(settings)
+            name = f"{role}-{place}"
+            specs.append(EngineSpec(name, await engine.open(), role))
+            stack.push_async_callback(engine.close)
+            engines[name] = engine
+            if events:
+                sources.append(EventSource(name, *engine.endpoints))
+        proxy = Proxy(
+            ProxySettings(
+                port=0,
+                engines=tuple(specs),
+                policy=policy,
+                events=tuple(sources),
+                health=HealthChecks(interval_s=0.2),
+                **more,
+            )
+        )
+        stack.push_async_callback(proxy.close)
+        url = await proxy.open()
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        yield Fleet(url, proxy, engines, session)
+
+
+def play(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await scenario()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(bounded())
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
+@pytest.mark.parametrize("events", [False, True], ids=["dispatched", "events"])
+def test_a_conversation_stays_where_its_prefix_lies(events: bool) -> None:
+    async def scenario() -> None:
+        async with fleet("both", "both", "both", events=events) as f:
+            homes: dict[int, str] = {}
+            for turn in range(4):
+                for talk in range(6):
+                    _, why = await f.ask(f"talk {talk}: " + "lorem ipsum " * 200 * (turn + 1))
+                    assert homes.setdefault(talk, why["engine"]) == why["engine"], (turn, why)
+                    assert (why["own_tokens"] > 0) == (turn > 0)
+            assert len(set(homes.values())) == 3
+            await f.settle()
+
+    play(scenario)
+
+
+def test_text_and_ids_of_one_prompt_are_one_prefix() -> None:
+    async def scenario() -> None:
+        async with fleet("both", "both") as f:
+            first, why = await f.ask("x" * 4_000)
+            ids = [0x78787878] * 1_000
+            body = {"model": "mock", "prompt": ids, "max_tokens": 4}
+            headers = {"X-Moonpool-Decision": "1"}
+            async with f.session.post(f.url + "/v1/completions", json=body, headers=headers) as answer:
+                again = json.loads(answer.headers["X-Moonpool-Decision"])
+                assert text_of(await answer.json()) == text_of(first)
+            assert again["engine"] == why["engine"]
+            assert again["own_tokens"] >= 960
+            assert again["prompt_tokens"] == why["prompt_tokens"] == 1_000
+
+    play(scenario)
+
+
+def test_long_prompts_are_split_and_short_rests_are_not() -> None:
+    async def scenario() -> None:
+        async with fleet("prefill", "prefill", "decode", "decode") as f, fleet("both") as plain:
+            for number in range(8):
+                prompt = f"{number} " + "long " * 1_000
+                answer, why = await f.ask(prompt)
+                assert why["prefill"].startswith("prefill")
+                assert text_of(answer) == text_of((await plain.ask(prompt))[0])
+                _, short = await f.ask(f"short {number}")
+                assert short["prefill"] is None
+            fetched = sum(f.engines[name].counts["fetched_tokens"] for name in ("decode-2", "decode-3"))
+            assert fetched > 8 * 1_200
+            await f.settle()
+
+    play(scenario)
+
+
+def test_without_tokens_requests_are_served_blind_and_counted() -> None:
+    async def scenario() -> None:
+        async with fleet("both", "both", tokenizer=("none",)) as f:
+            _, why = await f.ask("y" * 4_000)
+            assert why["prompt_tokens"] == 0
+            async with f.session.get(f.url + "/metrics") as page:
+                assert "moonpool_proxy_blind_decisions_total 1.0" in await page.text()
+
+    play(scenario)
+
+
+def test_an_engine_that_dies_is_forgotten_and_its_requests_go_elsewhere() -> None:
+    async def scenario() -> None:
+        async with fleet("both", "both") as f:
+            _, why = await f.ask("z" * 4_000)
+            await f.engines[why["engine"]].close()
+            _, elsewhere = await f.ask("z" * 4_000)
+            assert elsewhere["engine"] != why["engine"]
+            dispatcher = f.proxy._dispatcher
+            while dispatcher.healthy_count == 2:
+                await asyncio.sleep(0.01)
+            gone = next(engine for engine in f.proxy.engines if engine.name == why["engine"])
+            assert dispatcher.accounts.instances[gone.place].books.requests == 0
+
+    play(scenario)
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing() -> None:
+    """Queued, tokenised, in prefill, between, streaming: whenever it was."""
+
+    async def scenario() -> None:
+        timing = Timing(step_s=0.002, prefill_s_per_token=2e-6, handover_s_per_token=1e-6)
+        async with fleet(
+            "prefill", "prefill", "decode", "decode", mock=MockSettings(timing=timing, lease_s=1.0)
+        ) as f:
+            rng = random.Random(SEED)
+            print("seed", SEED)
+
+            async def visit(number: int) -> None:
+                prompt = f"{number % 40} " + "word " * rng.randrange(1_000)
+                try:
+                    async with asyncio.timeout(rng.expovariate(1 / 0.05)):
+                        await f.ask(
+                            prompt, explain=False, stream=rng.random() < 0.5, max_tokens=rng.randrange(1, 30)
+                        )
+                except (TimeoutError, aiohttp.ClientError, ValueError):
+                    pass  # left; or a stream, which is no JSON
+
+            for batch in range(10):
+                await asyncio.gather(*(visit(100 * batch + number) for number in range(100)))
+            await f.settle()
+            assert sum(engine.counts["aborted"] for engine in f.engines.values()) > 50
+
+    play(scenario)
+
+
+def test_predicted_and_observed_cache_hits_agree() -> None:
+    async def scenario() -> None:
+        async with fleet("both", "both", events=True) as f:
+            for number in range(60):
+                await f.ask(f"{number % 5} " + "same text again " * 200)
+            await f.settle()
+            watches = f.proxy._dispatcher.accounts.watches
+            assert sum(watch.reports for watch in watches) == 60
+            assert sum(watch.wrong for watch in watches) == 0
+
+    play(scenario)
