@@ -146,6 +146,7 @@ class Engine(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: Port = 0
     env: dict[str, str] = {}
+    role: str = "both"
     kv_pool: bool = True
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"
@@ -272,6 +273,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "node.ssd_io": ("auto", "io_uring", "threads"),
     "log.level": ("debug", "info", "warning", "error"),
     "up.engine.engine": ("vllm",),
+    "up.engine.role": ("both", "prefill", "decode"),
     "up.engine.kv_role": ("kv_both", "kv_producer", "kv_consumer"),
     "up.engine.kv_load_failure_policy": ("recompute", "fail"),
 }
@@ -378,6 +380,7 @@ HELP: dict[str, str] = {
     "up.engine.host": "address that the engine listens on",
     "up.engine.port": "its port; 0: a free one",
     "up.engine.env": "further environment variables",
+    "up.engine.role": "both, prefill (computes prompts for others) or decode (answers what they computed)",
     "up.engine.kv_pool": "connect it to the pool",
     "up.engine.kv_role": "kv_both, kv_producer or kv_consumer",
     "up.engine.kv_load_failure_policy": "recompute: a failed load costs time; fail: it fails the request",

@@ -14,7 +14,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +58,7 @@ def plan(config: Config, *, config_file: str = "", env: Mapping[str, str] | None
     """
     env = dict(os.environ if env is None else env)
     up = config.up
-    if not up.engine and not config.proxy.engines and up.proxy:
+    if not (up.engine or config.proxy.engines or config.proxy.decode) and up.proxy:
         raise ConfigError(
             "there is no engine to start: add a table [[up.engine]] to the config file, or give --model",
             operation="up",
@@ -112,8 +112,7 @@ class _Planner:
         engines = [self._engine(index, engine) for index, engine in enumerate(up.engine)]
         specs += engines
         if up.proxy:
-            urls = [*self.config.proxy.engines, *(f"{engine.name}={engine.url}" for engine in engines)]
-            specs.append(self._proxy(urls))
+            specs.append(self._proxy([engine.role for engine in up.engine], engines))
         return specs
 
     # ---- the master
@@ -293,7 +292,8 @@ class _Planner:
 
     # ---- the proxy
 
-    def _proxy(self, urls: list[str]) -> Spec:
+    def _proxy(self, roles: Sequence[str], engines: Sequence[Spec]) -> Spec:
+        """In front of the engines that are started here and of those that [proxy] names."""
         key = "proxy.listen"
         address = _free_address(parse_address(self.config.proxy.listen, key), key, self._held)
         url = f"http://{_from_here(address)}"
@@ -302,8 +302,15 @@ class _Planner:
             return await answers_ok(f"{url}/health")
 
         command = [*MOONPOOL, "proxy", *self._config_option, "--listen", str(address)]
-        for engine_url in urls:
-            command += ["--engine", engine_url]
+        given = self.config.proxy
+        for role, option, urls in (
+            ("both", "--engine", given.engines),
+            ("prefill", "--prefill", given.prefill),
+            ("decode", "--decode", given.decode),
+        ):
+            ours = [f"{e.name}={e.url}" for e, its in zip(engines, roles, strict=True) if its == role]
+            for engine in (*urls, *ours):
+                command += [option, engine]
         log = self._log_dir / "proxy.log"
         return Spec("proxy", "proxy", tuple(command), self._env, log, ready, PROXY_STAGE, url)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
@@ -356,6 +357,26 @@ def test_several_nodes_join_the_master_and_engines_are_spread_over_them(runtime:
     sockets = [str(runtime / f"node-{name}.sock") for name in ("b", "b", "a")]
     assert [spec_of(plan, f"engine-{index}").command[1] for index in range(3)] == sockets
     assert plan.sockets == {"node-a": sockets[2], "node-b": sockets[0]}
+
+
+def test_roles_reach_the_proxy_beside_the_engines_that_it_names_itself(runtime: Path) -> None:
+    tables = "".join(
+        f'[[up.engine]]\nname = "{name}"\nrole = "{role}"\ncommand = ["x"]\n'
+        for name, role in (("p", "prefill"), ("d", "decode"), ("b", "both"))
+    )
+    file = runtime / "roles.toml"
+    file.write_text(f'[proxy]\ndecode = ["far=http://10.0.0.9:8000"]\n[up]\nnode = false\n{tables}')
+    made = up_plan.plan(config.load(file, env={}), env={})
+    urls = {spec.name: spec.url for spec in made.specs}
+    command = made.specs[-1].command
+    options = set(itertools.pairwise(command))
+    for option, value in (
+        ("--prefill", f"p={urls['p']}"),
+        ("--decode", "far=http://10.0.0.9:8000"),
+        ("--decode", f"d={urls['d']}"),
+        ("--engine", f"b={urls['b']}"),
+    ):
+        assert (option, value) in options
 
 
 def test_one_table_is_one_node_and_old_forms_stand(runtime: Path) -> None:

@@ -153,11 +153,24 @@ void Relay::engine_models(size_t place, std::optional<std::vector<std::string>> 
 void Relay::resume(uint64_t request, Decision decision) {
     post([this, request, decision = std::move(decision)]() mutable {
         auto it = later_.find(request);
-        if (it == later_.end()) return;  // the client left meanwhile
+        if (it == later_.end()) return not_wanted(request, decision);  // the client left meanwhile
         Exchange* exchange = it->second;
         later_.erase(it);
         exchange->decided(decision);
     });
+}
+
+// Who keeps books has written the plan down, and hears that nothing came of it.
+void Relay::not_wanted(uint64_t request, const Decision& decision) {
+    if (decision.is != Decision::Is::kPlan || decision.plan.note == 0) return;
+    Observation left;
+    left.request = request;
+    left.note = decision.plan.note;
+    left.prefill = decision.plan.prefill;
+    left.decode = decision.plan.engine;
+    left.arrived = left.last_byte = now;
+    left.outcome = static_cast<uint8_t>(Outcome::kLeft);
+    observations.add(left);
 }
 
 bool Relay::drain(double timeout_s) {
@@ -237,7 +250,10 @@ void Relay::decide() {
     decider_.decide(questions);
     for (size_t i = 0; i < questions.size(); ++i) {
         Exchange* exchange = applying_[i];
-        if (exchange == nullptr) continue;
+        if (exchange == nullptr) {
+            not_wanted(questions[i].request->id, questions[i].decision);
+            continue;
+        }
         applying_[i] = nullptr;
         if (questions[i].decision.is == Decision::Is::kLater) {
             later_[questions[i].request->id] = exchange;

@@ -103,6 +103,7 @@ class Relay {
     void clean();
     void stop_listening();
     void end_all();
+    void not_wanted(uint64_t request, const Decision& decision);
     void look_whether_empty();
     uint64_t random();
 
