@@ -509,8 +509,10 @@ bool Engine::finished() {
         if (!removals_.empty() && internal_writes_.empty()) return false;
     }
     if (!head_.open || head_.bad) return true;
-    seal_head();
-    step_barriers();
+    if (std::function<void(int)> seal = close_head()) {
+        after_writes([this, seal] { sync_file(seal); });
+        step_barriers();
+    }
     return false;
 }
 

@@ -171,8 +171,8 @@ class Engine {
     void finish_write(const WriteJobPtr& job);
     bool end_writing(const WriteJob& job);  // under the mutex; true when nothing newer came, and no removal
     void finish_removals(const WriteJobPtr& job);
-    void open_head();
-    void seal_head();
+    void open_head(std::function<void(int)> seal);
+    std::function<void(int)> close_head();
     void write_summary(uint32_t slot, Footer footer, const std::vector<std::byte>& summary, uint64_t at);
     void queue_removals();
 

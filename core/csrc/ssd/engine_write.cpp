@@ -11,6 +11,8 @@ namespace moonpool::ssd {
 
 namespace {
 
+constexpr uint32_t kSmallWritesMax = 4;  // in flight; those of full buffers have no such limit
+
 std::shared_ptr<std::byte> shared_block(uint64_t bytes) {
     auto* memory = static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, bytes));
     std::memset(memory, 0, bytes);
@@ -57,8 +59,9 @@ void Engine::append_writes() {
         }
         writes_.pop_front();
     }
-    // What is gathered waits for more only while enough is in flight.
-    if (writes_in_flight_.size() < options_.depth && !waits_for_header()) send_batch();
+    // What is gathered waits for more while some are in flight: few large writes cost less than many.
+    bool idle = writes_in_flight_.size() < std::min(options_.depth, kSmallWritesMax);
+    if (idle && !waits_for_header()) send_batch();
 }
 
 bool Engine::append(const WriteJobPtr& job, bool internal) {
@@ -105,16 +108,18 @@ bool Engine::make_room(uint64_t record_bytes, uint64_t summary_bytes, bool inter
     if (head_.open && !head_.bad && fits(record_bytes, summary_bytes)) return true;
     if (internal && free_.empty() && !free_one_at_once()) return false;
     if (!internal && free_.size() <= kSegmentsForReclaim) return false;
+    std::function<void(int)> seal;
     if (head_.open) {
         // A header that is not on the disk yet would leave a gap in the numbers.
         if (sealing_ || !head_.header_durable) return false;
-        seal_head();
+        seal = close_head();
     }
-    open_head();
+    open_head(std::move(seal));
     return true;
 }
 
-void Engine::open_head() {
+// One sync is for the header, and for the data of the segment before.
+void Engine::open_head(std::function<void(int)> seal) {
     uint32_t slot = free_.front();
     free_.pop_front();
     free_count_ = free_.size();
@@ -131,12 +136,15 @@ void Engine::open_head() {
     encode_segment_header(superblock_.id, SegmentHeader{head_.number, std::min(lowest, head_.number)},
                           block.get());
     write_block(begin_of(slot), block, kBlockBytes, [this, slot](int error) {
-        if (error != 0) {
-            on_write_error(slot, error);
-            on_header(error);
-            return;
-        }
-        sync_file([this](int sync_error) { on_header(sync_error); });
+        if (error == 0) return;
+        on_write_error(slot, error);
+        on_header(error);
+    });
+    after_writes([this, seal = std::move(seal), number = head_.number] {
+        sync_file([this, seal, number](int error) {
+            if (head_.number == number && waits_for_header()) on_header(error);
+            if (seal) seal(error);
+        });
     });
 }
 
@@ -155,27 +163,25 @@ void Engine::on_header(int error) {
     }
 }
 
-// The data first, then what vouches for it.
-void Engine::seal_head() {
+// -> what to call when the data is safe; then comes what vouches for it.
+std::function<void(int)> Engine::close_head() {
     send_batch();
     uint32_t slot = head_.slot;
     states_[slot] = head_.bad ? SlotState::kBad : SlotState::kClosed;
     head_.open = false;
-    if (head_.bad) return;
+    if (head_.bad) return {};
     const std::vector<std::byte>& summary = head_.summary.data();
     Footer footer{head_.number, static_cast<uint32_t>(head_.used / kBlockBytes),
                   static_cast<uint32_t>(summary.size()), crc32c(0, summary.data(), summary.size()),
                   head_.summary.count()};
     sealing_ = true;
-    after_writes([this, slot, footer, summary, at = head_.used] {
-        sync_file([this, slot, footer, summary, at](int error) {
-            if (error != 0) {
-                sealing_ = false;
-                return;
-            }
-            write_summary(slot, footer, summary, at);
-        });
-    });
+    return [this, slot, footer, summary, at = head_.used](int error) {
+        if (error != 0) {
+            sealing_ = false;
+            return;
+        }
+        write_summary(slot, footer, summary, at);
+    };
 }
 
 void Engine::write_summary(uint32_t slot, Footer footer, const std::vector<std::byte>& summary, uint64_t at) {
@@ -200,7 +206,9 @@ void Engine::write_summary(uint32_t slot, Footer footer, const std::vector<std::
 void Engine::join_batch(const WriteJobPtr& job) {
     while (batch_.buffer == nullptr) {
         batch_.buffer = write_buffers_->take();
-        if (batch_.buffer == nullptr) reap(1000);  // all of them are in flight
+        if (batch_.buffer != nullptr) break;
+        reap(1000);  // all of them are in flight, or held
+        step_barriers();
     }
     if (batch_.jobs.empty()) batch_.offset = batch_end_;
     if (batch_.jobs.empty() || batch_.jobs.back() != job) {
