@@ -3,9 +3,14 @@
     apt-get install fio
     python -m benchmarks.ssd --dir DIR [--quick] [--json FILE]
 
-Ours writes objects into a log that has been filled once, and reads them at random, each with its checksum,
-from and into the memory of this process; fio writes and reads a file that it has filled, and looks at no
-byte. Rounds alternate; figures are medians. A log's objects have a header of 4 KiB each, not counted.
+Ours writes objects into a log that has been filled once, and reads others at random from another log, each
+with its checksum, from and into the memory of this process. fio writes a file that it has filled, reads the
+file of our other log at random, so that both read the same blocks, and looks at no byte. Rounds alternate;
+figures are medians. A log's objects have a header of 4 KiB each, not counted.
+
+A full log keeps what was read since it was written, by a copy. The rows beside fio write into a log of which
+nothing was read; the rows "all in use" into one of which everything was, where each byte costs the reading
+and the writing of up to another one. Only bytes of the caller count.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from moonpool import Store, _native
 
 TARGET = 0.7
 MIB = 1 << 20
+READ_SHARE = 0.75  # of a log: what is read from
 SIZES = {"1 MiB": MIB, "64 KiB": 64 * 1024}
 
 
@@ -58,17 +64,29 @@ class Cell:
 
 
 class Ours:
-    """A log that is full, so that each write goes where one has gone before, as in a node's long life."""
+    """A log, and what was written to it: each pass writes the working set once."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, name: str) -> None:
         self.setting = setting
         self.source = memoryview(bytearray(os.urandom(MIB) * (setting.working_set // MIB)))
         self.target = memoryview(bytearray(setting.working_set))
-        self.log = _native.SsdLog(str(setting.folder / "log"), setting.log_bytes, depth=setting.depth)
-        self.names: dict[int, list[str]] = {}
+        self.file = setting.folder / name / "moonpool.ssd"
+        self.log = _native.SsdLog(str(self.file.parent), setting.log_bytes, depth=setting.depth)
+        self.names: dict[int, list[str]] = {size: [] for size in SIZES.values()}
         self.passes = 0
+
+    def go_round(self, used: bool) -> None:
+        """Fills it, so that each write goes where one has gone before. used: each object is read once."""
         while self.log.metrics()["ssd_reclaimed_segments_total"] == 0:
             self.write(MIB)
+            if used:
+                self.read(MIB, last=True)
+
+    def fill(self) -> None:
+        """With objects of all sizes, all of which stay."""
+        while self.passes * self.setting.working_set < self.setting.log_bytes * READ_SHARE:
+            for size in SIZES.values():
+                self.write(size)
 
     def write(self, size: int) -> float:
         """GB/s of one pass over the working set."""
@@ -80,37 +98,39 @@ class Ours:
         spent_s = time.perf_counter() - started_s
         if written != n:
             sys.exit(f"ssd: {n - written} of {n} objects were not written")
-        self.names[size] = names
+        self.names[size] += names
         return n * size / spent_s / 1e9
 
-    def read(self, size: int) -> float:
-        """GB/s of the objects of the last pass, in another order."""
-        names = self.names[size]
-        order = random.sample(range(len(names)), len(names))
+    def read(self, size: int, last: bool = False) -> float:
+        """GB/s of as many objects as one pass writes, at random; last: those of the last pass."""
+        n = self.setting.working_set // size
+        names = self.names[size][-n:] if last else self.names[size]
+        names = random.sample(names, n)
         started_s = time.perf_counter()
-        read = self.log.read([names[i] for i in order], self.target, size)
+        read = self.log.read(names, self.target, size)
         spent_s = time.perf_counter() - started_s
-        if read != len(names):
-            sys.exit(f"ssd: {len(names) - read} of {len(names)} objects were not read")
-        for place, i in enumerate(order):
-            here = slice(place * size, (place + 1) * size)
-            if self.target[here] != self.source[i * size : (i + 1) * size]:
+        if read != n:
+            sys.exit(f"ssd: {n - read} of {n} objects were not read")
+        for place, name in enumerate(names):
+            i = int(name.split("-")[1])
+            if self.target[place * size : (place + 1) * size] != self.source[i * size : (i + 1) * size]:
                 sys.exit("ssd: other bytes were read than were written")
-        return len(names) * size / spent_s / 1e9
+        return n * size / spent_s / 1e9
 
 
-def fio(setting: Setting, what: str, size: int, engine: str) -> float:
+def fio(setting: Setting, what: str, size: int, engine: str, log: Path) -> float:
     """GB/s of one run."""
     assert setting.fio is not None
+    reads = what == "randread"
     command = [
-        setting.fio, "--name=peer", f"--filename={setting.folder / 'fio'}",
-        f"--size={setting.log_bytes // 2}",
+        setting.fio, "--name=peer", f"--filename={log if reads else setting.folder / 'fio'}",
+        f"--size={int(setting.log_bytes * READ_SHARE) if reads else setting.log_bytes // 2}",
         f"--rw={what}", f"--bs={size}", "--direct=1", f"--ioengine={engine}", f"--iodepth={setting.depth}",
         f"--runtime={setting.fio_s}", "--time_based", "--output-format=json",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     job = json.loads(done.stdout)["jobs"][0]
-    return float(job["read" if "read" in what else "write"]["bw_bytes"]) / 1e9
+    return float(job["read" if reads else "write"]["bw_bytes"]) / 1e9
 
 
 def node_rates(setting: Setting, size: int) -> tuple[float, float]:
@@ -175,14 +195,21 @@ def main() -> None:
             fio_s=0.6 if options.quick else 2.0,
             fio=shutil.which("fio"),
         )
-        ours = Ours(setting)
-        engine = "io_uring" if ours.log.io == "io_uring" else "libaio"
+        ours, in_use, to_read = (Ours(setting, name) for name in ("log", "in-use", "to-read"))
+        ours.go_round(used=False)
+        in_use.go_round(used=True)
+        to_read.fill()
+        io = ours.log.io
+        engine = "io_uring" if io == "io_uring" else "libaio"
         if setting.fio:
-            fio(setting, "write", MIB, engine)
+            fio(setting, "write", MIB, engine, to_read.file)
         cells = {
             (what, name): Cell(f"{what} {name}, depth {options.depth} [{setting.working_set // MIB} MiB]")
             for what in ("write", "randread")
             for name in SIZES
+        }
+        copying = {
+            name: Cell(f"write {name}, all in use [{setting.working_set // MIB} MiB]") for name in SIZES
         }
         through = {
             (what, name): Cell(f"node: {what} {name} [{setting.working_set // MIB} MiB]")
@@ -191,23 +218,31 @@ def main() -> None:
         }
         for number in range(rounds + 1):
             for (what, name), cell in cells.items():
-                mine = ours.write(SIZES[name]) if what == "write" else ours.read(SIZES[name])
-                his = fio(setting, what, SIZES[name], engine) if setting.fio else None
+                if what == "write":
+                    mine = ours.write(SIZES[name])
+                else:
+                    mine = to_read.read(SIZES[name])
+                his = fio(setting, what, SIZES[name], engine, to_read.file) if setting.fio else None
                 if number == 0:
                     continue  # warms everybody
                 cell.ours.append(mine)
                 if his is not None:
                     cell.fio.append(his)
+            for name, size in SIZES.items():
+                written = in_use.write(size)
+                in_use.read(size, last=True)
+                if number != 0:
+                    copying[name].ours.append(written)
             print(f"round {number} of {rounds}{'' if number else ' (not counted)'}", file=sys.stderr)
         for name, size in SIZES.items():
             for _ in range(3):
                 write, read = node_rates(setting, size)
                 through["write", name].ours.append(write)
                 through["read", name].ours.append(read)
-        io = ours.log.io
-        ours.log.close()
+        for log in (ours, in_use, to_read):
+            log.log.close()
     table = [cell.row(missing) for cell in cells.values()]
-    for cell in through.values():
+    for cell in [*copying.values(), *through.values()]:
         rate = statistics.median(cell.ours)
         table.append(Row(cell.work, rate, "GB/s", {"fio": "does not apply"}, None, "", None))
     print_table(f"SSD log ({io}) and fio ({engine}), O_DIRECT, medians of {rounds} rounds", table)

@@ -73,7 +73,7 @@ class PySsdLog {
         space_ = log_->space(std::string("default") + '\0' + '\0');
     }
 
-    // -> how many were written. depth of them are under way at a time.
+    // -> how many were written. At most depth I/Os are in flight, and as many objects again wait.
     size_t write(const std::vector<std::string>& names, const py::buffer& source, uint64_t each) {
         py::buffer_info info = source.request();
         std::span<const std::byte> bytes(static_cast<const std::byte*>(info.ptr),
@@ -82,7 +82,7 @@ class PySsdLog {
         py::gil_scoped_release nogil;
         Gather gather(names.size());
         for (size_t i = 0; i < names.size(); ++i) {
-            gather.wait_until_open_at_most(depth_ - 1);
+            gather.wait_until_open_at_most(2 * depth_ - 1);
             std::span<const std::byte> part = bytes.subspan(i * each, each);
             uint32_t crc = crc32c(0, part.data(), part.size());
             if (!log_->write(key(names[i]), "", {part}, crc, gather.begin(i))) gather.not_begun();
@@ -99,7 +99,7 @@ class PySsdLog {
         py::gil_scoped_release nogil;
         Gather gather(names.size());
         for (size_t i = 0; i < names.size(); ++i) {
-            gather.wait_until_open_at_most(depth_ - 1);
+            gather.wait_until_open_at_most(2 * depth_ - 1);
             if (!log_->read(key(names[i]), bytes.subspan(i * each, each), gather.begin(i)))
                 gather.not_begun();
         }
