@@ -25,7 +25,7 @@ from moonpool.connectors.vllm.pd.leases import SLOTS
 from moonpool.connectors.vllm.pd.lines import Line, Lines
 from moonpool.connectors.vllm.pd.page import SCRATCH, Page
 from moonpool.connectors.vllm.pd.plans import HandoverStep, Hold
-from moonpool.connectors.vllm.pd.takes import PIECE_BLOCKS, Ended, Piece, Take, Takes
+from moonpool.connectors.vllm.pd.takes import Ended, Piece, Take, Takes
 from moonpool.connectors.vllm.pd.wire import Description, Done, Gone, Here, Known, Progress, Want
 from moonpool.connectors.vllm.pool import Rows
 from moonpool.core.engine import TransferEngine
@@ -38,6 +38,7 @@ SIGN_S = 1.0
 # requests that come meanwhile wait for it, some milliseconds.
 INLINE_BYTES = 4 << 20
 INLINE_IDLE_BYTES = 32 << 20
+LAST_PIECE_S = 0.002
 OWN_SCRATCH = SCRATCH - 1
 CLOSE_TIMEOUT_S = 10.0
 
@@ -73,6 +74,7 @@ class Station:
         self._log = log
         self._clock = clock
         self._lock = threading.Lock()
+        self._piece_ended = threading.Condition(self._lock)
         self._block_bytes = sum(row[2] for column in memory.rows for row in column)
         self._pairs: dict[int, tuple[Description, tuple[Pair, ...]]] = {}
         self._engine = TransferEngine(
@@ -131,7 +133,7 @@ class Station:
 
     def pull(self, step: HandoverStep) -> None:
         """Starts the pulls of the step; each is reported by take_ended once, whatever becomes of it. This
-        thread reads what it has time for, side by side with the line's when there are several pieces."""
+        thread reads what it has time for: alone when that is little, else side by side with the line's."""
         room = INLINE_IDLE_BYTES if step.is_idle else INLINE_BYTES
         for pull in step.pulls:
             nbytes = pull.blocks * self._block_bytes
@@ -139,13 +141,15 @@ class Station:
                 take = self._takes.pull(pull, self._clock())
                 line = None if take is None else self._lines.find(take.key)
                 reads_here = line is not None and nbytes <= room and line.is_memory
-                if take is not None and not (reads_here and pull.blocks <= PIECE_BLOCKS):
+                if take is not None and not (reads_here and nbytes <= INLINE_BYTES):
                     self._read_on(take)
                 self._tell_over()
             if line is not None and reads_here:
                 room -= nbytes
                 with suppress(Error):  # it is said in the take
                     self._read(line, pull.request_id, OWN_SCRATCH)
+                if step.is_idle:
+                    self._await_last_piece(pull.request_id)
 
     def computed(self, step: HandoverStep) -> None:
         """The forward of the step has ended."""
@@ -236,9 +240,16 @@ class Station:
             finally:  # whatever happened: until this is said, its blocks count as being written to
                 self._ended_piece(piece, nbytes, error)
 
+    def _await_last_piece(self, request_id: str) -> None:
+        """When all that is left is on its way on the line's thread: shorter than vLLM's pause between two
+        steps, which would follow."""
+        with self._lock:
+            self._piece_ended.wait_for(lambda: not self._takes.is_read(request_id), LAST_PIECE_S)
+
     def _ended_piece(self, piece: Piece, nbytes: int, error: str) -> None:
         with self._lock:
             self._takes.read(piece, nbytes, error, self._clock())
+            self._piece_ended.notify_all()
             self._tell_over()
 
     def _read_piece(self, line: Line, piece: Piece, scratch: int) -> int:

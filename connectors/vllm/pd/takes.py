@@ -20,7 +20,7 @@ from moonpool.connectors.vllm.pd.fields import BlockIds, Offer, slice_blocks
 from moonpool.connectors.vllm.pd.plans import Hold, Pull
 from moonpool.connectors.vllm.pd.wire import Done, Gone, Here, Known, Progress, Want
 
-PIECE_BLOCKS = 32  # between two pieces a pull can be given up
+PIECE_BLOCKS = 16  # between two pieces a pull can be given up
 
 
 @dataclass(slots=True)
@@ -210,6 +210,11 @@ class Takes:
         else:
             take.again.append((piece.start, piece.start + piece.blocks))
         self._settle(take, now_s)
+
+    def is_read(self, request_id: str) -> bool:
+        """Whether a piece of this request is being read."""
+        take = self._takes.get(request_id)
+        return take is not None and take.reading > 0
 
     # Ends
 
