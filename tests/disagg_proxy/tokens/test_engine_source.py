@@ -1,5 +1,4 @@
-"""Asking an engine, over real sockets; the engine here is a page that answers as vLLM does. The real one:
-tests/connectors/vllm/."""
+"""Asking an engine, over real sockets. The engine here is a page that answers in the form that vLLM 0.32 has."""
 
 from __future__ import annotations
 
