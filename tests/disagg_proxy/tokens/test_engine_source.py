@@ -1,4 +1,4 @@
-"""Asking an engine, over real sockets. The engine here is a page that answers in the form that vLLM 0.32 has."""
+"""Asking an engine, over real sockets. The engine here is a page that answers in vLLM 0.32's form."""
 
 from __future__ import annotations
 
