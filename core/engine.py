@@ -330,7 +330,9 @@ class TransferEngine:
             if found or left_s <= 0:
                 return [Notification(*row) for row in found]
             # In pieces: another thread may take what this one was woken for, or close the engine.
-            select.select([self._native.eventfd], [], [], min(left_s, WAIT_PIECE_S))
+            poll = select.poll()  # select() knows no descriptor above 1,023
+            poll.register(self._native.eventfd, select.POLLIN)
+            poll.poll(1000 * min(left_s, WAIT_PIECE_S))
             self._abandoned.sweep()  # empties the eventfd too
 
     def _run(self, columns: Columns, priority: int, deadline_s: float | None, notify: bytes | None) -> int:

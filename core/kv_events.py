@@ -143,6 +143,8 @@ class Publisher:
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(QUEUE_BATCHES_MAX)
         self._router = self._context.socket(zmq.ROUTER) if replay else None
+        if self._router is not None:
+            self._router.setsockopt(zmq.SNDHWM, 0)  # a ROUTER drops beyond it, and nobody could notice
         try:
             self.endpoint = _bind(self._pub, endpoint)
             self.replay = _bind(self._router, replay) if self._router else ""

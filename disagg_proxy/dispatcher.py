@@ -27,6 +27,7 @@ from moonpool.disagg_proxy.tokens.source import KnownPrompts, TextPrompt, TokenS
 
 UNKNOWN = Request()
 ASKED_MAX = 1024  # prompts that are being tokenised; beyond it a request is routed without its prefix
+TRACEBACKS_MAX = 5
 _GENERATES = frozenset(("chat", "completions"))
 
 _log = logging.getLogger("moonpool.proxy")
@@ -55,6 +56,7 @@ class Dispatcher:
         self.accounts = Accounts(self.instances)
         self.known = KnownPrompts()
         self.blind = 0
+        self.late_errors = 0  # of the policy, on the event loop
         self._policy = policy
         self._locality = locality
         self._tokens = tokens
@@ -136,14 +138,20 @@ class Dispatcher:
         ids = await self._tokens.ids(prompt)
         if request.gone:
             return
-        if ids is None:
-            self.blind += 1
-            decision = self._choose(request, UNKNOWN, None)
-        else:
-            with self._lock:
-                self.known.keep(prompt, ids)
-            decision = self._choose_by(request, ids)
-        self._resume(request, decision)
+        try:
+            if ids is None:
+                self.blind += 1
+                decision = self._choose(request, UNKNOWN, None)
+            else:
+                with self._lock:
+                    self.known.keep(prompt, ids)
+                decision = self._choose_by(request, ids)
+            self._resume(request, decision)
+        except Exception:  # a policy of the user's own: any engine is better than none
+            self.late_errors += 1
+            if self.late_errors <= TRACEBACKS_MAX:
+                _log.exception("the policy failed; the request goes to the first engine that may have it")
+            self._resume(request, Plan(request.candidates[0], note=1))
 
     # The choice
 

@@ -107,7 +107,7 @@ def models_of(body: bytes) -> dict[str, bytes] | None:
     try:
         rows = msgspec.json.decode(body, type=_ModelList).data
         return {msgspec.json.decode(row, type=_Model).id: bytes(row) for row in rows}
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, ValueError, RecursionError):  # no JSON, no text, nested without end
         return None
 
 

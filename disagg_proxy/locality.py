@@ -31,16 +31,24 @@ class Place:
 
 
 class Locality:
-    """engines: how many there are; the pool's nodes come behind them in the indexes. Thread safe."""
+    """engines: how many there are; the pool's nodes come behind them in the indexes. told: places of those
+    that have an event stream, which says itself when its engine must be forgotten. Thread safe."""
 
-    def __init__(self, indexes: Indexes, engines: int) -> None:
+    def __init__(self, indexes: Indexes, engines: int, told: frozenset[int] = frozenset()) -> None:
         self._indexes = indexes
         self._engines = engines
+        self._told = told
+        # Of the engines that do not tell; those of other block sizes come with the first event.
+        self._guessed = indexes.obtain(MODEL_ANY, BLOCK_TOKENS) if len(told) < engines else None
+
+    def is_told(self, engine: int) -> bool:
+        """Whether the engine has an event stream."""
+        return engine in self._told
 
     def find(self, ids: bytes, seed: bytes) -> Place:
         """ids: u32 little-endian; seed: of the chain (``seed_of``)."""
         own, pool, keys = np.zeros(self._engines, np.uint32), 0, []
-        for index in self._indexes.of(MODEL_ANY) or self._first():
+        for index in self._indexes.of(MODEL_ANY):
             chain = index.keys(ids, seed)
             match = index.match(chain)
             blocks = np.frombuffer(match.device, np.uint32)[: self._engines]
@@ -52,10 +60,14 @@ class Locality:
     def sent(self, place: Place, engine: int, now_s: float) -> None:
         """The prompt goes to this engine, which will hold it."""
         for index, chain in place.keys:
+            if index is self._guessed and engine in self._told and not index.entries(engine):
+                continue  # its blocks have another size
             index.dispatched(engine, chain, now_s, CONFIRMED_WITHIN_S)
 
     def forget(self, engine: int) -> None:
-        """The engine has restarted, or is gone."""
+        """The engine is gone for now. One that tells is forgotten by its stream, when it must be."""
+        if engine in self._told:
+            return
         for index in self._indexes.all().values():
             index.forget(engine)
 
@@ -69,10 +81,6 @@ class Locality:
             for name, value in index.stats().items():
                 total[name] = total.get(name, 0) + value
         return total
-
-    def _first(self) -> list[_native.PrefixIndex]:
-        index = self._indexes.obtain(MODEL_ANY, BLOCK_TOKENS)
-        return [] if index is None else [index]
 
 
 class _Salted(msgspec.Struct):
@@ -96,6 +104,6 @@ def seed_of(body: bytes | memoryview, model: str, models: Mapping[str, bytes] | 
             lora = model
         if b'"cache_salt"' in bytes(body):
             salt = _salted.decode(body).cache_salt
-    except msgspec.MsgspecError:
-        pass
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        pass  # no text, or nested without end: the engine will say so
     return chain_seed(lora, salt)

@@ -67,7 +67,12 @@ class Proxy:
         self._listening: list[socket.socket] = []
         self.engines = tuple(Engine(place, spec, settings) for place, spec in enumerate(settings.engines))
         self._indexes = Indexes(holders_max=max(256, len(settings.engines) + len(settings.events)))
-        self._locality = Locality(self._indexes, len(self.engines))
+        told = {source.name for source in settings.events}
+        self._locality = Locality(
+            self._indexes,
+            len(self.engines),
+            frozenset(engine.place for engine in self.engines if engine.name in told),
+        )
         policy = make_policy(settings.policy)
         self._dispatcher = Dispatcher(
             self.engines,

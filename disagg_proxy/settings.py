@@ -144,6 +144,11 @@ class ProxySettings:
         for source in self.events:
             if not source.pool and source.name not in names:
                 raise _bad("events", f"no engine is called {source.name!r}; they are {', '.join(names)}")
+            if source.pool and source.name in names:
+                raise _bad("pool_events", f"{source.name!r} is an engine; give the pool's node another name")
+        streams = [source.name for source in self.events]
+        if twice := sorted({name for name in streams if streams.count(name) > 1}):
+            raise _bad("pool_events", f"two event streams are called {twice[0]!r}; give each its own name")
         if not self.health.path.startswith("/") or not self.health.path.isascii() or " " in self.health.path:
             raise _bad(
                 "health.path", f"the health path is an URL path such as /health, not {self.health.path!r}"

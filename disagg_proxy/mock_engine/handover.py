@@ -79,12 +79,12 @@ class Leases:
 
 async def fetch(host: str, port: int, name: str, *, timeout_s: float) -> int:
     """Asks a prefill engine. Returns how many tokens were handed over; 0 for every kind of failure."""
-    body = json.dumps({"id": name}).encode()
-    request = (
-        b"POST /mock/handover HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\nConnection: close\r\n\r\n" % (host.encode("idna"), len(body))
-    )
     try:
+        body = json.dumps({"id": name}).encode()
+        request = (
+            b"POST /mock/handover HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\nConnection: close\r\n\r\n" % (host.encode("idna"), len(body))
+        )
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(host, port)
             try:

@@ -121,6 +121,7 @@ class MockEngine:
             return None
         self.counts["requests"] += 1
         self.answers[answer.job] = answer
+        answer.begin()
         self.batch.submit(answer.job)
         self.wake()
         return answer
@@ -281,7 +282,6 @@ class Answer:
         self._connection = connection
         self._name = name
         self._words = api.words(asked)
-        self._begun = False
         self._fetches = handed is not None and handed.do_remote_prefill
         self._keeps = handed is not None and handed.do_remote_decode
         self.asked = asked
@@ -299,14 +299,16 @@ class Answer:
         engine.counts["aborted"] += 1
         engine.wake()
 
+    def begin(self) -> None:
+        """As vLLM does, the head of a stream goes out before anything is computed."""
+        if self.asked.stream:
+            self._connection.begin()
+
     def made(self, count: int) -> None:
         """That many tokens more."""
         job, asked = self.job, self.asked
         done = job.made >= job.answer_tokens
         if asked.stream:
-            if not self._begun:
-                self._begun = True
-                self._connection.begin()
             for place in range(job.made - count, job.made):
                 last = place == job.answer_tokens - 1
                 self._connection.event(

@@ -47,6 +47,8 @@ class _Completion(msgspec.Struct):
     model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+_ODD = (ValueError, OverflowError, RecursionError)  # what odd JSON can end in besides
+
 _rendered = msgspec.json.Decoder(_Rendered)
 _rendered_list = msgspec.json.Decoder(list[_Rendered])
 _tokenized = msgspec.json.Decoder(_Tokenized)
@@ -80,7 +82,7 @@ class EngineSource:
             async with asyncio.timeout(self._deadline_s):
                 ids = await self._render(urls[0], prompt)
                 return ids if ids is not None else await self._tokenize(urls[0], prompt)
-        except (TimeoutError, OSError, aiohttp.ClientError, msgspec.MsgspecError, OverflowError):
+        except (TimeoutError, OSError, aiohttp.ClientError, msgspec.MsgspecError, *_ODD):
             self.failures += 1
             return None
 

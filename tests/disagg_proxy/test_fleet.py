@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,8 @@ import aiohttp
 import pytest
 import uvloop
 
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.mock_engine.server import MockEngine
 from moonpool.disagg_proxy.mock_engine.settings import MockSettings
@@ -214,6 +216,42 @@ def test_clients_that_leave_at_any_moment_leave_nothing() -> None:
                 await asyncio.gather(*(visit(100 * batch + number) for number in range(100)))
             await f.settle()
             assert sum(engine.counts["aborted"] for engine in f.engines.values()) > 50
+
+    play(scenario)
+
+
+def test_the_time_of_a_prefill_ends_with_the_first_token_not_with_the_head() -> None:
+    async def scenario() -> None:
+        async with fleet("both", mock=MockSettings(timing=Timing(prefill_s_per_token=1e-4))) as f:
+            for number in range(10):
+                body = {"model": "mock", "prompt": f"{number} " + "x" * 4_000, "stream": True}
+                async with f.session.post(f.url + "/v1/completions", json=body) as answer:
+                    await answer.read()
+            await f.settle()
+            model = f.proxy._dispatcher.instances[0].prefill_model
+            assert model.regression.samples == 10
+            assert 0.02 < model.predict(1_000) < 0.4  # heads come after a millisecond or two
+
+    play(scenario)
+
+
+class Broken:
+    """A policy that fails where it looks at tokens."""
+
+    uses_tokens = True
+
+    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
+        raise ValueError("not today")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_policy_that_fails_costs_no_request() -> None:
+    async def scenario() -> None:
+        async with fleet("both", "both", policy=f"{__name__}:Broken") as f:
+            for _ in range(3):  # first by way of the tokeniser, then at once
+                await f.ask("some text " * 20, explain=False)
+            assert f.proxy._dispatcher.late_errors == 1
+            await f.settle()
 
     play(scenario)
 

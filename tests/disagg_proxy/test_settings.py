@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.settings import (
     Deadlines,
     EngineSpec,
@@ -62,3 +63,11 @@ def test_bad_settings(make: object, words: str) -> None:
     assert callable(make)
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+@pytest.mark.parametrize("name", ["a", "node"])
+def test_a_stream_of_the_pool_has_a_name_of_its_own(name: str) -> None:
+    pool = EventSource("node", "tcp://h:1", pool=True)
+    other = EventSource(name, "tcp://h:2", pool=True)
+    with pytest.raises(ConfigError, match="name"):
+        ProxySettings(engines=(EngineSpec("a", "http://h:1"),), events=(pool, other))

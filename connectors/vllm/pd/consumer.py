@@ -115,7 +115,7 @@ class Consumer:
         for request_id in request_ids:
             take = self._takes.get(request_id)
             if take is not None and take.phase is Phase.WAITING:
-                take.phase = Phase.OVER
+                self._drop(request_id, take)  # of several ranks, another one may not know yet
                 self._tally.add("handover_errors")
 
     def reported(self, request_id: str, good: int) -> None:

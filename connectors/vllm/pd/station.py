@@ -314,6 +314,7 @@ class Station:
             except Exception:  # a thread's boundary: one message is lost, what it was about times out
                 self.dropped_messages += 1
                 self._log.exception("moonpool: unexpected error while hearing other engines")
+                time.sleep(self._sign_s)  # should it last
 
     def _heard(self, text: bytes) -> None:
         try:

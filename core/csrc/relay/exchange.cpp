@@ -240,13 +240,14 @@ void Exchange::prefill_done() {
         return prefill_failed(verdict_on_status(prefill_status_));
     }
     engine.counts.prefill.observe(relay_.now - observation_.sent_prefill);
-    Usage usage;
-    if (find_usage(prefill_answer_, usage)) observation_.prefill_cached_tokens = usage.cached;
+    auto& scanned = relay_.scratch_object;
+    bool whole = scanned.scan(prefill_answer_);
+    const json::Member* usage = whole ? scanned.find("usage") : nullptr;
+    if (usage != nullptr) observation_.prefill_cached_tokens = usage_of(usage->value).cached;
     reached(Stage::kPrefilled);
     prefill_.leave(Verdict::kGood);
     if (state_ != State::kPrefilling) return ended(Prefill::kHandedOver);  // concurrent: nobody waits for it
-    auto& scanned = relay_.scratch_object;
-    const json::Member* parameters = scanned.scan(prefill_answer_) ? scanned.find(kParameters) : nullptr;
+    const json::Member* parameters = whole ? scanned.find(kParameters) : nullptr;
     if (parameters == nullptr || parameters->kind != json::Kind::kObject) {
         ended(Prefill::kNoParameters);
         return answer_alone();
@@ -287,6 +288,7 @@ void Exchange::hand_on(const http::ResponseHead* head, std::string_view body, bo
         body = content_;
     }
     body_bytes_ += body.size();
+    if (observation_.first_byte == 0 && (complete || !body.empty())) begun();
     std::string_view text = head != nullptr ? std::string_view(head_text_) : std::string_view();
     if (complete) {
         // First settle, then write: what is written is all the client waits for.
@@ -298,13 +300,17 @@ void Exchange::hand_on(const http::ResponseHead* head, std::string_view body, bo
     }
 }
 
-void Exchange::start_answer(const http::ResponseHead& head) {
-    Engine& engine = *answer_.engine;
+// The first byte of the body: engines send the head of a stream before they have computed anything.
+void Exchange::begun() {
     observation_.first_byte = relay_.now;
-    engine.counts.first_byte.observe(relay_.now - request_->arrived_at);
+    answer_.engine->counts.first_byte.observe(relay_.now - request_->arrived_at);
+    reached(Stage::kBegun);
+}
+
+void Exchange::start_answer(const http::ResponseHead& head) {
+    const Engine& engine = *answer_.engine;
     status_ = head.status;
     observation_.status = static_cast<uint16_t>(head.status);
-    reached(Stage::kBegun);
     chunked_ = head.framing == http::Framing::kChunked;
     taking_chunks_off_ = chunked_ && request_->head.http_1_0;
     if (taking_chunks_off_) {

@@ -73,6 +73,7 @@ class Exchange {
     bool again_allowed() const;
     void observe(Outcome outcome);
     void reached(Stage stage);
+    void begun();
     void read_usage(std::string_view body);
 
     Leg answer_, prefill_;

@@ -319,10 +319,13 @@ void Relay::end_all() {
     }
     questions_.clear();
     clean();
-    std::lock_guard lock(mutex_);
-    ended_ = true;
-    for (auto& function : posted_) function();  // somebody may wait for it
-    posted_.clear();
+    std::vector<std::function<void()>> posted;
+    {
+        std::lock_guard lock(mutex_);
+        ended_ = true;
+        posted.swap(posted_);
+    }
+    for (auto& function : posted) function();  // somebody may wait for it; it may take the mutex itself
 }
 
 void Relay::look_whether_empty() {

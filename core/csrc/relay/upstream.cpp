@@ -167,8 +167,9 @@ void Upstream::let_go(Leg& leg) {
 }
 
 void Upstream::close() {
-    if (!open()) return;
-    relay_.poller.close(*this);
+    if (closed_) return;
+    closed_ = true;
+    if (open()) relay_.poller.close(*this);  // not when there was no socket to be had
     auto at = std::find(engine_.idle.begin(), engine_.idle.end(), this);
     if (at != engine_.idle.end()) engine_.idle.erase(at);
     relay_.bury(engine_, *this);

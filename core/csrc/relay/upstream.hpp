@@ -53,6 +53,7 @@ class Upstream final : public Socket {
 
     Relay& relay_;
     Engine& engine_;
+    bool closed_ = false;
     Leg* leg_ = nullptr;
     bool connecting_ = false, paused_ = false, reused_ = false;
     size_t unsent_ = 0;  // of the leg's message

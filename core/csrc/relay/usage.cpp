@@ -24,6 +24,11 @@ int32_t number_of(std::string_view object, std::string_view quoted_key) {
 
 }  // namespace
 
+Usage usage_of(std::string_view object) {
+    return {number_of(object, "\"prompt_tokens\""), number_of(object, "\"cached_tokens\""),
+            number_of(object, "\"completion_tokens\"")};
+}
+
 bool find_usage(std::string_view body, Usage& usage) {
     if (body.size() > kLookedAtBytes) body.remove_prefix(body.size() - kLookedAtBytes);
     size_t at = body.rfind(kUsage);
@@ -38,10 +43,7 @@ bool find_usage(std::string_view body, Usage& usage) {
         if (depth == 0 && object[end] != ' ' && object[end] != ':') return false;  // null
     }
     if (end == object.size()) return false;
-    object = object.substr(0, end);
-    usage.prompt = number_of(object, "\"prompt_tokens\"");
-    usage.completion = number_of(object, "\"completion_tokens\"");
-    usage.cached = number_of(object, "\"cached_tokens\"");
+    usage = usage_of(object.substr(0, end));
     return true;
 }
 

@@ -179,6 +179,7 @@ def test_a_client_that_leaves_frees_everything(streams: bool) -> None:
             assert not is_clean(mock)
             for ask in asks:
                 ask.cancel()
+            await session.close()
             await until(lambda: is_clean(mock))
             assert mock.counts["aborted"] == 3
 
