@@ -62,10 +62,15 @@ class Fleet:
         return path
 
     def engine(
-        self, name: str, kv_transfer_config: dict[str, Any] | None, extra: dict[str, str] | None = None
+        self,
+        name: str,
+        kv_transfer_config: dict[str, Any] | None,
+        extra: dict[str, str] | None = None,
+        **more: Any,
     ) -> Talker:
-        """Starts an engine and returns at once; ``ready`` waits for several. extra: environment."""
-        config: dict[str, Any] = {"model": str(self.model)}
+        """Starts an engine and returns at once; ``ready`` waits for several. extra: environment; more:
+        arguments of vllm.LLM."""
+        config: dict[str, Any] = {"model": str(self.model), **more}
         if kv_transfer_config is not None:
             config["kv_transfer_config"] = kv_transfer_config
         engine = Talker(
