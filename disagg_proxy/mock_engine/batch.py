@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from moonpool.disagg_proxy.mock_engine.blocks import Blocks
@@ -38,7 +38,7 @@ class Job:
     made: int = 0
     cached: int = 0
     fetched: int = 0
-    chunk: int = field(default=0)
+    chunk: int = 0
 
 
 class Batch:

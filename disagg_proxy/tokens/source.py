@@ -8,11 +8,6 @@ from typing import Protocol
 
 from moonpool import _native
 
-KIND_OF_PATH = {
-    b"/v1/chat/completions": "chat",
-    b"/v1/completions": "completions",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
