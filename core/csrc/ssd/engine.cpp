@@ -330,6 +330,19 @@ uint32_t Engine::hashes(uint32_t cursor, uint32_t scan, std::vector<Hash128>& ou
     return cursor < end ? cursor : 0;
 }
 
+std::vector<Hash128> Engine::take_lost(uint32_t scan) {
+    std::lock_guard lock(mutex_);
+    std::vector<Hash128> lost;
+    if (!off_) return lost;
+    for (; scan > 0 && index_.count() != 0; --scan, ++lost_cursor_) {
+        if (lost_cursor_ >= index_.slots()) lost_cursor_ = 0;  // a write may have ended behind it
+        if (index_.entry(lost_cursor_).sequence == 0) continue;
+        lost.push_back(index_.entry(lost_cursor_).hash);
+        index_.erase(lost_cursor_);
+    }
+    return lost;
+}
+
 void Engine::tell_gone() {
     if (gone_.empty()) return;
     std::vector<Hash128> gone = std::exchange(gone_, {});

@@ -39,6 +39,7 @@ class Engine {
     std::optional<uint64_t> sequence(const Hash128& hash) const;
     bool remove(const Hash128& hash);
     uint32_t hashes(uint32_t cursor, uint32_t scan, std::vector<Hash128>& out) const;
+    std::vector<Hash128> take_lost(uint32_t scan);
     void sync(Done done);
     uint32_t list(uint32_t space, uint32_t cursor, uint32_t scan, std::vector<Listed>& out) const;
     void close();
@@ -221,6 +222,7 @@ class Engine {
     uint64_t removals_pushed_ = 0;
     std::string trouble_;
     bool read_only_ = false, off_ = false;
+    uint32_t lost_cursor_ = 0;
     bool closing_ = false, sleeping_ = false;
     Counters counters_;
     Recovery recovery_;

@@ -30,6 +30,7 @@ uint32_t Log::list(uint32_t space, uint32_t cursor, uint32_t scan, std::vector<L
 uint32_t Log::hashes(uint32_t cursor, uint32_t scan, std::vector<Hash128>& out) const {
     return engine_->hashes(cursor, scan, out);
 }
+std::vector<Hash128> Log::take_lost(uint32_t scan) { return engine_->take_lost(scan); }
 std::optional<uint64_t> Log::sequence(const Hash128& hash) const { return engine_->sequence(hash); }
 bool Log::remove(const Hash128& hash) { return engine_->remove(hash); }
 void Log::close() { engine_->close(); }

@@ -102,6 +102,9 @@ class Log {
     uint32_t list(uint32_t space, uint32_t cursor, uint32_t scan, std::vector<Listed>& out) const;
 
     uint32_t hashes(uint32_t cursor, uint32_t scan, std::vector<Hash128>& out) const;
+    // Of a directory that is not used any more (ssd_off): what it held, and forgets from now on. Looks at no
+    // more than `scan` entries.
+    std::vector<Hash128> take_lost(uint32_t scan);
 
     // Finishes what was begun and seals the log; what still waits is refused. Idempotent.
     void close();

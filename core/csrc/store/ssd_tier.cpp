@@ -10,6 +10,7 @@ constexpr uint32_t kNone = UINT32_MAX;
 constexpr uint32_t kWritesMax = 64;               // objects that are held while they are written,
 constexpr uint64_t kWriteBytesMax = 64ull << 20;  // and their bytes, unless it is one
 constexpr int kLooksMax = 1024;                   // at objects that may be written, in one go
+constexpr uint32_t kLostPerTick = 65536;          // entries of a directory that is given up
 constexpr uint32_t kReadsMax = 65536;             // that wait in one log
 constexpr uint32_t kCursorBits = 28;              // of a list: the device stands above
 
@@ -158,6 +159,7 @@ uint32_t SsdTier::hashes(size_t device, uint32_t cursor, uint32_t scan, std::vec
 // ---- writing
 
 void SsdTier::on_tick() {
+    for (auto& log : devices_) gone(log->take_lost(kLostPerTick));
     for (auto& [name, tenant] : tenants_) {
         tenant.resting = false;
         clean(tenant);

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <thread>
 
@@ -177,4 +178,34 @@ TEST_CASE("node member: what is written and evicted while the rest is dropped go
     REQUIRE(node.member().drop(true, {}));
     CHECK(!node.in_memory("k"));
     CHECK(!node.on_ssd("k"));
+}
+
+TEST_CASE("node member: the master is told of all that a directory held, when reading from it is given up") {
+    auto disk = fake_disk();
+    Node node(disk);
+    constexpr uint64_t kObjects = 100;
+    for (uint64_t i = 0; i < kObjects; ++i) node.put("k" + std::to_string(i));
+    node.until([&] { return node.gauge("ssd_saved_bytes") == kObjects * kObject; });
+    DeltaLog told(1000);
+    told.begin_inventory();
+    node.ssd().set_delta_log(&told);
+    disk->fail([](bool write, uint64_t, size_t) { return write ? 0 : EIO; });
+    for (int i = 0; i < 64; ++i) {
+        bool ended = false;
+        REQUIRE(node.promote("k" + std::to_string(i), [&](uint32_t) { ended = true; }));
+        node.until([&] { return ended; });
+    }
+    CHECK(node.gauge("ssd_off") == 1);
+    node.ssd().on_tick();
+    node.turn();
+    std::vector<DeltaRow> rows;
+    REQUIRE(told.take(rows));
+    std::map<uint64_t, bool> there;  // as the master has it in the end
+    for (const DeltaRow& row : rows) there[row.hash.low] = row.added;
+    CHECK(there.size() == kObjects);
+    CHECK(std::none_of(there.begin(), there.end(), [](auto& row) { return row.second; }));
+    CHECK(node.gauge("ssd_objects") == 0);
+    CHECK(node.gauge("ssd_saved_bytes") == 0);  // what memory has is to be written again
+    CHECK(node.pool().check_integrity());
+    node.ssd().set_delta_log(nullptr);
 }
