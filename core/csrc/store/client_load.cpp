@@ -62,7 +62,7 @@ LoadReport Client::load(std::string_view holders, std::span<const Descriptor> de
     while (r.ok() && !r.done() && sources.size() < kHoldersMax) {
         Source source;
         std::string_view incarnation = r.bytes(sizeof(Incarnation));
-        source.route = std::string(r.text16());
+        source.route = std::string(r.bytes16());
         if (!r.ok()) break;
         std::memcpy(source.incarnation.data(), incarnation.data(), incarnation.size());
         sources.push_back(std::move(source));

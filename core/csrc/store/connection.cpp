@@ -262,7 +262,7 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
 
 bool Connection::on_open_space(const FrameHeader& header, Reader body) {
     std::string_view name_space = body.text16();
-    std::string_view fingerprint = body.text16();
+    std::string_view fingerprint = body.bytes16();
     if (!body.done() || name_space.find('\0') != name_space.npos) return malformed("is no OPEN_SPACE");
     uint32_t limit = server_.options_.limits.spaces;
     std::optional<uint32_t> id = pool_->open_space(name_space, fingerprint, limit);
@@ -333,8 +333,8 @@ bool Connection::on_return(Reader body) {
     return true;
 }
 
-// u32 space, u8 flags, u8 zero, u16 zero, u32 n, then n times: u64 offset, u64 size, u32 crc, text16 name,
-// text16 parent
+// u32 space, u8 flags, u8 zero, u16 zero, u32 n, then n times: u64 offset, u64 size, u32 crc, bytes16 name,
+// bytes16 parent
 bool Connection::on_commit(const FrameHeader& header, Reader body) {
     auto space = body.number<uint32_t>();
     auto flags = body.number<uint8_t>();
@@ -357,8 +357,8 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
         extent.offset = body.number<uint64_t>();
         extent.size = body.number<uint64_t>();
         auto crc = body.number<uint32_t>();
-        std::string_view name = body.text16();
-        std::string_view parent_name = body.text16();
+        std::string_view name = body.bytes16();
+        std::string_view parent_name = body.bytes16();
         if (!body.ok() || name.empty() || name.size() > limits.key_bytes) return malformed("is no COMMIT");
 
         if (extent.size != 0) {
@@ -396,7 +396,7 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
     return true;
 }
 
-// u32 space, u8 flags, u8 zero, u16 width, u32 n, then n names as text16
+// u32 space, u8 flags, u8 zero, u16 width, u32 n, then n names as bytes16
 bool Connection::on_lookup(const FrameHeader& header, Reader body) {
     Reader whole_body = body;
     auto space = body.number<uint32_t>();
@@ -418,7 +418,7 @@ bool Connection::on_lookup(const FrameHeader& header, Reader body) {
     bool ask_ssd = server_.ssd_ != nullptr && !(pin && resumed_);
     std::vector<std::string_view> wanted;  // from the SSD
     for (uint32_t i = 0; i < n; ++i) {
-        std::string_view name = body.text16();
+        std::string_view name = body.bytes16();
         if (!body.ok() || name.size() > limits.key_bytes) return malformed("is no LOOKUP");
         if (prefix && gap) continue;
         uint32_t slot = pool_->find(space, name);
@@ -541,7 +541,7 @@ bool Connection::on_remove(const FrameHeader& header, Reader body) {
     Writer(out_).number(n);
     std::vector<std::byte> manifests;
     for (uint32_t i = 0; i < n; ++i) {
-        std::string_view name = body.text16();
+        std::string_view name = body.bytes16();
         if (!body.ok()) return malformed("is no REMOVE");
         uint32_t slot = pool_->find(space, name);
         bool was_there = slot != kNoSlot;
@@ -566,12 +566,12 @@ bool Connection::on_remove(const FrameHeader& header, Reader body) {
     return true;
 }
 
-// u32 space, u32 cursor, u32 limit, text16 prefix -> u32 next cursor (0: the end), u32 n, rows
+// u32 space, u32 cursor, u32 limit, bytes16 prefix -> u32 next cursor (0: the end), u32 n, rows
 bool Connection::on_list(const FrameHeader& header, Reader body) {
     auto space = body.number<uint32_t>();
     auto cursor = body.number<uint32_t>();
     auto limit = body.number<uint32_t>();
-    std::string_view prefix = body.text16();
+    std::string_view prefix = body.bytes16();
     if (!body.done() || !pool_->has_space(space)) return malformed("is no LIST");
     constexpr uint32_t kScanMax = 65536;  // slots looked at in one go: others wait meanwhile, about 1 ms
     limit = std::min<uint32_t>(limit, 4096);

@@ -22,8 +22,8 @@ void count(std::atomic<uint64_t>& counter, uint64_t n = 1) {
 
 }  // namespace
 
-// u32 space, u8 flags, u8 zero, u16 zero, u32 n, u32 bytes of the rows; n rows: u64 size, u32 crc, text16
-// name, text16 parent; then the bytes of the objects
+// u32 space, u8 flags, u8 zero, u16 zero, u32 n, u32 bytes of the rows; n rows: u64 size, u32 crc, bytes16
+// name, bytes16 parent; then the bytes of the objects
 Connection::Begun Connection::begin_put(const FrameHeader& header) {
     constexpr size_t kHead = 16;
     const Limits& limits = server_.options_.limits;
@@ -59,8 +59,8 @@ Connection::Begun Connection::begin_put(const FrameHeader& header) {
         PutRow row;
         row.size = rows.number<uint64_t>();
         row.crc = rows.number<uint32_t>();
-        row.name = std::string(rows.text16());
-        row.parent = std::string(rows.text16());
+        row.name = std::string(rows.bytes16());
+        row.parent = std::string(rows.bytes16());
         if (row.size > left || row.name.empty() || row.name.size() > limits.key_bytes) {
             return bad("is no PUT");
         }
@@ -212,7 +212,7 @@ void Connection::close_put() {
     put_.reset();
 }
 
-// u32 space, u32 n, n rows: u8 how, u64 from, u64 room, then text16 name, or u64 generation, u32 slot
+// u32 space, u32 n, n rows: u8 how, u64 from, u64 room, then bytes16 name, or u64 generation, u32 slot
 // -> u32 n, n rows: u64 size (kReadMiss: not here), u64 bytes that follow, u64 generation, u32 crc, u32 slot;
 //    then the bytes
 bool Connection::on_read(const FrameHeader& header, Reader body) {
@@ -247,7 +247,7 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
             if (!body.ok()) break;
             if (!table.readable(slot, generation) || table.entry(slot).space != space) slot = kNoSlot;
         } else {
-            std::string_view name = body.text16();
+            std::string_view name = body.bytes16();
             if (!body.ok()) break;
             slot = pool_->find(space, name);
             if (slot == kNoSlot && !resumed_ && only_on_ssd(space, name)) on_ssd.push_back(name);

@@ -571,7 +571,7 @@ Result<std::vector<ListRow>> NodeClient::list(std::string_view prefix, uint64_t 
                     row.generation = r.number<uint64_t>();
                     row.crc = r.number<uint32_t>();
                     row.pins = r.number<uint32_t>();
-                    row.name = std::string(r.text16());
+                    row.name = std::string(r.bytes16());
                     rows.push_back(std::move(row));
                 }
                 return r.done();

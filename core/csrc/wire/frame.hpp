@@ -16,6 +16,8 @@
 #include <string_view>
 #include <vector>
 
+#include "base/utf8.hpp"
+
 namespace moonpool {
 
 static_assert(std::endian::native == std::endian::little, "the wire format is read and written in place");
@@ -121,7 +123,15 @@ class Reader {
         return from != nullptr ? std::string_view(reinterpret_cast<const char*>(from), size)
                                : std::string_view();
     }
-    std::string_view text16() { return bytes(number<uint16_t>()); }
+    // Names of objects and the like, any bytes; Writer::text16 writes them too.
+    std::string_view bytes16() { return bytes(number<uint16_t>()); }
+    // What is shown to people: a frame whose text is no UTF-8 is not as documented.
+    std::string_view text16() {
+        std::string_view text = bytes16();
+        if (is_utf8(text)) return text;
+        fail();
+        return {};
+    }
 
     bool ok() const { return ok_; }
     bool done() const { return ok_ && in_.empty(); }
@@ -130,13 +140,17 @@ class Reader {
    private:
     const std::byte* take(size_t size) {
         if (size > in_.size()) {
-            ok_ = false;
-            in_ = {};
+            fail();
             return nullptr;
         }
         const std::byte* from = in_.data();
         in_ = in_.subspan(size);
         return from;
+    }
+
+    void fail() {
+        ok_ = false;
+        in_ = {};
     }
 
     std::span<const std::byte> in_;

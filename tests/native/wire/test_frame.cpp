@@ -106,3 +106,40 @@ TEST_CASE("frame: what a writer writes a reader reads, and nothing is left") {
         REQUIRE(r.done());
     }
 }
+
+TEST_CASE("frame: a text that is no UTF-8 ends the reading, a name may be any bytes") {
+    // Each pair: bytes, and whether RFC 3629 calls them UTF-8.
+    const std::pair<std::string_view, bool> cases[] = {
+        {"", true},
+        {"node-a", true},
+        {"\xC2\x80 \xDF\xBF", true},
+        {"\xE0\xA0\x80 \xED\x9F\xBF \xEE\x80\x80", true},
+        {"\xF0\x90\x80\x80 \xF4\x8F\xBF\xBF", true},
+        {"\x80", false},              // a byte that only continues
+        {"\xC1\x81", false},          // 'A' in two bytes
+        {"\xE0\x9F\xBF", false},      // two bytes' worth in three
+        {"\xF0\x8F\xBF\xBF", false},  // three bytes' worth in four
+        {"\xED\xA0\x80", false},      // a surrogate
+        {"\xF4\x90\x80\x80", false},  // above U+10FFFF
+        {"\xF5\x80\x80\x80", false},
+        {"node\xE2\x82", false},  // cut off
+        {"\xE2\x82 ", false},
+        {"\xF0\x90\x80 ", false},
+        {"\xFF", false},
+    };
+    for (auto [bytes, good] : cases) {
+        CAPTURE(bytes.size());
+        std::vector<std::byte> out;
+        Writer w(out);
+        w.text16(bytes);
+        w.number(uint32_t{7});
+        Reader names(out);
+        CHECK(names.bytes16() == bytes);
+        CHECK(names.number<uint32_t>() == 7);
+        CHECK(names.done());
+        Reader texts(out);
+        CHECK(texts.text16() == (good ? bytes : std::string_view()));
+        CHECK(texts.ok() == good);
+        CHECK(texts.number<uint32_t>() == (good ? 7u : 0u));
+    }
+}
