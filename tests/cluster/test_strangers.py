@@ -217,8 +217,11 @@ def test_a_purpose_that_nobody_serves_here(port: Port, purpose: bytes) -> None:
         print(code, text)
 
 
-@pytest.mark.parametrize("tenant", [b"nobody", b"", b"default\0", b"\xff\xfe"])
-def test_a_tenant_that_is_not_here(port: Port, tenant: bytes) -> None:
+@pytest.mark.parametrize(
+    ("tenant", "code"),
+    [(b"nobody", AUTH_CODE), (b"", AUTH_CODE), (b"default\0", AUTH_CODE), (b"\xff\xfe", PROTOCOL_CODE)],
+)
+def test_a_tenant_that_is_not_here(port: Port, tenant: bytes, code: int) -> None:
     if port.purpose != b"store":
         pytest.skip("only a node has a list of tenants")
     with port.call() as wire:
@@ -227,7 +230,7 @@ def test_a_tenant_that_is_not_here(port: Port, tenant: bytes) -> None:
         proof = w.mac(b"client", TOKEN.encode(), node_nonce, b"n" * 32, incarnation, covered)
         wire.send(w.AUTH, w.auth(tenant, b"n" * 32, proof) + w.text16(port.purpose), request_id=1)
         last = wire.receive()
-        assert (last.kind, int.from_bytes(last.body[:2], "little")) == (w.ERROR, AUTH_CODE)
+        assert (last.kind, int.from_bytes(last.body[:2], "little")) == (w.ERROR, code)
         assert wire.is_closed()
 
 
