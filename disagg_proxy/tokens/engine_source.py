@@ -21,7 +21,7 @@ RETRY_S = 30.0
 ANSWER_BYTES_MAX = 32 << 20
 
 _RENDER = {"chat": "/v1/chat/completions/render", "completions": "/v1/completions/render"}
-_ABSENT = (404, 405, 501)
+_ABSENT = (403, 404, 405, 501)  # 403: vLLM 0.32 without --enable-scale-out
 
 
 class _Rendered(msgspec.Struct):
@@ -39,11 +39,13 @@ class _Chat(msgspec.Struct):
     chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     add_generation_prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     continue_final_message: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    add_special_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Completion(msgspec.Struct):
     prompt: str
+    add_special_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -76,12 +76,14 @@ def test_completions_take_the_only_prompt_of_a_list() -> None:
     assert ask({"/v1/completions/render": two}, COMPLETION)[0] == [None]
 
 
-def test_an_older_engine_is_asked_to_tokenize_and_for_render_only_once() -> None:
+@pytest.mark.parametrize("status", [404, 403])
+def test_an_engine_without_render_is_asked_to_tokenize_and_for_render_only_once(status: int) -> None:
+    """404: an older one; 403: vLLM 0.32, where it was not switched on."""
     renders, bodies = [], []
 
     async def render(request: web.Request) -> web.Response:
         renders.append(1)
-        return web.Response(status=404)
+        return web.Response(status=status)
 
     async def tokenize(request: web.Request) -> web.Response:
         bodies.append(await request.json())
