@@ -104,7 +104,7 @@ class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engines: list[str] = []
     prefill: list[str] = []
     decode: list[str] = []
-    policy: str = "round_robin"
+    policy: str = "auto"
     api_keys_file: str = ""
     access_log: str = ""
     tokenizer: list[str] = []
@@ -151,6 +151,7 @@ class Engine(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"
     require_pool: bool = False
+    kv_events: bool = True
     health: str = "/health"
 
 
@@ -342,7 +343,8 @@ HELP: dict[str, str] = {
     "proxy.engines": "root URLs of the engines, each http://host:port or NAME=http://host:port",
     "proxy.prefill": "engines that compute prompts for those of proxy.decode; written like proxy.engines",
     "proxy.decode": "engines that answer what those of proxy.prefill computed",
-    "proxy.policy": "how an engine is chosen",
+    "proxy.policy": "how an engine is chosen: round_robin, least_load, prefix_affinity, conductor, or "
+    "package.module:Class; auto: conductor where engines have roles or there are KV events, else round_robin",
     "proxy.api_keys_file": "file of the API keys of clients, one per line; empty: none is asked for",
     "proxy.access_log": "file that gets a line per request; - is standard output; empty: none",
     "proxy.tokenizer": "MODEL=FOLDER with tokenizer.json, for each model; empty: engines are asked for token "
@@ -385,6 +387,7 @@ HELP: dict[str, str] = {
     "up.engine.kv_role": "kv_both, kv_producer or kv_consumer",
     "up.engine.kv_load_failure_policy": "recompute: a failed load costs time; fail: it fails the request",
     "up.engine.require_pool": "refuse to start without a node",
+    "up.engine.kv_events": "let it tell the proxy which blocks it holds, where proxy.policy looks at prompts",
     "up.engine.health": "path that answers 200 when the engine is ready",
     "up.node": "true: start a node; false: none; several: each a table [[up.node]]",
     "up.node.name": "names its socket, its log and its process, node-NAME; empty: 0, 1, ...",

@@ -8,6 +8,8 @@
       node-NAME.sock.tls       0600, how they dial that node's master, where it speaks TLS
       node.sock                a link to the socket of the first node; what a client without an address takes
       up.json, logs/           the state and the logs of `moonpool up`
+      events-NAME.sock         where a process of `moonpool up` publishes its KV events; and again, what some
+                               missed: events-NAME-replay.sock
 
 The folder and the token are checked each time they are used: a folder that another user made would hand them
 our traffic, and a token that others can read is no secret.

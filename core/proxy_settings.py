@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import TypeVar
 
 from moonpool.core.addresses import parse_address
-from moonpool.core.config import Config
+from moonpool.core.config import Config, Proxy
 from moonpool.core.reach import require_token
 from moonpool.disagg_proxy.events.settings import parse_event_sources
 from moonpool.disagg_proxy.settings import Deadlines, HealthChecks, Limits, ProxySettings, parse_engines
@@ -26,7 +27,7 @@ def proxy_settings(config: Config) -> ProxySettings:
             *parse_engines(config.proxy.prefill, "prefill"),
             *parse_engines(config.proxy.decode, "decode"),
         ),
-        policy=config.proxy.policy,
+        policy=policy_of(config.proxy),
         api_keys_file=config.proxy.api_keys_file,
         access_log=config.proxy.access_log,
         tokenizer=tuple(config.proxy.tokenizer),
@@ -38,6 +39,18 @@ def proxy_settings(config: Config) -> ProxySettings:
         deadlines=_part(Deadlines, "", config),
         health=_part(HealthChecks, "health_", config),
     )
+
+
+def policy_of(proxy: Proxy, roles: Iterable[str] = ()) -> str:
+    """What ``proxy.policy`` means for the engines that [proxy] names and for others in these roles.
+
+    "auto": engines of their own for prefill and decode want a policy that knows when a hand-over pays, and
+    streams of KV events are there to be looked at.
+    """
+    if proxy.policy != "auto":
+        return proxy.policy
+    apart = proxy.prefill or proxy.decode or any(role != "both" for role in roles)
+    return "conductor" if apart or proxy.events or proxy.pool_events else "round_robin"
 
 
 def _part(kind: type[Part], prefix: str, config: Config) -> Part:

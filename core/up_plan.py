@@ -5,12 +5,16 @@
     engines                each joins the node that it names, else the nodes in turn
     proxy                  in front of all engines
 
+Where the proxy's policy looks at prompts, nodes and vLLM engines publish their KV events in the runtime
+folder, and the proxy follows them.
+
 Nothing is started here. Ports are held while the plan is made, so that no two processes get the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import sys
@@ -27,10 +31,12 @@ from moonpool.core.config import Config, Engine, UpNode
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.http_get import answers_ok, get_json
 from moonpool.core.node_socket import is_served
+from moonpool.core.proxy_settings import policy_of
 from moonpool.core.reach import OFF, master_address, own_address, require_token
 from moonpool.core.supervisor import Limits, Spec
 from moonpool.core.tls import own_child_context, scheme
 from moonpool.core.vllm_command import KV_TRANSFER_CONFIG, Pool, engine_environment, find_vllm, has_gpu
+from moonpool.disagg_proxy.conductor.policy import make_policy
 
 MASTER_STAGE, NODE_STAGE, ENGINE_STAGE, PROXY_STAGE = range(4)
 MOONPOOL = (
@@ -39,6 +45,9 @@ MOONPOOL = (
     "-m",
     "moonpool",
 )  # -P: a folder of that name in the working folder is not ours
+KV_EVENTS_CONFIG = "--kv-events-config"
+# vLLM's options that keep us from giving it a stream: it has one, or each of several ranks wants its own.
+OWN_EVENTS = {KV_EVENTS_CONFIG, "--data-parallel-size", "-dp"}
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,10 @@ class _Planner:
         self._names = {"proxy"}
         self._master = str(master_address(config) or "")  # what the nodes join
         self._nodes: dict[str, str] = {}  # name of the node -> its socket
+        policy = policy_of(config.proxy, (engine.role for engine in config.up.engine))
+        self._looks = config.up.proxy and make_policy(policy).uses_tokens
+        self._events = list(config.proxy.events)  # as the proxy takes them
+        self._pool_events = list(config.proxy.pool_events)
 
     def all(self) -> list[Spec]:
         up = self.config.up
@@ -195,6 +208,10 @@ class _Planner:
             command += [option, value] if value else []
         for directory in node.ssd:
             command += ["--ssd", directory]
+        if self._looks and not self.config.node.events:
+            stream, replay = _event_sockets(process)
+            command += ["--events", stream, "--events-replay", replay]
+            self._pool_events.append(f"{process}={stream},{replay}")
         self._nodes[node.name] = self.sockets[process] = str(socket_path)
         return Spec(
             process,
@@ -244,7 +261,7 @@ class _Planner:
             command = [_with(word, fill) for word in engine.command]
         elif engine.model:
             program = find_vllm(engine.executable, path=env.get("PATH"))
-            command = self._vllm(engine, key, program, address, node)
+            command = self._vllm(name, engine, key, program, address, node)
             env = engine_environment(
                 env,
                 program=program,
@@ -273,7 +290,9 @@ class _Planner:
         sockets = list(self._nodes.values())
         return sockets[index % len(sockets)] if sockets else ""
 
-    def _vllm(self, engine: Engine, key: str, program: str, address: Address, node: str) -> list[str]:
+    def _vllm(
+        self, name: str, engine: Engine, key: str, program: str, address: Address, node: str
+    ) -> list[str]:
         options = {argument.partition("=")[0].replace("_", "-") for argument in engine.args}
         for option in ("--host", "--port"):
             if option in options:
@@ -288,6 +307,10 @@ class _Planner:
                 require_pool=engine.require_pool,
             )
             command += [KV_TRANSFER_CONFIG, pool.transfer_config()]
+        if self._looks and engine.kv_events and not options & OWN_EVENTS:
+            stream, replay = _event_sockets(name)
+            command += ["--enable-prompt-tokens-details", KV_EVENTS_CONFIG, _events_config(stream, replay)]
+            self._events.append(f"{name}={stream},{replay}")
         return command
 
     # ---- the proxy
@@ -311,6 +334,9 @@ class _Planner:
             ours = [f"{e.name}={e.url}" for e, its in zip(engines, roles, strict=True) if its == role]
             for engine in (*urls, *ours):
                 command += [option, engine]
+        for option, streams in (("--events", self._events), ("--pool-events", self._pool_events)):
+            for stream in streams:
+                command += [option, stream]
         log = self._log_dir / "proxy.log"
         return Spec("proxy", "proxy", tuple(command), self._env, log, ready, PROXY_STAGE, url)
 
@@ -352,6 +378,26 @@ def _free_address(address: Address, key: str, held: ExitStack, *, or_any: bool =
             cause=error,
         ) from error
     return address._replace(port=probe.getsockname()[1])
+
+
+def _event_sockets(process: str) -> tuple[str, str]:
+    """Where this process publishes its KV events, and where it tells them again."""
+    folder = paths.runtime_dir()
+    names = (f"events-{process}.sock", f"events-{process}-replay.sock")
+    stream, replay = (f"ipc://{paths.check_socket_path(folder / name)}" for name in names)
+    return stream, replay
+
+
+def _events_config(stream: str, replay: str) -> str:
+    """The value of vLLM's --kv-events-config."""
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": stream,
+        "replay_endpoint": replay,
+        "topic": "kv-events",
+    }
+    return json.dumps(config, separators=(",", ":"))
 
 
 def _has_joined(url: str) -> bool:

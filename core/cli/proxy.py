@@ -38,7 +38,10 @@ def proxy(
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="The port alone; 0: a free one.")] = None,
     policy: Annotated[
         str | None,
-        typer.Option(help="conductor, prefix_affinity, least_load, round_robin, or package.module:Class."),
+        typer.Option(
+            help="conductor (default with --prefill and --decode, or events), prefix_affinity, least_load, "
+            "round_robin (default otherwise), or package.module:Class."
+        ),
     ] = None,
     api_keys_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="API keys of clients, one per line.")

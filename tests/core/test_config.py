@@ -220,10 +220,17 @@ def test_the_schema_knows_units_choices_and_no_secret() -> None:
     msgspec.json.encode(schema)
 
 
-@pytest.mark.parametrize(("example", "nodes"), [("up.toml", True), ("cluster.toml", ["a", "b"])])
-def test_the_examples_are_valid_configurations(example: str, nodes: object) -> None:
+@pytest.mark.parametrize(
+    ("example", "nodes", "engines"),
+    [
+        ("up.toml", True, {"left": "both", "right": "both"}),
+        ("disaggregated.toml", True, {"prefill": "prefill", "decode": "decode"}),
+        ("cluster.toml", ["a", "b"], {"left": "both", "right": "both"}),
+    ],
+)
+def test_the_examples_are_valid_configurations(example: str, nodes: object, engines: dict[str, str]) -> None:
     made = config.load(Path(__file__).parents[2] / "examples" / example, env={})
-    assert [engine.name for engine in made.up.engine] == ["left", "right"]
+    assert {engine.name: engine.role for engine in made.up.engine} == engines
     found = made.up.node
     assert (found if isinstance(found, bool) else [node.name for node in found]) == nodes
 
@@ -254,6 +261,25 @@ def test_the_proxys_keys_are_those_of_its_settings_with_the_same_defaults() -> N
     }
     made = proxy_settings(config.load(env={}, arguments=changed))
     assert (made.deadlines.head_s, made.health.path, made.limits.retries_max) == (3.0, "/x", 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "policy"),
+    [
+        ({}, "round_robin"),
+        ({"proxy.prefill": ["http://h:2"], "proxy.decode": ["http://h:3"]}, "conductor"),
+        ({"proxy.events": ["a=tcp://h:5557"]}, "conductor"),
+        ({"proxy.pool_events": ["node=tcp://h:5557"]}, "conductor"),
+        ({"proxy.events": ["a=tcp://h:5557"], "proxy.policy": "least_load"}, "least_load"),
+    ],
+)
+def test_the_policy_follows_from_what_there_is_unless_it_is_named(
+    arguments: dict[str, object], policy: str
+) -> None:
+    from moonpool.core.proxy_settings import proxy_settings
+
+    engines = {"proxy.engines": ["a=http://h:1"]}
+    assert proxy_settings(config.load(env={}, arguments=engines | arguments)).policy == policy
 
 
 @pytest.mark.parametrize(

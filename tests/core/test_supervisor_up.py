@@ -379,6 +379,66 @@ def test_roles_reach_the_proxy_beside_the_engines_that_it_names_itself(runtime: 
         assert (option, value) in options
 
 
+def options_of(spec: Spec, name: str) -> list[str]:
+    return [value for option, value in itertools.pairwise(spec.command) if option == name]
+
+
+def test_a_policy_that_looks_at_prompts_hears_of_every_block(runtime: Path, vllm: str) -> None:
+    """vLLM engines and nodes publish where the proxy listens; who has a stream of its own keeps it."""
+    tables = "".join(
+        f'[[up.engine]]\nname = "{name}"\nrole = "{role}"\nmodel = "m"\nexecutable = "{vllm}"\n{more}\n'
+        for name, role, more in (
+            ("p", "prefill", ""),
+            ("d", "decode", ""),
+            ("own", "decode", 'args = ["--kv-events-config", "{}"]'),
+            ("ranks", "decode", 'args = ["--data-parallel-size=2"]'),
+            ("silent", "decode", "kv_events = false"),
+        )
+    )
+    nodes = '[[up.node]]\nname = "a"\n[[up.node]]\nname = "b"\n'
+    given = '[proxy]\nevents = ["own=tcp://10.0.0.9:5557"]\n'
+    plan = plan_of(runtime, given + nodes + tables)
+    proxy = spec_of(plan, "proxy")
+
+    def streams(name: str) -> str:
+        return f"ipc://{runtime}/events-{name}.sock,ipc://{runtime}/events-{name}-replay.sock"
+
+    assert options_of(proxy, "--events") == [
+        "own=tcp://10.0.0.9:5557",
+        f"p={streams('p')}",
+        f"d={streams('d')}",
+    ]
+    assert options_of(proxy, "--pool-events") == [
+        f"node-{name}={streams(f'node-{name}')}" for name in ("a", "b")
+    ]
+    for name in ("p", "d"):
+        told = json.loads(option(spec_of(plan, name), "--kv-events-config"))
+        assert f"{told['endpoint']},{told['replay_endpoint']}" == streams(name)
+        assert told["enable_kv_cache_events"] is True
+        assert "--enable-prompt-tokens-details" in spec_of(plan, name).command
+    for name in ("own", "ranks", "silent"):
+        assert "--enable-prompt-tokens-details" not in spec_of(plan, name).command
+    node = spec_of(plan, "node-a")
+    assert f"{option(node, '--events')},{option(node, '--events-replay')}" == streams("node-a")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", False),
+        ('[proxy]\npolicy = "conductor"\n', True),
+        ('[proxy]\ndecode = ["http://10.0.0.9:8000"]\nprefill = ["http://10.0.0.9:8001"]\n', True),
+        ('[proxy]\npolicy = "least_load"\nevents = ["far=tcp://10.0.0.9:5557"]\n', False),
+        ('[up]\nproxy = false\n[proxy]\npolicy = "conductor"\n', False),
+    ],
+)
+def test_nobody_tells_what_nobody_looks_at(runtime: Path, vllm: str, text: str, expected: bool) -> None:
+    engine = f'[[up.engine]]\nmodel = "m"\nexecutable = "{vllm}"\n'
+    plan = plan_of(runtime, text + engine)
+    assert ("--kv-events-config" in spec_of(plan, "engine-0").command) is expected
+    assert ("--events" in spec_of(plan, "node").command) is expected
+
+
 def test_one_table_is_one_node_and_old_forms_stand(runtime: Path) -> None:
     engine = '[[up.engine]]\ncommand = ["x", "{node}"]\n'
     assert plan_of(runtime, "[[up.node]]\n" + engine).specs[0].name == "node-0"
