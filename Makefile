@@ -6,7 +6,7 @@ export PYTHONDONTWRITEBYTECODE =
 .PHONY: help demo test build lint native stub wheel matrix clean
 
 help:
-	@echo 'make demo     two real vLLM engines share one pool; shows who computed what'
+	@echo 'make demo     real vLLM engines for prefill and decode, a pool, the proxy; shows who computed what'
 	@echo '              NODES=2 on two nodes with a master, as if on two hosts'
 	@echo '              ONCE=1 ends by itself   MODEL=path your own model   JSON=file the table as JSON'
 	@echo 'make test     lint, native tests under sanitizers, pytest'

@@ -27,7 +27,7 @@ def main() -> None:
     where = "on the CPU; this release does not pool the KV cache of GPUs yet"
     if not engine_choice.has_nvidia_gpu():
         where = "no NVIDIA GPU here, so on the CPU"
-    progress.say(f"moonpool demo: two vLLM engines share one pool of KV cache ({where})")
+    progress.say(f"moonpool demo: prefill and decode engines, a pool and the proxy ({where})")
     system_packages.require(progress, *system_packages.BUILD, *system_packages.ENGINE)
     environment = environments.engine(progress, choice)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import os
@@ -11,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,61 +24,126 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("main")
 
 
-def row(demo: ModuleType, engine: str, *, own_cache: int = 0, pool: int = 0, last_token: int = 0) -> object:
-    """A request of 100 prompt tokens (three whole blocks) and the demo's number of output tokens."""
-    tokens = (*range(demo.OUTPUT_TOKENS - 1), last_token)
-    counts = importlib.import_module("counters").Counts(
-        prompt=100, own_cache=own_cache, pool=pool, pool_bytes=pool, load_errors=0
-    )
-    return demo.Row("asked", demo.Answer(engine, "text", tokens, 100, len(tokens), 0.1), counts)
+def row(demo: ModuleType, prompt: int, **parts: dict[str, int]) -> object:
+    """A request of ``prompt`` tokens; parts: where each engine that had a part in it took them from."""
+    counts = {name: demo.counters.Counts(prompt=prompt, **took) for name, took in parts.items()}
+    decision = {"prefill": "prefill" if "prefill" in parts else None}
+    answer = demo.Answer(list(parts)[-1], "text", (1, 2), prompt, 2, 0.1, decision)
+    return demo.Row("asked", answer, counts)
 
 
-def verdict(demo: ModuleType, computed: object, served: object) -> tuple[bool, bool]:
-    """(served from the pool, with the same output)"""
-    first, second = demo.Demo._shared("name", computed, served)
-    return first.passed, second.passed
+def test_a_hand_over_is_proved_by_what_both_engines_counted(demo: ModuleType) -> None:
+    def proved(prefill: dict[str, int], decode: dict[str, int]) -> bool:
+        return bool(demo.handed_over(row(demo, 100, prefill=prefill, decode=decode)).passed)
+
+    assert proved({}, {"handed_over": 99})
+    assert not proved({"pool": 32}, {"handed_over": 99})
+    assert not proved({}, {"handed_over": 64})
+    assert not proved({}, {"own_cache": 64, "handed_over": 35})
+    assert not demo.handed_over(row(demo, 100, decode={"handed_over": 99})).passed
 
 
-def test_the_proof_needs_all_blocks_from_the_pool_and_the_same_output(demo: ModuleType) -> None:
-    computed = row(demo, "a")
-    assert verdict(demo, computed, row(demo, "b", pool=96)) == (True, True)
-    assert verdict(demo, computed, row(demo, "b", pool=96, last_token=1)) == (True, False)
-    assert verdict(demo, computed, row(demo, "b", pool=64)) == (False, True)
-    assert verdict(demo, computed, row(demo, "b", own_cache=96)) == (False, True)
-    assert verdict(demo, row(demo, "a", pool=32), row(demo, "b", pool=96)) == (False, True)
+def test_a_turn_stayed_when_decode_had_all_blocks_of_the_last_one(demo: ModuleType) -> None:
+    before = row(demo, 100, prefill={}, decode={"handed_over": 99})
+    assert demo.stayed(row(demo, 150, decode={"own_cache": 96}), before).passed
+    assert not demo.stayed(row(demo, 150, decode={"own_cache": 64}), before).passed
+    assert not demo.stayed(row(demo, 150, prefill={}, decode={"own_cache": 96}), before).passed
 
 
 @pytest.mark.parametrize(
-    ("served_bytes", "load_errors", "loaded_bytes", "expected"),
+    ("prefill", "decode", "expected"),
     [
-        (96 * 4096, 0, 96 * 4096, [True, True]),
-        (96 * 4096, 1, 96 * 4096, [False, True]),
-        (95 * 4096, 0, 96 * 4096, [True, False]),
-        (96 * 4096, 0, 95 * 4096, [True, False]),
+        ({"own_cache": 96, "pool": 64}, {"own_cache": 160, "handed_over": 239}, True),
+        ({"own_cache": 160}, {"own_cache": 160, "handed_over": 239}, False),
+        ({"own_cache": 64, "pool": 96}, {"own_cache": 160, "handed_over": 239}, False),
+        ({"own_cache": 96, "pool": 32}, {"own_cache": 160, "handed_over": 239}, False),
+        ({"own_cache": 96, "pool": 64}, {"own_cache": 128, "handed_over": 271}, False),
+        ({"own_cache": 96, "pool": 64}, {"own_cache": 160, "handed_over": 200}, False),
     ],
 )
-def test_the_accounts_of_both_sides_must_agree(
-    demo: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    served_bytes: int,
-    load_errors: int,
-    loaded_bytes: int,
-    expected: list[bool],
+def test_the_long_turn_needs_all_four_sources(
+    demo: ModuleType, prefill: dict[str, int], decode: dict[str, int], expected: bool
 ) -> None:
-    counts = demo.counters.Counts(200, 0, 96, loaded_bytes, load_errors)
-    nothing = dataclasses.replace(counts, pool=0, pool_bytes=0, load_errors=0)
-    by_address = {("h", 1): counts, ("h", 2): nothing}
+    first, second = row(demo, 100, prefill={}, decode={}), row(demo, 170, decode={})
+    third = row(demo, 400, prefill=prefill, decode=decode)
+    assert demo.all_four(third, first, second).passed is expected
+
+
+def test_a_greeting_is_computed_where_it_is_answered(demo: ModuleType) -> None:
+    assert demo.not_worth_it(row(demo, 20, decode={})).passed
+    assert not demo.not_worth_it(row(demo, 20, prefill={}, decode={"handed_over": 19})).passed
+
+
+def test_the_pool_is_proved_by_all_whole_blocks(demo: ModuleType) -> None:
+    computed = row(demo, 100, prefill={})
+    assert demo.from_the_pool(row(demo, 100, decode={"pool": 96}), computed).passed
+    assert not demo.from_the_pool(row(demo, 100, decode={"pool": 64}), computed).passed
+    assert not demo.from_the_pool(row(demo, 100, decode={"own_cache": 96}), computed).passed
+    assert not demo.from_the_pool(
+        row(demo, 100, decode={"pool": 96}), row(demo, 100, prefill={"pool": 32})
+    ).passed
+
+
+class OneNode:
+    """The cluster as _accounts sees it."""
+
+    engines = {"prefill": ("h", 1), "decode": ("h", 2)}  # noqa: RUF012
+    nodes = {"node": ("h", 3)}  # noqa: RUF012
+    proxy = ("h", 4)
+
+
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [
+        ({}, [True, True, True, True]),
+        ({"errors": 1}, [False, True, True, True]),
+        ({"served": 95 * 4096}, [True, False, True, True]),
+        ({"loaded": 95 * 4096}, [True, False, True, True]),
+        ({"handovers": 0}, [True, True, False, True]),
+        ({"predictions": (1, 0)}, [True, True, True, False]),
+        ({"predictions": (2, 1)}, [True, True, True, False]),
+    ],
+)
+def test_the_accounts_of_all_sides_must_agree(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, figures: dict[str, Any], expected: list[bool]
+) -> None:
+    seen = {"errors": 0, "served": 96 * 4096, "loaded": 96 * 4096, "handovers": 1, "predictions": (2, 0)}
+    seen |= figures
+    took = demo.counters.Counts(200, pool=96, pool_bytes=seen["loaded"], errors=seen["errors"])
+    by_address = {("h", 1): demo.counters.Counts(100), ("h", 2): took}
     monkeypatch.setattr(demo.counters, "engine_counts", by_address.__getitem__)
-    monkeypatch.setattr(demo.counters, "node_served_bytes", lambda _: served_bytes)
+    monkeypatch.setattr(demo.counters, "node_served_bytes", lambda _: seen["served"])
+    monkeypatch.setattr(demo.counters, "proxy_handovers", lambda _: seen["handovers"])
+    monkeypatch.setattr(demo.counters, "proxy_predictions", lambda _: seen["predictions"])
     monkeypatch.setattr(demo.counters, "SETTLED_AFTER_S", 0.0)
 
-    class Cluster:
-        engines = {"a": ("h", 1), "b": ("h", 2)}  # noqa: RUF012
-        nodes = {"node": ("h", 3)}  # noqa: RUF012
+    shown = demo.Demo(OneNode(), demo.Model("tiny", "float32", 4096, is_local=True))
+    shown.rows = [row(demo, 100, prefill={}, decode={}), row(demo, 100, decode={})]
+    assert [check.passed for check in shown._accounts()] == expected
 
-    model = demo.Model("tiny", "float32", 4096, is_local=True)
-    checks = demo.Demo(Cluster(), model)._accounts()
-    assert [check.passed for check in checks] == expected
+
+@pytest.mark.parametrize(
+    ("tokens", "computed", "expected"), [((1, 2), 100, True), ((1, 3), 100, False), ((1, 2), 68, None)]
+)
+def test_a_plain_run_computes_everything_and_says_the_same(
+    demo: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: tuple[int, ...],
+    computed: int,
+    expected: bool | None,
+) -> None:
+    plain = demo.Answer("", "text", tokens, 100, 2, 0.1)
+    monkeypatch.setattr(demo, "ask", lambda *_, salt, **__: plain)
+    counts = demo.counters.Counts(prompt=100, own_cache=100 - computed)
+    monkeypatch.setattr(demo.counters, "engine_counts", lambda _: counts)
+    monkeypatch.setattr(demo.counters, "settled", lambda *_: counts)
+    shown = demo.Demo(OneNode(), demo.Model("tiny", "float32", 4096, is_local=True))
+    shown.rows, shown._asked = [row(demo, 100, decode={})], [[demo.user("hi")]]
+    if expected is None:
+        with pytest.raises(demo.RequestFailed, match="reused"):
+            shown._same_as_plain()
+    else:
+        assert shown._same_as_plain().passed is expected
 
 
 @pytest.mark.parametrize(
@@ -99,7 +164,8 @@ def test_on_two_nodes_all_of_it_must_have_come_over_tcp_from_both(
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_file_for_up_can_be_meant(demo: ModuleType, runtime_dir: Path, nodes: int) -> None:
-    """Each engine joins its own node, and the nodes count as different hosts."""
+    """Prefill and decode join each its own node, the nodes count as different hosts, and the proxy looks at
+    prompts."""
     from moonpool.core import config, up_plan
 
     model = demo.Model("tiny", "float32", 4096, is_local=False)
@@ -108,7 +174,8 @@ def test_the_file_for_up_can_be_meant(demo: ModuleType, runtime_dir: Path, nodes
         made = config.load(cluster.config, env={})
         assert [bool(engine.node) for engine in made.up.engine] == [nodes == 2] * 2
         plain = [
-            config.Engine(command=["x", "{node}"], name=each.name, node=each.node) for each in made.up.engine
+            config.Engine(command=["x", "{node}"], name=each.name, node=each.node, role=each.role)
+            for each in made.up.engine
         ]
         up = msgspec.structs.replace(made.up, engine=plain)
         plan = up_plan.plan(msgspec.structs.replace(made, up=up), env={})
@@ -116,11 +183,12 @@ def test_the_file_for_up_can_be_meant(demo: ModuleType, runtime_dir: Path, nodes
         shutil.rmtree(cluster.folder)
     names = [spec.name for spec in plan.specs]
     if nodes == 1:
-        assert names == ["node", "engine-a", "engine-b", "proxy"]
+        assert names == ["node", "prefill", "decode", "proxy"]
     else:
-        assert names == ["master", "node-a", "node-b", "engine-a", "engine-b", "proxy"]
+        assert names == ["master", "node-a", "node-b", "prefill", "decode", "proxy"]
         hosts = {spec.command[spec.command.index("--host-id") + 1] for spec in plan.specs[1:3]}
         assert len(hosts) == 2
+    assert {"--prefill", "--decode", "--pool-events"} <= set(plan.specs[-1].command)
 
 
 def test_counters_are_summed_over_series(demo: ModuleType) -> None:
@@ -157,12 +225,11 @@ def test_the_whole_demo(vllm_python: str, tmp_path: Path, nodes: int) -> None:
     assert result.returncode == 0
     document = json.loads(table.read_text())
     assert document["passed"]
-    first, second = document["requests"][:2]
-    assert first["engine"] != second["engine"]
-    assert first["output_token_ids"] == second["output_token_ids"]
-    assert (first["pool_tokens"], second["own_cache_tokens"]) == (0, 0)
-    assert second["pool_tokens"] > 0.9 * second["prompt_tokens"]
-    assert not [row for row in document["requests"] if row["load_errors"]]
+    apart = [len(each["parts"]) for each in document["requests"]]
+    assert apart == [2, 1, 2, 1, 1, 1]
+    last = document["requests"][-1]
+    assert last["parts"][0]["pool_tokens"] > 0.9 * last["prompt_tokens"]
+    assert last["output_token_ids"] == document["requests"][-2]["output_token_ids"]
 
 
 def test_it_says_why_when_it_cannot_start(tmp_path: Path) -> None:

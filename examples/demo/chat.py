@@ -5,9 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 ANSWER_TIMEOUT_S = 300.0
+
+Message = dict[str, str]
 
 
 class RequestFailed(Exception):
@@ -17,7 +20,7 @@ class RequestFailed(Exception):
 @dataclass(frozen=True)
 class Answer:
     """engine: value of X-Moonpool-Engine ("" when asked directly). ttft_s: request sent until the first token
-    came.
+    came. decision: what X-Moonpool-Decision said.
     """
 
     engine: str
@@ -26,26 +29,31 @@ class Answer:
     prompt_tokens: int
     output_tokens: int
     ttft_s: float
+    decision: Mapping[str, object] = field(default_factory=dict)
 
 
-def ask(address: tuple[str, int], model: str, prompt: str, max_tokens: int) -> Answer:
-    """Greedy decoding, so that the same prompt has one right answer. Raises RequestFailed."""
+def ask(
+    address: tuple[str, int], model: str, messages: Sequence[Message], max_tokens: int, *, salt: str = ""
+) -> Answer:
+    """Greedy decoding, so that the same prompt has one right answer. salt: nothing that was computed under
+    another one is reused, from no cache. Raises RequestFailed.
+    """
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": prompt}],
+        "messages": messages,
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
+        **({"cache_salt": salt} if salt else {}),
     }
+    headers = {"Content-Type": "application/json", "X-Moonpool-Decision": "1"}
     connection = http.client.HTTPConnection(*address, timeout=ANSWER_TIMEOUT_S)
     try:
         begin_s = time.perf_counter()
-        connection.request(
-            "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
-        )
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:
             text = response.read().decode(errors="replace")[:500]
@@ -90,4 +98,5 @@ def _read(response: http.client.HTTPResponse, begin_s: float) -> Answer:
         prompt_tokens=usage["prompt_tokens"],
         output_tokens=usage["completion_tokens"],
         ttft_s=ttft_s,
+        decision=json.loads(response.getheader("X-Moonpool-Decision") or "{}"),
     )

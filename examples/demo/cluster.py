@@ -1,4 +1,6 @@
-"""`moonpool up` with one node or two, two engines and the proxy; a child of ours that never outlives us."""
+"""`moonpool up` with one node or two, a prefill and a decode engine and the proxy; a child of ours that never
+outlives us.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from pathlib import Path
 
 from model_choice import Model
 
-ENGINES = ("engine-a", "engine-b")
+PREFILL, DECODE = ENGINES = ("prefill", "decode")  # each is its name and its role
+NODES = ("a", "b")  # of the engines in turn, where there are two
 ARENA = "512MiB"
 READY_TIMEOUT_S = 900.0
 PROGRESS_S = 10.0
@@ -68,7 +71,7 @@ class Cluster:
         self.runtime = self.folder / "run"
         self.runtime.mkdir(mode=0o700)
         self.proxy: Address = ("127.0.0.1", free_port(8080))
-        names = ["node"] if nodes == 1 else [f"node-{engine[-1]}" for engine in ENGINES[:nodes]]
+        names = ["node"] if nodes == 1 else [f"node-{name}" for name in NODES]
         self.nodes: dict[str, Address] = {
             name: ("127.0.0.1", free_port(0 if index else 7711)) for index, name in enumerate(names)
         }
@@ -95,7 +98,7 @@ class Cluster:
             "start_attempts_max = 1",  # what does not start the first time should be seen at once
             *(self._cluster_toml(self.master) if self.master else []),
         ]
-        for name, (host, port) in self.engines.items():
+        for node, (name, (host, port)) in zip(NODES, self.engines.items(), strict=True):
             environment = ", ".join(
                 f"{key} = {json.dumps(text)}" for key, text in model.environment(cpu).items()
             )
@@ -106,7 +109,8 @@ class Cluster:
                 f"model = {json.dumps(model.source)}",
                 f'host = "{host}"',
                 f"port = {port}",
-                *([f"node = {json.dumps(name[-1])}"] if self.master else []),
+                f"role = {json.dumps(name)}",
+                *([f"node = {json.dumps(node)}"] if self.master else []),
                 f"args = {json.dumps(model.arguments(cpu))}",
                 f"env = {{ {environment} }}",
             ]
@@ -121,14 +125,14 @@ class Cluster:
             'listen = "127.0.0.1:0"',
             f"http = {json.dumps(_text(master))}",
         ]
-        for name, address in self.nodes.items():
+        for name, (process, address) in zip(NODES, self.nodes.items(), strict=True):
             lines += [
                 "",
                 "[[up.node]]",
-                f"name = {json.dumps(name[-1])}",
+                f"name = {json.dumps(name)}",
                 f"http = {json.dumps(_text(address))}",
                 'listen = "127.0.0.1:0"',
-                f"host_id = {json.dumps(f'host of {name}')}",
+                f"host_id = {json.dumps(f'host of {process}')}",
             ]
         return lines
 

@@ -1,5 +1,5 @@
-"""Reads Prometheus counters of the engines and of the node: who computed what, as each of them counted it
-itself.
+"""Reads Prometheus counters of the engines, the nodes and the proxy: who computed what, as each of them
+counted it itself.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import http.client
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 TIMEOUT_S = 5.0
 SETTLED_AFTER_S = 10.0  # counters travel from the engine's worker to its front-end with the next step
@@ -49,41 +49,43 @@ def total(samples: dict[str, float], name: str, *labels: str) -> int:
 class Counts:
     """Prompt tokens of one engine, since it started.
 
-    computed: by the engine. own_cache: found in its own prefix cache. pool: loaded from the pool without an
-    error.
+    computed: by the engine. own_cache: found in its own prefix cache. pool: loaded from the pool, and
+    handed_over: taken over from a prefill engine, both without an error.
     """
 
-    prompt: int
-    own_cache: int
-    pool: int
-    pool_bytes: int
-    load_errors: int
+    prompt: int = 0
+    own_cache: int = 0
+    pool: int = 0
+    handed_over: int = 0
+    pool_bytes: int = 0
+    handed_over_bytes: int = 0
+    errors: int = 0
 
     @property
     def computed(self) -> int:
-        return self.prompt - self.own_cache - self.pool
+        return self.prompt - self.own_cache - self.pool - self.handed_over
 
     def __sub__(self, other: Counts) -> Counts:
-        return Counts(
-            self.prompt - other.prompt,
-            self.own_cache - other.own_cache,
-            self.pool - other.pool,
-            self.pool_bytes - other.pool_bytes,
-            self.load_errors - other.load_errors,
-        )
+        return Counts(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
 
 def engine_counts(address: tuple[str, int]) -> Counts:
-    """prompt and own_cache are vLLM's own figures; what came from the pool is what our connector saw arrive
+    """prompt and own_cache are vLLM's own figures; what came from elsewhere is what our connector saw arrive
     whole.
     """
     samples = scrape(address)
+    ours = "moonpool_connector_"
     return Counts(
         prompt=total(samples, "vllm:prompt_tokens_total"),
         own_cache=total(samples, "vllm:prompt_tokens_by_source_total", 'source="local_cache_hit"'),
-        pool=total(samples, "moonpool_connector_loaded_tokens_total"),
-        pool_bytes=total(samples, "moonpool_connector_loaded_bytes_total"),
-        load_errors=total(samples, "moonpool_connector_load_errors_total"),
+        pool=total(samples, ours + "loaded_tokens_total"),
+        handed_over=total(samples, ours + "handed_over_tokens_total"),
+        pool_bytes=total(samples, ours + "loaded_bytes_total"),
+        handed_over_bytes=total(samples, ours + "handed_over_bytes_total"),
+        errors=sum(
+            total(samples, ours + name)
+            for name in ("load_errors_total", "handover_errors_total", "handover_refused_total")
+        ),
     )
 
 
@@ -102,6 +104,18 @@ def settled(read: Callable[[], Counts], prompt_tokens: int, before: Counts) -> C
             return now
         last = now
     return last
+
+
+def proxy_handovers(address: tuple[str, int]) -> int:
+    """Requests that the proxy saw handed over, from prefill to decode."""
+    return total(scrape(address), "moonpool_proxy_prefills_total", 'outcome="handed_over"')
+
+
+def proxy_predictions(address: tuple[str, int]) -> tuple[int, int]:
+    """(answers whose cached tokens the proxy held against what it had predicted, those that differed)"""
+    samples = scrape(address)
+    name = "moonpool_proxy_cache_predictions"
+    return total(samples, name + "_total"), total(samples, name + "_wrong_total")
 
 
 def node_served_bytes(address: tuple[str, int]) -> int:

@@ -1,9 +1,14 @@
-"""The demo that `make demo` runs: two vLLM engines, one pool, and a table of who computed what.
+"""The demo that `make demo` runs: prefill and decode engines apart, a pool, and a proxy that knows where each
+prefix lies; and a table of who computed what.
 
-The story: a long document is asked about once, so one engine computes its KV cache and the pool keeps it. The
-same request comes again and the proxy sends it to the other engine, which has never seen the document: it
-takes the KV from the pool, answers at once, and its answer is the same, token for token. Then more questions
-about the same document, and a second document that travels in the other direction.
+The story: a report is asked about, so the prefill engine computes its KV cache and hands it over to the
+decode engine, which answers. The next turn of that conversation is short: the decode engine has the rest in
+its own cache, and nothing is handed over. The turn after brings another report: prefill computes it behind
+what it has itself and what it finds in the pool, where decode has put the turn before. A greeting is not
+worth a hand-over. And what the prefill engine computed for somebody else, decode takes from the pool.
+
+Then each prompt is computed once more, whole, by one engine that reuses nothing: the answers must be the
+same, token for token.
 
 Ends with 0 when every check holds, 1 when one does not, 2 when it could not be shown at all.
 """
@@ -11,6 +16,8 @@ Ends with 0 when every check holds, 1 when one does not, 2 when it could not be 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
 import signal
 import sys
@@ -19,15 +26,14 @@ from pathlib import Path
 
 import counters
 import model_choice
-from chat import Answer, RequestFailed, ask
-from cluster import Cluster, StartFailed
+from chat import Answer, Message, RequestFailed, ask
+from cluster import PREFILL, Cluster, StartFailed
 from model_choice import BLOCK_TOKENS, Model
 from report import Check, Row, print_checks, print_table, write_json
 
 OUTPUT_TOKENS = 24
 STARTED_VARIABLE = "MOONPOOL_STARTED_AT"
 STARTED_S = float(os.environ.get(STARTED_VARIABLE) or time.time())
-ATTEMPTS = 4
 
 
 def say(text: str) -> None:
@@ -44,110 +50,108 @@ def document(subject: str, lines: int) -> str:
 
 
 class Demo:
-    """Sends requests through the proxy one after the other, and asks the engine that answered what it
-    counted.
-    """
+    """Sends requests one after the other, and asks the engines that had a part in them what they counted."""
 
     def __init__(self, cluster: Cluster, model: Model) -> None:
         self.cluster = cluster
         self.model = model
         self.rows: list[Row] = []
+        self._asked: list[list[Message]] = []
 
     def warm_up(self) -> None:
         """Each engine's first step prepares buffers; a prompt shorter than one block touches no cache."""
         for address in self.cluster.engines.values():
-            ask(address, self.model.served_name, "hi", 2)
+            ask(address, self.model.served_name, [user("hi")], 2)
 
-    def request(self, asked: str, prompt: str) -> Row:
+    def request(self, asked: str, messages: list[Message], *, at: str = "") -> Row:
+        """at: the engine that is asked itself, without the proxy."""
         before = {name: counters.engine_counts(address) for name, address in self.cluster.engines.items()}
         offered = self._offered()
-        answer = ask(self.cluster.proxy, self.model.served_name, prompt, OUTPUT_TOKENS)
-        name = self._engine_of(answer)
-        address = self.cluster.engines[name]
-        counts = counters.settled(lambda: counters.engine_counts(address), answer.prompt_tokens, before[name])
-        if counts.computed >= BLOCK_TOKENS:
+        address = self.cluster.engines[at] if at else self.cluster.proxy
+        answer = ask(address, self.model.served_name, messages, OUTPUT_TOKENS)
+        answer = dataclasses.replace(answer, engine=at or self._engine_of(answer))
+        prefill = answer.decision.get("prefill")
+        parts = {
+            name: counters.settled(
+                lambda address=self.cluster.engines[name]: counters.engine_counts(address),
+                answer.prompt_tokens,
+                before[name],
+            )
+            for name in ([str(prefill)] if prefill else []) + [answer.engine]
+        }
+        row = Row(asked, answer, parts)
+        if row.computing.computed >= BLOCK_TOKENS:
             # New blocks are on their way into the pool, and the next request wants them.
             counters.wait_until_still(self._offered, more_than=offered)
-        row = Row(asked, answer, counts)
         self.rows.append(row)
-        say(f"    {asked}: {name}, first token after {1000 * answer.ttft_s:.0f} ms")
+        self._asked.append(messages)
+        say(f"    {asked}: {', '.join(parts)}; first token after {1000 * answer.ttft_s:.0f} ms")
+        if answer.decision:
+            print(f"               X-Moonpool-Decision: {json.dumps(answer.decision)}", flush=True)
         return row
-
-    def request_elsewhere(self, asked: str, prompt: str, other_than: str) -> Row:
-        """The same, until another engine's turn has come; the rows in between stay in the table."""
-        for _ in range(ATTEMPTS):
-            row = self.request(asked, prompt)
-            if row.answer.engine != other_than:
-                return row
-        raise RequestFailed(
-            f"the proxy sent {ATTEMPTS} requests in a row to {other_than}; is the other engine up?"
-        )
 
     def _offered(self) -> int:
         """Grows with every block that an engine brings to its node, new or known."""
         return sum(counters.node_offered(address) for address in self.cluster.nodes.values())
 
     def _engine_of(self, answer: Answer) -> str:
-        """The proxy names engines as up.toml does, or by their address."""
-        for name, (host, port) in self.cluster.engines.items():
-            if answer.engine == name or answer.engine.removeprefix("http://").rstrip("/") == f"{host}:{port}":
-                return name
+        """The proxy names engines as up.toml does."""
+        if answer.engine in self.cluster.engines:
+            return answer.engine
         raise RequestFailed(
             f"the answer's X-Moonpool-Engine is {answer.engine!r}, which is none of our engines"
         )
 
     def run(self) -> list[Check]:
-        first_document = document("harvest", 38)
-        question = "\nWhat does paragraph 7 say?"
-        first = self.request("a document, asked about", first_document + question)
-        shared = self.request_elsewhere(
-            "the same again", first_document + question, other_than=first.answer.engine
-        )
-        self.request("same document, other question", first_document + "\nAnd paragraph 9?")
-        self.request("same document, third question", first_document + "\nIs reading 12 right?")
-        self.request("less than one block", "hi")
-        second = self.request("a second document", document("tide", 24) + question)
-        back = self.request_elsewhere(
-            "the same again", document("tide", 24) + question, other_than=second.answer.engine
-        )
-        turned = second.answer.engine == shared.answer.engine
+        talk = [user(document("harvest", 26) + "\nWhat does paragraph 7 say?")]
+        first = self.request("a report, asked about", talk)
+        talk = [*talk, assistant(first.answer), user("And paragraph 9? Answer in one sentence, please.")]
+        second = self.request("the next turn, short", talk)
+        talk = [*talk, assistant(second.answer), user(document("tide", 14) + "\nCompare both.")]
+        third = self.request("a turn with another report", talk)
+        greeting = self.request("a greeting", [user("hi")])
+        alone = [user(document("weather", 24) + "\nWhat does paragraph 7 say?")]
+        elsewhere = self.request("a third report, asked of prefill", alone, at=PREFILL)
+        pooled = self.request("the same, asked of the proxy", alone)
         return [
-            *self._shared("the other engine served what only the first had computed", first, shared),
-            *self._shared("and " + ("in the other direction" if turned else "once more"), second, back),
+            handed_over(first),
+            stayed(second, first),
+            all_four(third, first, second),
+            not_worth_it(greeting),
+            from_the_pool(pooled, elsewhere),
+            self._same_as_plain(),
             *self._accounts(),
         ]
 
-    @staticmethod
-    def _shared(name: str, computed: Row, served: Row) -> list[Check]:
-        pool, prompt = served.counts.pool, served.answer.prompt_tokens
-        whole_blocks = (prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-        seen = (
-            f"{computed.answer.engine} computed {computed.counts.computed} tokens; {served.answer.engine} "
-            f"took {pool} of {prompt} from the pool and computed {served.counts.computed}"
+    def _same_as_plain(self) -> Check:
+        """Every prompt again, computed whole by one engine: a salt of its own keeps all caches out of it."""
+        wrong = []
+        for number, (row, messages) in enumerate(zip(self.rows, self._asked, strict=True), 1):
+            address = self.cluster.engines[PREFILL]
+            before = counters.engine_counts(address)
+            plain = ask(address, self.model.served_name, messages, OUTPUT_TOKENS, salt=f"plain run {number}")
+            counts = counters.settled(
+                lambda address=address: counters.engine_counts(address), plain.prompt_tokens, before
+            )
+            if counts.computed != plain.prompt_tokens:
+                raise RequestFailed(f"a plain run reused tokens: {counts}")
+            if (plain.token_ids, plain.text) != (row.answer.token_ids, row.answer.text):
+                wrong.append(str(number))
+        say("    computed all of them once more, whole and by one engine")
+        return Check(
+            "the same output as one engine alone, which computes the whole prompt",
+            not wrong,
+            f"request {', '.join(wrong)} DIFFERS"
+            if wrong
+            else f"{len(self.rows)} answers of {OUTPUT_TOKENS} tokens, identical",
         )
-        same = (
-            computed.answer.token_ids == served.answer.token_ids
-            and computed.answer.text == served.answer.text
-        )
-        return [
-            Check(
-                name,
-                pool == whole_blocks and computed.counts.pool == 0 and served.counts.own_cache == 0,
-                seen,
-            ),
-            Check(
-                "with the same output",
-                same and len(served.answer.token_ids) == OUTPUT_TOKENS,
-                f"{len(served.answer.token_ids)} tokens, {'identical' if same else 'DIFFERENT'}",
-            ),
-        ]
 
     def _accounts(self) -> list[Check]:
-        """The engines' figures against the nodes': what one side says it got, the other says it gave."""
+        """The engines' figures against those of others: what one side says it got, the other says it gave."""
         total = [counters.engine_counts(address) for address in self.cluster.engines.values()]
         tokens = sum(counts.pool for counts in total)
         loaded = sum(counts.pool_bytes for counts in total)
-        errors = sum(counts.load_errors for counts in total)
+        errors = sum(counts.errors for counts in total)
         expected = tokens * self.model.token_bytes if self.model.token_bytes else loaded
         nodes = self.cluster.nodes.values()
         served = counters.wait_until_equal(lambda: sum(map(counters.node_served_bytes, nodes)), expected)
@@ -156,12 +160,27 @@ class Demo:
             if self.model.token_bytes
             else "(this model's bytes per token are not known here: the engines' own figure)"
         )
+        handovers = sum(row.is_apart for row in self.rows)
+        seen = counters.wait_until_equal(lambda: counters.proxy_handovers(self.cluster.proxy), handovers)
+        asked = sum(bool(row.answer.decision) for row in self.rows)
+        compared = counters.wait_until_equal(lambda: counters.proxy_predictions(self.cluster.proxy)[0], asked)
+        wrong = counters.proxy_predictions(self.cluster.proxy)[1]
         checks = [
-            Check("no load failed", errors == 0, f"{errors} load errors"),
+            Check("no load and no hand-over failed", errors == 0, f"{errors} errors"),
             Check(
                 f"the {'node' if len(nodes) == 1 else 'nodes'} served exactly that",
                 served == expected == loaded and tokens > 0,
                 f"{served:,} bytes served = {tokens:,} tokens x {weight}; the engines loaded {loaded:,}",
+            ),
+            Check(
+                "the proxy split as many requests as were handed over",
+                seen == handovers > 0,
+                f"{seen} of {asked} requests",
+            ),
+            Check(
+                "it knew what each engine would find in its caches",
+                compared == asked and not wrong,
+                f"{compared - wrong} of {asked} predictions came true",
             ),
         ]
         return checks if len(nodes) == 1 else [*checks, self._from_node_to_node(served)]
@@ -176,11 +195,81 @@ class Demo:
         )
 
 
+# What the rows must show
+
+
+def handed_over(row: Row) -> Check:
+    """All of the prompt but its last token, which the engine that answers computes itself."""
+    prompt = row.answer.prompt_tokens
+    return Check(
+        "prefill computed, decode took it over",
+        row.is_apart and row.computing.computed == prompt and row.answering.handed_over == prompt - 1,
+        f"of {prompt} tokens prefill computed {row.computing.computed}, decode took over "
+        f"{row.answering.handed_over} and computed {row.answering.computed}",
+    )
+
+
+def stayed(row: Row, turn_before: Row) -> Check:
+    prompt, own = row.answer.prompt_tokens, row.answering.own_cache
+    return Check(
+        "the next turn was answered where the last one was decoded",
+        not row.is_apart and own >= whole_blocks(turn_before.answer.prompt_tokens) > 0,
+        f"decode found {own} of {prompt} tokens in its own cache and computed {row.answering.computed}",
+    )
+
+
+def all_four(row: Row, first: Row, turn_before: Row) -> Check:
+    """prefill's own cache has the first turn, the pool the second, which decode computed."""
+    prefill, decode = row.computing, row.answering
+    return Check(
+        "prefill reused its own cache and the pool; decode took over what it lacked",
+        row.is_apart
+        and prefill.own_cache >= whole_blocks(first.answer.prompt_tokens)
+        and prefill.pool > 0
+        and prefill.own_cache + prefill.pool >= whole_blocks(turn_before.answer.prompt_tokens)
+        and decode.own_cache >= whole_blocks(turn_before.answer.prompt_tokens)
+        and decode.own_cache + decode.handed_over == row.answer.prompt_tokens - 1,
+        f"prefill: {prefill.own_cache} own, {prefill.pool} from the pool, {prefill.computed} computed; "
+        f"decode: {decode.own_cache} own, {decode.handed_over} handed over",
+    )
+
+
+def not_worth_it(row: Row) -> Check:
+    return Check(
+        "a short prompt was not handed over",
+        not row.is_apart and row.answering.computed == row.answer.prompt_tokens,
+        f"decode computed {row.answering.computed} tokens itself",
+    )
+
+
+def from_the_pool(row: Row, computed: Row) -> Check:
+    prompt, pool = row.answer.prompt_tokens, row.answering.pool
+    return Check(
+        "what prefill had computed for another, decode took from the pool",
+        not row.is_apart and pool == whole_blocks(prompt - 1) and computed.answering.computed == prompt,
+        f"prefill computed {computed.answering.computed} tokens; decode took {pool} of {prompt} from the "
+        f"pool and computed {row.answering.computed}",
+    )
+
+
+def whole_blocks(tokens: int) -> int:
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(answer: Answer) -> Message:
+    return {"role": "assistant", "content": answer.text}
+
+
 def curl_line(demo: Demo) -> str:
     host, port = demo.cluster.proxy
     body = f'{{"model": "{demo.model.served_name}", "stream": true, "max_tokens": 16, "messages": [{{"role": "user", "content": "hello"}}]}}'  # fmt: skip # noqa: E501
     return (
-        f"curl -iN http://{host}:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+        f"curl -iN http://{host}:{port}/v1/chat/completions -H 'X-Moonpool-Decision: 1' "
+        f"-H 'Content-Type: application/json' -d '{body}'"
     )
 
 
@@ -190,7 +279,7 @@ def show(options: argparse.Namespace) -> int:
     with Cluster(model, options.cpu, options.nodes) as cluster:
         say(f"moonpool up --config {cluster.config} (logs in {cluster.folder})")
         nodes = "a node" if options.nodes == 1 else "a master, two nodes"
-        say(f"starting {nodes}, two vLLM engines and the proxy; an engine takes half a minute")
+        say(f"starting {nodes}, a prefill and a decode engine and the proxy; an engine takes half a minute")
         cluster.wait_until_ready(say)
         serving_s = time.time() - STARTED_S
         say(f"serving at http://{cluster.proxy[0]}:{cluster.proxy[1]}, {serving_s:.0f} s after the start")
@@ -212,9 +301,7 @@ def show(options: argparse.Namespace) -> int:
             print(f"\nerror: not every check held\n{cluster.tails()}", file=sys.stderr)
             return 1
         say("proved: what one engine computed, the other did not have to")
-        print(
-            f"\nTry it by hand; X-Moonpool-Engine in the head says who answered:\n\n    {curl_line(demo)}\n"
-        )
+        print(f"\nTry it by hand; the head says who answered, and why:\n\n    {curl_line(demo)}\n")
         if not options.once:
             print("The pool at a glance, in another terminal:\n")
             print(f"    MOONPOOL_RUNTIME_DIR={cluster.runtime} {sys.executable} -m moonpool status\n")
@@ -226,7 +313,9 @@ def show(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Two vLLM engines share one pool of KV cache.")
+    parser = argparse.ArgumentParser(
+        description="Prefill and decode engines apart, a pool, and a proxy that knows where each prefix lies."
+    )
     parser.add_argument(
         "--cache", default=str(Path.home() / ".cache" / "moonpool"), help="where the tiny model is"
     )
