@@ -1,0 +1,343 @@
+"""A real prefill and a real decode engine behind the proxy: it knows the ids that they see and where their
+blocks lie, and what it says of a choice is what the engines then do.
+
+One pair of engines for the whole file, and a proxy for each source of token ids. The prefill engine has
+vLLM's page ``render``; the decode engine answers ``tokenize`` only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from moonpool.core.keys import chain_seed
+from moonpool.disagg_proxy.events.indexes import Indexes
+from moonpool.disagg_proxy.events.settings import parse_event_sources
+from moonpool.disagg_proxy.events.subscriber import Subscriber
+from moonpool.disagg_proxy.tokens.engine_source import EngineSource
+from moonpool.disagg_proxy.tokens.local_source import LocalSource, LocalTokenizer
+from moonpool.disagg_proxy.tokens.source import TextPrompt, TokenSource
+from tests.connectors.vllm.conftest import KV_CONFIG
+from tests.connectors.vllm.processes import environment
+from tests.disagg_proxy.events.beds import eventually
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+TINY_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "tiny_model.py"
+ENGINES = ("prefill", "decode")
+BLOCK_TOKENS = 32
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+START_S = 400.0
+ANSWER_S = 120.0
+Address = tuple[str, int]
+Body = dict[str, Any]
+
+
+@dataclass
+class Pair:
+    """engines: where each listens; events: as the proxy's option takes them; heard: our own follower of these
+    streams, to know what the engines have told."""
+
+    model: Path
+    engines: dict[str, Address]
+    events: list[str]
+    heard: Subscriber
+    indexes: Indexes
+    proxies: dict[str, Address] = field(default_factory=dict)
+    logs: dict[str, Path] = field(default_factory=dict)
+
+    def url(self, engine: str) -> str:
+        host, port = self.engines[engine]
+        return f"http://{host}:{port}"
+
+    def held(self, engine: str, ids: list[int]) -> int:
+        """Leading tokens of a prompt that the engine has told to have."""
+        index = self.indexes.obtain("", BLOCK_TOKENS)
+        assert index is not None
+        match = index.match(index.keys(np.array(ids, "<u4").tobytes(), chain_seed(None, None)))
+        blocks = [*memoryview(match.device).cast("I"), 0, 0]
+        return int(blocks[ENGINES.index(engine)]) * BLOCK_TOKENS
+
+    def until_heard(self, proxy: str, engine: str, ids: list[int], tokens: int) -> None:
+        """Until the engine has told that it holds these, and the proxy has heard all that we have."""
+        eventually(lambda: self.held(engine, ids) == tokens, f"{engine} tells of {tokens} tokens")
+        told = {name: row["sequence"] for name, row in self.heard.stats().items()}
+        eventually(lambda: self.heard_by(proxy) == told, f"the proxy hears {told}")
+
+    def heard_by(self, proxy: str) -> dict[str, float]:
+        samples = metrics(self.proxies[proxy])
+        return {name: samples["moonpool_proxy_events_sequence", name] for name in ENGINES}
+
+
+@pytest.fixture(scope="module")
+def pair(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("pair")
+    model = folder / "tiny"
+    subprocess.run([sys.executable, TINY_MODEL, model], check=True)
+    with ExitStack() as stack:
+        # Sockets have short paths only.
+        runtime = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
+        events = [f"{name}=ipc://{runtime}/{name},ipc://{runtime}/{name}-replay" for name in ENGINES]
+        indexes = Indexes(blocks_max=10_000)
+        heard = Subscriber(
+            parse_event_sources(events), indexes, {name: place for place, name in enumerate(ENGINES)}
+        )
+        heard.start()
+        stack.callback(heard.stop)
+        pair = Pair(model, {}, events, heard, indexes)
+        running = {}
+        for name in ENGINES:
+            pair.engines[name] = ("127.0.0.1", free_port())
+            pair.logs[name] = folder / f"{name}.log"
+            command = engine_command(vllm_python, pair, name, runtime)
+            running[name] = started(stack, command, pair.logs[name], runtime)
+        for name, process in running.items():
+            until_ready(process, pair.engines[name], pair.logs[name])
+        for name, option in (("engine", []), ("local", ["--tokenizer", f"tiny={model}"])):
+            pair.proxies[name] = ("127.0.0.1", free_port())
+            pair.logs[f"{name} proxy"] = folder / f"{name}-proxy.log"
+            command = proxy_command(pair, pair.proxies[name]) + option
+            process = started(stack, command, pair.logs[f"{name} proxy"], runtime)
+            until_ready(process, pair.proxies[name], pair.logs[f"{name} proxy"])
+        yield pair
+
+
+def engine_command(python: str, pair: Pair, name: str, runtime: Path) -> list[str]:
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{runtime}/{name}",
+        "replay_endpoint": f"ipc://{runtime}/{name}-replay",
+        "topic": "kv-events",
+    }
+    host, port = pair.engines[name]
+    command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(pair.model)]
+    command += ["--host", host, "--port", str(port), "--served-model-name", "tiny", "--dtype", "float32"]
+    command += ["--max-model-len", "4096", "--max-num-seqs", "8", "--block-size", str(BLOCK_TOKENS)]
+    command += ["--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager", "--seed", "0"]
+    command += ["--kv-transfer-config", json.dumps(KV_CONFIG), "--kv-events-config", json.dumps(events)]
+    command += ["--enable-prompt-tokens-details"]
+    return command + (["--enable-scale-out"] if name == "prefill" else [])
+
+
+def proxy_command(pair: Pair, listen: Address) -> list[str]:
+    command = [sys.executable, "-m", "moonpool", "proxy", "--policy", "conductor"]
+    command += ["--listen", f"{listen[0]}:{listen[1]}"]
+    for name in ENGINES:
+        command += [f"--{name}", f"{name}={pair.url(name)}"]
+    for stream in pair.events:
+        command += ["--events", stream]
+    return command
+
+
+def started(stack: ExitStack, command: list[str], log: Path, runtime: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment(runtime)
+        )
+
+    def end() -> None:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    stack.callback(end)
+    return process
+
+
+def until_ready(process: subprocess.Popen[bytes], address: Address, log: Path) -> None:
+    deadline_s = time.monotonic() + START_S
+    while True:
+        try:
+            if fetch(address, "GET", "/health")[0] == 200:
+                return
+        except OSError:
+            pass
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            pytest.fail(f"not ready; the end of its log:\n{log.read_text(errors='replace')[-4000:]}")
+        time.sleep(0.1)
+
+
+def fetch(
+    address: Address, method: str, path: str, body: Body | None = None
+) -> tuple[int, http.client.HTTPMessage, bytes]:
+    connection = http.client.HTTPConnection(*address, timeout=ANSWER_S)
+    try:
+        headers = {"Content-Type": "application/json", "X-Moonpool-Decision": "1"}
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        response = connection.getresponse()
+        return response.status, response.headers, response.read()
+    finally:
+        connection.close()
+
+
+def metrics(address: Address) -> dict[tuple[str, str], float]:
+    """By name and by the label that tells engines, streams or sources of tokens apart."""
+    text = fetch(address, "GET", "/metrics")[2].decode()
+    return {
+        (
+            sample.name,
+            sample.labels.get("stream") or sample.labels.get("source") or sample.labels.get("engine", ""),
+        ): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def text_of(seed: int, tokens: int) -> str:
+    """A token is a byte."""
+    return "".join(chr(97 + (seed * 7919 + place * place * 31 + place // 9) % 26) for place in range(tokens))
+
+
+def ask(pair: Pair, proxy: str, path: str, body: Body) -> tuple[Body, dict[str, Any]]:
+    """(the answer, the proxy's decision)"""
+    body = {"model": "tiny", "max_tokens": 4, "temperature": 0} | body
+    status, headers, content = fetch(pair.proxies[proxy], "POST", path, body)
+    assert status == 200, content
+    decision = json.loads(headers["X-Moonpool-Decision"])
+    assert headers["X-Moonpool-Engine"] == decision["engine"] == "decode"
+    return json.loads(content), decision
+
+
+def text_in(answer: Body) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def blocks(tokens: int) -> int:
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def user(text: str) -> Body:
+    return {"role": "user", "content": text}
+
+
+@pytest.mark.parametrize("proxy", ["engine", "local"])
+def test_what_is_predicted_comes_true(pair: Pair, proxy: str) -> None:
+    """A conversation, completions of text and of ids; long ones in two steps, short rests where they are
+    decoded."""
+    seed = 10 * list(pair.proxies).index(proxy)
+    tokenizer = LocalTokenizer(pair.model)
+
+    def turn(kind: str, body: Body, prefill: str | None, own: int) -> tuple[Body, list[int]]:
+        """Asks, and waits until the engines have told of the new blocks. own: tokens that the engine which
+        computes the prompt has in its own cache."""
+        ids = body.get("prompt")
+        if not isinstance(ids, list):
+            told = tokenizer.ids(TextPrompt(kind, "tiny", json.dumps(body).encode()))
+            ids = np.frombuffer(told or b"", "<u4").tolist()
+        answer, decision = ask(pair, proxy, PATHS[kind], body)
+        usage = answer["usage"]
+        assert len(ids) == usage["prompt_tokens"] == decision["prompt_tokens"]
+        # After a hand-over vLLM's decode engine reports what prefill had cached.
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert (decision["prefill"], decision["own_tokens"], cached) == (prefill, own, own)
+        for engine in {prefill or "decode", "decode"}:
+            pair.until_heard(proxy, engine, ids, blocks(len(ids)))
+        return answer, ids
+
+    talk = [user(text_of(seed + 1, 800))]
+    first, first_ids = turn("chat", {"messages": talk}, "prefill", 0)
+    talk = [*talk, {"role": "assistant", "content": text_in(first)}, user("and then?")]
+    second, _ = turn("chat", {"messages": talk}, None, blocks(len(first_ids)))
+    talk = [*talk, {"role": "assistant", "content": text_in(second)}, user(text_of(seed + 2, 400))]
+    turn("chat", {"messages": talk}, "prefill", blocks(len(first_ids)))
+    text = text_of(seed + 3, 700)
+    turn("completions", {"prompt": text}, "prefill", 0)
+    _, ids = turn("completions", {"prompt": text + text_of(seed + 4, 20)}, None, blocks(700))
+    ids = ids + [97 + place % 7 for place in range(300)]
+    turn("completions", {"prompt": ids}, "prefill", blocks(700))
+    turn("chat", {"messages": [user(f"hi {proxy}")]}, None, 0)
+
+    def compared() -> list[float]:
+        samples = metrics(pair.proxies[proxy])
+        return [samples["moonpool_proxy_cache_predictions_total", engine] for engine in ENGINES]
+
+    eventually(lambda: compared() == [4, 3], "every answer is held against what was predicted")
+    samples = metrics(pair.proxies[proxy])
+    assert samples["moonpool_proxy_blind_decisions_total", ""] == 0
+    for engine in ENGINES:
+        assert samples["moonpool_proxy_cache_predictions_wrong_total", engine] == 0
+    assert "what was predicted" not in pair.logs[f"{proxy} proxy"].read_text()
+
+
+def test_both_sources_know_the_ids_that_the_engine_sees(pair: Pair) -> None:
+    """vLLM's pages render and tokenize, and its tokenizer and template here; the ids' digests are those of
+    its events.
+    """
+    messages = [
+        {"role": "system", "content": "Speak as a pirate. \u2620"},
+        user("Who goes\nthere? \u00e9"),
+        {"role": "assistant", "content": "Arr."},
+        {"role": "user", "content": [{"type": "text", "text": text_of(91, 200)}]},
+    ]
+    bodies = {
+        "chat": {"messages": messages},
+        "completions": {"prompt": text_of(92, 200) + "<s>\u2620 tail"},
+    }
+    for kind, body in bodies.items():
+        answer, _ = ask(pair, "engine", PATHS[kind], body | {"return_token_ids": True})
+        seen = answer["prompt_token_ids"] if kind == "chat" else answer["choices"][0]["prompt_token_ids"]
+        prompt = TextPrompt(kind, "tiny", json.dumps({"model": "tiny", **body}).encode())
+        assert asyncio.run(known(pair, prompt)) == {"render": seen, "tokenize": seen, "local": seen}
+        pair.until_heard("engine", "decode", seen, blocks(len(seen)))
+
+
+async def known(pair: Pair, prompt: TextPrompt) -> dict[str, list[int]]:
+    """By each source of ids."""
+    sources: dict[str, TokenSource] = {
+        "render": EngineSource(lambda _: [pair.url("prefill")]),
+        "tokenize": EngineSource(lambda _: [pair.url("decode")]),
+        "local": LocalSource({"tiny": pair.model}),
+    }
+    found = {name: await source.ids(prompt) or b"" for name, source in sources.items()}
+    for source in sources.values():
+        await source.close()
+    return {name: np.frombuffer(ids, "<u4").tolist() for name, ids in found.items()}
+
+
+def test_no_block_stays_behind(pair: Pair) -> None:
+    """The gauge is of the last step, so each look begins with one."""
+
+    def used(engine: str) -> float:
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+        assert fetch(pair.engines[engine], "POST", "/v1/completions", body)[0] == 200
+        return sum(
+            value
+            for (name, _), value in metrics(pair.engines[engine]).items()
+            if name in ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
+        )
+
+    for engine in ENGINES:
+        eventually(lambda engine=engine: used(engine) == 0, f"{engine} has freed everything")
+    for address in pair.proxies.values():
+
+        def books(address: Address = address) -> list[float]:
+            samples = metrics(address)
+            return [samples["moonpool_proxy_books_requests", engine] for engine in ENGINES]
+
+        eventually(lambda books=books: books() == [0, 0], "the proxy's books are empty")
