@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 
 TIMEOUT_S = 5.0
 SETTLED_AFTER_S = 10.0  # counters travel from the engine's worker to its front-end with the next step
-STILL_AFTER_S = 3.0
+STILL_AFTER_S = 10.0
 POLL_S = 0.05
 
 
