@@ -43,8 +43,13 @@ class Take:
 
 
 class Consumer:
-    def __init__(self, *, fingerprint: bytes, ranks: int, block_tokens: int, tally: Tally) -> None:
+    def __init__(
+        self, *, fingerprint: bytes, ranks: int, block_tokens: int, token: bytes, tally: Tally
+    ) -> None:
+        """ranks: how many workers this engine has; token: the cluster token, which offers are signed
+        with."""
         self._fingerprint = fingerprint
+        self._token = token
         self._ranks = ranks
         self._block_tokens = block_tokens
         self._tally = tally
@@ -69,7 +74,7 @@ class Consumer:
 
     def arrived(self, request: Request, prompt: bytes) -> None:
         """A request came. Raises Unusable when its KV cannot come from where its fields say."""
-        source = fields.parse_decode(request.kv_transfer_params)
+        source = fields.parse_decode(request.kv_transfer_params, self._token)
         if source is None:
             return
         blocks = blocks_for(request.num_prompt_tokens, self._block_tokens)

@@ -8,10 +8,14 @@
                  "remote_bootstrap_addr": "http://host:port"}, as vLLM's MooncakeConnector has it.
 
 What arrives here was in a client's hands: every field is checked, and nothing is believed about the bytes.
+An offer is signed with the cluster token, because it names memory: without that, whoever can send a request
+could have decode read other requests' blocks, and store them as his own prompt's.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
@@ -27,6 +31,12 @@ BlockIds: TypeAlias = "tuple[tuple[int, ...], ...]"  # one tuple per KV cache gr
 _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _Lease = Annotated[int, msgspec.Meta(gt=0, lt=1 << LEASE_BITS)]
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=TRANSFER_ID_MAX)]
+_Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+_Origin = Annotated[str, msgspec.Meta(pattern=r"^http://[^/?#@\s]+/?\Z", max_length=1024)]
+
+
+_PURPOSE = b"moonpool hand-over offer 1\0"  # nothing else that is signed with the token begins so
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Unusable(Exception):
@@ -73,8 +83,9 @@ class _Handover(msgspec.Struct):
     ranks: Annotated[list[_Text], msgspec.Meta(min_length=1, max_length=1024)]
     lease: _Lease
     slot: _U32
-    fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-    prompt: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    fingerprint: _Hex
+    prompt: _Hex
+    signature: _Hex = ""
 
 
 class _Ours(msgspec.Struct):
@@ -90,7 +101,7 @@ class _TwoStep(msgspec.Struct):
 
 class _Concurrent(msgspec.Struct):
     remote_engine_id: _Text
-    remote_bootstrap_addr: Annotated[str, msgspec.Meta(pattern="^http://", max_length=1024)]
+    remote_bootstrap_addr: _Origin
     transfer_id: _Text
 
 
@@ -104,8 +115,9 @@ def parse_prefill(params: Mapping[str, Any] | None) -> Prefill | None:
     return Prefill(transfer or "")
 
 
-def parse_decode(params: Mapping[str, Any] | None) -> Source | None:
-    """Where a request's KV is to come from; None: from nowhere. Raises Unusable."""
+def parse_decode(params: Mapping[str, Any] | None, token: bytes) -> Source | None:
+    """Where a request's KV is to come from; None: from nowhere. token: which an offer must be signed with.
+    Raises Unusable."""
     if not params or not params.get("do_remote_prefill"):
         return None
     concurrent = "moonpool" not in params and params.get("transfer_id") is not None
@@ -123,7 +135,7 @@ def parse_decode(params: Mapping[str, Any] | None) -> Source | None:
     ours = two.moonpool.handover
     if ours.version != VERSION:
         raise Unusable(f"the prefill engine speaks version {ours.version} of the hand-over, not {VERSION}")
-    return Offer(
+    offer = Offer(
         engine_id=two.remote_engine_id,
         ranks=tuple(ours.ranks),
         lease=ours.lease,
@@ -133,9 +145,30 @@ def parse_decode(params: Mapping[str, Any] | None) -> Source | None:
         fingerprint=bytes.fromhex(ours.fingerprint),
         prompt=bytes.fromhex(ours.prompt),
     )
+    if not hmac.compare_digest(ours.signature, signature(offer, token)):
+        raise Unusable(
+            "the prefill engine's signature does not fit: kv_transfer_params were changed on their way, or "
+            "that engine has another cluster token"
+        )
+    return offer
 
 
-def answer_of(offer: Offer, *, request_id: str, tp_size: int) -> dict[str, Any]:
+def signature(offer: Offer, token: bytes) -> str:
+    """Over all that decode believes of an offer: HMAC-SHA-256, 64 hex digits."""
+    whole = (
+        offer.engine_id,
+        offer.ranks,
+        offer.lease,
+        offer.slot,
+        offer.blocks,
+        offer.tokens,
+        offer.fingerprint,
+        offer.prompt,
+    )
+    return hmac.new(token, _PURPOSE + _encode(whole), hashlib.sha256).hexdigest()
+
+
+def answer_of(offer: Offer, token: bytes, *, request_id: str, tp_size: int) -> dict[str, Any]:
     """The kv_transfer_params of a prefill engine's answer, which ``parse_decode`` reads."""
     host, _, port = offer.ranks[0].rpartition(":")
     return {
@@ -156,6 +189,7 @@ def answer_of(offer: Offer, *, request_id: str, tp_size: int) -> dict[str, Any]:
                 "slot": offer.slot,
                 "fingerprint": offer.fingerprint.hex(),
                 "prompt": offer.prompt.hex(),
+                "signature": signature(offer, token),
             }
         },
     }

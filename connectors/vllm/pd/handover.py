@@ -24,6 +24,7 @@ from moonpool.connectors.vllm.pd.plans import HandoverStep
 from moonpool.connectors.vllm.pd.producer import Identity, Producer
 from moonpool.connectors.vllm.requests.chain import Digests
 from moonpool.connectors.vllm.settings import Settings
+from moonpool.core import paths
 from moonpool.core.addresses import Address, parse_address
 from moonpool.core.errors import ConfigError
 from moonpool.core.keys import chain_seed
@@ -63,8 +64,13 @@ class Handover:
             return
         facts, ranks = self._facts, tuple(hand.station for hand in workers)
         fingerprint = workers[0].fingerprint
+        try:
+            token = paths.read_or_create_token()  # the one that its workers prove to others
+        except ConfigError as error:
+            self._log.warning("moonpool: this engine takes part in no hand-over: %s", error)
+            return
         if facts.may_save:
-            identity = Identity(facts.engine_id, fingerprint, ranks, facts.tp_size, facts.block_tokens)
+            identity = Identity(facts.engine_id, fingerprint, ranks, facts.tp_size, facts.block_tokens, token)
             self.producer = Producer(
                 identity,
                 silence_s=self._settings.lease_s,
@@ -77,7 +83,11 @@ class Handover:
             self._serve_bootstrap(workers)
         if facts.may_load:
             self.consumer = Consumer(
-                fingerprint=fingerprint, ranks=len(ranks), block_tokens=facts.block_tokens, tally=self._tally
+                fingerprint=fingerprint,
+                ranks=len(ranks),
+                block_tokens=facts.block_tokens,
+                token=token,
+                tally=self._tally,
             )
 
     def bind(self, blocks: BlockPool) -> None:

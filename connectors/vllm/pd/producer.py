@@ -27,13 +27,14 @@ ENDED_WELL = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_
 @dataclass(frozen=True, slots=True)
 class Identity:
     """Who this engine is to others: ranks are the addresses of its workers, in the order pipeline rank,
-    tensor rank."""
+    tensor rank; token: the cluster token, which signs what it offers."""
 
     engine_id: str
     fingerprint: bytes
     ranks: tuple[str, ...]
     tp_size: int
     block_tokens: int
+    token: bytes = field(repr=False)
 
 
 @dataclass(slots=True)
@@ -166,7 +167,9 @@ class Producer:
             fingerprint=self._identity.fingerprint,
             prompt=give.prompt,
         )
-        return fields.answer_of(offer, request_id=request.request_id, tp_size=self._identity.tp_size)
+        return fields.answer_of(
+            offer, self._identity.token, request_id=request.request_id, tp_size=self._identity.tp_size
+        )
 
     def forget(self, request_id: str) -> None:
         """Something unexpected happened to the request: nobody takes it."""

@@ -12,6 +12,7 @@ from moonpool.connectors.vllm.pd.fields import Meeting, Offer, answer_of
 from moonpool.connectors.vllm.pd.plans import Hold, Pull
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
+from moonpool.core import paths
 from moonpool.core.keys import block_digests, chain_seed
 from tests.connectors.vllm.fakes import (
     BLOCK_TOKENS,
@@ -70,7 +71,7 @@ def offer(tokens: int = 18, **changes: Any) -> Offer:
 def request(source: Offer | Meeting, tokens: int = 18, name: str = "r") -> FakeRequest:
     one = FakeRequest(name, list(range(tokens)))
     if isinstance(source, Offer):
-        one.kv_transfer_params = answer_of(source, request_id="p", tp_size=1)
+        one.kv_transfer_params = answer_of(source, paths.read_or_create_token(), request_id="p", tp_size=1)
     else:
         one.kv_transfer_params = {
             "do_remote_prefill": True,
@@ -147,6 +148,29 @@ def test_what_is_not_ours_is_computed(bad: Offer) -> None:
     assert refused(one)
     assert one.matched_tokens(asked, 0) == (0, False)
     assert one.build_step(FakeStep()) is NOTHING
+
+
+def test_a_forged_offer_is_computed(caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody's own lease, and another's blocks."""
+    one, asked = half(), request(offer())
+    assert asked.kv_transfer_params is not None
+    asked.kv_transfer_params["remote_block_ids"] = [list(range(60, 65))]
+    one.arrived(asked)
+    assert refused(one)
+    assert one.matched_tokens(asked, 0) == (0, False)
+    assert one.build_step(FakeStep()) is NOTHING
+    assert "signature does not fit" in caplog.text
+
+
+def test_a_token_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = request(offer())
+    monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN_FILE", "/nowhere")
+    one = half()
+    one.arrived(asked)
+    assert refused(one)
+    assert "takes part in no hand-over" in caplog.text
 
 
 def test_salt_and_lora_are_part_of_the_prompt() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from moonpool.connectors.vllm.pd.fields import (
     parse_prefill,
 )
 
+TOKEN = b"the cluster's"
 OFFER = Offer(
     engine_id="engine-1",
     ranks=("10.0.0.1:4001", "10.0.0.1:4002"),
@@ -33,13 +35,13 @@ OFFER = Offer(
 
 
 def test_an_answer_survives_json() -> None:
-    params = json.loads(json.dumps(answer_of(OFFER, request_id="r1", tp_size=2)))
-    assert parse_decode(params) == OFFER
+    params = json.loads(json.dumps(answer_of(OFFER, TOKEN, request_id="r1", tp_size=2)))
+    assert parse_decode(params, TOKEN) == OFFER
     assert parse_prefill(params) is None
 
 
 def test_the_names_that_existing_proxies_speak() -> None:
-    params = answer_of(OFFER, request_id="r1", tp_size=2)
+    params = answer_of(OFFER, TOKEN, request_id="r1", tp_size=2)
     assert params["do_remote_prefill"] is True
     assert params["do_remote_decode"] is False
     assert params["remote_engine_id"] == "engine-1"
@@ -69,21 +71,66 @@ def test_the_concurrent_form() -> None:
         "remote_engine_id": "e",
         "remote_bootstrap_addr": "http://127.0.0.1:8998",
     }
-    assert parse_decode(params) == Meeting("e", "http://127.0.0.1:8998", "xfer-1")
+    assert parse_decode(params, TOKEN) == Meeting("e", "http://127.0.0.1:8998", "xfer-1")
     for key in ("remote_engine_id", "remote_bootstrap_addr"):
         with pytest.raises(Unusable, match=key):
-            parse_decode({name: value for name, value in params.items() if name != key})
-    with pytest.raises(Unusable):
-        parse_decode({**params, "remote_bootstrap_addr": "file:///etc/passwd"})
+            parse_decode({name: value for name, value in params.items() if name != key}, TOKEN)
+    for elsewhere in (
+        "file:///etc/passwd",
+        "http://intranet/admin?x=",
+        "http://a@b:1",
+        "http://a:1#",
+        "http:///",
+    ):
+        with pytest.raises(Unusable, match="remote_bootstrap_addr"):
+            parse_decode({**params, "remote_bootstrap_addr": elsewhere}, TOKEN)
+    slash = parse_decode({**params, "remote_bootstrap_addr": "http://h:1/"}, TOKEN)
+    assert slash == Meeting("e", "http://h:1/", "xfer-1")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda params: params.update(remote_engine_id="another"),
+        lambda params: params.update(remote_num_tokens=97),
+        lambda params: params["remote_block_ids"][0].reverse(),
+        lambda params: params["remote_block_ids"].reverse(),
+        lambda params: params["moonpool"]["handover"].update(ranks=["10.6.6.6:1", "10.0.0.1:4002"]),
+        lambda params: params["moonpool"]["handover"].update(lease=7),
+        lambda params: params["moonpool"]["handover"].update(slot=7),
+        lambda params: params["moonpool"]["handover"].update(prompt="00" * 32),
+        lambda params: params["moonpool"]["handover"].update(fingerprint="00" * 32),
+        lambda params: params["moonpool"]["handover"].update(signature="00" * 32),
+        lambda params: params["moonpool"]["handover"].pop("signature"),
+    ],
+)
+def test_a_changed_offer_is_not_believed(change: Callable[[dict[str, Any]], object]) -> None:
+    params = answer_of(OFFER, TOKEN, request_id="r1", tp_size=2)
+    change(params)
+    with pytest.raises(Unusable, match="signature does not fit"):
+        parse_decode(params, TOKEN)
+
+
+def test_another_token() -> None:
+    params = answer_of(OFFER, TOKEN, request_id="r1", tp_size=2)
+    with pytest.raises(Unusable, match="another cluster token"):
+        parse_decode(params, b"other")
+
+
+def test_what_only_other_connectors_read_may_be_changed() -> None:
+    """Proxies that put another host there, say."""
+    params = answer_of(OFFER, TOKEN, request_id="r1", tp_size=2)
+    params |= {"remote_host": "elsewhere", "remote_port": 1, "remote_request_id": "x", "tp_size": 1}
+    assert parse_decode(params, TOKEN) == OFFER
 
 
 def test_other_connectors_and_versions() -> None:
-    params = answer_of(OFFER, request_id="r1", tp_size=2)
+    params = answer_of(OFFER, TOKEN, request_id="r1", tp_size=2)
     with pytest.raises(Unusable, match="not made by this connector"):
-        parse_decode({key: value for key, value in params.items() if key != "moonpool"})
+        parse_decode({key: value for key, value in params.items() if key != "moonpool"}, TOKEN)
     params["moonpool"]["handover"]["version"] = 2
     with pytest.raises(Unusable, match="version 2"):
-        parse_decode(params)
+        parse_decode(params, TOKEN)
 
 
 GARBAGE: list[Any] = [None, True, -1, 1 << 60, 1.5, "", "x" * 2000, [], [[]], [[-1]], [["a"]], {}, {"a": 1}]
@@ -91,11 +138,11 @@ GARBAGE: list[Any] = [None, True, -1, 1 << 60, 1.5, "", "x" * 2000, [], [[]], [[
 
 def test_garbage_raises_nothing_else(rng: random.Random) -> None:
     for _ in range(1000):
-        params = answer_of(OFFER, request_id="r1", tp_size=2)
+        params = answer_of(OFFER, TOKEN, request_id="r1", tp_size=2)
         place = rng.choice([params, params["moonpool"], params["moonpool"]["handover"]])
         place[rng.choice(list(place))] = rng.choice(GARBAGE)
         with contextlib.suppress(Unusable):
-            parse_decode(params)
+            parse_decode(params, TOKEN)
             parse_prefill(params)
 
 

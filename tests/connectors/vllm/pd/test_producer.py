@@ -24,6 +24,7 @@ from tests.connectors.vllm.fakes import (
 )
 
 PROMPT = bytes(32)
+TOKEN = b"secret"
 BLOCKS = list(range(100, 120))
 
 
@@ -32,7 +33,7 @@ class Bed:
         self.clock, self.tally, self.pool = Clock(), Tally(), FakeBlockPool()
         places = tuple(f"127.0.0.1:{4000 + rank}" for rank in range(ranks))
         self.producer = Producer(
-            Identity("engine-1", FINGERPRINT, places, ranks, BLOCK_TOKENS),
+            Identity("engine-1", FINGERPRINT, places, ranks, BLOCK_TOKENS, TOKEN),
             silence_s=10.0,
             tally=self.tally,
             log=LOG,
@@ -75,7 +76,7 @@ def test_two_step() -> None:
     assert step.grown == ()
     assert bed.pool.held() == []
 
-    offer = parse_decode(bed.finish(one))
+    offer = parse_decode(bed.finish(one), TOKEN)
 
     assert isinstance(offer, Offer)
     assert offer.blocks == (tuple(BLOCKS[:5]),)  # 17 tokens: decode computes the last one
@@ -130,7 +131,7 @@ def test_all_ranks_must_have_it() -> None:
     bed = Bed(ranks=2)
     one = bed.request()
     bed.first_step(one, 18)
-    offer = parse_decode(bed.finish(one))
+    offer = parse_decode(bed.finish(one), TOKEN)
     assert isinstance(offer, Offer)
     bed.producer.signs(set(), {offer.lease: 1})
     assert bed.pool.held()
