@@ -21,6 +21,7 @@ from moonpool.connectors.vllm.link import Link
 from moonpool.connectors.vllm.lookups import Lookups
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
 from moonpool.connectors.vllm.metrics import Tally
+from moonpool.connectors.vllm.patience import Patience
 from moonpool.connectors.vllm.pd.handover import Handover
 from moonpool.connectors.vllm.pool import Pool
 from moonpool.connectors.vllm.requests import Chain, Phase, RequestState
@@ -60,6 +61,7 @@ class SchedulerHalf:
         self._requests: dict[str, RequestState] = {}
         self._loads: list[Load] = []
         self._loading: dict[str, RequestState] = {}
+        self._patience = Patience(clock)
         self.tally = Tally()
         self.lookups = Lookups(
             self.pool, block_tokens=facts.block_tokens, tally=self.tally, log=log, clock=clock
@@ -116,8 +118,12 @@ class SchedulerHalf:
 
     def forget_everything_stored(self) -> None:
         """The weights changed: nothing stored so far may be used again by this engine. Its chains get a seed
-        of their own, known to nobody else."""
+        of their own, known to nobody else; requests that came before go on without the pool, and what they
+        compute is not stored under the old names."""
         self._epoch = secrets.token_bytes(32)
+        for request_id in list(self._requests):
+            self.forget(request_id)
+        self.handover.forget_all()
 
     def close(self) -> None:
         self.handover.close()
@@ -130,6 +136,8 @@ class SchedulerHalf:
         """Asks for the longest stored prefix, unless many answers wait for their requests to be admitted."""
         if self._link is None:
             return
+        if request.request_id in self._requests:  # one of that name that vLLM never told the end of
+            self.forget(request.request_id)
         plain = _is_plain_text(request)
         self.handover.arrived(request, is_plain_text=plain)
         if not plain:
@@ -206,6 +214,8 @@ class SchedulerHalf:
             self.handover.heard(report)
             for job_id, ranks in report.saved.items():
                 self.saves.ended(job_id, ranks)
+            if report.saved or report.handed:
+                self._patience.renew()
         for request_id in output.finished_recving or ():
             state = self._loading.pop(request_id, None)
             if state is not None:
@@ -234,19 +244,25 @@ class SchedulerHalf:
         return bool(self.saves.under_way or self.lookups.under_way or self.handover.has_work)
 
     def has_pending_frees(self) -> bool:
-        """Whether waiting a moment frees blocks."""
-        return self.saves.frees_soon() or self.handover.frees_soon
+        """Whether waiting a moment frees blocks; vLLM asks when it lacks some, before it preempts."""
+        return (self.saves.frees_soon() or self.handover.frees_soon) and self._patience.is_left()
 
     # When something unexpected happened: called by the connector, which has logged it
 
-    def fail_load(self, request_id: str, block_ids: tuple[list[int], ...], external_tokens: int) -> None:
+    def give_up_step(self) -> None:
+        """A step could not be planned: what it may have failed of is let go, and told in the next attempt."""
+        self.saves.give_up()
+        self.handover.give_up()
+
+    def fail_load(self, request_id: str, blocks: Blocks, external_tokens: int) -> None:
         """The engine waits for a load that could not be planned: let the worker report it as failed."""
         state = self._requests.get(request_id)
         if state is not None:
             self._let_go(state)
+        self.handover.unplan(request_id)
         if all(load.request_id != request_id for load in self._loads):
             count = -(-external_tokens // self._facts.block_tokens)
-            failed = tuple(tuple(ids[-count:]) for ids in block_ids)
+            failed = tuple(tuple(ids[-count:]) for ids in blocks.get_block_ids())
             self._loads.append(Load(request_id, 0, b"", b"", b"", failed))
 
     def forget(self, request_id: str) -> None:

@@ -77,6 +77,8 @@ class Consumer:
         source = fields.parse_decode(request.kv_transfer_params, self._token)
         if source is None:
             return
+        if request.request_id in self._takes:
+            raise fields.Unusable("a request of the same name is still being handed over")
         blocks = blocks_for(request.num_prompt_tokens, self._block_tokens)
         if isinstance(source, Offer):
             self._check(source, request, prompt, blocks)
@@ -87,7 +89,7 @@ class Consumer:
         """Tokens beyond the local ones that another engine hands over; None when it hands over nothing (any
         more)."""
         take = self._takes.get(request.request_id)
-        if take is None or take.phase is Phase.OVER:
+        if take is None or take.phase is not Phase.WAITING:
             return None
         if request.num_preemptions or local_tokens >= request.num_prompt_tokens - 1:
             self._drop(request.request_id, take)
@@ -104,9 +106,10 @@ class Consumer:
             return False
         last = blocks_for(request.num_prompt_tokens, self._block_tokens)
         first = (request.num_prompt_tokens - 1 - external_tokens) // self._block_tokens
+        pull = Pull(request.request_id, first, slice_blocks(block_ids, first, last))
         take.phase, take.first, take.blocks, take.good = Phase.PULLING, first, last - first, last - first
         take.asked = external_tokens
-        self._pulls.append(Pull(request.request_id, first, slice_blocks(block_ids, first, last)))
+        self._pulls.append(pull)
         return True
 
     def plan(self) -> HandoverStep:
@@ -161,6 +164,18 @@ class Consumer:
         """Something unexpected happened to the request: it is computed."""
         take = self._takes.get(request_id)
         if take is not None:
+            self._drop(request_id, take)
+
+    def unplan(self, request_id: str) -> None:
+        """Its pull, which no worker knows yet, must not be started."""
+        self._pulls = [pull for pull in self._pulls if pull.request_id != request_id]
+
+    def forget_all(self) -> None:
+        """What other engines computed so far is not wanted any more. A pull under way ends soon; what it
+        brought is its request's, like all that a running request has."""
+        for request_id, take in self._takes.items():
+            if take.phase is Phase.PULLING and not take.gone:
+                self._drops.append(request_id)
             self._drop(request_id, take)
 
     # The parts

@@ -149,6 +149,14 @@ class Handover:
         if self.consumer is not None:
             self.consumer.forget(request_id)
 
+    def forget_all(self) -> None:
+        """The KV of before counts for nothing any more, as after a change of weights: it is neither given nor
+        taken. Requests under way are computed, here and there."""
+        if self.producer is not None:
+            self.producer.forget_all()
+        if self.consumer is not None:
+            self.consumer.forget_all()
+
     def gives(self, request: Request) -> bool:
         """Whether a decode engine takes this request's KV."""
         return self.producer is not None and self.producer.is_wanted(request)
@@ -203,6 +211,16 @@ class Handover:
             self.producer.signs(report.signs, report.handed)
         if self.consumer is not None and report.lost:
             self.consumer.lost(report.lost)
+
+    def give_up(self) -> None:
+        """``plan`` raised: nothing that was computed here is handed over."""
+        if self.producer is not None:
+            self.producer.forget_all()
+
+    def unplan(self, request_id: str) -> None:
+        """The room that was made for the request is not to be filled by a hand-over."""
+        if self.consumer is not None:
+            self.consumer.unplan(request_id)
 
     def ended(self, request_id: str) -> None:
         """A hand-over to this request has ended on all ranks."""

@@ -7,7 +7,9 @@ what was heard go in, leases that ended come out.
       +----aborted, preempted; or decode has it all already-------------------------------------> over
 
 While its request runs, a lease does not expire. Afterwards every sign of life of the decode engine gives it
-another ``silence_s``. Ending a lease while somebody reads is safe: see the package's first page.
+another ``silence_s``, up to LIFE times that in all: two engines that hand over to each other might else both
+wait for room that the other's leases keep. Ending a lease while somebody reads is safe: see the package's
+first page.
 
 Invariants: a block is in ``blocks`` once for each reference that is held for it; a slot belongs to one lease.
 """
@@ -23,18 +25,20 @@ from moonpool.connectors.vllm.engine_types import Block
 from moonpool.connectors.vllm.pd.fields import LEASE_BITS
 
 SLOTS = 4096
+LIFE = 12
 
 
 @dataclass(slots=True)
 class Lease:
-    """deadline_s: when it expires, None while its request runs; ranks: that do not have it all yet; heard:
-    whether decode ever gave a sign."""
+    """deadline_s: when it expires, None while its request runs; last_s: when it does whatever decode says;
+    ranks: that do not have it all yet; heard: whether decode ever gave a sign."""
 
     id: int
     slot: int
     ranks: int
     blocks: list[Block] = field(default_factory=list)
     deadline_s: float | None = None
+    last_s: float = 0.0
     heard: bool = False
 
 
@@ -84,6 +88,7 @@ class Leases:
         if lease.id not in self._live:
             return False
         lease.deadline_s = now_s + self._silence_s
+        lease.last_s = now_s + LIFE * self._silence_s
         self._offered[lease.id] = lease
         return True
 
@@ -93,7 +98,7 @@ class Leases:
         if lease is not None:
             lease.heard = True
             if lease.deadline_s is not None:
-                lease.deadline_s = now_s + self._silence_s
+                lease.deadline_s = min(now_s + self._silence_s, lease.last_s)
 
     def handed(self, lease_id: int, ranks: int) -> Lease | None:
         """Decode needs nothing more of ``ranks`` more ranks. Returns the lease when that ends it."""
@@ -117,6 +122,13 @@ class Leases:
             self._offered.pop(lease_id, None)
             self._free.append(lease.slot)
         return lease
+
+    def end_all(self) -> list[Lease]:
+        """All leases are over, as with ``end``."""
+        live = list(self._live.values())
+        for lease in live:
+            self.end(lease.id)
+        return live
 
     def check_integrity(self) -> bool:
         """Whether every slot is free or belongs to one lease, and every offered lease lives."""

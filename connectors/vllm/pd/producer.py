@@ -96,6 +96,7 @@ class Producer:
         asked = fields.parse_prefill(request.kv_transfer_params)
         if asked is None or self._blocks is None:
             return
+        self.forget(request.request_id)  # one of that name that vLLM never told the end of
         if asked.transfer in self._transfers:
             raise fields.Unusable(f"another request with the transfer_id {asked.transfer!r} is under way")
         lease = self._open(asked.transfer, prompt)
@@ -116,11 +117,10 @@ class Producer:
             )
             self._over(lease, "the lease expired")
         grown = self._plan_growth(output) if self.gives else []
+        while self._ended:
+            self._free(self._ended.pop())
         step = HandoverStep(opens=tuple(self._opens), grown=tuple(grown), ends=tuple(self._ends))
         self._opens, self._ends = [], []
-        ended, self._ended = self._ended, []
-        for lease in ended:
-            self._free(lease)
         return step
 
     def signs(self, heard: set[int], handed: Mapping[int, int]) -> None:
@@ -178,6 +178,16 @@ class Producer:
             self._transfers.pop(give.transfer, None)
             self._end(give.lease, "the prefill engine gave up")
 
+    def forget_all(self) -> None:
+        """What was computed so far goes to nobody. The blocks are free at once: before a step can write to
+        them, its workers hear that the leases are over."""
+        for request_id in list(self.gives):
+            self.forget(request_id)
+        for lease in self.leases.end_all():
+            self._over(lease, "the prefill engine forgot what it had computed")
+        while self._ended:
+            self._free(self._ended.pop())
+
     # The parts
 
     def _open(self, transfer: str, prompt: bytes) -> Lease | None:
@@ -208,6 +218,9 @@ class Producer:
             self._blocks.free_blocks(reversed(blocks))
 
     def _plan_growth(self, output: SchedulerOutput) -> list[Grown]:
+        for each in self.gives.values():
+            if each.request.num_preemptions != each.preemptions:
+                self._restart(each)  # at once: it may wait for the very blocks that its lease keeps
         grown: list[Grown] = []
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
@@ -233,8 +246,6 @@ class Producer:
         """When this step ends, so many tokens are computed."""
         if not give.transfer or give.final or give.lease.ranks <= 0:  # 0: decode needs no more
             return
-        if give.request.num_preemptions != give.preemptions:
-            self._restart(give)
         tokens = give.request.num_prompt_tokens
         give.final = computed >= tokens
         size = self._identity.block_tokens
@@ -251,11 +262,11 @@ class Producer:
     def _restart(self, give: Give) -> None:
         """After a preemption the blocks are others: a new lease, under the same transfer."""
         give.preemptions = give.request.num_preemptions
-        if not give.told:
+        if not give.told or give.lease.ranks <= 0:
             return
         lease = self._open(give.transfer, give.prompt)
         self._end(give.lease, "preempted")
         if lease is None:
             give.final = True  # nothing more is told, and finished() finds no lease to offer
             return
-        give.lease, give.told = lease, 0
+        give.lease, give.told, give.final = lease, 0, False

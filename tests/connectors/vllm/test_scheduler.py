@@ -6,6 +6,7 @@ import pytest
 
 from moonpool.connectors.vllm.lookups import ANSWER_TIMEOUT_S
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Report, Save
+from moonpool.connectors.vllm.patience import PATIENCE_S
 from moonpool.connectors.vllm.scheduler import LOOKUPS_AHEAD_MAX, SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.core.errors import ConfigError, Unavailable
@@ -406,6 +407,68 @@ def test_reset_forgets_what_is_stored() -> None:
     assert pool.prefixes[0][1] != pool.prefixes[1][1]
 
 
+def test_after_a_reset_what_came_before_it_has_no_pool() -> None:
+    """It would load KV of the old weights, and store KV of the new ones under the old names."""
+    pool = FakePool()
+    half, blocks = scheduler_half(pool)
+    waits, runs = request(name="waits"), request(name="runs")
+    half.arrived(waits)
+    pool.answer_prefix(4)
+    assert half.matched_tokens(waits, 0) == (16, True)
+    half.arrived(runs)
+    pool.answer_prefix(0)
+    admit(half, runs)
+    half.forget_everything_stored()
+    assert pool.released == [7]
+    assert half.matched_tokens(waits, 0) == (0, False)
+    new = New("runs", (list(range(100, 120)),), 0)
+    assert half.build_step(FakeStep([new], num_scheduled_tokens={"runs": 18})) is NOTHING
+    assert blocks.held() == []
+    for each in (waits, runs):
+        half.finished(each)
+    assert not half.has_pending_work()
+
+
+def test_a_name_that_comes_again_keeps_no_pin() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool)
+    half.arrived(request())
+    pool.answer_prefix(4, pin_id=7)
+    assert half.matched_tokens(request(), 0) == (16, True)
+    half.arrived(request())
+    assert pool.released == [7]
+    assert half.lookups.pins == 0
+
+
+def test_waiting_for_blocks_has_an_end() -> None:
+    """A save that does not end must not keep vLLM from preempting."""
+    clock, pool = Clock(), FakePool()
+    half, blocks = scheduler_half(pool, clock=clock)
+    one = request()
+    half.arrived(one)
+    pool.answer_prefix(0)
+    admit(half, one)
+    (first,) = half.build_step(first_step(one, 0, 6)).saves
+    (second,) = half.build_step(next_step(one, computed=6, scheduled=7, fresh=[101, 102, 103])).saves
+    half.finished(one)
+    assert half.has_pending_frees()
+    clock.now_s += 0.9 * PATIENCE_S
+    assert half.has_pending_frees()
+    clock.now_s += 0.1 * PATIENCE_S
+    assert not half.has_pending_frees()
+    finish_saves(half, first)  # it goes on
+    assert half.has_pending_frees()
+    for _ in range(9):
+        clock.now_s += 0.3 * PATIENCE_S
+        waits = half.has_pending_frees()
+    assert not waits
+    clock.now_s += 1.1 * PATIENCE_S  # nobody lacked room for a while
+    assert half.has_pending_frees()
+    finish_saves(half, second)
+    assert not half.has_pending_frees()
+    assert blocks.held() == []
+
+
 @pytest.mark.parametrize(("role", "loads", "saves"), [("may_load", 0, 1), ("may_save", 1, 0)])
 def test_roles(role: str, loads: int, saves: int) -> None:
     pool = FakePool()
@@ -426,7 +489,7 @@ def test_a_load_that_cannot_be_planned_fails_and_does_not_hang() -> None:
     half.arrived(one)
     pool.answer_prefix(4)
     assert half.matched_tokens(one, 0) == (16, True)
-    half.fail_load("r", ([100, 101, 102, 103],), 16)
+    half.fail_load("r", FakeBlocks(([100, 101, 102, 103],)), 16)
     assert pool.released == [7]
     (load,) = half.build_step(FakeStep()).loads
     assert load.width == 0

@@ -244,6 +244,61 @@ def test_an_abort_while_it_is_pulled() -> None:
     assert one.matched_tokens(request(offer()), 0) == (17, True)
 
 
+def test_an_abort_when_it_is_here_and_not_yet_scheduled() -> None:
+    one, asked = half(), request(offer())
+    one.arrived(asked)
+    one.matched_tokens(asked, 0)
+    one.admitted(asked, FakeBlocks((IDS,)), 17)
+    one.build_step(FakeStep())
+    one.step_ended(FakeOutput({"r"}, Report(loaded={"r": 5})))
+    answer = one.finished(asked)
+    assert answer is not None
+    assert answer["moonpool"]["handed_over_tokens"] == 17
+    assert one.build_step(FakeStep()) is NOTHING
+    assert not one.has_pending_work()
+
+
+def test_a_name_that_comes_again_while_the_first_is_pulled() -> None:
+    """As when a client that left tries again under its own X-Request-Id: one pull, one end, and the second is
+    computed."""
+    one, asked, again = half(), request(offer()), request(offer())
+    one.arrived(asked)
+    one.matched_tokens(asked, 0)
+    one.admitted(asked, FakeBlocks((IDS,)), 17)
+    one.build_step(FakeStep())
+    one.finished(asked)
+    one.arrived(again)
+    assert one.matched_tokens(again, 0) == (0, False)
+    step = one.build_step(FakeStep())
+    assert step.handover is not None
+    assert (step.handover.holds, step.handover.pulls) == ((), ())
+    one.step_ended(FakeOutput({"r"}, Report(loaded={"r": 0})))
+    one.admitted(again, FakeBlocks((IDS,)), 0)
+    one.finished(again)
+    assert not one.has_pending_work()
+    third = request(offer())
+    one.arrived(third)
+    assert one.matched_tokens(third, 0) == (17, True)
+
+
+def test_nothing_of_old_weights_is_taken() -> None:
+    one, waits, pulled = half(), request(offer(), name="w"), request(offer(), name="p")
+    for each in (waits, pulled):
+        one.arrived(each)
+    one.matched_tokens(pulled, 0)
+    one.admitted(pulled, FakeBlocks((IDS,)), 17)
+    one.build_step(FakeStep())
+    one.handover.forget_all()
+    assert one.matched_tokens(waits, 0) == (0, False)
+    step = one.build_step(FakeStep())
+    assert step.handover is not None
+    assert sorted(step.handover.drops) == ["p", "w"]
+    one.step_ended(FakeOutput({"p"}, Report(loaded={"p": 1})))
+    answers = [one.finished(each) for each in (waits, pulled)]
+    assert [answer and answer["moonpool"]["handed_over_tokens"] for answer in answers] == [0, 4]
+    assert not one.has_pending_work()
+
+
 def test_an_abort_before_there_was_room() -> None:
     one, asked = half(), request(offer())
     one.arrived(asked)
@@ -306,7 +361,20 @@ def test_prefill_may_load_though_it_only_produces() -> None:
 def test_a_failed_plan_covers_every_block() -> None:
     one, asked = half(), request(offer())
     one.arrived(asked)
-    one.fail_load("r", (IDS[:5],), 17)
+    one.fail_load("r", FakeBlocks((IDS[:5],)), 17)
     step: Step = one.build_step(FakeStep())
     assert step.loads[0].blocks == 5
     assert BLOCK_TOKENS * 5 >= 17
+
+
+def test_a_failed_plan_ends_once() -> None:
+    """What was to be pulled is not pulled besides."""
+    one, asked = half(), request(offer())
+    one.arrived(asked)
+    one.matched_tokens(asked, 0)
+    one.admitted(asked, FakeBlocks((IDS,)), 17)
+    one.fail_load("r", FakeBlocks((IDS[:5],)), 17)
+    step = one.build_step(FakeStep())
+    assert len(step.loads) == 1
+    assert step.handover is not None
+    assert step.handover.pulls == ()

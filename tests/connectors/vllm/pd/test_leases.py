@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from moonpool.connectors.vllm.pd.leases import Leases
+from moonpool.connectors.vllm.pd.leases import LIFE, Leases
 from tests.connectors.vllm.fakes import FakeBlock
 
 
@@ -37,6 +37,19 @@ def test_every_sign_gives_it_more_time() -> None:
         assert one.expired(now_s + 9.9) == []
     assert one.expired(133.0) == [lease]
     one.heard(lease.id, 134.0)
+
+
+def test_signs_do_not_keep_it_for_ever() -> None:
+    """Two engines that each wait for room that the other's leases keep."""
+    one = leases()
+    lease = one.open()
+    assert lease is not None
+    one.offer(lease, 100.0)
+    last_s = 100.0 + LIFE * 10
+    for second in range(100, int(last_s)):
+        one.heard(lease.id, float(second))
+        assert one.expired(float(second)) == []
+    assert one.expired(last_s) == [lease]
 
 
 def test_all_ranks_must_have_it() -> None:
@@ -76,11 +89,13 @@ def test_blocks_that_only_a_lease_keeps_are_free_soon_when_decode_lives() -> Non
 def test_random(_round: int, rng: random.Random) -> None:
     one, now_s = leases(ranks=2, slots=6), 0.0
     model: dict[int, tuple[float | None, int]] = {}  # id -> (deadline, ranks left)
-    handles = {}
+    handles, last_s = {}, {}
     for _ in range(300):
         now_s += rng.random() * 4
         some = rng.choice([0, *model])
         action = rng.choice(["open", "offer", "heard", "handed", "expire", "end"])
+        if rng.random() < 0.01:
+            action = "end all"
         if action == "open":
             lease = one.open()
             assert (lease is None) == (len(model) == 6)
@@ -88,11 +103,11 @@ def test_random(_round: int, rng: random.Random) -> None:
                 model[lease.id], handles[lease.id] = (None, 2), lease
         elif action == "offer" and some:
             assert one.offer(handles[some], now_s)
-            model[some] = (now_s + 10, model[some][1])
+            model[some], last_s[some] = (now_s + 10, model[some][1]), now_s + LIFE * 10
         elif action == "heard":
             one.heard(some, now_s)
             if some and model[some][0] is not None:
-                model[some] = (now_s + 10, model[some][1])
+                model[some] = (min(now_s + 10, last_s[some]), model[some][1])
         elif action == "handed":
             over = one.handed(some, 1)
             if some:
@@ -107,6 +122,9 @@ def test_random(_round: int, rng: random.Random) -> None:
             }
             for lease_id in late:
                 del model[lease_id]
+        elif action == "end all":
+            assert {lease.id for lease in one.end_all()} == model.keys()
+            model.clear()
         elif action == "end":
             assert (one.end(some) is not None) == bool(some)
             model.pop(some, None)

@@ -186,6 +186,36 @@ class TestConcurrent:
         assert step.grown == (Grown(begin.lease, 0, (tuple(fresh[:5]),), True),)
         assert bed.pool.held() == fresh[:5]
 
+    @pytest.mark.parametrize("computed", [8, 18])
+    def test_a_preempted_request_keeps_no_blocks_while_it_waits(self, computed: int) -> None:
+        """It may wait for just these."""
+        bed = Bed()
+        one = bed.request(18, transfer_id="x")
+        old = bed.first_step(one, computed).opens[0].lease
+        assert bed.pool.held()
+        one.num_preemptions = 1
+        step = bed.idle_step()
+        assert [end.lease for end in step.ends] == [old]
+        assert [begin.transfer for begin in step.opens] == ["x"]
+        assert bed.pool.held() == []
+        assert not bed.idle_step()
+        (grown,) = bed.next_step(one, 0, 18, resumed=list(range(200, 220))).grown
+        assert (grown.first, grown.final) == (0, True)
+        assert bed.finish(one) is None
+        assert bed.producer.leases.offered == 1
+
+    def test_what_decode_has_needs_no_second_lease(self) -> None:
+        bed = Bed()
+        one = bed.request(18, transfer_id="x")
+        lease = bed.first_step(one, 18).opens[0].lease
+        bed.producer.signs(set(), {lease: 1})
+        one.num_preemptions = 1
+        assert not bed.idle_step()
+        assert bed.next_step(one, 0, 18, resumed=list(range(200, 220))).grown == ()
+        assert bed.finish(one) is None
+        assert bed.pool.held() == []
+        assert bed.producer.is_idle
+
     def test_one_transfer_id_at_a_time(self) -> None:
         bed = Bed()
         one = bed.request(transfer_id="x")
@@ -211,3 +241,55 @@ def test_something_unexpected() -> None:
     assert len(bed.idle_step().ends) == 1
     assert bed.pool.held() == []
     assert bed.finish(one) is None
+
+
+def test_a_name_that_comes_again() -> None:
+    """vLLM never told the end of the first: its lease must not stay."""
+    bed = Bed()
+    first = bed.request(transfer_id="x")
+    old = bed.first_step(first, 8).opens[0].lease
+    again = bed.request(transfer_id="x")
+    step = bed.first_step(again, 18)
+    assert [end.lease for end in step.ends] == [old]
+    assert bed.finish(again) is None
+    assert len(bed.producer.leases) == 1
+    assert bed.pool.held() == BLOCKS[:5]
+
+
+def test_nothing_of_old_weights_is_given() -> None:
+    bed = Bed()
+    done, running, met = bed.request(name="a"), bed.request(name="b"), bed.request(name="c", transfer_id="x")
+    bed.first_step(done, 18)
+    assert bed.finish(done) is not None
+    bed.first_step(running, 18)
+    bed.first_step(met, 8)
+    assert bed.pool.held()
+    bed.producer.forget_all()
+    assert bed.pool.held() == []
+    assert len(bed.idle_step().ends) == 3
+    assert bed.finish(running) is None
+    assert bed.finish(met) is None
+    assert bed.producer.is_idle
+    assert bed.finish(bed.request(name="d")) is None  # it was never scheduled
+    bed.idle_step()
+    later = bed.request(name="e")
+    bed.first_step(later, 18)
+    assert bed.finish(later) is not None
+
+
+def test_blocks_that_cannot_be_freed_leave_no_lease_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in the middle of a plan: the next one tells what this one could not."""
+    bed = Bed()
+    one = bed.request()
+    bed.first_step(one, 18)
+    bed.finish(one)
+    bed.clock.now_s += 10
+
+    def fail(_blocks: Any) -> None:
+        raise RuntimeError("unexpected")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(bed.pool, "free_blocks", fail)
+        with pytest.raises(RuntimeError):
+            bed.idle_step()
+    assert len(bed.idle_step().ends) == 1
