@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 OLDEST = (0, 23)
@@ -92,6 +93,19 @@ def recompute_failed_loads(vllm_config: Any) -> None:
     """Makes kv_load_failure_policy "recompute", whatever it was: vLLM's scheduler reads it after it made its
     connector."""
     vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+
+
+def before_reset(pool: Any, call: Callable[[], None]) -> None:
+    """Has ``call`` made before vLLM empties its prefix cache. Of itself it tells the connector only when it
+    is asked to (reset_external), and after it has looked whether blocks are in use: held ones make it fail.
+    """
+    reset = pool.reset_prefix_cache
+
+    def told() -> bool:
+        call()
+        return bool(reset())
+
+    pool.reset_prefix_cache = told
 
 
 def parallel_ranks() -> tuple[int, int]:

@@ -121,7 +121,10 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
                 "moonpool: unexpected error; the engine goes on without this part of the pool"
             )
         if otherwise is not None:
-            otherwise()
+            try:
+                otherwise()
+            except Exception:
+                self._survive(None)
         return default
 
     # Both halves
@@ -171,7 +174,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         try:
             worker.begin_handover(handover)
         except Exception:
-            self._survive(None)
+            self._survive(None, worker.revoke_leases)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._connector_metadata is NOTHING:
@@ -262,6 +265,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._sched is not None:
             self._sched.bind_block_pool(gpu_block_pool)
+            compat.before_reset(gpu_block_pool, self._before_reset)
 
     def on_new_request(self, request: Any) -> None:
         sched = self._sched
@@ -288,9 +292,8 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         try:
             sched.admitted(request, blocks, num_external_tokens)
         except Exception:
-            self._survive(None)
-            if num_external_tokens:
-                sched.fail_load(request.request_id, blocks.get_block_ids(), num_external_tokens)
+            fail = functools.partial(sched.fail_load, request.request_id, blocks, num_external_tokens)
+            self._survive(None, fail if num_external_tokens else None)
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         sched = self._sched
@@ -299,8 +302,11 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         try:
             return sched.build_step(scheduler_output)
         except Exception:
-            self._survive(None, sched.saves.give_up)
+            self._survive(None, sched.give_up_step)
+        try:
             return sched.build_step(scheduler_output)
+        except Exception:
+            return self._survive(NOTHING)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if self._sched is None:
@@ -313,24 +319,42 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             self._survive(None)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        if self._sched is None:
+        sched = self._sched
+        if sched is None:
             return False, None
         try:
-            return False, self._sched.finished(request)
+            return False, sched.finished(request)
         except Exception:
-            return self._survive((False, None))
+            return self._survive((False, None), lambda: sched.forget(request.request_id))
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        return self._sched is not None and self._sched.has_pending_work()
+        try:
+            return self._sched is not None and self._sched.has_pending_work()
+        except Exception:
+            return self._survive(False)
 
     def has_pending_block_frees(self) -> bool:
-        return self._sched is not None and self._sched.has_pending_frees()
+        try:
+            return self._sched is not None and self._sched.has_pending_frees()
+        except Exception:
+            return self._survive(False)
 
     def reset_cache(self) -> bool:
         """Nothing stored so far is used by this engine again; other engines keep it."""
-        if self._sched is not None:
-            self._sched.forget_everything_stored()
+        try:
+            if self._sched is not None:
+                self._sched.forget_everything_stored()
+        except Exception:
+            return self._survive(False)
         return True
+
+    def _before_reset(self) -> None:
+        """vLLM is about to empty its own cache; that alone leaves the pool as it is."""
+        try:
+            if self._sched is not None:
+                self._sched.handover.forget_all()
+        except Exception:
+            self._survive(None)

@@ -45,6 +45,7 @@ OpenStation = Callable[[KvMemory], "Station | None"]
 Fingerprint = Callable[[BlockLayout, Tensor], bytes]
 Choice = npt.NDArray[np.intp]
 GONE = "there is no pool now"
+FAILED = "the connector failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class WorkerHalf:
         self._handshake = Handshake(refusal=facts.refusal or "vLLM registered no KV caches")
         self._choices: dict[bytes, Choice | None] = {}
         self._running: dict[int, Running] = {}
+        self._awaited: set[str] = set()  # requests that vLLM keeps waiting
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -168,10 +170,16 @@ class WorkerHalf:
         if self._station is not None:
             self._station.begin(step)
 
+    def revoke_leases(self) -> None:
+        """After an unexpected exception: which leases are over is not known, so none is valid."""
+        if self._station is not None:
+            self._station.revoke()
+
     def start_pulls(self, step: HandoverStep) -> None:
         """Starts what is to be handed over to this engine."""
-        if self._station is not None:
-            self._station.pull(step)
+        self._awaited.update(pull.request_id for pull in step.pulls)
+        assert self._station is not None
+        self._station.pull(step)
 
     def computed(self, step: HandoverStep) -> None:
         """The forward of the step has ended: what it computed may be handed over to others."""
@@ -179,13 +187,18 @@ class WorkerHalf:
             self._station.computed(step)
 
     def fail_pulls(self, step: HandoverStep) -> None:
-        """After an unexpected exception: every pull of the step that nothing became of has failed."""
+        """After an unexpected exception: every pull of the step ends, as soon as nothing writes to its
+        blocks."""
+        self._awaited.update(pull.request_id for pull in step.pulls)
+        if self._station is not None:
+            self._station.fail_pulls(step, FAILED)
+            return
         for pull in step.pulls:
-            if pull.request_id not in self._finished:
-                self._end_pull(Ended(pull, 0, 0, 0.0, "the connector failed"))
+            self._end_pull(Ended(pull, 0, 0, 0.0, FAILED))
 
     def start_loads(self, step: Step) -> None:
         """Hands the loads of this step over. One that cannot be handed over has failed."""
+        self._awaited.update(load.request_id for load in step.loads)
         for load in step.loads:
             try:
                 self._start_load(load)
@@ -199,7 +212,8 @@ class WorkerHalf:
         }
         for load in step.loads:
             if load.request_id not in started and load.request_id not in self._finished:
-                self._end_load(load, Failed("the connector failed"), 0.0)
+                self._awaited.add(load.request_id)
+                self._end_load(load, Failed(FAILED), 0.0)
 
     def start_saves(self, step: Step) -> None:
         """Hands the saves of this step over; the forward that computed their blocks has ended."""
@@ -214,7 +228,7 @@ class WorkerHalf:
         started = {running.job.job_id for running in self._running.values() if isinstance(running.job, Save)}
         for save in step.saves:
             if save.job_id not in started and save.job_id not in self._report.saved:
-                self._end_save(save, Failed("the connector failed", objects=1), 0.0)
+                self._end_save(save, Failed(FAILED, objects=1), 0.0)
 
     def poll(self) -> None:
         """Takes in what the native threads have done."""
@@ -364,6 +378,9 @@ class WorkerHalf:
 
     def _finish(self, request_id: str, block_ids: Sequence[Sequence[int]], bad: Sequence[int]) -> None:
         """The load or hand-over of these blocks has ended; those at the places ``bad`` did not come."""
+        if request_id not in self._awaited:
+            return  # told already, and to hear it twice would end the engine
+        self._awaited.discard(request_id)
         leading = bad[0] if bad else len(block_ids[0])
         self._finished.add(request_id)
         if bad and len(block_ids) > 1:  # block ids are ambiguous across groups: all of it is computed

@@ -96,6 +96,11 @@ class Gives:
                 outbox.append((waiting.reply, _progress(give, more.first)))
         return outbox
 
+    def revoke(self) -> None:
+        """Ends all leases, as if nobody needed anything of them any more."""
+        for give in list(self._gives.values()):
+            self._hand(give)
+
     def take_signs(self) -> tuple[set[int], dict[int, int]]:
         """(leases whose decode engine gave a sign of life, lease -> 1 where it needs nothing more), since the
         last call."""

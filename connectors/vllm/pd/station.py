@@ -151,6 +151,18 @@ class Station:
                 if step.is_idle:
                     self._await_last_piece(pull.request_id)
 
+    def revoke(self) -> None:
+        """After an unexpected exception in ``begin``: no lease is valid any more."""
+        with self._lock:
+            self._gives.revoke()
+
+    def fail_pulls(self, step: HandoverStep, why: str) -> None:
+        """After an unexpected exception in ``pull``: those of the step end once all the same."""
+        with self._lock:
+            for pull in step.pulls:
+                self._takes.fail_pull(pull, why, self._clock())
+            self._tell_over()
+
     def computed(self, step: HandoverStep) -> None:
         """The forward of the step has ended."""
         if step.grown:

@@ -122,6 +122,15 @@ class Takes:
         self._settle(take, now_s)
         return take
 
+    def fail_pull(self, pull: Pull, why: str, now_s: float) -> None:
+        """After an exception somewhere in ``pull``: it ends once all the same, and not while it is read."""
+        take = self._takes.get(pull.request_id)
+        if take is not None:
+            take.pull = pull
+            self.fail(take, why, now_s)
+        elif all(ended.pull is not pull for ended in self._ended):
+            self._ended.append(Ended(pull, 0, 0, 0.0, why))
+
     def drop(self, request_id: str, now_s: float) -> None:
         """Nobody waits for it any more; a pull under way still ends once."""
         take = self._takes.get(request_id)

@@ -15,6 +15,7 @@ from moonpool.connectors.vllm import compat, identity
 from moonpool.connectors.vllm.connector import Mooncake
 from moonpool.connectors.vllm.facts import layer_number, read_facts
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Step
+from moonpool.connectors.vllm.pd.plans import End, HandoverStep, Pull
 from moonpool.core.errors import ConfigError, Unavailable
 from tests.connectors.vllm.fakes import (
     COLUMNS,
@@ -249,7 +250,18 @@ def test_before_anything_is_known_nothing_happens(role: compat.ConnectorRole) ->
 
 
 @pytest.mark.parametrize(
-    "broken", ["arrived", "matched_tokens", "admitted", "build_step", "step_ended", "finished"]
+    "broken",
+    [
+        "arrived",
+        "matched_tokens",
+        "admitted",
+        "build_step",
+        "step_ended",
+        "finished",
+        "has_pending_work",
+        "has_pending_frees",
+        "forget_everything_stored",
+    ],
 )
 def test_no_exception_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     connector = scheduler(monkeypatch)
@@ -270,12 +282,101 @@ def test_no_exception_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch, bro
     step = connector.build_connector_meta(FakeStep())
     connector.update_connector_output(FakeOutput({"r"}))
     assert connector.request_finished(request, [])[0] is False
+    assert connector.reset_cache() is (broken != "forget_everything_stored")
+    connector.has_pending_push_work()
+    connector.has_pending_block_frees()
     stats = connector.get_kv_connector_stats()
     assert stats is not None
     assert stats.data["survived_errors"] >= 1
     if broken == "admitted":
         (load,) = step.loads
         assert load.block_ids == ((6, 7),)
+
+
+@pytest.mark.parametrize("also", ["", "give_up_step"])
+def test_no_fault_of_a_plan_kills_the_engine(monkeypatch: pytest.MonkeyPatch, also: str) -> None:
+    """Not the second attempt's, nor one in what tidies up after the first."""
+    connector = scheduler(monkeypatch)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("unexpected")
+
+    for name in filter(None, ("build_step", also)):
+        monkeypatch.setattr(connector._sched, name, fail)
+    assert connector.build_connector_meta(FakeStep()) is NOTHING
+    stats = connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["survived_errors"] == (3 if also else 2)
+
+
+def test_a_request_whose_end_failed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = FakePool()
+    connector = scheduler(monkeypatch, pool)
+    request = FakeRequest("r", list(range(20)))
+    connector.on_new_request(request)
+    pool.answer_prefix(4)
+    assert connector.get_num_new_matched_tokens(request, 0) == (16, True)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("unexpected")
+
+    assert connector._sched is not None
+    monkeypatch.setattr(connector._sched.handover, "finished", fail)
+    assert connector.request_finished(request, []) == (False, None)
+    assert pool.released == [7]
+
+
+def test_vllms_own_reset_ends_hand_overs_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM tells the connector nothing of it, and fails when blocks are held."""
+    connector = scheduler(monkeypatch)
+    half, calls = connector._sched, []
+    assert half is not None
+    monkeypatch.setattr(half.handover, "forget_all", lambda: calls.append("ours"))
+    pool: Any = SimpleNamespace(blocks=[], reset_prefix_cache=lambda: calls.append("vLLM's") or True)
+    connector.bind_gpu_block_pool(pool)
+    assert pool.reset_prefix_cache() is True
+    assert calls == ["ours", "vLLM's"]
+
+    def fail() -> None:
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr(half.handover, "forget_all", fail)
+    assert pool.reset_prefix_cache() is True
+
+
+class Faulty:
+    """A station that fails in the middle of what it is told."""
+
+    def __init__(self) -> None:
+        self.revoked, self.failed = 0, 0
+        self.has_news = False
+
+    def begin(self, step: HandoverStep) -> None:
+        raise RuntimeError("unexpected")
+
+    pull = begin
+
+    def revoke(self) -> None:
+        self.revoked += 1
+
+    def fail_pulls(self, step: HandoverStep, why: str) -> None:
+        self.failed += 1
+
+
+def test_a_fault_of_a_hand_over_leaves_nothing_valid_and_no_pull_without_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connector, station = Mooncake(config(), WORKER, kv_cache()), Faulty()
+    assert connector._worker is not None
+    monkeypatch.setattr(connector._worker, "_station", station)
+    handover = HandoverStep(ends=(End(7, "over"),), pulls=(Pull("r", 0, ((3,),)),))
+    connector.bind_connector_metadata(Step(handover=handover))
+    connector.start_load_kv(None)
+    assert (station.revoked, station.failed) == (1, 1)
+    assert connector.get_finished(set()) == (
+        None,
+        None,
+    )  # the station tells it, when nothing is read any more
 
 
 def test_no_exception_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

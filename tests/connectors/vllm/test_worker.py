@@ -5,6 +5,7 @@ The last tests run on the real node and the real native threads, with numpy memo
 
 from __future__ import annotations
 
+import dataclasses
 import select
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from moonpool import _native
 from moonpool.connectors.vllm.link import Link
 from moonpool.connectors.vllm.messages import NOTHING, Load, Report, Save, Step
 from moonpool.connectors.vllm.native import NativePool
+from moonpool.connectors.vllm.pd.plans import HandoverStep, Pull
 from moonpool.connectors.vllm.worker import WorkerHalf
 from moonpool.core.errors import Unavailable
 from moonpool.core.keys import BLOCK_NAME_BYTES, Ranges, block_name
@@ -162,6 +164,27 @@ def test_after_an_exception_what_is_not_under_way_has_failed() -> None:
     assert half.take_finished() == ({"s"}, set())
     assert half.take_report() == Report(loaded={"s": 0}, saved={2: 1})
     assert len(pool.loads) == len(pool.saves) == 1
+
+
+def test_an_end_is_told_once() -> None:
+    """vLLM dies of the second."""
+    half = worker_half(memory(), link_to(pool := FakePool()))
+    job = load(half, 1)
+    half.start_loads(Step((job,)))
+    half.fail_loads(Step((dataclasses.replace(job, request_id="s"),)))
+    pool.answer(pool.loads[0][0], Loaded(bytes([1, 1])))
+    half.poll()
+    assert half.take_finished() == ({"r", "s"}, set())
+    half._finish("r", job.block_ids, ())
+    assert half.take_finished() == (set(), set())
+
+
+def test_pulls_without_a_station_end() -> None:
+    half = worker_half(memory(), link_to(FakePool()))
+    step = HandoverStep(pulls=(Pull("r", 0, ((1, 2),)),))
+    half.fail_pulls(step)
+    assert half.take_finished() == ({"r"}, set())
+    assert half.take_failed_blocks() == {1, 2}
 
 
 def test_memory_that_cannot_be_used_is_refused_in_the_handshake() -> None:

@@ -101,6 +101,14 @@ class TestGives:
         assert one.take_signs()[1] == {1: 1}
         assert slots == {0: 0}
 
+    def test_revoked(self) -> None:
+        one, slots = gives()
+        one.begin((*opened(1, 0, "x"), *opened(2, 1, "")), ())
+        one.revoke()
+        assert slots == {0: 0, 1: 0}
+        assert one.take_signs() == (set(), {1: 1, 2: 1})
+        assert len(one) == 0
+
     def test_who_is_silent_is_forgotten(self) -> None:
         one, _ = gives()
         one.want(Want("x", "D"), 0.0)
@@ -137,6 +145,31 @@ class TestTakes:
         assert (ended.good, ended.bytes, ended.seconds, ended.error) == (total - 1, 200, 1.0, "")
         assert one.take_over() == [("key", Done(7, ""))]
         assert len(one) == 0
+
+    @pytest.mark.parametrize("known", [False, True])
+    @pytest.mark.parametrize("pulled", [False, True])
+    def test_a_pull_that_was_interrupted_ends_once(self, known: bool, pulled: bool) -> None:
+        one, wanted = takes(), pull(3)
+        if known:
+            one.hold(Hold("r", offer(3), PROMPT, 3), "key", 0.0)
+        if pulled:
+            one.pull(wanted, 0.0)
+        one.fail_pull(wanted, "broken", 0.0)
+        (ended,) = one.take_ended()
+        assert ended.pull is wanted
+        assert ended.good == 0
+        assert len(one) == 0
+
+    def test_an_interrupted_pull_does_not_end_while_it_is_read(self) -> None:
+        one, wanted = takes(), pull(3)
+        one.hold(Hold("r", offer(3), PROMPT, 3), "key", 0.0)
+        one.pull(wanted, 0.0)
+        piece = one.next_piece("r")
+        assert piece is not None
+        one.fail_pull(wanted, "broken", 0.0)
+        assert one.take_ended() == []
+        one.read(piece, 1, "", 1.0)
+        assert len(one.take_ended()) == 1
 
     def test_what_failed_is_reported_once_with_what_is_good(self) -> None:
         one, total = takes(), PIECE_BLOCKS + 3
