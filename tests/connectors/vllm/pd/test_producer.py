@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -293,3 +294,138 @@ def test_blocks_that_cannot_be_freed_leave_no_lease_valid(monkeypatch: pytest.Mo
         with pytest.raises(RuntimeError):
             bed.idle_step()
     assert len(bed.idle_step().ends) == 1
+
+
+class Scheduler:
+    """As vLLM does it, to requests that come, run in chunks, are preempted, end and leave at random; and the
+    workers, who know which leases are valid."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.bed, self.names = rng, Bed(), 0
+        self.bed.pool = FakeBlockPool(80)
+        self.bed.producer.bind(self.bed.pool)
+        self.blocks: dict[str, list[int]] = {}
+        self.requests: dict[str, FakeRequest] = {}
+        self.computed: dict[str, int] = {}
+        self.valid: dict[int, set[int]] = {}
+        self.transfers: dict[int, str] = {}
+        self.void: set[int] = set()
+        self.seen: set[str] = set()
+
+    def arrive(self) -> None:
+        self.names += 1
+        transfer = {"transfer_id": f"x{self.names}"} if self.rng.random() < 0.6 else {}
+        one = self.bed.request(self.rng.randrange(1, 41), f"r{self.names}", **transfer)
+        self.requests[one.request_id] = one
+
+    def free(self, name: str) -> None:
+        pool = self.bed.pool
+        pool.free_blocks(pool.blocks[block] for block in self.blocks.pop(name, ()))
+        self.computed.pop(name, None)
+
+    def preempt(self) -> None:
+        if self.computed:
+            name = self.rng.choice(sorted(self.computed))
+            self.free(name)
+            self.requests[name].num_preemptions += 1
+
+    def end(self, how: str) -> None:
+        ready = [
+            name
+            for name, one in self.requests.items()
+            if how == "FINISHED_ABORTED" or self.computed.get(name, 0) >= one.num_prompt_tokens
+        ]
+        if not ready:
+            return
+        one = self.requests.pop(self.rng.choice(ready))
+        one.status = Status(how)
+        one.num_computed_tokens = self.computed.get(one.request_id, 0)
+        offer = parse_decode(self.bed.producer.finished(one), TOKEN)
+        if isinstance(offer, Offer):
+            assert offer.lease in self.valid
+            assert list(offer.blocks[0]) == self.blocks[one.request_id][: len(offer.blocks[0])]
+            self.valid[offer.lease] |= set(offer.blocks[0])
+        self.free(one.request_id)
+
+    def reset(self) -> None:
+        self.bed.producer.forget_all()
+        self.void |= self.valid.keys()
+
+    def decode(self) -> None:
+        """A sign of life of some, and some that need no more."""
+        heard = {lease for lease in self.valid if self.rng.random() < 0.5}
+        handed = {lease for lease in self.valid if self.rng.random() < 0.2}
+        for lease in handed:
+            del self.valid[lease]
+        self.bed.producer.signs(heard, dict.fromkeys(handed, 1))
+
+    def step(self) -> None:
+        """A lease that is still valid when the step begins keeps blocks that nobody else was given, and none
+        of a request that waits; what the workers are told of are the request's own."""
+        pool, step, given = self.bed.pool, FakeStep(), set()
+        for name, one in self.requests.items():
+            free = [block.block_id for block in pool.blocks if not block.ref_cnt]
+            known, done = self.blocks.get(name, []), self.computed.get(name, 0)
+            chunk = self.rng.choice([1, 6, 18, 40])
+            if done < one.num_prompt_tokens:
+                chunk = min(chunk, one.num_prompt_tokens - done)
+            more = -(-(done + chunk) // BLOCK_TOKENS) - len(known)
+            if len(free) < more or self.rng.random() < 0.3:
+                continue
+            fresh = self.rng.sample(free, more)
+            pool.touch([pool.blocks[block] for block in fresh])
+            given |= set(fresh)
+            step.num_scheduled_tokens[name] = chunk
+            if name in self.computed:
+                step.scheduled_cached_reqs.req_ids.append(name)
+                step.scheduled_cached_reqs.new_block_ids.append((fresh,) if fresh else None)
+                step.scheduled_cached_reqs.num_computed_tokens.append(done)
+            elif one.num_preemptions and name in self.seen:
+                step.scheduled_cached_reqs.req_ids.append(name)
+                step.scheduled_cached_reqs.resumed_req_ids.add(name)
+                step.scheduled_cached_reqs.new_block_ids.append((fresh,))
+                step.scheduled_cached_reqs.num_computed_tokens.append(done)
+            else:
+                step.scheduled_new_reqs.append(New(name, (list(fresh),), done))
+            self.seen.add(name)
+            self.blocks[name], self.computed[name] = known + fresh, done + chunk
+        plan = self.bed.producer.plan(step)
+        for end in plan.ends:
+            self.valid.pop(end.lease, None)
+        ended = {end.lease for end in plan.ends}
+        self.valid |= {begin.lease: set() for begin in plan.opens if begin.lease not in ended}
+        assert not self.void & self.valid.keys()
+        self.transfers |= {begin.lease: f"r{begin.transfer[1:]}" for begin in plan.opens}
+        for lease, blocks in self.valid.items():
+            assert not blocks & given
+            assert all(pool.blocks[block].ref_cnt for block in blocks)
+            assert not blocks or self.transfers[lease] not in self.requests.keys() - self.computed.keys()
+        for grown in plan.grown:
+            own = self.blocks[self.transfers[grown.lease]]
+            assert list(grown.block_ids[0]) == own[grown.first : grown.first + len(grown.block_ids[0])]
+            self.valid[grown.lease] |= set(grown.block_ids[0])
+
+
+@pytest.mark.parametrize("_round", range(20))
+def test_random_schedules(_round: int, rng: random.Random) -> None:
+    """A block of a valid lease is never given to anybody else, and none stays behind."""
+    one = Scheduler(rng)
+    for _ in range(300):
+        one.bed.clock.now_s += rng.choice([0.0, 0.1, 3.0])
+        action = rng.choices(
+            ["arrive", "step", "preempt", "end", "abort", "decode", "reset"], [3, 8, 1, 3, 1, 2, 0.1]
+        )[0]
+        if action == "end":
+            one.end("FINISHED_LENGTH_CAPPED")
+        elif action == "abort":
+            one.end("FINISHED_ABORTED")
+        else:
+            getattr(one, action)()
+        assert one.bed.producer.leases.check_integrity()
+    while one.requests:
+        one.end("FINISHED_ABORTED")
+    one.bed.clock.now_s += 1000
+    one.step()
+    assert one.bed.pool.held() == []
+    assert one.valid == {}
+    assert one.bed.producer.is_idle
