@@ -3,6 +3,8 @@ telling it something may each wait for it.
 
 A line dies of its first error, and everything that was to go over it fails with that error. The next one who
 needs the peer makes a new line, after a short rest.
+
+Messages go before jobs, and between the pieces of one that lasts: leases over there live by them.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import TypeAlias
 
@@ -51,6 +54,7 @@ class Line:
         self._reads = reads
         self._ended = ended
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._texts: deque[bytes] = deque()
         self._segment: Segment | None = None
         self._thread = threading.Thread(target=self._run, name="moonpool-handover", daemon=True)
 
@@ -67,9 +71,14 @@ class Line:
         self._jobs.put(job)
 
     def send(self, message: Message) -> None:
-        """Sends a message, in order. Never waits."""
-        text = encode(message)
-        self.post(lambda line: line._engine.notify(line.segment, text))
+        """Sends a message, after those before it and ahead of jobs. Never waits."""
+        self._texts.append(encode(message))
+        self.post(Line.speak)
+
+    def speak(self) -> None:
+        """Sends what waits to be sent. On this line's thread, which a long job lends for it now and then."""
+        while self._texts:
+            self._engine.notify(self.segment, self._texts.popleft())
 
     def stop(self) -> None:
         """Ends the thread after what was posted."""
@@ -87,6 +96,7 @@ class Line:
                 paths = {region.transport for region in self._segment.regions}
                 self.is_memory = paths <= {"shm", "loopback"}
             while (job := self._jobs.get(timeout=IDLE_S)) is not None:
+                self.speak()
                 job(self)
         except queue.Empty:
             pass  # nobody needed it for a while

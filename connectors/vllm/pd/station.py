@@ -25,7 +25,7 @@ from moonpool.connectors.vllm.pd.leases import SLOTS
 from moonpool.connectors.vllm.pd.lines import Line, Lines
 from moonpool.connectors.vllm.pd.page import SCRATCH, Page
 from moonpool.connectors.vllm.pd.plans import HandoverStep, Hold
-from moonpool.connectors.vllm.pd.takes import Ended, Piece, Take, Takes
+from moonpool.connectors.vllm.pd.takes import PIECE_BLOCKS, Ended, Piece, Take, Takes
 from moonpool.connectors.vllm.pd.wire import Description, Done, Gone, Here, Known, Progress, Want
 from moonpool.connectors.vllm.pool import Rows
 from moonpool.core.engine import TransferEngine
@@ -39,6 +39,7 @@ SIGN_S = 1.0
 INLINE_BYTES = 4 << 20
 INLINE_IDLE_BYTES = 32 << 20
 LAST_PIECE_S = 0.002
+PIECE_BYTES = 8 << 20  # signs of life wait for no more, whatever moves it: 0.7 s at 100 Mbit/s
 OWN_SCRATCH = SCRATCH - 1
 CLOSE_TIMEOUT_S = 10.0
 
@@ -98,7 +99,8 @@ class Station:
         )
         self.address = self._engine.addresses[0]
         self._gives = Gives(self._page.set, silence_s=silence_s)
-        self._takes = Takes(reply=self.address, silence_s=silence_s)
+        piece_blocks = min(PIECE_BLOCKS, max(1, PIECE_BYTES // self._block_bytes))
+        self._takes = Takes(reply=self.address, silence_s=silence_s, piece_blocks=piece_blocks)
         self._lines = Lines(self._engine, self._line_ended, clock=clock)
         self._sign_s = min(SIGN_S, silence_s / 4)
         self._next_sign_s = 0.0
@@ -147,7 +149,7 @@ class Station:
             if line is not None and reads_here:
                 room -= nbytes
                 with suppress(Error):  # it is said in the take
-                    self._read(line, pull.request_id, OWN_SCRATCH)
+                    self._read(line, pull.request_id, OWN_SCRATCH, _nothing)
                 if step.is_idle:
                     self._await_last_piece(pull.request_id)
 
@@ -228,13 +230,13 @@ class Station:
         line = self._lines.find(take.key)
         if line is not None:
             request_id = take.hold.request_id
-            line.post(lambda line: self._read(line, request_id, line.number))
+            line.post(lambda line: self._read(line, request_id, line.number, line.speak))
 
     # On a line's thread, or the worker's
 
-    def _read(self, line: Line, request_id: str, scratch: int) -> None:
+    def _read(self, line: Line, request_id: str, scratch: int, between: Callable[[], None]) -> None:
         """Reads what is ready, piece by piece. Raises what the transfer raises, which ends the line. scratch:
-        which word this thread may use."""
+        which word this thread may use; between: called after each piece."""
         while True:
             with self._lock:
                 piece = self._takes.next_piece(request_id)
@@ -251,6 +253,7 @@ class Station:
                 raise
             finally:  # whatever happened: until this is said, its blocks count as being written to
                 self._ended_piece(piece, nbytes, error)
+            between()
 
     def _await_last_piece(self, request_id: str) -> None:
         """When all that is left is on its way on the line's thread: shorter than vLLM's pause between two
@@ -380,6 +383,10 @@ class Station:
             line = self._lines.find(key)
             if line is not None:
                 line.send(done)
+
+
+def _nothing() -> None:
+    """A step that reads lends its thread to no messages: they may wait for somebody."""
 
 
 def _always(address: str) -> Callable[[], str]:

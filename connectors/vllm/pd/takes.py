@@ -20,7 +20,7 @@ from moonpool.connectors.vllm.pd.fields import BlockIds, Offer, slice_blocks
 from moonpool.connectors.vllm.pd.plans import Hold, Pull
 from moonpool.connectors.vllm.pd.wire import Done, Gone, Here, Known, Progress, Want
 
-PIECE_BLOCKS = 16  # between two pieces a pull can be given up
+PIECE_BLOCKS = 16  # at most; between two pieces a pull can be given up, and messages go out
 
 
 @dataclass(slots=True)
@@ -82,9 +82,10 @@ class Ended:
 
 
 class Takes:
-    def __init__(self, *, reply: str, silence_s: float) -> None:
-        """reply: our own address."""
+    def __init__(self, *, reply: str, silence_s: float, piece_blocks: int = PIECE_BLOCKS) -> None:
+        """reply: our own address; piece_blocks: that are read at once."""
         self._reply = reply
+        self._piece_blocks = piece_blocks
         self._silence_s = silence_s
         self._takes: dict[str, Take] = {}
         self._by_transfer: dict[str, Take] = {}
@@ -189,7 +190,7 @@ class Takes:
         if take.again and take.again[-1][1] <= ready:
             start, stop = take.again.pop()
         else:
-            start, stop = take.claimed, min(ready, take.claimed + PIECE_BLOCKS)
+            start, stop = take.claimed, min(ready, take.claimed + self._piece_blocks)
             if stop <= start:
                 return None
             take.claimed = stop

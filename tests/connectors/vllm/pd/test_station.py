@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -10,11 +11,18 @@ import pytest
 
 from moonpool.connectors.vllm.pd.bootstrap import Bootstrap
 from moonpool.connectors.vllm.pd.fields import Meeting
+from moonpool.connectors.vllm.pd.lines import Line
 from moonpool.connectors.vllm.pd.plans import End, Grown, HandoverStep, Open
+from moonpool.connectors.vllm.pd.takes import PIECE_BLOCKS, Piece
 from moonpool.core.addresses import Address
 from tests.connectors.vllm.pd.worlds import (
     BLOCKS,
+    CONTENT,
+    DEADLINE_S,
+    HEADS,
+    LAYERS,
     PROMPT,
+    TOKENS,
     World,
     eventually,
     heads_first,
@@ -231,6 +239,55 @@ def test_something_unexpected_while_reading(
         return decode.ended().good == 1
 
     eventually(works)
+
+
+def test_signs_of_life_go_out_while_a_long_read_lasts() -> None:
+    """Else a burst of hand-overs over a slow network loses the leases of those that wait behind it."""
+    with (
+        world("P", seed=1) as prefill,
+        world("D", seed=2, transports=["tcp"], silence_s=0.2) as decode,
+    ):
+        station = decode.station
+        assert station._takes._piece_blocks == PIECE_BLOCKS
+        pieces, read_piece, tick = [], station._read_piece, station._tick
+        ticked = threading.Event()
+
+        def slow(line: Line, piece: Piece, scratch: int) -> int:
+            """As long as it takes until the next sign is due; the last one until it has arrived."""
+            ticked.clear()
+            assert ticked.wait(DEADLINE_S)
+            if pieces:
+                eventually(lambda: {77, 78} <= heard)
+            pieces.append(piece)
+            return read_piece(line, piece, scratch)
+
+        def ticks(now_s: float) -> None:
+            tick(now_s)
+            ticked.set()
+            heard.update(prefill.station.take_signs()[0])
+
+        heard: set[int] = set()
+        station._read_piece, station._tick = slow, ticks  # type: ignore[method-assign]
+        blocks = list(range(PIECE_BLOCKS + 4))
+        decode.take(prefill.offer(blocks), blocks)
+        decode.take(prefill.offer([1], lease=78, slot=6), [30], name="behind")
+        ends: dict[str, int] = {}
+
+        def look() -> bool:
+            ends.update((ended.pull.request_id, ended.good) for ended in station.take_ended())
+            return len(ends) == 2
+
+        eventually(look)
+        assert ends == {"r": len(blocks), "behind": 1}
+        assert len(pieces) == 3
+
+
+def test_pieces_of_large_blocks_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    block_bytes = len(LAYERS) * HEADS * TOKENS * CONTENT * 4
+    for room, expected in ((3 * block_bytes, 3), (1, 1), (10**9, PIECE_BLOCKS)):
+        monkeypatch.setattr("moonpool.connectors.vllm.pd.station.PIECE_BYTES", room)
+        with world("D", seed=2) as decode:
+            assert decode.station._takes._piece_blocks == expected
 
 
 def test_garbage_is_counted_and_changes_nothing(pair: tuple[World, World]) -> None:
