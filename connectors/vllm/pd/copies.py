@@ -13,7 +13,7 @@ range per layer and block; and where whole blocks lie side by side on both sides
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,18 @@ class Pair:
         return self.here_stride == self.length == self.there_stride
 
 
+class Table:
+    """Pairs of one group that are all dense, or all not, by column: each is an array of shape (pairs, 1)."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self.group, self.is_dense = pairs[0].group, pairs[0].is_dense
+        self.here = _column(pair.here for pair in pairs)
+        self.here_stride = _column(pair.here_stride for pair in pairs)
+        self.there = _column(pair.there for pair in pairs)
+        self.there_stride = _column(pair.there_stride for pair in pairs)
+        self.length = _column(pair.length for pair in pairs)
+
+
 def pair_rows(columns: Sequence[Ranges], here: Rows, there: Rows) -> tuple[Pair, ...]:
     """Of the same columns, here and there. Raises Refused when their objects differ in size."""
     pairs: list[Pair] = []
@@ -54,25 +66,33 @@ def pair_rows(columns: Sequence[Ranges], here: Rows, there: Rows) -> tuple[Pair,
     return tuple(_merge(pairs))
 
 
+def tables_of(pairs: Sequence[Pair]) -> tuple[Table, ...]:
+    """Made once for two engines, so that what follows is a few operations on arrays."""
+    alike: dict[tuple[int, bool], list[Pair]] = {}
+    for pair in pairs:
+        alike.setdefault((pair.group, pair.is_dense), []).append(pair)
+    return tuple(map(Table, alike.values()))
+
+
 def ranges_of(
-    pairs: Sequence[Pair], here: Sequence[Sequence[int]], there: Sequence[Sequence[int]]
+    tables: Sequence[Table], here: Sequence[Sequence[int]], there: Sequence[Sequence[int]]
 ) -> tuple[Addresses, Addresses, Addresses]:
     """(addresses here, addresses there, lengths) of blocks, whose ids are given per group."""
     columns: list[tuple[Addresses, Addresses, Addresses]] = []
-    runs = [_runs(ours, theirs) for ours, theirs in zip(here, there, strict=True)]
-    for pair in pairs:
-        if pair.is_dense:
-            ours, theirs, counts = runs[pair.group]
-        else:
-            ours, theirs = _u64(here[pair.group]), _u64(there[pair.group])
-            counts = np.ones(len(ours), np.uint64)
+    for table in tables:
+        ours, theirs = here[table.group], there[table.group]
+        counts: Sequence[int] = [1] * len(ours)
+        if table.is_dense:
+            ours, theirs, counts = _runs(ours, theirs)
         columns.append(
             (
-                np.uint64(pair.here) + ours * np.uint64(pair.here_stride),
-                np.uint64(pair.there) + theirs * np.uint64(pair.there_stride),
-                counts * np.uint64(pair.length),
+                (table.here + _u64(ours) * table.here_stride).ravel(),
+                (table.there + _u64(theirs) * table.there_stride).ravel(),
+                (_u64(counts) * table.length).ravel(),
             )
         )
+    if len(columns) == 1:
+        return columns[0]
     local, remote, lengths = (np.concatenate(column) for column in zip(*columns, strict=True))
     return local, remote, lengths
 
@@ -118,14 +138,24 @@ def _merge(pairs: list[Pair]) -> list[Pair]:
     return merged
 
 
-def _runs(ours: Sequence[int], theirs: Sequence[int]) -> tuple[Addresses, Addresses, Addresses]:
+def _runs(ours: Sequence[int], theirs: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
     """(first block here, first block there, blocks) of each run that goes up by one on both sides."""
-    here, there = np.asarray(ours, np.int64), np.asarray(theirs, np.int64)
-    breaks = np.flatnonzero((np.diff(here) != 1) | (np.diff(there) != 1)) + 1
-    starts = np.concatenate((np.zeros(1, np.int64), breaks))
-    counts = np.diff(np.concatenate((starts, np.asarray([len(here)], np.int64))))
-    return here[starts].astype(np.uint64), there[starts].astype(np.uint64), counts.astype(np.uint64)
+    starts = [
+        place
+        for place in range(len(ours))
+        if not place or ours[place] != ours[place - 1] + 1 or theirs[place] != theirs[place - 1] + 1
+    ]
+    stops = [*starts[1:], len(ours)]
+    return (
+        [ours[start] for start in starts],
+        [theirs[start] for start in starts],
+        [stop - start for start, stop in zip(starts, stops, strict=True)],
+    )
 
 
-def _u64(ids: Sequence[int]) -> Addresses:
-    return np.asarray(ids, np.uint64)
+def _column(numbers: Iterable[int]) -> Addresses:
+    return _u64(list(numbers)).reshape(-1, 1)
+
+
+def _u64(numbers: Sequence[int]) -> Addresses:
+    return np.array(numbers, np.uint64)

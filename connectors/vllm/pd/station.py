@@ -18,7 +18,7 @@ from typing import cast
 
 from moonpool.connectors.vllm.layout import Refused
 from moonpool.connectors.vllm.pd import bootstrap, wire
-from moonpool.connectors.vllm.pd.copies import Pair, pair_rows, ranges_of
+from moonpool.connectors.vllm.pd.copies import Table, pair_rows, ranges_of, tables_of
 from moonpool.connectors.vllm.pd.fields import Offer, Source
 from moonpool.connectors.vllm.pd.gives import Gives, Outbox
 from moonpool.connectors.vllm.pd.leases import SLOTS
@@ -77,7 +77,7 @@ class Station:
         self._lock = threading.Lock()
         self._piece_ended = threading.Condition(self._lock)
         self._block_bytes = sum(row[2] for column in memory.rows for row in column)
-        self._pairs: dict[int, tuple[Description, tuple[Pair, ...]]] = {}
+        self._tables: dict[int, tuple[Description, tuple[Table, ...]]] = {}
         self._engine = TransferEngine(
             f"vllm-{memory.engine_id}-{memory.rank}", listen=listen, transports=transports, tenant=tenant
         )
@@ -271,10 +271,10 @@ class Station:
         """The bytes that were read and valid. Raises Refused when they cannot be ours."""
         description = line.description
         assert description is not None
-        pairs = self._pairs_with(line, description)
+        tables = self._tables_with(line, description)
         if len(piece.there) != len(piece.here) or piece.slot >= description.slot_count:
             raise Refused("the prefill engine's blocks are not of our KV cache groups")
-        columns = (cast(Column, column) for column in ranges_of(pairs, piece.here, piece.there))
+        columns = (cast(Column, column) for column in ranges_of(tables, piece.here, piece.there))
         nbytes = self._engine.transfer(Batch("read", line.segment, *columns))
         word = self._page.scratch_address(scratch)
         self._engine.read(line.segment, word, description.slots + 8 * piece.slot, 8)
@@ -282,8 +282,8 @@ class Station:
             raise Refused("the prefill engine gave the blocks away before they were read")
         return nbytes
 
-    def _pairs_with(self, line: Line, description: Description) -> tuple[Pair, ...]:
-        known = self._pairs.get(line.number)
+    def _tables_with(self, line: Line, description: Description) -> tuple[Table, ...]:
+        known = self._tables.get(line.number)
         if known is not None and known[0] is description:
             return known[1]
         memory = self._memory
@@ -302,9 +302,9 @@ class Station:
                 "the prefill engine's worker holds other heads or layers than ours; a hand-over needs equal "
                 "tensor- and pipeline-parallel sizes"
             )
-        pairs = pair_rows(memory.columns, memory.rows, description.rows)
-        self._pairs[line.number] = (description, pairs)
-        return pairs
+        tables = tables_of(pair_rows(memory.columns, memory.rows, description.rows))
+        self._tables[line.number] = (description, tables)
+        return tables
 
     def _line_ended(self, line: Line, why: str) -> None:
         with self._lock:

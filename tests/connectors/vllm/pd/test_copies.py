@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moonpool.connectors.vllm.layout import Refused
-from moonpool.connectors.vllm.pd.copies import pair_rows, ranges_of
+from moonpool.connectors.vllm.pd.copies import pair_rows, ranges_of, tables_of
 from moonpool.core.keys import Ranges
 
 ONE = (Ranges(0, 0, 1, 0, 2),)
@@ -21,7 +21,7 @@ def test_equal_layouts_read_runs_of_blocks_at_once() -> None:
     columns = (Ranges(0, 0, 1, 0, 2), Ranges(0, 1, 1, 0, 2))
     pairs = pair_rows(columns, rows, there)
     assert len(pairs) == 2  # a layer each: its heads lie side by side
-    here, remote, lengths = ranges_of(pairs, [[3, 4, 5, 9]], [[7, 8, 9, 1]])
+    here, remote, lengths = ranges_of(tables_of(pairs), [[3, 4, 5, 9]], [[7, 8, 9, 1]])
     assert here.tolist() == [1192, 1576, 2192, 2576]
     assert remote.tolist() == [51448, 51064, 52448, 52064]
     assert lengths.tolist() == [192, 64, 192, 64]
@@ -29,17 +29,17 @@ def test_equal_layouts_read_runs_of_blocks_at_once() -> None:
 
 def test_a_run_must_be_one_on_both_sides() -> None:
     pairs = pair_rows(ONE, [[(0, 8, 8)]], [[(100, 8, 8)]])
-    _, _, lengths = ranges_of(pairs, [[1, 2, 3, 4]], [[1, 2, 4, 5]])
+    _, _, lengths = ranges_of(tables_of(pairs), [[1, 2, 3, 4]], [[1, 2, 4, 5]])
     assert lengths.tolist() == [16, 16]
     pairs = pair_rows(ONE, [[(0, 8, 8)]], [[(100, 24, 8)]])  # gaps between blocks over there
-    _, _, lengths = ranges_of(pairs, [[1, 2, 3]], [[1, 2, 3]])
+    _, _, lengths = ranges_of(tables_of(pairs), [[1, 2, 3]], [[1, 2, 3]])
     assert lengths.tolist() == [8, 8, 8]
 
 
 def test_groups_have_blocks_of_their_own() -> None:
     columns = (Ranges(0, 0, 1, 0, 1), Ranges(1, 0, 1, 1, 1))
     pairs = pair_rows(columns, [[(0, 8, 8)], [(1000, 8, 8)]], [[(0, 8, 8)], [(1000, 8, 8)]])
-    here, there, _ = ranges_of(pairs, [[1], [2]], [[3], [4]])
+    here, there, _ = ranges_of(tables_of(pairs), [[1], [2]], [[3], [4]])
     assert here.tolist() == [8, 1016]
     assert there.tolist() == [24, 1032]
 
@@ -71,7 +71,9 @@ def test_random_layouts(_round: int, rng: random.Random) -> None:
         here, there = list(range(count)), list(range(blocks - count, blocks))
 
     pairs = pair_rows(ONE, [sides[0]], [sides[1]])
-    for local, remote, length in zip(*map(np.ndarray.tolist, ranges_of(pairs, [here], [there])), strict=True):
+    for local, remote, length in zip(
+        *map(np.ndarray.tolist, ranges_of(tables_of(pairs), [here], [there])), strict=True
+    ):
         memories[0][local : local + length] = memories[1][remote : remote + length]
 
     def content(side: int, block: int) -> bytes:
