@@ -141,8 +141,10 @@ class Consumer:
         take.tokens = take.asked if take.good == take.blocks else take.good * self._block_tokens
         if take.gone:
             del self._takes[request_id]
-        elif take.good < take.blocks:
-            self._tally.add("handover_errors")
+        else:
+            self._drops.append(request_id)  # gives the workers a step in which to tell prefill
+            if take.good < take.blocks:
+                self._tally.add("handover_errors")
         self._tally.add("handovers")
         self._tally.add("handed_over_tokens", take.tokens)
         return True

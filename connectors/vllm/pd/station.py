@@ -145,7 +145,6 @@ class Station:
                 reads_here = line is not None and nbytes <= room and line.is_memory
                 if take is not None and not (reads_here and nbytes <= INLINE_BYTES):
                     self._read_on(take)
-                self._tell_over()
             if line is not None and reads_here:
                 room -= nbytes
                 with suppress(Error):  # it is said in the take
@@ -230,7 +229,7 @@ class Station:
         line = self._lines.find(take.key)
         if line is not None:
             request_id = take.hold.request_id
-            line.post(lambda line: self._read(line, request_id, line.number, line.speak))
+            line.post(lambda line: self._read(line, request_id, line.number, lambda: self._between(line)))
 
     # On a line's thread, or the worker's
 
@@ -252,20 +251,22 @@ class Station:
                 error = str(failure)
                 raise
             finally:  # whatever happened: until this is said, its blocks count as being written to
-                self._ended_piece(piece, nbytes, error)
+                with self._lock:
+                    self._takes.read(piece, nbytes, error, self._clock())
+                    self._piece_ended.notify_all()
             between()
+
+    def _between(self, line: Line) -> None:
+        """After a piece that the line's thread read: what others wait for."""
+        with self._lock:
+            self._tell_over()
+        line.speak()
 
     def _await_last_piece(self, request_id: str) -> None:
         """When all that is left is on its way on the line's thread: shorter than vLLM's pause between two
         steps, which would follow."""
         with self._lock:
             self._piece_ended.wait_for(lambda: not self._takes.is_read(request_id), LAST_PIECE_S)
-
-    def _ended_piece(self, piece: Piece, nbytes: int, error: str) -> None:
-        with self._lock:
-            self._takes.read(piece, nbytes, error, self._clock())
-            self._piece_ended.notify_all()
-            self._tell_over()
 
     def _read_piece(self, line: Line, piece: Piece, scratch: int) -> int:
         """The bytes that were read and valid. Raises Refused when they cannot be ours."""
@@ -386,7 +387,8 @@ class Station:
 
 
 def _nothing() -> None:
-    """A step that reads lends its thread to no messages: they may wait for somebody."""
+    """A step that reads says nothing meanwhile: it would wake a thread that takes turns with it. The next
+    step comes at once, and begins with what is over."""
 
 
 def _always(address: str) -> Callable[[], str]:

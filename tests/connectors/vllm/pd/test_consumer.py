@@ -106,6 +106,9 @@ def test_what_is_lacking_is_pulled(source: Offer | Meeting) -> None:
     assert one.finished(asked) == {
         "moonpool": {"handed_over_tokens": 9, "pool_tokens": 0, "local_tokens": 8, "load_errors": 0}
     }
+    step = one.build_step(FakeStep())  # one more, in which the workers tell prefill that it is over
+    assert step.handover is not None
+    assert step.handover.drops == ("r",)
     assert one.build_step(FakeStep()) is NOTHING
 
 

@@ -241,6 +241,23 @@ def test_something_unexpected_while_reading(
     eventually(works)
 
 
+def test_what_a_step_read_is_told_with_the_next_one(
+    pair: tuple[World, World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not meanwhile, which would wake a thread; and not only with the next sign of life."""
+    monkeypatch.setattr("moonpool.connectors.vllm.pd.station.SIGN_S", 1000.0)
+    prefill, _ = pair
+    with world("E", seed=3, silence_s=4000.0) as decode:
+        decode.take(prefill.offer([1]), [1])
+        assert decode.ended().good == 1  # on the line's thread, which had to be made
+        prefill.wait_handed(77)
+        decode.take(prefill.offer([2, 3], lease=78, slot=6), [2, 3])
+        (ended,) = decode.station.take_ended()
+        assert ended.good == 2
+        decode.station.begin(HandoverStep(drops=("r",)))
+        prefill.wait_handed(78)
+
+
 def test_signs_of_life_go_out_while_a_long_read_lasts() -> None:
     """Else a burst of hand-overs over a slow network loses the leases of those that wait behind it."""
     with (
