@@ -88,7 +88,7 @@ def find_worker(url: str, engine_id: str, *, tp_rank: int, pp_rank: int) -> str:
             if place is None:
                 raise Unavailable(
                     f"the prefill engine {engine_id} has no worker of tensor rank {tp_rank} and pipeline "
-                    f"rank {pp_rank}",
+                    f"rank {pp_rank}; a hand-over needs equal tensor- and pipeline-parallel sizes",
                     peer=url,
                 )
             return place

@@ -11,13 +11,14 @@ A request whose hand-over is OVER goes on like any other: with what is here by t
 from __future__ import annotations
 
 import enum
+from contextlib import suppress
 from dataclasses import dataclass
 
 from moonpool.connectors.vllm.engine_types import Request
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd import fields
 from moonpool.connectors.vllm.pd.fields import Offer, Source, blocks_for, slice_blocks
-from moonpool.connectors.vllm.pd.plans import HandoverStep, Hold, Pull
+from moonpool.connectors.vllm.pd.plans import HandoverStep, Hold, Pull, Refuse
 
 
 class Phase(enum.Enum):
@@ -57,11 +58,12 @@ class Consumer:
         self._holds: list[Hold] = []
         self._pulls: list[Pull] = []
         self._drops: list[str] = []
+        self._refuses: list[Refuse] = []
 
     @property
     def has_work(self) -> bool:
         """Whether the workers have yet to be told something."""
-        return bool(self._holds or self._pulls or self._drops)
+        return bool(self._holds or self._pulls or self._drops or self._refuses)
 
     def is_ours(self, request: Request) -> bool:
         """Whether the request's KV was, or is, to come from another engine."""
@@ -84,6 +86,13 @@ class Consumer:
             self._check(source, request, prompt, blocks)
         self._takes[request.request_id] = Take(source)
         self._holds.append(Hold(request.request_id, source, prompt, blocks))
+
+    def refused(self, request: Request, why: str) -> None:
+        """What the request was to be given cannot be used: its prefill engine need not keep it."""
+        with suppress(fields.Unusable):
+            source = fields.parse_decode(request.kv_transfer_params)
+            if source is not None:
+                self._refuses.append(Refuse(source, why))
 
     def matched(self, request: Request, local_tokens: int) -> int | None:
         """Tokens beyond the local ones that another engine hands over; None when it hands over nothing (any
@@ -114,8 +123,13 @@ class Consumer:
 
     def plan(self) -> HandoverStep:
         """What the workers are to do in this step."""
-        step = HandoverStep(holds=tuple(self._holds), pulls=tuple(self._pulls), drops=tuple(self._drops))
-        self._holds, self._pulls, self._drops = [], [], []
+        step = HandoverStep(
+            holds=tuple(self._holds),
+            pulls=tuple(self._pulls),
+            drops=tuple(self._drops),
+            refuses=tuple(self._refuses),
+        )
+        self._holds, self._pulls, self._drops, self._refuses = [], [], [], []
         return step
 
     def lost(self, request_ids: set[str]) -> None:

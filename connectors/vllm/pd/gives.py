@@ -121,7 +121,7 @@ class Gives:
         waiting = self._waiting.get(want.transfer)
         if waiting is not None and waiting.reply != want.reply:
             return [(want.reply, Gone(want.transfer, "another engine takes this transfer"))]
-        if waiting is None and len(self._waiting) >= WAITING_MAX:
+        if waiting is None and not self._has_room_for(want.transfer):
             return [(want.reply, Gone(want.transfer, "too many transfers are waited for"))]
         self._waiting[want.transfer] = Waiting(want.reply, now_s)
         give = self._by_transfer.get(want.transfer)
@@ -144,13 +144,16 @@ class Gives:
                 known.append((transfer, give.open.lease, min(map(len, give.blocks), default=0)))
         return [(here.reply, Known(known))] if here.transfers else []
 
-    def done(self, done: Done) -> None:
-        """A decode engine needs nothing more of a lease, or of a transfer whose lease it was not told."""
+    def done(self, done: Done, now_s: float) -> None:
+        """A decode engine needs nothing more of a lease, or of a transfer whose lease it was not told; it may
+        refuse a transfer before either was heard of here."""
         give = self._gives.get(done.lease) if done.lease else self._by_transfer.get(done.transfer)
         if give is not None:
             self._hand(give)
         elif not done.lease and done.transfer in self._waiting:
             self._waiting[done.transfer].left = True
+        elif not done.lease and done.why and self._has_room_for(done.transfer):
+            self._waiting[done.transfer] = Waiting("", now_s, left=True)
 
     def tick(self, now_s: float) -> None:
         """Forgets decode engines that were silent for too long."""
@@ -159,6 +162,9 @@ class Gives:
                 del self._waiting[transfer]
 
     # The parts
+
+    def _has_room_for(self, transfer: str) -> bool:
+        return transfer not in self._gone and len(self._waiting) < WAITING_MAX
 
     def _open(self, one: Open, outbox: Outbox) -> None:
         give = self._gives[one.lease] = Give(one)

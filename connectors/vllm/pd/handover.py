@@ -122,6 +122,8 @@ class Handover:
             self._refusals += 1
             if self._refusals <= REFUSALS_LOGGED_MAX:
                 self._log.warning("moonpool: request %s is not handed over: %s", request.request_id, why)
+            if takes and self.consumer is not None:
+                self.consumer.refused(request, str(why))
 
     def matched(self, request: Request, local_tokens: int) -> int:
         """Tokens beyond the local ones that a prefill engine hands over."""
@@ -197,6 +199,7 @@ class Handover:
             takes.holds,
             takes.pulls,
             takes.drops,
+            takes.refuses,
             is_idle=not output.num_scheduled_tokens,
         )
 

@@ -61,6 +61,14 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
+class Refuse:
+    """Decode: what ``source`` offers is not taken; ``why`` is for the prefill engine."""
+
+    source: Source
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class HandoverStep:
     """drops: requests whose hand-over nobody waits for any more; is_idle: whether the step computes nothing,
     so that nobody waits for it."""
@@ -71,7 +79,9 @@ class HandoverStep:
     holds: tuple[Hold, ...] = ()
     pulls: tuple[Pull, ...] = ()
     drops: tuple[str, ...] = ()
+    refuses: tuple[Refuse, ...] = ()
     is_idle: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.opens or self.grown or self.ends or self.holds or self.pulls or self.drops)
+        gives = self.opens or self.grown or self.ends
+        return bool(gives or self.holds or self.pulls or self.drops or self.refuses)

@@ -24,7 +24,7 @@ from moonpool.connectors.vllm.pd.gives import Gives, Outbox
 from moonpool.connectors.vllm.pd.leases import SLOTS
 from moonpool.connectors.vllm.pd.lines import Line, Lines
 from moonpool.connectors.vllm.pd.page import SCRATCH, Page
-from moonpool.connectors.vllm.pd.plans import HandoverStep, Hold
+from moonpool.connectors.vllm.pd.plans import HandoverStep, Hold, Refuse
 from moonpool.connectors.vllm.pd.takes import PIECE_BLOCKS, Ended, Piece, Take, Takes
 from moonpool.connectors.vllm.pd.wire import Description, Done, Gone, Here, Known, Progress, Want
 from moonpool.connectors.vllm.pool import Rows
@@ -39,6 +39,7 @@ SIGN_S = 1.0
 INLINE_BYTES = 4 << 20
 INLINE_IDLE_BYTES = 32 << 20
 LAST_PIECE_S = 0.002
+REFUSALS_LOGGED_MAX = 20
 PIECE_BYTES = 8 << 20  # signs of life wait for no more, whatever moves it: 0.7 s at 100 Mbit/s
 OWN_SCRATCH = SCRATCH - 1
 CLOSE_TIMEOUT_S = 10.0
@@ -106,6 +107,7 @@ class Station:
         self._next_sign_s = 0.0
         self._closing = False
         self.dropped_messages = 0
+        self._refusals = 0
         self._ear = threading.Thread(target=self._listen, name="moonpool-handover-ear", daemon=True)
         self._ear.start()
 
@@ -131,6 +133,8 @@ class Station:
                 self._hold(hold)
             for request_id in step.drops:
                 self._takes.drop(request_id, self._clock())
+            for refuse in step.refuses:
+                self._refuse(refuse)
             self._tell_over()
 
     def pull(self, step: HandoverStep) -> None:
@@ -199,12 +203,8 @@ class Station:
 
     def _hold(self, hold: Hold) -> None:
         now_s = self._clock()
-        key: Hashable
         source = hold.source
-        if isinstance(source, Offer):
-            key = (source.engine_id, source.ranks[self._memory.rank])
-        else:
-            key = (source.engine_id, source.bootstrap)
+        key = self._key_of(source)
         take = self._takes.hold(hold, key, now_s)
         if take is None:
             return
@@ -215,6 +215,23 @@ class Station:
             return
         if take.transfer:
             line.send(Want(take.transfer, self.address))
+
+    def _refuse(self, refuse: Refuse) -> None:
+        """Tells the prefill engine, whose workers may be more or fewer than ours, that it need not wait."""
+        source, why = refuse.source, refuse.why[: wire.WHY_MAX]
+        if isinstance(source, Offer):
+            if self._memory.rank == 0:
+                self._send([(address, Done(source.lease, "", why)) for address in source.ranks])
+        elif not self._takes.is_held(source.transfer):  # else it is another request's
+            with suppress(Unavailable):
+                line = self._lines.get(self._key_of(source), lambda: self._find(source), reads=True)
+                line.send(Done(0, source.transfer, why))
+
+    def _key_of(self, source: Source) -> Hashable:
+        """Of the line to our counterpart there."""
+        if isinstance(source, Offer):
+            return (source.engine_id, source.ranks[self._memory.rank])
+        return (source.engine_id, source.bootstrap)
 
     def _find(self, source: Source) -> str:
         """The address of our counterpart there. On a line's thread; raises Unavailable."""
@@ -320,7 +337,7 @@ class Station:
         while not self._closing:
             try:
                 for note in self._engine.notifications(timeout_s=self._sign_s):
-                    self._heard(note.message)
+                    self._heard(note.peer, note.message)
                 now_s = self._clock()
                 if now_s >= self._next_sign_s:
                     self._next_sign_s = now_s + self._sign_s
@@ -332,7 +349,7 @@ class Station:
                 self._log.exception("moonpool: unexpected error while hearing other engines")
                 time.sleep(self._sign_s)  # should it last
 
-    def _heard(self, text: bytes) -> None:
+    def _heard(self, peer: str, text: bytes) -> None:
         try:
             message = wire.decode(text)
         except wire.Malformed:
@@ -345,7 +362,9 @@ class Station:
             elif isinstance(message, Here):
                 self._send(self._gives.here(message, now_s))
             elif isinstance(message, Done):
-                self._gives.done(message)
+                self._gives.done(message, now_s)
+                if message.why:
+                    self._was_refused(peer, message.why)
             elif isinstance(message, Progress):
                 take = self._takes.progress(message, now_s)
                 if take is not None:
@@ -358,6 +377,15 @@ class Station:
             elif isinstance(message, Gone):
                 self._takes.gone(message, now_s)
             self._tell_over()
+
+    def _was_refused(self, peer: str, why: str) -> None:
+        self._refusals += 1
+        if self._refusals <= REFUSALS_LOGGED_MAX:
+            self._log.warning(
+                "moonpool: %s did not take a prompt over: %s",
+                " ".join(peer.split()),
+                " ".join(why.split()),
+            )
 
     def _tick(self, now_s: float) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from moonpool.connectors.vllm.pd.fields import BlockIds, Offer, slice_blocks
 from moonpool.connectors.vllm.pd.plans import Hold, Pull
-from moonpool.connectors.vllm.pd.wire import Done, Gone, Here, Known, Progress, Want
+from moonpool.connectors.vllm.pd.wire import WHY_MAX, Done, Gone, Here, Known, Progress, Want
 
 PIECE_BLOCKS = 16  # at most; between two pieces a pull can be given up, and messages go out
 
@@ -28,8 +28,8 @@ class Take:
     """key: of the line to the prefill engine; ready: ids over there of complete blocks, per group; pull: once
     there is room; good: leading blocks of it that are here; claimed: blocks of it that were given to be read;
     arrived: pieces behind a gap, start -> stop; again: pieces to be read once more; reading: how many are;
-    known_s: when the prefill engine last
-    said that it knows the transfer; error: why nothing more comes, or ""."""
+    known_s: when the prefill engine last said that it knows the transfer; error: why nothing more comes, or
+    ""; is_private: that is nothing to tell the prefill engine."""
 
     hold: Hold
     key: Hashable
@@ -48,6 +48,7 @@ class Take:
     bytes: int = 0
     reading: int = 0
     error: str = ""
+    is_private: bool = False
 
     @property
     def ready_blocks(self) -> int:
@@ -136,6 +137,7 @@ class Takes:
         """Nobody waits for it any more; a pull under way still ends once."""
         take = self._takes.get(request_id)
         if take is not None:
+            take.is_private = True
             self.fail(take, "the request is gone", now_s)
 
     # What prefill engines say
@@ -177,6 +179,7 @@ class Takes:
         """Nothing more comes."""
         take = self._by_transfer.get(gone.transfer)
         if take is not None:
+            take.is_private = True  # it says so itself
             self.fail(take, gone.why, now_s)
 
     # Reading
@@ -220,6 +223,10 @@ class Takes:
         else:
             take.again.append((piece.start, piece.start + piece.blocks))
         self._settle(take, now_s)
+
+    def is_held(self, transfer: str) -> bool:
+        """Whether a request here takes this transfer."""
+        return transfer in self._by_transfer
 
     def is_read(self, request_id: str) -> bool:
         """Whether a piece of this request is being read."""
@@ -289,7 +296,8 @@ class Takes:
         del self._takes[take.hold.request_id]
         if take.transfer:
             del self._by_transfer[take.transfer]
-        self._over.append((take.key, Done(take.lease, take.transfer)))
+        why = "" if take.is_private else take.error[:WHY_MAX]
+        self._over.append((take.key, Done(take.lease, take.transfer, why)))
         if take.pull is None:
             self._lost.add(take.hold.request_id)
         else:

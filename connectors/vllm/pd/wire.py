@@ -3,7 +3,7 @@ by ``TransferEngine.notify``, which arrive in the order in which one side sent t
 
     decode -> prefill   Want      "I take this transfer: tell me what is computed, at ``reply``"
                         Here      a sign of life for these leases and transfers, every second
-                        Done      "I need nothing more of it"
+                        Done      "I need nothing more of it", and why not, when it was of no use
     prefill -> decode   Progress  these blocks are complete
                         Known     of the transfers in a Here: those that are under way
                         Gone      nothing (more) will come
@@ -22,10 +22,12 @@ from moonpool.connectors.vllm.pd.fields import TRANSFER_ID_MAX
 from moonpool.core.keys import Ranges
 
 BLOCKS_MAX = 1 << 20
+WHY_MAX = 1024
 
 _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _U64 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Text = Annotated[str, msgspec.Meta(max_length=TRANSFER_ID_MAX)]
+_Why = Annotated[str, msgspec.Meta(max_length=WHY_MAX)]
 _Blocks = Annotated[list[_U32], msgspec.Meta(max_length=BLOCKS_MAX)]
 
 
@@ -45,8 +47,11 @@ class Here(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """why: one sentence about what went wrong, or ""."""
+
     lease: _U64
     transfer: _Text
+    why: _Why = ""
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -69,7 +74,7 @@ class Known(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag=6):
     transfer: _Text
-    why: Annotated[str, msgspec.Meta(max_length=1024)]
+    why: _Why
 
 
 Message: TypeAlias = "Want | Here | Done | Progress | Known | Gone"

@@ -150,6 +150,11 @@ def test_what_is_not_ours_is_computed(bad: Offer) -> None:
     one.arrived(asked)
     assert refused(one)
     assert one.matched_tokens(asked, 0) == (0, False)
+    step = one.build_step(FakeStep())
+    assert step.handover is not None
+    (refuse,) = step.handover.refuses  # prefill hears of it
+    assert refuse.source == bad
+    assert "the prefill engine P" in refuse.why
     assert one.build_step(FakeStep()) is NOTHING
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 
+import msgspec
 import pytest
 
 from moonpool.connectors.vllm.pd import wire
@@ -40,10 +41,10 @@ class TestGives:
         one, slots = gives()
         assert one.begin(opened(transfer=""), ()) == []
         assert slots == {0: 1}
-        one.done(Done(1, ""))
+        one.done(Done(1, ""), 0.0)
         assert slots == {0: 0}
         assert one.take_signs() == (set(), {1: 1})
-        one.done(Done(1, ""))  # again
+        one.done(Done(1, ""), 0.0)  # again
         assert one.begin((), (End(1, "late"),)) == []
         assert one.take_signs() == (set(), {})
 
@@ -96,7 +97,7 @@ class TestGives:
     def test_who_left_before_it_began_is_done_at_once(self) -> None:
         one, slots = gives()
         one.want(Want("x", "D"), 0.0)
-        one.done(Done(0, "x"))
+        one.done(Done(0, "x"), 0.0)
         assert one.begin(opened(), ()) == []
         assert one.take_signs()[1] == {1: 1}
         assert slots == {0: 0}
@@ -108,6 +109,20 @@ class TestGives:
         assert slots == {0: 0, 1: 0}
         assert one.take_signs() == (set(), {1: 1, 2: 1})
         assert len(one) == 0
+
+    def test_a_refusal_may_come_before_what_it_refuses(self) -> None:
+        one, slots = gives()
+        one.done(Done(0, "x", "another model"), 0.0)
+        assert one.begin(opened(), ()) == []
+        assert (slots, one.take_signs()[1]) == ({0: 0}, {1: 1})
+        one.done(Done(0, "y", "another model"), 0.0)
+        one.tick(SILENCE_S + 0.1)
+        one.begin(opened(2, 1, "y"), ())
+        assert slots[1] == 2  # tried again, later
+        one.begin((), (End(2, "aborted"),))
+        one.done(Done(0, "y", "another model"), 20.0)
+        one.begin(opened(3, 1, "y"), ())
+        assert slots[1] == 3  # what was refused is gone, not this
 
     def test_who_is_silent_is_forgotten(self) -> None:
         one, _ = gives()
@@ -188,6 +203,7 @@ class TestTakes:
         assert (ended.good, ended.error) == (PIECE_BLOCKS, "the line is dead")
         assert one.take_ended() == []
         assert one.take_lost() == set()
+        assert one.take_over() == [("key", Done(7, "", "the line is dead"))]
 
     def test_pieces_that_arrive_out_of_order(self) -> None:
         one, total = takes(), 3 * PIECE_BLOCKS
@@ -277,6 +293,7 @@ class TestTakes:
         (ended,) = one.take_ended()
         assert ended.good == 0
         assert why in ended.error
+        assert [done.why for _, done in one.take_over()] == [ended.error]
 
     def test_a_transfer_that_its_engine_does_not_know(self) -> None:
         one = self.met()
@@ -303,12 +320,13 @@ class TestTakes:
         assert one.take_lost() == {"s"}
         one.gone(Gone("x", "aborted"), 0.0)
         assert [ended.error for ended in one.take_ended()] == ["aborted"]
+        assert one.take_over() == [("key", Done(0, "x"))]  # its own words are not sent back
 
 
 MESSAGES = [
     Want("x", "127.0.0.1:1"),
     Here("127.0.0.1:1", [1, 2], ["x"]),
-    Done(5, ""),
+    Done(5, "", "why"),
     Progress("x", 1, 2, PROMPT, 3, [[4], [5]], True),
     Known([("x", 1, 2)]),
     Gone("x", "why"),
@@ -317,6 +335,10 @@ MESSAGES = [
 
 def test_messages_survive_the_wire() -> None:
     assert [wire.decode(wire.encode(message)) for message in MESSAGES] == MESSAGES
+
+
+def test_an_engine_that_gives_no_reason_is_understood() -> None:
+    assert wire.decode(msgspec.msgpack.encode([3, 5, "x"])) == Done(5, "x", "")
 
 
 @pytest.mark.parametrize("_round", range(20))

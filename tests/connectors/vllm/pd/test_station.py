@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ import pytest
 from moonpool.connectors.vllm.pd.bootstrap import Bootstrap
 from moonpool.connectors.vllm.pd.fields import Meeting
 from moonpool.connectors.vllm.pd.lines import Line
-from moonpool.connectors.vllm.pd.plans import End, Grown, HandoverStep, Open
+from moonpool.connectors.vllm.pd.plans import End, Grown, HandoverStep, Open, Refuse
 from moonpool.connectors.vllm.pd.takes import PIECE_BLOCKS, Piece
 from moonpool.core.addresses import Address
+from tests.connectors.vllm.fakes import FINGERPRINT
 from tests.connectors.vllm.pd.worlds import (
     BLOCKS,
     CONTENT,
@@ -97,6 +99,82 @@ def test_another_model_or_engine_is_refused_in_one_sentence() -> None:
         assert "another engine (Q) lives at" in decode.ended().error
         decode.take(offer, [1])
         assert decode.ended().good == 1
+
+
+class TestRefusals:
+    """What decode cannot use is said in both logs, and prefill keeps it no longer."""
+
+    WHY = "the prefill engine P has 2 workers and this one 1"
+
+    def test_of_the_scheduler_reach_every_worker_of_prefill(self, caplog: pytest.LogCaptureFixture) -> None:
+        with (
+            world("P", seed=1) as one,
+            world("P", seed=1, rank=1) as other,
+            world("D", seed=2) as decode,
+        ):
+            offers = [each.offer([1]) for each in (one, other)]
+            both = replace(offers[0], ranks=(one.station.address, other.station.address))
+            decode.station.begin(HandoverStep(refuses=(Refuse(both, self.WHY),)))
+            for each in (one, other):
+                each.wait_handed(77)
+            eventually(lambda: caplog.text.count(f"vllm-D-0 did not take a prompt over: {self.WHY}") == 2)
+
+    def test_one_worker_speaks_for_all(self) -> None:
+        with world("P", seed=1) as prefill, world("D", seed=2, rank=1) as decode:
+            decode.station.begin(HandoverStep(refuses=(Refuse(prefill.offer([1]), self.WHY),)))
+            assert decode.station._lines.all() == []
+
+    @pytest.mark.parametrize("first", ["prefill", "decode"])
+    def test_of_a_transfer(self, pair: tuple[World, World], first: str) -> None:
+        prefill, decode = pair
+        page = Bootstrap(
+            Address("127.0.0.1", 0), dp_rank=0, engine_id="P", workers={(0, 0): prefill.station.address}
+        )
+        try:
+            opens = HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),))
+            if first == "prefill":
+                prefill.station.begin(opens)
+            meeting = Meeting("P", f"http://{page.address}", "x-1")
+            decode.station.begin(HandoverStep(refuses=(Refuse(meeting, self.WHY),)))
+            if first == "decode":
+                eventually(lambda: "x-1" in prefill.station._gives._waiting)
+                prefill.station.begin(opens)
+            prefill.wait_handed(77)
+        finally:
+            page.close()
+
+    def test_what_another_request_takes_is_not_refused(self, pair: tuple[World, World]) -> None:
+        prefill, decode = pair
+        meeting = Meeting("P", "http://127.0.0.1:1", "x-1")
+        decode.hold(meeting, 1)
+        before = len(decode.station._lines.all())
+        decode.station.begin(HandoverStep(refuses=(Refuse(meeting, self.WHY),)))
+        assert decode.station._lines.all()[before:] == []
+        assert prefill.station.take_signs() == (set(), {})
+
+    @pytest.mark.parametrize(
+        ("heads", "fingerprint", "why"),
+        [
+            (1, FINGERPRINT, "a hand-over needs equal tensor- and pipeline-parallel sizes"),
+            (HEADS, bytes(32), "serves another model, other weights, or KV of another form"),
+        ],
+    )
+    def test_of_a_worker(
+        self, heads: int, fingerprint: bytes, why: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Of other heads, as with another tensor-parallel size; of another dtype or model."""
+        with (
+            world("P", seed=1, heads=heads, fingerprint=fingerprint) as prefill,
+            world("D", seed=2) as decode,
+        ):
+            decode.take(prefill.offer([1]), [1])
+            ended = decode.ended()
+            assert ended.good == 0
+            assert why in ended.error
+            decode.station.begin(HandoverStep(drops=("r",)))
+            prefill.wait_handed(77)
+            eventually(lambda: "vllm-D-0 did not take a prompt over" in caplog.text)
+            assert why in caplog.text
 
 
 def test_nobody_there(pair: tuple[World, World]) -> None:

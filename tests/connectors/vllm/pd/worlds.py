@@ -96,9 +96,12 @@ def world(
     fingerprint: bytes = FINGERPRINT,
     silence_s: float = 10.0,
     listen: str = "127.0.0.1:0",
+    rank: int = 0,
+    heads: int = HEADS,
 ) -> Iterator[World]:
+    """rank: tensor-parallel; heads: that this worker holds, of HEADS."""
     memory, kv = make(np.random.default_rng(seed))
-    caches = {layer: FakeTensor(kv[number], memory) for number, layer in enumerate(LAYERS)}
+    caches = {layer: FakeTensor(kv[number, :, :heads], memory) for number, layer in enumerate(LAYERS)}
     layout = read_layout(caches, (LAYERS,), TOKENS)
     columns = object_ranges(layout, kv_heads=HEADS, first_head=0)
     station = Station(
@@ -108,8 +111,8 @@ def world(
             spans=spans(caches),
             columns=columns,
             rows=all_rows(layout, columns, first_head=0),
-            rank=0,
-            tp_rank=0,
+            rank=rank,
+            tp_rank=rank,
             pp_rank=0,
         ),
         listen=listen,
