@@ -194,13 +194,14 @@ class Subscriber:
         self._indexes.expire(now_s)
 
     def _tell_new_indexes(self) -> None:
-        """An index that is made later has missed what the pool holds: read its streams again."""
+        """An index that is made later has missed what the pool holds: read its streams again. A stream that
+        cannot be read again keeps what the other indexes know of it; the new one learns from what comes."""
         known = len(self._indexes.all())
         if known == self._known_indexes:
             return
         self._known_indexes = known
         for link in self._links:
-            if link.source.pool and link.counts.connected and not link.given_up:
+            if link.source.pool and link.source.replay and link.counts.connected and not link.given_up:
                 self._end_asking(link)
                 link.stream.gone()
                 link.stream.connected()

@@ -17,7 +17,7 @@ from moonpool import _native
 from moonpool.core.config import load
 from moonpool.core.errors import ConfigError
 from moonpool.core.keys import Ranges, block_digests, block_name
-from moonpool.core.kv_events import Publisher
+from moonpool.core.kv_events import AllBlocksCleared, BlockStored, Publisher
 from moonpool.core.node import Node
 from moonpool.core.node_events import NodeSource, publisher_of_node
 from moonpool.disagg_proxy.events.indexes import Indexes
@@ -65,8 +65,9 @@ class Bed:
         self.index = index
         self.subscriber: Subscriber | None = None
 
-    def follow(self) -> None:
-        source = EventSource("node", self.publisher.endpoint, self.publisher.replay, pool=True)
+    def follow(self, *, replay: bool = True) -> None:
+        where = self.publisher.replay if replay else ""
+        source = EventSource("node", self.publisher.endpoint, where, pool=True)
         self.subscriber = Subscriber((source,), self.indexes, {"node": 5})
         self.subscriber.start()
 
@@ -80,6 +81,11 @@ class Bed:
     def match(self, tokens: list[int]) -> tuple[int, int]:
         found = self.index.match(self.index.keys(array.array("I", tokens)))
         return found.pool_host, found.pool_blocks
+
+    def inventory(self, medium: str) -> set[int | bytes]:
+        events = NodeSource(self.server).inventory()
+        stored = (each for each in events if isinstance(each, BlockStored) and each.medium == medium)
+        return {digest for event in stored for digest in event.block_hashes}
 
     def close(self) -> None:
         if self.subscriber is not None:
@@ -159,15 +165,51 @@ def test_an_index_that_is_made_later_learns_the_pool_too(bed: Bed) -> None:
     until(lambda: other.match(keys).pool_host == 4)
 
 
+def test_without_a_replay_a_later_index_costs_the_others_nothing(bed: Bed) -> None:
+    bed.follow(replay=False)
+    follower = bed.subscriber
+    assert follower is not None
+    until(lambda: follower.stats()["node"]["connected"] == 1)
+    bed.put(tokens(0, 5))
+    until(lambda: bed.match(tokens(0, 5)) == (5, 5))
+    other = bed.indexes.obtain("", 2 * BLOCK)
+    assert other is not None
+    later = tokens(5000, 4)
+    bed.put(later)
+    names = [block_name(d, o) for d in block_digests(later, 2 * BLOCK) for o in OBJECTS]
+    bed.store.put(names, [b"x"] * len(names))
+    until(lambda: other.match(other.keys(array.array("I", later))).pool_host == 2)
+    until(lambda: bed.match(later) == (4, 4))
+    assert bed.match(tokens(0, 5)) == (5, 5)
+    assert follower.stats()["node"]["forgets_total"] == 0
+
+
+def test_an_inventory_tells_tier_by_tier(runtime: Path) -> None:
+    """Blocks that are in memory and on a disk as well: two events, not one for each block and tier."""
+    (runtime / "ssd").mkdir()
+    bed = Bed(runtime, ssd=str(runtime / "ssd"))
+    try:
+        bed.put(tokens(0, 12))
+        digests = set(block_digests(tokens(0, 12), BLOCK))
+        until(lambda: bed.inventory("DISK") == digests)
+        events = NodeSource(bed.server).inventory()
+        assert [type(event) for event in events] == [AllBlocksCleared, BlockStored, BlockStored]
+        assert bed.inventory("CPU") == digests
+    finally:
+        bed.close()
+
+
 def test_what_is_on_disk(runtime: Path) -> None:
     (runtime / "ssd").mkdir()
     bed = Bed(runtime, ssd=str(runtime / "ssd"))
     try:
         bed.follow()
-        for family in range(40):
+        for family in range(10):
             bed.put(tokens(10_000 * family, 4), size=32 << 10)
-        until(lambda: bed.server.metrics()["ssd_dirty_objects"] == 0)
-        until(lambda: any(bed.match(tokens(10_000 * f, 4)) == (0, 4) for f in range(40)))
+        until(lambda: len(bed.inventory("DISK")) == 40)
+        for family in range(10, 30):  # drives the first out of memory
+            bed.put(tokens(10_000 * family, 4), size=32 << 10)
+        until(lambda: any(bed.match(tokens(10_000 * f, 4)) == (0, 4) for f in range(10)))
     finally:
         bed.close()
 
