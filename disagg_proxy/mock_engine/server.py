@@ -15,10 +15,11 @@ import uvloop
 
 from moonpool import _native
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.mock_engine import api, events, handover
+from moonpool.disagg_proxy.mock_engine import api, handover
 from moonpool.disagg_proxy.mock_engine.api import Asked, BadRequest
 from moonpool.disagg_proxy.mock_engine.batch import Batch, Job, State
 from moonpool.disagg_proxy.mock_engine.blocks import Blocks
+from moonpool.disagg_proxy.mock_engine.events import EngineEvents
 from moonpool.disagg_proxy.mock_engine.http import Connection, Running
 from moonpool.disagg_proxy.mock_engine.settings import MockSettings
 
@@ -32,9 +33,7 @@ class MockEngine:
         self.settings = settings
         self.engine_id = str(uuid.uuid4())
         self._loop = asyncio.get_running_loop()
-        self._publisher: events.EventPublisher | None = None
-        if settings.events:
-            self._publisher = events.EventPublisher(settings.events, settings.replay)
+        self._events = EngineEvents(settings.events, settings.replay) if settings.events else None
         self.blocks = Blocks(settings.blocks, self._changed)
         self.batch = Batch(
             self.blocks,
@@ -73,7 +72,7 @@ class MockEngine:
     @property
     def endpoints(self) -> list[str]:
         """Of its KV events and their replay, with the real ports."""
-        return [] if self._publisher is None else self._publisher.endpoints
+        return [] if self._events is None else self._events.endpoints
 
     async def close(self) -> None:
         if self._server is not None:
@@ -83,8 +82,9 @@ class MockEngine:
         for task in list(self.tasks):
             task.cancel()
         self.leases.close()
-        if self._publisher is not None:
-            await self._publisher.close()
+        if self._events is not None:
+            events, self._events = self._events, None
+            await asyncio.to_thread(events.close)
 
     # Requests
 
@@ -256,16 +256,14 @@ class MockEngine:
     # Events
 
     def _changed(self, holder: Hashable, stored: Sequence[int], removed: Sequence[bytes]) -> None:
-        if self._publisher is None:
+        if self._events is None:
             return
-        batch = [events.removed([_short(digest) for digest in removed])] if removed else []
+        if removed:
+            self._events.removed(removed)
         if isinstance(holder, Job):
-            ids, size = self.answers[holder].asked.ids, self.settings.block_tokens
-            for place in stored:
-                parent = _short(holder.digests[place - 1]) if place else None
-                tokens = ids[place * size : (place + 1) * size].tolist()
-                batch.append(events.stored([_short(holder.digests[place])], parent, tokens, size))
-        self._publisher.publish(batch)
+            self._events.stored(
+                holder.digests, stored, self.answers[holder].asked.ids, self.settings.block_tokens
+            )
 
     def digests(self, asked: Asked) -> list[bytes]:
         """Of the full blocks of a prompt."""
@@ -380,11 +378,6 @@ class Fetched:
         engine.wake()
         if not self._connection.is_gone:
             self._connection.answer(200, {"tokens": tokens})
-
-
-def _short(digest: bytes) -> int:
-    """The 64-bit form in which vLLM publishes hashes by default."""
-    return int.from_bytes(digest[:8], "big")
 
 
 def run(settings: MockSettings) -> int:

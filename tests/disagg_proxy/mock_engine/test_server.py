@@ -234,13 +234,11 @@ def test_what_is_stored_and_removed_is_published_and_replayed() -> None:
     async def scenario() -> None:
         endpoints = {"events": "tcp://127.0.0.1:*", "replay": "tcp://127.0.0.1:*"}
         async with engine(blocks=8, **endpoints) as (mock, url):
-            assert mock._publisher is not None
-            replay = mock._publisher._sockets[1].getsockopt(zmq.LAST_ENDPOINT).decode()
             await post(url, {**BODY, "prompt": "a" * 256, "max_tokens": 1})
             await post(url, {**BODY, "prompt": "b" * 256, "max_tokens": 1})
             context = zmq.asyncio.Context()
             dealer = context.socket(zmq.DEALER)
-            dealer.connect(replay)
+            dealer.connect(mock.endpoints[1])
             await dealer.send_multipart([b"", (0).to_bytes(8, "big")])
             held: list[int] = []
             while (frames := await dealer.recv_multipart())[3]:
