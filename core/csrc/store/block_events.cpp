@@ -12,6 +12,7 @@ namespace {
 
 constexpr size_t kDigestBytes = 32, kNameBytes = 42, kFingerprintBytes = 32;
 constexpr uint32_t kPiece = 4096;
+constexpr uint32_t kDisk = 1u << 31;  // in a cursor; rows stay below it, as objects do
 
 std::string id_of(uint32_t space, const Digest& digest) {
     std::string id(reinterpret_cast<const char*>(digest.data()), digest.size());
@@ -129,15 +130,18 @@ bool BlockEvents::take(std::vector<Row>& out) {
 void BlockEvents::inventory(uint32_t& cursor, std::vector<Row>& out) const {
     out.clear();
     std::lock_guard lock(mutex_);
-    uint32_t end = std::min(blocks_.end(), cursor + kPiece);
-    for (; cursor < end; ++cursor) {
-        const Block& block = blocks_[cursor];
-        if (block.space == kNoRow) continue;
-        for (uint8_t tier = 0; tier < 2; ++tier) {
-            if (block.told[tier]) out.push_back({block.digest, block.space, tier, 1, 0});
+    for (uint32_t left = kPiece; left > 0; --left) {
+        const uint8_t tier = cursor < kDisk ? 0 : 1;
+        const uint32_t row = cursor & ~kDisk;
+        if (row >= blocks_.end()) {
+            cursor = tier == 0 ? kDisk : 0;
+            if (cursor == 0) return;
+            continue;
         }
+        const Block& block = blocks_[row];
+        if (block.space != kNoRow && block.told[tier]) out.push_back({block.digest, block.space, tier, 1, 0});
+        ++cursor;
     }
-    if (cursor == blocks_.end()) cursor = 0;
 }
 
 std::vector<std::string> BlockEvents::fingerprints() const {

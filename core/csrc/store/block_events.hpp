@@ -57,7 +57,8 @@ class BlockEvents {
     int event_fd() const { return wake_.get(); }  // readable when there are rows
     // False: everything is due anew, by inventory().
     bool take(std::vector<Row>& out);
-    // A piece of what is there, from `cursor` on, which becomes 0 with the last.
+    // A piece of what is there, from `cursor` on, which becomes 0 with the last: first all that is in memory,
+    // then all that is on disks, so that few messages can tell it.
     void inventory(uint32_t& cursor, std::vector<Row>& out) const;
     std::vector<std::string> fingerprints() const;  // of each space by its number
     Counters counters() const;

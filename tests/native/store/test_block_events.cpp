@@ -1,6 +1,7 @@
 #include <doctest/doctest.h>
 #include <poll.h>
 
+#include <algorithm>
 #include <map>
 #include <set>
 
@@ -106,6 +107,29 @@ TEST_CASE("block events: more than is kept makes all due anew") {
     events.removed(hash_of(5, 0), Tier::kDram);
     CHECK(taken(events).size() == 1);
     CHECK(events.counters().overflows_total == 1);
+}
+
+TEST_CASE("block events: an inventory tells what is in memory, then what is on disks") {
+    BlockEvents events;
+    constexpr uint64_t kBlocks = 10'000;  // several pieces
+    for (uint64_t block = 0; block < kBlocks; ++block) {
+        events.stored(kIdentity, hash_of(block, 0), name_of(block, 0));
+        if (block % 2 == 0) events.on_disk(hash_of(block, 0));
+        if (block % 4 == 0) events.removed(hash_of(block, 0), Tier::kDram);
+    }
+    std::vector<BlockEvents::Row> rows, all;
+    uint32_t cursor = 0, pieces = 0;
+    do {
+        events.inventory(cursor, rows);
+        all.insert(all.end(), rows.begin(), rows.end());
+        ++pieces;
+    } while (cursor != 0);
+    CHECK(pieces > 2);
+    std::array<std::set<uint64_t>, 2> there;
+    for (const BlockEvents::Row& row : all) CHECK(there[row.on_disk].insert(block_of(row)).second);
+    CHECK(there[0].size() == kBlocks * 3 / 4);
+    CHECK(there[1].size() == kBlocks / 2);
+    CHECK(std::ranges::is_sorted(all, {}, &BlockEvents::Row::on_disk));
 }
 
 TEST_CASE("block events: random objects; what was told, applied in order, is what is there") {
