@@ -28,9 +28,11 @@ class EngineEvents:
         """Where it publishes and, if it does, replays, with the real ports."""
         return [where for where in (self._publisher.endpoint, self._publisher.replay) if where]
 
-    def stored(self, digests: Sequence[bytes], places: Sequence[int], ids: np.ndarray, size: int) -> None:
+    def stored(
+        self, digests: Sequence[bytes], places: Sequence[int], ids: np.ndarray, size: int, salt: str
+    ) -> None:
         """Blocks at these places of a chain, of ``size`` tokens each, are cached now."""
-        self._source.add([_stored(digests, place, ids, size) for place in places])
+        self._source.add([_stored(digests, place, ids, size, salt) for place in places])
 
     def removed(self, digests: Sequence[bytes]) -> None:
         events: list[KvEvent] = [BlockRemoved([_name(digest) for digest in digests], medium=_MEDIUM)]
@@ -42,10 +44,13 @@ class EngineEvents:
         self._source.close()
 
 
-def _stored(digests: Sequence[bytes], place: int, ids: np.ndarray, size: int) -> KvEvent:
+def _stored(digests: Sequence[bytes], place: int, ids: np.ndarray, size: int, salt: str) -> KvEvent:
     parent = _name(digests[place - 1]) if place else None
     tokens = ids[place * size : (place + 1) * size].tolist()
-    return BlockStored([_name(digests[place])], parent, tokens, size, medium=_MEDIUM)
+    extras: list[tuple[object, ...] | None] | None = None
+    if salt and not place:  # where a chain begins, as vLLM says it
+        extras = [(salt,)]
+    return BlockStored([_name(digests[place])], parent, tokens, size, medium=_MEDIUM, extra_keys=extras)
 
 
 def _name(digest: bytes) -> int:

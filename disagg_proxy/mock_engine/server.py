@@ -261,9 +261,8 @@ class MockEngine:
         if removed:
             self._events.removed(removed)
         if isinstance(holder, Job):
-            self._events.stored(
-                holder.digests, stored, self.answers[holder].asked.ids, self.settings.block_tokens
-            )
+            asked = self.answers[holder].asked
+            self._events.stored(holder.digests, stored, asked.ids, self.settings.block_tokens, asked.salt)
 
     def digests(self, asked: Asked) -> list[bytes]:
         """Of the full blocks of a prompt."""
