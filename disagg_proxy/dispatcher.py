@@ -156,7 +156,7 @@ class Dispatcher:
     # The choice
 
     def _choose_by(self, request: ProxyRequest, ids: bytes) -> Decision:
-        seed = seed_of(request.body, request.model, self._models(request))
+        seed = seed_of(request.cache_salt, request.model, self._models(request))
         place = self._locality.find(ids, seed)
         answer_tokens = request.max_tokens or ANSWER_TOKENS
         return self._choose(request, Request(len(ids) // 4, place.own, place.pool, answer_tokens), place)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
 from moonpool import _native
 from moonpool.core.keys import chain_seed
@@ -47,15 +46,17 @@ class Locality:
 
     def find(self, ids: bytes, seed: bytes) -> Place:
         """ids: u32 little-endian; seed: of the chain (``seed_of``)."""
-        own, pool, keys = np.zeros(self._engines, np.uint32), 0, []
+        own, pool, keys = [0] * self._engines, 0, []
         for index in self._indexes.of(MODEL_ANY):
             chain = index.keys(ids, seed)
             match = index.match(chain)
-            blocks = np.frombuffer(match.device, np.uint32)[: self._engines]
-            np.maximum(own[: len(blocks)], blocks * index.block_tokens, out=own[: len(blocks)])
-            pool = max(pool, match.pool_blocks * index.block_tokens)
+            size = index.block_tokens
+            for place, blocks in enumerate(memoryview(match.device).cast("I")[: self._engines]):
+                if blocks * size > own[place]:
+                    own[place] = blocks * size
+            pool = max(pool, match.pool_blocks * size)
             keys.append((index, chain))
-        return Place(tuple(own.tolist()), pool, tuple(keys))
+        return Place(tuple(own), pool, tuple(keys))
 
     def sent(self, place: Place, engine: int, now_s: float) -> None:
         """The prompt goes to this engine, which will hold it."""
@@ -83,27 +84,20 @@ class Locality:
         return total
 
 
-class _Salted(msgspec.Struct):
-    cache_salt: str | None = None
-
-
 class _Model(msgspec.Struct):
     parent: str | None = None
 
 
-_salted = msgspec.json.Decoder(_Salted)
 _model = msgspec.json.Decoder(_Model)
 
 
-def seed_of(body: bytes | memoryview, model: str, models: Mapping[str, bytes] | None) -> bytes:
+def seed_of(salt: str | None, model: str, models: Mapping[str, bytes] | None) -> bytes:
     """What a chain begins with: the LoRA's name, when the model's row has a parent, and the cache salt."""
-    lora = salt = None
     row = (models or {}).get(model)
+    lora = None
     try:
         if row is not None and b'"parent"' in row and _model.decode(row).parent is not None:
             lora = model
-        if b'"cache_salt"' in bytes(body):
-            salt = _salted.decode(body).cache_salt
+        return chain_seed(lora, salt)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        pass  # no text, or nested without end: the engine will say so
-    return chain_seed(lora, salt)
+        return b""  # no text, or nested without end: the engine will say so

@@ -27,7 +27,11 @@ class PrefillModel:
     def predict(self, tokens: int, own: int = 0, pool: int = 0) -> float:
         """tokens: of the prompt; own: leading ones in the engine's own cache; pool: those behind them that
         the pool holds."""
-        return self.regression.predict(_prefill_features(tokens, own, pool))
+        # As the features say, without making them: it is asked of every engine for every request.
+        a, b, c, f = self.regression.coefficients
+        reused = own + pool if own + pool < tokens else tokens
+        computed_s = b * _K * (tokens - reused) + c * _M * (tokens * tokens - reused * reused)
+        return a + computed_s + f * _K * (pool if pool < tokens else tokens)
 
     def observe(self, tokens: int, own: int, pool: int, seconds: float) -> float | None:
         return self.regression.observe(_prefill_features(tokens, own, pool), seconds)

@@ -9,6 +9,7 @@ at a bound, as in Huber's loss (Huber 1964). Pure: no clock.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,10 +24,11 @@ class Regression:
 
     prior:  the coefficients before any sample. spread: how far off each may be (standard deviation).
     floor:  the smallest scale of y that matters, in y's unit: errors below a share of it are noise.
-    samples, refused: how many were learnt from, and how many were no numbers.
+    coefficients: as they are now. samples, refused: how many were learnt from, and how many were no numbers.
     """
 
     def __init__(self, prior: Sequence[float], spread: Sequence[float], *, floor: float) -> None:
+        self.coefficients = tuple(float(value) for value in prior)
         self._theta = np.array(prior, np.float64)
         self._most = np.square(np.array(spread, np.float64))
         self._covariance = np.diag(self._most)
@@ -35,12 +37,10 @@ class Regression:
         self.samples = 0
         self.refused = 0
 
-    @property
-    def coefficients(self) -> tuple[float, ...]:
-        return tuple(float(value) for value in self._theta)
-
     def predict(self, features: Sequence[float]) -> float:
-        return float(sum(a * x for a, x in zip(self._theta.tolist(), features, strict=True)))
+        # Dozens of times for each request: no array is worth its making.
+        y: float = sum(map(operator.mul, self.coefficients, features))
+        return y
 
     def observe(self, features: Sequence[float], y: float) -> float | None:
         """Learns from one sample. Returns the error of the prediction before, y - predicted; None for a
@@ -58,12 +58,15 @@ class Regression:
         bound = OUTLIER_ERRORS * math.sqrt(variance)
         gain = reach / variance
         self._theta = np.maximum(self._theta + gain * min(max(error, -bound), bound), 0.0)
+        self.coefficients = tuple(self._theta.tolist())
         self._covariance = self._bounded(covariance - np.outer(gain, reach))
         self.samples += 1
         return error
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant is broken."""
+        if self.coefficients != tuple(self._theta.tolist()):
+            raise AssertionError(f"coefficients {self.coefficients} are not {self._theta}")
         if not np.all(np.isfinite(self._theta)) or np.any(self._theta < 0):
             raise AssertionError(f"coefficients {self._theta} are out of bounds")
         variances = np.diagonal(self._covariance)

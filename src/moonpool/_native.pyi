@@ -546,6 +546,9 @@ class ProxyRequest:
         Read-only memoryview.
         """
     @property
+    def cache_salt(self) -> typing.Any:
+        ...
+    @property
     def candidates(self) -> tuple:
         """
         Places of the engines to choose from.

@@ -147,6 +147,22 @@ def test_text_and_ids_of_one_prompt_are_one_prefix() -> None:
     play(scenario)
 
 
+def test_a_salt_has_prefixes_of_its_own() -> None:
+    async def scenario() -> None:
+        async with fleet("both", events=True) as f:
+            for salt, own in (("a", False), ("a", True), ("b", False), (None, False), ("b", True)):
+                more = {} if salt is None else {"cache_salt": salt}
+                _, why = await f.ask("lorem ipsum " * 200, **more)
+                assert (why["own_tokens"] > 0) == own, (salt, why)
+            broken = b'{"model":"mock","prompt":"lorem","max_tokens":1,"cache_salt":"\\ud800"}'
+            async with f.session.post(f.url + "/v1/completions", data=broken) as answer:
+                await answer.read()
+            assert f.proxy._dispatcher.late_errors == 0
+            await f.settle()
+
+    play(scenario)
+
+
 def test_long_prompts_are_split_and_short_rests_are_not() -> None:
     async def scenario() -> None:
         async with fleet("prefill", "prefill", "decode", "decode") as f, fleet("both") as plain:

@@ -352,6 +352,7 @@ async def test_what_a_policy_sees() -> None:
                 r.model,
                 r.stream,
                 r.max_tokens,
+                r.cache_salt,
                 r.path,
                 r.method,
                 r.headers("x-a"),
@@ -376,6 +377,7 @@ async def test_what_a_policy_sees() -> None:
             "å",
             True,
             4,
+            None,
             b"/v1/completions",
             b"POST",
             b"1",
@@ -386,9 +388,10 @@ async def test_what_a_policy_sees() -> None:
             0,
             body,
         )
-        answer = await b.ask("POST", CHAT, b'{"prompt":"\\u00e9"}')
+        answer = await b.ask("POST", CHAT, b'{"prompt":"\\u00e9","cache_salt":"\\u00e8"}')
         assert "x-moonpool-decision" not in answer.headers
-        assert seen.pop()[8:10] == (None, "é")
+        assert seen[-1][4] == "è"
+        assert seen.pop()[9:11] == (None, "é")
 
 
 @with_deadline

@@ -192,6 +192,7 @@ bool token_ids_of(const Member& member, std::vector<uint32_t>& out) {
     out.clear();
     if (member.kind != Kind::kArray) return false;
     std::string_view text = member.value;
+    out.reserve(text.size() / 6);  // nearly all ids have five digits or less
     take(text, '[');
     bool nested = take(text, '[');
     bool sound = take_token_ids(text, out) && (!nested || take(text, ']')) && text.empty();

@@ -50,6 +50,10 @@ class PyRequest {
     py::object model() const { return text(request_->facts().model); }
     bool stream() const { return request_->facts().stream; }
     std::optional<int64_t> max_tokens() const { return request_->facts().max_tokens; }
+    py::object cache_salt() const {
+        const std::optional<std::string>& salt = request_->facts().cache_salt;
+        return salt ? text(*salt) : py::none();
+    }
     const char* kind() const {
         constexpr const char* kNames[] = {"chat", "completions", "embeddings", "other"};
         return kNames[static_cast<size_t>(request_->kind)];
@@ -485,6 +489,7 @@ void bind_relay(py::module_& m) {
         .def_property_readonly("model", &PyRequest::model, "\"\" when the body names none.")
         .def_property_readonly("stream", &PyRequest::stream)
         .def_property_readonly("max_tokens", &PyRequest::max_tokens)
+        .def_property_readonly("cache_salt", &PyRequest::cache_salt)
         .def_property_readonly("kind", &PyRequest::kind, "chat, completions, embeddings or other.")
         .def("prompt_tokens", &PyRequest::prompt_tokens,
              "Little-endian u32 ids when \"prompt\" is one list of ids, else None.")

@@ -32,6 +32,8 @@ const Request::Facts& Request::facts() {
     if (model != nullptr) {
         if (auto text = json::string_of(*model)) facts_.model = std::move(*text);
     }
+    const json::Member* salt = facts_.object.find("cache_salt");
+    if (salt != nullptr) facts_.cache_salt = json::string_of(*salt);
     const json::Member* stream = facts_.object.find("stream");
     if (stream != nullptr) facts_.stream = json::bool_of(*stream).value_or(false);
     for (const char* name : {"max_completion_tokens", "max_tokens"}) {
@@ -76,6 +78,7 @@ void Request::clear() {
     facts_.model.clear();
     facts_.stream = false;
     facts_.max_tokens.reset();
+    facts_.cache_salt.reset();
 }
 
 }  // namespace moonpool::relay

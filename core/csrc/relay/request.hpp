@@ -46,6 +46,7 @@ struct Request {
         std::string model;
         bool stream = false;
         std::optional<int64_t> max_tokens;
+        std::optional<std::string> cache_salt;
     };
     const Facts& facts();
 

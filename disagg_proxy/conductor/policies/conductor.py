@@ -14,6 +14,7 @@ the pool holds, and the model has learnt what a fetched token costs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
@@ -21,6 +22,7 @@ from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.roles import decoders, is_worth_splitting, prefillers
 
 EQUAL_S = 0.001
+_BOTH = Role.BOTH  # an enum's members are slow to look up
 
 
 class Conductor:
@@ -32,15 +34,16 @@ class Conductor:
 
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
         answering, computing = decoders(instances), prefillers(instances)
-        decode, gap_s = self._decode(request, answering)
-        together = [instance for instance in answering if instance.role is Role.BOTH]
-        if computing and is_worth_splitting(request, decode):
-            handover_s = decode.handover_model.predict(request.tokens)
-            apart = [instance for instance in computing if instance is not decode]
-            best, ttft_s, prefill_s = self._compute(request, apart or computing, now_s)
-            if best is decode:
-                return self._choice(request, best, None, ttft_s, prefill_s, gap_s, now_s)
-            return self._choice(request, decode, best, ttft_s + handover_s, prefill_s, gap_s, now_s)
+        if computing:
+            decode, gap_s = self._decode(request, answering)
+            if is_worth_splitting(request, decode):
+                handover_s = decode.handover_model.predict(request.tokens)
+                apart = [instance for instance in computing if instance is not decode]
+                best, ttft_s, prefill_s = self._compute(request, apart or computing, now_s)
+                if best is decode:
+                    return self._choice(request, best, None, ttft_s, prefill_s, gap_s, now_s)
+                return self._choice(request, decode, best, ttft_s + handover_s, prefill_s, gap_s, now_s)
+        together = [instance for instance in answering if instance.role is _BOTH]
         best, ttft_s, prefill_s = self._compute(request, together or answering, now_s)
         return self._choice(request, best, None, ttft_s, prefill_s, self._gap_s(request, best), now_s)
 
@@ -49,25 +52,31 @@ class Conductor:
     ) -> tuple[Instance, float, float]:
         """(the instance of the least TTFT, that TTFT, the prefill's part of it)"""
         ranked = []
+        least_s = math.inf
+        tokens, in_pool = request.tokens, request.pool
         for instance in instances:
-            own, pool = request.own_at(instance), request.from_pool(instance)
-            prefill_s = instance.prefill_model.predict(request.tokens, own, pool)
-            ranked.append((instance.books.wait_s(now_s) + prefill_s, prefill_s, own, instance))
-        least_s = min(ttft_s for ttft_s, *_ in ranked)
+            own = request.own_at(instance)
+            prefill_s = instance.prefill_model.predict(tokens, own, in_pool - own if in_pool > own else 0)
+            ttft_s = instance.books.wait_s(now_s) + prefill_s
+            if ttft_s < least_s:
+                least_s = ttft_s
+            ranked.append((ttft_s, prefill_s, own, instance))
         near = [item for item in ranked if item[0] <= least_s + EQUAL_S]
-        ttft_s, prefill_s, _, best = min(
-            near, key=lambda item: (-item[2], item[3].in_flight, self._turns.get(item[3].place, -1))
-        )
+        longest = max(own for _, _, own, _ in near)
+        equal = [item for item in near if item[2] == longest]
+        ttft_s, prefill_s, _, best = min(equal, key=lambda item: self._rank(item[3]))
         return best, ttft_s, prefill_s
 
     def _decode(self, request: Request, instances: Sequence[Instance]) -> tuple[Instance, float]:
         need = request.tokens + request.answer_tokens
         roomy = [instance for instance in instances if instance.has_room(need)] or instances
         gaps = [(round(self._gap_s(request, each), 4), each) for each in roomy]
-        gap_s, best = min(
-            gaps, key=lambda item: (item[0], item[1].in_flight, self._turns.get(item[1].place, -1))
-        )
-        return best, gap_s
+        least_s = min(gap_s for gap_s, _ in gaps)
+        return min((each for gap_s, each in gaps if gap_s == least_s), key=self._rank), least_s
+
+    def _rank(self, instance: Instance) -> tuple[int, int]:
+        """Of instances that are equal otherwise."""
+        return instance.in_flight, self._turns.get(instance.place, -1)
 
     @staticmethod
     def _gap_s(request: Request, instance: Instance) -> float:

@@ -1,0 +1,118 @@
+"""A whole decision of the proxy, as its data plane asks for it: the ids out of the JSON, the digests, the
+question to the index, the policy (``conductor``), the books. Engines tell their blocks by event streams.
+
+Requests come over a socket and wait until there is a batch of them; then all are decided one after the other,
+on one thread, and its CPU time is what counts. Every prompt is seen for the first time: half of it all share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from contextlib import AsyncExitStack
+
+import uvloop
+
+from benchmarks.proxy.mock_engine import MockEngine
+from moonpool._native import ProxyRequest
+from moonpool.core.kv_events import BlockStored, KvEvent, Publisher, QueueSource
+from moonpool.disagg_proxy.conductor.plan import Decision
+from moonpool.disagg_proxy.events.settings import EventSource
+from moonpool.disagg_proxy.server import Proxy
+from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
+
+BATCH = 32
+EVENT_BLOCKS = 64
+READY_TIMEOUT_S = 60.0
+VOCABULARY = 50_000
+
+
+def measure(engines: int, tokens: int, block_tokens: int, blocks_each: int, rounds: int) -> float:
+    """Median over the rounds, microseconds of CPU for one decision. Raises TimeoutError."""
+    return uvloop.run(_measure(engines, tokens, block_tokens, blocks_each, rounds))
+
+
+async def _measure(engines: int, tokens: int, block_tokens: int, blocks_each: int, rounds: int) -> float:
+    rng = random.Random(1)
+    shared = _tokens(rng, tokens // 2)
+    waiting: asyncio.Queue[ProxyRequest] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def later(request: ProxyRequest) -> Decision:
+        loop.call_soon_threadsafe(waiting.put_nowait, request)
+        return None
+
+    async with AsyncExitStack() as stack:
+        specs, sources = [], []
+        for place in range(engines):
+            server = await loop.create_server(MockEngine, "127.0.0.1", 0)
+            stack.callback(server.close)
+            specs.append(EngineSpec(f"e{place}", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+            queue = QueueSource()
+            stack.callback(queue.close)
+            publisher = Publisher(queue, "tcp://127.0.0.1:0", replay="tcp://127.0.0.1:0")
+            stack.callback(publisher.close)
+            sources.append(EventSource(f"e{place}", publisher.endpoint, publisher.replay))
+            depth = max(1, len(shared) // block_tokens - 2 * place)
+            queue.add([_stored(rng, shared[: depth * block_tokens], block_tokens)])
+            queue.add([_stored(rng, _tokens(rng, EVENT_BLOCKS * block_tokens), block_tokens)
+                       for _ in range(blocks_each // EVENT_BLOCKS)])  # fmt: skip
+        settings = ProxySettings(port=0, engines=tuple(specs), policy="conductor", events=tuple(sources))
+        proxy = Proxy(settings, decide=later)
+        stack.push_async_callback(proxy.close)
+        port = int((await proxy.open()).rsplit(":", 1)[1])
+        await _until_told(proxy, engines * blocks_each)
+        clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(BATCH)]
+        found = []
+        for _ in range(rounds + 1):
+            for _, writer in clients:
+                writer.write(_request(shared + _tokens(rng, tokens - len(shared))))
+            requests = [await asyncio.wait_for(waiting.get(), READY_TIMEOUT_S) for _ in clients]
+            start_s = time.thread_time()
+            decisions = [proxy._dispatcher.decide(request) for request in requests]
+            found.append((time.thread_time() - start_s) / BATCH * 1e6)
+            for request, decision in zip(requests, decisions, strict=True):
+                proxy.relay.resume(request, decision)
+            for reader, _ in clients:
+                await asyncio.wait_for(_read_answer(reader), READY_TIMEOUT_S)
+        for _, writer in clients:
+            writer.close()
+        proxy.check_integrity()
+        return statistics.median(found[1:])
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+
+def _stored(rng: random.Random, tokens: list[int], block_tokens: int) -> KvEvent:
+    hashes = [rng.randrange(1 << 63) for _ in range(len(tokens) // block_tokens)]
+    return BlockStored(hashes, None, tokens, block_tokens, medium="GPU")
+
+
+def _request(tokens: list[int]) -> bytes:
+    body = json.dumps({"model": "m", "prompt": tokens, "max_tokens": 64}, separators=(",", ":")).encode()
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body)
+    ) + body
+
+
+async def _until_told(proxy: Proxy, blocks: int) -> None:
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
+    while (known := proxy._locality.stats().get("entries", 0)) < blocks:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"the index has {known:.0f} of {blocks} blocks")
+        await asyncio.sleep(0.02)
+
+
+async def _read_answer(reader: asyncio.StreamReader) -> None:
+    """Raises RuntimeError when it is none."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 200 "):
+        raise RuntimeError(f"a request was answered {head.splitlines()[0]!r}")
+    length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+    await reader.readexactly(int(length.partition(b":")[2]))
