@@ -20,6 +20,7 @@ class Plan(NamedTuple):
     engine_params:   and these.
     headers:         for a client that sent X-Moonpool-Decision.
     note:            comes back in the observation of this request (a signed 64-bit number).
+    prefill_headers: for prefill, in the place of what the client sent under these names; three at most.
     """
 
     engine: int
@@ -28,6 +29,7 @@ class Plan(NamedTuple):
     engine_params: bytes | None = None
     headers: Headers = ()
     note: int = 0
+    prefill_headers: Headers = ()
 
 
 class Answer(NamedTuple):
@@ -58,9 +60,10 @@ def concurrent(
     *,
     headers: Headers = (),
     note: int = 0,
+    prefill_headers: Headers = (),
 ) -> Plan:
     """Both at once; each gets its kv_transfer_params."""
-    return Plan(decode, prefill, prefill_params, decode_params, headers, note)
+    return Plan(decode, prefill, prefill_params, decode_params, headers, note, prefill_headers)
 
 
 Decision = int | Plan | Answer | None

@@ -433,6 +433,59 @@ async def test_both_at_once() -> None:
 
 
 @with_deadline
+@pytest.mark.parametrize("fails", [cut, status(503), status(400)])
+async def test_a_head_without_a_body_binds_nobody(fails: Behaviour) -> None:
+    """Decode sends the head of a stream at once, and waits for a prefill that fails: the client sees one
+    answer, of an engine that was asked anew."""
+    headed = asyncio.Event()
+
+    async def head_only(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        headed.set()
+        await exchange.gone.wait()
+
+    async def fails_late(exchange: Exchange) -> None:
+        await headed.wait()
+        await fails(exchange)
+
+    def decide(request: ProxyRequest) -> Decision:
+        return concurrent(0, 1, b'{"p":1}', b'{"d":1}') if request.attempt == 0 else two_step(2, 1)
+
+    async with pd_bed("pdp", decide=decide) as b:
+        b.engines[0].behave = fails_late
+        b.engines[1].behave = head_only
+        client = await b.client()
+        await client.request("POST", CHAT, BODY)
+        await until(lambda: bool(b.engines[1].seen))
+        b.engines[1].behave = stream
+        answer = await client.answer()
+        assert (answer.status, answer.body) == (200, b"data: a\n\ndata: b\n\n")
+        await b.engines[1].seen[0].gone.wait()
+        blamed = fails.__name__ == "answer" and not b.engines[2].seen  # 400: no other prefill would do better
+        assert b.engines[1].seen[1].body == BODY if blamed else GIVEN in b.engines[1].seen[1].body
+
+
+@with_deadline
+async def test_the_first_token_does_not_wait_for_the_prefills_answer() -> None:
+    plan = concurrent(0, 1, b"{}", b"{}")
+    async with pd_bed(decide=lambda request: plan) as b:
+        b.engines[0].behave = never
+        assert (await b.ask("POST", CHAT, BODY)).body == b"data: a\n\ndata: b\n\n"
+        await b.engines[0].seen[0].gone.wait()  # nobody needs it any more
+
+
+@with_deadline
+async def test_headers_for_the_prefill_engine_stand_in_for_the_clients() -> None:
+    own = ((b"X-data-parallel-rank", b"3"),)
+    plan = concurrent(0, 1, b"{}", b"{}", prefill_headers=own)
+    async with pd_bed(decide=lambda request: plan) as b:
+        await b.ask("POST", CHAT, BODY, "x-Data-Parallel-Rank: 9\r\nX-Other: 1\r\n")
+        (p,), (d,) = b.engines[0].seen, b.engines[1].seen
+        assert (p.headers["x-data-parallel-rank"], d.headers["x-data-parallel-rank"]) == ("3", "9")
+        assert p.headers["x-other"] == d.headers["x-other"] == "1"
+
+
+@with_deadline
 async def test_both_at_once_and_the_client_leaves() -> None:
     plan = concurrent(0, 1, b"{}", b"{}")
     async with pd_bed(decide=lambda request: plan) as b:

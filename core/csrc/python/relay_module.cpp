@@ -115,7 +115,7 @@ Decision decision_of(py::handle value, size_t engines) {
     } else if (PyLong_Check(value.ptr())) {
         decision.is = Decision::Is::kPlan;
         decision.plan.engine = place(value);
-    } else if (PyTuple_Check(value.ptr()) && PyTuple_GET_SIZE(value.ptr()) == 6) {
+    } else if (PyTuple_Check(value.ptr()) && PyTuple_GET_SIZE(value.ptr()) == 7) {
         auto plan = py::reinterpret_borrow<py::tuple>(value);
         decision.is = Decision::Is::kPlan;
         decision.plan.engine = place(plan[0]);
@@ -127,6 +127,7 @@ Decision decision_of(py::handle value, size_t engines) {
         }
         decision.plan.headers = fields_of(plan[4]);
         decision.plan.note = plan[5].cast<int64_t>();
+        decision.plan.prefill_headers = fields_of(plan[6]);
         if (decision.plan.prefill == decision.plan.engine) bad("a plan prefills where it decodes");
     } else if (PyTuple_Check(value.ptr()) && PyTuple_GET_SIZE(value.ptr()) == 5) {
         auto answer = py::reinterpret_borrow<py::tuple>(value);

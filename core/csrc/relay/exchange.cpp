@@ -33,7 +33,7 @@ void Exchange::reset(Client& client, std::shared_ptr<Request> request, bool clos
     client_ = &client;
     request_ = std::move(request);
     close_ = close;
-    page_ = taking_chunks_off_ = chunked_ = false;
+    page_ = taking_chunks_off_ = chunked_ = head_waits_ = false;
     tried_.clear();
     why_.clear();
     status_ = 0;
@@ -148,7 +148,7 @@ void Exchange::send_answer_leg(Engine& engine, std::span<const std::string_view>
     answer_.head_only = request_->head.method == "HEAD";
     size_t bytes = 0;
     for (std::string_view piece : answer_.body) bytes += piece.size();
-    relay_.write_request_head(answer_.head, *request_, engine, bytes, false);
+    relay_.write_request_head(answer_.head, *request_, engine, bytes, nullptr);
     tried_.push_back(static_cast<uint16_t>(engine.place));
     answer_.go(engine);
 }
@@ -159,7 +159,7 @@ void Exchange::send_prefill_leg(Engine& engine, std::string_view parameters) {
     prefill_.body.assign(prefill_body_.pieces().begin(), prefill_body_.pieces().end());
     prefill_.head.clear();
     prefill_.head_only = false;
-    relay_.write_request_head(prefill_.head, *request_, engine, prefill_body_.bytes(), true);
+    relay_.write_request_head(prefill_.head, *request_, engine, prefill_body_.bytes(), &plan_);
     prefill_answer_.clear();
     prefill_status_ = 0;
     tried_.push_back(static_cast<uint16_t>(engine.place));
@@ -169,7 +169,7 @@ void Exchange::send_prefill_leg(Engine& engine, std::string_view parameters) {
 void Exchange::hand_over(std::string_view parameters) {
     const json::Edit edit{json::Edit::kSet, kParameters, parameters};
     answer_body_.make(request_->facts().object, std::span(&edit, 1));
-    observation_.handed_over = 1;
+    observation_.handed_over = plan_.concurrent ? 2 : 1;
     state_ = State::kAnswering;
     send_answer_leg(*relay_.engines[static_cast<size_t>(plan_.engine)], answer_body_.pieces());
 }
@@ -237,7 +237,7 @@ void Exchange::prefill_done() {
             observe(Outcome::kAnswered);
             return client_->answer_page(page);
         }
-        return prefill_failed(verdict_on_status(prefill_status_));
+        return prefill_failed(verdict_on_status(prefill_status_), !blames_request(prefill_status_));
     }
     engine.counts.prefill.observe(relay_.now - observation_.sent_prefill);
     auto& scanned = relay_.scratch_object;
@@ -258,8 +258,9 @@ void Exchange::prefill_done() {
     if (prefill_answer_.capacity() > kSmallBytes) prefill_answer_ = std::string();
 }
 
-// Ask again with the rest; when all attempts are used up, the engine of the plan computes the prompt.
-void Exchange::prefill_failed(Verdict verdict) {
+// Ask again with the rest. When all attempts are used up, or a prefill elsewhere would end no better, the
+// engine of the plan computes the prompt.
+void Exchange::prefill_failed(Verdict verdict, bool elsewhere) {
     prefill_.leave(verdict);
     if (state_ == State::kAnswering) {
         if (answer_.answered) return;  // concurrent, and the client is being answered already
@@ -269,13 +270,21 @@ void Exchange::prefill_failed(Verdict verdict) {
         }
         observation_.handed_over = 0;
     }
-    if (observation_.attempts <= relay_.settings.limits.retries_max) return ask();
+    if (elsewhere && observation_.attempts <= relay_.settings.limits.retries_max) return ask();
     answer_alone();
 }
 
 void Exchange::hand_on(const http::ResponseHead* head, std::string_view body, bool complete) {
     engine_bytes_ += body.size();
-    if (head != nullptr) start_answer(*head);
+    if (head != nullptr) {
+        start_answer(*head);
+        head_waits_ = true;
+        if (plan_.concurrent && body.empty() && !complete) {
+            answer_.answered = false;
+            return;
+        }
+    }
+    answer_.answered = true;
     read_usage(body);
     if (taking_chunks_off_) {
         content_.clear();
@@ -289,7 +298,8 @@ void Exchange::hand_on(const http::ResponseHead* head, std::string_view body, bo
     }
     body_bytes_ += body.size();
     if (observation_.first_byte == 0 && (complete || !body.empty())) begun();
-    std::string_view text = head != nullptr ? std::string_view(head_text_) : std::string_view();
+    std::string_view text = head_waits_ ? std::string_view(head_text_) : std::string_view();
+    head_waits_ = false;
     if (complete) {
         // First settle, then write: what is written is all the client waits for.
         finish();
@@ -359,7 +369,7 @@ void Exchange::leg_failed(Leg& leg, Reason reason, std::string why) {
     if (&leg == &answer_) return answer_failed(reason, why);
     ++engine.counts.prefills[static_cast<size_t>(Prefill::kFailed)];
     ++engine.counts.retries;
-    prefill_failed(Verdict::kBad);
+    prefill_failed(Verdict::kBad, true);
 }
 
 void Exchange::answer_failed(Reason reason, const std::string&) {

@@ -6,6 +6,9 @@
 // Who may end it: the engines (answer complete, or failure), the client (cancel), a deadline (sweep), the
 // server (engine_silent). Each way to the end passes observe() once. A prefill that fails costs the decode
 // engine the computation, never the client an error.
+//
+// When both engines are asked at once, the decode engine sends the head of a stream long before it has
+// anything to say. The head waits here, so that until the first byte of the body everything can still change.
 #pragma once
 
 #include <memory>
@@ -62,7 +65,7 @@ class Exchange {
     void answer_alone();
     void take_prefill(const http::ResponseHead* head, std::string_view body, bool complete);
     void prefill_done();
-    void prefill_failed(Verdict verdict);
+    void prefill_failed(Verdict verdict, bool elsewhere);
     void hand_over(std::string_view parameters);
     void start_answer(const http::ResponseHead& head);
     void hand_on(const http::ResponseHead* head, std::string_view body, bool complete);
@@ -96,6 +99,7 @@ class Exchange {
     int status_ = 0;
     bool chunked_ = false;  // the client gets chunks
     bool taking_chunks_off_ = false;
+    bool head_waits_ = false;  // the answer's head goes out with the first byte of its body
     http::BodyReader unchunked_;
     std::string head_text_, content_;
     uint64_t body_bytes_ = 0, engine_bytes_ = 0;

@@ -35,7 +35,8 @@ struct Observation {
     uint16_t status = 0;  // of the answer to the client
     uint8_t outcome = 0;  // Outcome
     uint8_t attempts = 0;
-    uint8_t handed_over = 0;  // the engine that answered was given the prefill engine's parameters
+    uint8_t handed_over = 0;  // parameters for a hand-over went to the engine that answered: 1 those of the
+                              // prefill engine's answer, 2 the plan's
     uint8_t stream = 0;
     uint16_t stage = 0;  // Stage
     uint8_t trace_id[16] = {};

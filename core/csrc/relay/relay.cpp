@@ -445,23 +445,33 @@ bool Relay::key_fits(const Request& request) const {
 }
 
 void Relay::write_request_head(std::string& out, Request& request, const Engine& engine, size_t body_bytes,
-                               bool prefill) const {
+                               const Plan* prefill) const {
     http::RequestHead& head = request.head;
     std::optional<uint64_t> length;
     if (body_bytes > 0 || head.content_length >= 0 || head.framing == http::Framing::kChunked) {
         length = body_bytes;
     }
-    http::Field* encodings = nullptr;
-    if (prefill) {  // its answer is read here, so it must not come compressed
+    std::array<http::OwnField, 4> own;
+    size_t count = 0;
+    if (!request.traceparent.empty()) own[count++] = {"traceparent", request.traceparent};
+    std::vector<http::Field*> kept;  // fields of the client that a prefill engine must not see
+    if (prefill != nullptr) {
+        for (const auto& [name, value] : prefill->prefill_headers) {
+            if (count < own.size()) own[count++] = {name, value};
+        }
         for (http::Field& field : head.fields) {
-            if (field.forward && http::same_name(field.name, "accept-encoding")) encodings = &field;
+            // Its answer is read here, so it must not come compressed.
+            bool keep = field.forward && http::same_name(field.name, "accept-encoding");
+            for (const auto& [name, value] : prefill->prefill_headers) {
+                keep = keep || (field.forward && http::same_name(field.name, name));
+            }
+            if (keep) kept.push_back(&field);
         }
     }
-    if (encodings != nullptr) encodings->forward = false;
-    const http::OwnField trace{"traceparent", request.traceparent};
+    for (http::Field* field : kept) field->forward = false;
     http::write_request_head(out, head, engine.settings.host, request.request_id, length,
-                             std::span(&trace, request.traceparent.empty() ? 0 : 1));
-    if (encodings != nullptr) encodings->forward = true;
+                             std::span(own.data(), count));
+    for (http::Field* field : kept) field->forward = true;
 }
 
 // Whom a request may go to: healthy engines that serve its model and were not tried for it. Those that rest

@@ -86,7 +86,7 @@ class Relay {
     void forget(Exchange& exchange);
     void engine_refused(Engine& engine);
     void write_request_head(std::string& out, Request& request, const Engine& engine, size_t body_bytes,
-                            bool prefill) const;
+                            const Plan* prefill) const;
     void count_rejected(std::string_view reason);
     int retry_after() const;
     const std::vector<std::string>& engine_names() const { return engine_names_; }

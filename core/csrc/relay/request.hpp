@@ -76,6 +76,8 @@ struct Plan {
     int prefill = -1;
     bool concurrent = false;
     std::string prefill_params, engine_params;
+    std::vector<std::pair<std::string, std::string>>
+        prefill_headers;                                       // for prefill, in place of the client's
     std::vector<std::pair<std::string, std::string>> headers;  // for the client, when it asks for them
     int64_t note = 0;                                          // comes back in the observation
 };
