@@ -23,6 +23,7 @@ class HandoverParams(msgspec.Struct):
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
     transfer_id: str | None = None
+    remote_engine_id: str | None = None
     remote_request_id: str | None = None
     remote_host: str | None = None
     remote_port: int | None = None

@@ -2,8 +2,9 @@
 
 Both forms of vLLM's connectors are spoken towards the proxy (``kv_transfer_params``: two-step, NIXL-style;
 and concurrent, with ``transfer_id`` and a bootstrap address). Between the engines there are no bytes to move,
-so one page does both: ``POST /mock/handover {"id": ...}`` answers with the number of tokens when the prompt
-is computed, and ends the lease.
+so one page does both: ``POST /mock/handover {"id": ..., "engine_id": ...}`` answers with the number of tokens
+when the prompt is computed, and ends the lease. 0: decode computes the prompt, because the lease or the
+engine is not there (any more).
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ class Leases:
         self.expired = 0
         self.fetched = 0
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._tokens
+
     def __len__(self) -> int:
         return len(self._tokens)
 
@@ -47,6 +51,12 @@ class Leases:
             self._blocks.free(("lease", name))
             self.fetched += 1
         return tokens
+
+    def refuse(self, name: str) -> None:
+        """The prompt will not be computed: who waits for it need not."""
+        for waiter in self._waiters.pop(name, ()):
+            if not waiter.done():
+                waiter.set_result(0)
 
     async def wait(self, name: str) -> int:
         """As ``take``, waiting for the prompt to be computed; 0 when it is not in time."""
@@ -77,10 +87,10 @@ class Leases:
             self.expired += 1
 
 
-async def fetch(host: str, port: int, name: str, *, timeout_s: float) -> int:
+async def fetch(host: str, port: int, name: str, engine_id: str, *, timeout_s: float) -> int:
     """Asks a prefill engine. Returns how many tokens were handed over; 0 for every kind of failure."""
     try:
-        body = json.dumps({"id": name}).encode()
+        body = json.dumps({"id": name, "engine_id": engine_id}).encode()
         request = (
             b"POST /mock/handover HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\nConnection: close\r\n\r\n" % (host.encode("idna"), len(body))

@@ -107,7 +107,8 @@ class MockEngine:
         if asked.model not in ("", self.settings.model):
             connection.answer(404, api.error(f"The model `{asked.model}` does not exist."))
             return None
-        name = connection.request_id.decode("latin-1") or f"mock-{uuid.uuid4()}"
+        # As in vLLM: clients may use one X-Request-Id several times.
+        name = f"{connection.request_id.decode('latin-1') or 'mock'}-{uuid.uuid4().hex}"
         answer = Answer(self, connection, asked, name)
         if not self.batch.fits(answer.job):
             tokens = self.settings.blocks * self.settings.block_tokens
@@ -141,7 +142,10 @@ class MockEngine:
             elif path == b"/v1/embeddings":
                 connection.answer(200, {"object": "list", "data": [{"index": 0, "embedding": [0.0]}]})
             elif path == b"/mock/handover":
-                return Fetched(self, connection, str(json.loads(body)["id"]))
+                wanted = json.loads(body)
+                if wanted["engine_id"] == self.engine_id:
+                    return Fetched(self, connection, str(wanted["id"]))
+                connection.answer(200, {"tokens": 0})
             elif path == b"/mock/faults":
                 self.faults = dict(json.loads(body))
                 connection.answer(200, self.faults)
@@ -244,7 +248,9 @@ class MockEngine:
             host, port, name = params.remote_host, params.remote_port, params.remote_request_id or ""
         tokens = 0
         if host and port:
-            tokens = await handover.fetch(host, port, name, timeout_s=self.settings.lease_s)
+            tokens = await handover.fetch(
+                host, port, name, params.remote_engine_id or "", timeout_s=self.settings.lease_s
+            )
         if tokens:
             missing = max(0, tokens - job.cached)
             await asyncio.sleep(missing * self.settings.timing.handover_s_per_token)
@@ -281,6 +287,7 @@ class Answer:
         self._words = api.words(asked)
         self._fetches = handed is not None and handed.do_remote_prefill
         self._keeps = handed is not None and handed.do_remote_decode
+        self._transfer = (handed.transfer_id or "") if handed is not None and self._keeps else ""
         self.asked = asked
         self.job = Job(
             name, len(asked.ids), engine.digests(asked), asked.answer_tokens, fetches=self._fetches
@@ -292,6 +299,8 @@ class Answer:
             return
         engine = self._engine
         engine.batch.abort(self.job)
+        if self._transfer:
+            engine.leases.refuse(self._transfer)
         engine.answers.pop(self.job, None)
         engine.counts["aborted"] += 1
         engine.wake()
@@ -317,10 +326,8 @@ class Answer:
     def _finish(self) -> None:
         job, asked, engine = self.job, self.asked, self._engine
         params = None
-        name = self._name
-        if self._keeps:
-            assert asked.handover is not None
-            name = asked.handover.transfer_id or self._name
+        name = self._transfer or self._name
+        if self._keeps and name not in engine.leases:
             engine.batch.finish(job, heir=("lease", name))
             engine.leases.open(name, job.tokens)
             params = self._params(name)
@@ -344,8 +351,7 @@ class Answer:
             self._connection.answer(200, api.whole_answer(asked, self._name, text, usage, params))
 
     def _params(self, name: str) -> dict[str, object] | None:
-        assert self.asked.handover is not None
-        if self.asked.handover.transfer_id is not None:
+        if self._transfer:
             return None  # the concurrent form: the proxy knows it all
         settings = self._engine.settings
         return {
