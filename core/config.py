@@ -105,6 +105,7 @@ class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefill: list[str] = []
     decode: list[str] = []
     policy: str = "auto"
+    handover: str = "auto"
     api_keys_file: str = ""
     access_log: str = ""
     tokenizer: list[str] = []
@@ -272,6 +273,7 @@ SECRETS = ("cluster.token", "cluster.admin_token")
 CHOICES: dict[str, tuple[str, ...]] = {
     "cluster.tls_control": ("off", "on", "mutual"),
     "node.ssd_io": ("auto", "io_uring", "threads"),
+    "proxy.handover": ("auto", "two_step", "concurrent"),
     "log.level": ("debug", "info", "warning", "error"),
     "up.engine.engine": ("vllm",),
     "up.engine.role": ("both", "prefill", "decode"),
@@ -341,10 +343,13 @@ HELP: dict[str, str] = {
     "master.http_timeout_s": "the longest life of one HTTP connection",
     "proxy.listen": "address of the OpenAI API, /metrics, /health and /engines",
     "proxy.engines": "root URLs of the engines, each http://host:port or NAME=http://host:port",
-    "proxy.prefill": "engines that compute prompts for those of proxy.decode; written like proxy.engines",
+    "proxy.prefill": "engines that compute prompts for those of proxy.decode; written like proxy.engines, "
+    "with #bootstrap=PORT or #bootstrap=HOST:PORT behind one whose bootstrap page is not at 8998 of its host",
     "proxy.decode": "engines that answer what those of proxy.prefill computed",
     "proxy.policy": "how an engine is chosen: round_robin, least_load, prefix_affinity, conductor, or "
     "package.module:Class; auto: conductor where engines have roles or there are KV events, else round_robin",
+    "proxy.handover": "two_step: prefill first, then decode; concurrent: both at once; auto: at once with "
+    "engines whose bootstrap page answers",
     "proxy.api_keys_file": "file of the API keys of clients, one per line; empty: none is asked for",
     "proxy.access_log": "file that gets a line per request; - is standard output; empty: none",
     "proxy.tokenizer": "MODEL=FOLDER with tokenizer.json, for each model; empty: engines are asked for token "

@@ -28,6 +28,7 @@ def proxy_settings(config: Config) -> ProxySettings:
             *parse_engines(config.proxy.decode, "decode"),
         ),
         policy=policy_of(config.proxy),
+        handover=config.proxy.handover,
         api_keys_file=config.proxy.api_keys_file,
         access_log=config.proxy.access_log,
         tokenizer=tuple(config.proxy.tokenizer),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.observations import Observation, Outcome, Stage
+from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
 from moonpool.disagg_proxy.tokens.watch import PredictionWatch
 
 FORGOTTEN_S = 900.0
@@ -92,6 +92,8 @@ class Accounts:
             if not observation.stream:
                 return  # the first byte of an answer that comes whole is its end
             self._prefilled(observation, sent, first_s)
+        elif observation.handed_over == Handed.CONCURRENT and not observation.prefill_done_s:
+            pass  # decode did not wait for it: it is still in work
         elif observation.handed_over and observation.prefill_done_s and observation.stream:
             choice.decode.handover_model.observe(sent.asked.tokens, first_s - observation.prefill_done_s)
         else:

@@ -22,7 +22,9 @@ from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.plan import Decision, Plan
 from moonpool.disagg_proxy.conductor.policy import Policy
 from moonpool.disagg_proxy.engine import Engine
+from moonpool.disagg_proxy.handovers import Handovers
 from moonpool.disagg_proxy.locality import Locality, Place, seed_of
+from moonpool.disagg_proxy.observations import Handed
 from moonpool.disagg_proxy.tokens.source import KnownPrompts, TextPrompt, TokenSource
 
 UNKNOWN = Request()
@@ -54,6 +56,7 @@ class Dispatcher:
             Instance(engine.place, engine.name, Role(engine.role), load=engine.load) for engine in engines
         )
         self.accounts = Accounts(self.instances)
+        self.handovers = Handovers(self.engines)
         self.known = KnownPrompts()
         self.blind = 0
         self.late_errors = 0  # of the policy, on the event loop
@@ -192,18 +195,22 @@ class Dispatcher:
             found = self._candidates[places] = (instances, whole)
         return found[0] if request.kind in _GENERATES else found[1]
 
-    @staticmethod
-    def _plan(request: ProxyRequest, choice: Choice, *, note: int) -> Plan:
-        prefill = None if choice.prefill is None else choice.prefill.place
-        headers: tuple[tuple[bytes, bytes], ...] = ()
-        if request.headers("x-moonpool-decision") is not None:
-            why = {
-                "engine": choice.decode.name,
-                "prefill": choice.prefill and choice.prefill.name,
-                **choice.why,
-            }
-            headers = ((b"X-Moonpool-Decision", msgspec.json.encode(why)),)
-        return Plan(choice.decode.place, prefill, headers=headers, note=note)
+    def _plan(self, request: ProxyRequest, choice: Choice, *, note: int) -> Plan:
+        decode, prefill = choice.decode, choice.prefill
+        if prefill is None:
+            plan, form = Plan(decode.place, note=note), Handed.NOT
+        else:
+            transfer = f"{request.id:x}-{request.attempt}"
+            plan, form = self.handovers.plan(decode.place, prefill.place, transfer, note)
+        if request.headers("x-moonpool-decision") is None:
+            return plan
+        why = {
+            "engine": decode.name,
+            "prefill": prefill and prefill.name,
+            "handover": form.name.lower() if form else None,
+            **choice.why,
+        }
+        return plan._replace(headers=((b"X-Moonpool-Decision", msgspec.json.encode(why)),))
 
     def _models(self, request: ProxyRequest) -> Mapping[str, bytes] | None:
         for place in request.candidates:
@@ -215,3 +222,4 @@ class Dispatcher:
     def _learn(self, records: bytes) -> None:
         for observation in observations.read(records):
             self.accounts.learn(observation)
+            self.handovers.observed(observation)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from moonpool.disagg_proxy.bootstrap import Bootstrap
 from moonpool.disagg_proxy.conductor.liveness import Liveness
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
 
@@ -21,6 +22,7 @@ class Engine:
 
     host:    what goes into the Host field.
     models:  the ids that its /v1/models lists, with what it says of each as JSON; None: it did not say.
+    bootstrap: where a prefill engine can be met in the concurrent form; None: nowhere.
     """
 
     def __init__(self, place: int, spec: EngineSpec, settings: ProxySettings) -> None:
@@ -32,6 +34,7 @@ class Engine:
         self.host = host_field(*spec.address)
         self.liveness = Liveness(settings.health.timeouts_max)
         self.models: dict[str, bytes] | None = None
+        self.bootstrap = bootstrap_of(spec, settings)
         self.relay: Relay | None = None
         self.turned: Callable[[Engine, bool], None] = lambda engine, healthy: None
         self._resolved: tuple[str, int] | None = None
@@ -56,6 +59,11 @@ class Engine:
         if self.liveness.timed_out(self._now(), why):
             self._leave(why)
 
+    def not_checked(self) -> None:
+        """A health check could not be made, for a reason of our own: what was true is taken to be true."""
+        if self.liveness.healthy and self.relay is not None:
+            self.relay.engine_state(self.place, True, "")
+
     def refused(self, why: str) -> None:
         """The engine is certainly not serving."""
         if self.liveness.refused(self._now(), why):
@@ -71,15 +79,37 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of a part is broken."""
         self.liveness.check_integrity()
+        if self.bootstrap is not None:
+            self.bootstrap.check_integrity()
 
     def _leave(self, why: str) -> None:
         if self.relay is not None:
             self.relay.engine_state(self.place, False, why)
+        if self.bootstrap is not None:
+            self.bootstrap.engine_left()
         self.turned(self, False)
         _log.warning("engine %s (%s) leaves the rotation: %s", self.name, self.url, why)
 
     def _now(self) -> float:
         return time.monotonic() if self.relay is None else self.relay.now()
+
+
+def bootstrap_of(spec: EngineSpec, settings: ProxySettings) -> Bootstrap | None:
+    """The bootstrap page that hand-overs from this engine may be arranged by."""
+    place = spec.bootstrap_address
+    if place is None or settings.handover == "two_step":
+        return None
+    if place in settings.shared_bootstraps:
+        _log.warning(
+            "engine %s: prefill and decode take two steps, because other prefill engines would have their "
+            "bootstrap page at %s:%d, too; give each its own, --prefill %s#bootstrap=PORT",
+            spec.name,
+            *place,
+            spec.url,
+        )
+        return None
+    expected = bool(spec.bootstrap) or settings.handover == "concurrent"
+    return Bootstrap(spec.name, place, expected=expected, retry_s=settings.health.interval_s)
 
 
 def host_field(host: str, port: int) -> str:

@@ -1,5 +1,5 @@
 """Asks each engine ``GET /health`` again and again, over a new connection each time, so that accepting is
-tested too; and, when it is well, which models it serves.
+tested too; and, when it is well, which models it serves, and of a prefill engine its bootstrap page.
 
 One task per engine on the proxy's loop; what an outcome means is decided by ``conductor/liveness.py``.
 """
@@ -7,15 +7,23 @@ One task per engine on the proxy's loop; what an outcome means is decided by ``c
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
+import socket
 from collections.abc import Mapping
 
 import msgspec
 
-from moonpool.disagg_proxy.engine import Engine
+from moonpool.disagg_proxy.bootstrap import RANKS_MAX, Bootstrap, Rank, is_next, read_page
+from moonpool.disagg_proxy.engine import Engine, host_field
 from moonpool.disagg_proxy.settings import HealthChecks
 
 _HEAD_BYTES_MAX = 64 << 10
 _BODY_BYTES_MAX = 1 << 20
+# What this process, or its host, has too little of; it says nothing about the engine.
+_OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+
+_log = logging.getLogger("moonpool.proxy")
 
 
 class _Model(msgspec.Struct):
@@ -33,6 +41,7 @@ class HealthChecker:
         self._engine = engine
         self._checks = checks
         self._loop = asyncio.get_running_loop()
+        self._short = False  # the log knows that checks cannot be made
         self.first: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self) -> None:
@@ -48,15 +57,21 @@ class HealthChecker:
         engine, path = self._engine, self._checks.path
         try:
             async with asyncio.timeout(self._checks.timeout_s):  # wait_for of 3.11 can swallow a cancellation
-                status, _, peer = await self._get(path)
+                status, _, peer = await _get(engine.address, path)
         except TimeoutError:
             engine.answered_late(f"GET {path} was not answered within {self._checks.timeout_s:g} s")
         except OSError as error:
-            engine.refused(f"GET {path} failed: {error.strerror or error}")
+            if _is_ours(error):
+                self._not_checked(error)
+            else:
+                engine.refused(f"GET {path} failed: {error.strerror or error}")
         else:
+            self._short = False
             if 200 <= status < 300:
                 await self._look_at_models()
                 engine.answered_well(peer)
+                if engine.bootstrap is not None and engine.bootstrap.is_due(self._loop.time()):
+                    await self._look_at_bootstrap(engine.bootstrap)
             else:
                 engine.refused(f"GET {path} was answered with {status}")
 
@@ -64,35 +79,86 @@ class HealthChecker:
         """What cannot be read says nothing: the engine then keeps what it said before."""
         try:
             async with asyncio.timeout(self._checks.timeout_s):
-                status, body, _ = await self._get("/v1/models")
+                status, body, _ = await _get(self._engine.address, "/v1/models")
         except OSError:  # TimeoutError is one
             return
         self._engine.serves(models_of(body) if status == 200 else None)
 
-    async def _get(self, path: str) -> tuple[int, bytes, tuple[str, int]]:
-        """Status, body and the peer's address. HTTP/1.0, so that nothing comes in chunks."""
-        reader, writer = await asyncio.open_connection(*self._engine.address, limit=_HEAD_BYTES_MAX)
+    async def _look_at_bootstrap(self, bootstrap: Bootstrap) -> None:
         try:
-            peer = writer.get_extra_info("peername")[:2]
-            writer.write(
-                f"GET {path} HTTP/1.0\r\nHost: {self._engine.host}\r\nUser-Agent: moonpool-proxy\r\n"
-                "Connection: close\r\n\r\n".encode()
+            async with asyncio.timeout(self._checks.timeout_s):
+                ranks = await _ranks_at(*bootstrap.address)
+        except TimeoutError:
+            return bootstrap.failed("no answer", self._loop.time())
+        except OSError as error:
+            if not _is_ours(error):
+                bootstrap.failed(error.strerror or str(error), self._loop.time())
+            return
+        if not ranks:
+            return bootstrap.failed("something else answers there", self._loop.time())
+        if self._engine.liveness.healthy:  # it may have left the rotation meanwhile
+            bootstrap.answered(ranks)
+
+    def _not_checked(self, error: OSError) -> None:
+        self._engine.not_checked()
+        if not self._short:
+            self._short = True
+            _log.warning(
+                "the health of engine %s cannot be checked (%s); it keeps the state it had",
+                self._engine.name,
+                error.strerror or error,
             )
-            try:
-                head = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
-                status, length = int(head[0].split(b" ")[1]), _BODY_BYTES_MAX
-                for line in head[1:]:
-                    name, _, value = line.partition(b":")
-                    if name.lower() == b"content-length":
-                        length = min(int(value), _BODY_BYTES_MAX)
-                body = await _read_up_to(reader, length)
-            except asyncio.IncompleteReadError:
-                raise ConnectionError("closed the connection before its answer was complete") from None
-            except (asyncio.LimitOverrunError, ValueError, IndexError):
-                raise ConnectionError("sent a broken answer") from None
-            return status, body, peer
-        finally:
-            writer.transport.abort()
+
+
+async def _ranks_at(host: str, port: int) -> tuple[Rank, ...]:
+    """What a bootstrap page says, and those of further ranks on the ports behind it; () when it is none."""
+    ranks: tuple[Rank, ...] = ()
+    for number in range(port, min(port + RANKS_MAX, 65536)):
+        try:
+            status, body, _ = await _get((host, number), "/query")
+        except OSError:  # TimeoutError is one
+            if not ranks:
+                raise
+            break
+        found = read_page(body, f"http://{host_field(host, number)}") if status == 200 else ()
+        if ranks and not (len(found) == 1 and is_next(ranks[-1], found[0])):
+            break
+        ranks += found
+        if len(found) != 1 or found[0].number is None:
+            break
+    return ranks
+
+
+async def _get(address: tuple[str, int], path: str) -> tuple[int, bytes, tuple[str, int]]:
+    """Status, body and the peer's address. HTTP/1.0, so that nothing comes in chunks."""
+    reader, writer = await asyncio.open_connection(*address, limit=_HEAD_BYTES_MAX)
+    try:
+        peer = writer.get_extra_info("peername")[:2]
+        writer.write(
+            f"GET {path} HTTP/1.0\r\nHost: {host_field(*address)}\r\nUser-Agent: moonpool-proxy\r\n"
+            "Connection: close\r\n\r\n".encode()
+        )
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+            status, length = int(head[0].split(b" ")[1]), _BODY_BYTES_MAX
+            for line in head[1:]:
+                name, _, value = line.partition(b":")
+                if name.lower() == b"content-length":
+                    length = min(int(value), _BODY_BYTES_MAX)
+            body = await _read_up_to(reader, length)
+        except asyncio.IncompleteReadError:
+            raise ConnectionError("closed the connection before its answer was complete") from None
+        except (asyncio.LimitOverrunError, ValueError, IndexError):
+            raise ConnectionError("sent a broken answer") from None
+        return status, body, peer
+    finally:
+        writer.transport.abort()
+
+
+def _is_ours(error: OSError) -> bool:
+    if isinstance(error, socket.gaierror):
+        return error.errno in (socket.EAI_SYSTEM, socket.EAI_MEMORY)
+    return error.errno in _OURS
 
 
 async def _read_up_to(reader: asyncio.StreamReader, length: int) -> bytes:

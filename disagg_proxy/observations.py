@@ -30,9 +30,17 @@ class Outcome(IntEnum):
     REFUSED = 4
 
 
+class Handed(IntEnum):
+    """Whether, and how, the engine that answers was told where a prefill engine's work lies."""
+
+    NOT = 0
+    TWO_STEP = 1
+    CONCURRENT = 2
+
+
 class Observation(NamedTuple):
     """One record, in the order of its bytes. Places are -1 and times 0.0 where it did not come to that;
-    tokens are the engine's own counts, -1 where its answer did not tell.
+    tokens are the engine's own counts, -1 where its answer did not tell. handed_over: Handed.
     """
 
     request: int

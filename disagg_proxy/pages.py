@@ -12,6 +12,7 @@ from moonpool.disagg_proxy.conductor_metrics import ConductorCollector
 from moonpool.disagg_proxy.dispatcher import Dispatcher
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.events.subscriber import Subscriber
+from moonpool.disagg_proxy.handovers import HandoverCollector
 from moonpool.disagg_proxy.health import merged_models
 from moonpool.disagg_proxy.locality import Locality
 from moonpool.disagg_proxy.metrics import CONTENT_TYPE, Counters, EngineCounters, ProxyCollector, exposition
@@ -68,7 +69,10 @@ class Pages:
     ) -> None:
         self._dispatcher = dispatcher
         self._look = look
-        self._collectors: tuple[Collector, ...] = (ProxyCollector(look),)
+        self._collectors: tuple[Collector, ...] = (
+            ProxyCollector(look),
+            HandoverCollector(dispatcher.handovers),
+        )
         if dispatcher.uses_tokens:
             self._collectors += (ConductorCollector(dispatcher, locality, subscriber),)
         self._policy = policy

@@ -16,17 +16,25 @@ from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.events.settings import EventSource
 
+BOOTSTRAP_PORT = 8998  # where prefill engines have their bootstrap page, unless they are told otherwise
+HANDOVERS = ("auto", "two_step", "concurrent")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_BOOTSTRAP = re.compile(r"(?:([^\s/]+):)?([0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """An engine behind the proxy: a name (header, metrics), its root URL, ``http://host:port``, and its role:
-    both, prefill (computes prompts for others) or decode (answers what others have computed)."""
+    both, prefill (computes prompts for others) or decode (answers what others have computed).
+
+    bootstrap: where a prefill engine's bootstrap page is, PORT (of the URL's host) or HOST:PORT; 0: it has
+    none; "": at BOOTSTRAP_PORT, if anywhere.
+    """
 
     name: str
     url: str
     role: str = "both"
+    bootstrap: str = ""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -35,7 +43,7 @@ class EngineSpec:
             )
         if self.role not in ("both", "prefill", "decode"):
             raise _bad("engines", f"an engine's role is both, prefill or decode, not {self.role!r}")
-        _ = self.address
+        _ = self.address, self.bootstrap_address
 
     @property
     def address(self) -> tuple[str, int]:
@@ -52,6 +60,22 @@ class EngineSpec:
                 "engines", f"give the root of the engine, http://{host}:{port or 80}, not {self.url!r}"
             )
         return host, 80 if port is None else port
+
+    @property
+    def bootstrap_address(self) -> tuple[str, int] | None:
+        """(host, port) of its bootstrap page, None when it has none. Raises ConfigError."""
+        if self.role != "prefill":
+            if self.bootstrap:
+                raise _bad("engines", f"only a prefill engine has a bootstrap page, and {self.name} is none")
+            return None
+        parts = _BOOTSTRAP.fullmatch(self.bootstrap or str(BOOTSTRAP_PORT))
+        if parts is None or int(parts[2]) > 65535:
+            raise _bad(
+                "prefill",
+                f"write #bootstrap=PORT, #bootstrap=HOST:PORT or, for none, #bootstrap=0; not "
+                f"{self.bootstrap!r}",
+            )
+        return ((parts[1] or self.address[0]).strip("[]"), int(parts[2])) if int(parts[2]) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +143,7 @@ class ProxySettings:
     port: int = 8080
     engines: tuple[EngineSpec, ...] = ()
     policy: str = "round_robin"
+    handover: str = "auto"  # one of HANDOVERS; auto: concurrent where the bootstrap page answers
     limits: Limits = field(default_factory=Limits)
     deadlines: Deadlines = field(default_factory=Deadlines)
     health: HealthChecks = field(default_factory=HealthChecks)
@@ -141,6 +166,7 @@ class ProxySettings:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise _bad("engines", f"two engines are called {twice[0]!r}; give each its own NAME=URL")
         make_policy(self.policy)
+        self._check_handover()
         for source in self.events:
             if not source.pool and source.name not in names:
                 raise _bad("events", f"no engine is called {source.name!r}; they are {', '.join(names)}")
@@ -155,6 +181,24 @@ class ProxySettings:
             )
         for part in ("limits", "deadlines", "health", "breaker"):
             _check_positive(part, getattr(self, part))
+
+    @property
+    def shared_bootstraps(self) -> frozenset[tuple[str, int]]:
+        """Bootstrap addresses that stand for several prefill engines: nobody can say whose page that is."""
+        places = [engine.bootstrap_address for engine in self.engines]
+        return frozenset(place for place in places if place is not None and places.count(place) > 1)
+
+    def _check_handover(self) -> None:
+        if self.handover not in HANDOVERS:
+            raise _bad("handover", f"handover is one of {', '.join(HANDOVERS)}, not {self.handover!r}")
+        for engine in self.engines:
+            place = engine.bootstrap_address
+            if place in self.shared_bootstraps and (engine.bootstrap or self.handover == "concurrent"):
+                raise _bad(
+                    "prefill",
+                    f"several prefill engines would have their bootstrap page at {place[0]}:{place[1]}; give "
+                    f"each its own: --prefill {engine.url}#bootstrap=PORT",
+                )
 
     @property
     def loopback(self) -> bool:
@@ -195,13 +239,15 @@ def parse_tokenizers(texts: Iterable[str]) -> dict[str, Path]:
 
 def parse_engines(texts: Iterable[str], role: str = "both") -> tuple[EngineSpec, ...]:
     """``URL`` or ``NAME=URL`` each; an engine without a name is called engine-0, engine-1, ... by its
-    place (prefill-0, decode-0, ... in these roles)."""
+    place (prefill-0, decode-0, ... in these roles). Behind ``#bootstrap=``: see EngineSpec."""
     kind = "engine" if role == "both" else role
     specs = []
     for place, text in enumerate(texts):
+        text, _, bootstrap = text.partition("#bootstrap=")
         name, separator, url = text.partition("=")
-        named = bool(separator) and "://" not in name
-        specs.append(EngineSpec(name, url, role) if named else EngineSpec(f"{kind}-{place}", text, role))
+        if not separator or "://" in name:
+            name, url = f"{kind}-{place}", text
+        specs.append(EngineSpec(name, url, role, bootstrap))
     return tuple(specs)
 
 

@@ -25,7 +25,10 @@ def proxy(
     ] = None,
     prefill: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL|NAME=URL", help="Computes prompts for --decode; once for each."),
+        typer.Option(
+            metavar="URL|NAME=URL",
+            help="Computes prompts for --decode; once for each. #bootstrap=PORT behind it, where not 8998.",
+        ),
     ] = None,
     decode: Annotated[
         list[str] | None,
@@ -42,6 +45,9 @@ def proxy(
             help="conductor (default with --prefill and --decode, or events), prefix_affinity, least_load, "
             "round_robin (default otherwise), or package.module:Class."
         ),
+    ] = None,
+    handover: Annotated[
+        str | None, typer.Option(metavar="FORM", help="From prefill to decode: auto, two_step, concurrent.")
     ] = None,
     api_keys_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="API keys of clients, one per line.")
@@ -87,6 +93,7 @@ def proxy(
             "proxy.pool_events": pool_events or None,
             "proxy.listen": listen,
             "proxy.policy": policy,
+            "proxy.handover": handover,
             "cluster.token_file": None if token_file is None else str(token_file),
         },
     )

@@ -357,7 +357,7 @@ async def bed(
         deadlines=replace(deadlines or Deadlines(), sweep_s=0.01),
         health=health,
         breaker=breaker or BreakerLimits(),
-        **more,
+        **{"handover": "two_step", **more},
     )
     proxy = Proxy(settings, decide)
     if clock is not None:

@@ -68,9 +68,11 @@ async def fleet(
     policy: str = "conductor",
     events: bool = False,
     mock: MockSettings | None = None,
+    handover: str = "two_step",
+    health: HealthChecks | None = None,
     **more: Any,
 ) -> AsyncIterator[Fleet]:
-    """An engine for each role, named by it and its place."""
+    """An engine for each role, named by it and its place. A mock has its bootstrap page at its own port."""
     async with AsyncExitStack() as stack:
         engines, specs, sources = {}, [], []
         for place, role in enumerate(roles):
@@ -79,7 +81,8 @@ async def fleet(
                 settings = replace(settings, events="tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*")
             engine = MockEngine(settings)
             name = f"{role}-{place}"
-            specs.append(EngineSpec(name, await engine.open(), role))
+            url = await engine.open()
+            specs.append(EngineSpec(name, url, role, str(engine.port) if role == "prefill" else ""))
             stack.push_async_callback(engine.close)
             engines[name] = engine
             if events:
@@ -90,7 +93,8 @@ async def fleet(
                 engines=tuple(specs),
                 policy=policy,
                 events=tuple(sources),
-                health=HealthChecks(interval_s=0.2),
+                handover=handover,
+                health=health or HealthChecks(interval_s=0.2),
                 **more,
             )
         )
@@ -207,13 +211,19 @@ def test_an_engine_that_dies_is_forgotten_and_its_requests_go_elsewhere() -> Non
     play(scenario)
 
 
-def test_clients_that_leave_at_any_moment_leave_nothing() -> None:
+@pytest.mark.parametrize("handover", ["two_step", "concurrent"])
+def test_clients_that_leave_at_any_moment_leave_nothing(handover: str) -> None:
     """Queued, tokenised, in prefill, between, streaming: whenever it was."""
 
     async def scenario() -> None:
         timing = Timing(step_s=0.002, prefill_s_per_token=2e-6, handover_s_per_token=1e-6)
         async with fleet(
-            "prefill", "prefill", "decode", "decode", mock=MockSettings(timing=timing, lease_s=1.0)
+            "prefill",
+            "prefill",
+            "decode",
+            "decode",
+            mock=MockSettings(timing=timing, lease_s=1.0),
+            handover=handover,
         ) as f:
             rng = random.Random(SEED)
             print("seed", SEED)

@@ -1,0 +1,174 @@
+"""Where a prefill engine can be met in the concurrent form: what its bootstrap page says (``GET /query``, as
+of vLLM's MooncakeConnector and of ours), and since when.
+
+    {"<data-parallel rank>": {"engine_id": "...", ...}, ...}
+
+Engines of several data-parallel ranks behind one address are called ID_dp0, ID_dp1, ...: vLLM's connector has
+all of them on one page, ours one on each of the following ports.
+
+Pure but for the log: ``health.py`` asks and tells the outcome.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+RANKS_MAX = 256
+RETRY_S_MAX = 30.0  # a page that does not answer is asked for less and less often
+_RANK = re.compile(r"(.+)_dp([0-9]{1,4})")
+
+_log = logging.getLogger("moonpool.proxy")
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One prefill engine behind an address. url: of the page that knows it; number: of the rank, as the
+    address wants to be told, None when there is only one."""
+
+    engine_id: str
+    url: str
+    number: int | None = None
+
+
+class _Member(msgspec.Struct):
+    engine_id: str
+
+
+_page = msgspec.json.Decoder(dict[str, _Member])
+
+
+def read_page(body: bytes, url: str) -> tuple[Rank, ...]:
+    """The ranks of one page, in their order; () when it is no such page."""
+    try:
+        members = {int(key): member.engine_id for key, member in _page.decode(body).items()}
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return ()
+    if not all(0 < len(engine_id) <= 256 for engine_id in members.values()):
+        return ()
+    ranks = []
+    for key, engine_id in sorted(members.items())[:RANKS_MAX]:
+        parts = _RANK.fullmatch(engine_id)
+        number = int(parts[2]) if parts else key if len(members) > 1 else None
+        ranks.append(Rank(engine_id, url, number))
+    return tuple(ranks)
+
+
+def is_next(last: Rank, rank: Rank) -> bool:
+    """Whether ``rank``, of the following port's page, is behind the same address."""
+    before, after = _RANK.fullmatch(last.engine_id), _RANK.fullmatch(rank.engine_id)
+    return bool(before and after and before[1] == after[1] and int(after[2]) == int(before[2]) + 1)
+
+
+class Bootstrap:
+    """What is known of one engine's page. address: of the page; expected: whether somebody counts on it, so
+    that a page that is not there is worth a warning. ``take`` may be called on any thread, the rest on the
+    event loop.
+
+    up: whether the page is known; restarts: how often an engine had another id; stale: requests that were
+    sent with an id that turned out to be, or may have been, one of an engine that is no more.
+    """
+
+    def __init__(self, engine: str, address: tuple[str, int], *, expected: bool, retry_s: float) -> None:
+        self.address = address
+        self.restarts = 0
+        self.stale = 0
+        self._engine = engine
+        self._expected = expected
+        self._retry_first_s = self._retry_s = retry_s
+        self._ask_at_s = 0.0
+        self._told = False  # the log knows that there is no page
+        self._lock = threading.Lock()
+        self._ranks: tuple[Rank, ...] = ()
+        self._ids: frozenset[str] = frozenset()  # the last that were known
+        self._turn = 0
+        self._unconfirmed = 0  # taken since the page was last seen
+
+    @property
+    def up(self) -> bool:
+        return bool(self._ranks)
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether the page should be asked for."""
+        return self.up or now_s >= self._ask_at_s
+
+    def take(self) -> Rank | None:
+        """Whom the next request is for; None: the page is not known."""
+        with self._lock:
+            if not self._ranks:
+                return None
+            self._turn += 1
+            self._unconfirmed += 1
+            return self._ranks[self._turn % len(self._ranks)]
+
+    def answered(self, ranks: tuple[Rank, ...]) -> None:
+        """The page is there, and says this (never empty)."""
+        ids = frozenset(rank.engine_id for rank in ranks)
+        with self._lock:
+            if self._ids and ids != self._ids:
+                self.restarts += 1
+                self.stale += self._unconfirmed
+            self._unconfirmed = 0
+            was_up, self._ranks, self._ids = self.up, ranks, ids
+        self._retry_s, self._ask_at_s = self._retry_first_s, 0.0
+        if not was_up:
+            self._told = False
+            _log.info("engine %s hands over concurrently: %d rank(s)", self._engine, len(ranks))
+
+    def failed(self, why: str, now_s: float) -> None:
+        """The page did not answer, though the engine is well."""
+        if self.up or self._expected:
+            self._tell(why)
+        self._drop()
+        self._ask_at_s = now_s + self._retry_s
+        self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
+
+    def engine_left(self) -> None:
+        """The engine is not in the rotation; when it comes back it is asked anew."""
+        self._drop()
+        self._retry_s, self._ask_at_s = self._retry_first_s, 0.0
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        if self._ranks and frozenset(rank.engine_id for rank in self._ranks) != self._ids:
+            raise AssertionError("the ids of the ranks are not those that are known")
+        if not self._ranks and self._unconfirmed and not self._ids:
+            raise AssertionError("requests were sent by a page that was never there")
+
+    def _tell(self, why: str) -> None:
+        if self._told:
+            return
+        self._told = True
+        _log.warning(
+            "engine %s has no bootstrap page at %s:%d (%s): prefill and decode take two steps; "
+            "--prefill URL#bootstrap=PORT says where it is, 0 that there is none",
+            self._engine,
+            *self.address,
+            why,
+        )
+
+    def _drop(self) -> None:
+        with self._lock:
+            self._ranks = ()
+
+
+def parameters(rank: Rank, transfer: str) -> tuple[bytes, bytes]:
+    """kv_transfer_params for the prefill and for the decode engine."""
+    prefill: Mapping[str, object] = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": transfer,
+    }
+    decode: Mapping[str, object] = {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_engine_id": rank.engine_id,
+        "remote_bootstrap_addr": rank.url,
+        "transfer_id": transfer,
+    }
+    return msgspec.json.encode(prefill), msgspec.json.encode(decode)

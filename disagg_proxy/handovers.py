@@ -1,0 +1,135 @@
+"""From prefill to decode: the form that a pair of engines uses, and what became of it.
+
+    two_step     prefill answers first; what it says of its blocks goes to decode
+    concurrent   both are asked at once; they meet under a transfer id, which is made here for each attempt
+
+A policy chooses the engines, never the form.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moonpool.disagg_proxy.bootstrap import parameters
+from moonpool.disagg_proxy.conductor.plan import Plan, concurrent, two_step
+from moonpool.disagg_proxy.engine import Engine
+from moonpool.disagg_proxy.metrics import BOUNDS_S, Histogram, buckets
+from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
+
+RANK_HEADER = b"X-data-parallel-rank"
+OUTCOMES = {
+    Outcome.ANSWERED: "answered",
+    Outcome.LEFT: "client_left",
+    Outcome.FAILED: "failed",
+    Outcome.BROKEN_OFF: "broken_off",
+    Outcome.REFUSED: "refused",
+}
+
+
+class Handovers:
+    """instance: begins each transfer id, so that no other proxy makes the same. ``plan`` may be called on any
+    thread; ``observed`` by one at a time."""
+
+    def __init__(self, engines: Sequence[Engine], instance: str = "") -> None:
+        self.engines = engines
+        self.stats = {Handed.TWO_STEP: FormStats(), Handed.CONCURRENT: FormStats()}
+        self._instance = instance or os.urandom(8).hex()
+
+    def plan(self, decode: int, prefill: int, transfer: str, note: int) -> tuple[Plan, Handed]:
+        """The plan for a pair (places), and its form. transfer: names this attempt at this request; a
+        request id of the client's would not do, which may come twice."""
+        bootstrap = self.engines[prefill].bootstrap
+        rank = None if bootstrap is None else bootstrap.take()
+        if rank is None:
+            return two_step(prefill, decode, note=note), Handed.TWO_STEP
+        to_prefill, to_decode = parameters(rank, f"moonpool-{self._instance}-{transfer}")
+        own = () if rank.number is None else ((RANK_HEADER, b"%d" % rank.number),)
+        plan = concurrent(prefill, decode, to_prefill, to_decode, note=note, prefill_headers=own)
+        return plan, Handed.CONCURRENT
+
+    def observed(self, seen: Observation) -> None:
+        """A request has ended."""
+        if seen.handed_over and seen.stage == Stage.ENDED:
+            self.stats[Handed(seen.handed_over)].add(seen)
+
+
+@dataclass(slots=True)
+class FormStats:
+    """Of one form. gap: seconds from the end of a prefill to the first token of a stream, 0 when that came
+    first; first_byte: from asking the prefill engine to that token."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    gap: Histogram = field(default_factory=lambda: ([0] * (len(BOUNDS_S) + 1), 0.0))
+    first_byte: Histogram = field(default_factory=lambda: ([0] * (len(BOUNDS_S) + 1), 0.0))
+
+    def add(self, seen: Observation) -> None:
+        self.outcomes[OUTCOMES[Outcome(seen.outcome)]] += 1
+        if not (seen.stream and seen.first_byte_s and seen.status == 200):
+            return
+        done_s = seen.prefill_done_s or seen.first_byte_s
+        self.gap = _with(self.gap, max(0.0, seen.first_byte_s - done_s))
+        self.first_byte = _with(self.first_byte, max(0.0, seen.first_byte_s - seen.sent_prefill_s))
+
+
+class HandoverCollector(Collector):
+    def __init__(self, handovers: Handovers) -> None:
+        self._handovers = handovers
+
+    def collect(self) -> Iterator[Metric]:
+        ended = CounterMetricFamily(
+            "moonpool_proxy_handovers",
+            "Requests whose decode engine was told where a prefill engine's work lies",
+            labels=("form", "outcome"),
+        )
+        gap = HistogramMetricFamily(
+            "moonpool_proxy_handover_gap_seconds",
+            "From the end of a prefill to the first token of a stream",
+            labels=("form",),
+        )
+        first = HistogramMetricFamily(
+            "moonpool_proxy_handover_first_byte_seconds",
+            "From asking a prefill engine to the first token of a stream",
+            labels=("form",),
+        )
+        for form, stats in self._handovers.stats.items():
+            label = form.name.lower()
+            for outcome, count in sorted(stats.outcomes.items()):
+                ended.add_metric((label, outcome), count)
+            gap.add_metric((label,), buckets=buckets(stats.gap), sum_value=stats.gap[1])
+            first.add_metric((label,), buckets=buckets(stats.first_byte), sum_value=stats.first_byte[1])
+        yield from (ended, gap, first)
+        yield from self._pages()
+
+    def _pages(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily(
+            "moonpool_proxy_bootstrap_up", "1 while the bootstrap page is known", labels=("engine",)
+        )
+        restarts = CounterMetricFamily(
+            "moonpool_proxy_bootstrap_restarts",
+            "Times at which a prefill engine had another id",
+            labels=("engine",),
+        )
+        stale = CounterMetricFamily(
+            "moonpool_proxy_stale_handovers",
+            "Requests that may have been sent with the id of an engine that was gone: decode computed them",
+            labels=("engine",),
+        )
+        for engine in self._handovers.engines:
+            if engine.bootstrap is not None:
+                up.add_metric((engine.name,), float(engine.bootstrap.up))
+                restarts.add_metric((engine.name,), engine.bootstrap.restarts)
+                stale.add_metric((engine.name,), engine.bootstrap.stale)
+        yield from (up, restarts, stale)
+
+
+def _with(histogram: Histogram, seconds: float) -> Histogram:
+    counts, total = histogram
+    counts[bisect_left(BOUNDS_S, seconds)] += 1
+    return counts, total + seconds

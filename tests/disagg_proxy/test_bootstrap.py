@@ -1,0 +1,212 @@
+"""What a bootstrap page says, what is remembered of it, and which settings lead to one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.bootstrap import RETRY_S_MAX, Bootstrap, Rank, is_next, parameters, read_page
+from moonpool.disagg_proxy.engine import bootstrap_of
+from moonpool.disagg_proxy.health import _ranks_at
+from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings, parse_engines
+
+from .harness import with_deadline
+
+URL = "http://h:8998"
+ONE = (Rank("a", URL),)
+
+
+def page(**members: str) -> bytes:
+    return json.dumps(
+        {key[1:]: {"engine_id": name, "worker_addr": {}} for key, name in members.items()}
+    ).encode()
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_pages_of_one_engine_and_of_several_ranks() -> None:
+    assert read_page(page(r0="x"), URL) == (Rank("x", URL),)
+    assert read_page(page(r1="x_dp1", r0="x_dp0"), URL) == (Rank("x_dp0", URL, 0), Rank("x_dp1", URL, 1))
+    assert read_page(page(r0="x", r1="y"), URL) == (Rank("x", URL, 0), Rank("y", URL, 1))
+    assert read_page(page(r3="x_dp1"), URL) == (Rank("x_dp1", URL, 1),)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"\xff",
+        b'{"0":1}',
+        b'{"0":{}}',
+        b'{"x":{"engine_id":"a"}}',
+        page(r0=""),
+        b"[" * 10_000,
+        page(r0="x" * 300),
+        b'{"0":{"engine_id":7}}',
+    ],
+)
+def test_what_is_no_page(body: bytes) -> None:
+    assert read_page(body, URL) == ()
+
+
+@asynccontextmanager
+async def pages(bodies: Sequence[bytes]) -> AsyncIterator[int]:
+    """Served at neighbouring ports; yields the first."""
+
+    async def serve(body: bytes, port: int) -> asyncio.Server:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET /query ")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            await writer.drain()
+            writer.close()
+
+        return await asyncio.start_server(answer, "127.0.0.1", port)
+
+    while True:
+        async with AsyncExitStack() as stack:
+            try:
+                first = 0
+                for place, body in enumerate(bodies):
+                    server = await serve(body, first + place if first else 0)
+                    stack.callback(server.close)
+                    first = first or server.sockets[0].getsockname()[1]
+            except (OSError, OverflowError):
+                continue  # a neighbour is taken
+            yield first
+            return
+
+
+@with_deadline
+async def test_further_ranks_are_found_at_the_next_ports() -> None:
+    others = [page(r0="x_dp0"), page(r1="x_dp1"), page(r2="x_dp2"), page(r3="other_dp3")]
+    async with pages(others) as port:
+        ranks = await _ranks_at("127.0.0.1", port)
+        assert [(rank.engine_id, rank.number) for rank in ranks] == [("x_dp0", 0), ("x_dp1", 1), ("x_dp2", 2)]
+        assert [rank.url for rank in ranks] == [f"http://127.0.0.1:{port + place}" for place in range(3)]
+    async with pages([page(r0="x"), page(r0="y")]) as port:  # two engines of one host
+        assert [rank.engine_id for rank in await _ranks_at("127.0.0.1", port)] == ["x"]
+
+
+def test_the_next_rank_is_of_the_same_engine() -> None:
+    assert is_next(Rank("x_dp0", URL), Rank("x_dp1", URL))
+    for other in ("x", "y_dp1", "x_dp2", "x_dp0"):
+        assert not is_next(Rank("x_dp0", URL), Rank(other, URL))
+
+
+def test_ranks_take_turns_and_restarts_are_counted() -> None:
+    known = Bootstrap("p", ("h", 1), expected=True, retry_s=1.0)
+    assert known.take() is None
+    two = read_page(page(r0="x_dp0", r1="x_dp1"), URL)
+    known.answered(two)
+    assert {known.take(), known.take()} == set(two)
+    known.answered(two)
+    assert (known.restarts, known.stale) == (0, 0)
+    known.take()
+    known.engine_left()
+    assert known.take() is None
+    known.answered(read_page(page(r0="y_dp0", r1="y_dp1"), URL))
+    assert (known.restarts, known.stale) == (1, 1)
+    known.check_integrity()
+
+
+def test_a_missing_page_is_asked_for_less_often_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    for expected in (True, False):
+        caplog.clear()
+        known, now_s, asked = Bootstrap("p", ("h", 1), expected=expected, retry_s=1.0), 0.0, 0
+        while now_s < 600:
+            if known.is_due(now_s):
+                known.failed("refused", now_s)
+                asked += 1
+            now_s += 1.0
+        assert 600 / RETRY_S_MAX <= asked < 30
+        assert len(warnings_in(caplog)) == expected
+    caplog.clear()
+    known.answered(ONE)
+    known.failed("refused", now_s)  # it was there: now somebody counts on it
+    known.failed("refused", now_s)
+    (warning,) = warnings_in(caplog)
+    assert "#bootstrap=PORT" in warning
+
+
+def test_the_parameters_of_both() -> None:
+    prefill, decode = map(json.loads, parameters(Rank('a"b', URL), "t"))
+    assert prefill == {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t"}
+    assert decode == {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_engine_id": 'a"b',
+        "remote_bootstrap_addr": URL,
+        "transfer_id": "t",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("http://a:1", ("a", 8998)),
+        ("http://a:1#bootstrap=2", ("a", 2)),
+        ("p=http://a:1/#bootstrap=b:2", ("b", 2)),
+        ("http://[::1]:1", ("::1", 8998)),
+        ("http://a:1#bootstrap=[::2]:3", ("::2", 3)),
+        ("http://a:1#bootstrap=0", None),
+    ],
+)
+def test_where_the_page_is(text: str, address: tuple[str, int] | None) -> None:
+    (spec,) = parse_engines([text], "prefill")
+    assert spec.bootstrap_address == address
+    assert spec.address[1] == 1
+
+
+@pytest.mark.parametrize("option", ["x", "-1", "99999", "a:", ":1", "http://a:1"])
+def test_what_is_no_place_for_a_page(option: str) -> None:
+    with pytest.raises(ConfigError, match="#bootstrap=PORT"):
+        parse_engines([f"http://a:1#bootstrap={option}"], "prefill")
+
+
+def test_only_prefill_engines_have_a_page() -> None:
+    with pytest.raises(ConfigError, match="only a prefill engine"):
+        parse_engines(["http://a:1#bootstrap=2"], "decode")
+    assert parse_engines(["http://a:1"])[0].bootstrap_address is None
+
+
+DECODE = EngineSpec("d", "http://d:1", "decode")
+
+
+def test_engines_that_would_share_a_page_take_two_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """Whose id is it? A wrong one would let decode wait for nothing."""
+    specs = tuple(EngineSpec(f"p{n}", f"http://127.0.0.1:{n}", "prefill") for n in (1, 2))
+    settings = ProxySettings(engines=(*specs, DECODE))
+    assert [bootstrap_of(spec, settings) for spec in settings.engines] == [None] * 3
+    assert len(warnings_in(caplog)) == 2
+    with pytest.raises(ConfigError, match="several prefill engines"):
+        ProxySettings(engines=(*specs, DECODE), handover="concurrent")
+    given = EngineSpec("p3", "http://127.0.0.1:3", "prefill", "8998")
+    with pytest.raises(ConfigError, match="several prefill engines"):
+        ProxySettings(engines=(specs[0], given, DECODE))
+    apart = EngineSpec("p4", "http://127.0.0.1:4", "prefill", "8999")
+    settings = ProxySettings(engines=(specs[0], apart, DECODE))
+    assert [
+        known and known.address[1] for known in (bootstrap_of(spec, settings) for spec in settings.engines)
+    ] == [
+        8998,
+        8999,
+        None,
+    ]
+
+
+def test_the_form_is_one_of_three() -> None:
+    spec = EngineSpec("p", "http://127.0.0.1:1", "prefill")
+    with pytest.raises(ConfigError, match="auto, two_step, concurrent"):
+        ProxySettings(engines=(spec, DECODE), handover="three_step")
+    two_step = ProxySettings(engines=(spec, DECODE), handover="two_step")
+    assert bootstrap_of(spec, two_step) is None

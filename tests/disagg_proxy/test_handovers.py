@@ -1,0 +1,340 @@
+"""Hand-overs between mock engines behind the proxy, in both forms: the right text, whoever dies or leaves,
+and nothing that stays behind. The real engines stand in tests/connectors/vllm/pd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moonpool.disagg_proxy.mock_engine.server import MockEngine
+from moonpool.disagg_proxy.mock_engine.settings import MockSettings
+from moonpool.disagg_proxy.mock_engine.timing import Timing
+from moonpool.disagg_proxy.settings import HealthChecks
+
+from .test_fleet import SEED, Fleet, fleet, play, text_of
+
+FORMS = ("two_step", "concurrent")
+SELDOM = HealthChecks(interval_s=1e6)  # one check at the start: what happens later is found out by requests
+SLOW_PREFILL = Timing(prefill_s_per_token=1e-4)  # 1,000 tokens: 0.1 s
+SLOW = Timing(step_s=0.005, prefill_s_per_token=5e-5, handover_s_per_token=5e-5)
+PROMPT = "long " * 1_000
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def engine_of(f: Fleet, role: str) -> MockEngine:
+    return next(engine for name, engine in f.engines.items() if name.startswith(role))
+
+
+async def metrics_of(f: Fleet) -> dict[str, float]:
+    async with f.session.get(f.url + "/metrics") as page:
+        lines = [line for line in (await page.text()).splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+async def stream_of(f: Fleet, prompt: str, **more: Any) -> str:
+    body = {"model": "mock", "prompt": prompt, "max_tokens": 4, "stream": True, **more}
+    async with f.session.post(f.url + "/v1/completions", json=body) as answer:
+        assert answer.status == 200
+        events = [line[6:] for line in (await answer.read()).split(b"\n\n") if line]
+    assert events.pop() == b"[DONE]"
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+async def plain_text(prompt: str) -> str:
+    async with fleet("both") as plain:
+        return text_of((await plain.ask(prompt))[0])
+
+
+@pytest.mark.parametrize(
+    ("handover", "form"), [("auto", "concurrent"), ("concurrent", "concurrent"), ("two_step", "two_step")]
+)
+@pytest.mark.parametrize("policy", ["conductor", "round_robin"])
+def test_both_forms_give_the_same_answers(handover: str, form: str, policy: str) -> None:
+    async def scenario() -> None:
+        async with fleet("prefill", "prefill", "decode", "decode", policy=policy, handover=handover) as f:
+            for number in range(8):
+                answer, why = await f.ask(f"{number} {PROMPT}")
+                assert why["handover"] == form
+                assert text_of(answer) == await plain_text(f"{number} {PROMPT}")
+                assert await stream_of(f, f"s{number} {PROMPT}") == await plain_text(f"s{number} {PROMPT}")
+            decodes = [engine for name, engine in f.engines.items() if name.startswith("decode")]
+            assert sum(engine.counts["fetched_tokens"] for engine in decodes) > 16 * 1_200
+            assert sum(engine.counts["failed_fetches"] for engine in decodes) == 0
+            await f.settle()
+            counted = await metrics_of(f)
+            label = f'form="{form}"'
+            assert counted[f'moonpool_proxy_handovers_total{{{label},outcome="answered"}}'] == 16
+            for family in ("gap", "first_byte"):
+                assert counted[f"moonpool_proxy_handover_{family}_seconds_count{{{label}}}"] == 8
+            up = [value for name, value in counted.items() if name.startswith("moonpool_proxy_bootstrap_up")]
+            assert up == ([1.0, 1.0] if form == "concurrent" else [])
+
+    play(scenario)
+
+
+def test_a_short_rest_is_not_split() -> None:
+    async def scenario() -> None:
+        async with fleet("prefill", "decode", handover="concurrent") as f:
+            _, why = await f.ask("short")
+            assert (why["prefill"], why["handover"]) == (None, None)
+            assert engine_of(f, "prefill").counts["requests"] == 0
+
+    play(scenario)
+
+
+def test_decode_is_asked_while_prefill_computes() -> None:
+    async def scenario() -> None:
+        mock = MockSettings(timing=SLOW_PREFILL)
+        async with fleet("prefill", "decode", handover="concurrent", mock=mock) as f:
+            asking = asyncio.ensure_future(f.ask(PROMPT))
+            prefill, decode = engine_of(f, "prefill"), engine_of(f, "decode")
+            await until(lambda: bool(decode.batch.running))
+            assert prefill.batch.running
+            assert prefill.counts["finished"] == 0
+            await asking
+            await f.settle()
+            model = f.proxy._dispatcher.instances[0].prefill_model
+            assert model.regression.samples == 1
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("handover", FORMS)
+def test_a_prefill_engine_that_dies(handover: str, streams: bool) -> None:
+    """Before its request comes, and in the middle of it; nobody but the request finds out."""
+
+    async def scenario() -> None:
+        mock = MockSettings(timing=SLOW_PREFILL, lease_s=1.0)
+        async with fleet("prefill", "prefill", "decode", handover=handover, mock=mock, health=SELDOM) as f:
+
+            async def ask(prompt: str) -> str:
+                return await stream_of(f, prompt) if streams else text_of((await f.ask(prompt))[0])
+
+            first, second = f.engines["prefill-0"], f.engines["prefill-1"]
+            asking = asyncio.ensure_future(ask("a " + PROMPT))
+            await until(lambda: bool(first.batch.running or second.batch.running))
+            hit, left = (first, second) if first.batch.running else (second, first)
+            await hit.close()
+            assert await asking == await plain_text("a " + PROMPT)
+            assert left.counts["finished"] == 1
+            for letter in "bcd":
+                assert await ask(letter + PROMPT) == await plain_text(letter + PROMPT)
+            await left.close()
+            for letter in "efg":
+                assert await ask(letter + PROMPT) == await plain_text(letter + PROMPT)
+            decode = engine_of(f, "decode")
+            await until(lambda: decode.accounts()["blocks_held"] == decode.accounts()["running"] == 0)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("handover", FORMS)
+def test_a_decode_engine_that_dies(handover: str) -> None:
+    async def scenario() -> None:
+        mock = MockSettings(timing=SLOW_PREFILL, lease_s=0.5)
+        async with fleet("prefill", "decode", "decode", handover=handover, mock=mock, health=SELDOM) as f:
+            decodes = [engine for name, engine in f.engines.items() if name.startswith("decode")]
+            asking = asyncio.ensure_future(f.ask(PROMPT))
+            if handover == "concurrent":
+                await until(lambda: any(decode.batch.running for decode in decodes))
+                dying = next(decode for decode in decodes if decode.batch.running)
+            else:
+                await until(lambda: bool(engine_of(f, "prefill").batch.running))
+                dying = decodes[0]
+            await dying.close()
+            answer, _ = await asking
+            assert text_of(answer) == await plain_text(PROMPT)
+            for letter in "abcd":
+                assert text_of((await f.ask(letter + PROMPT))[0]) == await plain_text(letter + PROMPT)
+            living = [engine for engine in f.engines.values() if engine is not dying]
+            await until(lambda: all(engine.accounts()["blocks_held"] == 0 for engine in living))
+            assert all(engine.accounts()["leases"] == 0 for engine in living)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("handover", FORMS)
+def test_a_client_that_leaves_at_each_stage(handover: str) -> None:
+    """In prefill, while blocks are fetched, while the answer streams: both engines are empty soon."""
+
+    async def scenario() -> None:
+        mock = MockSettings(timing=SLOW, lease_s=0.5)
+        async with fleet("prefill", "decode", handover=handover, mock=mock) as f:
+            prefill, decode = engine_of(f, "prefill"), engine_of(f, "decode")
+            stages: dict[str, Callable[[], bool]] = {
+                "prefill": lambda: bool(prefill.batch.running),
+                "fetching": lambda: bool(decode.batch.running) and prefill.leases.fetched > fetched,
+                "streaming": lambda: any(job.made for job in decode.batch.running),
+            }
+            for stage, reached in stages.items():
+                fetched = prefill.leases.fetched
+                body = {"model": "mock", "prompt": f"{stage} {PROMPT}", "max_tokens": 50, "stream": True}
+                asking = asyncio.ensure_future(f.session.post(f.url + "/v1/completions", json=body))
+                await until(reached)
+                aborted = decode.counts["aborted"] + prefill.counts["aborted"]
+                if asking.done():
+                    (await asking).close()
+                asking.cancel()
+                await asyncio.wait([asking])
+                await until(
+                    lambda aborted=aborted: decode.counts["aborted"] + prefill.counts["aborted"] > aborted
+                )
+                await f.settle()
+
+    play(scenario)
+
+
+def test_a_prefill_engine_that_restarts_has_another_id() -> None:
+    async def scenario() -> None:
+        mock = MockSettings(lease_s=1.0)
+        async with fleet("prefill", "decode", handover="concurrent", mock=mock, health=SELDOM) as f:
+            await f.ask("before " + PROMPT)
+            old, decode = engine_of(f, "prefill"), engine_of(f, "decode")
+            await old.close()
+            new = MockEngine(replace(old.settings, port=old.port))
+            await new.open()
+            try:
+                fetched = decode.counts["fetched_tokens"]
+                answer, why = await f.ask("stale " + PROMPT)  # nobody knows yet: decode computes it
+                assert text_of(answer) == await plain_text("stale " + PROMPT)
+                assert why["handover"] == "concurrent"
+                assert decode.counts["failed_fetches"] == 1
+                assert decode.counts["fetched_tokens"] == fetched
+                await check(f)
+                counted = await metrics_of(f)
+                label = '{engine="prefill-0"}'
+                assert counted["moonpool_proxy_bootstrap_restarts_total" + label] == 1
+                assert counted["moonpool_proxy_stale_handovers_total" + label] >= 1
+                await f.ask("after " + PROMPT)
+                assert decode.counts["failed_fetches"] == 1
+                assert decode.counts["fetched_tokens"] > fetched
+                await until(lambda: new.accounts()["blocks_held"] == 0)
+            finally:
+                await new.close()
+
+    play(scenario)
+
+
+async def check(f: Fleet) -> None:
+    """One round of health checks."""
+    from moonpool.disagg_proxy.health import HealthChecker
+
+    for engine in f.proxy.engines:
+        await HealthChecker(engine, HealthChecks()).check()
+
+
+def test_without_a_bootstrap_page_two_steps_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with fleet("prefill", "decode", handover="concurrent", health=SELDOM) as f:
+            bootstrap = f.proxy.engines[0].bootstrap
+            assert bootstrap is not None
+            assert (await f.ask("a " + PROMPT))[1]["handover"] == "concurrent"
+            there, bootstrap.address = bootstrap.address, (bootstrap.address[0], 1)
+            for _ in range(5):
+                await check(f)
+            answer, why = await f.ask("b " + PROMPT)
+            assert why["handover"] == "two_step"
+            assert text_of(answer) == await plain_text("b " + PROMPT)
+            warnings = [
+                r for r in caplog.records if r.levelno == logging.WARNING and "bootstrap" in r.getMessage()
+            ]
+            assert len(warnings) == 1
+            bootstrap.address = there
+            bootstrap.engine_left()  # asked anew at once
+            await check(f)
+            assert (await f.ask("c " + PROMPT))[1]["handover"] == "concurrent"
+            await f.settle()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("handover", FORMS)
+def test_clients_may_use_one_request_id_for_all(handover: str) -> None:
+    async def scenario() -> None:
+        mock = MockSettings(timing=SLOW)
+        async with fleet("prefill", "prefill", "decode", "decode", handover=handover, mock=mock) as f:
+
+            async def ask(number: int) -> str:
+                body = {"model": "mock", "prompt": f"{number} {PROMPT}", "max_tokens": 4}
+                headers = {"X-Request-Id": "the-same"}
+                async with f.session.post(f.url + "/v1/completions", json=body, headers=headers) as answer:
+                    assert answer.headers["X-Request-Id"] == "the-same"
+                    return text_of(await answer.json())
+
+            texts = await asyncio.gather(*map(ask, range(12)))
+            assert texts == [await plain_text(f"{number} {PROMPT}") for number in range(12)]
+            decodes = [engine for name, engine in f.engines.items() if name.startswith("decode")]
+            assert sum(engine.counts["failed_fetches"] for engine in decodes) == 0
+            await f.settle()
+
+    play(scenario)
+
+
+def test_engines_that_come_and_go_cost_no_answer() -> None:
+    """Prefill engines restart at random under load, with new ids at the same ports."""
+
+    async def scenario() -> None:
+        print("seed", SEED)
+        rng = random.Random(SEED)
+        mock = MockSettings(timing=SLOW, lease_s=0.3)
+        roles = ("prefill", "prefill", "decode", "decode")
+        async with fleet(*roles, handover="concurrent", mock=mock, health=HealthChecks(interval_s=0.05)) as f:
+            expected = [await plain_text(f"{number} {PROMPT}") for number in range(10)]
+
+            answered = 0
+            busy = asyncio.Semaphore(6)
+
+            async def restart() -> None:
+                for count in range(10, 60, 10):
+                    await until(lambda count=count: answered >= count)
+                    name = rng.choice(["prefill-0", "prefill-1"])
+                    old = f.engines[name]
+                    await old.close()
+                    f.engines[name] = MockEngine(replace(old.settings, port=old.port))
+                    await f.engines[name].open()
+
+            async def ask(number: int) -> None:
+                nonlocal answered
+                async with busy:
+                    answer, _ = await f.ask(f"{number % 10} {PROMPT}", explain=False)
+                assert text_of(answer) == expected[number % 10]
+                answered += 1
+
+            restarting = asyncio.ensure_future(restart())
+            try:
+                await asyncio.gather(*map(ask, range(60)))
+                await restarting
+                await f.settle()
+            finally:
+                for engine in f.engines.values():
+                    await engine.close()
+
+    play(scenario)
+
+
+def test_what_a_client_says_of_hand_overs_is_replaced() -> None:
+    async def scenario() -> None:
+        async with fleet("prefill", "decode", handover="concurrent") as f:
+            params = {
+                "do_remote_prefill": True,
+                "transfer_id": "mine",
+                "remote_bootstrap_addr": "http://127.0.0.1:1",
+            }
+            answer, _ = await f.ask(PROMPT, kv_transfer_params=params)
+            assert text_of(answer) == await plain_text(PROMPT)
+            assert engine_of(f, "decode").counts["failed_fetches"] == 0
+
+    play(scenario)
