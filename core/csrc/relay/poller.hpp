@@ -53,19 +53,23 @@ class Poller {
         ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, socket.fd.get(), nullptr);
         socket.fd.reset();
     }
-    // Wait and hand out; events of sockets that were closed meanwhile are dropped. The number of events.
-    int turn(int timeout_ms) {
+    // Wait for events; between this and hand_out the owner looks at its clock.
+    void wait(int timeout_ms) {
         int n = ::epoll_wait(epoll_.get(), events_.data(), static_cast<int>(events_.size()), timeout_ms);
-        for (int i = 0; i < n; ++i) {
-            const epoll_event& event = events_[static_cast<size_t>(i)];
-            auto* socket = static_cast<Socket*>(event.data.ptr);
-            if (socket->open()) socket->on_events(event.events);
+        count_ = n < 0 ? 0 : static_cast<size_t>(n);
+    }
+    // Those of sockets that were closed meanwhile are dropped.
+    void hand_out() {
+        for (size_t i = 0; i < count_; ++i) {
+            auto* socket = static_cast<Socket*>(events_[i].data.ptr);
+            if (socket->open()) socket->on_events(events_[i].events);
         }
-        return n;
+        count_ = 0;
     }
 
    private:
     Fd epoll_;
+    size_t count_ = 0;
     std::vector<epoll_event> events_ = std::vector<epoll_event>(256);
 };
 

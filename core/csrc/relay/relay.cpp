@@ -211,7 +211,9 @@ void Relay::run() {
     double sweep_at = now + settings.deadlines.sweep_s;
     while (!stopping_) {
         double left_s = sweep_at - clock();
-        poller.turn(std::clamp(static_cast<int>(std::ceil(left_s * 1000)), 0, 1000));
+        poller.wait(std::clamp(static_cast<int>(std::ceil(left_s * 1000)), 0, 1000));
+        now = clock();  // what came is of now, not of the moment before the wait
+        poller.hand_out();
         now = clock();
         run_posted();
         while (!ready.empty() || !questions_.empty()) {
