@@ -69,10 +69,9 @@ class Pages:
     ) -> None:
         self._dispatcher = dispatcher
         self._look = look
-        self._collectors: tuple[Collector, ...] = (
-            ProxyCollector(look),
-            HandoverCollector(dispatcher.handovers),
-        )
+        self._collectors: tuple[Collector, ...] = (ProxyCollector(look),)
+        if any(engine.role == "prefill" for engine in dispatcher.engines):
+            self._collectors += (HandoverCollector(dispatcher.handovers),)
         if dispatcher.uses_tokens:
             self._collectors += (ConductorCollector(dispatcher, locality, subscriber),)
         self._policy = policy
