@@ -9,7 +9,7 @@ import pytest
 from moonpool.disagg_proxy.accounts import FORGOTTEN_S, Accounts
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
-from moonpool.disagg_proxy.observations import Observation, Outcome, Stage
+from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
 
 BLANK = Observation(
     0, 1, -1, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1, -1, -1, -1, 200, 0, 1, 0, 1, 0, b"", b"", b""
@@ -56,6 +56,22 @@ def test_prefill_and_decode_apart_teach_each_its_own() -> None:
     assert prefill.prefill_model.predict(4_000) == pytest.approx(2.0, rel=0.1)
     assert decode.handover_model.predict(4_000) == pytest.approx(0.5, rel=0.1)
     assert decode.prefill_model.regression.samples == 0
+
+
+def test_a_first_token_that_overtakes_the_prefills_answer_leaves_the_prefill_in_work() -> None:
+    """Concurrently: decode had the prompt, or computed it."""
+    accounts, prefill, decode = pair()
+    accounts.sent(1, Choice(decode, prefill), Request(tokens=4_000), streams=True, now_s=0.0)
+    seen = BLANK._replace(request=1, prefill=0, decode=1, first_byte_s=0.5, handed_over=Handed.CONCURRENT)
+    accounts.learn(seen._replace(stage=Stage.BEGUN))
+    assert (prefill.in_flight, decode.in_flight) == (1, 1)
+    assert decode.handover_model.regression.samples == 0
+    accounts.learn(seen._replace(stage=Stage.PREFILLED, prefill_done_s=2.0))
+    assert (prefill.in_flight, decode.in_flight) == (0, 1)
+    assert prefill.prefill_model.regression.samples == 1
+    accounts.learn(seen._replace(prefill_done_s=2.0, last_byte_s=3.0))
+    assert len(accounts) == decode.in_flight == 0
+    accounts.check_integrity()
 
 
 def test_an_answer_that_comes_whole_holds_the_line_as_long_as_predicted() -> None:
@@ -124,7 +140,7 @@ def test_random_reports_leave_nothing_behind() -> None:
                         outcome=rng.choice(list(Outcome)),
                         status=rng.choice((200, 400, 503)),
                         stream=rng.randrange(2),
-                        handed_over=rng.randrange(2),
+                        handed_over=rng.choice(list(Handed)),
                         prefill_done_s=rng.choice((0.0, now_s)),
                         first_byte_s=rng.choice((0.0, now_s)),
                         last_byte_s=now_s,

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import os
+import resource
+
+import pytest
 
 from moonpool.disagg_proxy.conductor.liveness import Health
+from moonpool.disagg_proxy.health import HealthChecker
 from moonpool.disagg_proxy.settings import HealthChecks
 
 from .harness import MockEngine, bed, until, with_deadline
@@ -56,8 +63,6 @@ async def test_an_engine_that_accepts_and_says_nothing() -> None:
 
         engines[0]._read = nothing  # type: ignore[assignment, method-assign]
 
-    import asyncio
-
     gone = asyncio.Event()
     checks = HealthChecks(interval_s=0.01, timeout_s=0.02, timeouts_max=3)
     async with bed(2, health=checks, prepare=mute) as b:
@@ -82,3 +87,43 @@ async def test_checks_leave_no_connections_behind() -> None:
         await until(enough)
         assert max(seen) <= 2  # though the mock ignores "Connection: close"
         assert b.metric("moonpool_proxy_upstream_connections", engine="engine-0") == 0
+
+
+def open_for_ever(held: list[int]) -> None:
+    while True:
+        held.append(os.dup(0))
+
+
+@with_deadline
+async def test_too_many_open_files_here_are_no_verdict_on_an_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """One engine was well and one was dead before; both stay what they were, and one warning each says so."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with bed(2) as b:
+        well, dead = b.proxy.engines
+        await b.engines[1].stop()
+        checkers = [HealthChecker(engine, HealthChecks()) for engine in b.proxy.engines]
+        for checker in checkers:
+            await checker.check()
+        caplog.clear()
+        held: list[int] = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        try:
+            with pytest.raises(OSError, match="open files"):
+                open_for_ever(held)
+            for _ in range(5):
+                for checker in checkers:
+                    await checker.check()
+            assert (well.liveness.state, dead.liveness.state) == (Health.HEALTHY, Health.DEAD)
+            assert "Connect" in dead.liveness.why or "refused" in dead.liveness.why
+        finally:
+            for number in held:
+                os.close(number)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert len(warnings) == 2
+        assert all("open files" in warning for warning in warnings)
+        await b.engines[1].start()
+        for checker in checkers:
+            await checker.check()
+        assert well.liveness.healthy
+        assert dead.liveness.healthy

@@ -143,6 +143,47 @@ def test_the_concurrent_form_takes_both_at_once_in_either_order() -> None:
     play(scenario)
 
 
+def test_a_concurrent_prefill_that_is_aborted_or_another_engines_lets_decode_go_on() -> None:
+    async def scenario() -> None:
+        long = {"prompt": "y" * 4_000, "max_tokens": 1}
+        async with (
+            engine(timing=Timing(prefill_s_per_token=1e-2), lease_s=15.0) as (prefill, p_url),
+            engine(lease_s=15.0) as (decode, d_url),
+            aiohttp.ClientSession() as session,
+        ):
+            gives = {"do_remote_decode": True, "transfer_id": "t"}
+            asking = asyncio.ensure_future(
+                session.post(p_url + "/v1/completions", json={**BODY, **long, "kv_transfer_params": gives})
+            )
+            takes = {"do_remote_prefill": True, "transfer_id": "t", "remote_bootstrap_addr": p_url}
+            takes["remote_engine_id"] = prefill.engine_id
+            decoding = asyncio.ensure_future(post(d_url, {**BODY, **long, "kv_transfer_params": takes}))
+            await until(lambda: bool(prefill.leases._waiters) and bool(prefill.batch.running))
+            asking.cancel()
+            assert (await decoding)[0] == 200
+            takes["remote_engine_id"] = "who it was before"
+            prompt = {**long, "prompt": "z" * 400}
+            assert (await post(d_url, {**BODY, **prompt, "kv_transfer_params": takes}))[0] == 200
+            assert decode.counts["failed_fetches"] == 2
+            assert is_clean(decode)
+            await until(lambda: is_clean(prefill))
+
+    play(scenario)
+
+
+def test_one_transfer_id_for_two_requests_is_given_once() -> None:
+    async def scenario() -> None:
+        async with engine(lease_s=0.2) as (mock, url):
+            gives = {"do_remote_decode": True, "transfer_id": "twin"}
+            bodies = [{**BODY, "prompt": letter * 400, "kv_transfer_params": gives} for letter in "ab"]
+            answers = await asyncio.gather(*(post(url, body) for body in bodies))
+            assert [status for status, _ in answers] == [200, 200]
+            assert mock.accounts()["leases"] == 1
+            await until(lambda: is_clean(mock))
+
+    play(scenario)
+
+
 def test_a_lease_that_nobody_asks_for_ends() -> None:
     async def scenario() -> None:
         async with engine(lease_s=0.05) as (mock, url):
