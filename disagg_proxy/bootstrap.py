@@ -21,6 +21,11 @@ import msgspec
 
 RANKS_MAX = 256
 RETRY_S_MAX = 30.0  # a page that does not answer is asked for less and less often
+# A page at the usual port may be of another engine of its host. Then decode waits for what never comes, and
+# all that can be seen of it is that first tokens come so long after their prefill, so often in a row.
+LATE_S = 2.5
+LATE_MAX = 3
+DISTRUST_S = 300.0
 _RANK = re.compile(r"(.+)_dp([0-9]{1,4})")
 
 _log = logging.getLogger("moonpool.proxy")
@@ -70,8 +75,8 @@ class Bootstrap:
     that a page that is not there is worth a warning. ``take`` may be called on any thread, the rest on the
     event loop.
 
-    up: whether the page is known; restarts: how often an engine had another id; stale: requests that were
-    sent with an id that turned out to be, or may have been, one of an engine that is no more.
+    up: whether the page is known and believed; restarts: how often an engine had another id; stale: requests
+    that were sent with an id which may have been one of an engine that is no more.
     """
 
     def __init__(self, engine: str, address: tuple[str, int], *, expected: bool, retry_s: float) -> None:
@@ -88,6 +93,9 @@ class Bootstrap:
         self._ids: frozenset[str] = frozenset()  # the last that were known
         self._turn = 0
         self._unconfirmed = 0  # taken since the page was last seen
+        self._late = 0
+        self._distrusted: frozenset[str] = frozenset()
+        self._trust_at_s = 0.0
 
     @property
     def up(self) -> bool:
@@ -106,9 +114,11 @@ class Bootstrap:
             self._unconfirmed += 1
             return self._ranks[self._turn % len(self._ranks)]
 
-    def answered(self, ranks: tuple[Rank, ...]) -> None:
+    def answered(self, ranks: tuple[Rank, ...], now_s: float) -> None:
         """The page is there, and says this (never empty)."""
         ids = frozenset(rank.engine_id for rank in ranks)
+        if ids == self._distrusted and now_s < self._trust_at_s:
+            return
         with self._lock:
             if self._ids and ids != self._ids:
                 self.restarts += 1
@@ -119,6 +129,24 @@ class Bootstrap:
         if not was_up:
             self._told = False
             _log.info("engine %s hands over concurrently: %d rank(s)", self._engine, len(ranks))
+
+    def met(self, gap_s: float, now_s: float) -> None:
+        """A request's first token came so long after its prefill had ended. On any thread."""
+        with self._lock:
+            self._late = self._late + 1 if gap_s > LATE_S else 0
+            if self._late < LATE_MAX or not self._ranks:
+                return
+            self._distrusted, self._trust_at_s = self._ids, now_s + DISTRUST_S
+            self._ranks, self._late = (), 0
+        _log.warning(
+            "engine %s: first tokens come more than %g s after their prefill; perhaps the bootstrap page at "
+            "%s:%d is another engine's (--prefill URL#bootstrap=PORT says where its own is), or decode "
+            "engines are overloaded; prefill and decode take two steps for %g s",
+            self._engine,
+            LATE_S,
+            *self.address,
+            DISTRUST_S,
+        )
 
     def failed(self, why: str, now_s: float) -> None:
         """The page did not answer, though the engine is well."""

@@ -100,7 +100,7 @@ def bootstrap_of(spec: EngineSpec, settings: ProxySettings) -> Bootstrap | None:
     if place is None or settings.handover == "two_step":
         return None
     if place in settings.shared_bootstraps:
-        _log.warning(
+        _log.info(
             "engine %s: prefill and decode take two steps, because other prefill engines would have their "
             "bootstrap page at %s:%d, too; give each its own, --prefill %s#bootstrap=PORT",
             spec.name,

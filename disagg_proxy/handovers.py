@@ -56,8 +56,13 @@ class Handovers:
 
     def observed(self, seen: Observation) -> None:
         """A request has ended."""
-        if seen.handed_over and seen.stage == Stage.ENDED:
-            self.stats[Handed(seen.handed_over)].add(seen)
+        if not seen.handed_over or seen.stage != Stage.ENDED:
+            return
+        form = Handed(seen.handed_over)
+        self.stats[form].add(seen)
+        bootstrap = self.engines[seen.prefill].bootstrap
+        if form is Handed.CONCURRENT and bootstrap is not None and seen.prefill_done_s and is_timed(seen):
+            bootstrap.met(seen.first_byte_s - seen.prefill_done_s, seen.last_byte_s)
 
 
 @dataclass(slots=True)
@@ -71,7 +76,7 @@ class FormStats:
 
     def add(self, seen: Observation) -> None:
         self.outcomes[OUTCOMES[Outcome(seen.outcome)]] += 1
-        if not (seen.stream and seen.first_byte_s and seen.status == 200):
+        if not is_timed(seen):
             return
         done_s = seen.prefill_done_s or seen.first_byte_s
         self.gap = _with(self.gap, max(0.0, seen.first_byte_s - done_s))
@@ -127,6 +132,11 @@ class HandoverCollector(Collector):
                 restarts.add_metric((engine.name,), engine.bootstrap.restarts)
                 stale.add_metric((engine.name,), engine.bootstrap.stale)
         yield from (up, restarts, stale)
+
+
+def is_timed(seen: Observation) -> bool:
+    """Whether the first byte is the first token: other answers come whole."""
+    return bool(seen.stream and seen.first_byte_s and seen.status == 200)
 
 
 def _with(histogram: Histogram, seconds: float) -> Histogram:

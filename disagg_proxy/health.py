@@ -97,7 +97,7 @@ class HealthChecker:
         if not ranks:
             return bootstrap.failed("something else answers there", self._loop.time())
         if self._engine.liveness.healthy:  # it may have left the rotation meanwhile
-            bootstrap.answered(ranks)
+            bootstrap.answered(ranks, self._loop.time())
 
     def _not_checked(self, error: OSError) -> None:
         self._engine.not_checked()

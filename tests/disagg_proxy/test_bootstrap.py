@@ -11,7 +11,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.bootstrap import RETRY_S_MAX, Bootstrap, Rank, is_next, parameters, read_page
+from moonpool.disagg_proxy.bootstrap import (
+    DISTRUST_S,
+    LATE_MAX,
+    LATE_S,
+    RETRY_S_MAX,
+    Bootstrap,
+    Rank,
+    is_next,
+    parameters,
+    read_page,
+)
 from moonpool.disagg_proxy.engine import bootstrap_of
 from moonpool.disagg_proxy.health import _ranks_at
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings, parse_engines
@@ -107,14 +117,14 @@ def test_ranks_take_turns_and_restarts_are_counted() -> None:
     known = Bootstrap("p", ("h", 1), expected=True, retry_s=1.0)
     assert known.take() is None
     two = read_page(page(r0="x_dp0", r1="x_dp1"), URL)
-    known.answered(two)
+    known.answered(two, 0.0)
     assert {known.take(), known.take()} == set(two)
-    known.answered(two)
+    known.answered(two, 0.0)
     assert (known.restarts, known.stale) == (0, 0)
     known.take()
     known.engine_left()
     assert known.take() is None
-    known.answered(read_page(page(r0="y_dp0", r1="y_dp1"), URL))
+    known.answered(read_page(page(r0="y_dp0", r1="y_dp1"), URL), 0.0)
     assert (known.restarts, known.stale) == (1, 1)
     known.check_integrity()
 
@@ -131,11 +141,29 @@ def test_a_missing_page_is_asked_for_less_often_and_told_once(caplog: pytest.Log
         assert 600 / RETRY_S_MAX <= asked < 30
         assert len(warnings_in(caplog)) == expected
     caplog.clear()
-    known.answered(ONE)
+    known.answered(ONE, now_s)
     known.failed("refused", now_s)  # it was there: now somebody counts on it
     known.failed("refused", now_s)
     (warning,) = warnings_in(caplog)
     assert "#bootstrap=PORT" in warning
+
+
+def test_a_page_of_another_engine_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
+    known = Bootstrap("p", ("h", 1), expected=False, retry_s=1.0)
+    known.answered(ONE, 0.0)
+    for gap_s in [0.1, LATE_S + 1] * 10 + [LATE_S + 1] * (LATE_MAX - 2):
+        known.met(gap_s, 10.0)
+    assert known.up
+    known.met(LATE_S + 1, 10.0)
+    assert len(warnings_in(caplog)) == 1
+    for now_s, up in ((11.0, False), (10.0 + DISTRUST_S, True)):
+        known.answered(ONE, now_s)
+        assert known.up == up
+    for _ in range(LATE_MAX):
+        known.met(LATE_S + 1, 500.0)
+    known.answered((Rank("b", URL),), 501.0)  # the engine restarted
+    assert known.take() == Rank("b", URL)
+    known.check_integrity()
 
 
 def test_the_parameters_of_both() -> None:
@@ -182,12 +210,11 @@ def test_only_prefill_engines_have_a_page() -> None:
 DECODE = EngineSpec("d", "http://d:1", "decode")
 
 
-def test_engines_that_would_share_a_page_take_two_steps(caplog: pytest.LogCaptureFixture) -> None:
+def test_engines_that_would_share_a_page_take_two_steps() -> None:
     """Whose id is it? A wrong one would let decode wait for nothing."""
     specs = tuple(EngineSpec(f"p{n}", f"http://127.0.0.1:{n}", "prefill") for n in (1, 2))
     settings = ProxySettings(engines=(*specs, DECODE))
     assert [bootstrap_of(spec, settings) for spec in settings.engines] == [None] * 3
-    assert len(warnings_in(caplog)) == 2
     with pytest.raises(ConfigError, match="several prefill engines"):
         ProxySettings(engines=(*specs, DECODE), handover="concurrent")
     given = EngineSpec("p3", "http://127.0.0.1:3", "prefill", "8998")

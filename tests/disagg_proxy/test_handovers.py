@@ -261,6 +261,31 @@ def test_without_a_bootstrap_page_two_steps_and_one_warning(caplog: pytest.LogCa
     play(scenario)
 
 
+def test_another_engines_page_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its id is good, but it never hears of the requests: decode waits, then computes."""
+    monkeypatch.setattr("moonpool.disagg_proxy.bootstrap.LATE_S", 0.1)
+
+    async def scenario() -> None:
+        mock = MockSettings(lease_s=0.3)
+        async with (
+            fleet("both", mock=mock) as other,
+            fleet("prefill", "decode", handover="auto", mock=mock, health=SELDOM) as f,
+        ):
+            bootstrap = f.proxy.engines[0].bootstrap
+            assert bootstrap is not None
+            bootstrap.address = ("127.0.0.1", engine_of(other, "both").port)
+            await check(f)
+            for number in range(3):
+                prompt = f"{number} {PROMPT}"
+                assert await stream_of(f, prompt) == await plain_text(prompt)
+            _, why = await f.ask("then " + PROMPT)
+            assert why["handover"] == "two_step"
+            assert engine_of(f, "decode").counts["failed_fetches"] == 3
+            await f.settle()
+
+    play(scenario)
+
+
 @pytest.mark.parametrize("handover", FORMS)
 def test_clients_may_use_one_request_id_for_all(handover: str) -> None:
     async def scenario() -> None:

@@ -1,0 +1,214 @@
+"""A real prefill and a real decode engine behind ``moonpool proxy``, in both forms of the hand-over: the
+tokens of one engine alone, handed over and not computed twice, and no block that stays behind.
+
+One pair of engines for the whole file, and a proxy for each form. The last test kills the prefill engine.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.connectors.vllm.conftest import BLOCK_TOKENS, make_prompt
+from tests.connectors.vllm.processes import environment
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+FORMS = ("two_step", "concurrent")
+LENGTHS = (2, 31, 32, 33, 255, 257, 1000)
+START_S = 400.0
+ANSWER_S = 120.0
+SETTLE_S = 30.0
+USED = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
+
+
+@dataclass
+class Line:
+    """ports: of the engines and of the proxy of each form."""
+
+    ports: dict[str, int]
+    prefill: subprocess.Popen[bytes]
+    proxy_log: Path
+
+    def ask(self, whom: str, prompt: list[int], **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(the answer, the proxy's decision)"""
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 8,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        status, headers, content = fetch(self.ports[whom], "POST", "/v1/completions", body | more)
+        assert status == 200, content
+        return json.loads(content), json.loads(headers.get("X-Moonpool-Decision", "{}"))
+
+    def forget(self) -> None:
+        """Prompts are computed or handed over again, not found in the engines' own caches."""
+        for engine in ("prefill", "decode"):
+            self.until_unused(engine)
+            assert fetch(self.ports[engine], "POST", "/reset_prefix_cache", {})[0] == 200
+
+    def until_unused(self, engine: str) -> None:
+        """The gauge is of the last step, so each look begins with one."""
+        deadline_s = time.monotonic() + SETTLE_S
+        while True:
+            self.ask(engine, [1, 2, 3], max_tokens=1)
+            rows = fetch(self.ports[engine], "GET", "/metrics")[2].decode().splitlines()
+            used = sum(float(row.rsplit(" ", 1)[1]) for row in rows if row.startswith(USED))
+            if used == 0:
+                return
+            assert time.monotonic() < deadline_s, f"{engine} still holds {used}"
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def line(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
+    folder = tmp_path_factory.mktemp("line")
+    with ExitStack() as stack:
+        # Sockets have short paths only.
+        runtime = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
+        names = ("prefill", "decode", "bootstrap", *FORMS)
+        ports = dict(zip(names, free_ports(len(names)), strict=True))
+        extra = {"bootstrap_port": ports["bootstrap"], "lease_s": 3.0}
+        running = {}
+        for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+            config = {"kv_connector": "Mooncake", "kv_role": role, "kv_connector_extra_config": extra}
+            command = [vllm_python, "-m", "vllm.entrypoints.cli.main", "serve", str(models[0])]
+            command += ["--host", "127.0.0.1", "--port", str(ports[name]), "--served-model-name", "tiny"]
+            command += ["--dtype", "float32", "--max-model-len", "4096", "--block-size", str(BLOCK_TOKENS)]
+            command += ["--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(64 << 20)]
+            command += ["--enforce-eager", "--seed", "0", "--kv-transfer-config", json.dumps(config)]
+            running[name] = start(stack, command, folder / name, runtime)
+        for name, process in running.items():
+            until_ready(process, ports[name], folder / name)
+        for form in FORMS:
+            prefill = f"p=http://127.0.0.1:{ports['prefill']}#bootstrap={ports['bootstrap']}"
+            command = [sys.executable, "-m", "moonpool", "proxy", "--listen", f"127.0.0.1:{ports[form]}"]
+            command += ["--prefill", prefill, "--decode", f"d=http://127.0.0.1:{ports['decode']}"]
+            command += ["--policy", "round_robin", "--handover", form]
+            until_ready(start(stack, command, folder / form, runtime), ports[form], folder / form)
+        yield Line(ports, running["prefill"], folder / "concurrent")
+
+
+def start(stack: ExitStack, command: list[str], log: Path, runtime: Path) -> subprocess.Popen[bytes]:
+    env = environment(runtime) | {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=env,
+            start_new_session=True,
+        )
+    stack.callback(end, process)
+    return process
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline_s = time.monotonic() + START_S
+    while True:
+        try:
+            if fetch(port, "GET", "/health")[0] == 200:
+                return
+        except OSError:
+            pass
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            pytest.fail(f"not ready; the end of its log:\n{log.read_text(errors='replace')[-4000:]}")
+        time.sleep(0.1)
+
+
+def fetch(
+    port: int, method: str, path: str, body: dict[str, Any] | None = None
+) -> tuple[int, http.client.HTTPMessage, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_S)
+    try:
+        headers = {"Content-Type": "application/json", "X-Moonpool-Decision": "1", "X-Request-Id": "the-same"}
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        response = connection.getresponse()
+        return response.status, response.headers, response.read()
+    finally:
+        connection.close()
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def tokens_of(answer: dict[str, Any]) -> list[int]:
+    ids: list[int] = answer["choices"][0]["token_ids"]
+    return ids
+
+
+def test_both_forms_give_the_tokens_of_one_engine(line: Line) -> None:
+    """All at once, under one request id; and what prefill computed is not computed again."""
+    prompts = [make_prompt(7_000 + place, length) for place, length in enumerate(LENGTHS)]
+    expected = [tokens_of(line.ask("decode", prompt)[0]) for prompt in prompts]
+    for form in FORMS:
+        line.forget()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(lambda prompt, form=form: line.ask(form, prompt), prompts))
+        for (answer, decision), tokens, prompt in zip(answers, expected, prompts, strict=True):
+            assert tokens_of(answer) == tokens
+            assert (decision["engine"], decision["prefill"], decision["handover"]) == ("d", "p", form)
+            assert answer["kv_transfer_params"]["moonpool"]["handed_over_tokens"] == len(prompt) - 1
+    line.forget()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_clients_that_leave_free_everything(line: Line, form: str) -> None:
+    """At once, in prefill, and while the answer streams."""
+    body = {"model": "tiny", "max_tokens": 500, "temperature": 0, "stream": True}
+    for place, wait in enumerate(("nothing", "moment", "token")):
+        prompt = make_prompt(7_100 + 10 * place + FORMS.index(form), 2_000)
+        connection = http.client.HTTPConnection("127.0.0.1", line.ports[form], timeout=ANSWER_S)
+        connection.request("POST", "/v1/completions", json.dumps(body | {"prompt": prompt}))
+        if wait == "moment":
+            line.ask("prefill", [4, 5, 6], max_tokens=1)  # an answer of the engine that computes it
+        elif wait == "token":
+            assert connection.getresponse().read(20)
+        connection.close()
+    line.forget()
+
+
+def test_a_prefill_engine_that_is_killed_costs_no_answer(line: Line) -> None:
+    """In the middle of a prompt: the decode engine computes what has not come."""
+    prompts = [make_prompt(7_200 + place, 3_000) for place in range(3)]
+    expected = [tokens_of(line.ask("decode", prompt)[0]) for prompt in prompts]
+    assert fetch(line.ports["decode"], "POST", "/reset_prefix_cache", {})[0] == 200
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = [pool.submit(line.ask, "concurrent", prompt) for prompt in prompts]
+        line.ask("prefill", [7, 8, 9], max_tokens=1)
+        os.killpg(line.prefill.pid, signal.SIGKILL)
+        assert [tokens_of(answer.result()[0]) for answer in asked] == expected
+    assert tokens_of(line.ask("concurrent", prompts[0])[0]) == expected[0]
+    line.until_unused("decode")
