@@ -33,8 +33,8 @@ _log = logging.getLogger("moonpool.proxy")
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One prefill engine behind an address. url: of the page that knows it; number: of the rank, as the
-    address wants to be told, None when there is only one."""
+    """One prefill engine behind an address. url: of the page that knows it; number: which of the address's
+    ranks, as it wants to be told, None when there are no ranks."""
 
     engine_id: str
     url: str
@@ -49,19 +49,21 @@ _page = msgspec.json.Decoder(dict[str, _Member])
 
 
 def read_page(body: bytes, url: str) -> tuple[Rank, ...]:
-    """The ranks of one page, in their order; () when it is no such page."""
+    """The ranks of one page, in their order; () when it is no such page. Where it has ranks of several
+    engines: those of the first."""
     try:
         members = {int(key): member.engine_id for key, member in _page.decode(body).items()}
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return ()
     if not all(0 < len(engine_id) <= 256 for engine_id in members.values()):
         return ()
-    ranks = []
-    for key, engine_id in sorted(members.items())[:RANKS_MAX]:
-        parts = _RANK.fullmatch(engine_id)
-        number = int(parts[2]) if parts else key if len(members) > 1 else None
-        ranks.append(Rank(engine_id, url, number))
-    return tuple(ranks)
+    ids = [engine_id for _, engine_id in sorted(members.items())][:RANKS_MAX]
+    first = _RANK.fullmatch(ids[0]) if ids else None
+    if first is not None:
+        ids = [engine_id for engine_id in ids if engine_id.startswith(f"{first[1]}_dp")]
+    if len(ids) == 1 and first is None:
+        return (Rank(ids[0], url),)
+    return tuple(Rank(engine_id, url, number) for number, engine_id in enumerate(ids))
 
 
 def is_next(last: Rank, rank: Rank) -> bool:

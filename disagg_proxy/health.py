@@ -11,6 +11,7 @@ import errno
 import logging
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -123,7 +124,7 @@ async def _ranks_at(host: str, port: int) -> tuple[Rank, ...]:
         found = read_page(body, f"http://{host_field(host, number)}") if status == 200 else ()
         if ranks and not (len(found) == 1 and is_next(ranks[-1], found[0])):
             break
-        ranks += found
+        ranks += tuple(replace(rank, number=len(ranks)) for rank in found) if ranks else found
         if len(found) != 1 or found[0].number is None:
             break
     return ranks

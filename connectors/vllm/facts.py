@@ -53,7 +53,8 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         may_save=bool(transfer.is_kv_producer),
         recomputes=transfer.kv_load_failure_policy == "recompute",
         engine_id=str(getattr(transfer, "engine_id", "") or ""),
-        dp_rank=int(getattr(parallel, "data_parallel_rank", 0)),
+        # Ranks of a dense model do not know each other: vLLM says data_parallel_rank 0 to each of them.
+        dp_rank=int(getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))),
         refusal=_refusal(vllm_config, groups),
     )
 

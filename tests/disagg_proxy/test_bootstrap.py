@@ -46,7 +46,8 @@ def test_pages_of_one_engine_and_of_several_ranks() -> None:
     assert read_page(page(r0="x"), URL) == (Rank("x", URL),)
     assert read_page(page(r1="x_dp1", r0="x_dp0"), URL) == (Rank("x_dp0", URL, 0), Rank("x_dp1", URL, 1))
     assert read_page(page(r0="x", r1="y"), URL) == (Rank("x", URL, 0), Rank("y", URL, 1))
-    assert read_page(page(r3="x_dp1"), URL) == (Rank("x_dp1", URL, 1),)
+    assert read_page(page(r3="x_dp3"), URL) == (Rank("x_dp3", URL, 0),)  # alone behind its address
+    assert read_page(page(r0="x_dp0", r1="y_dp1"), URL) == (Rank("x_dp0", URL, 0),)
 
 
 @pytest.mark.parametrize(
