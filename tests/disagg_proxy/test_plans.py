@@ -472,6 +472,7 @@ async def test_the_first_token_does_not_wait_for_the_prefills_answer() -> None:
         b.engines[0].behave = never
         assert (await b.ask("POST", CHAT, BODY)).body == b"data: a\n\ndata: b\n\n"
         await b.engines[0].seen[0].gone.wait()  # nobody needs it any more
+        assert b.metric("moonpool_proxy_prefills_total", engine="engine-0", outcome="overtaken") == 1
 
 
 @with_deadline

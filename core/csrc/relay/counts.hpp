@@ -33,9 +33,10 @@ enum class Reason : uint8_t { kConnect, kLost, kBadAnswer, kFirstByte, kStalled,
 inline constexpr std::array<const char*, 6> kReasons = {"connect",    "lost",    "bad_answer",
                                                         "first_byte", "stalled", "silent"};
 
-// How a prefill that was to be handed over ended.
-enum class Prefill : uint8_t { kHandedOver, kNoParameters, kRefused, kFailed };
-inline constexpr std::array<const char*, 4> kPrefills = {"handed_over", "no_parameters", "refused", "failed"};
+// How a prefill that was to be handed over ended. Overtaken: the whole answer was there before it.
+enum class Prefill : uint8_t { kHandedOver, kNoParameters, kRefused, kFailed, kOvertaken };
+inline constexpr std::array<const char*, 5> kPrefills = {"handed_over", "no_parameters", "refused", "failed",
+                                                         "overtaken"};
 
 struct EngineCounts {
     std::array<uint64_t, 6> answers{};                                // by the first digit of the status

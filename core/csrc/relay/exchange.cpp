@@ -355,7 +355,10 @@ void Exchange::finish() {
     ++engine.counts.answers[static_cast<size_t>(std::min(status_ / 100, 5))];
     engine.counts.relayed_bytes += engine_bytes_;
     answer_.leave(verdict_on_status(status_));
-    prefill_.leave(Verdict::kNone);
+    if (prefill_.engine != nullptr) {
+        ++prefill_.engine->counts.prefills[static_cast<size_t>(Prefill::kOvertaken)];
+        prefill_.leave(Verdict::kNone);
+    }
     observe(Outcome::kAnswered);
 }
 
