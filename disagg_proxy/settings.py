@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -185,15 +186,16 @@ class ProxySettings:
     @property
     def shared_bootstraps(self) -> frozenset[tuple[str, int]]:
         """Bootstrap addresses that stand for several prefill engines: nobody can say whose page that is."""
-        places = [engine.bootstrap_address for engine in self.engines]
-        return frozenset(place for place in places if place is not None and places.count(place) > 1)
+        places = Counter(engine.bootstrap_address for engine in self.engines)
+        return frozenset(place for place, count in places.items() if place is not None and count > 1)
 
     def _check_handover(self) -> None:
         if self.handover not in HANDOVERS:
             raise _bad("handover", f"handover is one of {', '.join(HANDOVERS)}, not {self.handover!r}")
+        shared = self.shared_bootstraps
         for engine in self.engines:
             place = engine.bootstrap_address
-            if place in self.shared_bootstraps and (engine.bootstrap or self.handover == "concurrent"):
+            if place in shared and (engine.bootstrap or self.handover == "concurrent"):
                 raise _bad(
                     "prefill",
                     f"several prefill engines would have their bootstrap page at {place[0]}:{place[1]}; give "

@@ -29,6 +29,7 @@ from tests.connectors.vllm.processes import environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
+HEADERS = {"Content-Type": "application/json", "X-Moonpool-Decision": "1", "X-Request-Id": "the-same"}
 FORMS = ("two_step", "concurrent")
 LENGTHS = (2, 31, 32, 33, 255, 257, 1000)
 START_S = 400.0
@@ -148,8 +149,7 @@ def fetch(
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_S)
     try:
-        headers = {"Content-Type": "application/json", "X-Moonpool-Decision": "1", "X-Request-Id": "the-same"}
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        connection.request(method, path, None if body is None else json.dumps(body), HEADERS)
         response = connection.getresponse()
         return response.status, response.headers, response.read()
     finally:
@@ -191,13 +191,19 @@ def test_clients_that_leave_free_everything(line: Line, form: str) -> None:
     for place, wait in enumerate(("nothing", "moment", "token")):
         prompt = make_prompt(7_100 + 10 * place + FORMS.index(form), 2_000)
         connection = http.client.HTTPConnection("127.0.0.1", line.ports[form], timeout=ANSWER_S)
-        connection.request("POST", "/v1/completions", json.dumps(body | {"prompt": prompt}))
+        connection.request("POST", "/v1/completions", json.dumps(body | {"prompt": prompt}), HEADERS)
         if wait == "moment":
             line.ask("prefill", [4, 5, 6], max_tokens=1)  # an answer of the engine that computes it
         elif wait == "token":
-            assert connection.getresponse().read(20)
+            response = connection.getresponse()
+            assert response.status == 200
+            assert response.readline().startswith(b"data: {")
         connection.close()
     line.forget()
+    rows = fetch(line.ports[form], "GET", "/metrics")[2].decode().splitlines()
+    left = [row for row in rows if row.startswith("moonpool_proxy_client_disconnects_total")]
+    assert sum(float(row.rsplit(" ", 1)[1]) for row in left) == 3
+    assert any('stage="streaming"' in row for row in left)
 
 
 def test_a_prefill_engine_that_is_killed_costs_no_answer(line: Line) -> None:
