@@ -90,7 +90,7 @@ class Consumer:
     def refused(self, request: Request, why: str) -> None:
         """What the request was to be given cannot be used: its prefill engine need not keep it."""
         with suppress(fields.Unusable):
-            source = fields.parse_decode(request.kv_transfer_params)
+            source = fields.parse_decode(request.kv_transfer_params, self._token)
             if source is not None:
                 self._refuses.append(Refuse(source, why))
 

@@ -262,6 +262,9 @@ def test_an_abort_when_it_is_here_and_not_yet_scheduled() -> None:
     answer = one.finished(asked)
     assert answer is not None
     assert answer["moonpool"]["handed_over_tokens"] == 17
+    step = one.build_step(FakeStep())
+    assert step.handover is not None
+    assert step.handover.drops == ("r",)  # the workers tell prefill in it
     assert one.build_step(FakeStep()) is NOTHING
     assert not one.has_pending_work()
 
@@ -304,6 +307,7 @@ def test_nothing_of_old_weights_is_taken() -> None:
     one.step_ended(FakeOutput({"p"}, Report(loaded={"p": 1})))
     answers = [one.finished(each) for each in (waits, pulled)]
     assert [answer and answer["moonpool"]["handed_over_tokens"] for answer in answers] == [0, 4]
+    one.build_step(FakeStep())  # in which the workers tell prefill
     assert not one.has_pending_work()
 
 
