@@ -138,11 +138,11 @@ class Handover:
 
     def finished(self, request: Request) -> dict[str, Any]:
         """What the answer's kv_transfer_params must carry: for decode, or what was handed over."""
-        answer = self.producer.finished(request) if self.producer is not None else None
+        answer = (self.producer.finished(request) if self.producer is not None else None) or {}
         tokens = self.consumer.finished(request) if self.consumer is not None else None
         if tokens is not None:
-            return {"moonpool": {"handed_over_tokens": tokens}}
-        return answer or {}
+            answer.setdefault("moonpool", {})["handed_over_tokens"] = tokens
+        return answer
 
     def forget(self, request_id: str) -> None:
         """Something unexpected happened to the request."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Report, Step
-from moonpool.connectors.vllm.pd.fields import Meeting, Offer, answer_of
+from moonpool.connectors.vllm.pd.fields import Meeting, Offer, answer_of, parse_decode
 from moonpool.connectors.vllm.pd.plans import Hold, Pull
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
@@ -27,6 +27,7 @@ from tests.connectors.vllm.fakes import (
     FakeRequest,
     FakeStep,
     New,
+    Status,
     digest,
     facts,
     link_to,
@@ -190,6 +191,26 @@ def test_salt_and_lora_are_part_of_the_prompt() -> None:
     asked.cache_salt = "s"
     one.arrived(asked)
     assert one.matched_tokens(asked, 0) == (17, True)
+
+
+def test_what_was_taken_is_handed_on() -> None:
+    """As of a conversation that moves on to a third engine: the answer says both."""
+    one, asked = half(), request(offer())
+    assert asked.kv_transfer_params is not None
+    asked.kv_transfer_params["do_remote_decode"] = True
+    one.arrived(asked)
+    assert one.matched_tokens(asked, 0) == (17, True)
+    one.admitted(asked, FakeBlocks((IDS,)), 17)
+    one.step_ended(FakeOutput({"r"}, Report(loaded={"r": 5})))
+    one.admitted(asked, FakeBlocks((IDS,)), 0)
+    one.build_step(FakeStep([New("r", (list(IDS),), 17)], num_scheduled_tokens={"r": 1}))
+    asked.status, asked.num_computed_tokens = Status("FINISHED_LENGTH_CAPPED"), 18
+    answer = one.finished(asked)
+    assert answer is not None
+    assert answer["moonpool"]["handed_over_tokens"] == 17
+    onward = parse_decode(answer, paths.read_or_create_token())
+    assert isinstance(onward, Offer)
+    assert onward.blocks == (tuple(IDS[:5]),)
 
 
 def test_roles() -> None:
