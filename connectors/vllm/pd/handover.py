@@ -152,8 +152,9 @@ class Handover:
             self.consumer.forget(request_id)
 
     def forget_all(self) -> None:
-        """The KV of before counts for nothing any more, as after a change of weights: it is neither given nor
-        taken. Requests under way are computed, here and there."""
+        """The KV of before counts for nothing any more, as after a change of weights: from the next step on,
+        which has_work asks for, it is neither given nor taken. Requests under way are computed, here and
+        there."""
         if self.producer is not None:
             self.producer.forget_all()
         if self.consumer is not None:

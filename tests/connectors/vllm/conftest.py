@@ -49,7 +49,7 @@ class Line:
     node: Node
     early: dict[str, list[int]] = field(default_factory=dict)
 
-    def expected(self, prompts: list[list[int]], max_tokens: int = 8) -> list[list[int]]:
+    def expected(self, prompts: list[list[int]], max_tokens: int | list[int] = 8) -> list[list[int]]:
         """What a plain engine answers."""
         return tokens_of(self.plain.call("generate", prompts=prompts, max_tokens=max_tokens))
 

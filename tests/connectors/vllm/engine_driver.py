@@ -12,6 +12,7 @@ import os
 import signal
 import statistics
 import sys
+import threading
 import time
 from typing import Any
 
@@ -38,27 +39,32 @@ class Driver:
         self.scheduler = self.core.scheduler
         self.next_id = 0
         self.preemptions = 0
+        self.preempted_gives = 0  # of these, how many another engine waits for
+        self.go_on: threading.Event | None = None
         original = self.scheduler._preempt_request
 
-        def counted(*args: Any, **kwargs: Any) -> None:
+        def counted(request: Any, *args: Any, **kwargs: Any) -> None:
             self.preemptions += 1
-            original(*args, **kwargs)
+            self.preempted_gives += bool((request.kv_transfer_params or {}).get("do_remote_decode"))
+            original(request, *args, **kwargs)
 
         self.scheduler._preempt_request = counted
 
     def generate(
         self,
         prompts: list[list[int]],
-        max_tokens: int = 8,
+        max_tokens: int | list[int] = 8,
         abort: list[int] | None = None,
         abort_when: str = "",
         salt: str | None = None,
         params: list[dict[str, Any] | None] | None = None,
     ) -> dict[str, Any]:
-        """Runs all prompts together. params: kv_transfer_params of each. abort: positions of the prompts to
-        abort, ``abort_when`` they first are "loading" (waiting for a load), "looking" (before the first step)
-        or "running" (after the first token)."""
+        """Runs all prompts together. max_tokens: of all, or of each; params: kv_transfer_params of each.
+        abort: positions of the prompts to abort, ``abort_when`` they first are "looking" (before the first
+        step), "loading" (waiting for a load), "half" (some of it has come; see ``hold_reads``), "loaded" (all
+        of it, and no step since) or "running" (after the first token)."""
         ids = {}
+        lengths = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
         for position, prompt in enumerate(prompts):
             request_id = f"r{self.next_id}"
             self.next_id += 1
@@ -70,7 +76,9 @@ class Driver:
             self.engine.add_request(
                 request_id,
                 request,
-                SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra),
+                SamplingParams(
+                    temperature=0.0, max_tokens=lengths[position], ignore_eos=True, extra_args=extra
+                ),
             )
         doomed = {request_id for request_id, position in ids.items() if position in (abort or [])}
         outputs: dict[int, dict[str, Any]] = {}
@@ -78,13 +86,15 @@ class Driver:
         first_s: dict[int, float] = {}
         if abort_when == "looking":
             self.engine.abort_request(list(doomed))
-        preemptions = self.preemptions
+        preemptions, preempted_gives = self.preemptions, self.preempted_gives
         while self.engine.has_unfinished_requests():
-            if abort_when in ("loading", "running"):
+            if doomed and abort_when != "looking":
                 hit = {request for request in doomed if self._is(request, abort_when)}
                 if hit:
                     self.engine.abort_request(list(hit))
                     doomed -= hit
+                    if self.go_on is not None:
+                        self.go_on.set()
             for output in self.engine.step():
                 position = ids.get(output.request_id, -1)
                 if output.outputs[0].token_ids and position not in first_s:
@@ -101,16 +111,46 @@ class Driver:
             "outputs": [outputs.get(position) for position in range(len(prompts))],
             "first_s": [first_s.get(position) for position in range(len(prompts))],
             "preemptions": self.preemptions - preemptions,
+            "preempted_gives": self.preempted_gives - preempted_gives,
             "ended_s": time.monotonic(),
         }
 
     def _is(self, external_id: str, stage: str) -> bool:
         for request_id, request in self.scheduler.requests.items():
             if request_id == external_id or request_id.startswith(external_id + "-"):
-                if stage == "loading":
-                    return request.status.name == "WAITING_FOR_REMOTE_KVS"
+                if stage != "running":
+                    if request.status.name != "WAITING_FOR_REMOTE_KVS":
+                        return False
+                    if stage == "half":
+                        return self._has_come(request_id) > 0
+                    return stage == "loading" or request_id in self.scheduler.finished_recving_kv_req_ids
                 return request.status.name == "RUNNING" and request.num_output_tokens > 0
         return False
+
+    def _has_come(self, request_id: str) -> int:
+        """How many blocks of a hand-over to this request are here."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        take = get_kv_transfer_group()._worker._station._takes._takes.get(request_id)
+        return take.good if take is not None else 0
+
+    def hold_reads(self) -> None:
+        """From the second piece of a hand-over on, reading waits until a request was aborted, once."""
+        from moonpool.core.engine import TransferEngine
+
+        original = TransferEngine.transfer
+        self.go_on = go_on = threading.Event()
+        pieces = 0
+
+        def held(engine: Any, *args: Any, **kwargs: Any) -> int:
+            nonlocal pieces
+            pieces += 1
+            if pieces > 1:
+                TransferEngine.transfer = original
+                go_on.wait(30)
+            return int(original(engine, *args, **kwargs))
+
+        TransferEngine.transfer = held
 
     def drain(self, timeout_s: float = 10.0) -> dict[str, Any]:
         """Steps until nothing is pending. Tells what is left: blocks in use, pins, requests."""

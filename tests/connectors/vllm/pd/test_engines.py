@@ -2,7 +2,7 @@
 engine, whatever happens, and no block stays behind.
 
 The engines of the file: ``line`` is shared with test_engine.py (both of its engines have the pool); ``apart``
-are a prefill and a decode engine without a pool, which the last tests kill.
+are a prefill and a decode engine without a pool and with little memory, which the last tests kill.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from typing import Any
 
 import pytest
 
-from tests.connectors.vllm.conftest import KV_CONFIG, Line, make_prompt, tokens_of
+from tests.connectors.vllm.conftest import (
+    BLOCK_TOKENS,
+    BYTES_PER_TOKEN,
+    KV_CONFIG,
+    Line,
+    make_prompt,
+    tokens_of,
+)
 from tests.connectors.vllm.processes import Engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -34,8 +41,10 @@ ASK = {
 }
 LENGTHS = [1, 2, 31, 32, 33, 34, 64, 65, 255, 256, 257, 1000]
 LEASE_S = 3.0
-SCHEDULES = int(os.environ.get("PD_SCHEDULES", "3"))
-ORDER = [(form, stage) for form in ("two-step", "concurrent") for stage in ("looking", "loading", "running")]
+SCHEDULES = int(os.environ.get("PD_SCHEDULES", "12"))
+STAGES = ("looking", "loading", "loaded", "running")
+ORDER = [(form, stage) for form in ("two-step", "concurrent") for stage in STAGES]
+APART_BLOCKS = 140  # one longest request, and not many of them
 NOTHING_LEFT = {"used_blocks": 0, "requests": 0, "pins": 0, "saves": 0, "lookups": 0, "leases": 0}
 
 
@@ -65,7 +74,12 @@ def apart(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPat
 
         def engine(name: str, **extra: object) -> Engine:
             made = Engine(
-                vllm_python, models[0], nobody, logs / f"{name}.log", kv_transfer_config=config(**extra)
+                vllm_python,
+                models[0],
+                nobody,
+                logs / f"{name}.log",
+                kv_transfer_config=config(**extra),
+                kv_cache_memory_bytes=APART_BLOCKS * BLOCK_TOKENS * BYTES_PER_TOKEN,
             )
             stack.callback(made.close)
             return made
@@ -80,7 +94,7 @@ def apart(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPat
 
 
 def prefill_of(engine: Engine, prompts: list[list[int]], **more: Any) -> list[dict[str, Any]]:
-    """What a prefill engine answers in the two-step form."""
+    """What a prefill engine answers in the two-step form; {} for what was aborted."""
     answer = engine.call("generate", prompts=prompts, max_tokens=1, params=[ASK] * len(prompts), **more)
     return [output["params"] if output else {} for output in answer["outputs"]]
 
@@ -244,6 +258,52 @@ def test_decode_aborts(line: Line, apart: Apart, form: str, stage: str) -> None:
     assert tokens_of(apart.decode.call("generate", prompts=prompts)) == expected
 
 
+def test_decode_aborts_half_way(line: Line, apart: Apart) -> None:
+    """One piece is here, the next one is being written to the blocks."""
+    prompts = [make_prompt(2780, 1500), make_prompt(2781, 300)]
+    params = prefill_of(apart.prefill, prompts)
+    apart.tcp.call("hold_reads")
+    answer = apart.tcp.call("generate", prompts=prompts, params=params, abort=[0], abort_when="half")
+    assert answer["outputs"][0] is None
+    assert tokens_of(answer)[1] == line.expected(prompts)[1]
+    assert_nothing_left(apart.prefill, apart.tcp)
+    assert tokens_of(apart.tcp.call("generate", prompts=prompts)) == line.expected(prompts)
+
+
+def test_preemption_on_both_sides(line: Line, apart: Apart) -> None:
+    """Prefill answers requests of its own, which grow while the first prompt takes nearly all of the room
+    that is left: half of that is handed over when it is preempted, and it begins anew with other blocks.
+    Decode has more answers than fit."""
+    own = [make_prompt(2820 + position, 250) for position in range(6)]
+    prompts = [make_prompt(2830 + position, length) for position, length in enumerate((2800, 500, 500, 500))]
+    names = [f"preempted-{position}" for position in range(len(prompts))]
+    asked = [None] * len(own) + [{"do_remote_decode": True, "transfer_id": name} for name in names]
+    apart.decode.send("generate", prompts=prompts, params=meetings(apart, names), max_tokens=150)
+    given = apart.prefill.call(
+        "generate", prompts=own + prompts, params=asked, max_tokens=[100] * len(own) + [1] * len(prompts)
+    )
+    taken = apart.decode.receive()
+
+    assert tokens_of(taken) == line.expected(prompts, max_tokens=150)
+    assert tokens_of(given)[: len(own)] == line.expected(own, max_tokens=100)
+    assert given["preempted_gives"] > 0
+    assert taken["preemptions"] > 0
+    assert_nothing_left(apart.prefill, apart.decode)
+
+
+def test_a_reset_of_the_prefix_cache_ends_hand_overs(line: Line, apart: Apart) -> None:
+    """As after a change of weights: vLLM's own reset succeeds at once, though a lease kept blocks, and from
+    the next step on what was offered is void."""
+    prompts = [make_prompt(2840, 300)]
+    params = prefill_of(apart.prefill, prompts)
+    assert apart.prefill.call("reset_prefix_cache")
+    assert apart.prefill.call("drain", timeout_s=LEASE_S / 3) == NOTHING_LEFT
+    answer = apart.decode.call("generate", prompts=prompts, params=params)
+    assert tokens_of(answer) == line.expected(prompts)
+    assert handed(answer) == [0]
+    assert_nothing_left(apart.prefill, apart.decode)
+
+
 def test_prefill_aborts_concurrently(line: Line, apart: Apart) -> None:
     prompts = [make_prompt(2800 + position, 900) for position in range(3)]
     names = [f"abort-{position}" for position in range(3)]
@@ -264,26 +324,31 @@ def test_the_same_names_twice(line: Line, apart: Apart) -> None:
 
 @pytest.mark.parametrize("schedule", range(SCHEDULES))
 def test_random_schedules(line: Line, apart: Apart, schedule: int, rng: random.Random) -> None:
-    """Shared prefixes, both forms, both paths, with and without the pool, aborts and preemptions (the second
-    engine of the line has little memory); PD_SCHEDULES=300 runs as many."""
-    stems = [make_prompt(rng.randrange(1 << 40), rng.choice([0, 31, 32, 200])) for _ in range(3)]
+    """Hand-overs alone, the pool alone, and both; shared prefixes, both forms, both paths, aborts on either
+    side, and little memory in all engines but the line's first: requests wait for room, or are preempted.
+    PD_SCHEDULES=300 runs as many."""
+    stems = [make_prompt(rng.randrange(1 << 40), rng.choice([0, 31, 32, 200, 256])) for _ in range(3)]
+    count = rng.choice([1, 3, 6, 12])
     prompts = [
         rng.choice(stems)
-        + make_prompt(rng.randrange(1 << 40), rng.choice([*LENGTHS[:11], rng.randrange(1, 500)]))
-        for _ in range(rng.randrange(1, 7))
+        + make_prompt(rng.randrange(1 << 40), rng.choice([*LENGTHS[:11], rng.randrange(1, 700)]))
+        for _ in range(count)
     ]
-    more: dict[str, Any] = {"max_tokens": rng.choice([1, 8, 60])}
-    survivors = list(range(len(prompts)))
+    more: dict[str, Any] = {"max_tokens": [rng.choice([1, 8, 60, 150]) for _ in prompts]}
+    survivors = list(range(count))
     if rng.random() < 0.4:
         more["abort"] = [p for p in survivors if rng.random() < 0.4]
-        more["abort_when"] = rng.choice(["looking", "loading", "running"])
+        more["abort_when"] = rng.choice(STAGES)
         survivors = [p for p in survivors if p not in more["abort"]]
-    prefill, decode = rng.choice(
-        [(apart.prefill, apart.decode), (apart.prefill, apart.tcp), (line.first, line.second)]
-    )
-    if prefill is apart.prefill and rng.random() < 0.5:
-        names = [f"{rng.randrange(1 << 60):x}" for _ in prompts]
-        _, answer = concurrently(apart, decode, prompts, names, **more)
+    form = rng.choice(["two-step", "concurrent", "pool", "both"])
+    decode = {"pool": line.second, "both": line.second}.get(form) or rng.choice([apart.decode, apart.tcp])
+    prefill = apart.prefill if decode is not line.second else line.first
+    print(form, len(prompts), {**more, "prompts": [len(prompt) for prompt in prompts]})
+    if form == "concurrent":
+        answer = beside_own_requests(apart, decode, prompts, rng, **more)
+    elif form == "pool":
+        prefill.call("generate", prompts=rng.sample(prompts, k=(count + 1) // 2), max_tokens=1)
+        answer = decode.call("generate", prompts=prompts, **more)
     else:
         answer = decode.call("generate", prompts=prompts, params=prefill_of(prefill, prompts), **more)
     expected = line.expected(prompts, max_tokens=more["max_tokens"])
@@ -291,6 +356,26 @@ def test_random_schedules(line: Line, apart: Apart, schedule: int, rng: random.R
         assert tokens_of(answer)[position] == expected[position]
         assert answer["outputs"][position]["reason"] == "length"
     assert_nothing_left(prefill, decode)
+
+
+def beside_own_requests(
+    apart: Apart, decode: Engine, prompts: list[list[int]], rng: random.Random, **more: Any
+) -> Any:
+    """Decode's answer in the concurrent form, while prefill answers requests of its own, and aborts some."""
+    own = [make_prompt(rng.randrange(1 << 40), 250) for _ in range(rng.choice([0, 0, 6]))]
+    names = [f"{rng.randrange(1 << 60):x}" for _ in prompts]
+    asked = [None] * len(own) + [{"do_remote_decode": True, "transfer_id": name} for name in names]
+    decode.send("generate", prompts=prompts, params=meetings(apart, names), **more)
+    leaves = [p for p in range(len(asked)) if rng.random() < 0.2] if rng.random() < 0.3 else []
+    apart.prefill.call(
+        "generate",
+        prompts=own + prompts,
+        params=asked,
+        max_tokens=[400] * len(own) + [1] * len(prompts),
+        abort=leaves,
+        abort_when=rng.choice(["looking", "running"]),
+    )
+    return decode.receive()
 
 
 # From here on the engines that are apart are killed
