@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import io
+import socket
 import ssl
-from typing import Any
+import time
+from contextlib import ExitStack
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -35,26 +39,62 @@ async def answers_ok(url: str, *, timeout_s: float = 2.0) -> bool:
             writer.close()
 
 
+class TimedReader(io.RawIOBase):
+    """What arrives at a socket until one time: whoever sends a byte now and then does not keep its reader."""
+
+    def __init__(self, inner: socket.socket, give_up_s: float) -> None:
+        """give_up_s: on time.monotonic()."""
+        super().__init__()
+        self._inner = inner
+        self._give_up_s = give_up_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises TimeoutError from ``give_up_s`` on."""
+        left_s = self._give_up_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self._inner.settimeout(left_s)
+        return self._inner.recv_into(buffer)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """As of a socket."""
+        return io.BufferedReader(self)
+
+
 def get_json(url: str, *, timeout_s: float = 2.0, tls: ssl.SSLContext | None = None) -> Any:
-    """The JSON value of GET ``url``. Raises Unavailable when there is none within ``timeout_s`` seconds.
+    """The JSON value of GET ``url``. Raises Unavailable when there is none within ``timeout_s`` seconds,
+    whoever answers, and however slowly.
 
     tls: what to trust where ``url`` is https.
     """
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    connection = (
-        http.client.HTTPSConnection(host, parts.port or 443, timeout=timeout_s, context=tls)
-        if parts.scheme == "https"
-        else http.client.HTTPConnection(host, parts.port or 80, timeout=timeout_s)
-    )
     try:
-        connection.request("GET", parts.path or "/")
-        response = connection.getresponse()
+        return msgspec.json.decode(_get(url, time.monotonic() + timeout_s, timeout_s, tls))
+    except Unavailable:
+        raise
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+        raise Unavailable(f"GET {url} failed: {error}", operation="get", peer=url, cause=error) from error
+
+
+def _get(url: str, give_up_s: float, timeout_s: float, tls: ssl.SSLContext | None) -> bytes:
+    """Raises Unavailable for another answer than 200, OSError, HTTPException and ValueError."""
+    parts = urlsplit(url)
+    is_https = parts.scheme == "https"
+    host = parts.hostname or ""
+    head = f"GET {parts.path or '/'} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n"
+    with ExitStack() as stack:
+        connected = stack.enter_context(
+            socket.create_connection((host, parts.port or (443 if is_https else 80)), timeout_s)
+        )
+        if is_https:
+            context = tls or ssl.create_default_context()
+            connected = stack.enter_context(context.wrap_socket(connected, server_hostname=host))
+        connected.sendall(head.encode("ascii"))
+        response = http.client.HTTPResponse(cast(socket.socket, TimedReader(connected, give_up_s)))
+        response.begin()
         body = response.read(ANSWER_BYTES_MAX)
         if response.status != 200:
             raise Unavailable(f"GET {url} answered {response.status}", operation="get", peer=url)
-        return msgspec.json.decode(body)
-    except (TimeoutError, OSError, http.client.HTTPException, msgspec.DecodeError) as error:
-        raise Unavailable(f"GET {url} failed: {error}", operation="get", peer=url, cause=error) from error
-    finally:
-        connection.close()
+        return body

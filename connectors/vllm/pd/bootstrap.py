@@ -7,6 +7,7 @@ is the one of vLLM's MooncakeConnector, so its example proxy works:
 from __future__ import annotations
 
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -14,14 +15,41 @@ import msgspec
 
 from moonpool.core.addresses import Address
 from moonpool.core.errors import ConfigError, Unavailable
-from moonpool.core.http_get import get_json
+from moonpool.core.http_get import TimedReader, get_json
 
 TIMEOUT_S = 2.0
+CALLERS_MAX = 64  # at a time: each has a thread, for TIMEOUT_S at most
 
 
 class _Member(msgspec.Struct):
     engine_id: str
     worker_addr: dict[str, dict[str, str]]
+
+
+class _Server(ThreadingHTTPServer):
+    """So many callers at a time; one more is turned away."""
+
+    daemon_threads = True
+    request_queue_size = CALLERS_MAX
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._room = threading.BoundedSemaphore(CALLERS_MAX)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a caller that hung up is not worth a traceback."""
 
 
 class Bootstrap:
@@ -39,6 +67,10 @@ class Bootstrap:
         class Handler(BaseHTTPRequestHandler):
             timeout = TIMEOUT_S
 
+            def setup(self) -> None:
+                super().setup()
+                self.rfile = TimedReader(self.connection, time.monotonic() + TIMEOUT_S).makefile("rb")
+
             def do_GET(self) -> None:
                 found = self.path == "/query"
                 body = page if found else b"{}"
@@ -52,7 +84,7 @@ class Bootstrap:
                 """Nothing: a page that is fetched once for each decode engine is not worth a line."""
 
         try:
-            self._server = ThreadingHTTPServer((address.host, address.port), Handler)
+            self._server = _Server((address.host, address.port), Handler)
         except OSError as error:
             raise ConfigError(
                 f"the bootstrap page cannot be served at {address}: {error.strerror}; give another "
@@ -61,7 +93,6 @@ class Bootstrap:
                 key="bootstrap_port",
                 cause=error,
             ) from error
-        self._server.daemon_threads = True
         self.address = Address(address.host, self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="moonpool-bootstrap", daemon=True

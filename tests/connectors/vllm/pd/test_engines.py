@@ -224,6 +224,11 @@ def test_params_that_cannot_be_used_are_computed(line: Line, apart: Apart) -> No
     assert "not made by this connector" in apart.decode.logged()
     assert_nothing_left(apart.prefill)
     line.other.call("drain", timeout_s=60)
+    for engine, why in ((apart.prefill, "computed another prompt"), (line.other, "serves another model")):
+        (said,) = [
+            row for row in engine.logged().splitlines() if "did not take a prompt over" in row and why in row
+        ]
+        assert "moonpool: vllm-" in said
 
 
 def test_nobody_asks(apart: Apart) -> None:
