@@ -466,6 +466,21 @@ async def test_a_head_without_a_body_binds_nobody(fails: Behaviour) -> None:
 
 
 @with_deadline
+async def test_decode_fails_at_once_and_the_same_prefill_is_asked_anew() -> None:
+    def decide(request: ProxyRequest) -> Decision:
+        assert 0 in request.candidates
+        number = b"%d" % request.attempt
+        return concurrent(0, 1 + request.attempt, b'{"p":%b}' % number, b'{"d":%b}' % number)
+
+    async with pd_bed("pdd", decide=decide) as b:
+        b.engines[0].behave = never
+        b.engines[1].behave = cut
+        assert (await b.ask("POST", CHAT, BODY)).engine == "engine-2"
+        assert [json.loads(e.body)["kv_transfer_params"] for e in b.engines[0].seen] == [{"p": 0}, {"p": 1}]
+        assert b.engines[2].seen[0].body == BODY[:-1] + b',"kv_transfer_params":{"d":1}}'
+
+
+@with_deadline
 async def test_the_first_token_does_not_wait_for_the_prefills_answer() -> None:
     plan = concurrent(0, 1, b"{}", b"{}")
     async with pd_bed(decide=lambda request: plan) as b:

@@ -174,6 +174,11 @@ void Exchange::hand_over(std::string_view parameters) {
     send_answer_leg(*relay_.engines[static_cast<size_t>(plan_.engine)], answer_body_.pieces());
 }
 
+// It did well, so another plan may have it again.
+void Exchange::not_tried(const Engine& engine) {
+    tried_.erase(std::remove(tried_.begin(), tried_.end(), engine.place), tried_.end());
+}
+
 // The prefill came to nothing: the engine that answers computes the prompt itself.
 void Exchange::answer_alone() {
     Engine& engine = *relay_.engines[static_cast<size_t>(plan_.engine)];
@@ -253,7 +258,7 @@ void Exchange::prefill_done() {
         return answer_alone();
     }
     ended(Prefill::kHandedOver);
-    tried_.erase(std::remove(tried_.begin(), tried_.end(), engine.place), tried_.end());  // it did well
+    not_tried(engine);
     hand_over(parameters->value);
     if (prefill_answer_.capacity() > kSmallBytes) prefill_answer_ = std::string();
 }
@@ -265,7 +270,7 @@ void Exchange::prefill_failed(Verdict verdict, bool elsewhere) {
     if (state_ == State::kAnswering) {
         if (answer_.answered) return;  // concurrent, and the client is being answered already
         if (answer_.engine != nullptr) {
-            tried_.erase(std::remove(tried_.begin(), tried_.end(), answer_.engine->place), tried_.end());
+            not_tried(*answer_.engine);
             answer_.leave(Verdict::kNone);  // it waits for what will not come
         }
         observation_.handed_over = 0;
@@ -390,6 +395,8 @@ void Exchange::answer_failed(Reason reason, const std::string&) {
     }
     answer_.leave(Verdict::kBad);
     prefill_.leave(Verdict::kNone);
+    if (plan_.concurrent && plan_.prefill >= 0)
+        not_tried(*relay_.engines[static_cast<size_t>(plan_.prefill)]);
     // A first byte that never came is not tried elsewhere: it took long enough.
     if (reason != Reason::kFirstByte && observation_.attempts <= relay_.settings.limits.retries_max) {
         ++engine.counts.retries;

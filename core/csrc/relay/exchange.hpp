@@ -63,6 +63,7 @@ class Exchange {
     void send_answer_leg(Engine& engine, std::span<const std::string_view> body);
     void send_prefill_leg(Engine& engine, std::string_view parameters);
     void answer_alone();
+    void not_tried(const Engine& engine);
     void take_prefill(const http::ResponseHead* head, std::string_view body, bool complete);
     void prefill_done();
     void prefill_failed(Verdict verdict, bool elsewhere);
