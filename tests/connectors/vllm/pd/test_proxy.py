@@ -2,6 +2,7 @@
 tokens of one engine alone, handed over and not computed twice, and no block that stays behind.
 
 One pair of engines for the whole file, and a proxy for each form. The last test kills the prefill engine.
+PD_PREFILL_RANKS=2 gives it so many data-parallel ranks, which take much longer to start.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 HEADERS = {"Content-Type": "application/json", "X-Moonpool-Decision": "1", "X-Request-Id": "the-same"}
 FORMS = ("two_step", "concurrent")
+RANKS = int(os.environ.get("PD_PREFILL_RANKS", "1"))
 LENGTHS = (2, 31, 32, 33, 255, 257, 1000)
 START_S = 400.0
 ANSWER_S = 120.0
@@ -84,8 +86,9 @@ def line(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPath
     with ExitStack() as stack:
         # Sockets have short paths only.
         runtime = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
-        names = ("prefill", "decode", "bootstrap", *FORMS)
+        names = ("prefill", "decode", *FORMS)
         ports = dict(zip(names, free_ports(len(names)), strict=True))
+        ports["bootstrap"] = neighbouring_ports(RANKS)
         extra = {"bootstrap_port": ports["bootstrap"], "lease_s": 3.0}
         running = {}
         for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
@@ -95,6 +98,8 @@ def line(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPath
             command += ["--dtype", "float32", "--max-model-len", "4096", "--block-size", str(BLOCK_TOKENS)]
             command += ["--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(64 << 20)]
             command += ["--enforce-eager", "--seed", "0", "--kv-transfer-config", json.dumps(config)]
+            if name == "prefill" and RANKS > 1:
+                command += ["--data-parallel-size", str(RANKS)]
             running[name] = start(stack, command, folder / name, runtime)
         for name, process in running.items():
             until_ready(process, ports[name], folder / name)
@@ -162,6 +167,19 @@ def free_ports(count: int) -> list[int]:
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def neighbouring_ports(count: int) -> int:
+    """The first of them."""
+    while True:
+        (first,) = free_ports(1)
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except (OSError, OverflowError):
+                continue
+            return first
 
 
 def tokens_of(answer: dict[str, Any]) -> list[int]:
