@@ -44,7 +44,8 @@ class HandoverModel:
         self.regression = Regression((0.01, 0.01), (0.05, 0.05), floor=0.005)
 
     def predict(self, tokens: int) -> float:
-        return self.regression.predict((1.0, tokens * _K))
+        g, h = self.regression.coefficients
+        return g + h * _K * tokens
 
     def observe(self, tokens: int, seconds: float) -> float | None:
         return self.regression.observe((1.0, tokens * _K), seconds)
@@ -58,7 +59,8 @@ class DecodeModel:
 
     def predict(self, batch: float, context_tokens: float) -> float:
         """batch: requests that decode together, this one included; context_tokens: of all of them."""
-        return self.regression.predict((1.0, batch, context_tokens * _K))
+        d, e, k = self.regression.coefficients
+        return d + e * batch + k * _K * context_tokens
 
     def observe(self, batch: float, context_tokens: float, seconds: float) -> float | None:
         return self.regression.observe((1.0, batch, context_tokens * _K), seconds)

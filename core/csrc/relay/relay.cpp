@@ -95,7 +95,7 @@ void Relay::post(std::function<void()> function) {
 }
 
 void Relay::call(const std::function<void()>& function) {
-    if (std::this_thread::get_id() == thread_.get_id()) return function();
+    if (is_this_thread()) return function();
     std::mutex mutex;
     std::condition_variable changed;
     bool done = false;

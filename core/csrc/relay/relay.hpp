@@ -52,6 +52,7 @@ class Relay {
     double clock() const;
     // Run something on the relay's thread and wait for it; here, when that is this thread or it has ended.
     void call(const std::function<void()>& function);
+    bool is_this_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
     // On the relay's thread: what its parts use.
     const Settings settings;
