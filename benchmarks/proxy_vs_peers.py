@@ -1,49 +1,39 @@
-"""CPU that a router spends on a request: ours beside vllm-router, sglang-router and nginx, same load.
+"""CPU that a router spends on a request: ours beside vllm-router, sglang-router, nginx, haproxy, same load; and
+what our proxy adds to the time to the first token.
 
     python -m benchmarks.proxy_vs_peers [--peers-venv DIR] [--quick] [--json FILE]
 
-Closed loop of 64 clients; every answer is checked. Routers take turns; a figure is the median over the rounds
-of the CPU time of the process and its children by the requests of that round. Rows with one step front two
-engines with round robin; rows in two steps two prefill and two decode engines (the NIXL form; vllm-router
-alone has it). --peers-venv: where the peers' packages are (pip install vllm-router==0.1.17
-sglang-router==0.3.2). nginx is beside them where it is installed.
+README.md explains the rows. --peers-venv: where the peers' packages are (pip install vllm-router==0.1.17
+sglang-router==0.3.2). nginx and haproxy are beside them where they are installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
+import random
+import re
 import socket
 import statistics
 import sys
 import tempfile
-from contextlib import ExitStack, suppress
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
 
 from benchmarks.processes import Failed, Process, free_port
-from benchmarks.proxy import load
+from benchmarks.proxy import first_byte, load, prompts
+from benchmarks.proxy.routers import PEERS, PEERS_IN_TWO_STEPS, Engine, command, cpu_s, event_options
 from benchmarks.report import Row, print_table, write_json
+from moonpool.disagg_proxy.tokens.local_source import THREAD_NAME
 
 CLIENTS = 64
-PEERS = ("vllm-router", "sglang-router", "nginx")
-PEERS_IN_TWO_STEPS = ("vllm-router",)
-NGINX = """
-worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log {folder}/nginx.err;
-events {{ worker_connections 1024; }}
-http {{
-  access_log off; client_max_body_size 64m; client_body_buffer_size 128k;
-  upstream engines {{ {servers} keepalive 256; }}
-  server {{
-    listen 127.0.0.1:{port}; keepalive_requests 1000000;
-    location / {{ proxy_pass http://engines; proxy_http_version 1.1; proxy_set_header Connection "";
-                 proxy_buffering off; }}
-  }}
-}}
-"""
+ENGINES = 4
+FIRST_BYTE_PER_S = 100  # requests through the proxy, and as many straight to the engines
+FIRST_BYTE_MS_MAX = 5.0
 
 
 @dataclass(frozen=True)
@@ -66,104 +56,182 @@ WORKS = (
     Work("prefill and decode, in one piece", 2 << 10, False, True, 0.5, 2),
     Work("prefill and decode, in one piece", 64 << 10, False, True, 0.35, 4),
 )
+AWARE_SHARE, AWARE_LESS = 0.5, 2
+Requests = Callable[[int], list[bytes]]
 
 
-def cpu_s(pid: int) -> float:
-    """CPU seconds that the living threads of a process and its children have used, to the nanosecond."""
-    total_ns = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            parent = (process / "stat").read_text().rsplit(")", 1)[1].split()[1]
-            if str(pid) in (process.name, parent):
-                total_ns += sum(
-                    int((task / "schedstat").read_text().split()[0]) for task in (process / "task").iterdir()
-                )
-    return total_ns / 1e9
+class Bed:
+    """Mock engines, and the routers that are put in front of them. quiet: engines that told of blocks at
+    start, and no more; telling: they tell of each prompt."""
 
+    def __init__(self, stack: ExitStack, venv: Path | None) -> None:
+        self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self._stack = stack
+        self._venv = venv
+        self.quiet = [self._engine() for _ in range(ENGINES)]
+        self.telling = [self._engine(tells=True) for _ in range(ENGINES)]
 
-def router_command(
-    name: str, port: int, engines: list[str], venv: Path | None, folder: Path, *, two_steps: bool
-) -> list[str | Path] | None:
-    """How a router is started in front of these engines; None where it is not there. In two steps the first
-    half of the engines prefills."""
-    half = len(engines) // 2
-    roles = [("--prefill", url) for url in engines[:half]] + [("--decode", url) for url in engines[half:]]
-    if name == "ours":
-        ours = [word for pair in roles for word in pair] if two_steps else []
-        ours = ours or [word for url in engines for word in ("--engine", url)]
-        return [sys.executable, "-m", "moonpool", "proxy", "--port", str(port), *ours]
-    if name == "nginx":
-        program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-        if program is None:
-            return None
-        servers = " ".join(f"server {url.removeprefix('http://')};" for url in engines)
-        (folder / "nginx.conf").write_text(NGINX.format(folder=folder, servers=servers, port=port))
-        return [program, "-p", folder, "-c", folder / "nginx.conf"]
-    if venv is None:
-        return None
-    command: list[str | Path] = [venv / "bin" / name, *(["launch"] if name == "sglang-router" else [])]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-    command += ["--policy", "round_robin"]
-    if two_steps:
-        return [*command, "--vllm-pd-disaggregation", *(word for pair in roles for word in pair)]
-    return [*command, "--worker-urls", *engines]
+    def routers(self, *, two_steps: bool) -> dict[str, tuple[Process, int]]:
+        """All there are, with round robin: processes and ports."""
+        names = ("ours", *(PEERS_IN_TWO_STEPS if two_steps else PEERS))
+        engines = self.quiet if two_steps else self.quiet[:2]
+        found = {name: self._router(name, engines, two_steps=two_steps) for name in names}
+        return {name: router for name, router in found.items() if router is not None}
+
+    def aware(
+        self, engines: list[Engine], *options: str | Path, two_steps: bool = True
+    ) -> tuple[Process, int]:
+        """Ours, which chooses by where the prefix lies, from the events of the engines."""
+        half = ENGINES // 2
+        names = [f"engine-{i}" for i in range(ENGINES)]
+        if two_steps:
+            names = [f"{role}-{i}" for role in ("prefill", "decode") for i in range(half)]
+        policy = ("--policy", "conductor", *event_options(engines, names), *options)
+        router = self._router("ours", engines, two_steps=two_steps, options=policy)
+        assert router is not None
+        return router
+
+    def _router(
+        self, name: str, engines: list[Engine], *, two_steps: bool, options: tuple[str | Path, ...] = ()
+    ) -> tuple[Process, int] | None:
+        """None where it is not there."""
+        port = free_port()
+        words = command(name, port, engines, self._venv, self.folder, two_steps=two_steps, options=options)
+        return None if words is None else (self._start(words, port, f"{name}-{port}"), port)
+
+    def _engine(self, *, tells: bool = False) -> Engine:
+        port, events, replay = free_port(), *(f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        words = [sys.executable, "-m", "benchmarks.proxy.mock_engine", str(port), events, replay]
+        self._start([*words, *(["tells"] if tells else [])], port, f"engine-{port}")
+        return Engine(f"http://127.0.0.1:{port}", events, replay)
+
+    def _start(self, words: Sequence[str | Path], port: int, name: str) -> Process:
+        process = Process(words, self.folder / f"{name}.log")
+        self._stack.callback(process.stop)
+        process.wait_for_port(socket.AF_INET, ("127.0.0.1", port))
+        return process
 
 
 def measure(venv: Path | None, rounds: int, requests: int) -> list[Row]:
-    """Raises Failed."""
+    """Raises Failed, RuntimeError, TimeoutError."""
+    rows = []
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-
-        def start(command: list[str | Path], port: int, name: str) -> Process:
-            process = Process(command, folder / f"{name}.log")
-            stack.callback(process.stop)
-            process.wait_for_port(socket.AF_INET, ("127.0.0.1", port))
-            return process
-
-        engines = []
-        for number in range(4):
-            port = free_port()
-            start([sys.executable, "-m", "benchmarks.proxy.mock_engine", str(port)], port, f"engine-{number}")
-            engines.append(f"http://127.0.0.1:{port}")
-        rows = []
+        bed = Bed(stack, venv)
         for two_steps in (False, True):
-            routers: dict[str, tuple[Process, int]] = {}
-            for name in ("ours", *(PEERS_IN_TWO_STEPS if two_steps else PEERS)):
-                port = free_port()
-                used = engines if two_steps else engines[:2]
-                command = router_command(name, port, used, venv, folder, two_steps=two_steps)
-                if command is not None:
-                    routers[name] = (start(command, port, f"{name}-{two_steps}"), port)
+            routers = bed.routers(two_steps=two_steps)
             rows += [
                 measure_work(work, routers, rounds, requests // work.less)
                 for work in WORKS
                 if work.two_steps is two_steps
             ]
-        return rows
+        rows += measure_aware(bed, routers, rounds, requests // AWARE_LESS)
+        rows += measure_first_byte(bed, requests // 4)
+    return rows
 
 
 def measure_work(work: Work, routers: dict[str, tuple[Process, int]], rounds: int, count: int) -> Row:
+    sent = [prompts.plain(work.prompt_bytes, stream=work.stream)] * count
+    loads: dict[str, Requests] = dict.fromkeys(routers, lambda number: sent)
+    ours, peers = medians(routers, loads, rounds, stream=work.stream)
+    engines = "2 + 2 engines" if work.two_steps else "2 engines"
+    what = f"{work.name} [{count} x {work.prompt_bytes >> 10} KiB, {CLIENTS} clients, {engines}], CPU"
+    return row(what, ours, peers, work.share)
+
+
+def measure_aware(bed: Bed, routers: dict[str, tuple[Process, int]], rounds: int, count: int) -> list[Row]:
+    """Ours with the whole choice, about prompts that are new, and beside it vllm-router as it was: round
+    robin, and a prompt that says nothing."""
+    rng = random.Random(1)
+    ids, texts = prompts.Ids(rng), prompts.Texts(rng, bed.folder)
+    plain = [prompts.plain(2 << 10, stream=False)] * count
+    tokenizer = ("--tokenizer", f"{prompts.MODEL}={texts.folder}")
+    works = (
+        ("token ids", ids.request, bed.aware(bed.quiet)),
+        ("token ids, engines tell", ids.request, bed.aware(bed.telling)),
+        ("text", texts.request, bed.aware(bed.quiet, *tokenizer)),
+    )
+    rows = []
+    for name, make, (process, port) in works:
+        found = {**routers, "ours": (process, port)}
+        loads: dict[str, Requests] = dict.fromkeys(found, lambda number: plain)
+        loads["ours"] = lambda number, make=make: [make() for _ in range(count)]  # type: ignore[misc]
+        ours, peers = medians(found, loads, rounds, stream=False)
+        tokenizer_us = cpu_s(process.pid, THREAD_NAME) / ((rounds + 1) * count) * 1e6
+        check_told(port)
+        what = f"prefill and decode by cache, {name} [{count} x 2 KiB, {CLIENTS} clients, 2 + 2 engines], CPU"
+        share = None if name.endswith("tell") else AWARE_SHARE
+        rows.append(row(what, ours, peers, share, beyond=tokenizer_us))
+    rows.append(
+        Row("  of it the tokeniser's threads", tokenizer_us, "us", dict.fromkeys(PEERS, ""), None, "", None)
+    )
+    return rows
+
+
+def measure_first_byte(bed: Bed, count: int) -> list[Row]:
+    _, port = bed.aware(bed.telling, two_steps=False)
+    ids = prompts.Ids(random.Random(3))
+    targets = {"direct": [int(engine.url.rsplit(":", 1)[1]) for engine in bed.telling], "ours": [port]}
+    found = uvloop.run(first_byte.measure(targets, lambda: ids.request(stream=True), count, FIRST_BYTE_PER_S))
+    check_told(port)
+    quantiles = {name: statistics.quantiles(times, n=100) for name, times in found.items()}
+    rows = []
+    for percent in (50, 99):
+        added_ms = (quantiles["ours"][percent - 1] - quantiles["direct"][percent - 1]) * 1e3
+        target, met = ("", None) if percent == 50 else ("<= 5", added_ms <= FIRST_BYTE_MS_MAX)
+        rows.append(
+            Row(
+                f"added to the first token, p{percent} [{count} streams, {FIRST_BYTE_PER_S}/s, and as many "
+                f"beside them, {ENGINES} engines that tell]",
+                added_ms,
+                "ms",
+                dict.fromkeys(PEERS, ""),
+                None,
+                target,
+                met,
+            )
+        )
+    return rows
+
+
+def medians(
+    routers: dict[str, tuple[Process, int]], loads: dict[str, Requests], rounds: int, *, stream: bool
+) -> tuple[float, dict[str, float | str]]:
+    """Microseconds of CPU for a request: ours, and the peers'. loads: the requests of a round. Routers take
+    turns."""
     spent: dict[str, list[float]] = {name: [] for name in routers}
-    for round_number in range(rounds + 1):
+    for number in range(rounds + 1):
         for name, (process, port) in routers.items():
+            requests = loads[name](number)
             before_s = cpu_s(process.pid)
-            uvloop.run(load.run(port, CLIENTS, count, stream=work.stream, prompt_bytes=work.prompt_bytes))
-            if round_number > 0:  # the first warms up
-                spent[name].append((cpu_s(process.pid) - before_s) / count * 1e6)
+            uvloop.run(load.run(port, CLIENTS, requests, stream=stream))
+            if number > 0:  # the first warms up
+                spent[name].append((cpu_s(process.pid) - before_s) / len(requests) * 1e6)
     ours = statistics.median(spent.pop("ours"))
     peers: dict[str, float | str] = dict.fromkeys(PEERS, "not run")
     peers.update({name: statistics.median(figures) for name, figures in spent.items()})
+    return ours, peers
+
+
+def row(
+    what: str, ours: float, peers: dict[str, float | str], share: float | None, beyond: float = 0.0
+) -> Row:
+    """share: of vllm-router's CPU; None: no target. beyond: microseconds that do not count for it."""
+    if share is None:
+        return Row(what, ours, "us", peers, None, "", None)
     anchor = peers["vllm-router"]
-    engines = "2 + 2 engines" if work.two_steps else "2 engines"
-    return Row(
-        work=f"{work.name} [{count} x {work.prompt_bytes >> 10} KiB, {CLIENTS} clients, {engines}], CPU",
-        ours=ours,
-        unit="us",
-        peers=peers,
-        limit=None,
-        target=f"<= {work.share:g}x vllm-router",
-        met=ours <= work.share * anchor if isinstance(anchor, float) else None,
-    )
+    met = ours - beyond <= share * anchor if isinstance(anchor, float) else None
+    target = f"<= {share:g}x vllm-router" + (" beyond the tokeniser" if beyond else "")
+    return Row(what, ours, "us", peers, None, target, met)
+
+
+def check_told(port: int) -> None:
+    """Raises RuntimeError when the proxy at this port did not hear the engines' events."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    stored = sum(float(value) for value in re.findall(r"events_blocks_stored_total\{.*\} (\S+)", text))
+    lost = sum(float(value) for value in re.findall(r"events_lost_total\{.*\} (\S+)", text))
+    if not stored or lost:
+        raise RuntimeError(f"the proxy heard of {stored:.0f} blocks, and lost its streams {lost:.0f} times")
 
 
 def main() -> int:
