@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 from moonpool.disagg_proxy.conductor.instance import Instance
 
@@ -28,9 +30,10 @@ class Request:
         return max(0, self.pool - self.own_at(instance))
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """prefill: computes the prompt and hands it to decode; None: decode does both.
+class Choice(NamedTuple):
+    """A tuple because it is made for every request, and is the cheapest thing to make.
+
+    prefill: computes the prompt and hands it to decode; None: decode does both.
 
     prefill_s: predicted seconds of the prompt's computation, without the wait. why: what it was weighed by,
     for people.
@@ -39,7 +42,7 @@ class Choice:
     decode: Instance
     prefill: Instance | None = None
     prefill_s: float = 0.0
-    why: Mapping[str, float | int | str] = field(default_factory=dict)
+    why: Mapping[str, float | int | str] = MappingProxyType({})
 
     @property
     def computes(self) -> Instance:

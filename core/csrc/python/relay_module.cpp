@@ -54,9 +54,12 @@ class PyRequest {
         const std::optional<std::string>& salt = request_->facts().cache_salt;
         return salt ? text(*salt) : py::none();
     }
-    const char* kind() const {
-        constexpr const char* kNames[] = {"chat", "completions", "embeddings", "other"};
-        return kNames[static_cast<size_t>(request_->kind)];
+    // The same four objects each time: every decision asks, and looks it up in a set.
+    py::object kind() const {
+        static PyObject* const names[] = {
+            PyUnicode_InternFromString("chat"), PyUnicode_InternFromString("completions"),
+            PyUnicode_InternFromString("embeddings"), PyUnicode_InternFromString("other")};
+        return py::reinterpret_borrow<py::object>(names[static_cast<size_t>(request_->kind)]);
     }
     py::object prompt_tokens() const {
         auto ids = request_->prompt_tokens();

@@ -16,6 +16,7 @@ namespace moonpool::relay {
 namespace {
 
 constexpr size_t kReservedBytesMax = 1 << 20;
+constexpr std::string_view kJson = "application/json";
 
 }  // namespace
 
@@ -280,14 +281,15 @@ void Client::answer(int status, std::string_view reason, std::string_view body, 
 
 void Client::answer_page(const Page& page) {
     bool close = last();
-    answer(page.status, page.reason, page.body, page.content_type, page.headers, close);
+    std::string_view type = page.content_type.empty() ? kJson : std::string_view(page.content_type);
+    answer(page.status, page.reason, page.body, type, page.headers, close);
     end_request(close);
 }
 
 // Refuse a request that was read whole: the connection stays usable.
 void Client::refuse_request(const http::Refusal& refusal, bool close) {
     answer(refusal.status, refusal.reason, http::error_body(refusal.status, refusal.reason, refusal.sentence),
-           "application/json", {}, close);
+           kJson, {}, close);
     end_request(close);
 }
 
@@ -328,7 +330,7 @@ void Client::refuse(const http::Refusal& refusal) {
     if (!request_) request_ = relay_.new_request();
     relay_.adopt(*request_);
     answer(refusal.status, refusal.reason, http::error_body(refusal.status, refusal.reason, refusal.sentence),
-           "application/json", {}, true);
+           kJson, {}, true);
     if (!open()) return;
     give_budget();
     relay_.give_back(std::move(request_));

@@ -8,9 +8,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <chrono>
 #include <cmath>
-#include <cstdio>
 #include <cstring>
 
 #include "http/head_writer.hpp"
@@ -419,9 +419,9 @@ void Relay::adopt(Request& request) {
     request.kind = kind_of_path(request.head.path);
     request.request_id = request.head.request_id;
     if (request.request_id.empty()) {
-        char text[24];
-        std::snprintf(text, sizeof(text), "-%llx", static_cast<unsigned long long>(request.id));
-        request.request_id = settings.instance + text;
+        char digits[16];
+        char* end = std::to_chars(digits, digits + sizeof(digits), request.id, 16).ptr;
+        request.request_id.append(settings.instance).append("-").append(digits, end);
     }
     for (http::Field& field : request.head.fields) {
         if (field.kind != http::FieldKind::kOther) continue;
@@ -437,7 +437,7 @@ void Relay::adopt(Request& request) {
         uint64_t word = random() | 1;  // never all zero
         std::memcpy(i < 2 ? request.trace.trace_id + 8 * i : request.trace.span_id, &word, 8);
     }
-    request.traceparent = write_traceparent(request.trace);
+    write_traceparent(request.trace, request.traceparent);
 }
 
 bool Relay::key_fits(const Request& request) const {

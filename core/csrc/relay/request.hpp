@@ -85,7 +85,7 @@ struct Plan {
 // An answer of the proxy itself. reason: for the metric of refusals, "" where it is none.
 struct Page {
     int status = 200;
-    std::string content_type = "application/json";
+    std::string content_type;  // "": application/json
     std::vector<std::pair<std::string, std::string>> headers;
     std::string body;
     std::string reason;

@@ -53,12 +53,13 @@ std::optional<Trace> parse_traceparent(std::string_view value) {
     return trace;
 }
 
-std::string write_traceparent(const Trace& trace) {
-    std::string text = "00-";
-    write_hex(trace.trace_id, 16, text);
-    text += '-';
-    write_hex(trace.span_id, 8, text);
-    return text += "-01";
+void write_traceparent(const Trace& trace, std::string& out) {
+    out.reserve(out.size() + kBytes);
+    out += "00-";
+    write_hex(trace.trace_id, 16, out);
+    out += '-';
+    write_hex(trace.span_id, 8, out);
+    out += "-01";
 }
 
 }  // namespace moonpool::relay

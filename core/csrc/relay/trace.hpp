@@ -13,7 +13,7 @@ namespace moonpool::relay {
 // The ids of a client's field; nullopt when it is none that may be passed on.
 std::optional<Trace> parse_traceparent(std::string_view value);
 
-// The field's value: sampled, as an engine that got none would decide by itself.
-std::string write_traceparent(const Trace& trace);
+// The field's value, behind what `out` has: sampled, as an engine that got none would decide by itself.
+void write_traceparent(const Trace& trace, std::string& out);
 
 }  // namespace moonpool::relay

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 
+_PREFILL = Role.PREFILL  # an enum's members are slow to look up
+
 
 class RoundRobin:
     """The turn goes by place, so that an instance that leaves or returns moves no other's. Prefill and decode
@@ -19,24 +21,17 @@ class RoundRobin:
         self._last_prefill = -1
 
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        decode = self._next(instances, self._last, prefill=False)
-        prefill = self._next(instances, self._last_prefill, prefill=True)
-        if decode is None:
-            assert prefill is not None
-            self._last_prefill = prefill.place
-            return Choice(prefill)
-        self._last = decode.place
+        decode = prefill = None  # whose turn it is: the next behind the last one, else the first of all
+        for instance in instances:
+            if instance.role is _PREFILL:
+                if prefill is None or prefill.place <= self._last_prefill < instance.place:
+                    prefill = instance
+            elif decode is None or decode.place <= self._last < instance.place:
+                decode = instance
         if prefill is not None:
             self._last_prefill = prefill.place
+        if decode is None:
+            assert prefill is not None
+            return Choice(prefill)
+        self._last = decode.place
         return Choice(decode, prefill)
-
-    @staticmethod
-    def _next(instances: Sequence[Instance], last: int, *, prefill: bool) -> Instance | None:
-        first: Instance | None = None
-        for instance in instances:
-            if (instance.role is Role.PREFILL) is not prefill:
-                continue
-            if instance.place > last:
-                return instance
-            first = first or instance
-        return first

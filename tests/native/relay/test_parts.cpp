@@ -93,7 +93,9 @@ TEST_CASE("a traceparent survives, and nothing like it does") {
     const std::string good = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
     auto trace = parse_traceparent(good);
     REQUIRE(trace.has_value());
-    CHECK(write_traceparent(*trace) == good);
+    std::string written;
+    write_traceparent(*trace, written);
+    CHECK(written == good);
     CHECK(parse_traceparent("01" + good.substr(2) + "-later").has_value());
     for (size_t size = 0; size < good.size(); ++size) CHECK_FALSE(parse_traceparent(good.substr(0, size)));
     for (size_t at = 0; at < good.size(); ++at) {
