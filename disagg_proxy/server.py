@@ -42,13 +42,14 @@ from moonpool.disagg_proxy.settings import (
     parse_tokenizers,
     read_api_keys,
 )
+from moonpool.disagg_proxy.takeover import Offer, Predecessor, find_predecessor
 from moonpool.disagg_proxy.tokens.engine_source import EngineSource
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.source import TokenSource
 
 _log = logging.getLogger("moonpool.proxy")
 _BACKLOG = 1024
-_FILES_RESERVED = 64
+_FILES_RESERVED = 128  # for all but clients and their engines: refused ones, health checks, pages
 _OBSERVE_EVERY_S = 0.25
 _SWITCH_INTERVAL_S = 0.0005  # how long a page being made may keep a request's decision waiting
 
@@ -65,6 +66,9 @@ class Proxy:
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
         self._listening: list[socket.socket] = []
+        self._predecessor: Predecessor | None = None
+        self._offer: Offer | None = None
+        self.replaced = asyncio.Event()  # another proxy serves at our address
         self.engines = tuple(Engine(place, spec, settings) for place, spec in enumerate(settings.engines))
         self._indexes = Indexes(holders_max=max(256, len(settings.engines) + len(settings.events)))
         told = {source.name for source in settings.events}
@@ -121,6 +125,9 @@ class Proxy:
             listening.listen(_BACKLOG)
             self.relay.listen(listening.fileno())
         host, port = self._listening[0].getsockname()[:2]
+        if self._predecessor is not None:
+            await self._predecessor.release()
+        self._offer = Offer(self._settings.host, port, self._listening, self.replaced.set)
         if not self._settings.loopback and not self._settings.api_keys_file:
             _log.warning(
                 "the proxy listens on %s without authentication: whoever reaches it may use the engines", host
@@ -129,12 +136,12 @@ class Proxy:
 
     async def drain(self) -> bool:
         """Accept no more, let running requests finish within drain_s. Returns whether all did."""
-        self._stop_listening()
+        await self._stop_listening()
         return await asyncio.to_thread(self.relay.drain, self._settings.deadlines.drain_s)
 
     async def close(self) -> None:
         """End everything now. May be called at any time, also after a failed ``open``."""
-        self._stop_listening()
+        await self._stop_listening()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -197,6 +204,11 @@ class Proxy:
 
     async def _bind(self) -> None:
         host, port = self._settings.host, self._settings.port
+        if self._settings.take_over:
+            self._predecessor = await asyncio.to_thread(find_predecessor, host, port)
+        if self._predecessor is not None:
+            self._listening = self._predecessor.listening
+            return
         try:
             found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             for family, kind, protocol, _, address in dict.fromkeys(found):
@@ -212,7 +224,11 @@ class Proxy:
         except OSError as error:
             raise _no_address(host, port, error) from error
 
-    def _stop_listening(self) -> None:
+    async def _stop_listening(self) -> None:
+        if self._offer is not None:
+            await self._offer.close()
+        if self._predecessor is not None:
+            self._predecessor.close()
         for listening in self._listening:
             listening.close()
         self._listening.clear()
@@ -241,7 +257,8 @@ async def serve(
     ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve until stop is set (or the task is cancelled), then drain and return.
+    """Serve until stop is set (or the task is cancelled), or until another proxy has taken over the address;
+    then drain and return.
 
     ready: called once with the URL when requests are accepted and every engine was checked once.
     Raises ConfigError when the address cannot be had.
@@ -251,13 +268,22 @@ async def serve(
         url = await proxy.open()
         if ready is not None:
             ready(url)
-        await (stop or asyncio.Event()).wait()
+        await _any_of(stop or asyncio.Event(), proxy.replaced)
         if not await proxy.drain():
             _log.warning(
                 "requests were still running after %g s and were cut off", settings.deadlines.drain_s
             )
     finally:
         await proxy.close()
+
+
+async def _any_of(*events: asyncio.Event) -> None:
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waiting:
+            each.cancel()
 
 
 def run(settings: ProxySettings) -> int:
@@ -299,24 +325,33 @@ async def _serve_until_signal(settings: ProxySettings) -> None:
 
 
 def _fit_open_files(settings: ProxySettings) -> ProxySettings:
-    """Raise the limit of open files as far as it goes, and the limit of connections no further than that:
-    each client may need a connection to an engine."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * settings.limits.client_connections_max + _FILES_RESERVED
-    if soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft >= needed:
+    """Raise the limit of open files as far as this process may, and bound the connections so that each
+    client can have one to an engine beside its own."""
+    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
+    wanted = settings.limits.client_connections_max
+    needed = 2 * wanted + _FILES_RESERVED
+    if allowed in (resource.RLIM_INFINITY, -1) or allowed >= needed:
         return settings
-    fitting = max(1, (soft - _FILES_RESERVED) // 2)
-    _log.info("only %d open files are allowed here, so at most %d client connections", soft, fitting)
+    fitting = max(1, (allowed - _FILES_RESERVED) // 2)
+    _log.warning(
+        "this process may open %d files, so at most %d clients are served at one time instead of %d; "
+        "ulimit -Hn %d (LimitNOFILE= of systemd) before the start allows them all",
+        allowed,
+        fitting,
+        wanted,
+        needed,
+    )
     return replace(settings, limits=replace(settings.limits, client_connections_max=fitting))
 
 
 def _no_address(host: str, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         holder = f"ss -ltnp 'sport = :{port}'"
-        what = f"{host}:{port} is in use; stop what listens there ({holder}) or choose another --port"
+        what = (
+            f"{host}:{port} is in use; stop what listens there ({holder}), choose another --port, or, if it is "
+            "a proxy, replace it with --take-over"
+        )
     elif error.errno == errno.EACCES:
         what = f"{host}:{port} may not be opened by this user; choose a --port above 1023"
     elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:

@@ -142,6 +142,7 @@ class ProxySettings:
 
     host: str = "127.0.0.1"
     port: int = 8080
+    take_over: bool = False  # from a proxy that runs there
     engines: tuple[EngineSpec, ...] = ()
     policy: str = "round_robin"
     handover: str = "auto"  # one of HANDOVERS; auto: concurrent where the bootstrap page answers

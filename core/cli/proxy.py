@@ -39,6 +39,9 @@ def proxy(
     ] = None,
     host: Annotated[str | None, typer.Option(help="The address alone.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="The port alone; 0: a free one.")] = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Replace a proxy that runs there; no connection is refused.")
+    ] = False,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -69,6 +72,8 @@ def proxy(
     token_file: TokenFile = None,
 ) -> int:
     """Run the proxy: one OpenAI address in front of the engines, until SIGTERM."""
+    from dataclasses import replace
+
     from moonpool.core import logs
     from moonpool.core.addresses import Address, parse_address
     from moonpool.core.config import load
@@ -98,4 +103,4 @@ def proxy(
         },
     )
     logs.set_up(settings)
-    return server.run(proxy_settings(settings))
+    return server.run(replace(proxy_settings(settings), take_over=take_over))

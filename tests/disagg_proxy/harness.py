@@ -10,13 +10,18 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import json
+import os
+import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
+import moonpool
 from moonpool._native import ProxyRequest, Relay
 from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.metrics import Counters, EngineCounters
@@ -278,6 +283,48 @@ class Client:
 def request_bytes(method: str, target: str, body: bytes | None = None, head: str = "") -> bytes:
     length = "" if body is None else f"Content-Length: {len(body)}\r\n"
     return f"{method} {target} HTTP/1.1\r\nHost: test\r\n{head}{length}\r\n".encode() + (body or b"")
+
+
+@dataclass
+class ProxyProcess:
+    """A proxy in a process of its own."""
+
+    process: asyncio.subprocess.Process
+    port: int
+
+    async def client(self) -> Client:
+        return Client(*await asyncio.open_connection("127.0.0.1", self.port))
+
+
+PROGRAM = """
+import json, sys
+from moonpool.disagg_proxy.server import ProxySettings, parse_engines, run
+sys.exit(run(ProxySettings(engines=parse_engines(sys.argv[2:]), **json.loads(sys.argv[1]))))
+"""
+
+
+@contextlib.asynccontextmanager
+async def proxy_process(*engines: MockEngine, port: int = 0, **more: Any) -> AsyncIterator[ProxyProcess]:
+    """Start one and wait until it serves; kill it if it still runs in the end."""
+    assert moonpool.__file__ is not None
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        PROGRAM,
+        json.dumps({"port": port, **more}),
+        *(engine.spec.url for engine in engines),
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(moonpool.__file__).parent.parent)},
+    )
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode()
+        assert line.startswith("moonpool proxy: serving on http://127.0.0.1:")
+        yield ProxyProcess(process, int(line.split(" ")[4].rsplit(":", 1)[1]))
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 @dataclass

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
-import sys
-from pathlib import Path
+import threading
 
 import pytest
 
-import moonpool
+from moonpool._native import ProxyRequest
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.server import ProxySettings, run, serve
 from moonpool.disagg_proxy.settings import Deadlines
 
-from .harness import Client, Exchange, MockEngine, bed, request_bytes, until, with_deadline
+from .harness import (
+    Client,
+    Exchange,
+    FakeClock,
+    MockEngine,
+    bed,
+    proxy_process,
+    request_bytes,
+    until,
+    with_deadline,
+)
 
 CHAT = "/v1/chat/completions"
 
@@ -38,6 +46,7 @@ async def test_drain_finishes_what_runs_and_takes_nothing_new() -> None:
     async with bed(2) as b:
         b.engines[0].behave, b.engines[1].behave = stream, wait
         idle, streaming, waiting = await b.client(), await b.client(), await b.client()
+        await idle.ask("GET", "/health")
         await streaming.request("POST", CHAT, b"{}")
         await streaming.head()
         assert await streaming.chunk() == b"data: first\n\n"
@@ -110,13 +119,6 @@ async def test_an_address_of_another_machine() -> None:
         await serve(settings)
 
 
-PROGRAM = """
-import sys
-from moonpool.disagg_proxy.server import ProxySettings, parse_engines, run
-sys.exit(run(ProxySettings(port=0, engines=parse_engines(sys.argv[1:]))))
-"""
-
-
 @with_deadline
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_process_finishes_its_request_on_a_signal_and_exits_with_0(number: signal.Signals) -> None:
@@ -129,26 +131,83 @@ async def test_a_process_finishes_its_request_on_a_signal_and_exits_with_0(numbe
     engine = MockEngine("a")
     engine.behave = wait
     await engine.start()
-    assert moonpool.__file__ is not None
-    environment = os.environ | {"PYTHONPATH": str(Path(moonpool.__file__).parent.parent)}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", PROGRAM, engine.spec.url, stdout=asyncio.subprocess.PIPE, env=environment
-    )
-    try:
-        assert process.stdout is not None
-        line = (await process.stdout.readline()).decode()
-        assert line.startswith("moonpool proxy: serving on http://127.0.0.1:")
-        port = int(line.split(" ")[4].rsplit(":", 1)[1])
-        client = Client(*await asyncio.open_connection("127.0.0.1", port))
+    async with proxy_process(engine) as proxy:
+        client = await proxy.client()
         await client.send(request_bytes("POST", CHAT, b"{}"))
         await until(lambda: bool(engine.seen))
-        probe = Client(*await asyncio.open_connection("127.0.0.1", port))
-        process.send_signal(number)
+        probe = await proxy.client()
+        await probe.ask("GET", "/health")
+        proxy.process.send_signal(number)
         assert await probe.ended() == b""  # the idle connection goes first: the drain has begun
         goon.set()
         assert (await client.answer()).status == 200
-        assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await engine.stop()
+        assert await proxy.process.wait() == 0
+    await engine.stop()
+
+
+@with_deadline
+async def test_a_second_signal_ends_a_process_at_once() -> None:
+    async def never(exchange: Exchange) -> None:
+        await exchange.gone.wait()
+
+    engine = MockEngine("a")
+    engine.behave = never
+    await engine.start()
+    async with proxy_process(engine) as proxy:
+        client, probe = await proxy.client(), await proxy.client()
+        await client.send(request_bytes("POST", CHAT, b"{}"))
+        await until(lambda: bool(engine.seen))
+        await probe.ask("GET", "/health")
+        proxy.process.send_signal(signal.SIGTERM)
+        assert await probe.ended() == b""
+        proxy.process.send_signal(signal.SIGTERM)
+        assert await client.ended() == b""
+        assert await proxy.process.wait() == 0
+    await engine.stop()
+
+
+@with_deadline
+async def test_a_drain_serves_whoever_has_asked_or_connected_already() -> None:
+    """More of them than the data plane looks at in one turn."""
+    begun, release = threading.Event(), threading.Event()
+
+    def decide(request: ProxyRequest) -> int:
+        release.wait(20)  # the data plane looks at no socket meanwhile
+        return request.candidates[0]
+
+    async with bed(1, decide=decide) as b:
+        kept = [await b.client() for _ in range(300)]
+        await asyncio.gather(*(client.ask("GET", "/health") for client in kept))
+        first = await b.client()
+        await first.request("POST", CHAT, b"{}")
+        queued = [await b.client() for _ in range(100)]
+        for client in (*kept, *queued):
+            await client.request("POST", CHAT, b"{}")
+
+        def drain() -> bool:
+            begun.set()
+            return b.proxy.relay.drain(20)
+
+        draining = asyncio.ensure_future(asyncio.to_thread(drain))
+        await until(begun.is_set)
+        release.set()
+        for client in (first, *kept, *queued):
+            assert (await client.answer()).status == 200
+        assert await draining
+
+
+@with_deadline
+async def test_a_drain_waits_a_little_for_the_first_request_of_a_connection() -> None:
+    clock = FakeClock()
+    async with bed(1, clock=clock) as b:
+        kept, late, silent = await b.client(), await b.client(), await b.client()
+        await kept.ask("GET", "/health")
+        await until(lambda: b.client_count == 3)
+        draining = asyncio.ensure_future(b.proxy.drain())
+        assert await kept.ended() == b""
+        answer = await late.ask("POST", CHAT, b"{}")
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        assert not draining.done()
+        clock.now += 3
+        assert await silent.ended() == b""
+        assert await draining

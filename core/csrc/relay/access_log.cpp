@@ -3,9 +3,12 @@
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
-#include <chrono>
+#include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <ctime>
 
@@ -14,6 +17,17 @@ namespace moonpool::relay {
 namespace {
 
 constexpr auto kInterval = std::chrono::milliseconds(200);
+// How long the end waits for whoever reads the log and does not.
+constexpr auto kLastLines = std::chrono::seconds(1);
+// What a pipe takes at once when it takes anything (PIPE_BUF).
+constexpr size_t kPieceBytes = 4096;
+
+// Standard output, so that a write to it never waits: opened anew where that is possible, for the flag of a
+// copy would be everybody's who holds it.
+int open_stdout() {
+    int fd = ::open("/proc/self/fd/1", O_WRONLY | O_APPEND | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+    return fd >= 0 ? fd : ::fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 0);
+}
 
 std::string peer_of(int fd) {
     sockaddr_storage address{};
@@ -55,8 +69,8 @@ const char* name_of(int32_t place, const std::vector<std::string>& engines) {
 
 Result<std::unique_ptr<AccessLog>> AccessLog::open(const std::string& path) {
     std::unique_ptr<AccessLog> log(new AccessLog());
-    log->fd_.reset(path == "-" ? ::fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 0)
-                               : ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0640));
+    constexpr int kFlags = O_WRONLY | O_CREAT | O_APPEND | O_NONBLOCK | O_CLOEXEC;
+    log->fd_.reset(path == "-" ? open_stdout() : ::open(path.c_str(), kFlags, 0640));
     if (!log->fd_.valid()) return os_error("access log " + path);
     log->thread_ = std::thread([raw = log.get()] { raw->write_forever(); });
     return log;
@@ -67,6 +81,7 @@ AccessLog::~AccessLog() {
     {
         std::lock_guard lock(mutex_);
         ending_ = true;
+        ended_at_ = std::chrono::steady_clock::now();
     }
     changed_.notify_one();
     thread_.join();
@@ -106,15 +121,28 @@ void AccessLog::write_forever() {
             ending = ending_;
             writing.swap(lines_);
         }
-        for (size_t at = 0; at < writing.size();) {
-            ssize_t n = ::write(fd_.get(), writing.data() + at, writing.size() - at);
-            if (n <= 0) {
-                ++dropped_;
-                break;
-            }
-            at += static_cast<size_t>(n);
-        }
+        write_all(writing);
         writing.clear();
+    }
+}
+
+void AccessLog::write_all(std::string_view lines) {
+    while (!lines.empty() && wait_for_room()) {
+        ssize_t n = ::write(fd_.get(), lines.data(), std::min(lines.size(), kPieceBytes));
+        if (n < 0 && (errno == EAGAIN || errno == EINTR)) continue;
+        if (n <= 0) break;
+        lines.remove_prefix(static_cast<size_t>(n));
+    }
+    dropped_ += static_cast<uint64_t>(std::count(lines.begin(), lines.end(), '\n'));
+}
+
+// Whoever reads the log may be slow, or have stopped: the lines wait, but not the end of the proxy.
+bool AccessLog::wait_for_room() {
+    for (;;) {
+        pollfd room{fd_.get(), POLLOUT, 0};
+        if (::poll(&room, 1, static_cast<int>(kInterval.count())) > 0) return true;
+        std::lock_guard lock(mutex_);
+        if (ending_ && std::chrono::steady_clock::now() >= ended_at_ + kLastLines) return false;
     }
 }
 

@@ -1,13 +1,16 @@
 // AccessLog: one line for each request, in the words of docs/proxy.md. Lines are gathered in memory; a thread
-// of its own writes them, so a slow disk holds up no request. Beyond a bound lines are dropped and counted.
+// of its own writes them, so a slow disk or a pipe that nobody reads holds up no request, and the proxy's end
+// for a second at most. Beyond a bound lines are dropped and counted.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -22,7 +25,7 @@ class AccessLog {
    public:
     // path: "-" is standard output; a file is appended to.
     static Result<std::unique_ptr<AccessLog>> open(const std::string& path);
-    ~AccessLog();  // writes what is there
+    ~AccessLog();  // writes what is there, if somebody takes it
     AccessLog(const AccessLog&) = delete;
 
     // observation: of a request that was sent to engines; else nullptr.
@@ -35,12 +38,15 @@ class AccessLog {
 
     AccessLog() = default;
     void write_forever();
+    void write_all(std::string_view lines);
+    bool wait_for_room();
 
     Fd fd_;
     std::mutex mutex_;
     std::condition_variable changed_;
     std::string lines_;
     bool ending_ = false;
+    std::chrono::steady_clock::time_point ended_at_;
     std::atomic<uint64_t> dropped_{0};
     std::thread thread_;
 };

@@ -17,6 +17,9 @@ namespace {
 
 constexpr size_t kReservedBytesMax = 1 << 20;
 constexpr std::string_view kJson = "application/json";
+// So many connections above the limit get the time to read why they are refused; further ones are closed at
+// once, so that a crowd cannot take the descriptors that the others need.
+constexpr size_t kRefusedMax = 32;
 
 }  // namespace
 
@@ -37,6 +40,7 @@ void Client::too_many() {
     size_t limit = relay_.settings.limits.client_connections_max;
     refuse({503, "connections",
             "the proxy has its limit of " + std::to_string(limit) + " connections; try again"});
+    if (relay_.clients().size() > limit + kRefusedMax) abort();
 }
 
 bool Client::busy() const {
@@ -230,7 +234,7 @@ bool Client::last() const { return relay_.draining || !request_->head.keep_alive
 void Client::serve() {
     reading_body_ = continued_ = head_timed_ = false;
     body_began_ = 0;
-    serving_ = true;
+    asked_ = true;
     relay_.adopt(*request_);
     bool close = last();
     http::Refusal refusal;
@@ -313,7 +317,6 @@ void Client::exchange_broken() {
 void Client::end_request(bool close) {
     if (!open()) return;
     let_exchange_go();
-    serving_ = false;
     give_budget();
     relay_.give_back(std::move(request_));
     deadline_ = relay_.now + relay_.settings.deadlines.client_idle_s;
@@ -438,11 +441,13 @@ void Client::expire() {
 }
 
 void Client::drain() {
-    if (exchange_ != nullptr) {
-        exchange_->close_after();
-    } else if (!busy() && !lingering_) {
-        close_soon();
-    }
+    if (exchange_ != nullptr) return exchange_->close_after();
+    if (busy() || lingering_ || closing_) return;
+    read_some(EPOLLIN);  // a request may have come while others were served
+    if (!open() || busy() || lingering_ || closing_) return;
+    if (asked_) return close_soon();
+    // It has just connected: its first request is on its way.
+    deadline_ = std::min(deadline_, relay_.now + relay_.settings.deadlines.linger_s);
 }
 
 // Close once all is written; if the client does not take it, sweep aborts.

@@ -36,7 +36,7 @@ class Client final : public Socket {
     void begin();  // right after it was accepted
     void go_on();  // the request under way is over: take up what was held
     void sweep(double now);
-    void drain();     // finish what is under way, then close; close now when nothing is
+    void drain();     // finish what is under way or was sent already, then close
     void abort();     // close at once; what was not written yet is lost
     void too_many();  // there are more connections than the limit
 
@@ -90,9 +90,10 @@ class Client final : public Socket {
     std::string held_;     // read ahead while a request is under way, from held_at_ on
     size_t held_at_ = 0;
     OutBuffer out_;
-    bool reading_body_ = false, serving_ = false;
+    bool reading_body_ = false;
     bool held_back_ = false, write_paused_ = false, lingering_ = false, closing_ = false, shut_after_ = false;
     bool continued_ = false, head_timed_ = false, ready_ = false;
+    bool asked_ = false;  // it has sent a whole request once
     size_t budgeted_ = 0;
     double body_began_ = 0, deadline_ = 0, stall_at_ = 0;
     size_t stall_size_ = 0;

@@ -14,6 +14,7 @@
 #include <cstring>
 
 #include "http/head_writer.hpp"
+#include "relay/listener.hpp"
 #include "relay/trace.hpp"
 
 namespace moonpool::relay {
@@ -23,22 +24,6 @@ namespace {
 constexpr size_t kSpareMax = 512;
 
 }  // namespace
-
-class Listener final : public Socket {
-   public:
-    Listener(Relay& relay, int listening) : relay_(relay) { fd.reset(listening); }
-    void on_events(uint32_t) override {
-        // Not without end: those that are connected come first.
-        for (int i = 0; i < 64 && open(); ++i) {
-            int accepted = ::accept4(fd.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-            if (accepted < 0) return;
-            relay_.accept(accepted);
-        }
-    }
-
-   private:
-    Relay& relay_;
-};
 
 void Relay::Wake::on_events(uint32_t) {
     uint64_t value;
@@ -176,6 +161,7 @@ void Relay::not_wanted(uint64_t request, const Decision& decision) {
 bool Relay::drain(double timeout_s) {
     call([this] {
         draining = true;
+        for (auto& listener : listeners_) listener->take_all();
         stop_listening();
         for (size_t i = clients_.size(); i-- > 0;) {
             if (i < clients_.size()) clients_[i]->drain();
@@ -274,6 +260,7 @@ void Relay::sweep() {
         if (client->open()) client->sweep(now);
     }
     for (auto& engine : engines) sweep_engine(*engine);
+    for (auto& listener : listeners_) listener->sweep();
 }
 
 void Relay::sweep_engine(Engine& engine) {

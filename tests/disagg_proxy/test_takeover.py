@@ -1,0 +1,106 @@
+"""A new proxy at the address of a running one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import Counter
+
+from moonpool.disagg_proxy.settings import ProxySettings
+from moonpool.disagg_proxy.takeover import find_predecessor
+
+from .harness import Client, Exchange, MockEngine, bed, proxy_process, until, with_deadline
+
+CHAT = "/v1/chat/completions"
+
+
+class Load:
+    """Clients that ask over a new connection each time, and which proxies answered: a request's id begins
+    with its proxy's own digits."""
+
+    def __init__(self, port: int, clients: int) -> None:
+        self.answers: Counter[str] = Counter()
+        self.errors: list[str] = []
+        self._port = port
+        self._tasks = [asyncio.ensure_future(self._ask_forever()) for _ in range(clients)]
+
+    async def _ask_forever(self) -> None:
+        while True:
+            try:
+                client = Client(*await asyncio.open_connection("127.0.0.1", self._port))
+                answer = await client.ask("POST", CHAT, b"{}")
+                client.leave()
+            except (OSError, asyncio.IncompleteReadError) as error:
+                self.errors.append(repr(error))
+                return
+            if answer.status != 200:
+                self.errors.append(f"{answer.status} {answer.body!r}")
+            self.answers[answer.headers["x-request-id"].partition("-")[0]] += 1
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@with_deadline
+async def test_a_restart_refuses_no_connection_and_cuts_no_answer() -> None:
+    goon = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        if exchange.body != b"long":
+            return await exchange.answer(b"{}")
+        await exchange.begin_stream()
+        await exchange.event("first")
+        await goon.wait()
+        await exchange.end_stream()
+
+    engine = MockEngine("a")
+    engine.behave = answer
+    await engine.start()
+    async with contextlib.AsyncExitStack() as stack:
+        proxy = await stack.enter_async_context(proxy_process(engine, take_over=True))  # of nobody
+        load = Load(proxy.port, clients=8)
+        stack.push_async_callback(load.stop)
+        for restart in range(3):
+            served = len(load.answers)
+            await until(lambda: bool(load.errors) or sum(load.answers.values()) > 100)
+            long = await proxy.client()
+            await long.request("POST", CHAT, b"long")
+            await long.head()
+            goon.clear()
+            successor = await stack.enter_async_context(
+                proxy_process(engine, port=proxy.port, take_over=True)
+            )
+            await until(lambda: bool(load.errors) or len(load.answers) > max(served, 1))
+            goon.set()
+            assert (await long.ended()).endswith(b"0\r\n\r\n")
+            assert await proxy.process.wait() == 0
+            proxy = successor
+            print(f"restart {restart}: {dict(load.answers)}")
+        assert load.errors == []
+        assert len(load.answers) == 4
+    await engine.stop()
+
+
+@with_deadline
+async def test_a_successor_that_fails_changes_nothing() -> None:
+    async with bed(1) as b:
+        for _ in range(2):
+            found = await asyncio.to_thread(find_predecessor, b.host, b.port)
+            assert found is not None
+            assert [each.getsockname() for each in found.listening] == [(b.host, b.port)]
+            for each in found.listening:
+                each.close()
+            found.close()
+        assert (await b.ask("POST", CHAT, b"{}")).status == 200
+        assert not b.proxy.replaced.is_set()
+
+
+@with_deadline
+async def test_nobody_to_take_over_from() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        assert find_predecessor(*free.getsockname()) is None
+    assert not ProxySettings(engines=(MockEngine("a").spec,)).take_over
