@@ -36,6 +36,12 @@ bool send_now(int fd, TlsStream* tls, const std::vector<std::byte>& frame) {
            static_cast<ssize_t>(frame.size());
 }
 
+// What has come and was not read yet: this thread may have been kept from it.
+bool has_spoken(int fd) {
+    char first;
+    return ::recv(fd, &first, 1, MSG_PEEK | MSG_DONTWAIT) > 0;
+}
+
 }  // namespace
 
 void send_error(int fd, Code code, const std::string& text, TlsStream* tls) {
@@ -328,7 +334,8 @@ void Doorman::drop_late(uint64_t now) {
     std::erase_if(strangers_, [&](auto& entry) {
         Stranger& stranger = *entry.second;
         uint64_t waited_ms = now - stranger.since_ms;
-        if (stranger.tls != nullptr && !stranger.tls->heard() && waited_ms > kTlsSilenceMs) {
+        if (stranger.tls != nullptr && !stranger.tls->heard() && waited_ms > kTlsSilenceMs &&
+            !has_spoken(stranger.fd.get())) {
             return !refuse_plain(stranger);
         }
         if (waited_ms <= options_.limits.handshake_ms) return false;

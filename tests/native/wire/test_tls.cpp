@@ -88,6 +88,7 @@ struct Desk {  // where callers arrive
     std::mutex mutex;
     std::condition_variable arrived;
     std::vector<Caller> callers;
+    std::function<void()> busy;  // what keeps the doorman's thread before each welcome
 
     Caller next() {
         std::unique_lock lock(mutex);
@@ -112,7 +113,12 @@ struct House {
         Result<std::unique_ptr<Doorman>> made = Doorman::create(std::move(options));
         REQUIRE_MESSAGE(made.ok(), (made.ok() ? "" : made.error().text));
         doorman = std::move(*made);
-        auto welcome = [](std::string_view) -> Result<std::vector<std::byte>> {
+        auto welcome = [this](std::string_view) -> Result<std::vector<std::byte>> {
+            std::unique_lock lock(desk.mutex);
+            if (auto busy = desk.busy) {
+                lock.unlock();
+                busy();
+            }
             return std::vector<std::byte>{std::byte{42}};
         };
         doorman->offer(std::string(kPurposeMember), Purpose{welcome, [this](Caller caller) {
@@ -414,6 +420,30 @@ TEST_CASE("tls: a port with TLS refuses who speaks in plain, and the other way r
     DialOptions guess = with.to(tls_client());
     guess.token = "guess";
     says(refusal(guess), "the cluster token is wrong");
+}
+
+TEST_CASE("tls: who has spoken is not taken for silent because the doorman was busy") {
+    House house(tls_server());
+    Fd early = house.stranger();
+    auto greeted = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (house.doorman->counters().accepted_total == 0 && std::chrono::steady_clock::now() < greeted) {
+        std::this_thread::yield();
+    }
+    REQUIRE(house.doorman->counters().accepted_total == 1);
+    {
+        std::lock_guard lock(house.desk.mutex);
+        house.desk.busy = [&] {
+            std::vector<std::byte> hello = client_hello();
+            CHECK(::send(early.get(), hello.data(), hello.size(), MSG_NOSIGNAL) > 0);
+            pollfd nothing{-1, 0, 0};
+            ::poll(&nothing, 1, 300);  // longer than a caller without TLS is waited for
+        };
+    }
+    CHECK(dial(house.to(tls_client())).ok());
+    char first = 0;
+    REQUIRE(::recv(early.get(), &first, 1, 0) == 1);
+    CHECK(first == static_cast<char>(kTlsHandshake));
+    CHECK(house.doorman->counters().protocol_errors_total == 0);
 }
 
 TEST_CASE("tls: half a handshake, a slow one and garbage keep nobody out") {
