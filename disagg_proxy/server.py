@@ -349,8 +349,8 @@ def _no_address(host: str, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         holder = f"ss -ltnp 'sport = :{port}'"
         what = (
-            f"{host}:{port} is in use; stop what listens there ({holder}), choose another --port, or, if it is "
-            "a proxy, replace it with --take-over"
+            f"{host}:{port} is in use; stop what listens there ({holder}), choose another --port, or, if "
+            "that is a proxy, replace it with --take-over"
         )
     elif error.errno == errno.EACCES:
         what = f"{host}:{port} may not be opened by this user; choose a --port above 1023"

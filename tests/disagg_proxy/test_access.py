@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from pathlib import Path
@@ -96,6 +97,23 @@ async def test_access_log(tmp_path: Path) -> None:
     )
     assert '"GET /nowhere" 404 ' in second
     assert second.endswith(" - - other")
+
+
+@with_deadline
+async def test_an_access_log_that_nobody_reads_holds_up_neither_requests_nor_the_end(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        async with bed(1, access_log=str(pipe)) as b:
+            client = await b.client()
+            for _ in range(200):  # more than a pipe holds
+                assert (await client.ask("POST", CHAT + "?" + "a" * 1000, b"{}")).status == 200
+        lines = os.read(reader, 1 << 20).splitlines()
+        assert 10 < len(lines) < 200
+        assert all(b" 200 " in line for line in lines[:-1])
+    finally:
+        os.close(reader)
 
 
 @with_deadline

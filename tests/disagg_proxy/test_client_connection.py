@@ -179,6 +179,19 @@ async def test_connections_over_the_limit_are_told_so() -> None:
 
 
 @with_deadline
+async def test_a_crowd_over_the_limit_holds_few_connections() -> None:
+    async with bed(1, limits=Limits(client_connections_max=3), deadlines=Deadlines(linger_s=100)) as b:
+        kept = [await b.client() for _ in range(3)]
+        await until(lambda: b.client_count == 3)
+        for _ in range(100):
+            assert (await (await b.client()).answer()).status == 503  # and its end stays open
+        assert b.metric("moonpool_proxy_rejected_total", reason="connections") == 100
+        assert b.client_count == 3 + 32
+        for client in kept:
+            assert (await client.ask("POST", CHAT, b"{}")).status == 200
+
+
+@with_deadline
 async def test_request_bodies_together_are_bounded() -> None:
     async with bed(1, limits=Limits(bodies_bytes_max=100_000)) as b:
         first = await b.client()

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import resource
-import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -560,25 +560,42 @@ async def test_a_thousand_disconnects_at_random_leave_nothing_at_the_engines(rng
         assert (await b.ask("POST", CHAT, BODY)).status == 200
 
 
+HOLDER = """
+import resource, socket, sys
+host, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+held = [socket.create_connection((host, port)) for _ in range(count)]
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
 def test_ten_thousand_idle_connections() -> None:
-    """As many as open files allow here: each connection has both of its ends in this process."""
+    """Their other ends are in another process: as many as open files allow here."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    count = min(10_000, (hard - 500) // 2)
+    count = min(10_000, hard - 500)
     print(f"{count} idle connections ({hard} open files are allowed)")
 
     async def idle() -> None:
-        async with bed(1) as b:
-            sockets = []
-            for n in range(count):
-                sockets.append(socket.socket())
-                sockets[-1].connect((b.host, b.port))
-                if n % 200 == 0:
-                    await until(lambda n=n: b.client_count >= n)
-            await until(lambda: b.client_count == count)
-            assert (await b.ask("POST", CHAT, b"{}")).status in (200, 503)
-            for one in sockets:
-                one.close()
+        async with bed(1, limits=Limits(client_connections_max=count)) as b:
+            holder = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", HOLDER, b.host, str(b.port), str(count - 1)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            assert holder.stdin is not None
+            assert holder.stdout is not None
+            try:
+                assert await holder.stdout.readline() == b"held\n"
+                await until(lambda: b.client_count == count - 1)
+                assert (await b.ask("POST", CHAT, b"{}")).status == 200
+                holder.stdin.close()
+                await holder.wait()
+            finally:
+                if holder.returncode is None:
+                    holder.kill()
             await until(lambda: b.client_count == 0)
             assert (await b.ask("POST", CHAT, b"{}")).status == 200
 

@@ -3,11 +3,15 @@
 // tests/disagg_proxy's part.
 #include <arpa/inet.h>
 #include <doctest/doctest.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <random>
 #include <string>
@@ -178,6 +182,76 @@ void visit(const sockaddr_in& address, unsigned seed) {
 }
 
 }  // namespace
+
+TEST_CASE("without descriptors nobody is accepted, and the relay waits instead of spinning") {
+    RandomDecider decider;
+    Settings settings;
+    settings.engines.push_back({"a", "h", Role::kBoth});
+    settings.deadlines.sweep_s = 0.1;
+    auto started = Relay::start(settings, decider);
+    REQUIRE(started.ok());
+    Relay& relay = **started;
+    decider.relay = &relay;
+    sockaddr_in address{};
+    Fd listener = listening(address);
+    relay.listen(::dup(listener.get()));
+    Fd client(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+
+    auto cpu_ms = [&] {
+        timespec used{};
+        relay.call([&] { ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used); });
+        return used.tv_sec * 1000 + used.tv_nsec / 1'000'000;
+    };
+    rlimit before{};
+    REQUIRE(::getrlimit(RLIMIT_NOFILE, &before) == 0);
+    Fd highest(::dup(client.get()));  // all numbers below are in use
+    rlimit none{static_cast<rlim_t>(highest.get()), before.rlim_max};
+    pollfd waiting{client.get(), POLLIN, 0};
+    // No check in between: the sanitizers want descriptors of their own.
+    ::setrlimit(RLIMIT_NOFILE, &none);
+    bool sent = ::connect(client.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 &&
+                send_all(client.get(), "GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n");
+    auto began_ms = cpu_ms();
+    bool answered = ::poll(&waiting, 1, 500) != 0;
+    auto used_ms = cpu_ms() - began_ms;
+    ::setrlimit(RLIMIT_NOFILE, &before);
+    CHECK(sent);
+    CHECK_FALSE(answered);
+    CHECK(used_ms < 100);
+    CHECK(::poll(&waiting, 1, 10000) == 1);  // it waited, and is answered now
+    char buffer[64];
+    ssize_t n = ::recv(client.get(), buffer, sizeof(buffer), 0);
+    CHECK(std::string_view(buffer, static_cast<size_t>(std::max<ssize_t>(n, 0))).starts_with("HTTP/1.1 404"));
+    relay.close();
+}
+
+TEST_CASE("an access log that nobody reads keeps a bound and ends") {
+    int ends[2];
+    REQUIRE(::pipe2(ends, O_CLOEXEC | O_NONBLOCK) == 0);
+    Fd reader(ends[0]), writer(ends[1]);
+    auto log = AccessLog::open("/proc/self/fd/" + std::to_string(writer.get()));
+    REQUIRE(log.ok());
+    writer.reset();
+    Request request;
+    const std::string target(1000, 'a');
+    request.head.method = "GET";
+    request.head.target = target;
+    request.request_id = "id";
+    constexpr int kLines = 20000;  // more than twice what is held, once waiting and once being written
+    for (int i = 0; i < kLines; ++i) (*log)->add(request, -1, 200, 0, 1.0, nullptr, {});
+    CHECK((*log)->dropped() > 1000);
+    CHECK((*log)->dropped() < kLines);
+    auto began = std::chrono::steady_clock::now();
+    log->reset();
+    CHECK(std::chrono::steady_clock::now() - began < std::chrono::seconds(8));
+    std::string said(1 << 20, 0);
+    ssize_t n = ::read(reader.get(), said.data(), said.size());
+    REQUIRE(n > 4096);
+    said.resize(static_cast<size_t>(n));
+    size_t whole = said.rfind('\n') + 1;
+    size_t line = said.find('\n') + 1;
+    CHECK(whole % line == 0);  // each as long as the first
+}
 
 TEST_CASE("a storm of clients, engines and plans leaves nothing behind") {
     MockEngine first, second, third;
