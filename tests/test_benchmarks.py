@@ -142,3 +142,13 @@ def test_a_quick_run_without_peers_gives_rows(words: list[str], tmp_path: Path) 
         assert set(row) == {"work", "ours", "unit", "peers", "limit", "target", "met"}
         assert row["ours"] > 0
         assert set(row["peers"].values()) <= {"not run"} or "plain C++" in row["peers"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_proxys_memory_is_flat() -> None:
+    """100,000 requests; a million takes minutes and is run by hand."""
+    command = [sys.executable, "-m", "benchmarks.proxy_soak", "--requests", "100000"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.rstrip().endswith(": flat")

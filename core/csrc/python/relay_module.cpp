@@ -7,7 +7,6 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <map>
 #include <memory>
 #include <string>
@@ -15,6 +14,8 @@
 #include "http/fields.hpp"
 #include "python/module.hpp"
 #include "python/raise.hpp"
+#include "python/relay_look.hpp"
+#include "python/relay_settings.hpp"
 #include "python/view.hpp"
 #include "relay/relay.hpp"
 
@@ -164,11 +165,7 @@ class PyRelay final : public relay::Decider {
         }
         take(limits, settings.limits);
         take(deadlines, settings.deadlines);
-        Taken rest(breaker);
-        rest.take("failures_max", settings.breaker.failures_max);
-        rest.take("open_s", settings.breaker.open_s);
-        rest.take("open_s_max", settings.breaker.open_s_max);
-        rest.check();
+        take(breaker, settings.breaker);
         settings.api_keys = std::move(api_keys);
         settings.access_log = std::move(access_log);
         settings.instance = std::move(instance);
@@ -237,106 +234,8 @@ class PyRelay final : public relay::Decider {
         return py::bytes(all);
     }
 
-    py::dict counters() {
-        struct EngineLook {
-            relay::EngineCounts counts;
-            bool healthy, breaker_closed;
-            uint32_t failures;
-            size_t in_flight, connections, idle;
-        };
-        std::vector<EngineLook> engines;
-        std::map<std::string, uint64_t> rejected;
-        py::dict out;
-        size_t clients = 0, held = 0;
-        uint64_t accepted = 0, dropped = 0, unlogged = 0;
-        bool whole = true;
-        {
-            py::gil_scoped_release nogil;
-            relay_->call([&] {
-                for (const auto& engine : relay_->engines) {
-                    engines.push_back({engine->counts, engine->healthy, engine->breaker.closed(),
-                                       engine->breaker.failures(), engine->legs.size(), engine->open.size(),
-                                       engine->idle.size()});
-                }
-                rejected.insert(relay_->rejected.begin(), relay_->rejected.end());
-                clients = relay_->clients().size();
-                held = relay_->held_body_bytes;
-                accepted = relay_->accepted;
-                dropped = relay_->observations.dropped();
-                unlogged = relay_->access_log ? relay_->access_log->dropped() : 0;
-                whole = relay_->whole();
-            });
-        }
-        py::list rows;
-        for (const EngineLook& engine : engines) {
-            py::dict row;
-            const relay::EngineCounts& counts = engine.counts;
-            row["healthy"] = engine.healthy;
-            row["breaker_closed"] = engine.breaker_closed;
-            row["failures_in_a_row"] = engine.failures;
-            row["in_flight"] = engine.in_flight;
-            row["connections"] = engine.connections;
-            row["idle"] = engine.idle;
-            row["answers"] = counts.answers;
-            py::dict failures;
-            constexpr const char* kStages[] = {"before_first_byte", "after_first_byte"};
-            for (size_t stage = 0; stage < 2; ++stage) {
-                for (size_t reason = 0; reason < relay::kReasons.size(); ++reason) {
-                    uint64_t count = counts.failures[stage][reason];
-                    if (count > 0) failures[py::make_tuple(kStages[stage], relay::kReasons[reason])] = count;
-                }
-            }
-            row["failures"] = failures;
-            py::dict disconnects, prefills;
-            if (counts.disconnects[0] > 0) disconnects["waiting"] = counts.disconnects[0];
-            if (counts.disconnects[1] > 0) disconnects["streaming"] = counts.disconnects[1];
-            row["disconnects"] = disconnects;
-            for (size_t i = 0; i < relay::kPrefills.size(); ++i) {
-                if (counts.prefills[i] > 0) prefills[relay::kPrefills[i]] = counts.prefills[i];
-            }
-            row["prefills"] = prefills;
-            row["retries"] = counts.retries;
-            row["relayed_bytes"] = counts.relayed_bytes;
-            row["first_byte"] = py::make_tuple(counts.first_byte.counts(), counts.first_byte.sum_s());
-            row["whole"] = py::make_tuple(counts.whole.counts(), counts.whole.sum_s());
-            row["prefill"] = py::make_tuple(counts.prefill.counts(), counts.prefill.sum_s());
-            rows.append(row);
-        }
-        out["engines"] = rows;
-        out["rejected"] = rejected;
-        out["client_connections"] = clients;
-        out["held_body_bytes"] = held;
-        out["accepted"] = accepted;
-        out["observations_dropped"] = dropped;
-        out["log_lines_dropped"] = unlogged;
-        out["policy_errors"] = policy_errors_.load();
-        out["whole"] = whole;
-        return out;
-    }
-
-    py::list clients() {
-        std::vector<relay::Client::Look> looks;
-        {
-            py::gil_scoped_release nogil;
-            relay_->call([&] {
-                for (const auto& client : relay_->clients()) looks.push_back(client->look());
-            });
-        }
-        py::list out;
-        for (const auto& look : looks) {
-            py::dict row;
-            row["busy"] = look.busy;
-            row["lingering"] = look.lingering;
-            row["held_back"] = look.held_back;
-            row["write_paused"] = look.write_paused;
-            row["reading_body"] = look.reading_body;
-            row["held"] = look.held;
-            row["body"] = look.body;
-            row["unwritten"] = look.unwritten;
-            out.append(row);
-        }
-        return out;
-    }
+    py::dict counters() { return relay_counters(*relay_, policy_errors_); }
+    py::list clients() { return relay_clients(*relay_); }
 
     // Decider, on the relay's thread.
 
@@ -364,60 +263,6 @@ class PyRelay final : public relay::Decider {
     }
 
    private:
-    // Values by name out of what Python gave; a name that nobody takes is a mistake.
-    class Taken {
-       public:
-        explicit Taken(const std::map<std::string, double>& values) : left_(values) {}
-        template <class T>
-        void take(const char* name, T& into) {
-            auto it = left_.find(name);
-            if (it == left_.end()) return;
-            into = static_cast<T>(it->second);
-            left_.erase(it);
-        }
-        void check() const {
-            if (!left_.empty()) {
-                raise(Error{Code::kInvalidArgument, "there is no setting " + left_.begin()->first}, "proxy");
-            }
-        }
-
-       private:
-        std::map<std::string, double> left_;
-    };
-
-    static void take(const std::map<std::string, double>& values, relay::Limits& limits) {
-        Taken taken(values);
-        taken.take("client_connections_max", limits.client_connections_max);
-        taken.take("head_bytes_max", limits.head_bytes_max);
-        taken.take("body_bytes_max", limits.body_bytes_max);
-        taken.take("bodies_bytes_max", limits.bodies_bytes_max);
-        taken.take("pipelined_bytes_max", limits.pipelined_bytes_max);
-        taken.take("write_buffer_bytes_max", limits.write_buffer_bytes_max);
-        taken.take("prefill_answer_bytes_max", limits.prefill_answer_bytes_max);
-        taken.take("idle_upstreams_max", limits.idle_upstreams_max);
-        taken.take("observations_max", limits.observations_max);
-        taken.take("retries_max", limits.retries_max);
-        taken.check();
-    }
-    static void take(const std::map<std::string, double>& values, relay::Deadlines& deadlines) {
-        Taken taken(values);
-        taken.take("head_s", deadlines.head_s);
-        taken.take("body_stall_s", deadlines.body_stall_s);
-        taken.take("body_bytes_per_s_min", deadlines.body_bytes_per_s_min);
-        taken.take("client_idle_s", deadlines.client_idle_s);
-        taken.take("client_stall_s", deadlines.client_stall_s);
-        taken.take("linger_s", deadlines.linger_s);
-        taken.take("decide_s", deadlines.decide_s);
-        taken.take("connect_s", deadlines.connect_s);
-        taken.take("first_byte_s", deadlines.first_byte_s);
-        taken.take("stream_stall_s", deadlines.stream_stall_s);
-        taken.take("silent_engine_s", deadlines.silent_engine_s);
-        taken.take("upstream_idle_s", deadlines.upstream_idle_s);
-        taken.take("tcp_dead_peer_s", deadlines.tcp_dead_peer_s);
-        taken.take("sweep_s", deadlines.sweep_s);
-        taken.check();
-    }
-
     size_t checked(size_t place) const {
         if (place >= engines_) throw py::index_error("there is no engine at this place");
         return place;
