@@ -65,8 +65,7 @@ def soak(requests: int, policy: str) -> bool:
             engines += ["--engine", f"http://127.0.0.1:{port}"]
         port = free_port()
         proxy = start("proxy", port, "moonpool", "proxy", "--port", str(port), "--policy", policy, *engines)
-        rounds = max(2, requests // ROUND)
-        warm, began_s, done = max(1, rounds // 10), time.monotonic(), 0
+        tenth, began_s, number, done = requests // 10, time.monotonic(), 0, 0
 
         def look() -> tuple[int, int]:
             memory, files = held(proxy.pid)
@@ -74,17 +73,17 @@ def soak(requests: int, policy: str) -> bool:
             print(f"{done:>9} requests  {memory / 2**20:6.1f} MiB  {files} files  {passed_s:.0f} s")
             return memory, files
 
-        before = now = look()
-        for number in range(1, rounds + 1):
+        seen = [look()]
+        while done < requests:
+            number += 1
             stream = number % 10 == 0
             count = ROUND // 10 if stream else ROUND
             uvloop.run(load.run(port, CLIENTS, count, stream=stream, prompt_bytes=2 << 10))
             leave(port)
             done += count + LEAVING
-            if number % warm == 0 or number == rounds:
-                now = look()
-            if number == warm:
-                before = now
+            if done >= tenth * len(seen):
+                seen.append(look())
+        before, now = seen[1], seen[-1]
         grown, more = now[0] - before[0], now[1] - before[1]
         flat = grown <= GROWTH_MAX_BYTES and more <= FILES_GROWTH_MAX
         verdict = "flat" if flat else "NOT FLAT"

@@ -33,16 +33,19 @@ bool is_blank(char c) { return c == ' ' || c == '\t'; }
 }  // namespace
 
 HeadLines::Found HeadLines::next(std::string_view input) {
+    const Found wait = input.size() > bytes_max_ ? Found::kTooLarge : Found::kNothing;
+    // One byte more shows that the head goes beyond its limit.
+    input = input.substr(0, bytes_max_ + 1);
     while (true) {
         const char* end = input.data() + input.size();
         const char* found = find_control(input.data() + scanned_, end);
         scanned_ = static_cast<size_t>(found - input.data());
-        if (found == end) return Found::kNothing;
+        if (found == end) return wait;
         if (*found != '\r') {
             why_ = *found == '\n' ? "a line does not end in CRLF" : "a control character";
             return Found::kBad;
         }
-        if (found + 1 == end) return Found::kNothing;
+        if (found + 1 == end) return wait;
         if (found[1] != '\n') {
             why_ = "a carriage return without its line feed";
             return Found::kBad;
@@ -57,7 +60,7 @@ HeadLines::Found HeadLines::next(std::string_view input) {
             start_size_ = line.size();
             return Found::kStartLine;
         }
-        if (line.empty()) return Found::kEnd;
+        if (line.empty()) return scanned_ > bytes_max_ ? Found::kTooLarge : Found::kEnd;
         if (spans_.size() == kFieldsMax) return Found::kTooMany;
         if (!take_field(line, at)) return Found::kBad;
     }

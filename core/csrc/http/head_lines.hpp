@@ -24,7 +24,10 @@ class HeadLines {
         kEnd,        // the blank line; size() is known, fields are whole
         kBad,        // why() says what is wrong
         kTooMany,    // more than kFieldsMax fields
+        kTooLarge,   // more than bytes_max bytes, and nothing behind them was looked at
     };
+
+    explicit HeadLines(size_t bytes_max) : bytes_max_(bytes_max) {}
 
     // input: all bytes since the head's first, each time; they may have moved in between.
     Found next(std::string_view input);
@@ -52,6 +55,7 @@ class HeadLines {
 
     bool take_field(std::string_view line, size_t at);
 
+    size_t bytes_max_;
     std::vector<Span> spans_;
     size_t line_at_ = 0;  // where the line under way begins
     size_t scanned_ = 0;  // everything before was looked at

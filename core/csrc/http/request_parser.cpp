@@ -65,33 +65,33 @@ void RequestParser::reset() {
 }
 
 Step RequestParser::parse(std::string_view input) {
-    // Nothing behind the limit is looked at; one byte more shows that the head goes beyond it.
-    std::string_view window = input.substr(0, limits_.head_bytes_max + 1);
     while (true) {
-        switch (lines_.next(window)) {
+        switch (lines_.next(input)) {
+            case HeadLines::Found::kNothing:
+                return Step::kMore;
             case HeadLines::Found::kStartLine:
-                if (!take_start_line(lines_.start_line(window))) return Step::kRefused;
+                if (!take_start_line(lines_.start_line(input))) return Step::kRefused;
                 break;
             case HeadLines::Found::kBad:
                 return refuse_garbage(lines_.why());
             case HeadLines::Found::kTooMany:
-                return refuse(431, "head_too_large",
-                              "the request's head has more than the limit of " +
-                                  std::to_string(HeadLines::kFieldsMax) + " fields");
-            case HeadLines::Found::kNothing:
-                if (window.size() <= limits_.head_bytes_max) return Step::kMore;
-                return refuse(431, "head_too_large",
-                              "the request's head is larger than the limit of " +
-                                  std::to_string(limits_.head_bytes_max) + " bytes");
+                return refuse_head("has more than the limit of " + std::to_string(HeadLines::kFieldsMax) +
+                                   " fields");
+            case HeadLines::Found::kTooLarge:
+                return refuse_head("is larger than the limit of " + std::to_string(limits_.head_bytes_max) +
+                                   " bytes");
             case HeadLines::Found::kEnd:
-                if (lines_.size() > limits_.head_bytes_max) continue;  // ends just behind the limit
                 head_.bytes = lines_.size();
                 // The input may have moved since the start line came.
-                if (!take_start_line(lines_.start_line(window))) return Step::kRefused;
-                lines_.fields(window, head_.fields);
+                if (!take_start_line(lines_.start_line(input))) return Step::kRefused;
+                lines_.fields(input, head_.fields);
                 return take_fields();
         }
     }
+}
+
+Step RequestParser::refuse_head(const std::string& why) {
+    return refuse(431, "head_too_large", "the request's head " + why);
 }
 
 Step RequestParser::refuse(int status, const char* reason, std::string sentence) {

@@ -56,7 +56,7 @@ struct RequestLimits {
 
 class RequestParser {
    public:
-    explicit RequestParser(RequestLimits limits = {}) : limits_(limits) {}
+    explicit RequestParser(RequestLimits limits = {}) : limits_(limits), lines_(limits.head_bytes_max) {}
 
     // input: all bytes of the connection behind the last request (never empty of what was given before); it
     // may lie elsewhere at each call. Refusals: 400 malformed, 431 head_too_large, 413 body_too_large (when
@@ -76,6 +76,7 @@ class RequestParser {
    private:
     Step refuse(int status, const char* reason, std::string sentence);
     Step refuse_garbage(const char* why);
+    Step refuse_head(const std::string& why);
     bool take_start_line(std::string_view line);
     Step take_fields();
 

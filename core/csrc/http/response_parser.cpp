@@ -27,29 +27,28 @@ void ResponseParser::begin(bool head_only) {
 }
 
 Step ResponseParser::parse(std::string_view input) {
-    std::string_view window = input.substr(0, head_bytes_max_ + 1);
     while (true) {
-        switch (lines_.next(window)) {
+        switch (lines_.next(input)) {
+            case HeadLines::Found::kNothing:
+                return Step::kMore;
             case HeadLines::Found::kStartLine:
-                if (!take_start_line(lines_.start_line(window))) return Step::kRefused;
+                if (!take_start_line(lines_.start_line(input))) return Step::kRefused;
                 break;
             case HeadLines::Found::kBad:
                 return refuse(std::string("its bytes are no HTTP answer: ") + lines_.why());
             case HeadLines::Found::kTooMany:
                 return refuse("its head has more than " + std::to_string(HeadLines::kFieldsMax) + " fields");
-            case HeadLines::Found::kNothing:
-                if (window.size() <= head_bytes_max_) return Step::kMore;
+            case HeadLines::Found::kTooLarge:
                 return refuse("its head is larger than " + std::to_string(head_bytes_max_) + " bytes");
             case HeadLines::Found::kEnd:
-                if (lines_.size() > head_bytes_max_) continue;  // ends just behind the limit
-                if (head_.status < 200) {                       // interim: the answer is yet to come
+                if (head_.status < 200) {  // interim: the answer is yet to come
                     lines_.restart(lines_.size());
                     break;
                 }
                 head_.bytes = lines_.size();
                 // The input may have moved since the start line came.
-                if (!take_start_line(lines_.start_line(window))) return Step::kRefused;
-                lines_.fields(window, head_.fields);
+                if (!take_start_line(lines_.start_line(input))) return Step::kRefused;
+                lines_.fields(input, head_.fields);
                 return take_fields();
         }
     }

@@ -45,7 +45,8 @@ class ResponseParser {
    public:
     static constexpr size_t kHeadBytesMax = 64 << 10;
 
-    explicit ResponseParser(size_t head_bytes_max = kHeadBytesMax) : head_bytes_max_(head_bytes_max) {}
+    explicit ResponseParser(size_t head_bytes_max = kHeadBytesMax)
+        : head_bytes_max_(head_bytes_max), lines_(head_bytes_max) {}
 
     // head_only: the request was HEAD, no body follows whatever the fields say.
     void begin(bool head_only);
