@@ -220,6 +220,6 @@ class Dispatcher:
         return None
 
     def _learn(self, records: bytes) -> None:
-        for observation in observations.read(records):
+        for observation in observations.read_kept(records):
             self.accounts.learn(observation)
             self.handovers.observed(observation)

@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 RECORD = struct.Struct("<QqiiddddddiiiiHBBBBH16s8s8s")
+_KEPT = struct.Struct("<8xq76xB35x")  # note and handed_over alone
 
 
 class Stage(IntEnum):
@@ -71,3 +72,11 @@ class Observation(NamedTuple):
 def read(records: bytes) -> Iterator[Observation]:
     """The records in the order in which they were made."""
     return map(Observation._make, RECORD.iter_unpack(records))
+
+
+def read_kept(records: bytes) -> Iterator[Observation]:
+    """Of the records those that somebody keeps account of: with a note, or handed over. (A policy that looks
+    at no prompt makes neither, and every request would pay for a tuple that is thrown away.)"""
+    for number, kept in enumerate(_KEPT.iter_unpack(records)):
+        if kept != (0, 0):
+            yield Observation._make(RECORD.unpack_from(records, number * RECORD.size))

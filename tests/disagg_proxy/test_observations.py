@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.disagg_proxy.observations import RECORD, Observation, Outcome, Stage, read
+from moonpool.disagg_proxy.observations import RECORD, Observation, Outcome, Stage, read, read_kept
 
 
 def test_a_record_is_read_as_the_data_plane_writes_it() -> None:
@@ -13,3 +13,14 @@ def test_a_record_is_read_as_the_data_plane_writes_it() -> None:
     )  # fmt: skip
     assert list(read(RECORD.pack(*given) * 2)) == [given, given]
     assert list(read(b"")) == []
+
+
+def test_records_without_a_note_and_a_handover_are_passed_over() -> None:
+    def record(request: int, note: int, handed_over: int) -> bytes:
+        return RECORD.pack(
+            request, note, -1, 0, *(1.0,) * 6, *(-1,) * 4, 200, 0, 1, handed_over, 1, 0, b"t", b"p", b"s"
+        )
+
+    records = record(1, 0, 0) + record(2, -1, 0) + record(3, 0, 2) + record(4, 0, 0) + record(5, 7, 1)
+    assert [each.request for each in read_kept(records)] == [2, 3, 5]
+    assert list(read_kept(records)) == [each for each in read(records) if each.note or each.handed_over]

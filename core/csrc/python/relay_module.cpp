@@ -56,11 +56,11 @@ class PyRequest {
         return salt ? text(*salt) : py::none();
     }
     // The same four objects each time: every decision asks, and looks it up in a set.
-    py::object kind() const {
+    py::str kind() const {
         static PyObject* const names[] = {
             PyUnicode_InternFromString("chat"), PyUnicode_InternFromString("completions"),
             PyUnicode_InternFromString("embeddings"), PyUnicode_InternFromString("other")};
-        return py::reinterpret_borrow<py::object>(names[static_cast<size_t>(request_->kind)]);
+        return py::reinterpret_borrow<py::str>(names[static_cast<size_t>(request_->kind)]);
     }
     py::object prompt_tokens() const {
         auto ids = request_->prompt_tokens();
