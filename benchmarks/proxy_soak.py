@@ -21,7 +21,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.processes import Failed, Process, free_port
-from benchmarks.proxy import load
+from benchmarks.proxy import load, prompts
 
 CLIENTS = 64
 ROUND = 10_000
@@ -38,7 +38,7 @@ def held(pid: int) -> tuple[int, int]:
 
 def leave(port: int) -> None:
     """Clients that go at every stage of a request."""
-    whole = load.request(2 << 10, stream=True)
+    whole = prompts.plain(2 << 10, stream=True)
     for number in range(LEAVING):
         with socket.create_connection(("127.0.0.1", port)) as client:
             sent = (whole[:40], whole[:1000], whole, whole + whole)[number % 4]
@@ -78,7 +78,8 @@ def soak(requests: int, policy: str) -> bool:
             number += 1
             stream = number % 10 == 0
             count = ROUND // 10 if stream else ROUND
-            uvloop.run(load.run(port, CLIENTS, count, stream=stream, prompt_bytes=2 << 10))
+            sent = [prompts.plain(2 << 10, stream=stream)] * count
+            uvloop.run(load.run(port, CLIENTS, sent, stream=stream))
             leave(port)
             done += count + LEAVING
             if done >= tenth * len(seen):

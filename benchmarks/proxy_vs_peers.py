@@ -1,5 +1,5 @@
-"""CPU that a router spends on a request: ours beside vllm-router, sglang-router, nginx, haproxy, same load; and
-what our proxy adds to the time to the first token.
+"""CPU that a router spends on a request: ours beside vllm-router, sglang-router, nginx, haproxy, same load;
+and what our proxy adds to the time to the first token.
 
     python -m benchmarks.proxy_vs_peers [--peers-venv DIR] [--quick] [--json FILE]
 

@@ -48,6 +48,12 @@ class Fleet:
             assert answer.status == 200, content
             return content, json.loads(answer.headers.get("X-Moonpool-Decision", "{}"))
 
+    async def hear(self) -> None:
+        """Until the proxy has heard of every block that an engine has."""
+        cached = sum(engine.accounts()["blocks_cached"] for engine in self.engines.values())
+        while self.proxy._locality.stats().get("entries", 0) < cached:
+            await asyncio.sleep(0.005)
+
     def is_clean(self) -> bool:
         names = ("waiting", "running", "blocks_held", "leases")
         return not any(engine.accounts()[name] for engine in self.engines.values() for name in names)
@@ -129,6 +135,8 @@ def test_a_conversation_stays_where_its_prefix_lies(events: bool) -> None:
                     _, why = await f.ask(f"talk {talk}: " + "lorem ipsum " * 200 * (turn + 1))
                     assert homes.setdefault(talk, why["engine"]) == why["engine"], (turn, why)
                     assert (why["own_tokens"] > 0) == (turn > 0)
+                if events:
+                    await f.hear()
             assert len(set(homes.values())) == 3
             await f.settle()
 
@@ -159,6 +167,7 @@ def test_a_salt_has_prefixes_of_its_own() -> None:
                 more = {} if salt is None else {"cache_salt": salt}
                 _, why = await f.ask("lorem ipsum " * 200, **more)
                 assert (why["own_tokens"] > 0) == own, (salt, why)
+                await f.hear()
             broken = b'{"model":"mock","prompt":"lorem","max_tokens":1,"cache_salt":"\\ud800"}'
             async with f.session.post(f.url + "/v1/completions", data=broken) as answer:
                 await answer.read()
