@@ -191,6 +191,21 @@ def test_the_file_for_up_can_be_meant(demo: ModuleType, runtime_dir: Path, nodes
     assert {"--prefill", "--decode", "--pool-events"} <= set(plan.specs[-1].command)
 
 
+def test_the_pool_is_awaited_for_the_blocks_that_are_new(demo: ModuleType) -> None:
+    assert demo.new_block_tokens(row(demo, 100, prefill={}, decode={"handed_over": 99})) == 96
+    assert demo.new_block_tokens(row(demo, 100, decode={"own_cache": 32, "pool": 32})) == 32
+    assert demo.new_block_tokens(row(demo, 20, decode={})) == 0
+    values = iter([0, 10, 10, 95, 96, 96])
+    assert demo.counters.wait_until_still(lambda: next(values), 96, still_s=0.0) == 96
+
+
+def test_counts_settle_when_the_connector_says_what_vllm_says(demo: ModuleType) -> None:
+    counts = demo.counters.Counts
+    early, late = counts(100, external=96), counts(100, external=96, pool=64, handed_over=32)
+    readings = iter([counts(), early, early, late, late])
+    assert demo.counters.settled(lambda: next(readings), 100, counts()) == late
+
+
 def test_counters_are_summed_over_series(demo: ModuleType) -> None:
     samples = {'x_total{a="1",s="p"}': 2.0, 'x_total{a="2",s="q"}': 3.0, "x_total_more": 5.0}
     assert demo.counters.total(samples, "x_total") == 5

@@ -50,13 +50,14 @@ class Counts:
     """Prompt tokens of one engine, since it started.
 
     computed: by the engine. own_cache: found in its own prefix cache. pool: loaded from the pool, and
-    handed_over: taken over from a prefill engine, both without an error.
+    handed_over: taken over from a prefill engine, both without an error; external: both, as vLLM counts them.
     """
 
     prompt: int = 0
     own_cache: int = 0
     pool: int = 0
     handed_over: int = 0
+    external: int = 0
     pool_bytes: int = 0
     handed_over_bytes: int = 0
     errors: int = 0
@@ -64,6 +65,11 @@ class Counts:
     @property
     def computed(self) -> int:
         return self.prompt - self.own_cache - self.pool - self.handed_over
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the connector's figures say what vLLM's do."""
+        return self.external == self.pool + self.handed_over
 
     def __sub__(self, other: Counts) -> Counts:
         return Counts(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))
@@ -74,10 +80,11 @@ def engine_counts(address: tuple[str, int]) -> Counts:
     whole.
     """
     samples = scrape(address)
-    ours = "moonpool_connector_"
+    by_source, ours = "vllm:prompt_tokens_by_source_total", "moonpool_connector_"
     return Counts(
         prompt=total(samples, "vllm:prompt_tokens_total"),
-        own_cache=total(samples, "vllm:prompt_tokens_by_source_total", 'source="local_cache_hit"'),
+        own_cache=total(samples, by_source, 'source="local_cache_hit"'),
+        external=total(samples, by_source, 'source="external_kv_transfer"'),
         pool=total(samples, ours + "loaded_tokens_total"),
         handed_over=total(samples, ours + "handed_over_tokens_total"),
         pool_bytes=total(samples, ours + "loaded_bytes_total"),
@@ -93,14 +100,14 @@ def settled(read: Callable[[], Counts], prompt_tokens: int, before: Counts) -> C
     """What this engine counted for one request of that many prompt tokens.
 
     vLLM says how many tokens it did not compute before the connector's own figures arrive, so both are
-    awaited: the prompt is fully accounted for and two readings in a row agree.
+    awaited: the prompt is fully accounted for, both agree, and so do two readings in a row.
     """
     deadline_s = time.monotonic() + SETTLED_AFTER_S
     last = read() - before
     while time.monotonic() < deadline_s:
         time.sleep(POLL_S)
         now = read() - before
-        if now.prompt >= prompt_tokens and now == last:
+        if now.prompt >= prompt_tokens and now.is_whole and now == last:
             return now
         last = now
     return last
@@ -127,10 +134,8 @@ def node_sent_bytes(address: tuple[str, int]) -> int:
     return total(scrape(address), "moonpool_node_tcp_sent_bytes_total")
 
 
-def node_offered(address: tuple[str, int]) -> int:
-    """Objects that were brought to the node: those it stored, and those it had already."""
-    samples = scrape(address)
-    return total(samples, "moonpool_node_stored_total") + total(samples, "moonpool_node_exists_total")
+def node_stored_bytes(address: tuple[str, int]) -> int:
+    return total(scrape(address), "moonpool_node_stored_bytes_total")
 
 
 def wait_until_equal(read: Callable[[], int], expected: int) -> int:
@@ -141,8 +146,8 @@ def wait_until_equal(read: Callable[[], int], expected: int) -> int:
     return value
 
 
-def wait_until_still(read: Callable[[], int], more_than: int, still_s: float = 0.5) -> int:
-    """The value once it is above ``more_than`` and has not changed for a moment; the last value otherwise."""
+def wait_until_still(read: Callable[[], int], at_least: int, still_s: float = 1.0) -> int:
+    """The value once it has reached ``at_least`` and not changed for a moment; the last value otherwise."""
     deadline_s = time.monotonic() + STILL_AFTER_S
     value, since_s = read(), time.monotonic()
     while time.monotonic() < deadline_s:
@@ -150,6 +155,6 @@ def wait_until_still(read: Callable[[], int], more_than: int, still_s: float = 0
         now = read()
         if now != value:
             value, since_s = now, time.monotonic()
-        elif now > more_than and time.monotonic() - since_s >= still_s:
+        elif now >= at_least and time.monotonic() - since_s >= still_s:
             break
     return value

@@ -66,7 +66,7 @@ class Demo:
     def request(self, asked: str, messages: list[Message], *, at: str = "") -> Row:
         """at: the engine that is asked itself, without the proxy."""
         before = {name: counters.engine_counts(address) for name, address in self.cluster.engines.items()}
-        offered = self._offered()
+        stored_bytes = self._stored_bytes()
         address = self.cluster.engines[at] if at else self.cluster.proxy
         answer = ask(address, self.model.served_name, messages, OUTPUT_TOKENS)
         answer = dataclasses.replace(answer, engine=at or self._engine_of(answer))
@@ -80,9 +80,10 @@ class Demo:
             for name in ([str(prefill)] if prefill else []) + [answer.engine]
         }
         row = Row(asked, answer, parts)
-        if row.computing.computed >= BLOCK_TOKENS:
-            # New blocks are on their way into the pool, and the next request wants them.
-            counters.wait_until_still(self._offered, more_than=offered)
+        if new := new_block_tokens(row):
+            # They are on their way into the pool, and the next request wants them.
+            at_least = stored_bytes + new * (self.model.token_bytes or 1)
+            counters.wait_until_still(self._stored_bytes, at_least)
         self.rows.append(row)
         self._asked.append(messages)
         say(f"    {asked}: {', '.join(parts)}; first token after {1000 * answer.ttft_s:.0f} ms")
@@ -90,9 +91,9 @@ class Demo:
             print(f"               X-Moonpool-Decision: {json.dumps(answer.decision)}", flush=True)
         return row
 
-    def _offered(self) -> int:
-        """Grows with every block that an engine brings to its node, new or known."""
-        return sum(counters.node_offered(address) for address in self.cluster.nodes.values())
+    def _stored_bytes(self) -> int:
+        """Grows with every block that an engine brings to its node and that is new there."""
+        return sum(counters.node_stored_bytes(address) for address in self.cluster.nodes.values())
 
     def _engine_of(self, answer: Answer) -> str:
         """The proxy names engines as up.toml does."""
@@ -250,6 +251,12 @@ def from_the_pool(row: Row, computed: Row) -> Check:
         f"prefill computed {computed.answering.computed} tokens; decode took {pool} of {prompt} from the "
         f"pool and computed {row.answering.computed}",
     )
+
+
+def new_block_tokens(row: Row) -> int:
+    """Tokens of the whole blocks that the engine which computed the prompt had from nowhere."""
+    known = row.computing.own_cache + row.computing.pool
+    return whole_blocks(row.answer.prompt_tokens) - whole_blocks(known)
 
 
 def whole_blocks(tokens: int) -> int:
