@@ -31,7 +31,6 @@ Client::Client(Relay& relay, int connection, size_t place)
 }
 
 void Client::begin() {
-    tune(fd.get(), relay_.settings.deadlines.tcp_dead_peer_s);
     deadline_ = relay_.now + relay_.settings.deadlines.head_s;
     if (!relay_.poller.add(*this, static_cast<uint32_t>(EPOLLIN) | EPOLLRDHUP)) abort();
 }

@@ -5,8 +5,15 @@
 #include <cerrno>
 
 #include "relay/relay.hpp"
+#include "relay/tcp.hpp"
 
 namespace moonpool::relay {
+
+Listener::Listener(Relay& relay, int listening) : relay_(relay) {
+    fd.reset(listening);
+    // What is accepted inherits it: six system calls less for each client.
+    tune(listening, relay.settings.deadlines.tcp_dead_peer_s);
+}
 
 void Listener::on_events(uint32_t) {
     // Not without end: those that are connected come first.

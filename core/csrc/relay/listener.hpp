@@ -9,7 +9,7 @@ class Relay;
 
 class Listener final : public Socket {
    public:
-    Listener(Relay& relay, int listening) : relay_(relay) { fd.reset(listening); }
+    Listener(Relay& relay, int listening);
 
     void on_events(uint32_t) override;
     // Take everybody who is connected already: whoever still waits when the last holder of the socket closes

@@ -5,6 +5,7 @@
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -222,6 +223,40 @@ TEST_CASE("without descriptors nobody is accepted, and the relay waits instead o
     char buffer[64];
     ssize_t n = ::recv(client.get(), buffer, sizeof(buffer), 0);
     CHECK(std::string_view(buffer, static_cast<size_t>(std::max<ssize_t>(n, 0))).starts_with("HTTP/1.1 404"));
+    relay.close();
+}
+
+TEST_CASE("accepted connections have what the listening socket was told") {
+    RandomDecider decider;
+    Settings settings;
+    settings.engines.push_back({"a", "h", Role::kBoth});
+    settings.deadlines.tcp_dead_peer_s = 12;
+    auto started = Relay::start(settings, decider);
+    REQUIRE(started.ok());
+    Relay& relay = **started;
+    sockaddr_in address{};
+    Fd listener = listening(address);
+    relay.listen(::dup(listener.get()));
+    Fd client(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    REQUIRE(::connect(client.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
+    REQUIRE(send_all(client.get(), "GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n"));
+    pollfd answered{client.get(), POLLIN, 0};
+    REQUIRE(::poll(&answered, 1, 10000) == 1);
+    std::vector<int> found;
+    relay.call([&] {
+        REQUIRE(relay.clients().size() == 1);
+        constexpr std::pair<int, int> kOptions[] = {{IPPROTO_TCP, TCP_NODELAY},
+                                                    {SOL_SOCKET, SO_KEEPALIVE},
+                                                    {IPPROTO_TCP, TCP_KEEPIDLE},
+                                                    {IPPROTO_TCP, TCP_USER_TIMEOUT}};
+        for (auto [level, option] : kOptions) {
+            int value = -1;
+            socklen_t size = sizeof(value);
+            ::getsockopt(relay.clients()[0]->fd.get(), level, option, &value, &size);
+            found.push_back(value);
+        }
+    });
+    CHECK(found == std::vector<int>{1, 1, 6, 12000});
     relay.close();
 }
 
