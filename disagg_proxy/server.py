@@ -331,7 +331,7 @@ def _fit_open_files(settings: ProxySettings) -> ProxySettings:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
     wanted = settings.limits.client_connections_max
     needed = 2 * wanted + _FILES_RESERVED
-    if allowed in (resource.RLIM_INFINITY, -1) or allowed >= needed:
+    if allowed == resource.RLIM_INFINITY or allowed >= needed:
         return settings
     fitting = max(1, (allowed - _FILES_RESERVED) // 2)
     _log.warning(
