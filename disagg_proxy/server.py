@@ -325,15 +325,15 @@ async def _serve_until_signal(settings: ProxySettings) -> None:
 
 
 def _fit_open_files(settings: ProxySettings) -> ProxySettings:
-    """Raise the limit of open files as far as this process may, and bound the connections so that each
-    client can have one to an engine beside its own."""
+    """Raise the limit of open files as far as this process may, and bound the clients so that they leave a
+    quarter for connections to engines: of many clients few wait for an answer at one time."""
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
     wanted = settings.limits.client_connections_max
-    needed = 2 * wanted + _FILES_RESERVED
+    needed = wanted * 4 // 3 + _FILES_RESERVED
     if allowed == resource.RLIM_INFINITY or allowed >= needed:
         return settings
-    fitting = max(1, (allowed - _FILES_RESERVED) // 2)
+    fitting = max(1, (allowed - _FILES_RESERVED) * 3 // 4)
     _log.warning(
         "this process may open %d files, so at most %d clients are served at one time instead of %d; "
         "ulimit -Hn %d (LimitNOFILE= of systemd) before the start allows them all",

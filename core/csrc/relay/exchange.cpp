@@ -380,6 +380,15 @@ void Exchange::leg_failed(Leg& leg, Reason reason, std::string why) {
     prefill_failed(Verdict::kBad, true);
 }
 
+void Exchange::leg_lacks(const char* why) {
+    prefill_.leave(Verdict::kNone);
+    if (answer_.answered) return;  // concurrent, and the client is being answered already
+    answer_.leave(Verdict::kNone);
+    refuse(
+        {503, "open_files", std::string("the proxy cannot connect to engines now: ") + why + "; try again"},
+        Outcome::kFailed);
+}
+
 void Exchange::answer_failed(Reason reason, const std::string&) {
     Engine& engine = *answer_.engine;
     if (answer_.answered) {

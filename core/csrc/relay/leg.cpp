@@ -21,6 +21,12 @@ std::string seconds(double value) {
     return text;
 }
 
+// Descriptors, ports or memory of ours: no engine is to blame.
+bool is_own_lack(int error) {
+    return error == EMFILE || error == ENFILE || error == EADDRNOTAVAIL || error == ENOBUFS ||
+           error == ENOMEM;
+}
+
 }  // namespace
 
 void Leg::go(Engine& chosen) {
@@ -65,6 +71,7 @@ void Leg::send() {
 void Leg::cannot_connect(int error) {
     upstream_ = nullptr;
     connecting_ = false;
+    if (is_own_lack(error)) return exchange_.leg_lacks(std::strerror(error));
     if (error == ECONNREFUSED) relay_.engine_refused(*engine);  // do not wait for the next health check
     failed(Reason::kConnect, std::string("cannot be reached: ") + std::strerror(error));
 }

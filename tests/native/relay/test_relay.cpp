@@ -226,6 +226,66 @@ TEST_CASE("without descriptors nobody is accepted, and the relay waits instead o
     relay.close();
 }
 
+TEST_CASE("without descriptors for an engine a request is refused and no engine is blamed") {
+    MockEngine engine;
+    RandomDecider decider;
+    Settings settings;
+    settings.engines.push_back({"a", "h", Role::kBoth});
+    settings.breaker.failures_max = 1u << 30;
+    auto started = Relay::start(settings, decider);
+    REQUIRE(started.ok());
+    Relay& relay = **started;
+    decider.relay = &relay;
+    sockaddr_storage there{};
+    std::memcpy(&there, &engine.address, sizeof(engine.address));
+    sockaddr_in address{};
+    Fd listener = listening(address);
+    relay.listen(::dup(listener.get()));
+    auto engine_is_back = [&] {
+        relay.engine_address(0, there, sizeof(engine.address));  // closes idle connections to it
+        relay.engine_state(0, true);
+    };
+    // The sanitizer wants descriptors when it meets a class for the first time.
+    engine_is_back();
+    visit(address, 1);
+    size_t visitors = 1;
+    auto gone = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (visitors > 0 && std::chrono::steady_clock::now() < gone) {
+        relay.call([&] { visitors = relay.clients().size(); });
+    }
+    REQUIRE(visitors == 0);
+    engine_is_back();
+    uint32_t failures = 0;
+    relay.call([&] { failures = relay.engines[0]->breaker.failures(); });
+    Fd client(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    REQUIRE(::connect(client.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
+    auto ask = [&](const char* request) {
+        char buffer[2048];
+        pollfd waiting{client.get(), POLLIN, 0};
+        if (!send_all(client.get(), request) || ::poll(&waiting, 1, 10000) != 1) return std::string();
+        ssize_t n = ::recv(client.get(), buffer, sizeof(buffer), 0);
+        return std::string(buffer, static_cast<size_t>(std::max<ssize_t>(n, 0)));
+    };
+    REQUIRE(ask("GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n").starts_with("HTTP/1.1 404"));
+
+    rlimit before{};
+    REQUIRE(::getrlimit(RLIMIT_NOFILE, &before) == 0);
+    rlimit none{3, before.rlim_max};
+    ::setrlimit(RLIMIT_NOFILE, &none);
+    std::string refused = ask("POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}");
+    ::setrlimit(RLIMIT_NOFILE, &before);
+    INFO(refused);
+    CHECK(refused.starts_with("HTTP/1.1 503"));
+    CHECK(refused.find("open_files") != std::string::npos);
+    relay.call([&] {
+        CHECK(relay.engines[0]->healthy);
+        CHECK(relay.engines[0]->breaker.failures() <= failures);
+        CHECK(relay.engines[0]->legs.empty());
+        CHECK(relay.whole());
+    });
+    relay.close();
+}
+
 TEST_CASE("accepted connections have what the listening socket was told") {
     RandomDecider decider;
     Settings settings;
