@@ -108,6 +108,7 @@ class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     handover: str = "auto"
     api_keys_file: str = ""
     access_log: str = ""
+    otlp_endpoint: str = ""
     tokenizer: list[str] = []
     events: list[str] = []
     pool_events: list[str] = []
@@ -352,6 +353,8 @@ HELP: dict[str, str] = {
     "engines whose bootstrap page answers",
     "proxy.api_keys_file": "file of the API keys of clients, one per line; empty: none is asked for",
     "proxy.access_log": "file that gets a line per request; - is standard output; empty: none",
+    "proxy.otlp_endpoint": "collector that gets spans, http://host:4318; empty: where OpenTelemetry's own "
+    "variables (OTEL_EXPORTER_OTLP_ENDPOINT) say",
     "proxy.tokenizer": "MODEL=FOLDER with tokenizer.json, for each model; empty: engines are asked for token "
     'ids; "none": text is routed without its prefix',
     "proxy.events": "KV events of engines, each NAME=tcp://host:port or NAME=tcp://host:port,tcp://host:port "

@@ -31,6 +31,7 @@ def proxy_settings(config: Config) -> ProxySettings:
         handover=config.proxy.handover,
         api_keys_file=config.proxy.api_keys_file,
         access_log=config.proxy.access_log,
+        otlp_endpoint=config.proxy.otlp_endpoint,
         tokenizer=tuple(config.proxy.tokenizer),
         events=(
             *parse_event_sources(config.proxy.events),

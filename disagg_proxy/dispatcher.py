@@ -60,6 +60,7 @@ class Dispatcher:
         self.known = KnownPrompts()
         self.blind = 0
         self.late_errors = 0  # of the policy, on the event loop
+        self.chosen: Callable[[ProxyRequest, Choice], None] | None = None  # hears of each choice
         self._policy = policy
         self._locality = locality
         self._tokens = tokens
@@ -175,10 +176,14 @@ class Dispatcher:
             self.accounts.sent(request.id, choice, asked, streams=request.stream, now_s=now_s)
         if place is not None:
             self._locality.sent(place, choice.computes.place, now_s)
+        if self.chosen is not None:
+            self.chosen(request, choice)
         return self._plan(request, choice, note=1)
 
     def _choose_simply(self, request: ProxyRequest) -> Decision:
         choice = self._policy.choose(UNKNOWN, self._those(request), request.arrived_s)
+        if self.chosen is not None:
+            self.chosen(request, choice)
         if choice.prefill is None and not choice.why:
             return choice.decode.place
         return self._plan(request, choice, note=0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-RECORD = struct.Struct("<QqiiddddddiiiiHBBBBH16s8s8s")
+RECORD = struct.Struct("<QqiiddddddiiiiHBBBBBB16s8s8s")
 _KEPT = struct.Struct("<8xq76xB35x")  # note and handed_over alone
 
 
@@ -64,6 +64,7 @@ class Observation(NamedTuple):
     handed_over: int
     stream: int
     stage: int
+    sampled: int
     trace_id: bytes
     parent_id: bytes
     span_id: bytes

@@ -46,6 +46,7 @@ from moonpool.disagg_proxy.takeover import Offer, Predecessor, find_predecessor
 from moonpool.disagg_proxy.tokens.engine_source import EngineSource
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.source import TokenSource
+from moonpool.disagg_proxy.tracing.recorder import Recorder, exporter_of
 
 _log = logging.getLogger("moonpool.proxy")
 _BACKLOG = 1024
@@ -85,9 +86,12 @@ class Proxy:
             _token_source(settings, self.engines) if policy.uses_tokens else None,
             loop=self._loop,
             resume=self._resume,
-            observed=lambda: self.relay.take_observations(),
+            observed=self._observed,
             clock=lambda: self.relay.now(),
         )
+        self._recorder = self._record_spans()
+        if self._recorder is not None:
+            self._dispatcher.chosen = self._recorder.chosen
         self._subscriber = self._listen_to_events() if policy.uses_tokens else None
         self._pages = Pages(
             self._dispatcher, self._locality, self._subscriber, self.counters, settings.policy
@@ -103,6 +107,7 @@ class Proxy:
             access_log=settings.access_log,
             instance=os.urandom(6).hex(),
             retry_after_s=settings.health.interval_s,
+            spans=self._recorder is not None,
             decide=decide or self._dispatcher.decide,
             page=self._page,
             refused=self._refused,
@@ -149,6 +154,9 @@ class Proxy:
         await asyncio.to_thread(self.relay.close)
         if self._subscriber is not None:
             await asyncio.to_thread(self._subscriber.stop)
+        if self._recorder is not None:
+            self._observed()
+            await asyncio.to_thread(self._recorder.close)
 
     def counters(self) -> Counters:
         """What was counted so far."""
@@ -164,6 +172,18 @@ class Proxy:
 
     def _resume(self, request: ProxyRequest, decision: Decision) -> None:
         self.relay.resume(request, decision)
+
+    def _observed(self) -> bytes:
+        records = self.relay.take_observations()
+        return records if self._recorder is None else self._recorder.observed(records)
+
+    def _record_spans(self) -> Recorder | None:
+        """None: nobody wants spans. Raises ConfigError when they are wanted and cannot be made."""
+        exporter = exporter_of(self._settings.otlp_endpoint)
+        if exporter is None:
+            return None
+        names = [engine.name for engine in self.engines]
+        return Recorder(exporter, names, self._settings.policy, clock=lambda: self.relay.now())
 
     def _listen_to_events(self) -> Subscriber | None:
         sources = self._settings.events

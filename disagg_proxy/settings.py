@@ -152,6 +152,7 @@ class ProxySettings:
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
     api_keys_file: str = ""  # one key per line; "": nobody is asked for one
     access_log: str = ""  # a path, "-" for standard output, "" for none
+    otlp_endpoint: str = ""  # gets spans, by HTTP; "": where OpenTelemetry's own variables say
     tokenizer: tuple[str, ...] = ()  # MODEL=FOLDER each; (): engines are asked; ("none",): text stays unknown
     events: tuple[EventSource, ...] = ()  # of engines by their names, and of the pool's nodes
 
@@ -177,6 +178,8 @@ class ProxySettings:
         streams = [source.name for source in self.events]
         if twice := sorted({name for name in streams if streams.count(name) > 1}):
             raise _bad("pool_events", f"two event streams are called {twice[0]!r}; give each its own name")
+        if self.otlp_endpoint and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", self.otlp_endpoint):
+            raise _bad("otlp_endpoint", f"spans go to http://host:4318, or https, not {self.otlp_endpoint!r}")
         if not self.health.path.startswith("/") or not self.health.path.isascii() or " " in self.health.path:
             raise _bad(
                 "health.path", f"the health path is an URL path such as /health, not {self.health.path!r}"

@@ -4,8 +4,7 @@ python -m benchmarks.proxy.mock_engine PORT [EVENTS REPLAY [TELLS]]
 
 With two ZMQ endpoints it publishes KV events as vLLM does: PROMPTS_HELD prompts at its start, and with TELLS
 in steps of STEP_S the blocks that the prompts of the step brought, and as many that had to go. They are as
-many and as long as a real engine's, but of tokens that nobody asks for: measured is what it costs to
-hear of them.
+many and as long as those of a real engine, but of tokens that nobody asks for.
 """
 
 from __future__ import annotations

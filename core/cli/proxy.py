@@ -58,6 +58,9 @@ def proxy(
     access_log: Annotated[
         str | None, typer.Option(metavar="FILE", help="Gets a line per request; - is standard output.")
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Gets OpenTelemetry spans, such as http://host:4318.")
+    ] = None,
     tokenizer: Annotated[
         list[str] | None,
         typer.Option(metavar="MODEL=FOLDER", help="Tokenise here instead of asking engines; or: none."),
@@ -93,6 +96,7 @@ def proxy(
             "proxy.decode": decode or None,
             "proxy.api_keys_file": api_keys_file,
             "proxy.access_log": access_log,
+            "proxy.otlp_endpoint": otlp_endpoint,
             "proxy.tokenizer": tokenizer or None,
             "proxy.events": events or None,
             "proxy.pool_events": pool_events or None,

@@ -16,7 +16,7 @@ from moonpool.disagg_proxy.settings import read_api_keys
 from .harness import MockEngine, bed, until, with_deadline
 
 CHAT = "/v1/chat/completions"
-OBSERVATION = struct.Struct("<Qqii6d4iHBBBBH16s8s8s")  # relay/observations.hpp
+OBSERVATION = struct.Struct("<Qqii6d4iHBBBBBB16s8s8s")  # relay/observations.hpp
 
 
 @with_deadline

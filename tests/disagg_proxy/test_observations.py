@@ -9,7 +9,7 @@ def test_a_record_is_read_as_the_data_plane_writes_it() -> None:
     assert RECORD.size == 128
     given = Observation(
         7, -3, 1, 2, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 100, 64, 16, 32, 503,
-        Outcome.BROKEN_OFF, 2, 1, 1, Stage.BEGUN, b"t" * 16, b"p" * 8, b"s" * 8,
+        Outcome.BROKEN_OFF, 2, 1, 1, Stage.BEGUN, 1, b"t" * 16, b"p" * 8, b"s" * 8,
     )  # fmt: skip
     assert list(read(RECORD.pack(*given) * 2)) == [given, given]
     assert list(read(b"")) == []
@@ -18,7 +18,7 @@ def test_a_record_is_read_as_the_data_plane_writes_it() -> None:
 def test_records_without_a_note_and_a_handover_are_passed_over() -> None:
     def record(request: int, note: int, handed_over: int) -> bytes:
         return RECORD.pack(
-            request, note, -1, 0, *(1.0,) * 6, *(-1,) * 4, 200, 0, 1, handed_over, 1, 0, b"t", b"p", b"s"
+            request, note, -1, 0, *(1.0,) * 6, *(-1,) * 4, 200, 0, 1, handed_over, 1, 0, 1, b"t", b"p", b"s"
         )
 
     records = record(1, 0, 0) + record(2, -1, 0) + record(3, 0, 2) + record(4, 0, 0) + record(5, 7, 1)

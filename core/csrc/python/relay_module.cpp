@@ -153,8 +153,8 @@ class PyRelay final : public relay::Decider {
     PyRelay(const std::vector<std::tuple<std::string, std::string, std::string>>& engines,
             const std::map<std::string, double>& limits, const std::map<std::string, double>& deadlines,
             const std::map<std::string, double>& breaker, std::vector<std::string> api_keys,
-            std::string access_log, std::string instance, double retry_after_s, py::function decide,
-            py::function page, py::function refused)
+            std::string access_log, std::string instance, double retry_after_s, bool spans,
+            py::function decide, py::function page, py::function refused)
         : decide_(std::move(decide)), page_(std::move(page)), refused_(std::move(refused)) {
         relay::Settings settings;
         for (const auto& [name, host, role] : engines) {
@@ -169,6 +169,7 @@ class PyRelay final : public relay::Decider {
         settings.api_keys = std::move(api_keys);
         settings.access_log = std::move(access_log);
         settings.instance = std::move(instance);
+        settings.spans = spans;
         settings.retry_after_s = retry_after_s;
         engines_ = settings.engines.size();
         auto started = [&] {
@@ -352,10 +353,10 @@ void bind_relay(py::module_& m) {
         .def(py::init<const std::vector<std::tuple<std::string, std::string, std::string>>&,
                       const std::map<std::string, double>&, const std::map<std::string, double>&,
                       const std::map<std::string, double>&, std::vector<std::string>, std::string,
-                      std::string, double, py::function, py::function, py::function>(),
+                      std::string, double, bool, py::function, py::function, py::function>(),
              py::kw_only(), py::arg("engines"), py::arg("limits"), py::arg("deadlines"), py::arg("breaker"),
              py::arg("api_keys"), py::arg("access_log"), py::arg("instance"), py::arg("retry_after_s"),
-             py::arg("decide"), py::arg("page"), py::arg("refused"))
+             py::arg("spans"), py::arg("decide"), py::arg("page"), py::arg("refused"))
         .def("listen", &PyRelay::listen, py::arg("fd"), "Accept on a listening socket (a copy is kept).")
         .def("engine_state", &PyRelay::engine_state, py::arg("place"), py::arg("healthy"), py::arg("why"))
         .def("engine_address", &PyRelay::engine_address, py::arg("place"), py::arg("address"),

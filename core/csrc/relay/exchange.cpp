@@ -45,6 +45,7 @@ void Exchange::reset(Client& client, std::shared_ptr<Request> request, bool clos
     std::memcpy(observation_.trace_id, request_->trace.trace_id, 16);
     std::memcpy(observation_.parent_id, request_->trace.parent_id, 8);
     std::memcpy(observation_.span_id, request_->trace.span_id, 8);
+    observation_.sampled = request_->trace.flags & 1;
 }
 
 void Exchange::begin(Client& client, std::shared_ptr<Request> request, bool close) {
@@ -436,7 +437,7 @@ void Exchange::observe(Outcome outcome) {
 void Exchange::reached(Stage stage) {
     if (observation_.note == 0) return;  // the policy keeps no books
     Observation now = observation_;
-    now.stage = static_cast<uint16_t>(stage);
+    now.stage = static_cast<uint8_t>(stage);
     relay_.observations.add(now);
 }
 

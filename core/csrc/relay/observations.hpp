@@ -19,7 +19,7 @@ enum class Outcome : uint8_t {
     kRefused,    // the policy's own answer, after an engine had been tried
 };
 
-enum class Stage : uint16_t {
+enum class Stage : uint8_t {
     kEnded,      // the last record of a request
     kPrefilled,  // the prefill engine has answered; only with a note
     kBegun,      // the first byte of the answer is there; only with a note
@@ -38,7 +38,8 @@ struct Observation {
     uint8_t handed_over = 0;  // parameters for a hand-over went to the engine that answered: 1 those of the
                               // prefill engine's answer, 2 the plan's
     uint8_t stream = 0;
-    uint16_t stage = 0;  // Stage
+    uint8_t stage = 0;    // Stage
+    uint8_t sampled = 0;  // somebody wants the trace
     uint8_t trace_id[16] = {};
     uint8_t parent_id[8] = {};  // of the span that the client named, zero when it named none
     uint8_t span_id[8] = {};    // what the engines were told; equal to parent_id when passed through

@@ -410,17 +410,19 @@ void Relay::adopt(Request& request) {
         char* end = std::to_chars(digits, digits + sizeof(digits), request.id, 16).ptr;
         request.request_id.append(settings.instance).append("-").append(digits, end);
     }
+    bool named = false;  // by the client
     for (http::Field& field : request.head.fields) {
         if (field.kind != http::FieldKind::kOther) continue;
         if (http::same_name(field.name, "x-moonpool-decision")) field.forward = false;
         if (!http::same_name(field.name, "traceparent")) continue;
-        if (auto trace = parse_traceparent(field.value)) {
-            request.trace = *trace;
-            return;
-        }
-        field.forward = false;
+        auto trace = parse_traceparent(field.value);
+        field.forward = trace && !named && !settings.spans;
+        if (!trace || named) continue;
+        request.trace = *trace;
+        named = true;
     }
-    for (size_t i = 0; i < 3; ++i) {
+    if (named && !settings.spans) return;
+    for (size_t i = named ? 2 : 0; i < 3; ++i) {
         uint64_t word = random() | 1;  // never all zero
         std::memcpy(i < 2 ? request.trace.trace_id + 8 * i : request.trace.span_id, &word, 8);
     }

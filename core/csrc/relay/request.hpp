@@ -25,6 +25,7 @@ struct Trace {
     uint8_t trace_id[16] = {};
     uint8_t parent_id[8] = {};  // zero: the client named none, the trace begins here
     uint8_t span_id[8] = {};
+    uint8_t flags = 1;  // bit 0: sampled
 };
 
 struct Request {

@@ -50,6 +50,7 @@ std::optional<Trace> parse_traceparent(std::string_view value) {
         return std::nullopt;
     }
     std::copy(trace.parent_id, trace.parent_id + 8, trace.span_id);
+    trace.flags = flags & 1;  // the only one that the version written here knows
     return trace;
 }
 
@@ -59,7 +60,8 @@ void write_traceparent(const Trace& trace, std::string& out) {
     write_hex(trace.trace_id, 16, out);
     out += '-';
     write_hex(trace.span_id, 8, out);
-    out += "-01";
+    out += '-';
+    write_hex(&trace.flags, 1, out);
 }
 
 }  // namespace moonpool::relay

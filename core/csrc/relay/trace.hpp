@@ -13,7 +13,8 @@ namespace moonpool::relay {
 // The ids of a client's field; nullopt when it is none that may be passed on.
 std::optional<Trace> parse_traceparent(std::string_view value);
 
-// The field's value, behind what `out` has: sampled, as an engine that got none would decide by itself.
+// The field's value, behind what `out` has. A trace that begins here is sampled, as an engine that got none
+// would decide by itself.
 void write_traceparent(const Trace& trace, std::string& out);
 
 }  // namespace moonpool::relay

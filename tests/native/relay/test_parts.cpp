@@ -96,6 +96,10 @@ TEST_CASE("a traceparent survives, and nothing like it does") {
     std::string written;
     write_traceparent(*trace, written);
     CHECK(written == good);
+    std::string dropped = good.substr(0, good.size() - 2) + "00";  // the client's tracing left it out
+    written.clear();
+    write_traceparent(parse_traceparent(dropped).value(), written);
+    CHECK(written == dropped);
     CHECK(parse_traceparent("01" + good.substr(2) + "-later").has_value());
     for (size_t size = 0; size < good.size(); ++size) CHECK_FALSE(parse_traceparent(good.substr(0, size)));
     for (size_t at = 0; at < good.size(); ++at) {

@@ -1,0 +1,176 @@
+"""Makes spans of what the data plane has observed and gives them to OpenTelemetry, on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from moonpool import __version__
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy import observations
+from moonpool.disagg_proxy.conductor.choice import Choice
+from moonpool.disagg_proxy.observations import Stage
+from moonpool.disagg_proxy.tracing.spans import Noted, Span, spans_of
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    from moonpool._native import ProxyRequest
+
+NOTED_MAX = 65_536  # requests whose decision is remembered; they are fewer than that, unless records get lost
+BATCHES_MAX = 1_024  # of records that wait for the thread
+FLUSH_S = 2.0  # how long the end waits for the exporter
+_NEEDS = "spans for OpenTelemetry need its packages: pip install 'moonpool[otel]'"
+
+_log = logging.getLogger("moonpool.proxy")
+
+
+class Recorder:
+    """Any thread may call it. Beyond its maxima spans are lost and counted, never requests held up.
+
+    exporter: OpenTelemetry's; closed with the recorder. clock: of the records, in seconds; wall: since 1970.
+    """
+
+    def __init__(
+        self,
+        exporter: SpanExporter,
+        engines: Sequence[str],
+        policy: str,
+        *,
+        clock: Callable[[], float],
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        self.dropped = 0  # batches of records
+        self._processor: SpanProcessor = BatchSpanProcessor(exporter)
+        self._make = Maker()
+        self._engines = tuple(engines)
+        self._policy = policy
+        self._clock = clock
+        self._wall = wall
+        self._lock = threading.Lock()
+        self._noted: dict[int, Noted] = {}
+        self._records: queue.Queue[bytes | None] = queue.Queue(BATCHES_MAX)
+        self._thread = threading.Thread(target=self._run, name="moonpool-spans", daemon=True)
+        self._thread.start()
+
+    def chosen(self, request: ProxyRequest, choice: Choice) -> None:
+        """A request was decided about; of several times the last counts."""
+        noted = Noted(
+            request.method.decode("latin-1"),
+            request.path.decode("latin-1"),
+            request.model,
+            request.request_id,
+            choice.why,
+        )
+        with self._lock:
+            self._noted[request.id] = noted
+            if len(self._noted) > NOTED_MAX:
+                del self._noted[next(iter(self._noted))]
+
+    def observed(self, records: bytes) -> bytes:
+        """Takes a copy of the data plane's records, and returns them."""
+        if records:
+            try:
+                self._records.put_nowait(records)
+            except queue.Full:
+                self.dropped += 1
+        return records
+
+    def close(self) -> None:
+        """Exports what is there, for at most FLUSH_S seconds or so."""
+        try:
+            self._records.put(None, timeout=FLUSH_S)
+        except queue.Full:
+            return
+        self._thread.join(FLUSH_S)
+        self._processor.force_flush(int(FLUSH_S * 1000))
+        self._processor.shutdown()
+
+    def _run(self) -> None:
+        while (records := self._records.get()) is not None:
+            offset_s = self._wall() - self._clock()
+            for observation in observations.read(records):
+                if observation.stage != Stage.ENDED:
+                    continue
+                with self._lock:
+                    noted = self._noted.pop(observation.request, None)
+                if not observation.sampled:
+                    continue
+                for span in spans_of(observation, noted, self._engines, self._policy):
+                    self._processor.on_end(self._make(span, offset_s))
+
+
+class Maker:
+    """Our spans as OpenTelemetry's."""
+
+    def __init__(self) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        resource = Resource.create()  # heeds OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
+        if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
+            resource = resource.merge(Resource({"service.name": "moonpool-proxy"}))
+        self._resource = resource
+        self._scope = InstrumentationScope("moonpool.proxy", __version__)
+
+    def __call__(self, span: Span, offset_s: float) -> ReadableSpan:
+        """offset_s: from the clock of its times to seconds since 1970."""
+        from opentelemetry.sdk.trace import Event, ReadableSpan
+        from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+        def context(span_id: int, *, remote: bool) -> SpanContext:
+            flags = TraceFlags(TraceFlags.SAMPLED)
+            return SpanContext(span.trace_id, span_id, is_remote=remote, trace_flags=flags)
+
+        def nanoseconds(at_s: float) -> int:
+            return int((at_s + offset_s) * 1e9)
+
+        events = []
+        if span.first_byte_s:
+            events.append(Event("first token", timestamp=nanoseconds(span.first_byte_s)))
+        return ReadableSpan(
+            name=span.name,
+            context=context(span.span_id, remote=False),
+            parent=context(span.parent_id, remote=span.server) if span.parent_id else None,
+            resource=self._resource,
+            attributes=dict(span.attributes),
+            events=events,
+            kind=SpanKind.SERVER if span.server else SpanKind.CLIENT,
+            status=Status(StatusCode.ERROR, span.failure) if span.failure else Status(),
+            start_time=nanoseconds(span.start_s),
+            end_time=nanoseconds(span.end_s),
+            instrumentation_scope=self._scope,
+        )
+
+
+def exporter_of(endpoint: str, environ: Mapping[str, str] = os.environ) -> SpanExporter | None:
+    """OTLP over HTTP to ``endpoint`` (the root of a collector, or the whole URL), or, when that is "", to
+    where OpenTelemetry's variables say; None when nobody wants spans.
+
+    Raises ConfigError when an endpoint is given and the packages are missing; where only the variables are
+    there, which may be meant for others, one warning says so.
+    """
+    named = environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if not endpoint and (not named or off or environ.get("OTEL_TRACES_EXPORTER") == "none"):
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        if endpoint:
+            raise ConfigError(f"proxy: {_NEEDS}", operation="config", key="proxy.otlp_endpoint") from error
+        _log.warning("%s", _NEEDS)
+        return None
+    if not endpoint:
+        return OTLPSpanExporter()
+    whole = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
+    return OTLPSpanExporter(endpoint=whole)

@@ -1,0 +1,144 @@
+"""The spans of one request, from its last record and from what was noted when it was decided about. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moonpool.disagg_proxy.observations import Handed, Observation, Outcome
+
+Value = str | int | float | bool
+_FAILED = (Outcome.FAILED, Outcome.BROKEN_OFF)
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What was known at a request's decision. why: what it was weighed by."""
+
+    method: str
+    path: str
+    model: str
+    request_id: str
+    why: Mapping[str, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """ids: as W3C Trace Context has them, parent_id 0 for none. Times: seconds of the data plane's clock.
+    server: of a request that came here; else of one that went from here to an engine. failure: why it counts
+    as an error, "" when it does not. first_byte_s: 0.0 when there was none.
+    """
+
+    name: str
+    trace_id: int
+    span_id: int
+    parent_id: int
+    start_s: float
+    end_s: float
+    attributes: Mapping[str, Value]
+    server: bool = False
+    failure: str = ""
+    first_byte_s: float = 0.0
+
+
+def spans_of(
+    observation: Observation,
+    noted: Noted | None,
+    engines: Sequence[str],
+    policy: str,
+    new_id: Callable[[], int] = lambda: random.getrandbits(64) or 1,
+) -> list[Span]:
+    """The request's own span first: engines were told its id, so that theirs are below it. Then that of the
+    prefill, and that of the engine that answered. engines: names by place."""
+    trace_id, own_id = int.from_bytes(observation.trace_id, "big"), int.from_bytes(observation.span_id, "big")
+    outcome = Outcome(observation.outcome)
+    # Where it ended there may be no last byte.
+    begun_s = max(observation.arrived_s, observation.sent_prefill_s, observation.sent_decode_s)
+    end_s = max(begun_s, observation.prefill_done_s, observation.first_byte_s, observation.last_byte_s)
+    failure = outcome.name.lower() if outcome in _FAILED else ""
+    if not failure and observation.status >= 500:
+        failure = f"status {observation.status}"
+    request = Span(
+        f"{noted.method} {noted.path}" if noted is not None else "request",
+        trace_id,
+        own_id,
+        int.from_bytes(observation.parent_id, "big"),
+        observation.arrived_s,
+        end_s,
+        _request_attributes(observation, noted, engines, policy),
+        server=True,
+        failure=failure,
+    )
+    found = [request]
+    if observation.sent_prefill_s and observation.prefill >= 0:
+        found.append(
+            Span(
+                "prefill",
+                trace_id,
+                new_id(),
+                own_id,
+                observation.sent_prefill_s,
+                observation.prefill_done_s or end_s,
+                _known(
+                    {
+                        "moonpool.engine": engines[observation.prefill],
+                        "moonpool.handover": Handed(observation.handed_over).name.lower(),
+                        "moonpool.cached_tokens": observation.prefill_cached_tokens,
+                    }
+                ),
+                failure="" if observation.prefill_done_s else "no answer",
+            )
+        )
+    if observation.sent_decode_s and observation.decode >= 0:
+        found.append(
+            Span(
+                "decode" if len(found) > 1 else "prefill and decode",
+                trace_id,
+                new_id(),
+                own_id,
+                observation.sent_decode_s,
+                end_s,
+                _known(
+                    {
+                        "moonpool.engine": engines[observation.decode],
+                        "moonpool.cached_tokens": observation.cached_tokens,
+                        "gen_ai.usage.output_tokens": observation.completion_tokens,
+                    }
+                ),
+                failure=failure,
+                first_byte_s=observation.first_byte_s,
+            )
+        )
+    return found
+
+
+def _request_attributes(
+    observation: Observation, noted: Noted | None, engines: Sequence[str], policy: str
+) -> dict[str, Value]:
+    attributes: dict[str, Value] = {
+        "http.response.status_code": observation.status,
+        "gen_ai.usage.input_tokens": observation.prompt_tokens,
+        "gen_ai.usage.output_tokens": observation.completion_tokens,
+        "moonpool.policy": policy,
+        "moonpool.outcome": Outcome(observation.outcome).name.lower(),
+        "moonpool.attempts": observation.attempts,
+        "moonpool.stream": bool(observation.stream),
+        "moonpool.cached_tokens": observation.cached_tokens,
+    }
+    if observation.decode >= 0:
+        attributes["moonpool.engine"] = engines[observation.decode]
+    if observation.prefill >= 0:
+        attributes["moonpool.prefill_engine"] = engines[observation.prefill]
+    if noted is not None:
+        attributes["http.request.method"] = noted.method
+        attributes["url.path"] = noted.path
+        attributes["gen_ai.request.model"] = noted.model
+        attributes["moonpool.request_id"] = noted.request_id
+        attributes |= {f"moonpool.decision.{name}": value for name, value in noted.why.items()}
+    return _known(attributes)
+
+
+def _known(attributes: Mapping[str, Value]) -> dict[str, Value]:
+    """Without what nobody told: counts below 0, empty texts."""
+    return {name: value for name, value in attributes.items() if value != "" and value != -1}
