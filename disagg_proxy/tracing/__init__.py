@@ -4,6 +4,6 @@
     recorder.py   the thread that makes them and hands them to OpenTelemetry's own exporter
 
 Nothing happens while a request runs, but that its decision is noted: spans are made from the records of
-requests that are over. Without anybody to export to, OpenTelemetry is not even imported. docs/proxy.md says what
-is in a span.
+requests that are over. Without anybody to export to, OpenTelemetry is not even imported. What is in a span:
+docs/proxy.md.
 """

@@ -138,6 +138,12 @@ async def test_traces_pass_or_begin_here() -> None:
             assert trace.hex() == got[3:35]
             assert span.hex() == got[36:52]
             assert parent == (span if kept else bytes(8))
+        other = given.replace("b7ad", "c8be")
+        head = f"traceparent: {given}\r\ntraceparent: {other}\r\nX-Moonpool-Decision: 1\r\n"
+        await b.ask("POST", CHAT, b"{}", head)
+        seen = b.engines[0].seen[-1].headers
+        assert seen["traceparent"] == given  # one trace
+        assert "x-moonpool-decision" not in seen
 
 
 @with_deadline
