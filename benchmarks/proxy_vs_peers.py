@@ -86,16 +86,19 @@ class Bed:
         names = [f"engine-{i}" for i in range(ENGINES)]
         if two_steps:
             names = [f"{role}-{i}" for role in ("prefill", "decode") for i in range(half)]
-        policy = ("--policy", "conductor", *event_options(engines, names), *options)
-        router = self._router("ours", engines, two_steps=two_steps, options=policy)
+        events = event_options(engines, names)
+        router = self._router(
+            "ours", engines, "--policy", "conductor", *events, *options, two_steps=two_steps
+        )
         assert router is not None
         return router
 
     def _router(
-        self, name: str, engines: list[Engine], *, two_steps: bool, options: tuple[str | Path, ...] = ()
+        self, name: str, engines: list[Engine], *options: str | Path, two_steps: bool
     ) -> tuple[Process, int] | None:
-        """None where it is not there."""
+        """None where it is not there. options: for ours."""
         port = free_port()
+        options = options or ("--policy", "round_robin")
         words = command(name, port, engines, self._venv, self.folder, two_steps=two_steps, options=options)
         return None if words is None else (self._start(words, port, f"{name}-{port}"), port)
 

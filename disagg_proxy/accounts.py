@@ -8,6 +8,7 @@ them): a request that is not heard of for FORGOTTEN_S seconds is taken out of th
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Sta
 from moonpool.disagg_proxy.tokens.watch import PredictionWatch
 
 FORGOTTEN_S = 900.0
+LEARN_EVERY_S = 0.005  # of one model: more samples say nothing new, and would be a tenth of each decision
 TOLERANCE_TOKENS = 160  # a block of vLLM on a CPU, and a few tokens
 
 _log = logging.getLogger("moonpool.proxy")
@@ -36,6 +38,7 @@ class Accounts:
         self.instances = instances
         self.watches = [PredictionWatch(TOLERANCE_TOKENS) for _ in instances]
         self._sent: dict[int, _Sent] = {}
+        self._learnt_s: dict[object, float] = {}  # by model
 
     def __len__(self) -> int:
         return len(self._sent)
@@ -83,7 +86,9 @@ class Accounts:
     def _prefilled(self, observation: Observation, sent: _Sent, at_s: float) -> None:
         computes = sent.choice.computes
         done = computes.books.prefill_ended(observation.request, at_s)
-        if done is not None and observation.status in (0, 200):
+        if done is None or observation.status not in (0, 200):
+            return
+        if self._is_wanted(computes.prefill_model, at_s):
             computes.prefill_model.observe(done.tokens, done.own, done.pool, done.seconds)
 
     def _begun(self, observation: Observation, sent: _Sent) -> None:
@@ -104,11 +109,19 @@ class Accounts:
         choice, now_s = sent.choice, observation.last_byte_s
         tokens = observation.completion_tokens if observation.outcome == Outcome.ANSWERED else 0
         decoded = choice.decode.books.decode_ended(observation.request, tokens, now_s)
-        if decoded is not None and observation.stream:
-            choice.decode.decode_model.observe(decoded.batch, decoded.context_tokens, decoded.gap_s)
+        decode_model = choice.decode.decode_model
+        if decoded is not None and observation.stream and self._is_wanted(decode_model, now_s):
+            decode_model.observe(decoded.batch, decoded.context_tokens, decoded.gap_s)
         if observation.outcome == Outcome.ANSWERED and observation.status == 200:
             self._compare(observation, sent)
         self._leave(observation.request, now_s)
+
+    def _is_wanted(self, model: object, at_s: float) -> bool:
+        """A sample of this model."""
+        if at_s - self._learnt_s.get(model, -math.inf) < LEARN_EVERY_S:
+            return False
+        self._learnt_s[model] = at_s
+        return True
 
     def _compare(self, observation: Observation, sent: _Sent) -> None:
         """The engine's own count of cached tokens with ours."""

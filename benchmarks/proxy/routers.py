@@ -64,10 +64,10 @@ def command(
     folder: Path,
     *,
     two_steps: bool,
-    options: tuple[str | Path, ...] = (),
+    options: tuple[str | Path, ...],
 ) -> list[str | Path] | None:
     """How a router is started in front of these engines; None where it is not there. In two steps the first
-    half of the engines prefills. options: more for ours."""
+    half of the engines prefills. options: of ours."""
     urls = [engine.url for engine in engines]
     half = len(urls) // 2
     roles = [("--prefill", url) for url in urls[:half]] + [("--decode", url) for url in urls[half:]]

@@ -40,6 +40,20 @@ def test_a_stream_of_one_engine_teaches_prefill_and_gap() -> None:
     assert engine.decode_model.predict(1, 4_000) == pytest.approx(0.1, rel=0.1)
 
 
+def test_no_more_samples_are_taken_than_teach_something() -> None:
+    accounts = Accounts([Instance(0, "e")])
+    engine = accounts.instances[0]
+    for number in range(100):
+        start_s = number * 0.001
+        accounts.sent(number, Choice(engine), Request(tokens=100), streams=True, now_s=start_s)
+        seen = BLANK._replace(request=number, first_byte_s=start_s + 0.0005)
+        accounts.learn(seen._replace(stage=Stage.BEGUN))
+        accounts.learn(seen._replace(last_byte_s=start_s + 0.0009, completion_tokens=2))
+        accounts.check_integrity()
+    assert 18 <= engine.prefill_model.regression.samples <= 22
+    assert engine.decode_model.regression.samples == pytest.approx(20, abs=2)
+
+
 def test_prefill_and_decode_apart_teach_each_its_own() -> None:
     accounts, prefill, decode = pair()
     for number in range(30):
