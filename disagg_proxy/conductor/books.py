@@ -7,6 +7,7 @@ so that a prediction that was wrong does not add up. Pure: ``now_s`` is an argum
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 
@@ -52,7 +53,8 @@ class Books:
     reports may come late, twice or never."""
 
     def __init__(self) -> None:
-        self._prefills: dict[int, _Prefill] = {}
+        # Its first is asked for all the time; a dict's lies behind all that were dropped before it.
+        self._prefills: OrderedDict[int, _Prefill] = OrderedDict()
         self._prefill_sum_s = 0.0
         self._head_since_s = 0.0
         self._decodes: dict[int, _Decode] = {}
