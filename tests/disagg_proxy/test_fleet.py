@@ -306,6 +306,8 @@ def test_predicted_and_observed_cache_hits_agree() -> None:
         async with fleet("both", "both", events=True) as f:
             for number in range(60):
                 await f.ask(f"{number % 5} " + "same text again " * 200)
+                if number < 5:
+                    await f.hear()
             await f.settle()
             watches = f.proxy._dispatcher.accounts.watches
             assert sum(watch.reports for watch in watches) == 60
