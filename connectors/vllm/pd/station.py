@@ -219,10 +219,12 @@ class Station:
     def _refuse(self, refuse: Refuse) -> None:
         """Tells the prefill engine, whose workers may be more or fewer than ours, that it need not wait."""
         source, why = refuse.source, refuse.why[: wire.WHY_MAX]
+        if self._takes.is_held(source):
+            return  # by another request, which needs it
         if isinstance(source, Offer):
             if self._memory.rank == 0:
                 self._send([(address, Done(source.lease, "", why)) for address in source.ranks])
-        elif not self._takes.is_held(source.transfer):  # else it is another request's
+        else:
             with suppress(Unavailable):
                 line = self._lines.get(self._key_of(source), lambda: self._find(source), reads=True)
                 line.send(Done(0, source.transfer, why))

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from moonpool.connectors.vllm.pd.fields import BlockIds, Offer, slice_blocks
+from moonpool.connectors.vllm.pd.fields import BlockIds, Offer, Source, slice_blocks
 from moonpool.connectors.vllm.pd.plans import Hold, Pull
 from moonpool.connectors.vllm.pd.wire import WHY_MAX, Done, Gone, Here, Known, Progress, Want
 
@@ -224,9 +224,11 @@ class Takes:
             take.again.append((piece.start, piece.start + piece.blocks))
         self._settle(take, now_s)
 
-    def is_held(self, transfer: str) -> bool:
-        """Whether a request here takes this transfer."""
-        return transfer in self._by_transfer
+    def is_held(self, source: Source) -> bool:
+        """Whether a request here takes this."""
+        if isinstance(source, Offer):
+            return any(take.lease == source.lease for take in self._takes.values())
+        return source.transfer in self._by_transfer
 
     def is_read(self, request_id: str) -> bool:
         """Whether a piece of this request is being read."""

@@ -13,7 +13,7 @@ import pytest
 from moonpool.connectors.vllm.pd.bootstrap import Bootstrap
 from moonpool.connectors.vllm.pd.fields import Meeting
 from moonpool.connectors.vllm.pd.lines import Line
-from moonpool.connectors.vllm.pd.plans import End, Grown, HandoverStep, Open, Refuse
+from moonpool.connectors.vllm.pd.plans import End, Grown, HandoverStep, Open, Pull, Refuse
 from moonpool.connectors.vllm.pd.takes import PIECE_BLOCKS, Piece
 from moonpool.core.addresses import Address
 from tests.connectors.vllm.fakes import FINGERPRINT
@@ -143,14 +143,17 @@ class TestRefusals:
         finally:
             page.close()
 
-    def test_what_another_request_takes_is_not_refused(self, pair: tuple[World, World]) -> None:
+    @pytest.mark.parametrize("form", ["two-step", "concurrent"])
+    def test_what_another_request_takes_is_not_refused(self, pair: tuple[World, World], form: str) -> None:
         prefill, decode = pair
         meeting = Meeting("P", "http://127.0.0.1:1", "x-1")
-        decode.hold(meeting, 1)
-        before = len(decode.station._lines.all())
-        decode.station.begin(HandoverStep(refuses=(Refuse(meeting, self.WHY),)))
-        assert decode.station._lines.all()[before:] == []
-        assert prefill.station.take_signs() == (set(), {})
+        source = prefill.offer([1]) if form == "two-step" else meeting
+        decode.hold(source, 1)
+        lines = decode.station._lines.all()
+        decode.station.begin(HandoverStep(refuses=(Refuse(source, self.WHY),)))
+        assert set(decode.station._lines.all()) <= set(lines)  # the page's is dead by now, perhaps
+        decode.station.pull(HandoverStep(pulls=(Pull("r", 0, ((2,),)),)))
+        assert decode.ended().good == (form == "two-step")
 
     @pytest.mark.parametrize(
         ("heads", "fingerprint", "why"),
