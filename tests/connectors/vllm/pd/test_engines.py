@@ -206,20 +206,24 @@ def test_with_the_pool(line: Line) -> None:
 
 
 def test_params_that_cannot_be_used_are_computed(line: Line, apart: Apart) -> None:
-    """Another model's, another prompt's, another connector's, garbage: the right tokens, and no error."""
+    """Another model's, another prompt's, another cluster's, another connector's, garbage: the right tokens, and
+    no error."""
     prompt, other = make_prompt(2400, 200), make_prompt(2401, 200)
     wrong_model = prefill_of(line.other, [prompt])[0]
     wrong_prompt = prefill_of(apart.prefill, [other])[0]
     lying = prefill_of(apart.prefill, [prompt])[0]
     lying["remote_block_ids"] = [[10**6] * 7]
     nixl = {key: value for key, value in lying.items() if key != "moonpool"}
-    cases = [wrong_model, wrong_prompt, lying, nixl, {"do_remote_prefill": True}]
-    for params in cases:
-        answer = apart.decode.call("generate", prompts=[prompt], params=[params])
+    cases = [(line.first, wrong_model)]  # of one cluster
+    cases += [(apart.decode, params) for params in (wrong_model, wrong_prompt, lying, nixl)]
+    cases.append((apart.decode, {"do_remote_prefill": True}))
+    for decode, params in cases:
+        answer = decode.call("generate", prompts=[prompt], params=[params])
         assert tokens_of(answer) == line.expected([prompt])
         assert answer["outputs"][0]["reason"] == "length"
-        fresh(apart.decode)
-    assert "serves another model, other weights" in apart.decode.logged()
+        fresh(decode)
+    assert "serves another model, other weights" in line.first.logged()
+    assert "another cluster token" in apart.decode.logged()
     assert "computed another prompt" in apart.decode.logged()
     assert "not made by this connector" in apart.decode.logged()
     assert_nothing_left(apart.prefill)
