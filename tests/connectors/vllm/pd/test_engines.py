@@ -206,8 +206,8 @@ def test_with_the_pool(line: Line) -> None:
 
 
 def test_params_that_cannot_be_used_are_computed(line: Line, apart: Apart) -> None:
-    """Another model's, another prompt's, another cluster's, another connector's, garbage: the right tokens, and
-    no error."""
+    """Another model's, another prompt's, another cluster's, another connector's, garbage: the right tokens,
+    and no error."""
     prompt, other = make_prompt(2400, 200), make_prompt(2401, 200)
     wrong_model = prefill_of(line.other, [prompt])[0]
     wrong_prompt = prefill_of(apart.prefill, [other])[0]
