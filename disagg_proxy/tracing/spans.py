@@ -87,7 +87,7 @@ def spans_of(
                         "moonpool.cached_tokens": observation.prefill_cached_tokens,
                     }
                 ),
-                failure="" if observation.prefill_done_s else "no answer",
+                failure="" if observation.prefill_done_s else "came to nothing",
             )
         )
     if observation.sent_decode_s and observation.decode >= 0:

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import uvloop
 
@@ -304,8 +304,11 @@ sys.exit(run(ProxySettings(engines=parse_engines(sys.argv[2:]), **json.loads(sys
 
 
 @contextlib.asynccontextmanager
-async def proxy_process(*engines: MockEngine, port: int = 0, **more: Any) -> AsyncIterator[ProxyProcess]:
-    """Start one and wait until it serves; kill it if it still runs in the end."""
+async def proxy_process(
+    *engines: MockEngine, port: int = 0, output: IO[bytes] | None = None, **more: Any
+) -> AsyncIterator[ProxyProcess]:
+    """Start one and wait until it serves; kill it if it still runs in the end. output: a file for all that it
+    says, in place of a pipe."""
     assert moonpool.__file__ is not None
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -313,12 +316,17 @@ async def proxy_process(*engines: MockEngine, port: int = 0, **more: Any) -> Asy
         PROGRAM,
         json.dumps({"port": port, **more}),
         *(engine.spec.url for engine in engines),
-        stdout=asyncio.subprocess.PIPE,
+        stdout=output or asyncio.subprocess.PIPE,
+        stderr=output,
         env=os.environ | {"PYTHONPATH": str(Path(moonpool.__file__).parent.parent)},
     )
     try:
-        assert process.stdout is not None
-        line = (await process.stdout.readline()).decode()
+        if output is None:
+            assert process.stdout is not None
+            line = (await process.stdout.readline()).decode()
+        else:
+            await until(lambda: b"\n" in Path(output.name).read_bytes())
+            line = Path(output.name).read_text()
         assert line.startswith("moonpool proxy: serving on http://127.0.0.1:")
         yield ProxyProcess(process, int(line.split(" ")[4].rsplit(":", 1)[1]))
     finally:

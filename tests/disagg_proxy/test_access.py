@@ -13,7 +13,7 @@ import pytest
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.settings import read_api_keys
 
-from .harness import MockEngine, bed, until, with_deadline
+from .harness import MockEngine, bed, proxy_process, until, with_deadline
 
 CHAT = "/v1/chat/completions"
 OBSERVATION = struct.Struct("<Qqii6d4iHBBBBBB16s8s8s")  # relay/observations.hpp
@@ -97,6 +97,27 @@ async def test_access_log(tmp_path: Path) -> None:
     )
     assert '"GET /nowhere" 404 ' in second
     assert second.endswith(" - - other")
+
+
+@with_deadline
+async def test_lines_and_what_else_is_written_to_one_file_stand_behind_each_other(tmp_path: Path) -> None:
+    """As in a shell: moonpool proxy --access-log - > log 2>&1."""
+    log, engine = tmp_path / "log", MockEngine("a")
+    await engine.start()
+    try:
+        with log.open("wb") as file:
+            async with proxy_process(engine, output=file, access_log="-") as proxy:
+                client = await proxy.client()
+                for number in range(1, 4):
+                    assert (await client.ask("POST", CHAT, b"{}")).status == 200
+                    await until(lambda number=number: log.read_bytes().count(b'"POST ') >= number)
+                    os.write(file.fileno(), b"something else\n")
+                client.leave()
+    finally:
+        await engine.stop()
+    lines = log.read_bytes().splitlines()
+    assert sum(b'"POST ' in line for line in lines) == 3
+    assert lines.count(b"something else") == 3
 
 
 @with_deadline

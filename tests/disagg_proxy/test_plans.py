@@ -14,6 +14,7 @@ import pytest
 
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, concurrent, single, two_step
+from moonpool.disagg_proxy.observations import read
 from moonpool.disagg_proxy.settings import Deadlines, Limits
 
 from .harness import Bed, Behaviour, Exchange, bed, until, with_deadline
@@ -211,6 +212,33 @@ async def test_many_failed_prefills_end_in_a_recompute() -> None:
             engine.behave = cut
         assert (await b.ask("POST", CHAT, BODY)).engine == "engine-4"
         assert sum(len(engine.seen) for engine in b.engines[:4]) == 3
+        retries = [b.metric("moonpool_proxy_retries_total", engine=f"engine-{place}") for place in range(5)]
+        assert sum(retries) == 2
+
+
+@with_deadline
+async def test_a_record_tells_of_the_last_attempt_alone() -> None:
+    plans = (two_step(0, 1), single(3))
+    for failing, behave in ((1, cut), (0, status(503))):  # after a prefill that went well, and at it
+        async with pd_bed("pdpd", decide=lambda request: plans[request.attempt]) as b:
+            b.engines[failing].behave = behave
+            b.proxy.relay.take_observations()
+            assert (await b.ask("POST", CHAT, BODY)).engine == "engine-3"
+            (record,) = read(b.proxy.relay.take_observations())
+            assert (record.attempts, record.prefill, record.decode) == (2, -1, 3)
+            assert (record.sent_prefill_s, record.prefill_done_s) == (0, 0)
+            assert record.arrived_s < record.sent_decode_s < record.first_byte_s
+
+
+@with_deadline
+async def test_a_prefill_that_was_refused_was_not_done() -> None:
+    async with pd_bed(limits=Limits(retries_max=0)) as b:
+        b.engines[0].behave = status(503)
+        b.proxy.relay.take_observations()
+        assert (await b.ask("POST", CHAT, BODY)).engine == "engine-1"
+        (record,) = read(b.proxy.relay.take_observations())
+        assert record.sent_prefill_s > 0
+        assert record.prefill_done_s == 0
 
 
 @with_deadline

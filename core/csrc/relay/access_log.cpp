@@ -5,6 +5,7 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,11 +23,16 @@ constexpr auto kLastLines = std::chrono::seconds(1);
 // What a pipe takes at once when it takes anything (PIPE_BUF).
 constexpr size_t kPieceBytes = 4096;
 
-// Standard output, so that a write to it never waits: opened anew where that is possible, for the flag of a
-// copy would be everybody's who holds it.
+// Standard output, so that a write to it never waits: a pipe or a terminal is opened anew, for the flag of a
+// copy would be everybody's who holds it. A file is not: what was opened anew has a place of its own in it,
+// and others who write there through descriptors 1 and 2 would write over our lines.
 int open_stdout() {
-    int fd = ::open("/proc/self/fd/1", O_WRONLY | O_APPEND | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
-    return fd >= 0 ? fd : ::fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 0);
+    struct stat what {};
+    if (::fstat(STDOUT_FILENO, &what) == 0 && (S_ISFIFO(what.st_mode) || S_ISCHR(what.st_mode))) {
+        int fd = ::open("/proc/self/fd/1", O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+        if (fd >= 0) return fd;
+    }
+    return ::fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 0);
 }
 
 std::string peer_of(int fd) {

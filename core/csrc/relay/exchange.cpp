@@ -117,6 +117,9 @@ void Exchange::follow(const Plan& plan) {
     observation_.note = plan.note;
     observation_.decode = plan.engine;
     observation_.prefill = plan.prefill;
+    // Nothing of an attempt before this one.
+    observation_.sent_prefill = observation_.prefill_done = observation_.sent_decode = 0;
+    observation_.prefill_cached_tokens = -1;
     observation_.stream = request_->stream_if_read();
     Engine& engine = *relay_.engines[static_cast<size_t>(plan.engine)];
     if (plan.prefill < 0 || !request_->facts().is_object) {
@@ -225,7 +228,6 @@ void Exchange::take_prefill(const http::ResponseHead* head, std::string_view bod
 
 void Exchange::prefill_done() {
     Engine& engine = *prefill_.engine;
-    observation_.prefill_done = relay_.now;
     auto ended = [&](Prefill how) { ++engine.counts.prefills[static_cast<size_t>(how)]; };
     if (prefill_status_ < 200 || prefill_status_ >= 300) {
         ended(prefill_status_ < 500 ? Prefill::kRefused : Prefill::kFailed);
@@ -245,6 +247,7 @@ void Exchange::prefill_done() {
         }
         return prefill_failed(verdict_on_status(prefill_status_), !blames_request(prefill_status_));
     }
+    observation_.prefill_done = relay_.now;
     engine.counts.prefill.observe(relay_.now - observation_.sent_prefill);
     auto& scanned = relay_.scratch_object;
     bool whole = scanned.scan(prefill_answer_);
@@ -267,6 +270,7 @@ void Exchange::prefill_done() {
 // Ask again with the rest. When all attempts are used up, or a prefill elsewhere would end no better, the
 // engine of the plan computes the prompt.
 void Exchange::prefill_failed(Verdict verdict, bool elsewhere) {
+    Engine& engine = *prefill_.engine;
     prefill_.leave(verdict);
     if (state_ == State::kAnswering) {
         if (answer_.answered) return;  // concurrent, and the client is being answered already
@@ -276,7 +280,10 @@ void Exchange::prefill_failed(Verdict verdict, bool elsewhere) {
         }
         observation_.handed_over = 0;
     }
-    if (elsewhere && observation_.attempts <= relay_.settings.limits.retries_max) return ask();
+    if (elsewhere && observation_.attempts <= relay_.settings.limits.retries_max) {
+        ++engine.counts.retries;
+        return ask();
+    }
     answer_alone();
 }
 
@@ -377,7 +384,6 @@ void Exchange::leg_failed(Leg& leg, Reason reason, std::string why) {
     why_ = "engine " + engine.settings.name + " " + why;
     if (&leg == &answer_) return answer_failed(reason, why);
     ++engine.counts.prefills[static_cast<size_t>(Prefill::kFailed)];
-    ++engine.counts.retries;
     prefill_failed(Verdict::kBad, true);
 }
 

@@ -95,5 +95,5 @@ def test_a_prefill_that_never_answered() -> None:
         prefill_done_s=0.0, sent_decode_s=0.0, first_byte_s=0.0, last_byte_s=12.0, outcome=Outcome.LEFT
     )
     request, prefill = spans(gone)
-    assert prefill.failure == "no answer"
+    assert prefill.failure == "came to nothing"
     assert prefill.end_s == request.end_s == 12.0
