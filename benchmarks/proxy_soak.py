@@ -1,31 +1,34 @@
-"""Whether the proxy's memory stays flat: requests of every kind by the million, and what the process holds.
+"""Whether the proxy's memory stays flat: a million requests, and what the process holds.
 
-    python -m benchmarks.proxy_soak [--requests 1000000] [--policy NAME]
+    python -m benchmarks.proxy_soak [--requests 1000000]
 
-A round is 10,000 requests over 64 new connections (prompts of 2 KiB; every tenth round streams of 64 chunks,
-a tenth as many), and 64 clients that leave in the middle of a head, of a body or of an answer. A tenth of the
-rounds warms it up; it fails when the process holds 8 MiB more in the end than then, or 128 files more.
+Two proxies take turns: one with round robin over two engines, and one that hands over between prefill and
+decode engines, chosen by the KV events that they tell, for prompts of token ids that are all new. A round is
+5,000 requests for each over 64 new connections (2 KiB; every tenth round streams of 64 chunks, a tenth as
+many), and 64 clients that leave in the middle of a head, of a body or of an answer. Three tenths of
+the rounds warm up; it fails when a process holds 8 MiB more in the end than then, or 128 files more.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import socket
 import sys
-import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import uvloop
 
-from benchmarks.processes import Failed, Process, free_port
+from benchmarks.processes import Failed, Process
 from benchmarks.proxy import load, prompts
+from benchmarks.proxy.bed import Bed
 
 CLIENTS = 64
-ROUND = 10_000
+ROUND = 5_000
 LEAVING = 64
+WARM = 3  # of ten looks
 GROWTH_MAX_BYTES = 8 << 20
 FILES_GROWTH_MAX = 2 * CLIENTS  # idle connections to engines come and go
 
@@ -47,49 +50,58 @@ def leave(port: int) -> None:
                 client.recv(100)
 
 
-def soak(requests: int, policy: str) -> bool:
-    """Whether it held no more in the end. Raises Failed, or RuntimeError for a wrong answer."""
+class Watched:
+    """A proxy, and what it held at each look."""
+
+    def __init__(self, name: str, process: Process, port: int) -> None:
+        self.name, self.port, self._pid = name, port, process.pid
+        self._seen: list[tuple[int, int]] = []
+
+    def look(self, done: int) -> None:
+        memory, files = held(self._pid)
+        print(f"{self.name}: {done:>9} requests  {memory / 2**20:6.1f} MiB  {files} files")
+        self._seen.append((memory, files))
+
+    def is_flat(self) -> bool:
+        (warm, files), (now, more) = self._seen[WARM], self._seen[-1]
+        flat = now - warm <= GROWTH_MAX_BYTES and more - files <= FILES_GROWTH_MAX
+        print(f"{self.name}: {(now - warm) / 2**20:+.1f} MiB, {more - files:+d} files since it was warm")
+        return flat
+
+
+def soak(requests: int) -> bool:
+    """Whether the proxies held no more in the end. Raises Failed, or RuntimeError for a wrong answer."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        bed = Bed(stack, None)
+        plain = Watched("plain", *bed.routers(two_steps=False)["ours"])
+        aware = Watched("aware", *bed.aware(bed.telling))
+        ids = prompts.Ids(random.Random(4))
 
-        def start(name: str, port: int, *words: str) -> Process:
-            process = Process([sys.executable, "-m", *words], folder / f"{name}.log")
-            stack.callback(process.stop)
-            process.wait_for_port(socket.AF_INET, ("127.0.0.1", port))
-            return process
+        def make(watched: Watched, count: int, *, stream: bool) -> list[bytes]:
+            if watched is plain:
+                return [prompts.plain(2 << 10, stream=stream)] * count
+            return [ids.request(stream=stream) for _ in range(count)]
 
-        engines: list[str] = []
-        for number in range(2):
-            port = free_port()
-            start(f"engine-{number}", port, "benchmarks.proxy.mock_engine", str(port))
-            engines += ["--engine", f"http://127.0.0.1:{port}"]
-        port = free_port()
-        proxy = start("proxy", port, "moonpool", "proxy", "--port", str(port), "--policy", policy, *engines)
-        tenth, began_s, number, done = requests // 10, time.monotonic(), 0, 0
-
-        def look() -> tuple[int, int]:
-            memory, files = held(proxy.pid)
-            passed_s = time.monotonic() - began_s
-            print(f"{done:>9} requests  {memory / 2**20:6.1f} MiB  {files} files  {passed_s:.0f} s")
-            return memory, files
-
-        seen = [look()]
+        for watched in (plain, aware):
+            watched.look(0)
+        number, done, looks = 0, 0, 1
         while done < requests:
             number += 1
             stream = number % 10 == 0
             count = ROUND // 10 if stream else ROUND
-            sent = [prompts.plain(2 << 10, stream=stream)] * count
-            uvloop.run(load.run(port, CLIENTS, sent, stream=stream))
-            leave(port)
-            done += count + LEAVING
-            if done >= tenth * len(seen):
-                seen.append(look())
-        before, now = seen[1], seen[-1]
-        grown, more = now[0] - before[0], now[1] - before[1]
-        flat = grown <= GROWTH_MAX_BYTES and more <= FILES_GROWTH_MAX
-        verdict = "flat" if flat else "NOT FLAT"
-        print(f"{grown / 2**20:+.1f} MiB, {more:+d} files since it was warm: {verdict}")
-        return flat
+            for watched in (plain, aware):
+                uvloop.run(
+                    load.run(watched.port, CLIENTS, make(watched, count, stream=stream), stream=stream)
+                )
+                leave(watched.port)
+                done += count + LEAVING
+            if done >= requests // 10 * looks:
+                looks += 1
+                for watched in (plain, aware):
+                    watched.look(done // 2)
+        flat = [watched.is_flat() for watched in (plain, aware)]
+        print("flat" if all(flat) else "NOT FLAT")
+        return all(flat)
 
 
 def main() -> int:
@@ -97,10 +109,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--policy", default="round_robin")
     options = parser.parse_args()
     try:
-        return 0 if soak(options.requests, options.policy) else 1
+        return 0 if soak(options.requests) else 1
     except (Failed, RuntimeError, TimeoutError) as error:
         print(f"proxy_soak: {error}", file=sys.stderr)
         return 1
