@@ -108,6 +108,12 @@ def before_reset(pool: Any, call: Callable[[], None]) -> None:
     pool.reset_prefix_cache = told
 
 
+def was_rejected(request: Any) -> bool:
+    """Whether vLLM made this request up, with a prompt of its own, only to say that it does not serve the one
+    that the kv_transfer_params are of: its client left, or its body was wrong. It is aborted at once."""
+    return bool(getattr(request, "abort_immediately", False))
+
+
 def parallel_ranks() -> tuple[int, int]:
     """(rank in the tensor-parallel group, rank in the pipeline-parallel group) of this worker process."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group

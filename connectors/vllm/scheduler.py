@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.engine_types import BlockPool, Blocks, ConnectorOutput, Request, SchedulerOutput
 from moonpool.connectors.vllm.facts import EngineFacts
 from moonpool.connectors.vllm.link import Link
@@ -135,6 +136,9 @@ class SchedulerHalf:
     def arrived(self, request: Request) -> None:
         """Asks for the longest stored prefix, unless many answers wait for their requests to be admitted."""
         if self._link is None:
+            return
+        if compat.was_rejected(request):
+            self.handover.rejected(request)
             return
         if request.request_id in self._requests:  # one of that name that vLLM never told the end of
             self.forget(request.request_id)

@@ -87,8 +87,15 @@ class Consumer:
         self._takes[request.request_id] = Take(source)
         self._holds.append(Hold(request.request_id, source, prompt, blocks))
 
+    def rejected(self, request: Request) -> None:
+        """vLLM does not serve the request that these fields are of: the prefill engine need not keep it, and
+        an offer that it made itself needs no explanation."""
+        by_transfer = "transfer_id" in (request.kv_transfer_params or {})
+        self.refused(request, "its request is gone" if by_transfer else "")
+
     def refused(self, request: Request, why: str) -> None:
-        """What the request was to be given cannot be used: its prefill engine need not keep it."""
+        """What the request was to be given cannot be used: its prefill engine need not keep it. why: for its
+        log; of a transfer that it may not know yet it must say something."""
         with suppress(fields.Unusable):
             source = fields.parse_decode(request.kv_transfer_params, self._token)
             if source is not None:
@@ -209,7 +216,10 @@ class Consumer:
                 f"{self._ranks}; a hand-over needs equal tensor- and pipeline-parallel sizes"
             )
         if offer.tokens != request.num_prompt_tokens or offer.prompt != prompt:
-            raise fields.Unusable(f"the prefill engine {offer.engine_id} computed another prompt")
+            raise fields.Unusable(
+                f"the prefill engine {offer.engine_id} computed another prompt: {offer.tokens} tokens, and "
+                f"this one has {request.num_prompt_tokens}"
+            )
         if any(len(ids) < blocks for ids in offer.blocks):
             raise fields.Unusable(f"the prefill engine {offer.engine_id} offers too few blocks")
 

@@ -125,6 +125,11 @@ class Handover:
             if takes and self.consumer is not None:
                 self.consumer.refused(request, str(why))
 
+    def rejected(self, request: Request) -> None:
+        """vLLM does not serve the request that these fields are of."""
+        if self.consumer is not None:
+            self.consumer.rejected(request)
+
     def matched(self, request: Request, local_tokens: int) -> int:
         """Tokens beyond the local ones that a prefill engine hands over."""
         return (self.consumer.matched(request, local_tokens) or 0) if self.consumer is not None else 0

@@ -223,6 +223,29 @@ def test_roles() -> None:
     assert refused(gives_nothing)
 
 
+@pytest.mark.parametrize("source", [offer(), Meeting("P", "http://x:1", "t")])
+def test_a_request_that_vllm_does_not_serve(
+    source: Offer | Meeting, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM tells of it with a request of its own, which has the fields and another prompt, and is aborted at
+    once: prefill has its blocks back, and nothing is logged or counted here."""
+    pool = FakePool()
+    one, told = half(pool), request(source)
+    told.prompt_token_ids, told.abort_immediately = [0], True
+    caplog.clear()
+    one.arrived(told)
+    one.finished(told)
+    step = one.build_step(FakeStep())
+    assert step.handover is not None
+    (refuse,) = step.handover.refuses
+    assert refuse.source == source
+    assert bool(refuse.why) == isinstance(source, Meeting)
+    assert not one.has_pending_work()
+    assert pool.prefixes == []
+    assert one.tally.take() is None
+    assert caplog.text == ""
+
+
 def test_images_are_not_handed_over() -> None:
     one, asked = half(), request(offer())
     asked.mm_features = ["image"]
