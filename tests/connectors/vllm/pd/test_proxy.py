@@ -7,9 +7,11 @@ PD_PREFILL_RANKS=2 gives it so many data-parallel ranks, which take much longer 
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -37,6 +39,9 @@ LENGTHS = (2, 31, 32, 33, 255, 257, 1000)
 START_S = 400.0
 ANSWER_S = 120.0
 SETTLE_S = 30.0
+CLIENTS = 40
+AT_A_TIME = 8
+ODD = ("moonpool_connector_handover_refused_total", "moonpool_connector_survived_errors_total")
 USED = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
@@ -222,6 +227,63 @@ def test_clients_that_leave_free_everything(line: Line, form: str) -> None:
     left = [row for row in rows if row.startswith("moonpool_proxy_client_disconnects_total")]
     assert sum(float(row.rsplit(" ", 1)[1]) for row in left) == 3
     assert any('stage="streaming"' in row for row in left)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_crowd_that_leaves_at_random(line: Line, form: str, rng: random.Random) -> None:
+    """Many clients at a time, most of which leave before they have heard the end: no block stays in use, the
+    engines answer what comes next right, and nothing was mixed up or survived by luck."""
+    later = [make_prompt(rng.randrange(1 << 40), length) for length in (33, 256, 900)]
+    started_s = time.monotonic()
+    expected = [tokens_of(line.ask("decode", prompt, cache_salt="alone")[0]) for prompt in later]
+    line.ask(form, make_prompt(rng.randrange(1 << 40), 1500))
+    seconds = time.monotonic() - started_s
+    stayed = asyncio.run(asyncio.wait_for(crowd(line.ports[form], rng, seconds), ANSWER_S))
+    print(f"{form}: {stayed} of {CLIENTS} stayed to the end; the others left within {seconds:.2f} s")
+    assert 0 < stayed < CLIENTS
+    line.forget()
+    for prompt, tokens in zip(later, expected, strict=True):
+        answer, _ = line.ask(form, prompt)
+        assert tokens_of(answer) == tokens
+        assert answer["kv_transfer_params"]["moonpool"]["handed_over_tokens"] == len(prompt) - 1
+    for engine in ("prefill", "decode"):
+        rows = fetch(line.ports[engine], "GET", "/metrics")[2].decode().splitlines()
+        odd = [row for row in rows if row.startswith(ODD) and float(row.rsplit(" ", 1)[1])]
+        assert odd == []
+    line.forget()
+
+
+async def crowd(port: int, rng: random.Random, longest_s: float) -> int:
+    """How many clients stayed to the end."""
+    room = asyncio.Semaphore(AT_A_TIME)
+
+    async def one() -> bool:
+        prompt = make_prompt(rng.randrange(1 << 40), rng.choice([1, 32, 33, 256, 600, 1500]))
+        body = {"model": "tiny", "prompt": prompt, "temperature": 0, "ignore_eos": True}
+        body |= {"max_tokens": rng.choice([1, 8, 60]), "stream": rng.random() < 0.5}
+        stays_s = None if rng.random() < 0.2 else longest_s * rng.random() ** 2  # rather early
+        async with room:
+            return await visit(port, body, stays_s)
+
+    return sum(await asyncio.gather(*(one() for _ in range(CLIENTS))))
+
+
+async def visit(port: int, body: dict[str, Any], stays_s: float | None) -> bool:
+    """A client that leaves after so many seconds, or hears the end. Whether it did."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    text = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\nConnection: close\r\n"
+    writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + text)
+    try:
+        async with asyncio.timeout(stays_s):
+            answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200"), answer[:200]
+        assert (b"data: [DONE]" if body["stream"] else b'"finish_reason":"length"') in answer
+        return True
+    except TimeoutError:
+        return False
+    finally:
+        writer.transport.abort()
 
 
 def test_a_prefill_engine_that_is_killed_costs_no_answer(line: Line) -> None:
