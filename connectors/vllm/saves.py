@@ -66,8 +66,7 @@ class Saves:
         self.tracked.pop(request_id, None)
 
     def plan(self, output: SchedulerOutput) -> tuple[Save, ...]:
-        """The saves of the step that ``output`` describes."""
-        self._planned = []
+        """The saves of the step that ``output`` describes. Until they are ``told``, they can be given up."""
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             if new.req_id in self.tracked:
@@ -84,11 +83,15 @@ class Saves:
                     for known, more in zip(state.block_ids, fresh, strict=True):
                         known.extend(more)
                 self._plan_request(request_id, cached.num_computed_tokens[index], scheduled)
-        planned, self._planned = self._planned, []
-        return tuple(planned)
+        return tuple(self._planned)
+
+    def told(self) -> None:
+        """The step with what was planned goes to the workers, who will report its end."""
+        self._planned = []
 
     def give_up(self) -> None:
-        """``plan`` raised: what it held is let go, and what runs now is not saved any more."""
+        """The step could not be planned: what was held for it is let go, and what runs now is not saved any
+        more."""
         self.tracked.clear()
         for save in self._planned:
             self.ended(save.job_id, self._facts.workers)

@@ -202,30 +202,33 @@ class SchedulerHalf:
         if not self._loads and not saves and not handover:
             return NOTHING
         loads = tuple(self._loads)
+        step = Step(loads, saves, handover or None)
         self._loads.clear()
-        return Step(loads, saves, handover or None)
+        self.saves.told()
+        return step
 
     def step_ended(self, output: ConnectorOutput) -> None:
         """What the workers reported with a step."""
         report = output.kv_connector_worker_meta
         if isinstance(report, Report):
+            for job_id, ranks in report.saved.items():
+                self.saves.ended(job_id, ranks)
             for request_id, good in report.loaded.items():
                 loading = self._loading.get(request_id)
                 if loading is not None:
                     loading.load_good = min(loading.load_good, good)
                 else:
                     self.handover.reported(request_id, good)
-            self.handover.heard(report)
-            for job_id, ranks in report.saved.items():
-                self.saves.ended(job_id, ranks)
-            if report.saved or report.handed:
-                self._patience.renew()
         for request_id in output.finished_recving or ():
             state = self._loading.pop(request_id, None)
             if state is not None:
                 self._load_ended(state)
             else:
                 self.handover.ended(request_id)
+        if isinstance(report, Report):  # last: what others say must not keep our own from ending
+            self.handover.heard(report)
+            if report.saved or report.handed:
+                self._patience.renew()
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The request is over. What it was given by the pool, for the answer's kv_transfer_params."""

@@ -14,17 +14,19 @@ import pytest
 from moonpool.connectors.vllm import compat, identity
 from moonpool.connectors.vllm.connector import Mooncake
 from moonpool.connectors.vllm.facts import layer_number, read_facts
-from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Step
+from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
 from moonpool.connectors.vllm.pd.plans import End, HandoverStep, Pull
 from moonpool.core.errors import ConfigError, Unavailable
 from tests.connectors.vllm.fakes import (
     COLUMNS,
     FINGERPRINT,
+    FakeBlockPool,
     FakeBlocks,
     FakeOutput,
     FakePool,
     FakeRequest,
     FakeStep,
+    New,
     link_to,
 )
 
@@ -307,6 +309,67 @@ def test_no_fault_of_a_plan_kills_the_engine(monkeypatch: pytest.MonkeyPatch, al
     stats = connector.get_kv_connector_stats()
     assert stats is not None
     assert stats.data["survived_errors"] == (3 if also else 2)
+
+
+def saving(connector: Mooncake, pool: FakePool) -> tuple[FakeBlockPool, FakeStep]:
+    """(the engine's blocks, a step in which a request fills four of them that are to be saved)."""
+    blocks, request = FakeBlockPool(), FakeRequest("r", list(range(18)))
+    assert connector._sched is not None
+    connector._sched.bind_block_pool(blocks)
+    connector.on_new_request(request)
+    pool.answer_prefix(0)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    ids = list(range(100, 105))
+    connector.update_state_after_alloc(request, FakeBlocks((ids,)), 0)
+    return blocks, FakeStep([New("r", (ids,), 0)], num_scheduled_tokens={"r": 18})
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_saves_of_a_step_that_was_not_planned_hold_nothing(
+    monkeypatch: pytest.MonkeyPatch, earlier: bool
+) -> None:
+    """Nobody would report their end. Those of an earlier step are under way, and end as ever."""
+    pool = FakePool()
+    connector = scheduler(monkeypatch, pool)
+    blocks, filling = saving(connector, pool)
+    half, saves = connector._sched, ()
+    assert half is not None
+    if earlier:
+        saves = connector.build_connector_meta(filling).saves
+        assert len(saves) == 1
+
+    def fail(output: Any) -> None:
+        raise RuntimeError("unexpected")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(half.handover), "is_busy", True)
+        broken.setattr(half.handover, "plan", fail)
+        assert connector.build_connector_meta(FakeStep() if earlier else filling) is NOTHING
+    assert blocks.held() == ([100, 101, 102, 103] if earlier else [])
+    connector.update_connector_output(
+        FakeOutput(kv_connector_worker_meta=Report(saved={save.job_id: 1 for save in saves}))
+    )
+    assert blocks.held() == []
+    assert not connector.has_pending_push_work()
+
+
+def test_what_other_engines_said_does_not_keep_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = FakePool()
+    connector = scheduler(monkeypatch, pool)
+    blocks, filling = saving(connector, pool)
+    (save,) = connector.build_connector_meta(filling).saves
+    assert blocks.held()
+
+    def fail(report: Report) -> None:
+        raise RuntimeError("unexpected")
+
+    assert connector._sched is not None
+    monkeypatch.setattr(connector._sched.handover, "heard", fail)
+    connector.update_connector_output(
+        FakeOutput(kv_connector_worker_meta=Report(saved={save.job_id: 1}, signs={7}))
+    )
+    assert blocks.held() == []
+    assert not connector.has_pending_push_work()
 
 
 def test_a_request_whose_end_failed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
