@@ -1,32 +1,37 @@
 """How long an engine that lacks room waits for blocks that the connector says are free soon, instead of
 preempting a request. While it waits it computes nothing for that request, so what keeps a block for longer
-than a moment (a decode engine whose own queue is long, a node that hangs) must not be waited for.
+than a moment (a decode engine whose own queue is long, a node that hangs) must not be waited for. Nor must
+many that end one after another without making room for it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 PATIENCE_S = 1.0
+WAIT_MAX_S = 5.0
 
 
 class Patience:
-    """Waiting begins with the first time that it is asked for, and anew whenever blocks were freed, or nobody
-    asked for PATIENCE_S."""
+    """Waiting begins with the first time that it is asked for, or when nobody asked for PATIENCE_S. It lasts
+    PATIENCE_S, each time that blocks became free again, and WAIT_MAX_S in all."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._since_s: float | None = None
-        self._asked_s = 0.0
+        self._began_s = -math.inf
+        self._freed_s = -math.inf
+        self._asked_s = -math.inf
 
     def is_left(self) -> bool:
         """Whether to wait on. Asked each time that the engine lacks room."""
         now_s = self._clock()
-        if self._since_s is None or now_s - self._asked_s > PATIENCE_S:
-            self._since_s = now_s
+        if now_s - self._asked_s > PATIENCE_S:
+            self._began_s = now_s
         self._asked_s = now_s
-        return now_s - self._since_s < PATIENCE_S
+        since_s = max(self._began_s, self._freed_s)
+        return now_s - since_s < PATIENCE_S and now_s - self._began_s < WAIT_MAX_S
 
     def renew(self) -> None:
-        """Blocks were freed."""
-        self._since_s = None
+        """Blocks became free."""
+        self._freed_s = self._clock()

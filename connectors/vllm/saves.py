@@ -97,19 +97,21 @@ class Saves:
             self.ended(save.job_id, self._facts.workers)
         self._planned = []
 
-    def ended(self, job_id: int, ranks: int) -> None:
-        """``ranks`` more ranks are done with a job; the last one frees its blocks."""
+    def ended(self, job_id: int, ranks: int) -> bool:
+        """``ranks`` more ranks are done with a job; the last one lets go of its blocks. Whether any of them
+        is free now: others may hold it, too."""
         held = self._held.get(job_id)
         if held is None:
-            return
+            return False
         blocks, left = held[0], held[1] - ranks
         if left > 0:
             self._held[job_id] = (blocks, left)
-            return
+            return False
         assert self._blocks is not None
         del self._held[job_id]
         self._held_blocks -= len(blocks)
         self._blocks.free_blocks(reversed(blocks))  # the end of a prefix is evicted before its beginning
+        return any(block.ref_cnt == 0 for block in blocks)
 
     def _plan_request(self, request_id: str, computed: int, scheduled: Mapping[str, int]) -> None:
         """Plans the blocks of this request that are full when the step ends."""

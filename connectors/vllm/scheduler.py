@@ -212,7 +212,8 @@ class SchedulerHalf:
         report = output.kv_connector_worker_meta
         if isinstance(report, Report):
             for job_id, ranks in report.saved.items():
-                self.saves.ended(job_id, ranks)
+                if self.saves.ended(job_id, ranks):
+                    self._patience.renew()
             for request_id, good in report.loaded.items():
                 loading = self._loading.get(request_id)
                 if loading is not None:
@@ -225,10 +226,9 @@ class SchedulerHalf:
                 self._load_ended(state)
             else:
                 self.handover.ended(request_id)
-        if isinstance(report, Report):  # last: what others say must not keep our own from ending
-            self.handover.heard(report)
-            if report.saved or report.handed:
-                self._patience.renew()
+        # Last: what others say must not keep our own from ending.
+        if isinstance(report, Report) and self.handover.heard(report):
+            self._patience.renew()
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The request is over. What it was given by the pool, for the answer's kv_transfer_params."""

@@ -214,12 +214,13 @@ class Handover:
         if self.consumer is not None:
             self.consumer.reported(request_id, good)
 
-    def heard(self, report: Report) -> None:
-        """What the workers heard from other engines."""
-        if self.producer is not None and (report.signs or report.handed):
-            self.producer.signs(report.signs, report.handed)
+    def heard(self, report: Report) -> bool:
+        """What the workers heard from other engines. Whether blocks are free now because of it."""
         if self.consumer is not None and report.lost:
             self.consumer.lost(report.lost)
+        if self.producer is not None and (report.signs or report.handed):
+            return self.producer.signs(report.signs, report.handed)
+        return False
 
     def give_up(self) -> None:
         """``plan`` raised: nothing that was computed here is handed over."""

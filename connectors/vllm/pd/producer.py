@@ -123,16 +123,18 @@ class Producer:
         self._opens, self._ends = [], []
         return step
 
-    def signs(self, heard: set[int], handed: Mapping[int, int]) -> None:
+    def signs(self, heard: set[int], handed: Mapping[int, int]) -> bool:
         """What the workers heard from decode engines: signs of life, and leases that ``ranks`` need no
-        more."""
+        more. Whether blocks are free now because of it."""
         now_s = self._clock()
+        freed = False
         for lease_id in heard:
             self.leases.heard(lease_id, now_s)
         for lease_id, ranks in handed.items():
             lease = self.leases.handed(lease_id, ranks)
             if lease is not None:
-                self._free(lease)  # the workers made it invalid themselves
+                freed |= self._free(lease)  # the workers made it invalid themselves
+        return freed
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The request is over: what its answer must carry for decode, or None."""
@@ -211,11 +213,13 @@ class Producer:
         self._blocks.touch(blocks)
         lease.blocks += blocks
 
-    def _free(self, lease: Lease) -> None:
+    def _free(self, lease: Lease) -> bool:
+        """Lets go of the lease's blocks. Whether any of them is free now."""
         assert self._blocks is not None
         blocks, lease.blocks = lease.blocks, []
         if blocks:
             self._blocks.free_blocks(reversed(blocks))
+        return any(block.ref_cnt == 0 for block in blocks)
 
     def _plan_growth(self, output: SchedulerOutput) -> list[Grown]:
         for each in self.gives.values():

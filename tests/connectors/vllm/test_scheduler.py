@@ -6,7 +6,7 @@ import pytest
 
 from moonpool.connectors.vllm.lookups import ANSWER_TIMEOUT_S
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Report, Save
-from moonpool.connectors.vllm.patience import PATIENCE_S
+from moonpool.connectors.vllm.patience import PATIENCE_S, WAIT_MAX_S
 from moonpool.connectors.vllm.scheduler import LOOKUPS_AHEAD_MAX, SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.core.errors import ConfigError, Unavailable
@@ -467,6 +467,51 @@ def test_waiting_for_blocks_has_an_end() -> None:
     finish_saves(half, second)
     assert not half.has_pending_frees()
     assert blocks.held() == []
+
+
+def test_a_save_that_freed_nothing_is_no_reason_to_wait_on() -> None:
+    """Its request still runs in its blocks."""
+    clock, pool = Clock(), FakePool()
+    half, blocks = scheduler_half(pool, clock=clock)
+    runs, ended = request(name="runs"), request(name="ended")
+    saves = []
+    for one, first in ((runs, 100), (ended, 200)):
+        half.arrived(one)
+        pool.answer_prefix(0)
+        admit(half, one)
+        new = New(one.request_id, (list(range(first, first + 5)),), 0)
+        saves += half.build_step(FakeStep([new], num_scheduled_tokens={one.request_id: 18})).saves
+    blocks.touch(blocks.blocks[100:105])  # the engine's own references
+    half.finished(ended)
+    assert half.has_pending_frees()
+    clock.now_s += 0.9 * PATIENCE_S
+    assert half.has_pending_frees()
+    finish_saves(half, saves[0])
+    clock.now_s += 0.2 * PATIENCE_S
+    assert not half.has_pending_frees()
+
+
+def test_waiting_for_one_save_after_another_has_an_end() -> None:
+    """Each frees a block, and none makes room."""
+    clock, pool = Clock(), FakePool()
+    half, _ = scheduler_half(pool, clock=clock)
+    saves = []
+    for number in range(40):
+        one = request(4, name=f"r{number}")
+        half.arrived(one)
+        pool.answer_prefix(0)
+        admit(half, one)
+        new = New(one.request_id, ([100 + number],), 0)
+        saves += half.build_step(FakeStep([new], num_scheduled_tokens={one.request_id: 4})).saves
+        half.finished(one)
+    began_s = clock.now_s
+    while half.has_pending_frees():
+        clock.now_s += 0.25 * PATIENCE_S
+        finish_saves(half, saves.pop())
+    assert saves
+    assert clock.now_s - began_s == pytest.approx(WAIT_MAX_S)
+    clock.now_s += 1.1 * PATIENCE_S  # nobody lacked room for a while
+    assert half.has_pending_frees()
 
 
 @pytest.mark.parametrize(("role", "loads", "saves"), [("may_load", 0, 1), ("may_save", 1, 0)])

@@ -85,10 +85,21 @@ def test_two_step() -> None:
     assert (offer.lease, offer.slot) == (step.opens[0].lease, step.opens[0].slot)
     assert bed.pool.held() == BLOCKS[:5]
     assert bed.producer.has_work
-    bed.producer.signs({offer.lease}, {offer.lease: 1})
+    assert bed.producer.signs({offer.lease}, {offer.lease: 1})
     assert bed.pool.held() == []
     assert bed.idle_step().ends == ()
     assert bed.producer.is_idle
+
+
+def test_blocks_that_another_request_uses_are_not_free_when_their_lease_ends() -> None:
+    bed = Bed()
+    one = bed.request(18)
+    bed.first_step(one, 18)
+    offer = parse_decode(bed.finish(one), TOKEN)
+    assert isinstance(offer, Offer)
+    bed.pool.touch([bed.pool.blocks[block] for block in BLOCKS[:5]])
+    assert not bed.producer.signs({offer.lease}, {offer.lease: 1})
+    assert bed.pool.held() == BLOCKS[:5]
 
 
 def test_silence_ends_a_lease_and_the_workers_hear_it_in_the_same_step() -> None:
