@@ -129,8 +129,8 @@ class Lines:
         self._numbers = list(range(LINES_MAX - 1, -1, -1))
 
     def get(self, key: Hashable, resolve: Callable[[], str], *, reads: bool) -> Line:
-        """The line to a peer, made when there is none. Raises Unavailable while one rests after an error, and
-        when there are too many."""
+        """The line to a peer, made when there is none. Raises Unavailable while one rests after an error,
+        when there are too many, and when this process can have no more threads."""
         line = self._lines.get(key)
         if line is not None:
             return line
@@ -140,9 +140,13 @@ class Lines:
             raise Unavailable(why)
         if not self._numbers:
             raise Unavailable(f"this worker hands over with {LINES_MAX} others already")
-        line = Line(key, self._numbers.pop(), self._engine, resolve, reads=reads, ended=self._ended)
+        line = Line(key, self._numbers[-1], self._engine, resolve, reads=reads, ended=self._ended)
+        try:
+            line.start()
+        except RuntimeError as error:  # else jobs would go to a thread that there never was
+            raise Unavailable(f"no thread to speak with another engine: {error}", cause=error) from error
+        self._numbers.pop()
         self._lines[key] = line
-        line.start()
         return line
 
     def find(self, key: Hashable) -> Line | None:

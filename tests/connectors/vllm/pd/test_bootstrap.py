@@ -168,6 +168,25 @@ def test_a_page_that_leads_to_another_engine_costs_a_recompute() -> None:
         assert decode.ended().good == 0
 
 
+def test_callers_without_a_thread_leave_their_place_to_others(
+    page: Bootstrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = 0
+
+    def fail(thread: threading.Thread) -> None:
+        nonlocal tries
+        tries += 1
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", fail)
+        for _ in range(bootstrap.CALLERS_MAX):
+            with socket.create_connection(tuple(page.address), DEADLINE_S) as caller:
+                assert caller.recv(1) == b""
+    assert tries == bootstrap.CALLERS_MAX
+    assert find_worker(f"http://{page.address}", "e", tp_rank=1, pp_rank=0) == "127.0.0.1:2"
+
+
 def test_idle_and_slow_callers_do_not_keep_the_page_from_others(
     page: Bootstrap,
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from moonpool.connectors.vllm.pd.bootstrap import Bootstrap
 from moonpool.connectors.vllm.pd.fields import Meeting
-from moonpool.connectors.vllm.pd.lines import Line
+from moonpool.connectors.vllm.pd.lines import LINES_MAX, Line
 from moonpool.connectors.vllm.pd.plans import End, Grown, HandoverStep, Open, Pull, Refuse
 from moonpool.connectors.vllm.pd.takes import PIECE_BLOCKS, Piece
 from moonpool.core.addresses import Address
@@ -188,6 +188,25 @@ def test_nobody_there(pair: tuple[World, World]) -> None:
     ended = decode.ended()
     assert ended.good == 0
     assert ended.error
+
+
+def test_a_line_without_a_thread_is_no_line(
+    pair: tuple[World, World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+
+    def fail(line: Line) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr(Line, "start", fail)
+        for attempt in range(2 * LINES_MAX):
+            decode.take(prefill.offer([1, 2], lease=100 + attempt, slot=attempt), [3, 4])
+            ended = decode.ended()
+            assert ended.good == 0
+            assert decode.station.take_lost() == {"r"}
+    decode.take(prefill.offer([1, 2]), [3, 4])
+    assert decode.ended().good == 2
 
 
 def test_known_to_be_lost_before_there_was_room(pair: tuple[World, World]) -> None:
