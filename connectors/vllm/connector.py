@@ -163,8 +163,9 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         return None if self._worker is None else self._worker.handshake()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """The first hook of a step, before anything of it touches memory: leases that end must be invalid by
-        then."""
+        """Before the forward of the step: leases that end must be invalid by then. vLLM zeroes and copies
+        blocks earlier (before or after ``handle_preemptions``, as its model runner has it): it copies only
+        where there are Mamba layers, and an engine that zeroes gives nothing."""
         super().bind_connector_metadata(connector_metadata)
         if connector_metadata is NOTHING:
             return

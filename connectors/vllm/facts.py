@@ -21,7 +21,8 @@ class EngineFacts:
     of the whole model (1 for MLA); tp_size: tensor-parallel ranks; workers: ranks that report to one
     scheduler; may_load, may_save: from kv_role; recomputes: whether a failed load is recomputed
     (kv_load_failure_policy); engine_id: vLLM's name for this engine; dp_rank: which of its data-parallel
-    replicas; refusal: one sentence why this engine cannot use the pool, or ""."""
+    replicas; zeroes_blocks: whether vLLM zeroes blocks before a step that uses them; refusal: one sentence
+    why this engine cannot use the pool, or ""."""
 
     block_tokens: int
     groups: tuple[tuple[str, ...], ...]
@@ -33,6 +34,7 @@ class EngineFacts:
     recomputes: bool = True
     engine_id: str = ""
     dp_rank: int = 0
+    zeroes_blocks: bool = False
     refusal: str = ""
 
 
@@ -55,6 +57,7 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         engine_id=str(getattr(transfer, "engine_id", "") or ""),
         # Ranks of a dense model do not know each other: vLLM says data_parallel_rank 0 to each of them.
         dp_rank=int(getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))),
+        zeroes_blocks=bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False)),
         refusal=_refusal(vllm_config, groups),
     )
 

@@ -69,7 +69,12 @@ class Handover:
         except ConfigError as error:
             self._log.warning("moonpool: this engine takes part in no hand-over: %s", error)
             return
-        if facts.may_save:
+        if facts.may_save and facts.zeroes_blocks:
+            self._log.warning(
+                "moonpool: this engine hands nothing over: vLLM zeroes the blocks of its KV cache, which is "
+                "of mixed precision, before its connector can end a hand-over of them"
+            )
+        elif facts.may_save:
             identity = Identity(facts.engine_id, fingerprint, ranks, facts.tp_size, facts.block_tokens, token)
             self.producer = Producer(
                 identity,

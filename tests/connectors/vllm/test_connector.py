@@ -110,6 +110,10 @@ def test_facts() -> None:
     assert facts.groups == (("layers.0", "layers.1"),)
     assert facts.refusal == ""
     assert facts.recomputes
+    assert not facts.zeroes_blocks
+    mixed = kv_cache()
+    mixed.needs_kv_cache_zeroing = True
+    assert read_facts(config(), mixed).zeroes_blocks
 
 
 def refusal(change: Any, *groups: Any) -> str:

@@ -246,6 +246,19 @@ def test_a_request_that_vllm_does_not_serve(
     assert caplog.text == ""
 
 
+def test_an_engine_that_zeroes_blocks_gives_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """It does before its workers are told that a lease is over: decode would take the zeroes for KV."""
+    one, asked = half(zeroes_blocks=True), FakeRequest("r", list(range(18)))
+    asked.kv_transfer_params = {"do_remote_decode": True}
+    assert "this engine hands nothing over" in caplog.text
+    one.arrived(asked)
+    assert one.build_step(FakeStep()) is NOTHING
+    assert refused(one)
+    taken = request(offer(), name="t")
+    one.arrived(taken)
+    assert one.matched_tokens(taken, 0) == (17, True)
+
+
 def test_images_are_not_handed_over() -> None:
     one, asked = half(), request(offer())
     asked.mm_features = ["image"]
