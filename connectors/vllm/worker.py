@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -46,6 +46,7 @@ Fingerprint = Callable[[BlockLayout, Tensor], bytes]
 Choice = npt.NDArray[np.intp]
 GONE = "there is no pool now"
 FAILED = "the connector failed"
+VOID = "the prefix cache was reset meanwhile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class WorkerHalf:
         self._choices: dict[bytes, Choice | None] = {}
         self._running: dict[int, Running] = {}
         self._awaited: set[str] = set()  # requests that vLLM keeps waiting
+        self._void: set[str] = set()  # those of them for which nothing that still comes counts
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -167,6 +169,7 @@ class WorkerHalf:
 
     def begin_handover(self, step: HandoverStep) -> None:
         """Before anything of the step touches memory."""
+        self._void.update(request_id for request_id in step.voids if request_id in self._awaited)
         if self._station is not None:
             self._station.begin(step)
 
@@ -381,6 +384,7 @@ class WorkerHalf:
         if request_id not in self._awaited:
             return  # told already, and to hear it twice would end the engine
         self._awaited.discard(request_id)
+        self._void.discard(request_id)
         leading = bad[0] if bad else len(block_ids[0])
         self._finished.add(request_id)
         if bad and len(block_ids) > 1:  # block ids are ambiguous across groups: all of it is computed
@@ -402,6 +406,8 @@ class WorkerHalf:
 
     def _end_pull(self, ended: Ended) -> None:
         pull = ended.pull
+        if pull.request_id in self._void:
+            ended = replace(ended, good=0, error=VOID)
         self._finish(pull.request_id, pull.block_ids, range(ended.good, pull.blocks))
         self.tally.add("handed_over_bytes", ended.bytes)
         self.tally.observe("handover_seconds", ended.seconds)

@@ -59,6 +59,7 @@ class Consumer:
         self._pulls: list[Pull] = []
         self._drops: list[str] = []
         self._refuses: list[Refuse] = []
+        self._voids: list[str] = []
 
     @property
     def has_work(self) -> bool:
@@ -135,8 +136,9 @@ class Consumer:
             pulls=tuple(self._pulls),
             drops=tuple(self._drops),
             refuses=tuple(self._refuses),
+            voids=tuple(self._voids),
         )
-        self._holds, self._pulls, self._drops, self._refuses = [], [], [], []
+        self._holds, self._pulls, self._drops, self._refuses, self._voids = [], [], [], [], []
         return step
 
     def lost(self, request_ids: set[str]) -> None:
@@ -194,11 +196,12 @@ class Consumer:
         self._pulls = [pull for pull in self._pulls if pull.request_id != request_id]
 
     def forget_all(self) -> None:
-        """What other engines computed so far is not wanted any more. A pull under way ends soon; what it
-        brought is its request's, like all that a running request has."""
+        """What other engines computed so far is not wanted any more. A pull under way ends soon, and its
+        request computes all that it was to bring."""
         for request_id, take in self._takes.items():
             if take.phase is Phase.PULLING and not take.gone:
                 self._drops.append(request_id)
+                self._voids.append(request_id)
             self._drop(request_id, take)
 
     # The parts

@@ -211,6 +211,7 @@ class Handover:
             takes.pulls,
             takes.drops,
             takes.refuses,
+            takes.voids,
             is_idle=not output.num_scheduled_tokens,
         )
 

@@ -70,8 +70,8 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class HandoverStep:
-    """drops: requests whose hand-over nobody waits for any more; is_idle: whether the step computes nothing,
-    so that nobody waits for it."""
+    """drops: requests whose hand-over nobody waits for any more; voids: those of them whose pull, when it is
+    under way, counts for nothing; is_idle: whether the step computes nothing, so that nobody waits for it."""
 
     opens: tuple[Open, ...] = ()
     grown: tuple[Grown, ...] = ()
@@ -80,6 +80,7 @@ class HandoverStep:
     pulls: tuple[Pull, ...] = ()
     drops: tuple[str, ...] = ()
     refuses: tuple[Refuse, ...] = ()
+    voids: tuple[str, ...] = ()
     is_idle: bool = False
 
     def __bool__(self) -> bool:

@@ -21,6 +21,7 @@ from moonpool.connectors.vllm.link import Link
 from moonpool.connectors.vllm.messages import NOTHING, Load, Report, Save, Step
 from moonpool.connectors.vllm.native import NativePool
 from moonpool.connectors.vllm.pd.plans import HandoverStep, Pull
+from moonpool.connectors.vllm.pd.takes import Ended
 from moonpool.connectors.vllm.worker import WorkerHalf
 from moonpool.core.errors import Unavailable
 from moonpool.core.keys import BLOCK_NAME_BYTES, Ranges, block_name
@@ -185,6 +186,50 @@ def test_pulls_without_a_station_end() -> None:
     half.fail_pulls(step)
     assert half.take_finished() == ({"r"}, set())
     assert half.take_failed_blocks() == {1, 2}
+
+
+class EndedPulls:
+    """A station whose pulls have all ended well."""
+
+    def __init__(self) -> None:
+        self.pulls: list[Pull] = []
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.pulls)
+
+    def begin(self, step: HandoverStep) -> None: ...
+
+    def pull(self, step: HandoverStep) -> None:
+        self.pulls += step.pulls
+
+    def take_ended(self) -> list[Ended]:
+        ended, self.pulls = [Ended(pull, pull.blocks, 64, 0.1, "") for pull in self.pulls], []
+        return ended
+
+    def take_signs(self) -> tuple[set[int], dict[int, int]]:
+        return set(), {}
+
+    def take_lost(self) -> set[str]:
+        return set()
+
+
+def test_what_came_before_a_reset_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else blocks of the old weights would be in vLLM's cache once their request is computed."""
+    half = worker_half(memory(), link_to(FakePool()))
+    monkeypatch.setattr(half, "_station", EndedPulls())
+    first, again = Pull("r", 0, ((1, 2),)), Pull("r", 0, ((3, 4),))
+    half.start_pulls(HandoverStep(pulls=(first, Pull("s", 0, ((5,),)))))
+    half.begin_handover(HandoverStep(drops=("r",), voids=("r",)))
+    half.poll()
+    assert half.take_finished() == ({"r", "s"}, set())
+    assert half.take_failed_blocks() == {1, 2}
+    assert half.take_report() == Report(loaded={"r": 0, "s": 1})
+    half.begin_handover(HandoverStep(drops=("r",), voids=("r",)))  # it has ended: nothing is under way
+    half.start_pulls(HandoverStep(pulls=(again,)))
+    half.poll()
+    assert half.take_finished() == ({"r"}, set())
+    assert half.take_failed_blocks() == set()
 
 
 def test_memory_that_cannot_be_used_is_refused_in_the_handshake() -> None:

@@ -361,10 +361,13 @@ def test_nothing_of_old_weights_is_taken() -> None:
     step = one.build_step(FakeStep())
     assert step.handover is not None
     assert sorted(step.handover.drops) == ["p", "w"]
-    one.step_ended(FakeOutput({"p"}, Report(loaded={"p": 1})))
+    assert step.handover.voids == ("p",)
+    one.step_ended(FakeOutput({"p"}, Report(loaded={"p": 0})))
     answers = [one.finished(each) for each in (waits, pulled)]
-    assert [answer and answer["moonpool"]["handed_over_tokens"] for answer in answers] == [0, 4]
-    one.build_step(FakeStep())  # in which the workers tell prefill
+    assert [answer and answer["moonpool"]["handed_over_tokens"] for answer in answers] == [0, 0]
+    step = one.build_step(FakeStep())  # in which the workers tell prefill
+    assert step.handover is not None
+    assert step.handover.voids == ()
     assert not one.has_pending_work()
 
 
