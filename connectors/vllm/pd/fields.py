@@ -120,32 +120,33 @@ def parse_decode(params: Mapping[str, Any] | None, token: bytes) -> Source | Non
     Raises Unusable."""
     if not params or not params.get("do_remote_prefill"):
         return None
-    concurrent = "moonpool" not in params and params.get("transfer_id") is not None
+    ours = params.get("moonpool")  # every answer of an engine has it, for what the pool did, say
+    offered = isinstance(ours, Mapping) and "handover" in ours
     try:
-        if concurrent:
+        if not offered and params.get("transfer_id") is not None:
             met = msgspec.convert(dict(params), _Concurrent)
             return Meeting(met.remote_engine_id, met.remote_bootstrap_addr, met.transfer_id)
-        if not isinstance(params.get("moonpool"), Mapping) or "handover" not in params["moonpool"]:
+        if not offered:
             raise Unusable(
                 "kv_transfer_params were not made by this connector: the prefill engine must run it, too"
             )
         two = msgspec.convert(dict(params), _TwoStep)
     except msgspec.ValidationError as error:
         raise Unusable(f"kv_transfer_params cannot be read: {error}") from error
-    ours = two.moonpool.handover
-    if ours.version != VERSION:
-        raise Unusable(f"the prefill engine speaks version {ours.version} of the hand-over, not {VERSION}")
+    hand = two.moonpool.handover
+    if hand.version != VERSION:
+        raise Unusable(f"the prefill engine speaks version {hand.version} of the hand-over, not {VERSION}")
     offer = Offer(
         engine_id=two.remote_engine_id,
-        ranks=tuple(ours.ranks),
-        lease=ours.lease,
-        slot=ours.slot,
+        ranks=tuple(hand.ranks),
+        lease=hand.lease,
+        slot=hand.slot,
         blocks=tuple(map(tuple, two.remote_block_ids)),
         tokens=two.remote_num_tokens,
-        fingerprint=bytes.fromhex(ours.fingerprint),
-        prompt=bytes.fromhex(ours.prompt),
+        fingerprint=bytes.fromhex(hand.fingerprint),
+        prompt=bytes.fromhex(hand.prompt),
     )
-    if not hmac.compare_digest(ours.signature, signature(offer, token)):
+    if not hmac.compare_digest(hand.signature, signature(offer, token)):
         raise Unusable(
             "the prefill engine's signature does not fit: kv_transfer_params were changed on their way, or "
             "that engine has another cluster token"

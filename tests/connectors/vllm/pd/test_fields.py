@@ -72,6 +72,10 @@ def test_the_concurrent_form() -> None:
         "remote_bootstrap_addr": "http://127.0.0.1:8998",
     }
     assert parse_decode(params, TOKEN) == Meeting("e", "http://127.0.0.1:8998", "xfer-1")
+    answered = {**params, "moonpool": {"pool_tokens": 0, "local_tokens": 4, "load_errors": 0}}
+    assert parse_decode(answered, TOKEN) == Meeting("e", "http://127.0.0.1:8998", "xfer-1")
+    offered = answer_of(OFFER, TOKEN, request_id="r1", tp_size=2)
+    assert parse_decode({**params, **offered}, TOKEN) == OFFER
     for key in ("remote_engine_id", "remote_bootstrap_addr"):
         with pytest.raises(Unusable, match=key):
             parse_decode({name: value for name, value in params.items() if name != key}, TOKEN)
