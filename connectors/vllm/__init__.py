@@ -4,6 +4,7 @@ manual.
     plugin       what vLLM's entry point calls: registers the name
     connector    the class vLLM talks to; delegates, and survives what goes wrong below
     scheduler    the half in the scheduler's process: lookups, pins, what to load and save when
+    scheduled    which requests a step computes, how far, and in which blocks
     worker       the half beside the KV memory: layout, loads and saves on native threads
     requests     the life of one request, as a state machine without clocks, sockets or threads
     layout       where the bytes of (layer, head, block) lie, as plain values

@@ -10,13 +10,14 @@ with it:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from moonpool.connectors.vllm.engine_types import Block, BlockPool, Request, SchedulerOutput
 from moonpool.connectors.vllm.facts import EngineFacts
 from moonpool.connectors.vllm.messages import Save
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.requests import RequestState
+from moonpool.connectors.vllm.scheduled import follow
 
 HELD_BLOCKS_SHARE = 4  # at most a quarter of the engine's blocks wait to be saved
 
@@ -67,22 +68,8 @@ class Saves:
 
     def plan(self, output: SchedulerOutput) -> tuple[Save, ...]:
         """The saves of the step that ``output`` describes. Until they are ``told``, they can be given up."""
-        scheduled = output.num_scheduled_tokens
-        for new in output.scheduled_new_reqs:
-            if new.req_id in self.tracked:
-                self.tracked[new.req_id][0].block_ids = [list(ids) for ids in new.block_ids]
-                self._plan_request(new.req_id, new.num_computed_tokens, scheduled)
-        cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            if request_id in self.tracked:
-                state = self.tracked[request_id][0]
-                fresh = cached.new_block_ids[index]
-                if fresh is not None and request_id in cached.resumed_req_ids:
-                    state.block_ids = [list(ids) for ids in fresh]  # after a preemption: all of them
-                elif fresh is not None:
-                    for known, more in zip(state.block_ids, fresh, strict=True):
-                        known.extend(more)
-                self._plan_request(request_id, cached.num_computed_tokens[index], scheduled)
+        for request_id, computed in follow(output, self._state):
+            self._plan_request(request_id, computed)
         return tuple(self._planned)
 
     def told(self) -> None:
@@ -93,9 +80,9 @@ class Saves:
         """The step could not be planned: what was held for it is let go, and what runs now is not saved any
         more."""
         self.tracked.clear()
-        for save in self._planned:
+        planned, self._planned = self._planned, []
+        for save in planned:
             self.ended(save.job_id, self._facts.workers)
-        self._planned = []
 
     def ended(self, job_id: int, ranks: int) -> bool:
         """``ranks`` more ranks are done with a job; the last one lets go of its blocks. Whether any of them
@@ -113,12 +100,16 @@ class Saves:
         self._blocks.free_blocks(reversed(blocks))  # the end of a prefix is evicted before its beginning
         return any(block.ref_cnt == 0 for block in blocks)
 
-    def _plan_request(self, request_id: str, computed: int, scheduled: Mapping[str, int]) -> None:
-        """Plans the blocks of this request that are full when the step ends."""
+    def _state(self, request_id: str) -> RequestState | None:
+        tracked = self.tracked.get(request_id)
+        return None if tracked is None else tracked[0]
+
+    def _plan_request(self, request_id: str, computed: int) -> None:
+        """Plans the blocks of this request that are full when the step ends, with so many tokens."""
         state, request = self.tracked[request_id]
         if state.saves_answer:
             state.chain.extend(request.all_token_ids)
-        full = min((computed + scheduled[request_id]) // self._facts.block_tokens, state.chain.blocks)
+        full = min(computed // self._facts.block_tokens, state.chain.blocks)
         if full > state.saved and not self._hold(state, state.saved, full):
             self._tally.add("unsaved_blocks", state.chain.blocks - state.saved)
             del self.tracked[request_id]  # blocks behind a gap would never be found

@@ -20,6 +20,7 @@ from moonpool.connectors.vllm.pd import fields
 from moonpool.connectors.vllm.pd.fields import Offer, blocks_for, slice_blocks
 from moonpool.connectors.vllm.pd.leases import Lease, Leases
 from moonpool.connectors.vllm.pd.plans import End, Grown, HandoverStep, Open
+from moonpool.connectors.vllm.scheduled import follow
 
 ENDED_WELL = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 
@@ -183,8 +184,8 @@ class Producer:
     def forget_all(self) -> None:
         """What was computed so far goes to nobody. The blocks are free at once: before a step can write to
         them, its workers hear that the leases are over."""
-        for request_id in list(self.gives):
-            self.forget(request_id)
+        self.gives.clear()
+        self._transfers.clear()
         for lease in self.leases.end_all():
             self._over(lease, "the prefill engine forgot what it had computed")
         while self._ended:
@@ -226,24 +227,8 @@ class Producer:
             if each.request.num_preemptions != each.preemptions:
                 self._restart(each)  # at once: it may wait for the very blocks that its lease keeps
         grown: list[Grown] = []
-        scheduled = output.num_scheduled_tokens
-        for new in output.scheduled_new_reqs:
-            give = self.gives.get(new.req_id)
-            if give is not None:
-                give.block_ids = [list(ids) for ids in new.block_ids]
-                self._grow(give, new.num_computed_tokens + scheduled[new.req_id], grown)
-        cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            give = self.gives.get(request_id)
-            if give is None:
-                continue
-            fresh = cached.new_block_ids[index]
-            if fresh is not None and request_id in cached.resumed_req_ids:
-                give.block_ids = [list(ids) for ids in fresh]  # after a preemption: all of them
-            elif fresh is not None:
-                for known, more in zip(give.block_ids, fresh, strict=True):
-                    known.extend(more)
-            self._grow(give, cached.num_computed_tokens[index] + scheduled[request_id], grown)
+        for request_id, computed in follow(output, self.gives.get):
+            self._grow(self.gives[request_id], computed, grown)
         return grown
 
     def _grow(self, give: Give, computed: int, grown: list[Grown]) -> None:
