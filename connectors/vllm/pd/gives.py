@@ -115,11 +115,12 @@ class Gives:
     # What decode engines say
 
     def want(self, want: Want, now_s: float) -> Outbox:
-        """A decode engine takes a transfer, or asks for all of it once more. The first one has it."""
+        """A decode engine takes a transfer, or asks for all of it once more. The first one has it, until it
+        leaves."""
         if want.transfer in self._gone:
             return [(want.reply, Gone(want.transfer, self._gone[want.transfer]))]
         waiting = self._waiting.get(want.transfer)
-        if waiting is not None and waiting.reply != want.reply:
+        if waiting is not None and waiting.reply != want.reply and not waiting.left:
             return [(want.reply, Gone(want.transfer, "another engine takes this transfer"))]
         if waiting is None and not self._has_room_for(want.transfer):
             return [(want.reply, Gone(want.transfer, "too many transfers are waited for"))]
@@ -146,14 +147,21 @@ class Gives:
 
     def done(self, done: Done, now_s: float) -> None:
         """A decode engine needs nothing more of a lease, or of a transfer whose lease it was not told; it may
-        refuse a transfer before either was heard of here."""
-        give = self._gives.get(done.lease) if done.lease else self._by_transfer.get(done.transfer)
+        refuse a transfer before either was heard of here. One that does not take a transfer ends it for
+        nobody else."""
+        give = self._gives.get(done.lease)
+        transfer = done.transfer if give is None else give.open.transfer
+        waiting = self._waiting.get(transfer) if transfer else None
+        if waiting is not None and waiting.reply != done.reply:
+            return
+        if give is None and not done.lease:
+            give = self._by_transfer.get(transfer)
         if give is not None:
             self._hand(give)
-        elif not done.lease and done.transfer in self._waiting:
-            self._waiting[done.transfer].left = True
-        elif not done.lease and done.why and self._has_room_for(done.transfer):
-            self._waiting[done.transfer] = Waiting("", now_s, left=True)
+        elif not done.lease and waiting is not None:
+            waiting.left = True
+        elif not done.lease and done.why and self._has_room_for(transfer):
+            self._waiting[transfer] = Waiting(done.reply, now_s, left=True)
 
     def tick(self, now_s: float) -> None:
         """Forgets decode engines that were silent for too long."""

@@ -223,11 +223,12 @@ class Station:
             return  # by another request, which needs it
         if isinstance(source, Offer):
             if self._memory.rank == 0:
-                self._send([(address, Done(source.lease, "", why)) for address in source.ranks])
+                done = Done(source.lease, "", why, self.address)
+                self._send([(address, done) for address in source.ranks])
         else:
             with suppress(Unavailable):
                 line = self._lines.get(self._key_of(source), lambda: self._find(source), reads=True)
-                line.send(Done(0, source.transfer, why))
+                line.send(Done(0, source.transfer, why, self.address))
 
     def _key_of(self, source: Source) -> Hashable:
         """Of the line to our counterpart there."""

@@ -29,7 +29,7 @@ class Take:
     there is room; good: leading blocks of it that are here; claimed: blocks of it that were given to be read;
     arrived: pieces behind a gap, start -> stop; again: pieces to be read once more; reading: how many are;
     known_s: when the prefill engine last said that it knows the transfer; error: why nothing more comes, or
-    ""; is_private: that is nothing to tell the prefill engine."""
+    ""; is_private: that is nothing to tell the prefill engine; is_gone: which said itself that it is over."""
 
     hold: Hold
     key: Hashable
@@ -49,6 +49,7 @@ class Take:
     reading: int = 0
     error: str = ""
     is_private: bool = False
+    is_gone: bool = False
 
     @property
     def ready_blocks(self) -> int:
@@ -179,7 +180,7 @@ class Takes:
         """Nothing more comes."""
         take = self._by_transfer.get(gone.transfer)
         if take is not None:
-            take.is_private = True  # it says so itself
+            take.is_gone = True
             self.fail(take, gone.why, now_s)
 
     # Reading
@@ -298,8 +299,9 @@ class Takes:
         del self._takes[take.hold.request_id]
         if take.transfer:
             del self._by_transfer[take.transfer]
-        why = "" if take.is_private else take.error[:WHY_MAX]
-        self._over.append((take.key, Done(take.lease, take.transfer, why)))
+        if not take.is_gone:
+            why = "" if take.is_private else take.error[:WHY_MAX]
+            self._over.append((take.key, Done(take.lease, take.transfer, why, self._reply)))
         if take.pull is None:
             self._lost.add(take.hold.request_id)
         else:

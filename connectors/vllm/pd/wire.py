@@ -47,11 +47,12 @@ class Here(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """why: one sentence about what went wrong, or ""."""
+    """why: one sentence about what went wrong, or ""; reply: who says so, as in its Want."""
 
     lease: _U64
     transfer: _Text
     why: _Why = ""
+    reply: _Text = ""
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=4):

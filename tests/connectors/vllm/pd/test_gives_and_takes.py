@@ -97,10 +97,34 @@ class TestGives:
     def test_who_left_before_it_began_is_done_at_once(self) -> None:
         one, slots = gives()
         one.want(Want("x", "D"), 0.0)
-        one.done(Done(0, "x"), 0.0)
+        one.done(Done(0, "x", "", "D"), 0.0)
         assert one.begin(opened(), ()) == []
         assert one.take_signs()[1] == {1: 1}
         assert slots == {0: 0}
+
+    @pytest.mark.parametrize("done", [Done(0, "x", "", "E"), Done(0, "x", "another model", "E")])
+    @pytest.mark.parametrize("is_open", [False, True])
+    def test_another_decode_engine_ends_nothing(self, done: Done, is_open: bool) -> None:
+        """It was told that D takes the transfer, or cannot use it itself."""
+        one, slots = gives()
+        one.want(Want("x", "D"), 0.0)
+        if is_open:
+            one.begin(opened(), ())
+        one.done(done, 0.0)
+        if not is_open:
+            one.begin(opened(), ())
+        assert slots == {0: 1}
+        assert one.take_signs() == ({1}, {})
+        assert one.grown((Grown(1, 0, ((5,),), True),)) == [
+            ("D", Progress("x", 1, 0, PROMPT, 0, [[5]], True))
+        ]
+
+    def test_who_comes_after_one_that_left_takes_its_place(self) -> None:
+        one, slots = gives()
+        one.done(Done(0, "x", "another model", "E"), 0.0)
+        assert one.want(Want("x", "D"), 0.0) == []
+        one.begin(opened(), ())
+        assert slots == {0: 1}
 
     def test_revoked(self) -> None:
         one, slots = gives()
@@ -112,15 +136,15 @@ class TestGives:
 
     def test_a_refusal_may_come_before_what_it_refuses(self) -> None:
         one, slots = gives()
-        one.done(Done(0, "x", "another model"), 0.0)
+        one.done(Done(0, "x", "another model", "D"), 0.0)
         assert one.begin(opened(), ()) == []
         assert (slots, one.take_signs()[1]) == ({0: 0}, {1: 1})
-        one.done(Done(0, "y", "another model"), 0.0)
+        one.done(Done(0, "y", "another model", "D"), 0.0)
         one.tick(SILENCE_S + 0.1)
         one.begin(opened(2, 1, "y"), ())
         assert slots[1] == 2  # tried again, later
         one.begin((), (End(2, "aborted"),))
-        one.done(Done(0, "y", "another model"), 20.0)
+        one.done(Done(0, "y", "another model", "D"), 20.0)
         one.begin(opened(3, 1, "y"), ())
         assert slots[1] == 3  # what was refused is gone, not this
 
@@ -158,7 +182,7 @@ class TestTakes:
             one.read(piece, 100, "", 2.0)
         (ended,) = one.take_ended()
         assert (ended.good, ended.bytes, ended.seconds, ended.error) == (total - 1, 200, 1.0, "")
-        assert one.take_over() == [("key", Done(7, ""))]
+        assert one.take_over() == [("key", Done(7, "", "", "D"))]
         assert len(one) == 0
 
     @pytest.mark.parametrize("known", [False, True])
@@ -203,7 +227,7 @@ class TestTakes:
         assert (ended.good, ended.error) == (PIECE_BLOCKS, "the line is dead")
         assert one.take_ended() == []
         assert one.take_lost() == set()
-        assert one.take_over() == [("key", Done(7, "", "the line is dead"))]
+        assert one.take_over() == [("key", Done(7, "", "the line is dead", "D"))]
 
     def test_pieces_that_arrive_out_of_order(self) -> None:
         one, total = takes(), 3 * PIECE_BLOCKS
@@ -236,7 +260,7 @@ class TestTakes:
         one.drop("r", 0.0)
         one.hold(Hold("r", offer(2), PROMPT, 2), "key", 0.0)
         one.drop("r", 0.0)
-        assert one.take_over() == [("key", Done(7, ""))]
+        assert one.take_over() == [("key", Done(7, "", "", "D"))]
         one.hold(Hold("r", offer(2), PROMPT, 2), "key", 0.0)
         one.pull(pull(2), 0.0)
         piece = one.next_piece("r")
@@ -320,13 +344,13 @@ class TestTakes:
         assert one.take_lost() == {"s"}
         one.gone(Gone("x", "aborted"), 0.0)
         assert [ended.error for ended in one.take_ended()] == ["aborted"]
-        assert one.take_over() == [("key", Done(0, "x"))]  # its own words are not sent back
+        assert one.take_over() == []  # it knows: it said so
 
 
 MESSAGES = [
     Want("x", "127.0.0.1:1"),
     Here("127.0.0.1:1", [1, 2], ["x"]),
-    Done(5, "", "why"),
+    Done(5, "", "why", "127.0.0.1:1"),
     Progress("x", 1, 2, PROMPT, 3, [[4], [5]], True),
     Known([("x", 1, 2)]),
     Gone("x", "why"),
@@ -338,7 +362,7 @@ def test_messages_survive_the_wire() -> None:
 
 
 def test_an_engine_that_gives_no_reason_is_understood() -> None:
-    assert wire.decode(msgspec.msgpack.encode([3, 5, "x"])) == Done(5, "x", "")
+    assert wire.decode(msgspec.msgpack.encode([3, 5, "x"])) == Done(5, "x", "", "")
 
 
 @pytest.mark.parametrize("_round", range(20))
