@@ -154,11 +154,11 @@ class Gives:
         waiting = self._waiting.get(transfer) if transfer else None
         if waiting is not None and waiting.reply != done.reply:
             return
-        if give is None and not done.lease:
-            give = self._by_transfer.get(transfer)
+        if give is None and (waiting is not None or not done.lease):
+            give = self._by_transfer.get(transfer)  # under a lease that it does not know yet
         if give is not None:
             self._hand(give)
-        elif not done.lease and waiting is not None:
+        elif waiting is not None:
             waiting.left = True
         elif not done.lease and done.why and self._has_room_for(transfer):
             self._waiting[transfer] = Waiting(done.reply, now_s, left=True)

@@ -126,6 +126,26 @@ class TestGives:
         one.begin(opened(), ())
         assert slots == {0: 1}
 
+    def test_who_leaves_under_a_lease_that_was_replaced(self) -> None:
+        """Prefill began anew, and decode gave up before it heard of that."""
+        one, slots = gives()
+        one.begin(opened(), ())
+        one.want(Want("x", "D"), 0.0)
+        one.begin(opened(2, 1), (End(1, "preempted"),))
+        one.done(Done(1, "x", "", "E"), 0.0)  # who has nothing to do with it
+        assert slots == {0: 0, 1: 2}
+        one.done(Done(1, "x", "", "D"), 0.0)
+        assert slots == {0: 0, 1: 0}
+        assert one.take_signs()[1] == {2: 1}
+
+    def test_a_late_word_about_an_old_lease_leaves_the_next_one(self) -> None:
+        one, slots = gives()
+        one.begin(opened(), ())
+        one.begin((), (End(1, "late"),))
+        one.begin(opened(2, 1), ())
+        one.done(Done(1, "x", "", "D"), 0.0)
+        assert slots == {0: 0, 1: 2}
+
     def test_revoked(self) -> None:
         one, slots = gives()
         one.begin((*opened(1, 0, "x"), *opened(2, 1, "")), ())
