@@ -74,9 +74,7 @@ class Gives:
                 self._open(one, outbox)
         for transfer, why in gone.items():
             if transfer and transfer not in self._by_transfer:  # else it began anew
-                self._remember_gone(transfer, why)
-                if transfer in self._waiting:
-                    outbox.append((self._waiting.pop(transfer).reply, Gone(transfer, why)))
+                self._say_gone(transfer, why, outbox)
         return outbox
 
     def grown(self, grown: tuple[Grown, ...]) -> Outbox:
@@ -88,6 +86,9 @@ class Gives:
                 continue  # decode needs it no more
             if not give.blocks:
                 give.blocks = [[] for _ in more.block_ids]
+            if [len(known) for known in give.blocks] != [more.first] * len(more.block_ids):
+                self._give_up(give, "the prefill engine lost track of its blocks", outbox)
+                continue
             for known, fresh in zip(give.blocks, more.block_ids, strict=True):
                 known.extend(fresh)
             give.final = more.final
@@ -96,10 +97,12 @@ class Gives:
                 outbox.append((waiting.reply, _progress(give, more.first)))
         return outbox
 
-    def revoke(self) -> None:
+    def revoke(self) -> Outbox:
         """Ends all leases, as if nobody needed anything of them any more."""
+        outbox: Outbox = []
         for give in list(self._gives.values()):
-            self._hand(give)
+            self._give_up(give, "the prefill engine gave up", outbox)
+        return outbox
 
     def take_signs(self) -> tuple[set[int], dict[int, int]]:
         """(leases whose decode engine gave a sign of life, lease -> 1 where it needs nothing more), since the
@@ -182,11 +185,14 @@ class Gives:
             self._gone.pop(one.transfer, None)
             self._attached(give, outbox)
 
-    def _remember_gone(self, transfer: str, why: str) -> None:
-        """For a decode engine that asks later."""
+    def _say_gone(self, transfer: str, why: str, outbox: Outbox) -> None:
+        """To the decode engine that takes it, or to one that asks later."""
         while len(self._gone) >= GONE_MAX:
             del self._gone[next(iter(self._gone))]
         self._gone[transfer] = why
+        waiting = self._waiting.pop(transfer, None)
+        if waiting is not None and not waiting.left:
+            outbox.append((waiting.reply, Gone(transfer, why)))
 
     def _attached(self, give: Give, outbox: Outbox) -> None:
         """Both the request and its decode engine are known."""
@@ -199,6 +205,12 @@ class Gives:
         self._signs.add(give.open.lease)
         if any(give.blocks) or give.final:
             outbox.append((waiting.reply, _progress(give, 0)))
+
+    def _give_up(self, give: Give, why: str, outbox: Outbox) -> None:
+        transfer = give.open.transfer
+        if self._by_transfer.get(transfer) is give:
+            self._say_gone(transfer, why, outbox)
+        self._hand(give)
 
     def _hand(self, give: Give) -> None:
         self._set_slot(give.open.slot, 0)

@@ -135,7 +135,7 @@ class Station:
                 self._takes.drop(request_id, self._clock())
             for refuse in step.refuses:
                 self._refuse(refuse)
-            self._tell_over()
+            self._tell()
 
     def pull(self, step: HandoverStep) -> None:
         """Starts the pulls of the step; each is reported by take_ended once, whatever becomes of it. This
@@ -159,14 +159,14 @@ class Station:
     def revoke(self) -> None:
         """After an unexpected exception in ``begin``: no lease is valid any more."""
         with self._lock:
-            self._gives.revoke()
+            self._send(self._gives.revoke())
 
     def fail_pulls(self, step: HandoverStep, why: str) -> None:
         """After an unexpected exception in ``pull``: those of the step end once all the same."""
         with self._lock:
             for pull in step.pulls:
                 self._takes.fail_pull(pull, why, self._clock())
-            self._tell_over()
+            self._tell()
 
     def computed(self, step: HandoverStep) -> None:
         """The forward of the step has ended."""
@@ -279,7 +279,7 @@ class Station:
     def _between(self, line: Line) -> None:
         """After a piece that the line's thread read: what others wait for."""
         with self._lock:
-            self._tell_over()
+            self._tell()
         line.speak()
 
     def _await_last_piece(self, request_id: str) -> None:
@@ -332,7 +332,7 @@ class Station:
             self._lines.forget(line, why)
             if not self._closing:
                 self._takes.fail_line(line.key, why or "the line was closed", self._clock())
-                self._tell_over()
+                self._tell()
 
     # The ear
 
@@ -379,7 +379,7 @@ class Station:
                         line.send(want)
             elif isinstance(message, Gone):
                 self._takes.gone(message, now_s)
-            self._tell_over()
+            self._tell()
 
     def _was_refused(self, peer: str, why: str) -> None:
         self._refusals += 1
@@ -397,7 +397,7 @@ class Station:
                 line = self._lines.find(key)
                 if line is not None:
                     line.send(here)
-            self._tell_over()
+            self._tell()
 
     # Sending, under the lock
 
@@ -409,12 +409,12 @@ class Station:
             except Unavailable as error:
                 self._log.debug("moonpool: %s was not told: %s", address, error)
 
-    def _tell_over(self) -> None:
-        """Tells prefill engines what is needed no more."""
-        for key, done in self._takes.take_over():
+    def _tell(self) -> None:
+        """Tells prefill engines what is needed no more, or once more."""
+        for key, message in self._takes.take_to_tell():
             line = self._lines.find(key)
             if line is not None:
-                line.send(done)
+                line.send(message)
 
 
 def _nothing() -> None:

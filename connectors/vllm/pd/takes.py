@@ -93,7 +93,7 @@ class Takes:
         self._by_transfer: dict[str, Take] = {}
         self._ended: list[Ended] = []
         self._lost: set[str] = set()
-        self._over: list[tuple[Hashable, Done]] = []
+        self._to_tell: list[tuple[Hashable, Done | Want]] = []
 
     def __len__(self) -> int:
         return len(self._takes)
@@ -144,7 +144,8 @@ class Takes:
     # What prefill engines say
 
     def progress(self, progress: Progress, now_s: float) -> Take | None:
-        """More blocks are complete. Returns whose."""
+        """More blocks are complete. Returns whose. When a message before this one was lost, asks for all of
+        it once more."""
         take = self._by_transfer.get(progress.transfer)
         if take is None:
             return None
@@ -153,7 +154,10 @@ class Takes:
             return None
         if progress.first == 0:
             take.ready = [[] for _ in progress.blocks]
-        if take.ready_blocks != progress.first or len(progress.blocks) != len(take.ready):
+        elif progress.lease != take.lease or progress.first > take.ready_blocks:
+            self._to_tell.append((take.key, Want(take.transfer, self._reply)))  # what came before was lost
+            return None
+        if progress.first < take.ready_blocks or len(progress.blocks) != len(take.ready):
             self.fail(take, "the prefill engine contradicts itself", now_s)
             return None
         take.known_s = now_s
@@ -258,10 +262,10 @@ class Takes:
         lost, self._lost = self._lost, set()
         return lost
 
-    def take_over(self) -> list[tuple[Hashable, Done]]:
-        """What prefill engines are to be told: they are needed no more."""
-        over, self._over = self._over, []
-        return over
+    def take_to_tell(self) -> list[tuple[Hashable, Done | Want]]:
+        """What prefill engines are to be told: they are needed no more, or are to say all of it again."""
+        to_tell, self._to_tell = self._to_tell, []
+        return to_tell
 
     @property
     def has_news(self) -> bool:
@@ -301,7 +305,7 @@ class Takes:
             del self._by_transfer[take.transfer]
         if not take.is_gone:
             why = "" if take.is_private else take.error[:WHY_MAX]
-            self._over.append((take.key, Done(take.lease, take.transfer, why, self._reply)))
+            self._to_tell.append((take.key, Done(take.lease, take.transfer, why, self._reply)))
         if take.pull is None:
             self._lost.add(take.hold.request_id)
         else:

@@ -146,10 +146,24 @@ class TestGives:
         one.done(Done(1, "x", "", "D"), 0.0)
         assert slots == {0: 0, 1: 2}
 
+    @pytest.mark.parametrize("grown", [Grown(1, 2, ((7,),), False), Grown(1, 1, ((7,), (8,)), False)])
+    def test_a_gap_in_what_grew_ends_the_lease(self, grown: Grown) -> None:
+        """A step was lost between the scheduler and this worker."""
+        one, slots = gives()
+        one.begin(opened(), ())
+        one.want(Want("x", "D"), 0.0)
+        one.grown((Grown(1, 0, ((5,),), False),))
+        gone = Gone("x", "the prefill engine lost track of its blocks")
+        assert one.grown((grown,)) == [("D", gone)]
+        assert (slots, one.take_signs()[1]) == ({0: 0}, {1: 1})
+        assert one.want(Want("x", "D"), 0.0) == [("D", gone)]
+
     def test_revoked(self) -> None:
         one, slots = gives()
         one.begin((*opened(1, 0, "x"), *opened(2, 1, "")), ())
-        one.revoke()
+        one.want(Want("x", "D"), 0.0)
+        one.take_signs()
+        assert one.revoke() == [("D", Gone("x", "the prefill engine gave up"))]
         assert slots == {0: 0, 1: 0}
         assert one.take_signs() == (set(), {1: 1, 2: 1})
         assert len(one) == 0
@@ -202,7 +216,7 @@ class TestTakes:
             one.read(piece, 100, "", 2.0)
         (ended,) = one.take_ended()
         assert (ended.good, ended.bytes, ended.seconds, ended.error) == (total - 1, 200, 1.0, "")
-        assert one.take_over() == [("key", Done(7, "", "", "D"))]
+        assert one.take_to_tell() == [("key", Done(7, "", "", "D"))]
         assert len(one) == 0
 
     @pytest.mark.parametrize("known", [False, True])
@@ -247,7 +261,7 @@ class TestTakes:
         assert (ended.good, ended.error) == (PIECE_BLOCKS, "the line is dead")
         assert one.take_ended() == []
         assert one.take_lost() == set()
-        assert one.take_over() == [("key", Done(7, "", "the line is dead", "D"))]
+        assert one.take_to_tell() == [("key", Done(7, "", "the line is dead", "D"))]
 
     def test_pieces_that_arrive_out_of_order(self) -> None:
         one, total = takes(), 3 * PIECE_BLOCKS
@@ -280,7 +294,7 @@ class TestTakes:
         one.drop("r", 0.0)
         one.hold(Hold("r", offer(2), PROMPT, 2), "key", 0.0)
         one.drop("r", 0.0)
-        assert one.take_over() == [("key", Done(7, "", "", "D"))]
+        assert one.take_to_tell() == [("key", Done(7, "", "", "D"))]
         one.hold(Hold("r", offer(2), PROMPT, 2), "key", 0.0)
         one.pull(pull(2), 0.0)
         piece = one.next_piece("r")
@@ -327,7 +341,6 @@ class TestTakes:
         ("progress", "why"),
         [
             (Progress("x", 7, 3, bytes(31) + b"1", 0, [[50]], False), "another prompt"),
-            (Progress("x", 7, 3, PROMPT, 1, [[50]], False), "contradicts itself"),
             (Progress("x", 7, 3, PROMPT, 0, [[50]], True), "too few blocks"),
         ],
     )
@@ -337,7 +350,7 @@ class TestTakes:
         (ended,) = one.take_ended()
         assert ended.good == 0
         assert why in ended.error
-        assert [done.why for _, done in one.take_over()] == [ended.error]
+        assert [done.why for _, done in one.take_to_tell()] == [ended.error]
 
     def test_a_transfer_that_its_engine_does_not_know(self) -> None:
         one = self.met()
@@ -358,13 +371,50 @@ class TestTakes:
         one.progress(Progress("x", 7, 3, PROMPT, 0, [[50, 51]], False), 0.0)
         assert one.known(Known([("x", 7, 2)]), 1.0) == []
 
+    @pytest.mark.parametrize(
+        "lost",
+        [
+            Progress("x", 7, 3, PROMPT, 2, [[52]], False),  # which of one lease
+            Progress("x", 8, 4, PROMPT, 1, [[61]], False),  # the first of another lease
+            Progress("x", 8, 4, PROMPT, 2, [[62]], False),
+        ],
+    )
+    def test_what_follows_a_lost_message_asks_for_it(self, lost: Progress) -> None:
+        one = self.met()
+        one.progress(Progress("x", 7, 3, PROMPT, 0, [[50]], False), 0.0)
+        assert one.progress(lost, 0.0) is None
+        assert one.take_to_tell() == [("key", Want("x", "D"))]
+        piece = one.next_piece("r")
+        assert piece is not None
+        assert (piece.lease, piece.there) == (7, ((50,),))  # and nothing of what was not understood
+        one.read(piece, 1, "", 0.0)
+        one.progress(Progress("x", 8, 4, PROMPT, 0, [[60, 61, 62, 63]], True), 0.0)
+        piece = one.next_piece("r")
+        assert piece is not None
+        assert (piece.lease, piece.there) == (8, ((61, 62, 63),))
+        one.read(piece, 1, "", 0.0)
+        assert [ended.good for ended in one.take_ended()] == [4]
+
+    @pytest.mark.parametrize(
+        "again",
+        [
+            Progress("x", 7, 3, PROMPT, 1, [[51]], False),
+            Progress("x", 7, 3, PROMPT, 2, [[52], [52]], False),
+        ],
+    )
+    def test_a_count_that_contradicts_what_was_said(self, again: Progress) -> None:
+        one = self.met()
+        one.progress(Progress("x", 7, 3, PROMPT, 0, [[50, 51]], False), 0.0)
+        one.progress(again, 0.0)
+        assert [ended.error for ended in one.take_ended()] == ["the prefill engine contradicts itself"]
+
     def test_two_requests_for_one_transfer(self) -> None:
         one = self.met()
         assert one.hold(Hold("s", Meeting("e", "http://b", "x"), PROMPT, 4), "key", 0.0) is None
         assert one.take_lost() == {"s"}
         one.gone(Gone("x", "aborted"), 0.0)
         assert [ended.error for ended in one.take_ended()] == ["aborted"]
-        assert one.take_over() == []  # it knows: it said so
+        assert one.take_to_tell() == []  # it knows: it said so
 
 
 MESSAGES = [

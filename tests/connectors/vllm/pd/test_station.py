@@ -263,6 +263,23 @@ class TestConcurrent:
             self.meet(prefill, decode, stack, [10, 11])
             assert decode.ended().good == 2
 
+    def test_a_message_that_was_lost_is_asked_for_again(
+        self, pair: tuple[World, World], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As when the line died to which it went. The one after it makes no sense alone."""
+        prefill, decode = pair
+        with ExitStack() as stack:
+            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
+            self.meet(prefill, decode, stack, [10, 11])
+            eventually(lambda: "x-1" in prefill.station._gives._waiting)
+            with monkeypatch.context() as patch:
+                patch.setattr(prefill.station, "_send", lambda outbox: None)
+                prefill.station.computed(HandoverStep(grown=(Grown(77, 0, ((1,),), False),)))
+            prefill.station.computed(HandoverStep(grown=(Grown(77, 1, ((2,),), True),)))
+            ended = decode.ended()
+            assert (ended.good, ended.error) == (2, "")
+            np.testing.assert_array_equal(decode.kv[:, [10, 11]], prefill.kv[:, [1, 2]])
+
     def test_prefill_begins_anew_after_a_preemption(self, pair: tuple[World, World]) -> None:
         prefill, decode = pair
         with ExitStack() as stack:
