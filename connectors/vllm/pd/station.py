@@ -45,6 +45,10 @@ OWN_SCRATCH = SCRATCH - 1
 CLOSE_TIMEOUT_S = 10.0
 
 
+class LeaseOver(Refused):
+    """What was read may be anybody's by now."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvMemory:
     """This worker's KV. spans: (address, bytes) of what to register; columns, rows: see pool.PartTable."""
@@ -261,18 +265,18 @@ class Station:
                 piece = self._takes.next_piece(request_id)
             if piece is None:
                 return
-            nbytes, error = 0, "it could not be read"
+            nbytes, error, is_lease_over = 0, "it could not be read", False
             try:
                 nbytes = self._read_piece(line, piece, scratch)
                 error = ""
             except Refused as refusal:
-                error = str(refusal)
+                error, is_lease_over = str(refusal), isinstance(refusal, LeaseOver)
             except Error as failure:
                 error = str(failure)
                 raise
             finally:  # whatever happened: until this is said, its blocks count as being written to
                 with self._lock:
-                    self._takes.read(piece, nbytes, error, self._clock())
+                    self._takes.read(piece, nbytes, error, self._clock(), is_lease_over=is_lease_over)
                     self._piece_ended.notify_all()
             between()
 
@@ -289,7 +293,8 @@ class Station:
             self._piece_ended.wait_for(lambda: not self._takes.is_read(request_id), LAST_PIECE_S)
 
     def _read_piece(self, line: Line, piece: Piece, scratch: int) -> int:
-        """The bytes that were read and valid. Raises Refused when they cannot be ours."""
+        """The bytes that were read and valid. Raises LeaseOver when they may not be, Refused when they cannot
+        be ours."""
         description = line.description
         assert description is not None
         tables = self._tables_with(line, description)
@@ -300,7 +305,7 @@ class Station:
         word = self._page.scratch_address(scratch)
         self._engine.read(line.segment, word, description.slots + 8 * piece.slot, 8)
         if self._page.scratch(scratch) != piece.lease:
-            raise Refused("the prefill engine gave the blocks away before they were read")
+            raise LeaseOver("the prefill engine gave the blocks away before they were read")
         return nbytes
 
     def _tables_with(self, line: Line, description: Description) -> tuple[Table, ...]:

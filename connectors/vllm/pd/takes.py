@@ -25,9 +25,10 @@ PIECE_BLOCKS = 16  # at most; between two pieces a pull can be given up, and mes
 
 @dataclass(slots=True)
 class Take:
-    """key: of the line to the prefill engine; ready: ids over there of complete blocks, per group; pull: once
-    there is room; good: leading blocks of it that are here; claimed: blocks of it that were given to be read;
-    arrived: pieces behind a gap, start -> stop; again: pieces to be read once more; reading: how many are;
+    """key: of the line to the prefill engine; over: a lease that was seen to be; ready: ids over there of
+    complete blocks, per group; pull: once there is room; good: leading blocks of it that are here; claimed:
+    blocks of it that were given to be read; arrived: pieces behind a gap, start -> stop; again: pieces to be
+    read once more; reading: how many are;
     known_s: when the prefill engine last said that it knows the transfer; error: why nothing more comes, or
     ""; is_private: that is nothing to tell the prefill engine; is_gone: which said itself that it is over."""
 
@@ -36,6 +37,7 @@ class Take:
     known_s: float
     transfer: str = ""
     lease: int = 0
+    over: int = 0
     slot: int = 0
     ready: list[list[int]] = field(default_factory=list)
     final: bool = False
@@ -152,6 +154,8 @@ class Takes:
         if progress.prompt != take.hold.prompt:
             self.fail(take, "the prefill engine computes another prompt under this transfer_id", now_s)
             return None
+        if progress.lease == take.over:
+            return None  # it was on its way
         if progress.first == 0:
             take.ready = [[] for _ in progress.blocks]
         elif progress.lease != take.lease or progress.first > take.ready_blocks:
@@ -176,7 +180,7 @@ class Takes:
             if take is None:
                 continue
             take.known_s = now_s
-            if blocks and (blocks > take.ready_blocks or lease != take.lease):
+            if blocks and lease != take.over and (blocks > take.ready_blocks or lease != take.lease):
                 again.append((take.key, Want(transfer, self._reply)))
         return again
 
@@ -212,8 +216,12 @@ class Takes:
             slice_blocks(take.pull.block_ids, start, stop),
         )
 
-    def read(self, piece: Piece, nbytes: int, error: str, now_s: float) -> None:
-        """A piece was read. error: why not, or ""; it counts unless the lease was replaced meanwhile."""
+    def read(
+        self, piece: Piece, nbytes: int, error: str, now_s: float, *, is_lease_over: bool = False
+    ) -> None:
+        """A piece was read. error: why not, or ""; it counts unless the lease was replaced meanwhile.
+        is_lease_over: that is the error. Of a transfer the prefill engine then says more: it was preempted
+        and begins anew, or nothing more comes."""
         take = self._takes.get(piece.request_id)
         if take is None:
             return
@@ -223,10 +231,12 @@ class Takes:
             while take.good in take.arrived:
                 take.good = take.arrived.pop(take.good)
             take.bytes += nbytes
-        elif take.lease == piece.lease:
-            take.error = take.error or error
-        else:
+        elif take.lease != piece.lease or (is_lease_over and take.transfer):
             take.again.append((piece.start, piece.start + piece.blocks))
+            if take.lease == piece.lease:
+                take.over, take.lease, take.ready, take.final = take.lease, 0, [], False
+        else:
+            take.error = take.error or error
         self._settle(take, now_s)
 
     def is_held(self, source: Source) -> bool:

@@ -371,6 +371,64 @@ class TestTakes:
         one.progress(Progress("x", 7, 3, PROMPT, 0, [[50, 51]], False), 0.0)
         assert one.known(Known([("x", 7, 2)]), 1.0) == []
 
+    def test_a_preempted_prefill_costs_no_hand_over(self) -> None:
+        """The reads of two threads fail before the new lease is heard of."""
+        one = self.met(2 * PIECE_BLOCKS)
+        one.progress(Progress("x", 7, 3, PROMPT, 0, [list(range(100, 100 + 2 * PIECE_BLOCKS))], True), 0.0)
+        pieces = [one.next_piece("r"), one.next_piece("r")]
+        for piece in pieces:
+            assert piece is not None
+            one.read(piece, 0, "gone", 1.0, is_lease_over=True)
+            assert one.next_piece("r") is None  # not under the old lease
+        assert one.take_ended() == []
+        for first in (0, 9):  # on their way till now
+            assert one.progress(Progress("x", 7, 3, PROMPT, first, [[0]], False), 1.0) is None
+        assert one.known(Known([("x", 7, 10)]), 1.0) == []
+        assert one.next_piece("r") is None
+        assert one.take_to_tell() == []
+        one.progress(Progress("x", 8, 4, PROMPT, 0, [list(range(200, 200 + PIECE_BLOCKS))], False), 2.0)
+        one.progress(
+            Progress("x", 8, 4, PROMPT, PIECE_BLOCKS, [list(range(300, 300 + PIECE_BLOCKS))], True), 2.0
+        )
+        found = {}
+        for _ in pieces:
+            piece = one.next_piece("r")
+            assert piece is not None
+            assert piece.lease == 8
+            found.update(zip(piece.here[0], piece.there[0], strict=True))
+            one.read(piece, 1, "", 3.0)
+        assert found == {10 + n: (200 + n if n < PIECE_BLOCKS else 300 + n - PIECE_BLOCKS) for n in range(32)}
+        (ended,) = one.take_ended()
+        assert (ended.good, ended.error) == (2 * PIECE_BLOCKS, "")
+
+    @pytest.mark.parametrize("ends", ["gone", "silence", "drop"])
+    def test_a_lease_that_is_over_for_good(self, ends: str) -> None:
+        one = self.met()
+        one.progress(Progress("x", 7, 3, PROMPT, 0, [[50, 51, 52, 53]], True), 0.0)
+        piece = one.next_piece("r")
+        assert piece is not None
+        one.read(piece, 0, "gone", 0.0, is_lease_over=True)
+        if ends == "gone":
+            one.gone(Gone("x", "expired"), 0.0)
+        elif ends == "silence":
+            one.tick(SILENCE_S + 0.1)
+        else:
+            one.drop("r", 0.0)
+        assert [ended.good for ended in one.take_ended()] == [0]
+        told = [message for _, message in one.take_to_tell()]
+        assert [(done.lease, done.transfer) for done in told if isinstance(done, Done)] == [(0, "x")] * (
+            ends != "gone"
+        )
+
+    def test_a_two_step_lease_that_is_over_has_no_successor(self) -> None:
+        one = takes()
+        one.hold(Hold("r", offer(3), PROMPT, 3), "key", 0.0)
+        one.pull(pull(3), 0.0)
+        piece = one.next_piece("r")
+        assert piece is not None
+        one.read(piece, 0, "gone", 0.0, is_lease_over=True)
+        assert [ended.error for ended in one.take_ended()] == ["gone"]
+
     @pytest.mark.parametrize(
         "lost",
         [

@@ -295,6 +295,35 @@ class TestConcurrent:
             assert (ended.good, ended.error) == (3, "")
             np.testing.assert_array_equal(decode.kv[:, [11, 12]], prefill.kv[:, [5, 6]])
 
+    def test_a_read_that_fails_before_prefill_begins_anew(
+        self, pair: tuple[World, World], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The end of the old lease is seen in memory; the new one is told steps later."""
+        prefill, decode = pair
+        failed = threading.Event()
+        read = decode.station._takes.read
+
+        def reads(piece: Piece, nbytes: int, error: str, now_s: float, *, is_lease_over: bool) -> None:
+            read(piece, nbytes, error, now_s, is_lease_over=is_lease_over)
+            if is_lease_over:
+                failed.set()
+
+        monkeypatch.setattr(decode.station._takes, "read", reads)
+        with ExitStack() as stack:
+            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
+            prefill.station.computed(HandoverStep(grown=(Grown(77, 0, ((1, 2),), False),)))
+            prefill.station._page.set(5, 0)  # as in the step below, before decode is told anything
+            self.meet(prefill, decode, stack, [10, 11, 12])
+            assert failed.wait(DEADLINE_S)
+            prefill.station.begin(
+                HandoverStep(ends=(End(77, "preempted"),), opens=(Open(78, 6, "x-1", PROMPT),))
+            )
+            prefill.station.computed(HandoverStep(grown=(Grown(78, 0, ((4, 5, 6),), True),)))
+            ended = decode.ended()
+            assert (ended.good, ended.error) == (3, "")
+            np.testing.assert_array_equal(decode.kv[:, [10, 11, 12]], prefill.kv[:, [4, 5, 6]])
+            prefill.wait_handed(78)
+
     def test_an_aborted_prefill_leaves_what_is_good(self, pair: tuple[World, World]) -> None:
         prefill, decode = pair
         with ExitStack() as stack:
