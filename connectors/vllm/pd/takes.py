@@ -313,7 +313,7 @@ class Takes:
         del self._takes[take.hold.request_id]
         if take.transfer:
             del self._by_transfer[take.transfer]
-        if not take.is_gone:
+        if not take.is_gone and not self.is_held(take.hold.source):  # by another request, of n=2 say
             why = "" if take.is_private else take.error[:WHY_MAX]
             self._to_tell.append((take.key, Done(take.lease, take.transfer, why, self._reply)))
         if take.pull is None:

@@ -219,6 +219,29 @@ class TestTakes:
         assert one.take_to_tell() == [("key", Done(7, "", "", "D"))]
         assert len(one) == 0
 
+    @pytest.mark.parametrize("first", ["taken", "dropped", "lost"])
+    def test_the_last_of_several_requests_ends_their_lease(self, first: str) -> None:
+        """As the children of a request with n=2, which all bring the same offer."""
+        one = takes()
+        for name in ("r", "s"):
+            one.hold(Hold(name, offer(3), PROMPT, 3), "key", 0.0)
+        one.hold(Hold("other", offer(3, lease=8), PROMPT, 3), "key", 0.0)
+        if first == "dropped":
+            one.drop("r", 0.0)
+        else:
+            one.pull(pull(3), 0.0)
+            piece = one.next_piece("r")
+            assert piece is not None
+            one.read(piece, 1, "broken" if first == "lost" else "", 0.0)
+        assert one.take_to_tell() == []
+        one.pull(pull(3, name="s"), 1.0)
+        piece = one.next_piece("s")
+        assert piece is not None
+        one.read(piece, 1, "", 1.0)
+        assert one.take_to_tell() == [("key", Done(7, "", "", "D"))]
+        one.drop("other", 1.0)
+        assert one.take_to_tell() == [("key", Done(8, "", "", "D"))]
+
     @pytest.mark.parametrize("known", [False, True])
     @pytest.mark.parametrize("pulled", [False, True])
     def test_a_pull_that_was_interrupted_ends_once(self, known: bool, pulled: bool) -> None:

@@ -85,6 +85,26 @@ def test_a_slot_that_is_somebody_elses_now(pair: tuple[World, World]) -> None:
     assert decode.ended().good == 3
 
 
+def test_two_requests_take_one_offer(pair: tuple[World, World]) -> None:
+    """The second one has no room before the first has it all."""
+    prefill, decode = pair
+    offer = prefill.offer([1, 2])
+    for name in ("r", "s"):
+        decode.hold(offer, 2, name=name)
+    for name, here in (("r", (3, 4)), ("s", (5, 6))):
+        decode.station.pull(HandoverStep(pulls=(Pull(name, 0, (here,)),)))
+        ended = decode.ended()
+        assert (ended.good, ended.error) == (2, "")
+        np.testing.assert_array_equal(decode.kv[:, list(here)], prefill.kv[:, [1, 2]])
+        if name == "r":
+            decode.station.begin(HandoverStep(drops=("r",)))
+            decode.hold(prefill.offer([7], lease=79, slot=6), 1, name="t")
+            decode.station.begin(HandoverStep(drops=("t",)))
+            prefill.wait_handed(79)  # behind which nothing of the first is on its way
+    decode.station.begin(HandoverStep(drops=("s",)))
+    prefill.wait_handed(77)
+
+
 def test_another_model_or_engine_is_refused_in_one_sentence() -> None:
     with (
         world("P", seed=1, fingerprint=bytes(32)) as other_model,
