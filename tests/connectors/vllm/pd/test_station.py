@@ -238,11 +238,18 @@ def test_known_to_be_lost_before_there_was_room(pair: tuple[World, World]) -> No
     assert decode.station.take_lost() == {"r"}
 
 
-def test_blocks_that_are_not_there(pair: tuple[World, World]) -> None:
-    """A lying offer: the transfer engine lets nobody read beyond what is registered."""
-    prefill, decode = pair
-    decode.take(prefill.offer([10**6]), [1])
-    assert decode.ended().good == 0
+@pytest.mark.parametrize("block", [BLOCKS, 10**6, (1 << 32) - 1])
+@pytest.mark.parametrize("transports", [None, ["tcp"]])
+def test_blocks_that_are_not_there(block: int, transports: list[str] | None) -> None:
+    """A lying offer, signed all the same: the transfer engine lets nobody read beyond what is registered, and
+    what the request already has stays good."""
+    with world("P", seed=1) as prefill, world("D", seed=2, transports=transports) as decode:
+        blocks = list(range(PIECE_BLOCKS))
+        decode.take(prefill.offer([*blocks, block]), [*blocks, 20])
+        ended = decode.ended()
+        assert ended.good == PIECE_BLOCKS
+        assert ended.error
+        np.testing.assert_array_equal(decode.kv[:, blocks], prefill.kv[:, blocks])
 
 
 class TestConcurrent:
