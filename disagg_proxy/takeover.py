@@ -24,6 +24,7 @@ _TAKEN = b"taken"
 _SOCKETS_MAX = 16
 _ANSWER_S = 5.0  # of the old proxy
 _PREPARE_S = 120.0  # of the new one, from the sockets to serving
+_PAUSE_S = 1.0  # before what failed for want of open files, or of the name, is tried again
 
 _log = logging.getLogger("moonpool.proxy")
 
@@ -40,9 +41,12 @@ class Predecessor:
         await asyncio.to_thread(self._release)
 
     def _release(self) -> None:
-        with self._connection, suppress(OSError):
-            self._connection.sendall(_TAKEN)
-            self._connection.recv(1)  # its end: the name is free for us
+        with self._connection:
+            try:
+                self._connection.sendall(_TAKEN)
+                self._connection.recv(1)  # its end: the name is free for us
+            except OSError as error:
+                _log.warning("the proxy that ran here has not confirmed that it will end: %s", error)
 
     def close(self) -> None:
         self._connection.close()
@@ -73,7 +77,8 @@ def find_predecessor(host: str, port: int) -> Predecessor | None:
 class Offer:
     """Hands the sockets to whoever asks for them and is of this user, one at a time.
 
-    taken: called when somebody serves in our place.
+    taken: called when somebody serves in our place. While the name is another's, because a predecessor has
+    not given it up yet, it is tried again.
     """
 
     def __init__(
@@ -83,14 +88,11 @@ class Offer:
         self._taken = taken
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
-        self._task: asyncio.Task[None] | None = None
-        try:
-            self._socket.bind(_name(host, port))
-            self._socket.listen(4)
-            self._task = asyncio.get_running_loop().create_task(self._serve())
-        except OSError as error:
-            self._socket.close()
-            _log.warning("no other proxy will be able to take over from this one: %s", error)
+        self._name = _name(host, port)
+        bound = self._bind()
+        if not bound:
+            _log.warning("no other proxy can take over from this one while its name is another's")
+        self._task: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self._serve(bound))
 
     async def close(self) -> None:
         """Idempotent."""
@@ -100,10 +102,26 @@ class Offer:
             await asyncio.gather(task, return_exceptions=True)
         self._socket.close()
 
-    async def _serve(self) -> None:
+    def _bind(self) -> bool:
+        try:
+            self._socket.bind(self._name)
+            self._socket.listen(4)
+        except OSError:
+            return False
+        return True
+
+    async def _serve(self, bound: bool) -> None:
         loop = asyncio.get_running_loop()
+        while not bound:
+            await asyncio.sleep(_PAUSE_S)
+            bound = self._bind()
         while True:
-            caller, _ = await loop.sock_accept(self._socket)
+            try:
+                caller, _ = await loop.sock_accept(self._socket)
+            except OSError as error:  # no open file is left, or the caller is gone
+                _log.warning("another proxy could not be answered: %s", error.strerror or error)
+                await asyncio.sleep(_PAUSE_S)
+                continue
             with caller, suppress(OSError, TimeoutError):
                 if not _is_ours(caller):
                     continue

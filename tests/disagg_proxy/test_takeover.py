@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import os
+import resource
 import socket
 from collections import Counter
 
+import pytest
+
+from moonpool.disagg_proxy import takeover
 from moonpool.disagg_proxy.settings import ProxySettings
-from moonpool.disagg_proxy.takeover import find_predecessor
+from moonpool.disagg_proxy.takeover import Offer, Predecessor, find_predecessor
 
 from .harness import Client, Exchange, MockEngine, bed, proxy_process, until, with_deadline
 
 CHAT = "/v1/chat/completions"
+PAUSE_S = 0.01  # of each client, so that the interpreters that start meanwhile get a processor
 
 
 class Load:
@@ -37,6 +44,7 @@ class Load:
             if answer.status != 200:
                 self.errors.append(f"{answer.status} {answer.body!r}")
             self.answers[answer.headers["x-request-id"].partition("-")[0]] += 1
+            await asyncio.sleep(PAUSE_S)
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -44,7 +52,7 @@ class Load:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-@with_deadline
+@functools.partial(with_deadline, deadline_s=90.0)  # four interpreters start in it
 async def test_a_restart_refuses_no_connection_and_cuts_no_answer() -> None:
     goon = asyncio.Event()
 
@@ -104,3 +112,63 @@ async def test_nobody_to_take_over_from() -> None:
         free.bind(("127.0.0.1", 0))
         assert find_predecessor(*free.getsockname()) is None
     assert not ProxySettings(engines=(MockEngine("a").spec,)).take_over
+
+
+@with_deadline
+async def test_a_lack_of_open_files_ends_no_offer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(takeover, "_PAUSE_S", 0.01)
+    async with bed(1) as b:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with socket.socket(socket.AF_UNIX) as early:
+            early.setblocking(False)
+            held: list[int] = []
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+            try:
+                for _ in range(10):  # connections of the first health check are closed meanwhile
+                    with contextlib.suppress(OSError):
+                        while True:
+                            held.append(os.dup(early.fileno()))
+                    await asyncio.sleep(0)
+                early.connect(takeover._name(b.host, b.port))
+                await until(lambda: "could not be answered" in caplog.text)
+            finally:
+                for number in held:
+                    os.close(number)
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            greeting = await asyncio.get_running_loop().sock_recv(early, 64)  # what it came with is dropped
+        assert greeting == takeover._GREETING
+        found = await asyncio.to_thread(find_predecessor, b.host, b.port)
+        assert found is not None
+        for each in found.listening:
+            each.close()
+        found.close()
+
+
+@with_deadline
+async def test_a_name_that_is_given_up_late_is_had_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover, "_PAUSE_S", 0.01)
+    with socket.socket() as listening, socket.socket(socket.AF_UNIX) as old:
+        listening.bind(("127.0.0.1", 0))
+        host, port = listening.getsockname()
+        old.bind(takeover._name(host, port))
+        offer = Offer(host, port, [listening], lambda: None)
+        old.close()
+        found = None
+        while found is None:
+            found = await asyncio.to_thread(find_predecessor, host, port)
+        for each in found.listening:
+            each.close()
+        found.close()
+        await offer.close()
+
+
+@with_deadline
+async def test_a_predecessor_that_says_nothing_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(0.01)
+    with theirs:
+        await Predecessor(ours, []).release()
+        assert theirs.recv(16) == takeover._TAKEN
+    assert "has not confirmed that it will end" in caplog.text
