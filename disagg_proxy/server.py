@@ -345,19 +345,24 @@ async def _serve_until_signal(settings: ProxySettings) -> None:
 
 
 def _fit_open_files(settings: ProxySettings) -> ProxySettings:
-    """Raise the limit of open files as far as this process may, and bound the clients so that they leave a
-    quarter for connections to engines: of many clients few wait for an answer at one time."""
+    """Raise the limit of open files as far as this process may, and bound the clients so that all of them can
+    wait for an answer at one time: each needs its own connection and one to an engine, or to two engines
+    where prefill and decode may be asked at once."""
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
+    twice = settings.handover != "two_step" and any(spec.bootstrap_address for spec in settings.engines)
+    files_each = 3 if twice else 2
     wanted = settings.limits.client_connections_max
-    needed = wanted * 4 // 3 + _FILES_RESERVED
+    needed = wanted * files_each + _FILES_RESERVED
     if allowed == resource.RLIM_INFINITY or allowed >= needed:
         return settings
-    fitting = max(1, (allowed - _FILES_RESERVED) * 3 // 4)
+    fitting = max(1, (allowed - _FILES_RESERVED) // files_each)
     _log.warning(
-        "this process may open %d files, so at most %d clients are served at one time instead of %d; "
-        "ulimit -Hn %d (LimitNOFILE= of systemd) before the start allows them all",
+        "this process may open %d files and needs %d for each client that waits for an answer, so it takes "
+        "%d clients at one time instead of %d; ulimit -Hn %d (LimitNOFILE= of systemd) before the start allows "
+        "them all",
         allowed,
+        files_each,
         fitting,
         wanted,
         needed,

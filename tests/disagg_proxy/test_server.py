@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import socket
 import threading
@@ -11,8 +12,8 @@ import pytest
 
 from moonpool._native import ProxyRequest
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.server import ProxySettings, run, serve
-from moonpool.disagg_proxy.settings import Deadlines
+from moonpool.disagg_proxy.server import ProxySettings, _fit_open_files, run, serve
+from moonpool.disagg_proxy.settings import Deadlines, EngineSpec
 
 from .harness import (
     Client,
@@ -211,3 +212,37 @@ async def test_a_drain_waits_a_little_for_the_first_request_of_a_connection() ->
         clock.now += 3
         assert await silent.ended() == b""
         assert await draining
+
+
+PAIR = (EngineSpec("p", "http://127.0.0.1:1", "prefill"), EngineSpec("d", "http://127.0.0.1:2", "decode"))
+ALONE = (EngineSpec("e", "http://127.0.0.1:1"),)
+
+
+@pytest.mark.parametrize(
+    ("engines", "handover", "allowed", "clients"),
+    [
+        (ALONE, "auto", 20_128, 10_000),
+        (ALONE, "auto", 20_127, 9_999),
+        (ALONE, "auto", 4_096, 1_984),
+        (PAIR, "auto", 30_128, 10_000),
+        (PAIR, "auto", 16_384, 5_418),
+        (PAIR, "two_step", 16_384, 8_128),
+        (ALONE, "auto", 64, 1),
+        (ALONE, "auto", resource.RLIM_INFINITY, 10_000),
+    ],
+)
+def test_all_clients_may_wait_for_an_answer_at_one_time(
+    engines: tuple[EngineSpec, ...],
+    handover: str,
+    allowed: int,
+    clients: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, allowed))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
+    settings = _fit_open_files(ProxySettings(engines=engines, handover=handover))
+    assert settings.limits.client_connections_max == clients
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == (clients < 10_000)
+    assert all(f"takes {clients} clients at one time instead of 10000" in each for each in warned)
