@@ -66,6 +66,7 @@ class Pages:
         subscriber: Subscriber | None,
         look: Callable[[], Counters],
         policy: str,
+        recorder: Collector | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._look = look
@@ -74,6 +75,8 @@ class Pages:
             self._collectors += (HandoverCollector(dispatcher.handovers),)
         if dispatcher.uses_tokens:
             self._collectors += (ConductorCollector(dispatcher, locality, subscriber),)
+        if recorder is not None:
+            self._collectors += (recorder,)
         self._policy = policy
 
     def answer(self, path: bytes) -> Answer:

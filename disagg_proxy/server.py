@@ -94,7 +94,12 @@ class Proxy:
             self._dispatcher.chosen = self._recorder.chosen
         self._subscriber = self._listen_to_events() if policy.uses_tokens else None
         self._pages = Pages(
-            self._dispatcher, self._locality, self._subscriber, self.counters, settings.policy
+            self._dispatcher,
+            self._locality,
+            self._subscriber,
+            self.counters,
+            settings.policy,
+            self._recorder,
         )
         self.relay = Relay(
             engines=[(engine.name, engine.host, engine.role) for engine in self.engines],
@@ -359,8 +364,8 @@ def _fit_open_files(settings: ProxySettings) -> ProxySettings:
     fitting = max(1, (allowed - _FILES_RESERVED) // files_each)
     _log.warning(
         "this process may open %d files and needs %d for each client that waits for an answer, so it takes "
-        "%d clients at one time instead of %d; ulimit -Hn %d (LimitNOFILE= of systemd) before the start allows "
-        "them all",
+        "%d clients at one time instead of %d; ulimit -Hn %d (LimitNOFILE= of systemd) before the start "
+        "allows them all",
         allowed,
         files_each,
         fitting,

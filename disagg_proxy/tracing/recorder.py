@@ -7,15 +7,19 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from moonpool import __version__
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy import observations
 from moonpool.disagg_proxy.conductor.choice import Choice
-from moonpool.disagg_proxy.observations import Stage
+from moonpool.disagg_proxy.observations import Observation, Stage
 from moonpool.disagg_proxy.tracing.spans import Noted, Span, spans_of
 
 if TYPE_CHECKING:
@@ -32,9 +36,10 @@ _NEEDS = "spans for OpenTelemetry need its packages: pip install 'moonpool[otel]
 _log = logging.getLogger("moonpool.proxy")
 
 
-class Recorder:
+class Recorder(Collector):
     """Any thread may call it. Beyond its maxima spans are lost and counted, never requests held up.
 
+    dropped: records of which no spans were made, because too many waited or one was odd.
     exporter: OpenTelemetry's; closed with the recorder. clock: of the records, in seconds; wall: since 1970.
     """
 
@@ -49,7 +54,7 @@ class Recorder:
     ) -> None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        self.dropped = 0  # batches of records
+        self.dropped = 0
         self._processor: SpanProcessor = BatchSpanProcessor(exporter)
         self._make = Maker()
         self._engines = tuple(engines)
@@ -82,31 +87,44 @@ class Recorder:
             try:
                 self._records.put_nowait(records)
             except queue.Full:
-                self.dropped += 1
+                self.dropped += len(records) // observations.RECORD.size
         return records
 
     def close(self) -> None:
-        """Exports what is there, for at most FLUSH_S seconds or so."""
-        try:
+        """Exports what is there. What an absent collector has not taken within FLUSH_S seconds is lost with
+        the process: OpenTelemetry itself would wait for tens of seconds."""
+        with suppress(queue.Full):
             self._records.put(None, timeout=FLUSH_S)
-        except queue.Full:
-            return
-        self._thread.join(FLUSH_S)
-        self._processor.force_flush(int(FLUSH_S * 1000))
-        self._processor.shutdown()
+            self._thread.join(FLUSH_S)
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "moonpool_proxy_spans_dropped", "Records of which no spans were made", self.dropped
+        )
 
     def _run(self) -> None:
+        told = False
         while (records := self._records.get()) is not None:
             offset_s = self._wall() - self._clock()
             for observation in observations.read(records):
                 if observation.stage != Stage.ENDED:
                     continue
-                with self._lock:
-                    noted = self._noted.pop(observation.request, None)
-                if not observation.sampled:
-                    continue
-                for span in spans_of(observation, noted, self._engines, self._policy):
-                    self._processor.on_end(self._make(span, offset_s))
+                try:
+                    self._record(observation, offset_s)
+                except Exception:  # a policy of the user's own says odd things: other requests have spans
+                    self.dropped += 1
+                    if not told:
+                        _log.exception("a request has no spans; further ones are only counted")
+                    told = True
+        self._processor.shutdown()  # exports what is left
+
+    def _record(self, observation: Observation, offset_s: float) -> None:
+        with self._lock:
+            noted = self._noted.pop(observation.request, None)
+        if not observation.sampled:
+            return
+        for span in spans_of(observation, noted, self._engines, self._policy):
+            self._processor.on_end(self._make(span, offset_s))
 
 
 class Maker:

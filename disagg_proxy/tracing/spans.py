@@ -14,13 +14,13 @@ _FAILED = (Outcome.FAILED, Outcome.BROKEN_OFF)
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """What was known at a request's decision. why: what it was weighed by."""
+    """What was known at a request's decision. why: what it was weighed by; the policy's own words."""
 
     method: str
     path: str
     model: str
     request_id: str
-    why: Mapping[str, Value] = field(default_factory=dict)
+    why: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,11 @@ def _request_attributes(
         attributes["url.path"] = noted.path
         attributes["gen_ai.request.model"] = noted.model
         attributes["moonpool.request_id"] = noted.request_id
-        attributes |= {f"moonpool.decision.{name}": value for name, value in noted.why.items()}
+        attributes |= {
+            f"moonpool.decision.{name}": value if isinstance(value, Value) else str(value)
+            for name, value in noted.why.items()
+            if value is not None
+        }
     return _known(attributes)
 
 

@@ -5,19 +5,25 @@ from __future__ import annotations
 import gzip
 import logging
 import sys
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import single
+from moonpool.disagg_proxy.metrics import exposition
 from moonpool.disagg_proxy.observations import RECORD, Observation, Stage
 from moonpool.disagg_proxy.tracing import recorder as recorder_module
 from moonpool.disagg_proxy.tracing.recorder import Recorder, exporter_of
@@ -194,6 +200,47 @@ def test_what_is_noted_is_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch)
     assert names == ["request"] * 12 + ["POST /v1/completions"] * 8
 
 
+def test_a_collector_that_takes_nothing_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "FLUSH_S", 0.05)
+    exporter = StuckExporter()
+    recorder = Recorder(exporter, ENGINES, "conductor", clock=lambda: 0.0, wall=lambda: 0.0)
+    recorder.observed(RECORD.pack(*TWO_STEPS))
+    began = time.monotonic()
+    recorder.close()
+    assert time.monotonic() - began < 5.0
+    exporter.goon.set()
+    recorder._thread.join(20.0)
+    assert not recorder._thread.is_alive()
+
+
+def test_one_odd_decision_costs_no_other_spans(caplog: pytest.LogCaptureFixture) -> None:
+    exporter = InMemorySpanExporter()
+    recorder = Recorder(exporter, ENGINES, "conductor", clock=lambda: 0.0, wall=lambda: 0.0)
+    whys: list[dict[str, object]] = [
+        {"a": None, "b": [1, 2], "c": np.array([1, 2]), "d": 0.5},
+        {"a": Unsayable()},
+        {"a": Unsayable()},
+        {},
+    ]
+    for number, why in enumerate(whys):
+        choice = FakeChoice()
+        choice.why = MappingProxyType(why)  # type: ignore[assignment]
+        recorder.chosen(FakeRequest(number), choice)  # type: ignore[arg-type]
+    recorder.observed(b"".join(RECORD.pack(*ended(number)) for number in range(len(whys))))
+    recorder.close()
+    requests = [span for span in exporter.get_finished_spans() if span.kind is SpanKind.SERVER]
+    odd, plain = [span.attributes or {} for span in requests]
+    told = {name: value for name, value in odd.items() if name.startswith("moonpool.decision.")}
+    assert told == {
+        "moonpool.decision.b": "[1, 2]",
+        "moonpool.decision.c": "[1 2]",
+        "moonpool.decision.d": 0.5,
+    }
+    assert plain["moonpool.request_id"] == "r-3"
+    assert len(caplog.records) == 1
+    assert b"moonpool_proxy_spans_dropped_total 2.0" in exposition(recorder)
+
+
 def test_the_variables_of_opentelemetry() -> None:
     named = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
     assert exporter_of("", NO_VARIABLES) is None
@@ -217,6 +264,25 @@ def test_without_the_packages_there_is_one_sentence(
 
 def ended(request: int) -> Observation:
     return TWO_STEPS._replace(request=request)
+
+
+class StuckExporter(SpanExporter):
+    """As the one of OpenTelemetry when nobody answers: it heeds no deadline."""
+
+    def __init__(self) -> None:
+        self.goon = threading.Event()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.goon.wait(20.0)
+        return SpanExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        pass
+
+
+class Unsayable:
+    def __str__(self) -> str:
+        raise ValueError
 
 
 class FakeRequest:
