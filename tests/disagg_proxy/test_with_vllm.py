@@ -76,7 +76,12 @@ class Pair:
         """Until the engine has told that it holds these, and the proxy has heard all that we have."""
         eventually(lambda: self.held(engine, ids) == tokens, f"{engine} tells of {tokens} tokens")
         told = {name: row["sequence"] for name, row in self.heard.stats().items()}
-        eventually(lambda: self.heard_by(proxy) == told, f"the proxy hears {told}")
+
+        def is_heard() -> bool:  # engines may have told more meanwhile
+            heard = self.heard_by(proxy)
+            return all(heard[name] >= sequence for name, sequence in told.items())
+
+        eventually(is_heard, f"the proxy hears {told}")
 
     def heard_by(self, proxy: str) -> dict[str, float]:
         samples = metrics(self.proxies[proxy])
