@@ -1,12 +1,14 @@
 """Asks an engine which ids it would see: vLLM's ``/v1/.../render``, else ``/tokenize`` (vLLM, SGLang).
 
 The body goes there as the client sent it, so that tools, template arguments and system prompts count as they
-will. An engine that has no such page is not asked again for RETRY_S seconds.
+will. Engines take turns. One that has no such page is not asked for it again for RETRY_S seconds, one that
+did not answer is not asked at all for REST_S.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,10 +20,13 @@ from moonpool.disagg_proxy.tokens.source import TextPrompt
 
 DEADLINE_S = 2.0
 RETRY_S = 30.0
+REST_S = 5.0
 ANSWER_BYTES_MAX = 32 << 20
 
 _RENDER = {"chat": "/v1/chat/completions/render", "completions": "/v1/completions/render"}
-_ABSENT = (403, 404, 405, 501)  # 403: vLLM 0.32 without --enable-scale-out
+_ABSENT = (401, 403, 404, 405, 501)  # 401: --api-key; 403: vLLM 0.32 without --enable-scale-out
+
+_log = logging.getLogger("moonpool.proxy")
 
 
 class _Rendered(msgspec.Struct):
@@ -59,8 +64,8 @@ _completion = msgspec.json.Decoder(_Completion)
 
 
 class EngineSource:
-    """urls: root URLs of the engines that may be asked now, best first; the first is. One HTTP client with
-    kept-alive connections, on the running loop."""
+    """urls: root URLs of the engines that may be asked now. One HTTP client with kept-alive connections, on
+    the running loop."""
 
     def __init__(
         self,
@@ -73,24 +78,36 @@ class EngineSource:
         self._deadline_s = deadline_s
         self._clock = clock
         self._session: aiohttp.ClientSession | None = None
-        self._absent_until: dict[str, float] = {}
+        self._absent_until: dict[str, float] = {}  # of pages, and of engines by their root
+        self._turn = 0
+        self._told = False  # the log knows that engines want a key
         self.failures = 0
 
     async def ids(self, prompt: TextPrompt) -> bytes | None:
-        urls = self._urls(prompt.model)
-        if not urls:
+        roots = [root for root in self._urls(prompt.model) if self._may_ask(root, prompt.kind)]
+        if not roots:
             return None
+        self._turn += 1
+        root = roots[self._turn % len(roots)]
         try:
             async with asyncio.timeout(self._deadline_s):
-                ids = await self._render(urls[0], prompt)
-                return ids if ids is not None else await self._tokenize(urls[0], prompt)
-        except (TimeoutError, OSError, aiohttp.ClientError, msgspec.MsgspecError, *_ODD):
-            self.failures += 1
-            return None
+                ids = await self._render(root, prompt)
+                return ids if ids is not None else await self._tokenize(root, prompt)
+        except (OSError, aiohttp.ClientError):  # TimeoutError is an OSError
+            self._absent_until[root] = self._clock() + REST_S
+        except (msgspec.MsgspecError, *_ODD):
+            pass
+        self.failures += 1
+        return None
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+    def _may_ask(self, root: str, kind: str) -> bool:
+        """Whether the engine answers, and has one of the pages, for all that is known."""
+        pages = [self._absent_until.get(root + page, 0.0) for page in (_RENDER[kind], "/tokenize")]
+        return max(self._absent_until.get(root, 0.0), min(pages)) <= self._clock()
 
     async def _render(self, root: str, prompt: TextPrompt) -> bytes | None:
         answer = await self._post(root + _RENDER[prompt.kind], prompt.body)
@@ -119,6 +136,13 @@ class EngineSource:
         async with session.post(url, data=body, headers=headers) as answer:
             if answer.status in _ABSENT:
                 self._absent_until[url] = self._clock() + RETRY_S
+                if answer.status == 401 and not self._told:
+                    self._told = True
+                    _log.warning(
+                        "%s wants an API key, which the proxy has not: prompts of text are routed without "
+                        "their prefixes, unless --tokenizer MODEL=FOLDER says what their ids are",
+                        url,
+                    )
                 return None
             if answer.status != 200:
                 return None
@@ -130,7 +154,7 @@ async def _read(stream: aiohttp.StreamReader) -> bytes:
     async for piece in stream.iter_any():
         content += piece
         if len(content) > ANSWER_BYTES_MAX:
-            raise OSError(f"an engine's answer is longer than {ANSWER_BYTES_MAX} bytes")
+            raise ValueError(f"an engine's answer is longer than {ANSWER_BYTES_MAX} bytes")
     return bytes(content)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from moonpool.disagg_proxy.tokens.engine_source import EngineSource
+from moonpool.disagg_proxy.tokens.engine_source import REST_S, EngineSource
 from moonpool.disagg_proxy.tokens.source import KnownPrompts, TextPrompt
 
 CHAT = TextPrompt("chat", "m", b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":5}')
@@ -76,7 +76,7 @@ def test_completions_take_the_only_prompt_of_a_list() -> None:
     assert ask({"/v1/completions/render": two}, COMPLETION)[0] == [None]
 
 
-@pytest.mark.parametrize("status", [404, 403])
+@pytest.mark.parametrize("status", [404, 403, 401])
 def test_an_engine_without_render_is_asked_to_tokenize_and_for_render_only_once(status: int) -> None:
     """404: an older one; 403: vLLM 0.32, where it was not switched on."""
     renders, bodies = [], []
@@ -124,6 +124,60 @@ def test_an_engine_that_hangs_costs_the_deadline() -> None:
         raise AssertionError
 
     assert ask({"/v1/chat/completions/render": page}, CHAT, deadline_s=0.1) == ([None], 1)
+
+
+def test_engines_take_turns_and_one_that_hangs_rests() -> None:
+    asked = []
+    clock = [0.0]
+
+    async def hang(request: web.Request) -> web.Response:
+        asked.append("hangs")
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def well(name: str) -> Page:
+        async def page(request: web.Request) -> web.Response:
+            asked.append(name)
+            return web.json_response({"token_ids": [1]})
+
+        return page
+
+    async def scenario() -> None:
+        path = "/v1/chat/completions/render"
+        async with (
+            engine({path: hang}) as slow,
+            engine({path: well("a")}) as a,
+            engine({path: well("b")}) as b,
+        ):
+            source = EngineSource(lambda model: [slow, a, b], deadline_s=0.1, clock=lambda: clock[0])
+            answers = [await source.ids(CHAT) is None for _ in range(9)]
+            assert answers.count(True) == asked.count("hangs") == 1
+            assert asked.count("a") == asked.count("b") == 4
+            clock[0] = REST_S + 1
+            for _ in range(3):
+                await source.ids(CHAT)
+            assert asked.count("hangs") == 2
+            alone = EngineSource(lambda model: [slow], deadline_s=0.1, clock=lambda: clock[0])
+            assert [await alone.ids(CHAT) for _ in range(5)] == [None] * 5
+            assert asked.count("hangs") == 3  # four prompts waited for nothing
+            await source.close()
+            await alone.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_with_an_api_key_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    asked = []
+
+    async def page(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(status=401)
+
+    pages = {"/v1/chat/completions/render": page, "/tokenize": page}
+    assert ask(pages, CHAT, CHAT, CHAT)[0] == [None] * 3
+    assert len(asked) == 2
+    (record,) = caplog.records
+    assert "--tokenizer MODEL=FOLDER" in record.getMessage()
 
 
 def test_known_prompts_are_bounded_and_found() -> None:
