@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -73,16 +73,25 @@ def is_next(last: Rank, rank: Rank) -> bool:
 
 
 class Bootstrap:
-    """What is known of one engine's page. address: of the page; expected: whether somebody counts on it, so
-    that a page that is not there is worth a warning. ``take`` may be called on any thread, the rest on the
-    event loop.
+    """What is known of one engine's page. address: of the page; others: those of other engines' pages;
+    expected: whether somebody counts on it, so that a page that is not there is worth a warning. ``take`` may
+    be called on any thread, the rest on the event loop.
 
     up: whether the page is known and believed; restarts: how often an engine had another id; stale: requests
     that were sent with an id which may have been one of an engine that is no more.
     """
 
-    def __init__(self, engine: str, address: tuple[str, int], *, expected: bool, retry_s: float) -> None:
+    def __init__(
+        self,
+        engine: str,
+        address: tuple[str, int],
+        *,
+        expected: bool,
+        retry_s: float,
+        others: Set[tuple[str, int]] = frozenset(),
+    ) -> None:
         self.address = address
+        self.others = others
         self.restarts = 0
         self.stale = 0
         self._engine = engine
@@ -122,7 +131,7 @@ class Bootstrap:
         if ids == self._distrusted and now_s < self._trust_at_s:
             return
         with self._lock:
-            if self._ids and ids != self._ids:
+            if self._ids - ids and ids - self._ids:  # one alone: a rank that was not seen this time
                 self.restarts += 1
                 self.stale += self._unconfirmed
             self._unconfirmed = 0

@@ -109,7 +109,14 @@ def bootstrap_of(spec: EngineSpec, settings: ProxySettings) -> Bootstrap | None:
         )
         return None
     expected = bool(spec.bootstrap) or settings.handover == "concurrent"
-    return Bootstrap(spec.name, place, expected=expected, retry_s=settings.health.interval_s)
+    others = {each.bootstrap_address for each in settings.engines} - {place, None}
+    return Bootstrap(
+        spec.name,
+        place,
+        expected=expected,
+        retry_s=settings.health.interval_s,
+        others=frozenset(each for each in others if each is not None),
+    )
 
 
 def host_field(host: str, port: int) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 import msgspec
@@ -21,6 +21,7 @@ from moonpool.disagg_proxy.settings import HealthChecks
 
 _HEAD_BYTES_MAX = 64 << 10
 _BODY_BYTES_MAX = 1 << 20
+_NEXT_RANK_S = 0.5  # for each port behind a bootstrap page, where there may be nobody
 # What this process, or its host, has too little of; it says nothing about the engine.
 _OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 
@@ -87,8 +88,7 @@ class HealthChecker:
 
     async def _look_at_bootstrap(self, bootstrap: Bootstrap) -> None:
         try:
-            async with asyncio.timeout(self._checks.timeout_s):
-                ranks = await _ranks_at(*bootstrap.address)
+            ranks = await _ranks_at(*bootstrap.address, self._checks.timeout_s, bootstrap.others)
         except TimeoutError:
             return bootstrap.failed("no answer", self._loop.time())
         except OSError as error:
@@ -111,14 +111,26 @@ class HealthChecker:
             )
 
 
-async def _ranks_at(host: str, port: int) -> tuple[Rank, ...]:
-    """What a bootstrap page says, and those of further ranks on the ports behind it; () when it is none."""
+async def _ranks_at(
+    host: str, port: int, timeout_s: float, others: Set[tuple[str, int]] = frozenset()
+) -> tuple[Rank, ...]:
+    """What a bootstrap page says, and those of further ranks on the ports behind it, up to the page of one of
+    the others; () when it is none.
+
+    Raises OSError: TimeoutError when it does not answer, or for want of our own, which says nothing of it. A
+    following port that does not answer is taken to be nobody's.
+    """
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + timeout_s
     ranks: tuple[Rank, ...] = ()
     for number in range(port, min(port + RANKS_MAX, 65536)):
+        if ranks and (host, number) in others:
+            break
         try:
-            status, body, _ = await _get((host, number), "/query")
-        except OSError:  # TimeoutError is one
-            if not ranks:
+            async with asyncio.timeout_at(min(end_s, loop.time() + _NEXT_RANK_S) if ranks else end_s):
+                status, body, _ = await _get((host, number), "/query")
+        except OSError as error:  # TimeoutError is one
+            if not ranks or _is_ours(error):
                 raise
             break
         found = read_page(body, f"http://{host_field(host, number)}") if status == 200 else ()

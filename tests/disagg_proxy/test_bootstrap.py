@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 from collections.abc import AsyncIterator, Sequence
@@ -11,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy import health
 from moonpool.disagg_proxy.bootstrap import (
     DISTRUST_S,
     LATE_MAX,
@@ -71,12 +73,16 @@ def test_what_is_no_page(body: bytes) -> None:
 
 
 @asynccontextmanager
-async def pages(bodies: Sequence[bytes]) -> AsyncIterator[int]:
-    """Served at neighbouring ports; yields the first."""
+async def pages(bodies: Sequence[bytes | None]) -> AsyncIterator[int]:
+    """Served at neighbouring ports; yields the first. None: says nothing."""
+    gone = asyncio.Event()
 
-    async def serve(body: bytes, port: int) -> asyncio.Server:
+    async def serve(body: bytes | None, port: int) -> asyncio.Server:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET /query ")
+            if body is None:
+                await gone.wait()
+                return writer.close()
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
             await writer.drain()
             writer.close()
@@ -94,6 +100,7 @@ async def pages(bodies: Sequence[bytes]) -> AsyncIterator[int]:
             except (OSError, OverflowError):
                 continue  # a neighbour is taken
             yield first
+            gone.set()
             return
 
 
@@ -101,11 +108,58 @@ async def pages(bodies: Sequence[bytes]) -> AsyncIterator[int]:
 async def test_further_ranks_are_found_at_the_next_ports() -> None:
     others = [page(r0="x_dp0"), page(r1="x_dp1"), page(r2="x_dp2"), page(r3="other_dp3")]
     async with pages(others) as port:
-        ranks = await _ranks_at("127.0.0.1", port)
+        ranks = await _ranks_at("127.0.0.1", port, 5.0)
         assert [(rank.engine_id, rank.number) for rank in ranks] == [("x_dp0", 0), ("x_dp1", 1), ("x_dp2", 2)]
         assert [rank.url for rank in ranks] == [f"http://127.0.0.1:{port + place}" for place in range(3)]
     async with pages([page(r0="x"), page(r0="y")]) as port:  # two engines of one host
-        assert [rank.engine_id for rank in await _ranks_at("127.0.0.1", port)] == ["x"]
+        assert [rank.engine_id for rank in await _ranks_at("127.0.0.1", port, 5.0)] == ["x"]
+
+
+@with_deadline
+async def test_the_page_of_another_engine_ends_the_ranks() -> None:
+    """Two engines of one deployment, each an address of its own here."""
+    async with pages([page(r0="x_dp0"), page(r1="x_dp1")]) as port:
+        specs = [EngineSpec(f"p{n}", f"http://127.0.0.1:{n + 1}", "prefill", str(port + n)) for n in range(2)]
+        settings = ProxySettings(engines=(*specs, DECODE))
+        for spec, name in zip(specs, ("x_dp0", "x_dp1"), strict=True):
+            known = bootstrap_of(spec, settings)
+            assert known is not None
+            ranks = await _ranks_at(*known.address, 5.0, known.others)
+            assert [rank.engine_id for rank in ranks] == [name]
+
+
+@with_deadline
+async def test_a_port_that_drops_packets_costs_no_rank() -> None:
+    """As behind a firewall: it accepts, and never answers."""
+    async with pages([page(r0="x_dp0"), page(r1="x_dp1"), None]) as port:
+        ranks = await _ranks_at("127.0.0.1", port, 5.0)
+        assert [rank.engine_id for rank in ranks] == ["x_dp0", "x_dp1"]
+        with pytest.raises(TimeoutError):
+            await _ranks_at("127.0.0.1", port + 2, 0.05)
+
+
+@with_deadline
+async def test_a_lack_of_our_own_in_the_middle_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def get(address: tuple[str, int], path: str) -> tuple[int, bytes, tuple[str, int]]:
+        if address[1] == 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return 200, page(r0="x_dp0"), address
+
+    monkeypatch.setattr(health, "_get", get)
+    with pytest.raises(OSError, match="open files"):
+        await _ranks_at("h", 1, 5.0)
+
+
+def test_a_rank_that_is_not_seen_once_is_no_restart() -> None:
+    known = Bootstrap("p", ("h", 1), expected=True, retry_s=1.0)
+    two = read_page(page(r0="x_dp0", r1="x_dp1"), URL)
+    for ranks in (two, two[:1], two):
+        known.answered(ranks, 0.0)
+        assert known.take() in ranks
+        known.check_integrity()
+    assert (known.restarts, known.stale) == (0, 0)
+    known.answered(read_page(page(r0="y_dp0"), URL), 0.0)
+    assert known.restarts == 1
 
 
 def test_the_next_rank_is_of_the_same_engine() -> None:
