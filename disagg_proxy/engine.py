@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from moonpool.core.addresses import Address
 from moonpool.disagg_proxy.bootstrap import Bootstrap
 from moonpool.disagg_proxy.conductor.liveness import Liveness
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
@@ -108,6 +109,18 @@ def bootstrap_of(spec: EngineSpec, settings: ProxySettings) -> Bootstrap | None:
             spec.url,
         )
         return None
+    if far := _may_not_reach(place, settings):
+        _log.warning(
+            "engine %s: prefill and decode take two steps, because %s (%s) would be told to meet it at "
+            "%s:%d, on this host alone; name the engine by an address that decode engines reach, too, or "
+            "its page, --prefill %s#bootstrap=HOST:PORT (0: there is none)",
+            spec.name,
+            far.name,
+            far.url,
+            *place,
+            spec.url,
+        )
+        return None
     expected = bool(spec.bootstrap) or settings.handover == "concurrent"
     others = {each.bootstrap_address for each in settings.engines} - {place, None}
     return Bootstrap(
@@ -117,6 +130,14 @@ def bootstrap_of(spec: EngineSpec, settings: ProxySettings) -> Bootstrap | None:
         retry_s=settings.health.interval_s,
         others=frozenset(each for each in others if each is not None),
     )
+
+
+def _may_not_reach(page: tuple[str, int], settings: ProxySettings) -> EngineSpec | None:
+    """An engine that answers, and may be on another machine than this one, where alone the page is."""
+    if not Address(*page).is_loopback:
+        return None
+    answering = (each for each in settings.engines if each.role != "prefill")
+    return next((each for each in answering if not Address(*each.address).is_loopback), None)
 
 
 def host_field(host: str, port: int) -> str:

@@ -24,6 +24,7 @@ from moonpool.disagg_proxy.metrics import BOUNDS_S, Histogram, buckets
 from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
 
 RANK_HEADER = b"X-data-parallel-rank"
+UNTAKEN_TOKENS_MIN = 256  # a shorter prompt may have no whole block
 OUTCOMES = {
     Outcome.ANSWERED: "answered",
     Outcome.LEFT: "client_left",
@@ -67,15 +68,19 @@ class Handovers:
 
 @dataclass(slots=True)
 class FormStats:
-    """Of one form. gap: seconds from the end of a prefill to the first token of a stream, 0 when that came
+    """Of one form. untaken: long prompts of which the decode engine says that it had nothing, its own cache
+    included. gap: seconds from the end of a prefill to the first token of a stream, 0 when that came
     first; first_byte: from asking the prefill engine to that token."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
+    untaken: int = 0
     gap: Histogram = field(default_factory=lambda: ([0] * (len(BOUNDS_S) + 1), 0.0))
     first_byte: Histogram = field(default_factory=lambda: ([0] * (len(BOUNDS_S) + 1), 0.0))
 
     def add(self, seen: Observation) -> None:
         self.outcomes[OUTCOMES[Outcome(seen.outcome)]] += 1
+        if seen.status == 200 and seen.cached_tokens == 0 and seen.prompt_tokens >= UNTAKEN_TOKENS_MIN:
+            self.untaken += 1
         if not is_timed(seen):
             return
         done_s = seen.prefill_done_s or seen.first_byte_s
@@ -93,6 +98,11 @@ class HandoverCollector(Collector):
             "Requests whose decode engine was told where a prefill engine's work lies",
             labels=("form", "outcome"),
         )
+        untaken = CounterMetricFamily(
+            "moonpool_proxy_handovers_untaken",
+            "Hand-overs of which nothing arrived, as the decode engine's count of cached tokens says",
+            labels=("form",),
+        )
         gap = HistogramMetricFamily(
             "moonpool_proxy_handover_gap_seconds",
             "From the end of a prefill to the first token of a stream",
@@ -107,9 +117,10 @@ class HandoverCollector(Collector):
             label = form.name.lower()
             for outcome, count in sorted(stats.outcomes.items()):
                 ended.add_metric((label, outcome), count)
+            untaken.add_metric((label,), stats.untaken)
             gap.add_metric((label,), buckets=buckets(stats.gap), sum_value=stats.gap[1])
             first.add_metric((label,), buckets=buckets(stats.first_byte), sum_value=stats.first_byte[1])
-        yield from (ended, gap, first)
+        yield from (ended, untaken, gap, first)
         yield from self._pages()
 
     def _pages(self) -> Iterator[Metric]:

@@ -5,7 +5,6 @@ Every queue, table and wait of the proxy has its maximum here. Times are in seco
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from moonpool.core.addresses import Address
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.events.settings import EventSource
@@ -209,10 +209,7 @@ class ProxySettings:
     @property
     def loopback(self) -> bool:
         """Whether only this machine can reach the listening address."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return Address(self.host, self.port).is_loopback
 
 
 def read_api_keys(path: str) -> list[str]:

@@ -120,7 +120,7 @@ async def test_the_page_of_another_engine_ends_the_ranks() -> None:
     """Two engines of one deployment, each an address of its own here."""
     async with pages([page(r0="x_dp0"), page(r1="x_dp1")]) as port:
         specs = [EngineSpec(f"p{n}", f"http://127.0.0.1:{n + 1}", "prefill", str(port + n)) for n in range(2)]
-        settings = ProxySettings(engines=(*specs, DECODE))
+        settings = ProxySettings(engines=(*specs, EngineSpec("d", "http://127.0.0.1:3", "decode")))
         for spec, name in zip(specs, ("x_dp0", "x_dp1"), strict=True):
             known = bootstrap_of(spec, settings)
             assert known is not None
@@ -267,15 +267,15 @@ DECODE = EngineSpec("d", "http://d:1", "decode")
 
 def test_engines_that_would_share_a_page_take_two_steps() -> None:
     """Whose id is it? A wrong one would let decode wait for nothing."""
-    specs = tuple(EngineSpec(f"p{n}", f"http://127.0.0.1:{n}", "prefill") for n in (1, 2))
+    specs = tuple(EngineSpec(f"p{n}", f"http://h:{n}", "prefill") for n in (1, 2))
     settings = ProxySettings(engines=(*specs, DECODE))
     assert [bootstrap_of(spec, settings) for spec in settings.engines] == [None] * 3
     with pytest.raises(ConfigError, match="several prefill engines"):
         ProxySettings(engines=(*specs, DECODE), handover="concurrent")
-    given = EngineSpec("p3", "http://127.0.0.1:3", "prefill", "8998")
+    given = EngineSpec("p3", "http://h:3", "prefill", "8998")
     with pytest.raises(ConfigError, match="several prefill engines"):
         ProxySettings(engines=(specs[0], given, DECODE))
-    apart = EngineSpec("p4", "http://127.0.0.1:4", "prefill", "8999")
+    apart = EngineSpec("p4", "http://h:4", "prefill", "8999")
     settings = ProxySettings(engines=(specs[0], apart, DECODE))
     assert [
         known and known.address[1] for known in (bootstrap_of(spec, settings) for spec in settings.engines)
@@ -286,8 +286,31 @@ def test_engines_that_would_share_a_page_take_two_steps() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "works"),
+    [
+        ("http://localhost:1", "http://10.0.0.3:1", False),
+        ("http://127.0.0.1:1", "http://d:1", False),
+        ("http://[::1]:1", "http://d:1", False),
+        ("http://p:1#bootstrap=127.0.0.1:8998", "http://d:1", False),
+        ("http://localhost:1#bootstrap=p:8998", "http://d:1", True),
+        ("http://localhost:1", "http://127.0.0.1:2", True),
+        ("http://10.0.0.2:1", "http://10.0.0.3:1", True),
+        ("http://10.0.0.2:1", "http://localhost:1", True),
+    ],
+)
+def test_a_page_that_decode_engines_cannot_reach(
+    prefill: str, decode: str, works: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They would ask themselves, and compute every prompt anew."""
+    (spec,) = parse_engines([prefill], "prefill")
+    settings = ProxySettings(engines=(spec, *parse_engines([decode], "decode")))
+    assert (bootstrap_of(spec, settings) is not None) == works
+    assert len(warnings_in(caplog)) == (not works)
+
+
 def test_the_form_is_one_of_three() -> None:
-    spec = EngineSpec("p", "http://127.0.0.1:1", "prefill")
+    spec = EngineSpec("p", "http://h:1", "prefill")
     with pytest.raises(ConfigError, match="auto, two_step, concurrent"):
         ProxySettings(engines=(spec, DECODE), handover="three_step")
     two_step = ProxySettings(engines=(spec, DECODE), handover="two_step")

@@ -78,6 +78,7 @@ def test_both_forms_give_the_same_answers(handover: str, form: str, policy: str)
             counted = await metrics_of(f)
             label = f'form="{form}"'
             assert counted[f'moonpool_proxy_handovers_total{{{label},outcome="answered"}}'] == 16
+            assert counted[f"moonpool_proxy_handovers_untaken_total{{{label}}}"] == 0
             for family in ("gap", "first_byte"):
                 assert counted[f"moonpool_proxy_handover_{family}_seconds_count{{{label}}}"] == 8
             up = [value for name, value in counted.items() if name.startswith("moonpool_proxy_bootstrap_up")]
@@ -284,6 +285,25 @@ def test_another_engines_page_is_found_out(monkeypatch: pytest.MonkeyPatch) -> N
             assert why["handover"] == "two_step"
             assert engine_of(f, "decode").counts["failed_fetches"] == 3
             await f.settle()
+
+    play(scenario)
+
+
+def test_hand_overs_of_which_nothing_arrives_are_counted() -> None:
+    async def scenario() -> None:
+        mock = MockSettings(lease_s=0.1)
+        async with (
+            fleet("both", mock=mock) as other,
+            fleet("prefill", "decode", handover="auto", mock=mock, health=SELDOM) as f,
+        ):
+            assert f.proxy.engines[0].bootstrap is not None
+            f.proxy.engines[0].bootstrap.address = ("127.0.0.1", engine_of(other, "both").port)
+            await check(f)
+            answer, _ = await f.ask(PROMPT)
+            assert text_of(answer) == text_for(PROMPT)
+            await f.settle()
+            counted = await metrics_of(f)
+            assert counted['moonpool_proxy_handovers_untaken_total{form="concurrent"}'] == 1
 
     play(scenario)
 
