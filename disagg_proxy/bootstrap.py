@@ -14,18 +14,15 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 import msgspec
 
+from moonpool.disagg_proxy.page_watch import DISTRUST_S, LATE_MAX, LATE_S, WINDOW, PageWatch, Verdict
+
 RANKS_MAX = 256
 RETRY_S_MAX = 30.0  # a page that does not answer is asked for less and less often
-# A page at the usual port may be of another engine of its host. Then decode waits for what never comes, and
-# all that can be seen of it is that first tokens come so long after their prefill, so often in a row.
-LATE_S = 2.5
-LATE_MAX = 3
-DISTRUST_S = 300.0
 _RANK = re.compile(r"(.+)_dp([0-9]{1,4})")
 
 _log = logging.getLogger("moonpool.proxy")
@@ -78,7 +75,8 @@ class Bootstrap:
     be called on any thread, the rest on the event loop.
 
     up: whether the page is known and believed; restarts: how often an engine had another id; stale: requests
-    that were sent with an id which may have been one of an engine that is no more.
+    that were sent with an id which may have been one of an engine that is no more; says: the ids on the page
+    when it was last seen, believed or not.
     """
 
     def __init__(
@@ -92,6 +90,7 @@ class Bootstrap:
     ) -> None:
         self.address = address
         self.others = others
+        self.says: frozenset[str] = frozenset()
         self.restarts = 0
         self.stale = 0
         self._engine = engine
@@ -104,7 +103,7 @@ class Bootstrap:
         self._ids: frozenset[str] = frozenset()  # the last that were known
         self._turn = 0
         self._unconfirmed = 0  # taken since the page was last seen
-        self._late = 0
+        self._watch = PageWatch()
         self._distrusted: frozenset[str] = frozenset()
         self._trust_at_s = 0.0
 
@@ -125,9 +124,16 @@ class Bootstrap:
             self._unconfirmed += 1
             return self._ranks[self._turn % len(self._ranks)]
 
-    def answered(self, ranks: tuple[Rank, ...], now_s: float) -> None:
-        """The page is there, and says this (never empty)."""
-        ids = frozenset(rank.engine_id for rank in ranks)
+    def answered(self, ranks: tuple[Rank, ...], now_s: float, pages: Iterable[Bootstrap] = ()) -> None:
+        """The page is there, and says this (never empty). pages: of all engines. Of two that say the same
+        nobody knows whose it is: neither is believed."""
+        ids = self.says = frozenset(rank.engine_id for rank in ranks)
+        twins = [page for page in pages if page is not self and page.says & ids]
+        for page in twins:
+            page._share(self)
+        if twins:
+            self._share(twins[0])
+            return self._ask_later(now_s)
         if ids == self._distrusted and now_s < self._trust_at_s:
             return
         with self._lock:
@@ -136,24 +142,36 @@ class Bootstrap:
                 self.stale += self._unconfirmed
             self._unconfirmed = 0
             was_up, self._ranks, self._ids = self.up, ranks, ids
+            if not was_up:
+                self._watch.believe()
         self._retry_s, self._ask_at_s = self._retry_first_s, 0.0
         if not was_up:
             self._told = False
             _log.info("engine %s hands over concurrently: %d rank(s)", self._engine, len(ranks))
 
-    def met(self, gap_s: float, now_s: float) -> None:
-        """A request's first token came so long after its prefill had ended. On any thread."""
+    def met(self, decode: int, wait_s: float, *, concurrent: bool, now_s: float) -> None:
+        """A hand-over to a decode engine (its place), which came so long after its prefill. On any thread."""
         with self._lock:
-            self._late = self._late + 1 if gap_s > LATE_S else 0
-            if self._late < LATE_MAX or not self._ranks:
+            if concurrent and not self._ranks:
                 return
-            self._distrusted, self._trust_at_s = self._ids, now_s + DISTRUST_S
-            self._ranks, self._late = (), 0
+            verdict = self._watch.met(decode, wait_s, concurrent=concurrent, now_s=now_s)
+            if verdict is Verdict.NONE:
+                return
+            if verdict is Verdict.DOUBT:
+                self._distrusted, self._trust_at_s = self._ids, now_s + DISTRUST_S
+                self._ranks = ()
+            else:
+                self._trust_at_s = now_s
+        if verdict is Verdict.CLEAR:
+            _log.info("engine %s: two steps are as late; it was not its bootstrap page", self._engine)
+            return
         _log.warning(
-            "engine %s: first tokens come more than %g s after their prefill; perhaps the bootstrap page at "
-            "%s:%d is another engine's (--prefill URL#bootstrap=PORT says where its own is), or decode "
-            "engines are overloaded; prefill and decode take two steps for %g s",
+            "engine %s: %d of %d answers came more than %g s after their prefill; perhaps the bootstrap page "
+            "at %s:%d is another engine's (--prefill URL#bootstrap=PORT says where its own is), or decode "
+            "engines cannot reach it; prefill and decode take two steps for %g s, unless those are as late",
             self._engine,
+            LATE_MAX,
+            WINDOW,
             LATE_S,
             *self.address,
             DISTRUST_S,
@@ -163,12 +181,13 @@ class Bootstrap:
         """The page did not answer, though the engine is well."""
         if self.up or self._expected:
             self._tell(why)
+        self.says = frozenset()
         self._drop()
-        self._ask_at_s = now_s + self._retry_s
-        self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
+        self._ask_later(now_s)
 
     def engine_left(self) -> None:
         """The engine is not in the rotation; when it comes back it is asked anew."""
+        self.says = frozenset()
         self._drop()
         self._retry_s, self._ask_at_s = self._retry_first_s, 0.0
 
@@ -178,6 +197,14 @@ class Bootstrap:
             raise AssertionError("the ids of the ranks are not those that are known")
         if not self._ranks and self._unconfirmed and not self._ids:
             raise AssertionError("requests were sent by a page that was never there")
+
+    def _share(self, other: Bootstrap) -> None:
+        self._tell(f"what answers there is the page of engine {other._engine}, too")
+        self._drop()
+
+    def _ask_later(self, now_s: float) -> None:
+        self._ask_at_s = now_s + self._retry_s
+        self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
 
     def _tell(self, why: str) -> None:
         if self._told:

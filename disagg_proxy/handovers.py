@@ -22,6 +22,7 @@ from moonpool.disagg_proxy.conductor.plan import Plan, concurrent, two_step
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.metrics import BOUNDS_S, Histogram, buckets
 from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.page_watch import wait_of
 
 RANK_HEADER = b"X-data-parallel-rank"
 UNTAKEN_TOKENS_MIN = 256  # a shorter prompt may have no whole block
@@ -62,8 +63,9 @@ class Handovers:
         form = Handed(seen.handed_over)
         self.stats[form].add(seen)
         bootstrap = self.engines[seen.prefill].bootstrap
-        if form is Handed.CONCURRENT and bootstrap is not None and seen.prefill_done_s and is_timed(seen):
-            bootstrap.met(seen.first_byte_s - seen.prefill_done_s, seen.last_byte_s)
+        if bootstrap is not None and (wait_s := wait_of(seen)) is not None:
+            at_once = form is Handed.CONCURRENT
+            bootstrap.met(seen.decode, wait_s, concurrent=at_once, now_s=seen.last_byte_s)
 
 
 @dataclass(slots=True)

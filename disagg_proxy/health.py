@@ -10,7 +10,7 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 import msgspec
@@ -37,11 +37,13 @@ class _ModelList(msgspec.Struct):
 
 
 class HealthChecker:
-    """Checks one engine until cancelled. ``first`` is done after the first outcome, good or bad."""
+    """Checks one engine until cancelled. ``first`` is done after the first outcome, good or bad. pages: the
+    bootstrap pages of all engines."""
 
-    def __init__(self, engine: Engine, checks: HealthChecks) -> None:
+    def __init__(self, engine: Engine, checks: HealthChecks, pages: Sequence[Bootstrap] = ()) -> None:
         self._engine = engine
         self._checks = checks
+        self._pages = pages
         self._loop = asyncio.get_running_loop()
         self._short = False  # the log knows that checks cannot be made
         self.first: asyncio.Future[None] = self._loop.create_future()
@@ -98,7 +100,7 @@ class HealthChecker:
         if not ranks:
             return bootstrap.failed("something else answers there", self._loop.time())
         if self._engine.liveness.healthy:  # it may have left the rotation meanwhile
-            bootstrap.answered(ranks, self._loop.time())
+            bootstrap.answered(ranks, self._loop.time(), self._pages)
 
     def _not_checked(self, error: OSError) -> None:
         self._engine.not_checked()

@@ -127,7 +127,8 @@ class Proxy:
         await self._bind()
         if self._subscriber is not None:
             self._subscriber.start()
-        checkers = [HealthChecker(engine, self._settings.health) for engine in self.engines]
+        pages = [engine.bootstrap for engine in self.engines if engine.bootstrap is not None]
+        checkers = [HealthChecker(engine, self._settings.health, pages) for engine in self.engines]
         self._tasks = [self._loop.create_task(checker.run()) for checker in checkers]
         self._tasks.append(self._loop.create_task(self._observe_forever()))
         await asyncio.gather(*(checker.first for checker in checkers))

@@ -14,9 +14,6 @@ import pytest
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy import health
 from moonpool.disagg_proxy.bootstrap import (
-    DISTRUST_S,
-    LATE_MAX,
-    LATE_S,
     RETRY_S_MAX,
     Bootstrap,
     Rank,
@@ -26,6 +23,7 @@ from moonpool.disagg_proxy.bootstrap import (
 )
 from moonpool.disagg_proxy.engine import bootstrap_of
 from moonpool.disagg_proxy.health import _ranks_at
+from moonpool.disagg_proxy.page_watch import DISTRUST_S, LATE_MAX, LATE_S
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings, parse_engines
 
 from .harness import with_deadline
@@ -203,22 +201,61 @@ def test_a_missing_page_is_asked_for_less_often_and_told_once(caplog: pytest.Log
     assert "#bootstrap=PORT" in warning
 
 
+def late(known: Bootstrap, count: int, now_s: float, *, concurrent: bool = True) -> None:
+    for _ in range(count):
+        known.met(7, LATE_S + 1, concurrent=concurrent, now_s=now_s)
+
+
 def test_a_page_of_another_engine_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
     known = Bootstrap("p", ("h", 1), expected=False, retry_s=1.0)
     known.answered(ONE, 0.0)
-    for gap_s in [0.1, LATE_S + 1] * 10 + [LATE_S + 1] * (LATE_MAX - 2):
-        known.met(gap_s, 10.0)
+    late(known, LATE_MAX - 1, 10.0)
     assert known.up
-    known.met(LATE_S + 1, 10.0)
+    late(known, 5, 10.0)
     assert len(warnings_in(caplog)) == 1
     for now_s, up in ((11.0, False), (10.0 + DISTRUST_S, True)):
         known.answered(ONE, now_s)
         assert known.up == up
-    for _ in range(LATE_MAX):
-        known.met(LATE_S + 1, 500.0)
+    late(known, LATE_MAX, 500.0)
     known.answered((Rank("b", URL),), 501.0)  # the engine restarted
     assert known.take() == Rank("b", URL)
     known.check_integrity()
+
+
+def test_a_page_is_believed_again_when_two_steps_are_as_late() -> None:
+    known = Bootstrap("p", ("h", 1), expected=False, retry_s=1.0)
+    known.answered(ONE, 0.0)
+    late(known, LATE_MAX, 10.0)
+    late(known, LATE_MAX - 1, 11.0, concurrent=False)
+    known.answered(ONE, 11.0)
+    assert not known.up
+    late(known, 1, 12.0, concurrent=False)
+    known.answered(ONE, 12.0)
+    assert known.up
+    late(known, 100, 13.0)
+    assert known.up  # nor is it doubted again at once
+    known.check_integrity()
+
+
+def test_two_engines_whose_pages_say_the_same_take_two_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """localhost and 127.0.0.1, or two names of one host: the settings cannot tell."""
+    first, second, third = pages = [
+        Bootstrap(name, (name, 1), expected=False, retry_s=1.0) for name in ("a", "b", "c")
+    ]
+    first.answered(ONE, 0.0, pages)
+    third.answered((Rank("other", URL),), 0.0, pages)
+    assert first.up
+    for now_s in range(5):
+        second.answered(ONE, now_s, pages)
+        assert (first.up, second.up, third.up) == (False, False, True)
+        first.answered(ONE, now_s, pages)
+        assert (first.up, second.up, third.up) == (False, False, True)
+    assert not first.is_due(4.5)  # less often, as one that does not answer
+    assert len(warnings_in(caplog)) == 2
+    assert "is the page of engine a, too" in caplog.text
+    second.answered((Rank("own", URL),), 6.0, pages)
+    first.answered(ONE, 6.0, pages)
+    assert (first.up, second.up) == (True, True)
 
 
 def test_the_parameters_of_both() -> None:

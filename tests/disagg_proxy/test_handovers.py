@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from moonpool.disagg_proxy import page_watch
 from moonpool.disagg_proxy.mock_engine import api
 from moonpool.disagg_proxy.mock_engine.server import MockEngine
 from moonpool.disagg_proxy.mock_engine.settings import MockSettings
@@ -264,9 +265,10 @@ def test_without_a_bootstrap_page_two_steps_and_one_warning(caplog: pytest.LogCa
     play(scenario)
 
 
-def test_another_engines_page_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("streams", [False, True])
+def test_another_engines_page_is_found_out(streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its id is good, but it never hears of the requests: decode waits, then computes."""
-    monkeypatch.setattr("moonpool.disagg_proxy.bootstrap.LATE_S", 0.1)
+    monkeypatch.setattr(page_watch, "LATE_S", 0.1)
 
     async def scenario() -> None:
         mock = MockSettings(lease_s=0.3)
@@ -278,13 +280,31 @@ def test_another_engines_page_is_found_out(monkeypatch: pytest.MonkeyPatch) -> N
             assert bootstrap is not None
             bootstrap.address = ("127.0.0.1", engine_of(other, "both").port)
             await check(f)
-            for number in range(3):
+            for number in range(page_watch.LATE_MAX):
                 prompt = f"{number} {PROMPT}"
-                assert await stream_of(f, prompt) == text_for(prompt)
+                got = await stream_of(f, prompt) if streams else text_of((await f.ask(prompt))[0])
+                assert got == text_for(prompt)
             _, why = await f.ask("then " + PROMPT)
             assert why["handover"] == "two_step"
-            assert engine_of(f, "decode").counts["failed_fetches"] == 3
+            assert engine_of(f, "decode").counts["failed_fetches"] == page_watch.LATE_MAX
             await f.settle()
+
+    play(scenario)
+
+
+def test_one_page_for_two_engines_is_believed_for_neither() -> None:
+    async def scenario() -> None:
+        often = HealthChecks(interval_s=0.02)
+        async with fleet("prefill", "prefill", "decode", handover="auto", health=often) as f:
+            first, second = (f.proxy.engines[place].bootstrap for place in (0, 1))
+            assert first is not None
+            assert second is not None
+            assert first.up
+            assert second.up
+            second.address = first.address  # by another name of the host
+            await until(lambda: not first.up and not second.up)
+            answer, why = await f.ask(PROMPT)
+            assert (text_of(answer), why["handover"]) == (text_for(PROMPT), "two_step")
 
     play(scenario)
 
