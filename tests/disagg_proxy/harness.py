@@ -12,6 +12,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -325,8 +326,9 @@ async def proxy_process(
             assert process.stdout is not None
             line = (await process.stdout.readline()).decode()
         else:
-            await until(lambda: b"\n" in Path(output.name).read_bytes())
-            line = Path(output.name).read_text()
+            said = Path(output.name)
+            await until(lambda: re.search(r"^moonpool proxy: .*\n", said.read_text(), re.M) is not None)
+            line = next(row for row in said.read_text().splitlines() if row.startswith("moonpool proxy: "))
         assert line.startswith("moonpool proxy: serving on http://127.0.0.1:")
         yield ProxyProcess(process, int(line.split(" ")[4].rsplit(":", 1)[1]))
     finally:
