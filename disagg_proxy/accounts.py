@@ -21,6 +21,8 @@ FORGOTTEN_S = 900.0
 LEARN_EVERY_S = 0.005  # of one model: more samples say nothing new, and would be a tenth of each decision
 TOLERANCE_TOKENS = 160  # a block of vLLM on a CPU, and a few tokens
 
+_PREFILLED, _BEGUN, _ANSWERED = int(Stage.PREFILLED), int(Stage.BEGUN), int(Outcome.ANSWERED)
+
 _log = logging.getLogger("moonpool.proxy")
 
 
@@ -59,9 +61,9 @@ class Accounts:
         sent = self._sent.get(observation.request)
         if sent is None:
             return
-        if observation.stage == Stage.PREFILLED:
+        if observation.stage == _PREFILLED:
             self._prefilled(observation, sent, observation.prefill_done_s)
-        elif observation.stage == Stage.BEGUN:
+        elif observation.stage == _BEGUN:
             self._begun(observation, sent)
         else:
             self._ended(observation, sent)
@@ -107,12 +109,13 @@ class Accounts:
 
     def _ended(self, observation: Observation, sent: _Sent) -> None:
         choice, now_s = sent.choice, observation.last_byte_s
-        tokens = observation.completion_tokens if observation.outcome == Outcome.ANSWERED else 0
+        answered = observation.outcome == _ANSWERED
+        tokens = observation.completion_tokens if answered else 0
         decoded = choice.decode.books.decode_ended(observation.request, tokens, now_s)
         decode_model = choice.decode.decode_model
         if decoded is not None and observation.stream and self._is_wanted(decode_model, now_s):
             decode_model.observe(decoded.batch, decoded.context_tokens, decoded.gap_s)
-        if observation.outcome == Outcome.ANSWERED and observation.status == 200:
+        if answered and observation.status == 200:
             self._compare(observation, sent)
         self._leave(observation.request, now_s)
 
@@ -125,12 +128,12 @@ class Accounts:
 
     def _compare(self, observation: Observation, sent: _Sent) -> None:
         """The engine's own count of cached tokens with ours."""
-        asked, computes = sent.asked, sent.choice.computes
-        cached = observation.cached_tokens
-        if sent.choice.prefill is not None:
-            cached = observation.prefill_cached_tokens
+        asked = sent.asked
+        apart = sent.choice.prefill is not None
+        cached = observation.prefill_cached_tokens if apart else observation.cached_tokens
         if not asked.tokens or observation.prompt_tokens < 0 or cached < 0:
             return
+        computes = sent.choice.computes
         predicted = max(asked.own_at(computes), asked.pool)
         sentence = self.watches[computes.place].report(
             asked.tokens, observation.prompt_tokens, predicted, cached
@@ -142,6 +145,6 @@ class Accounts:
         sent = self._sent.pop(request, None)
         if sent is None:
             return
-        for instance in {sent.choice.computes, sent.choice.decode}:
-            instance.books.prefill_ended(request, now_s, done=False)
-            instance.books.decode_ended(request, 0, now_s)
+        computes, decode = sent.choice.computes.books, sent.choice.decode.books
+        computes.prefill_ended(request, now_s, done=False)
+        decode.decode_ended(request, 0, now_s)

@@ -62,6 +62,8 @@ class Dispatcher:
         self.late_errors = 0  # of the policy, on the event loop
         self.chosen: Callable[[ProxyRequest, Choice], None] | None = None  # hears of each choice
         self._policy = policy
+        # Of a policy that looks at prompts every record is kept account of.
+        self._read = observations.read if policy.uses_tokens else observations.read_kept
         self._locality = locality
         self._tokens = tokens
         self._loop = loop
@@ -160,7 +162,8 @@ class Dispatcher:
     # The choice
 
     def _choose_by(self, request: ProxyRequest, ids: bytes) -> Decision:
-        seed = seed_of(request.cache_salt, request.model, self._models(request))
+        model = request.model
+        seed = seed_of(request.cache_salt, model, self._models(request, model))
         place = self._locality.find(ids, seed)
         answer_tokens = request.max_tokens or ANSWER_TOKENS
         return self._choose(request, Request(len(ids) // 4, place.own, place.pool, answer_tokens), place)
@@ -170,7 +173,8 @@ class Dispatcher:
         # Not under the lock: the data plane's thread, which answers this, may be waiting for it.
         records = self._observed()
         with self._lock:
-            self._learn(records)
+            if records:
+                self._learn(records)
             now_s = self._clock()
             choice = self._policy.choose(asked, instances, now_s)
             self.accounts.sent(request.id, choice, asked, streams=request.stream, now_s=now_s)
@@ -205,26 +209,26 @@ class Dispatcher:
         if prefill is None:
             plan, form = Plan(decode.place, note=note), Handed.NOT
         else:
-            transfer = f"{request.id:x}-{request.attempt}"
-            plan, form = self.handovers.plan(decode.place, prefill.place, transfer, note)
+            plan, form = self.handovers.plan(decode.place, prefill.place, request, note)
         if request.headers("x-moonpool-decision") is None:
             return plan
         why = {
             "engine": decode.name,
             "prefill": prefill and prefill.name,
             "handover": form.name.lower() if form else None,
-            **choice.why,
+            **{name: round(value, 5) if isinstance(value, float) else value for name, value in choice.why.items()},
         }
         return plan._replace(headers=((b"X-Moonpool-Decision", msgspec.json.encode(why)),))
 
-    def _models(self, request: ProxyRequest) -> Mapping[str, bytes] | None:
+    def _models(self, request: ProxyRequest, model: str) -> Mapping[str, bytes] | None:
         for place in request.candidates:
             models: Mapping[str, bytes] | None = self.engines[place].models
-            if models and request.model in models:
+            if models and model in models:
                 return models
         return None
 
     def _learn(self, records: bytes) -> None:
-        for observation in observations.read_kept(records):
+        for observation in self._read(records):
             self.accounts.learn(observation)
-            self.handovers.observed(observation)
+            if observation.handed_over:
+                self.handovers.observed(observation)

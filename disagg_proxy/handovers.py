@@ -11,14 +11,15 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.bootstrap import parameters
-from moonpool.disagg_proxy.conductor.plan import Plan, concurrent, two_step
+from moonpool.disagg_proxy.conductor.plan import Plan, concurrent
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.metrics import BOUNDS_S, Histogram, buckets
 from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
@@ -26,13 +27,16 @@ from moonpool.disagg_proxy.page_watch import wait_of
 
 RANK_HEADER = b"X-data-parallel-rank"
 UNTAKEN_TOKENS_MIN = 256  # a shorter prompt may have no whole block
-OUTCOMES = {
+OUTCOMES: Mapping[int, str] = {
     Outcome.ANSWERED: "answered",
     Outcome.LEFT: "client_left",
     Outcome.FAILED: "failed",
     Outcome.BROKEN_OFF: "broken_off",
     Outcome.REFUSED: "refused",
 }
+_ENDED = int(Stage.ENDED)
+_FORMS = tuple(Handed)
+_TWO_STEP = Handed.TWO_STEP  # an enum's members are slow to look up
 
 
 class Handovers:
@@ -44,23 +48,24 @@ class Handovers:
         self.stats = {Handed.TWO_STEP: FormStats(), Handed.CONCURRENT: FormStats()}
         self._instance = instance or os.urandom(8).hex()
 
-    def plan(self, decode: int, prefill: int, transfer: str, note: int) -> tuple[Plan, Handed]:
-        """The plan for a pair (places), and its form. transfer: names this attempt at this request; a
-        request id of the client's would not do, which may come twice."""
+    def plan(self, decode: int, prefill: int, request: ProxyRequest, note: int) -> tuple[Plan, Handed]:
+        """The plan for a pair (places), and its form."""
         bootstrap = self.engines[prefill].bootstrap
         rank = None if bootstrap is None else bootstrap.take()
         if rank is None:
-            return two_step(prefill, decode, note=note), Handed.TWO_STEP
-        to_prefill, to_decode = parameters(rank, f"moonpool-{self._instance}-{transfer}")
+            return Plan(decode, prefill, None, None, (), note), _TWO_STEP
+        # Names this attempt; a request id of the client's would not do, which may come twice.
+        transfer = f"moonpool-{self._instance}-{request.id:x}-{request.attempt}"
+        to_prefill, to_decode = parameters(rank, transfer)
         own = () if rank.number is None else ((RANK_HEADER, b"%d" % rank.number),)
         plan = concurrent(prefill, decode, to_prefill, to_decode, note=note, prefill_headers=own)
         return plan, Handed.CONCURRENT
 
     def observed(self, seen: Observation) -> None:
         """A request has ended."""
-        if not seen.handed_over or seen.stage != Stage.ENDED:
+        if not seen.handed_over or seen.stage != _ENDED:
             return
-        form = Handed(seen.handed_over)
+        form = _FORMS[seen.handed_over]
         self.stats[form].add(seen)
         bootstrap = self.engines[seen.prefill].bootstrap
         if bootstrap is not None and (wait_s := wait_of(seen)) is not None:
@@ -80,7 +85,7 @@ class FormStats:
     first_byte: Histogram = field(default_factory=lambda: ([0] * (len(BOUNDS_S) + 1), 0.0))
 
     def add(self, seen: Observation) -> None:
-        self.outcomes[OUTCOMES[Outcome(seen.outcome)]] += 1
+        self.outcomes[OUTCOMES[seen.outcome]] += 1
         if seen.status == 200 and seen.cached_tokens == 0 and seen.prompt_tokens >= UNTAKEN_TOKENS_MIN:
             self.untaken += 1
         if not is_timed(seen):

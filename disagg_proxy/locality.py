@@ -7,8 +7,8 @@ stream is known by what was sent to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,11 +20,10 @@ BLOCK_TOKENS = 64  # of the index of engines whose events have not told yet
 CONFIRMED_WITHIN_S = 60.0  # what was dispatched counts as held for so long, unless an event says so
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """own: tokens by the place of an engine; pool: tokens in the pool. keys: for ``sent``."""
 
-    own: tuple[int, ...]
+    own: Sequence[int]
     pool: int
     keys: tuple[tuple[_native.PrefixIndex, bytes], ...]
 
@@ -46,17 +45,16 @@ class Locality:
 
     def find(self, ids: bytes, seed: bytes) -> Place:
         """ids: u32 little-endian; seed: of the chain (``seed_of``)."""
-        own, pool, keys = [0] * self._engines, 0, []
-        for index in self._indexes.of(MODEL_ANY):
-            chain = index.keys(ids, seed)
-            match = index.match(chain)
-            size = index.block_tokens
-            for place, blocks in enumerate(memoryview(match.device).cast("I")[: self._engines]):
-                if blocks * size > own[place]:
-                    own[place] = blocks * size
-            pool = max(pool, match.pool_blocks * size)
-            keys.append((index, chain))
-        return Place(tuple(own), pool, tuple(keys))
+        indexes = self._indexes.of(MODEL_ANY)
+        if len(indexes) == 1:
+            own, pool, chain = indexes[0].look(ids, seed, self._engines)
+            return Place(own, pool, ((indexes[0], chain),))
+        found = [index.look(ids, seed, self._engines) for index in indexes]
+        return Place(
+            tuple(map(max, zip((0,) * self._engines, *(own for own, _, _ in found), strict=True))),
+            max((pool for _, pool, _ in found), default=0),
+            tuple((index, chain) for index, (_, _, chain) in zip(indexes, found, strict=True)),
+        )
 
     def sent(self, place: Place, engine: int, now_s: float) -> None:
         """The prompt goes to this engine, which will hold it."""

@@ -7,6 +7,7 @@ so that a prediction that was wrong does not add up. Pure: ``now_s`` is an argum
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ class Books:
         self._context = 0
         self._batch_integral = 0.0
         self._context_integral = 0.0
-        self._integrated_to_s: float | None = None
+        self._integrated_to_s = -math.inf
 
     # What policies read
 
@@ -87,9 +88,14 @@ class Books:
         """Seconds until a prefill that came now would begin."""
         while self._prefills:
             request, head = next(iter(self._prefills.items()))
-            had_s = max(0.0, now_s - self._head_since_s)
+            had_s = now_s - self._head_since_s
             if not head.silent or had_s < head.predicted_s:
-                return max(0.0, self._prefill_sum_s - min(had_s, head.predicted_s))
+                if had_s < 0.0:
+                    had_s = 0.0
+                elif had_s > head.predicted_s:
+                    had_s = head.predicted_s
+                wait_s = self._prefill_sum_s - had_s
+                return wait_s if wait_s > 0.0 else 0.0
             self._head_since_s += head.predicted_s
             self._drop(request)
         return 0.0
@@ -179,12 +185,15 @@ class Books:
 
     def _drop(self, request: int) -> None:
         prefill = self._prefills.pop(request)
-        self._prefill_sum_s = max(0.0, self._prefill_sum_s - prefill.predicted_s)
+        left_s = self._prefill_sum_s - prefill.predicted_s
+        self._prefill_sum_s = left_s if left_s > 0.0 else 0.0
         self._in_both -= request in self._decodes
 
     def _integrate(self, now_s: float) -> None:
-        if self._integrated_to_s is not None:
-            passed_s = max(0.0, now_s - self._integrated_to_s)
+        passed_s = now_s - self._integrated_to_s
+        if passed_s <= 0.0:
+            return
+        self._integrated_to_s = now_s
+        if self._decodes:
             self._batch_integral += passed_s * len(self._decodes)
             self._context_integral += passed_s * self._context
-        self._integrated_to_s = now_s if self._integrated_to_s is None else max(now_s, self._integrated_to_s)

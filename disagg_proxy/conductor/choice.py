@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -12,8 +11,7 @@ from moonpool.disagg_proxy.conductor.instance import Instance
 ANSWER_TOKENS = 256  # taken for the length of an answer whose request does not limit it
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """tokens: of the prompt, 0 when not known; own: by an instance's place, how many leading tokens lie in
     its own cache; pool: how many leading tokens the pool holds; answer_tokens: the most it may answer."""
 
@@ -27,7 +25,8 @@ class Request:
 
     def from_pool(self, instance: Instance) -> int:
         """Tokens behind the instance's own that the pool would give it."""
-        return max(0, self.pool - self.own_at(instance))
+        behind = self.pool - self.own_at(instance)
+        return behind if behind > 0 else 0
 
 
 class Choice(NamedTuple):

@@ -21,6 +21,7 @@ class Indexes:
         self._indexes_max = indexes_max
         self._lock = threading.Lock()
         self._indexes: dict[tuple[str, int], _native.PrefixIndex] = {}
+        self._of: dict[str, tuple[_native.PrefixIndex, ...]] = {}  # the same, for every decision to ask
 
     def obtain(self, model: str, block_tokens: int) -> _native.PrefixIndex | None:
         """The index of this model and block size, made when there is none; None when there are too many, or
@@ -35,12 +36,12 @@ class Indexes:
                     block_tokens, blocks_max=self._blocks_max, holders_max=self._holders_max
                 )
                 self._indexes[model, block_tokens] = index
+                self._of[model] = (*self._of.get(model, ()), index)
             return index
 
-    def of(self, model: str) -> list[_native.PrefixIndex]:
+    def of(self, model: str) -> tuple[_native.PrefixIndex, ...]:
         """The indexes of a model; more than one when its engines have different block sizes."""
-        with self._lock:
-            return [index for (name, _), index in self._indexes.items() if name == model]
+        return self._of.get(model, ())
 
     def all(self) -> dict[tuple[str, int], _native.PrefixIndex]:
         """By model and block size."""

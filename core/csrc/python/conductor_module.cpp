@@ -75,20 +75,22 @@ class PyPrefixIndex {
 
     py::bytes keys(const py::object& token_ids, const py::bytes& seed) const {
         ArrayOf<uint32_t> tokens(token_ids, "token_ids");
-        std::string_view before(seed);
-        std::vector<Digest> digests(tokens.span().size() / index_->block_tokens());
-        if (digests.empty()) return py::bytes();
-        block_digests(tokens.span(), index_->block_tokens(),
-                      std::span(reinterpret_cast<const uint8_t*>(before.data()), before.size()),
-                      digests.front().data());
-        auto out = py::reinterpret_steal<py::bytes>(
-            PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(digests.size() * kKeyBytes)));
-        if (!out) throw py::error_already_set();
-        char* at = PyBytes_AS_STRING(out.ptr());
-        for (size_t i = 0; i < digests.size(); ++i) {
-            std::memcpy(at + i * kKeyBytes, digests[i].data(), kKeyBytes);
+        return chain(tokens.span(), seed);
+    }
+
+    // keys() and match() in one, with what a decision wants to know.
+    py::tuple look(const py::object& token_ids, const py::bytes& seed, size_t holders) const {
+        ArrayOf<uint32_t> tokens(token_ids, "token_ids");
+        py::bytes keys = chain(tokens.span(), seed);
+        ArrayOf<BlockKey> array(keys, "keys");
+        PrefixMatch match = index_->match(keys_of(array));
+        const std::vector<uint32_t>& device = match.by_tier[static_cast<size_t>(KvTier::kDevice)];
+        py::tuple own(holders);
+        for (size_t i = 0; i < holders; ++i) {
+            own[i] = py::int_(i < device.size() ? size_t{device[i]} * index_->block_tokens() : 0);
         }
-        return out;
+        py::int_ pool(size_t{match.pool_any} * index_->block_tokens());
+        return py::make_tuple(std::move(own), std::move(pool), std::move(keys));
     }
 
     void forget(uint32_t holder) {
@@ -137,6 +139,23 @@ class PyPrefixIndex {
     }
 
    private:
+    py::bytes chain(std::span<const uint32_t> tokens, const py::bytes& seed) const {
+        std::string_view before(seed);
+        std::vector<Digest> digests(tokens.size() / index_->block_tokens());
+        if (digests.empty()) return py::bytes();
+        block_digests(tokens, index_->block_tokens(),
+                      std::span(reinterpret_cast<const uint8_t*>(before.data()), before.size()),
+                      digests.front().data());
+        auto out = py::reinterpret_steal<py::bytes>(
+            PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(digests.size() * kKeyBytes)));
+        if (!out) throw py::error_already_set();
+        char* at = PyBytes_AS_STRING(out.ptr());
+        for (size_t i = 0; i < digests.size(); ++i) {
+            std::memcpy(at + i * kKeyBytes, digests[i].data(), kKeyBytes);
+        }
+        return out;
+    }
+
     std::unique_ptr<PrefixIndex> index_;
 };
 
@@ -186,6 +205,8 @@ void bind_conductor(py::module_& m) {
         .def_property_readonly("block_tokens", &PyPrefixIndex::block_tokens)
         .def("keys", &PyPrefixIndex::keys, py::arg("token_ids"), py::arg("seed") = py::bytes(),
              "The keys of the full blocks of a u32 buffer, 16 bytes each.")
+        .def("look", &PyPrefixIndex::look, py::arg("token_ids"), py::arg("seed"), py::arg("holders"),
+             "(tokens on the device by holder, of the first so many; tokens in the pool; keys), in one.")
         .def("ingest", &PyPrefixIndex::ingest, py::arg("holder"), py::arg("payload"), py::kw_only(),
              py::arg("pool") = false,
              "Takes one batch of KV events; pool: its hashes are digests. Raises ProtocolError.")

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
-from moonpool.disagg_proxy.conductor.policies.roles import decoders, is_worth_splitting, prefillers
+from moonpool.disagg_proxy.conductor.policies.roles import Roles, is_worth_splitting
 
 EQUAL_S = 0.001
-_BOTH = Role.BOTH  # an enum's members are slow to look up
+_PREFILL = Role.PREFILL  # an enum's members are slow to look up
 
 
 class Conductor:
@@ -31,21 +31,23 @@ class Conductor:
     def __init__(self) -> None:
         self._turn = 0
         self._turns: dict[int, int] = {}  # by place: when it was last chosen
+        self._roles = Roles()
 
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        answering, computing = decoders(instances), prefillers(instances)
+        answering, computing, together = self._roles.of(instances)
         if computing:
             decode, gap_s = self._decode(request, answering)
             if is_worth_splitting(request, decode):
-                handover_s = decode.handover_model.predict(request.tokens)
-                apart = [instance for instance in computing if instance is not decode]
-                best, ttft_s, prefill_s = self._compute(request, apart or computing, now_s)
+                apart = computing
+                if decode.role is _PREFILL:  # nobody else answers
+                    apart = [instance for instance in computing if instance is not decode] or computing
+                best, ttft_s, prefill_s = self._compute(request, apart, now_s)
                 if best is decode:
-                    return self._choice(request, best, None, ttft_s, prefill_s, gap_s, now_s)
-                return self._choice(request, decode, best, ttft_s + handover_s, prefill_s, gap_s, now_s)
-        together = [instance for instance in answering if instance.role is _BOTH]
+                    return self._choice(request, best, None, ttft_s, prefill_s, gap_s)
+                handover_s = decode.handover_model.predict(request.tokens)
+                return self._choice(request, decode, best, ttft_s, prefill_s, gap_s, handover_s)
         best, ttft_s, prefill_s = self._compute(request, together or answering, now_s)
-        return self._choice(request, best, None, ttft_s, prefill_s, self._gap_s(request, best), now_s)
+        return self._choice(request, best, None, ttft_s, prefill_s, self._gap_s(request, best))
 
     def _compute(
         self, request: Request, instances: Sequence[Instance], now_s: float
@@ -53,30 +55,48 @@ class Conductor:
         """(the instance of the least TTFT, that TTFT, the prefill's part of it)"""
         ranked = []
         least_s = math.inf
-        tokens, in_pool = request.tokens, request.pool
+        tokens, in_pool, owned = request.tokens, request.pool, request.own
+        known = len(owned)
         for instance in instances:
-            own = request.own_at(instance)
+            own = owned[instance.place] if instance.place < known else 0
             prefill_s = instance.prefill_model.predict(tokens, own, in_pool - own if in_pool > own else 0)
             ttft_s = instance.books.wait_s(now_s) + prefill_s
             if ttft_s < least_s:
                 least_s = ttft_s
             ranked.append((ttft_s, prefill_s, own, instance))
-        near = [item for item in ranked if item[0] <= least_s + EQUAL_S]
-        longest = max(own for _, _, own, _ in near)
-        equal = [item for item in near if item[2] == longest]
-        ttft_s, prefill_s, _, best = min(equal, key=lambda item: self._rank(item[3]))
-        return best, ttft_s, prefill_s
+        near_s = least_s + EQUAL_S
+        equal, longest = [], -1
+        for item in ranked:
+            if item[0] > near_s or item[2] < longest:
+                continue
+            if item[2] > longest:
+                equal.clear()
+                longest = item[2]
+            equal.append(item)
+        found = equal[0]
+        if len(equal) > 1:
+            best = self._least([item[3] for item in equal])
+            found = next(item for item in equal if item[3] is best)
+        return found[3], found[0], found[1]
 
     def _decode(self, request: Request, instances: Sequence[Instance]) -> tuple[Instance, float]:
-        need = request.tokens + request.answer_tokens
-        roomy = [instance for instance in instances if instance.has_room(need)] or instances
-        gaps = [(round(self._gap_s(request, each), 4), each) for each in roomy]
-        least_s = min(gap_s for gap_s, _ in gaps)
-        return min((each for gap_s, each in gaps if gap_s == least_s), key=self._rank), least_s
+        tokens = request.tokens
+        need = tokens + request.answer_tokens
+        roomy = [instance for instance in instances if not instance.room_tokens or instance.has_room(need)]
+        equal, least_s = [], math.inf
+        for instance in roomy or instances:
+            gap_s = round(self._gap_s(request, instance), 4)
+            if gap_s < least_s:
+                equal.clear()
+                least_s = gap_s
+            if gap_s == least_s:
+                equal.append(instance)
+        return equal[0] if len(equal) == 1 else self._least(equal), least_s
 
-    def _rank(self, instance: Instance) -> tuple[int, int]:
-        """Of instances that are equal otherwise."""
-        return instance.in_flight, self._turns.get(instance.place, -1)
+    def _least(self, instances: Sequence[Instance]) -> Instance:
+        """Of instances that are equal otherwise: the fewest requests, then who was chosen longest ago."""
+        turns = self._turns.get
+        return min(instances, key=lambda each: (each.in_flight, turns(each.place, -1)))
 
     @staticmethod
     def _gap_s(request: Request, instance: Instance) -> float:
@@ -91,8 +111,9 @@ class Conductor:
         ttft_s: float,
         prefill_s: float,
         gap_s: float,
-        now_s: float,
+        handover_s: float = 0.0,
     ) -> Choice:
+        """ttft_s: without the hand-over."""
         computes = prefill or decode
         self._turn += 1
         self._turns[computes.place] = self._turns[decode.place] = self._turn
@@ -101,9 +122,9 @@ class Conductor:
             prefill,
             prefill_s,
             {
-                "predicted_ttft_s": round(ttft_s, 4),
-                "predicted_gap_s": round(gap_s, 5),
-                "wait_s": round(computes.books.wait_s(now_s), 4),
+                "predicted_ttft_s": ttft_s + handover_s,
+                "predicted_gap_s": gap_s,
+                "wait_s": ttft_s - prefill_s,
                 "prompt_tokens": request.tokens,
                 "own_tokens": request.own_at(computes),
                 "pool_tokens": request.from_pool(computes),
