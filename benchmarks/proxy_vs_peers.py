@@ -27,7 +27,7 @@ from benchmarks.proxy import first_byte, load, prompts
 from benchmarks.proxy.bed import ENGINES, Bed
 from benchmarks.proxy.routers import PEERS, cpu_s
 from benchmarks.report import Row, print_table, write_json
-from moonpool.disagg_proxy.tokens.local_source import THREAD_NAME
+from moonpool.disagg_proxy.tokens.threads import THREAD_NAME
 
 CLIENTS = 64
 FIRST_BYTE_PER_S = 100  # requests through the proxy, and as many straight to the engines

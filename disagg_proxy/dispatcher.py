@@ -2,7 +2,9 @@
 the prompt, and what is on its way already.
 
 ``decide`` runs on the data plane's thread, once for each request and attempt, and never blocks: a prompt
-whose token ids are not known goes to the event loop, and the plan is handed in later.
+whose token ids an engine must be asked for goes to the event loop, and the plan is handed in later. Text that
+is tokenised here does not come to ``decide`` at all, unless too much of it is in line: ``tokens/threads.py``
+calls ``ids_of`` and ``told``.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.handovers import Handovers
 from moonpool.disagg_proxy.locality import Locality, Place, seed_of
 from moonpool.disagg_proxy.observations import Handed
+from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.source import KnownPrompts, TextPrompt, TokenSource
 
 UNKNOWN = Request()
@@ -44,7 +47,7 @@ class Dispatcher:
         engines: Sequence[Engine],
         policy: Policy,
         locality: Locality,
-        tokens: TokenSource | None,
+        tokens: TokenSource | LocalSource | None,
         *,
         loop: asyncio.AbstractEventLoop,
         resume: Callable[[ProxyRequest, Decision], None],
@@ -59,18 +62,18 @@ class Dispatcher:
         self.handovers = Handovers(self.engines)
         self.known = KnownPrompts()
         self.blind = 0
-        self.late_errors = 0  # of the policy, on the event loop
+        self.late_errors = 0  # of the policy, about prompts whose ids came later
         self.chosen: Callable[[ProxyRequest, Choice], None] | None = None  # hears of each choice
         self._policy = policy
         # Of a policy that looks at prompts every record is kept account of.
         self._read = observations.read if policy.uses_tokens else observations.read_kept
         self._locality = locality
         self._tokens = tokens
-        self._loop = loop
         self._resume = resume
         self._observed = observed
         self._clock = clock
         self._lock = threading.Lock()
+        self._loop = loop
         self._asking: set[asyncio.Task[None]] = set()
         self._candidates: dict[tuple[int, ...], tuple[tuple[Instance, ...], tuple[Instance, ...]]] = {}
 
@@ -97,18 +100,48 @@ class Dispatcher:
             ids = self.known.find(prompt)
         if ids is not None:
             return self._choose_by(request, ids)
-        if self._tokens is None or len(self._asking) >= ASKED_MAX:
+        source = self._tokens
+        if source is None or isinstance(source, LocalSource) or len(self._asking) >= ASKED_MAX:
             self.blind += 1
             return self._choose(request, UNKNOWN, None)
-        self._loop.call_soon_threadsafe(self._ask, request, prompt)
+        self._loop.call_soon_threadsafe(self._ask, source, request, prompt)
         return None
+
+    def ids_of(self, request: ProxyRequest) -> bytes | None:
+        """The ids of a text that is tokenised here; None when they are not to be had. Blocks."""
+        assert isinstance(self._tokens, LocalSource)
+        prompt = TextPrompt(request.kind, request.model, bytes(request.body))
+        with self._lock:
+            ids = self.known.find(prompt)
+        if ids is None:
+            ids = self._tokens.ids(prompt)
+            if ids is not None:
+                with self._lock:
+                    self.known.keep(prompt, ids)
+        return ids
+
+    def told(self, request: ProxyRequest, ids: bytes | None) -> None:
+        """Decides about a text, now that its ids are there or not to be had. On any thread."""
+        if request.gone:
+            return
+        try:
+            if ids is None:
+                self.blind += 1
+                decision = self._choose(request, UNKNOWN, None)
+            else:
+                decision = self._choose_by(request, ids)
+            self._resume(request, decision)
+        except Exception:  # a policy of the user's own: any engine is better than none
+            self.late_errors += 1
+            if self.late_errors <= TRACEBACKS_MAX:
+                _log.exception("the policy failed; the request goes to the first engine that may have it")
+            self._resume(request, Plan(request.candidates[0], note=1))
 
     def learn(self) -> None:
         """Takes in what the data plane has observed."""
         now_s = self._clock()
-        records = self._observed()
         with self._lock:
-            self._learn(records)
+            self._learn(self._observed())
             self.accounts.expire(now_s)
         self._locality.expire(now_s)
 
@@ -122,7 +155,7 @@ class Dispatcher:
         for task in list(self._asking):
             task.cancel()
         await asyncio.gather(*self._asking, return_exceptions=True)
-        if self._tokens is not None:
+        if self._tokens is not None and not isinstance(self._tokens, LocalSource):
             await self._tokens.close()
 
     def check_integrity(self) -> None:
@@ -132,32 +165,19 @@ class Dispatcher:
             self.accounts.check_integrity()
             self.known.check_integrity()
 
-    # Ids of text, on the event loop
+    # Ids of text that somebody else knows, on the event loop
 
-    def _ask(self, request: ProxyRequest, prompt: TextPrompt) -> None:
-        task = self._loop.create_task(self._ids_then_choose(request, prompt))
+    def _ask(self, source: TokenSource, request: ProxyRequest, prompt: TextPrompt) -> None:
+        task = self._loop.create_task(self._ids_then_choose(source, request, prompt))
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
 
-    async def _ids_then_choose(self, request: ProxyRequest, prompt: TextPrompt) -> None:
-        assert self._tokens is not None
-        ids = await self._tokens.ids(prompt)
-        if request.gone:
-            return
-        try:
-            if ids is None:
-                self.blind += 1
-                decision = self._choose(request, UNKNOWN, None)
-            else:
-                with self._lock:
-                    self.known.keep(prompt, ids)
-                decision = self._choose_by(request, ids)
-            self._resume(request, decision)
-        except Exception:  # a policy of the user's own: any engine is better than none
-            self.late_errors += 1
-            if self.late_errors <= TRACEBACKS_MAX:
-                _log.exception("the policy failed; the request goes to the first engine that may have it")
-            self._resume(request, Plan(request.candidates[0], note=1))
+    async def _ids_then_choose(self, source: TokenSource, request: ProxyRequest, prompt: TextPrompt) -> None:
+        ids = await source.ids(prompt)
+        if ids is not None:
+            with self._lock:
+                self.known.keep(prompt, ids)
+        self.told(request, ids)
 
     # The choice
 
@@ -170,11 +190,8 @@ class Dispatcher:
 
     def _choose(self, request: ProxyRequest, asked: Request, place: Place | None) -> Decision:
         instances = self._those(request)
-        # Not under the lock: the data plane's thread, which answers this, may be waiting for it.
-        records = self._observed()
         with self._lock:
-            if records:
-                self._learn(records)
+            self._learn(self._observed())
             now_s = self._clock()
             choice = self._policy.choose(asked, instances, now_s)
             self.accounts.sent(request.id, choice, asked, streams=request.stream, now_s=now_s)
@@ -216,7 +233,10 @@ class Dispatcher:
             "engine": decode.name,
             "prefill": prefill and prefill.name,
             "handover": form.name.lower() if form else None,
-            **{name: round(value, 5) if isinstance(value, float) else value for name, value in choice.why.items()},
+            **{
+                name: round(value, 5) if isinstance(value, float) else value
+                for name, value in choice.why.items()
+            },
         }
         return plan._replace(headers=((b"X-Moonpool-Decision", msgspec.json.encode(why)),))
 

@@ -1,7 +1,8 @@
 """Puts the proxy together and runs it: ``serve`` on a loop that exists, ``run`` as a process of its own.
 
 Threads: the data plane's (``_native.Relay``), which serves all sockets and enters Python once a request for
-the decision; and the event loop that ``serve`` is called on, for health checks, pages and signals.
+the decision; those that tokenise text and decide about it; and the event loop that ``serve`` is called on,
+for health checks, pages and signals.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moonpool._native import ProxyRequest, Relay
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.conductor.policy import make_policy
-from moonpool.disagg_proxy.dispatcher import Dispatcher
+from moonpool.disagg_proxy.dispatcher import ASKED_MAX, Dispatcher
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.events.indexes import Indexes
 from moonpool.disagg_proxy.events.subscriber import Subscriber
@@ -46,6 +47,7 @@ from moonpool.disagg_proxy.takeover import Offer, Predecessor, find_predecessor
 from moonpool.disagg_proxy.tokens.engine_source import EngineSource
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.source import TokenSource
+from moonpool.disagg_proxy.tokens.threads import TextThreads
 from moonpool.disagg_proxy.tracing.recorder import Recorder, exporter_of
 
 _log = logging.getLogger("moonpool.proxy")
@@ -79,16 +81,19 @@ class Proxy:
             frozenset(engine.place for engine in self.engines if engine.name in told),
         )
         policy = make_policy(settings.policy)
+        tokens = _token_source(settings, self.engines) if policy.uses_tokens else None
         self._dispatcher = Dispatcher(
             self.engines,
             policy,
             self._locality,
-            _token_source(settings, self.engines) if policy.uses_tokens else None,
+            tokens,
             loop=self._loop,
             resume=self._resume,
             observed=self._observed,
             clock=lambda: self.relay.now(),
         )
+        self._tokenises = isinstance(tokens, LocalSource) and decide is None
+        self._text_threads: TextThreads | None = None
         self._recorder = self._record_spans()
         if self._recorder is not None:
             self._dispatcher.chosen = self._recorder.chosen
@@ -113,6 +118,7 @@ class Proxy:
             instance=os.urandom(6).hex(),
             retry_after_s=settings.health.interval_s,
             spans=self._recorder is not None,
+            texts_max=ASKED_MAX if self._tokenises else 0,
             decide=decide or self._dispatcher.decide,
             page=self._page,
             refused=self._refused,
@@ -129,6 +135,14 @@ class Proxy:
             self._subscriber.start()
         pages = [engine.bootstrap for engine in self.engines if engine.bootstrap is not None]
         checkers = [HealthChecker(engine, self._settings.health, pages) for engine in self.engines]
+        if self._tokenises:
+            self._text_threads = TextThreads(
+                self.relay.next_text,
+                self.relay.overdue_text,
+                self._dispatcher.ids_of,
+                self._dispatcher.told,
+                self.relay.now,
+            )
         self._tasks = [self._loop.create_task(checker.run()) for checker in checkers]
         self._tasks.append(self._loop.create_task(self._observe_forever()))
         await asyncio.gather(*(checker.first for checker in checkers))
@@ -158,6 +172,8 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._dispatcher.close()
         await asyncio.to_thread(self.relay.close)
+        if self._text_threads is not None:
+            await asyncio.to_thread(self._text_threads.join)
         if self._subscriber is not None:
             await asyncio.to_thread(self._subscriber.stop)
         if self._recorder is not None:
@@ -227,6 +243,8 @@ class Proxy:
         while True:
             await asyncio.sleep(_OBSERVE_EVERY_S)
             self._dispatcher.learn()
+            if self._text_threads is not None:
+                self._text_threads.expire()
 
     async def _bind(self) -> None:
         host, port = self._settings.host, self._settings.port
@@ -260,7 +278,7 @@ class Proxy:
         self._listening.clear()
 
 
-def _token_source(settings: ProxySettings, engines: Sequence[Engine]) -> TokenSource | None:
+def _token_source(settings: ProxySettings, engines: Sequence[Engine]) -> TokenSource | LocalSource | None:
     """Where the ids of text come from. Raises ConfigError for a tokenizer that cannot be read."""
     if settings.tokenizer == ("none",):
         return None

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import zmq
@@ -276,7 +276,7 @@ class Subscriber:
             log.debug("the events of %s: %s", link.source.name, error)
             self.forget(link)  # it may have told of removals
 
-    def _indexes_of(self, link: _Link, payload: bytes) -> list[_native.PrefixIndex]:
+    def _indexes_of(self, link: _Link, payload: bytes) -> Sequence[_native.PrefixIndex]:
         """A node of the pool holds blocks of any size; an engine has one, which its first blocks tell."""
         if link.source.pool:
             return self._indexes.of(link.model) if link.model else list(self._indexes.all().values())

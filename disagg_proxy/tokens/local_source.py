@@ -1,4 +1,4 @@
-"""Tokenises here: the model's own ``tokenizer.json`` and chat template, in threads of our own.
+"""Tokenises here, by the model's own ``tokenizer.json`` and chat template.
 
 A conversation grows at its end, so most of a prompt was tokenised a turn ago. Special tokens cut a text into
 pieces that tokenise each for itself, and the ids of pieces are kept. That holds for tokenizers in use, but no
@@ -8,14 +8,10 @@ switches the shortcut off.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import logging
 import re
-import threading
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -29,11 +25,8 @@ from moonpool.disagg_proxy.tokens.source import TextPrompt
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-DEADLINE_S = 5.0
 CHECKED_EVERY = 64
 PIECES_BYTES_MAX = 64 << 20
-THREADS = 2
-THREAD_NAME = "moonpool-tokens"
 
 _log = logging.getLogger("moonpool.proxy")
 
@@ -164,39 +157,21 @@ class Pieces:
 
 
 class LocalSource:
-    """Tokenizers of several models, in THREADS threads (the library releases the GIL). models: name ->
-    folder.
-    """
+    """Tokenizers of several models. models: name -> folder. Thread safe; ``ids`` blocks."""
 
-    def __init__(self, models: dict[str, Path], *, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, models: dict[str, Path]) -> None:
         self._tokenizers = {model: LocalTokenizer(folder) for model, folder in models.items()}
-        self._deadline_s = deadline_s
-        self._threads = ThreadPoolExecutor(
-            THREADS, thread_name_prefix=THREAD_NAME, initializer=_name_this_thread
-        )
         self.failures = 0
 
-    async def ids(self, prompt: TextPrompt) -> bytes | None:
+    def ids(self, prompt: TextPrompt) -> bytes | None:
+        """The ids of the whole prompt, u32 little-endian; None when they are not to be had."""
         tokenizer = self._tokenizers.get(prompt.model)
-        if tokenizer is None:
-            return None
-        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._deadline_s):
-                return await loop.run_in_executor(self._threads, tokenizer.ids, prompt)
-        except Exception as error:  # the library raises what it likes; a request is routed without its prefix
+            return None if tokenizer is None else tokenizer.ids(prompt)
+        except Exception as error:  # the library raises what it likes; a request does without its prefix
             self.failures += 1
             _log.debug("a prompt was not tokenised: %r", error)
             return None
-
-    async def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _name_this_thread() -> None:
-    """Also for the system, which shows by it what the tokeniser costs."""
-    with contextlib.suppress(OSError):
-        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(THREAD_NAME)
 
 
 def _bad(sentence: str) -> ConfigError:

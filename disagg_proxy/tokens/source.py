@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from moonpool import _native
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
+class TextPrompt(NamedTuple):
     """A request that carries text. kind: "chat" or "completions"; body: its JSON as the client sent it."""
 
     kind: str

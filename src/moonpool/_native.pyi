@@ -507,6 +507,10 @@ class PrefixIndex:
         """
         The keys of the full blocks of a u32 buffer, 16 bytes each.
         """
+    def look(self, token_ids: typing.Any, seed: bytes, holders: typing.SupportsInt | typing.SupportsIndex) -> tuple:
+        """
+        (tokens on the device by holder, of the first so many; tokens in the pool; keys), in one.
+        """
     def match(self, keys: typing.Any) -> PrefixMatch:
         ...
     def stats(self) -> dict:
@@ -590,7 +594,7 @@ class Relay:
     """
     The proxy's data plane: one thread that serves all sockets.
     """
-    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], limits: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], deadlines: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], breaker: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], api_keys: collections.abc.Sequence[str], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, spans: bool, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable) -> None:
+    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], limits: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], deadlines: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], breaker: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], api_keys: collections.abc.Sequence[str], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, spans: bool, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable, texts_max: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
         ...
     def clients(self) -> list:
         """
@@ -618,9 +622,17 @@ class Relay:
         """
         Accept on a listening socket (a copy is kept).
         """
+    def next_text(self) -> ProxyRequest | None:
+        """
+        Waits for a request whose prompt is text; decide is not asked about it, and its decision goes to resume. None: closed. With texts_max, which is how many may be in line.
+        """
     def now(self) -> float:
         """
         Seconds of the relay's monotonic clock.
+        """
+    def overdue_text(self, since_s: typing.SupportsFloat | typing.SupportsIndex) -> ProxyRequest | None:
+        """
+        The first in line, if it came before this time; else None.
         """
     def resume(self, request: ProxyRequest, decision: typing.Any) -> None:
         """

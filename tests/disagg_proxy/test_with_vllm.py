@@ -317,9 +317,9 @@ async def known(pair: Pair, prompt: TextPrompt) -> dict[str, list[int]]:
     sources: dict[str, TokenSource] = {
         "render": EngineSource(lambda _: [pair.url("prefill")]),
         "tokenize": EngineSource(lambda _: [pair.url("decode")]),
-        "local": LocalSource({"tiny": pair.model}),
     }
     found = {name: await source.ids(prompt) or b"" for name, source in sources.items()}
+    found["local"] = LocalSource({"tiny": pair.model}).ids(prompt) or b""
     for source in sources.values():
         await source.close()
     return {name: np.frombuffer(ids, "<u4").tolist() for name, ids in found.items()}

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "http/fields.hpp"
 #include "python/module.hpp"
@@ -18,6 +19,7 @@
 #include "python/relay_settings.hpp"
 #include "python/view.hpp"
 #include "relay/relay.hpp"
+#include "relay/texts.hpp"
 
 namespace moonpool::python {
 
@@ -154,8 +156,11 @@ class PyRelay final : public relay::Decider {
             const std::map<std::string, double>& limits, const std::map<std::string, double>& deadlines,
             const std::map<std::string, double>& breaker, std::vector<std::string> api_keys,
             std::string access_log, std::string instance, double retry_after_s, bool spans,
-            py::function decide, py::function page, py::function refused)
-        : decide_(std::move(decide)), page_(std::move(page)), refused_(std::move(refused)) {
+            py::function decide, py::function page, py::function refused, size_t texts_max)
+        : decide_(std::move(decide)),
+          page_(std::move(page)),
+          refused_(std::move(refused)),
+          texts_(texts_max) {
         relay::Settings settings;
         for (const auto& [name, host, role] : engines) {
             settings.engines.push_back({name, host,
@@ -215,8 +220,18 @@ class PyRelay final : public relay::Decider {
     }
     void close() {
         py::gil_scoped_release nogil;
+        texts_.close();
         if (relay_) relay_->close();
     }
+    std::optional<PyRequest> next_text() {
+        std::optional<Question> question;
+        {
+            py::gil_scoped_release nogil;
+            question = texts_.next();
+        }
+        return request_of(question);
+    }
+    std::optional<PyRequest> overdue_text(double since_s) { return request_of(texts_.overdue(since_s)); }
     void skip(double seconds) {
         py::gil_scoped_release nogil;
         relay_->skip(seconds);
@@ -224,16 +239,7 @@ class PyRelay final : public relay::Decider {
     double now() const { return relay_->clock(); }
     uint32_t in_flight(size_t place) const { return relay_->engines[checked(place)]->in_flight; }
 
-    // From within a decision nobody is waited for, so the GIL stays: letting it go may cost a turn of others.
-    py::bytes take_observations() {
-        if (relay_->is_this_thread()) return py::bytes(relay_->observations.take());
-        std::string all;
-        {
-            py::gil_scoped_release nogil;
-            relay_->call([&] { all = relay_->observations.take(); });
-        }
-        return py::bytes(all);
-    }
+    py::bytes take_observations() { return py::bytes(relay_->observations.take()); }
 
     py::dict counters() { return relay_counters(*relay_, policy_errors_); }
     py::list clients() { return relay_clients(*relay_); }
@@ -249,9 +255,16 @@ class PyRelay final : public relay::Decider {
         PyGILState_Release(gil_);
     }
     void decide(std::vector<Question>& questions) override {
-        PyEval_RestoreThread(thread_);
-        for (Question& question : questions) question.decision = ask(question);
-        thread_ = PyEval_SaveThread();
+        bool locked = false;
+        for (Question& question : questions) {
+            if (texts_.take(question, relay_->now)) {
+                question.decision.is = Decision::Is::kLater;
+                continue;
+            }
+            if (!std::exchange(locked, true)) PyEval_RestoreThread(thread_);
+            question.decision = ask(question);
+        }
+        if (locked) thread_ = PyEval_SaveThread();
     }
     void engine_refused(size_t place, const std::string& why) override {
         PyEval_RestoreThread(thread_);
@@ -272,11 +285,17 @@ class PyRelay final : public relay::Decider {
     // The usual case of no failures makes the same tuple again and again.
     const py::tuple& tuple_of(const std::vector<uint16_t>& places) {
         if (!last_tuple_ || places != last_places_) {
+            py::tuple made(places.size());
+            for (size_t i = 0; i < places.size(); ++i) made[i] = py::int_(places[i]);
             last_places_ = places;
-            last_tuple_ = py::tuple(places.size());
-            for (size_t i = 0; i < places.size(); ++i) last_tuple_[i] = py::int_(places[i]);
+            last_tuple_ = std::move(made);
         }
         return last_tuple_;
+    }
+
+    std::optional<PyRequest> request_of(const std::optional<Question>& question) {
+        if (!question) return std::nullopt;
+        return PyRequest(question->request, tuple_of(question->candidates), question->attempt);
     }
 
     Decision ask(const Question& question) {
@@ -317,6 +336,7 @@ class PyRelay final : public relay::Decider {
 
     py::function decide_, page_, refused_;
     size_t engines_ = 0;
+    relay::Texts texts_;
     std::unique_ptr<relay::Relay> relay_;
     PyGILState_STATE gil_{};
     PyThreadState* thread_ = nullptr;
@@ -353,10 +373,11 @@ void bind_relay(py::module_& m) {
         .def(py::init<const std::vector<std::tuple<std::string, std::string, std::string>>&,
                       const std::map<std::string, double>&, const std::map<std::string, double>&,
                       const std::map<std::string, double>&, std::vector<std::string>, std::string,
-                      std::string, double, bool, py::function, py::function, py::function>(),
+                      std::string, double, bool, py::function, py::function, py::function, size_t>(),
              py::kw_only(), py::arg("engines"), py::arg("limits"), py::arg("deadlines"), py::arg("breaker"),
              py::arg("api_keys"), py::arg("access_log"), py::arg("instance"), py::arg("retry_after_s"),
-             py::arg("spans"), py::arg("decide"), py::arg("page"), py::arg("refused"))
+             py::arg("spans"), py::arg("decide"), py::arg("page"), py::arg("refused"),
+             py::arg("texts_max") = 0)
         .def("listen", &PyRelay::listen, py::arg("fd"), "Accept on a listening socket (a copy is kept).")
         .def("engine_state", &PyRelay::engine_state, py::arg("place"), py::arg("healthy"), py::arg("why"))
         .def("engine_address", &PyRelay::engine_address, py::arg("place"), py::arg("address"),
@@ -365,6 +386,12 @@ void bind_relay(py::module_& m) {
              "None: it did not say; it may get any request.")
         .def("resume", &PyRelay::resume, py::arg("request"), py::arg("decision"),
              "The decision about a request for which decide returned None. From any thread.")
+        .def("next_text", &PyRelay::next_text,
+             "Waits for a request whose prompt is text; decide is not asked about it, and its decision goes "
+             "to "
+             "resume. None: closed. With texts_max, which is how many may be in line.")
+        .def("overdue_text", &PyRelay::overdue_text, py::arg("since_s"),
+             "The first in line, if it came before this time; else None.")
         .def("drain", &PyRelay::drain, py::arg("timeout_s"), "Whether all requests finished in time.")
         .def("close", &PyRelay::close)
         .def("skip", &PyRelay::skip, py::arg("seconds"), "For tests: let so much time pass.")

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <string>
 
 namespace moonpool::relay {
@@ -46,11 +47,13 @@ struct Observation {
 };
 static_assert(sizeof(Observation) == 128, "the record has no padding");
 
+// Added to by the relay's thread, taken by any.
 class Observations {
    public:
     explicit Observations(size_t records_max) : records_max_(records_max) {}
 
     void add(const Observation& one) {
+        std::lock_guard lock(mutex_);
         if (bytes_.size() >= records_max_ * sizeof(Observation)) {
             ++dropped_;
             return;
@@ -59,13 +62,18 @@ class Observations {
     }
     std::string take() {
         std::string all;
+        std::lock_guard lock(mutex_);
         all.swap(bytes_);
         return all;
     }
-    uint64_t dropped() const { return dropped_; }
+    uint64_t dropped() const {
+        std::lock_guard lock(mutex_);
+        return dropped_;
+    }
 
    private:
-    size_t records_max_;
+    const size_t records_max_;
+    mutable std::mutex mutex_;
     std::string bytes_;
     uint64_t dropped_ = 0;
 };

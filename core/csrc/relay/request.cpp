@@ -55,6 +55,17 @@ std::optional<std::vector<uint32_t>> Request::prompt_tokens() {
     return ids;
 }
 
+bool Request::has_text() {
+    if (kind != Kind::kChat && kind != Kind::kCompletions) return false;
+    if (!facts().is_object) return false;
+    const json::Member* prompt = facts_.object.find("prompt");
+    if (prompt == nullptr || prompt->kind != json::Kind::kArray) {
+        return kind == Kind::kChat || (prompt != nullptr && prompt->kind == json::Kind::kString);
+    }
+    size_t first = prompt->value.find_first_not_of(" \t\r\n", 1);
+    return first != std::string_view::npos && prompt->value[first] == '"';
+}
+
 std::optional<std::string> Request::prompt_text() {
     const json::Member* prompt = facts().object.find("prompt");
     if (!facts_.is_object || prompt == nullptr) return std::nullopt;

@@ -56,6 +56,8 @@ struct Request {
 
     // The ids when "prompt" is one list of them. nullopt: it is not.
     std::optional<std::vector<uint32_t>> prompt_tokens();
+    // Whether it is to be answered by a model that reads text: a chat, or a completion of text.
+    bool has_text();
     // When "prompt" is one string, its text (UTF-8, unless the client sent other bytes).
     std::optional<std::string> prompt_text();
 

@@ -65,7 +65,8 @@ class Conductor:
                 least_s = ttft_s
             ranked.append((ttft_s, prefill_s, own, instance))
         near_s = least_s + EQUAL_S
-        equal, longest = [], -1
+        equal: list[tuple[float, float, int, Instance]] = []
+        longest = -1
         for item in ranked:
             if item[0] > near_s or item[2] < longest:
                 continue
@@ -83,7 +84,8 @@ class Conductor:
         tokens = request.tokens
         need = tokens + request.answer_tokens
         roomy = [instance for instance in instances if not instance.room_tokens or instance.has_room(need)]
-        equal, least_s = [], math.inf
+        equal: list[Instance] = []
+        least_s = math.inf
         for instance in roomy or instances:
             gap_s = round(self._gap_s(request, instance), 4)
             if gap_s < least_s:

@@ -28,8 +28,8 @@ def test_one_index_of_each_model_and_block_size_and_no_more_than_the_maximum() -
     first = indexes.obtain("m", 16)
     assert first is indexes.obtain("m", 16)
     second = indexes.obtain("m", 64)
-    assert indexes.of("m") == [first, second]
-    assert indexes.of("other") == []
+    assert indexes.of("m") == (first, second)
+    assert indexes.of("other") == ()
     assert indexes.obtain("other", 16) is None
     assert indexes.obtain("m", 0) is None
     assert indexes.refused == 2

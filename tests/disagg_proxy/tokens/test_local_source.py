@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -117,17 +117,25 @@ def test_pieces_are_bounded() -> None:
     assert pieces.find("key 0") is None
 
 
-def test_threads_answer_many_at_once_and_none_for_other_models(model_folder: Path) -> None:
-    async def scenario() -> None:
-        source = LocalSource({"tiny": model_folder})
-        prompts = [chat([{"role": "user", "content": f"number {i}"}]) for i in range(50)]
-        answers = await asyncio.gather(*map(source.ids, prompts))
-        assert all(answers)
-        assert len(set(answers)) == 50
-        assert await source.ids(TextPrompt("chat", "other", prompts[0].body)) is None
-        await source.close()
+def test_many_threads_may_ask_and_other_models_have_no_ids(model_folder: Path) -> None:
+    source = LocalSource({"tiny": model_folder})
+    prompts = [chat([{"role": "user", "content": f"number {i}"}]) for i in range(50)]
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(source.ids, prompts))
+    assert all(answers)
+    assert len(set(answers)) == 50
+    assert source.ids(TextPrompt("chat", "other", prompts[0].body)) is None
+    assert source.failures == 0
 
-    asyncio.run(scenario())
+
+def test_what_the_library_raises_is_counted(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(tokenizer: LocalTokenizer, prompt: TextPrompt) -> bytes:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(LocalTokenizer, "ids", broken)
+    source = LocalSource({"tiny": model_folder})
+    assert source.ids(chat([])) is None
+    assert source.failures == 1
 
 
 def test_a_folder_without_a_tokenizer_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -1,13 +1,19 @@
 // The pure parts of the relay: breaker, histogram, routes, traces, keys, token counts.
 #include <doctest/doctest.h>
 
+#include <atomic>
+#include <memory>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "relay/api_keys.hpp"
 #include "relay/breaker.hpp"
 #include "relay/counts.hpp"
 #include "relay/observations.hpp"
+#include "relay/request.hpp"
 #include "relay/routes.hpp"
+#include "relay/texts.hpp"
 #include "relay/trace.hpp"
 #include "relay/usage.hpp"
 
@@ -150,4 +156,76 @@ TEST_CASE("observations are bounded") {
     CHECK(observations.dropped() == 1);
     CHECK(observations.take().size() == 2 * sizeof(Observation));
     CHECK(observations.take().empty());
+}
+
+namespace {
+
+Question asking(Kind kind, const char* body) {
+    auto request = std::make_shared<Request>();
+    request->kind = kind;
+    request->body = body;
+    return Question{std::move(request), {}, 0, false, {}};
+}
+
+}  // namespace
+
+TEST_CASE("text is what a tokenizer would be asked about") {
+    auto has = [](Kind kind, const char* body) { return asking(kind, body).request->has_text(); };
+    CHECK(has(Kind::kChat, R"({"messages":[]})"));
+    CHECK(has(Kind::kCompletions, R"({"prompt":"x"})"));
+    CHECK(has(Kind::kCompletions, R"({"prompt":[ "x"]})"));
+    CHECK_FALSE(has(Kind::kCompletions, R"({"prompt":[1,2]})"));
+    CHECK_FALSE(has(Kind::kCompletions, R"({"prompt":[[1,2]]})"));
+    CHECK_FALSE(has(Kind::kCompletions, R"({"prompt":[]})"));
+    CHECK_FALSE(has(Kind::kCompletions, R"({"prompt":7})"));
+    CHECK_FALSE(has(Kind::kCompletions, R"({})"));
+    CHECK_FALSE(has(Kind::kChat, R"({"prompt":[1,2]})"));
+    CHECK_FALSE(has(Kind::kChat, "no JSON"));
+    CHECK_FALSE(has(Kind::kEmbeddings, R"({"input":"x"})"));
+}
+
+TEST_CASE("a line of texts is bounded, and takes first questions alone") {
+    Question text = asking(Kind::kChat, R"({"messages":[]})");
+    CHECK_FALSE(Texts(0).take(text, 1));
+    Texts texts(2);
+    Question again = text, page = text;
+    again.attempt = 1;
+    page.page = true;
+    CHECK_FALSE(texts.take(again, 1));
+    CHECK_FALSE(texts.take(page, 1));
+    CHECK(texts.take(text, 1));
+    CHECK(texts.take(text, 2));
+    CHECK_FALSE(texts.take(text, 3));
+    CHECK_FALSE(texts.overdue(1));
+    CHECK(texts.overdue(1.5));
+    CHECK_FALSE(texts.overdue(1.5));
+    CHECK(texts.next()->request == text.request);
+    texts.close();
+    CHECK_FALSE(texts.next());
+    CHECK_FALSE(texts.take(text, 3));
+}
+
+TEST_CASE("each text goes to one of those who wait, and the end to all of them") {
+    constexpr uint64_t kCount = 2000;
+    Texts texts(kCount);
+    std::vector<std::atomic<int>> seen(kCount);
+    std::atomic<uint64_t> total{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i) {
+        threads.emplace_back([&] {
+            while (auto question = texts.next()) {
+                ++seen[question->request->id];
+                ++total;
+            }
+        });
+    }
+    for (uint64_t id = 0; id < kCount; ++id) {
+        Question question = asking(Kind::kChat, "{}");
+        question.request->id = id;
+        CHECK(texts.take(question, 0));
+    }
+    while (total < kCount) std::this_thread::yield();
+    texts.close();
+    for (std::thread& thread : threads) thread.join();
+    for (const std::atomic<int>& each : seen) CHECK(each == 1);
 }

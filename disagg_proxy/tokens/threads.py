@@ -1,0 +1,84 @@
+"""Threads that tokenise and decide: they take requests with text from the data plane's line, which so need
+not wait for the GIL while they hold it (the tokenizers release it while they work).
+
+Whatever takes longer than DEADLINE_S, in line or in work, goes on without its ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from moonpool._native import ProxyRequest
+
+DEADLINE_S = 5.0
+THREADS = 2
+THREAD_NAME = "moonpool-tokens"
+JOIN_S = 1.0
+
+
+class TextThreads:
+    """next_text: waits for a request, None at the end; overdue_text: takes a request out of line that came
+    before this time, None when there is none. tokenise: blocks; told: is called once for each request, with
+    what tokenise returned, or None when that took too long. clock: the data plane's."""
+
+    def __init__(
+        self,
+        next_text: Callable[[], ProxyRequest | None],
+        overdue_text: Callable[[float], ProxyRequest | None],
+        tokenise: Callable[[ProxyRequest], bytes | None],
+        told: Callable[[ProxyRequest, bytes | None], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._next = next_text
+        self._overdue = overdue_text
+        self._tokenise = tokenise
+        self._told = told
+        self._clock = clock
+        self._numbers = itertools.count()
+        # In work since when, the oldest first. Whoever takes an entry out answers it.
+        self._working: dict[int, tuple[ProxyRequest, float]] = {}
+        self.late = 0
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(THREADS)]
+        for thread in self._threads:
+            thread.start()
+
+    def expire(self) -> None:
+        """Called several times a second."""
+        since_s = self._clock() - DEADLINE_S
+        for number, (_, began_s) in list(self._working.items()):
+            if began_s < since_s and self._answer(number, None):
+                self.late += 1
+        while (request := self._overdue(since_s)) is not None:
+            self.late += 1
+            self._told(request, None)
+
+    def join(self) -> None:
+        """After the end of the line. One that tokenises something long is not waited for."""
+        for thread in self._threads:
+            thread.join(JOIN_S)
+
+    def _work(self) -> None:
+        _name_this_thread()
+        while (request := self._next()) is not None:
+            if request.gone:
+                continue
+            number = next(self._numbers)
+            self._working[number] = request, self._clock()
+            self._answer(number, self._tokenise(request))
+
+    def _answer(self, number: int, ids: bytes | None) -> bool:
+        working = self._working.pop(number, None)
+        if working is None:
+            return False
+        self._told(working[0], ids)
+        return True
+
+
+def _name_this_thread() -> None:
+    """For the system, which shows by it what the tokeniser costs."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(THREAD_NAME)
