@@ -14,7 +14,8 @@ _KEPT = struct.Struct("<8xq76xB35x")  # note and handed_over alone
 
 class Stage(IntEnum):
     """ENDED: the last record of a request. PREFILLED: the prefill engine has answered. BEGUN: the first byte
-    of the answer is there. The latter two only of requests whose plan has a note.
+    of the answer is there, unless one that is no stream ends at once. The latter two only of requests whose
+    plan has a note.
     """
 
     ENDED = 0

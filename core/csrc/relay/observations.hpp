@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <mutex>
 #include <string>
 
@@ -23,7 +24,8 @@ enum class Outcome : uint8_t {
 enum class Stage : uint8_t {
     kEnded,      // the last record of a request
     kPrefilled,  // the prefill engine has answered; only with a note
-    kBegun,      // the first byte of the answer is there; only with a note
+    kBegun,      // the first byte of the answer is there; only with a note, and not when an answer that is no
+                 // stream ends at once
 };
 
 struct Observation {
@@ -54,6 +56,7 @@ class Observations {
 
     void add(const Observation& one) {
         std::lock_guard lock(mutex_);
+        if (ends_what_began_last(one)) bytes_.resize(bytes_.size() - sizeof(one));
         if (bytes_.size() >= records_max_ * sizeof(Observation)) {
             ++dropped_;
             return;
@@ -72,6 +75,16 @@ class Observations {
     }
 
    private:
+    // An answer that comes whole begins and ends at once, and its last record says all that the one before it
+    // does.
+    bool ends_what_began_last(const Observation& one) const {
+        if (one.stage != static_cast<uint8_t>(Stage::kEnded) || one.stream != 0) return false;
+        if (bytes_.size() < sizeof(one)) return false;
+        Observation last;
+        std::memcpy(&last, bytes_.data() + bytes_.size() - sizeof(last), sizeof(last));
+        return last.request == one.request && last.stage == static_cast<uint8_t>(Stage::kBegun);
+    }
+
     const size_t records_max_;
     mutable std::mutex mutex_;
     std::string bytes_;

@@ -158,6 +158,32 @@ TEST_CASE("observations are bounded") {
     CHECK(observations.take().empty());
 }
 
+TEST_CASE("an answer that comes whole is one observation, a stream two") {
+    Observations observations(100);
+    auto reached = [&](uint64_t id, Stage stage, bool stream) {
+        Observation one;
+        one.request = id;
+        one.stage = static_cast<uint8_t>(stage);
+        one.stream = stream;
+        observations.add(one);
+    };
+    auto taken = [&] { return observations.take().size() / sizeof(Observation); };
+    reached(1, Stage::kPrefilled, false);
+    reached(1, Stage::kBegun, false);
+    reached(1, Stage::kEnded, false);
+    CHECK(taken() == 2);
+    reached(1, Stage::kBegun, true);
+    reached(1, Stage::kEnded, true);
+    CHECK(taken() == 2);
+    reached(1, Stage::kBegun, false);
+    reached(2, Stage::kEnded, false);
+    CHECK(taken() == 2);
+    reached(1, Stage::kBegun, false);
+    CHECK(taken() == 1);
+    reached(1, Stage::kEnded, false);
+    CHECK(taken() == 1);
+}
+
 namespace {
 
 Question asking(Kind kind, const char* body) {
