@@ -47,7 +47,7 @@ from moonpool.disagg_proxy.takeover import Offer, Predecessor, find_predecessor
 from moonpool.disagg_proxy.tokens.engine_source import EngineSource
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.source import TokenSource
-from moonpool.disagg_proxy.tokens.threads import TextThreads
+from moonpool.disagg_proxy.tokens.threads import TextThreads, are_at_work
 from moonpool.disagg_proxy.tracing.recorder import Recorder, exporter_of
 
 _log = logging.getLogger("moonpool.proxy")
@@ -242,7 +242,10 @@ class Proxy:
         """Learn from what was observed, also while nobody asks."""
         while True:
             await asyncio.sleep(_OBSERVE_EVERY_S)
-            self._dispatcher.learn()
+            try:
+                self._dispatcher.learn()
+            except Exception:  # the deadlines of texts hang on this task
+                _log.exception("what was observed could not be learnt")
             if self._text_threads is not None:
                 self._text_threads.expire()
 
@@ -344,7 +347,13 @@ def run(settings: ProxySettings) -> int:
         print(error, file=sys.stderr)
         return 2
     except (asyncio.CancelledError, KeyboardInterrupt):
-        return 0
+        pass
+    if are_at_work():
+        # A long text keeps a tokenizer busy: nothing can end it, and it must not come back into a Python that
+        # is gone.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
     return 0
 
 

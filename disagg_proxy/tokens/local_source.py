@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections import OrderedDict
 from pathlib import Path
@@ -41,6 +42,7 @@ class LocalTokenizer:
         except ImportError as error:
             raise _bad("a local tokenizer needs tokenizers: pip install 'moonpool[tokenizer]'") from error
         file = folder / "tokenizer.json"
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: no threads of its own
         try:
             self._tokenizer: Tokenizer = Tokenizer.from_file(str(file))
             self._template = ChatTemplate.of_model(folder)
@@ -117,7 +119,9 @@ class LocalTokenizer:
         return ids.removeprefix(head)
 
     def _whole(self, text: str, *, special: bool) -> bytes:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=special).ids, "<u4").tobytes()
+        # Not encode(): that holds the GIL, and with it the whole proxy, for as long as the text takes.
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return np.array(encoded.ids, "<u4").tobytes()
 
 
 class Pieces:

@@ -1,13 +1,14 @@
 """Threads that tokenise and decide: they take requests with text from the data plane's line, which so need
 not wait for the GIL while they hold it (the tokenizers release it while they work).
 
-Whatever takes longer than DEADLINE_S, in line or in work, goes on without its ids.
+Whatever takes longer than DEADLINE_S, in line and in work, goes on without its ids.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ DEADLINE_S = 5.0
 THREADS = 2
 THREAD_NAME = "moonpool-tokens"
 JOIN_S = 1.0
+
+_log = logging.getLogger("moonpool.proxy")
 
 
 class TextThreads:
@@ -39,18 +42,21 @@ class TextThreads:
         self._told = told
         self._clock = clock
         self._numbers = itertools.count()
-        # In work since when, the oldest first. Whoever takes an entry out answers it.
+        # In work, and when it came. Whoever takes an entry out answers it.
         self._working: dict[int, tuple[ProxyRequest, float]] = {}
         self.late = 0
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(THREADS)]
+        self.failures = 0
+        self._threads = [
+            threading.Thread(target=self._work, name=THREAD_NAME, daemon=True) for _ in range(THREADS)
+        ]
         for thread in self._threads:
             thread.start()
 
     def expire(self) -> None:
         """Called several times a second."""
         since_s = self._clock() - DEADLINE_S
-        for number, (_, began_s) in list(self._working.items()):
-            if began_s < since_s and self._answer(number, None):
+        for number, (_, arrived_s) in list(self._working.items()):
+            if arrived_s < since_s and self._answer(number, None):
                 self.late += 1
         while (request := self._overdue(since_s)) is not None:
             self.late += 1
@@ -64,11 +70,20 @@ class TextThreads:
     def _work(self) -> None:
         _name_this_thread()
         while (request := self._next()) is not None:
-            if request.gone:
-                continue
-            number = next(self._numbers)
-            self._working[number] = request, self._clock()
-            self._answer(number, self._tokenise(request))
+            if not request.gone:
+                number = next(self._numbers)
+                self._working[number] = request, request.arrived_s
+                self._answer(number, self._ids_of(request))
+            del request  # its body may be large, and the next one far
+
+    def _ids_of(self, request: ProxyRequest) -> bytes | None:
+        try:
+            return self._tokenise(request)
+        except BaseException as error:  # a panic of a tokenizer is no Exception; the thread goes on
+            self.failures += 1
+            if self.failures == 1:
+                _log.warning("a prompt has no token ids, so it is routed without its prefix: %r", error)
+            return None
 
     def _answer(self, number: int, ids: bytes | None) -> bool:
         working = self._working.pop(number, None)
@@ -76,6 +91,11 @@ class TextThreads:
             return False
         self._told(working[0], ids)
         return True
+
+
+def are_at_work() -> bool:
+    """Whether a thread of this process is still tokenising after its ``join``."""
+    return any(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 
 def _name_this_thread() -> None:

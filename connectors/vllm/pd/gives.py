@@ -135,9 +135,10 @@ class Gives:
         return outbox
 
     def here(self, here: Here, now_s: float) -> Outbox:
-        """A decode engine lives and still waits for these."""
+        """A decode engine lives and still waits for these. It may not have heard that one is gone."""
         self._signs.update(lease for lease in here.leases if lease in self._gives)
         known = []
+        outbox: Outbox = []
         for transfer in here.transfers:
             waiting = self._waiting.get(transfer)
             if waiting is not None and waiting.reply == here.reply:
@@ -146,7 +147,11 @@ class Gives:
             if give is not None:
                 self._signs.add(give.open.lease)
                 known.append((transfer, give.open.lease, min(map(len, give.blocks), default=0)))
-        return [(here.reply, Known(known))] if here.transfers else []
+            elif transfer in self._gone:
+                outbox.append((here.reply, Gone(transfer, self._gone[transfer])))
+        if here.transfers:
+            outbox.append((here.reply, Known(known)))
+        return outbox
 
     def done(self, done: Done, now_s: float) -> None:
         """A decode engine needs nothing more of a lease, or of a transfer whose lease it was not told; it may

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,6 +44,20 @@ def test_a_chat_has_the_ids_of_its_rendered_template(tokenizer: LocalTokenizer, 
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello\n world"}]
     rendered = "<s><|system|>\nbe brief<|end|>\n<|user|>\nhello\n world<|end|>\n<|assistant|>\n"
     assert numbers(tokenizer.ids(chat(messages))) == whole(model_folder, rendered)
+
+
+def test_other_threads_have_their_turns_while_a_long_text_is_tokenised(tokenizer: LocalTokenizer) -> None:
+    """The proxy's data plane is one of them."""
+    text = "".join(random.Random(SEED).choices("abcdefghij ", k=1 << 20))
+    turns = 0
+    with ThreadPoolExecutor(1) as pool:
+        ids = pool.submit(tokenizer.of_text, text)
+        while not ids.done():
+            time.sleep(0.001)
+            turns += 1
+    assert ids.result()
+    print(turns, "turns")
+    assert turns > 20  # with the GIL held there are two or three
 
 
 def test_piece_by_piece_equals_the_whole_for_random_conversations(

@@ -15,12 +15,16 @@ from moonpool.disagg_proxy.tokens.threads import DEADLINE_S, THREADS, TextThread
 WAIT_S = 30
 
 
+class Panic(BaseException):
+    """As one in a tokenizer, which is no Exception."""
+
+
 @dataclass
 class Asked:
     """What of a ProxyRequest is looked at."""
 
     number: int
-    at_s: float = 0.0
+    arrived_s: float = 0.0
     gone: bool = False
 
 
@@ -49,7 +53,7 @@ class Line:
 
     def overdue(self, since_s: float) -> Any:
         with self.some:
-            return self.waiting.popleft() if self.waiting and self.waiting[0].at_s < since_s else None
+            return self.waiting.popleft() if self.waiting and self.waiting[0].arrived_s < since_s else None
 
 
 class Bed:
@@ -69,6 +73,8 @@ class Bed:
 
     def tokenise(self, request: Any) -> bytes:
         self.begun.put(request.number)
+        if request.number < 0:
+            raise Panic(request.number)
         assert self.goes_on.wait(WAIT_S)
         return b"%d" % request.number
 
@@ -98,6 +104,29 @@ def test_who_left_costs_nothing(bed: Bed) -> None:
     assert bed.begun.get(timeout=WAIT_S) == 2
 
 
+def test_what_fails_goes_on_without_its_ids_and_the_threads_go_on(
+    bed: Bed, caplog: pytest.LogCaptureFixture
+) -> None:
+    bed.goes_on.set()
+    for number in range(-2 * THREADS, 0):
+        bed.line.put(Asked(number))
+    assert sorted(bed.told.get(timeout=WAIT_S) for _ in range(2 * THREADS)) == [
+        (number, None) for number in range(-2 * THREADS, 0)
+    ]
+    bed.line.put(Asked(1))
+    assert bed.told.get(timeout=WAIT_S) == (1, b"1")
+    assert bed.threads.failures == 2 * THREADS
+    assert caplog.text.count("routed without its prefix") == 1
+
+
+def test_the_time_in_line_counts(bed: Bed) -> None:
+    bed.now_s = DEADLINE_S + 1.0
+    bed.line.put(Asked(7, arrived_s=0.5))
+    assert bed.begun.get(timeout=WAIT_S) == 7
+    bed.threads.expire()
+    assert bed.told.get(timeout=WAIT_S) == (7, None)
+
+
 def test_what_takes_too_long_goes_on_without_its_ids_once(bed: Bed) -> None:
     """In work, and in line behind it."""
     for number in range(THREADS + 3):
@@ -113,6 +142,6 @@ def test_what_takes_too_long_goes_on_without_its_ids_once(bed: Bed) -> None:
     assert told == list(range(THREADS + 3))
     assert bed.threads.late == THREADS + 3
     bed.goes_on.set()
-    bed.line.put(Asked(99, at_s=bed.now_s))
+    bed.line.put(Asked(99, arrived_s=bed.now_s))
     assert bed.told.get(timeout=WAIT_S) == (99, b"99")
     assert bed.told.empty()

@@ -78,7 +78,8 @@ class TestGives:
         assert one.begin(opened(), (End(1, "aborted"),)) == [("D", Gone("x", "aborted"))]
         assert slots == {}
         assert len(one) == 0
-        assert one.here(Here("D", [], ["x"]), 0.0) == [("D", Known([]))]
+        # Once more: the first word may have been lost.
+        assert one.here(Here("D", [], ["x"]), 0.0) == [("D", Gone("x", "aborted")), ("D", Known([]))]
 
     def test_who_asks_for_what_is_gone_hears_it_at_once(self) -> None:
         one, _ = gives()
