@@ -155,6 +155,26 @@ def test_any_bit_of_a_conversation(
     until(lambda: b.metric("pins") == 0)
 
 
+def test_an_object_that_is_larger_than_it_was_said_to_be(
+    cluster: Cluster, nodes: list[Node], relay: Relay
+) -> None:
+    """By a flipped bit here; by one that replaced it meanwhile elsewhere."""
+    a, b, _ = nodes
+    store_at_b(cluster, nodes, ["k"], 3000)
+    said: list[int] = []
+
+    def spoil(passing: str, _: int, data: bytearray) -> None:
+        at = data.find((3000).to_bytes(8, "little"))
+        if passing == DOWN and at >= 0 and not said:
+            data[at + 1] ^= 8
+            said.append(int.from_bytes(data[at : at + 8], "little"))
+
+    relay.spoil = spoil
+    with a.host.namespace.entered(), Store(f"tcp://{b.address}", token=TOKEN.encode()) as store:
+        assert store.get("k") == contents("k", 0, 3000)
+    assert said == [952]
+
+
 # ---- cables
 
 

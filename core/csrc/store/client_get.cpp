@@ -161,30 +161,42 @@ Result<std::vector<ObjectView>> Client::views(std::span<const std::string_view> 
     }
     std::shared_ptr<Pool> others = pool();
     if (others == nullptr) return views;
-    // A holder died, or the bytes were damaged on their way: from wherever else they are.
-    std::vector<GetItem> items;
-    std::vector<Part> parts;
+    // A holder died, or the bytes were damaged on their way: from wherever else they are. What is there may
+    // be larger than what was pinned, and is then read once more.
     std::vector<size_t> at;
-    std::vector<std::shared_ptr<std::byte[]>> memory;
+    std::vector<uint64_t> rooms;
     for (size_t i = 0; i < names.size(); ++i) {
         if ((*views)[i].owner != nullptr || !pinned->has(i)) continue;
-        uint64_t size = pinned->descriptors[i].size;
-        memory.emplace_back(new (std::nothrow) std::byte[size]);
-        if (memory.back() == nullptr)
-            return Error{Code::kOs, "no memory for " + std::to_string(size) + " bytes"};
-        parts.push_back(Part{memory.back().get(), size});
         at.push_back(i);
+        rooms.push_back(pinned->descriptors[i].size);
     }
-    if (at.empty()) {
-        if (Status status = view_striped(names, verify, *views); !status) return status.error();
-        return views;
-    }
-    for (size_t k = 0; k < at.size(); ++k) items.push_back({names[at[k]], {&parts[k], 1}});
-    Result<std::vector<int64_t>> sizes = get_whole(items, verify);
-    if (!sizes) return sizes.error();
-    for (size_t k = 0; k < at.size(); ++k) {
-        if ((*sizes)[k] < 0) continue;
-        (*views)[at[k]] = ObjectView{memory[k], memory[k].get(), static_cast<uint64_t>((*sizes)[k])};
+    for (int attempt = 0; attempt < 2 && !at.empty(); ++attempt) {
+        std::vector<std::shared_ptr<std::byte[]>> memory;
+        std::vector<Part> parts;
+        std::vector<GetItem> items;
+        for (uint64_t room : rooms) {
+            memory.emplace_back(new (std::nothrow) std::byte[room]);
+            if (memory.back() == nullptr)
+                return Error{Code::kOs, "no memory for " + std::to_string(room) + " bytes"};
+            parts.push_back(Part{memory.back().get(), room});
+        }
+        for (size_t k = 0; k < at.size(); ++k) items.push_back({names[at[k]], {&parts[k], 1}});
+        Result<std::vector<int64_t>> sizes = get_whole(items, verify);
+        if (!sizes) return sizes.error();
+        std::vector<size_t> larger;
+        std::vector<uint64_t> larger_rooms;
+        for (size_t k = 0; k < at.size(); ++k) {
+            if ((*sizes)[k] < 0) continue;
+            auto size = static_cast<uint64_t>((*sizes)[k]);
+            if (size > rooms[k]) {
+                larger.push_back(at[k]);
+                larger_rooms.push_back(size);
+            } else {
+                (*views)[at[k]] = ObjectView{memory[k], memory[k].get(), size};
+            }
+        }
+        at = std::move(larger);
+        rooms = std::move(larger_rooms);
     }
     if (Status status = view_striped(names, verify, *views); !status) return status.error();
     return views;
