@@ -66,7 +66,8 @@ def ask(
 
 
 def _read(response: http.client.HTTPResponse, begin_s: float) -> Answer:
-    """Reads the server-sent events until [DONE]."""
+    """Reads the server-sent events to the end of the answer: who leaves at [DONE] may leave too early for the
+    proxy, which then counts a client that went away."""
     text: list[str] = []
     token_ids: list[int] = []
     usage = {}
@@ -78,7 +79,7 @@ def _read(response: http.client.HTTPResponse, begin_s: float) -> Answer:
         data = line[5:].strip()
         if data == b"[DONE]":
             done = True
-            break
+            continue
         event = json.loads(data)
         if "error" in event:
             raise RequestFailed(f"the engine broke off: {event['error']}")

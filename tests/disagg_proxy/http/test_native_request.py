@@ -19,6 +19,7 @@ trailers.
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field
 
 import httptools
@@ -149,8 +150,10 @@ def mutated(rng: random.Random) -> bytes:
 
 
 def undecorated(data: bytes, body: bytes) -> bytes:
-    """The same request with this body in one chunk, without extensions and trailers."""
+    """The same request with this body in one chunk, without extensions and trailers, and without a tab behind
+    the name of the coding, which is blank to the standard and not to httptools."""
     head = data.lstrip(b"\r\n").partition(b"\r\n\r\n")[0]
+    head = re.sub(rb"(?i)(chunked)[\t ]+(\r\n|$)", rb"\1\2", head)
     return b"%b\r\n\r\n%b0\r\n\r\n" % (head, b"%x\r\n%b\r\n" % (len(body), body) if body else b"")
 
 
