@@ -1,0 +1,412 @@
+"""What setup() makes: the way into the pool.
+
+A segment of more than 0 bytes becomes a node of this process, which joins the master and whose arena is the
+segment: ``OwnNode``. Without one the process is a guest of another node, of its own host where there is one,
+and goes on with the next when that dies: ``Guest``. In both the pool is reached through a moonpool.Store.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moonpool.core import paths
+from moonpool.core.addresses import Address, parse_address
+from moonpool.core.config import Config, load
+from moonpool.core.control_tls import control_client, control_settings
+from moonpool.core.errors import ConfigError, Error, InvalidArgument, Unavailable
+from moonpool.core.keys import Space
+from moonpool.core.node import native_server
+from moonpool.core.node_socket import Claim
+from moonpool.core.reach import host_id, own_address, reach_of_node
+from moonpool.core.store import Store
+from moonpool.core.units import parse_size
+
+from ._codes import NoNode
+
+if TYPE_CHECKING:
+    from moonpool import _native
+    from moonpool.core.node import NodeServer
+
+NAMESPACE = "mooncake"
+MASTER_PORT = 50051  # of an address without one
+TIMEOUT_S = 2.0
+JOIN_TIMEOUT_S = 5.0
+LOOK_AGAIN_S = 0.25
+SSD_SHARE = 0.8  # of what is free where ssd_offload_path lies
+SMALLEST_ARENA = "1MiB"
+_POLL_S = 0.005
+_B = re.compile(r"(?<=[kmgt])b$")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What setup() was given, in any of its forms; sizes in bytes."""
+
+    local_hostname: str
+    master: str
+    segment: int
+    tenant: str = "default"
+    ssd_path: str = ""
+
+    @property
+    def host(self) -> Address:
+        """With port 0 where none was given."""
+        text = self.local_hostname or "127.0.0.1"
+        return parse_address(text if _has_port(text) else f"{text}:0", "local_hostname")
+
+    def config(self, **arguments: object) -> Config:
+        """moonpool's own configuration, with this master."""
+        if "://" in self.master:
+            raise ConfigError(
+                f"master_server_address = {self.master} names a metadata service; give host:port of the "
+                f"`moonpool master` (or `mooncake_master`)",
+                operation="setup",
+                key="master_server_address",
+            )
+        master = self.master if _has_port(self.master) else f"{self.master}:{MASTER_PORT}"
+        given = {name.replace("__", "."): value for name, value in arguments.items()}
+        return load(arguments={"cluster.master": master, "node.http": "off"} | given)
+
+    def is_of_this_host_alone(self, config: Config) -> bool:
+        """Whether nobody chose a token: then master and nodes meet on loopback, whatever the host's name."""
+        return not config.token_is_configured and parse_address(config.cluster.master, "master").is_loopback
+
+
+def _has_port(text: str) -> bool:
+    return text.rpartition(":")[2].isdigit() and (":" not in text.rpartition(":")[0] or "]:" in text)
+
+
+def settings_of(config: Mapping[str, Any]) -> Settings:
+    """The dict form. Values may all be str. Raises InvalidArgument for one that is missing or malformed."""
+
+    def first(*names: str, default: Any = None) -> Any:
+        found = next((config[name] for name in names if name in config), default)
+        if found is None:
+            raise InvalidArgument(f"setup: the configuration has no {names[0]}", key=names[0])
+        return found
+
+    first("metadata_server", default="P2PHANDSHAKE")
+    return Settings(
+        local_hostname=str(first("local_hostname")),
+        master=str(first("master_server_addr", "master_server_address")),
+        segment=size_of(first("global_segment_size", default=0), "global_segment_size"),
+        tenant=str(first("tenant_id", default="default")),
+        ssd_path=str(first("ssd_offload_path", default=""))
+        if is_on(first("enable_ssd_offload", default=False))
+        else "",
+    )
+
+
+def size_of(value: Any, name: str) -> int:
+    """Bytes: a number, or text such as "4gb", which is 4 * 2**30. Raises InvalidArgument."""
+    try:
+        size = parse_size(_B.sub("", value.strip().lower())) if isinstance(value, str) else int(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{name} = {value!r:.80} is no size", key=name, cause=str(error)) from error
+    if size < 0:
+        raise InvalidArgument(f"{name} = {value!r:.80} is below 0", key=name)
+    return size
+
+
+def is_on(value: Any) -> bool:
+    return value.strip().lower() in ("1", "true", "yes", "on") if isinstance(value, str) else bool(value)
+
+
+class Access(Protocol):
+    """segment: this process's own, "host:port" as others reach it; for a guest its host's name."""
+
+    segment: str
+    space: Space
+
+    def store(self) -> Store:
+        """Raises NoNode when there is none to go to."""
+
+    def renew(self) -> bool:
+        """After Unavailable: whether another node may be tried at once."""
+
+    def members(self) -> list[_native.Member]:
+        """The living nodes of the pool. Raises a moonpool Error."""
+
+    def holders(self, keys: list[bytes]) -> list[list[tuple[_native.Member, int]]]:
+        """Where each key lies as far as the master knows; 0 is memory, 1 an SSD. Raises a moonpool Error."""
+
+    def open_at(self, member: _native.Member) -> Store:
+        """A store whose own node is that one."""
+
+    def close(self) -> None: ...
+
+
+class _Base:
+    """What both kinds know: the space, the master, the nodes."""
+
+    def __init__(self, settings: Settings, config: Config) -> None:
+        self.settings = settings
+        self.config = config
+        self.token = config.read_token()
+        self.space = Space(tenant=settings.tenant, namespace=NAMESPACE)
+        self.host_id = host_id()
+        self._tls = control_client(config)
+        self._master: _native.DirectoryClient | None = None
+        self._lock = threading.Lock()
+
+    def directory(self) -> _native.DirectoryClient:
+        from moonpool import _native
+
+        with self._lock:
+            if self._master is None:
+                self._master = _native.DirectoryClient(
+                    self.config.cluster.master, self.token, tenant=self.space.tenant, tls=self._tls
+                )
+            return self._master
+
+    def members(self) -> list[_native.Member]:
+        _, rows = self.directory().members(fresh=True)
+        return [
+            row
+            for row in rows
+            if row.state == "alive" and self.space.tenant in (load.tenant for load in row.tenants)
+        ]
+
+    def holders(self, keys: list[bytes]) -> list[list[tuple[_native.Member, int]]]:
+        from moonpool import _native
+
+        space = self.space
+        hashes = b"".join(
+            _native.key_hash(space.tenant, space.namespace, space.fingerprint, key) for key in keys
+        )
+        by_id = {member.id: member for member in self.members()}
+        located = self.directory().locate(hashes)
+        return [[(by_id[node], tier) for node, tier in located[i] if node in by_id] for i in range(len(keys))]
+
+    def open_at(self, member: _native.Member) -> Store:
+        near = member.host_id == self.host_id and os.path.exists(member.socket_path)
+        return self._open(member.socket_path if near else f"tcp://{member.address}")
+
+    def _open(self, place: str) -> Store:
+        return Store(
+            place,
+            tenant=self.space.tenant,
+            namespace=self.space.namespace,
+            token=self.token,
+            tls=self._tls,
+            timeout_s=TIMEOUT_S,
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            if self._master is not None:
+                self._master.close()
+                self._master = None
+
+
+class OwnNode(_Base):
+    """A node inside this process, gone with it. Raises a moonpool Error when it cannot start or join."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, config := _node_config(settings))
+        self._reach = reach_of_node(config)
+        self._claim = Claim(paths.check_socket_path(paths.node_socket(config.node.name)))
+        self._server: NodeServer | None = None
+        self._store: Store | None = None
+        try:
+            if config.token_is_configured:
+                self._claim.tell_token(self.token)
+            if told := control_settings(config):
+                self._claim.tell_tls(told)
+            self._server = native_server(config, self._claim.path, self.token, self._reach)
+            self._server.start()
+            self.segment = self._advertised()
+            self._wait_for_master()
+            self._store = self._open(str(self._claim.path))
+        except BaseException:
+            self.close()
+            raise
+
+    def store(self) -> Store:
+        assert self._store is not None
+        return self._store
+
+    def renew(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        super().close()
+        if self._store is not None:
+            self._store.close()
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+            self._claim.release()
+
+    @property
+    def server(self) -> NodeServer:
+        if self._server is None:
+            raise Unavailable("the node of this segment has ended", operation="setup")
+        return self._server
+
+    def _advertised(self) -> str:
+        given = self._reach.advertise
+        return (
+            given.removesuffix("0") + self.server.addresses[0].rpartition(":")[2]
+            if given.endswith(":0")
+            else given
+        )
+
+    def _wait_for_master(self) -> None:
+        give_up_s = time.monotonic() + JOIN_TIMEOUT_S
+        while True:
+            joined, _, why_not, _ = self.server.membership()  # type: ignore[attr-defined]
+            if joined:
+                return
+            if time.monotonic() > give_up_s:
+                raise Unavailable(
+                    f"the master {self.config.cluster.master} did not take this process in within "
+                    f"{JOIN_TIMEOUT_S:g} s{': ' if why_not else ''}{why_not}; start `moonpool master` (or "
+                    f"`mooncake_master`) there first",
+                    operation="setup",
+                    peer=self.config.cluster.master,
+                )
+            time.sleep(_POLL_S)
+
+
+def _node_config(settings: Settings) -> Config:
+    arguments: dict[str, object] = {
+        "node__name": f"mooncake-{os.getpid()}-{secrets.token_hex(4)}",
+        "node__object_share_max": 0.5,  # more than that one client cannot lease
+    }
+    if settings.tenant == "default":
+        arguments["node__dram"] = settings.segment
+    else:
+        arguments |= {"node__dram": SMALLEST_ARENA, "node__tenants": {settings.tenant: settings.segment}}
+    if settings.ssd_path:
+        Path(settings.ssd_path).mkdir(parents=True, exist_ok=True)
+        free = int(shutil.disk_usage(settings.ssd_path).free * SSD_SHARE)
+        arguments["node__ssd"] = [f"{settings.ssd_path}:{free}"]
+    host = settings.host
+    if settings.is_of_this_host_alone(settings.config()):
+        host = Address("127.0.0.1", host.port)
+    listen = host
+    if not host.is_loopback and not _is_ip(host.host):
+        listen = Address("0.0.0.0", host.port)
+        arguments["node__advertise"] = str(host)
+    elif host.host == "0.0.0.0":
+        arguments["node__advertise"] = str(Address(own_address(host.host, None), host.port))
+    return settings.config(node__listen=str(listen), **arguments)
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+class Guest(_Base):
+    """Without a segment: at another node. One that is gone is left for the next."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, settings.config())
+        self.segment = settings.local_hostname
+        self._store: Store | None = None
+        self._looked_s = 0.0
+        self._choosing = threading.Lock()
+        try:
+            self.members()  # a wrong address or token is said now and not at the first call
+        except BaseException:
+            self.close()
+            raise
+
+    def store(self) -> Store:
+        store = self._store
+        if store is not None and store.connected:
+            return store
+        return self._choose()
+
+    def renew(self) -> bool:
+        self._looked_s = 0.0
+        try:
+            self._choose()
+        except Error:
+            return False
+        return True
+
+    def close(self) -> None:
+        super().close()
+        if self._store is not None:
+            self._store.close()
+
+    def _choose(self) -> Store:
+        with self._choosing:
+            if self._store is not None and (
+                self._store.connected or time.monotonic() < self._looked_s + LOOK_AGAIN_S
+            ):
+                return self._store
+            self._looked_s = time.monotonic()
+            members = sorted(self.members(), key=lambda member: member.host_id != self.host_id)
+            trouble: Error | None = None
+            for member in members:
+                try:
+                    fresh = self.open_at(member)
+                except Error as error:
+                    trouble = error
+                    continue
+                if self._store is not None:
+                    self._store.close()
+                self._store = fresh
+                return fresh
+            raise NoNode(
+                f"no node of the pool serves the tenant {self.space.tenant}: "
+                f"{trouble or 'the master knows none'}; a process with global_segment_size above 0, or "
+                f"`moonpool node`, gives it memory",
+                operation="setup",
+                peer=self.config.cluster.master,
+            )
+
+
+def join(settings: Settings) -> Access:
+    """Raises a moonpool Error with what is wrong and the remedy."""
+    return OwnNode(settings) if settings.segment else Guest(settings)
+
+
+class Beside(_Base):
+    """A dummy client: at the node of this host whose wire listens at ``address``, or over TCP at another."""
+
+    def __init__(self, address: str, tenant: str = "default") -> None:
+        where = parse_address(address, "server_address")
+        super().__init__(Settings(str(where), "127.0.0.1", 0, tenant), load(arguments={"node.http": "off"}))
+        self.segment = str(where)
+        sockets = [paths.runtime_dir() / f"node-{name_of_client(where.port)}.sock"]
+        place = next((str(path) for path in sockets if path.exists()), f"tcp://{where}")
+        self._store = self._open(place)
+
+    def store(self) -> Store:
+        return self._store
+
+    def renew(self) -> bool:
+        return False
+
+    def members(self) -> list[_native.Member]:
+        return []
+
+    def holders(self, keys: list[bytes]) -> list[list[tuple[_native.Member, int]]]:
+        return [[] for _ in keys]
+
+    def close(self) -> None:
+        super().close()
+        self._store.close()
+
+
+def name_of_client(port: int) -> str:
+    """The name of the node that `mooncake_client --port` runs, by which dummy clients find its socket."""
+    return f"mooncake-client-{port}"

@@ -1,0 +1,104 @@
+"""What every group of the store's methods stands on: the access, the registered memory, errors as codes.
+
+Before setup() and after close() a method that returns codes returns INTERNAL_ERROR, and one that returns
+values raises moonpool.Closed: an empty value would say that there is no data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from moonpool.core.errors import Closed, Error, InvalidArgument, Unavailable
+from moonpool.core.store import Store
+
+from ._codes import Code, code_of
+from ._memory import Buffers, number
+
+if TYPE_CHECKING:
+    from moonpool.core.store_types import Pin
+
+    from ._access import Access
+
+T = TypeVar("T")
+
+
+class Base:
+    def __init__(self) -> None:
+        self._access: Access | None = None
+        self._buffers = Buffers()
+        self._hard_pins: dict[bytes, Pin] = {}
+        self._closed = False
+
+    def _open(self) -> Access:
+        access = self._access
+        if access is None:
+            what = "this store is closed" if self._closed else "call setup() before"
+            raise Closed(what, operation="mooncake")
+        return access
+
+    def _ask(self, verb: Callable[[Store], T]) -> T:
+        """What ``verb`` says of the store; asked again where a guest finds another node. Raises."""
+        access = self._open()
+        try:
+            return verb(access.store())
+        except Unavailable:
+            if not access.renew():
+                raise
+            return verb(access.store())
+
+    def _code(self, operation: str, act: Callable[[], int]) -> int:
+        """What ``act`` returns, or the code of what it raises. What is no such error, such as the TypeError
+        of a caller's mistake, goes through."""
+        try:
+            return int(act())
+        except (Error, OSError, MemoryError) as error:
+            return int(code_of(error, operation))
+
+    def _codes(self, operation: str, n: int, act: Callable[[], list[int]]) -> list[int]:
+        """The same for lists; an error is the error of each."""
+        try:
+            return act()
+        except (Error, OSError, MemoryError) as error:
+            return [int(code_of(error, operation))] * n
+
+    def _range(self, address: int, size: int) -> tuple[int, int]:
+        return self._buffers.check(number(address), number(size))
+
+
+def key_of(key: Any) -> bytes:
+    """str is UTF-8. TypeError for anything but str and bytes, InvalidArgument for an empty one."""
+    if isinstance(key, str):
+        key = key.encode()
+    elif not isinstance(key, bytes):
+        raise TypeError(f"a key is a str, not {type(key).__name__}")
+    if not key:
+        raise InvalidArgument("a key has at least 1 byte")
+    return bytes(key)
+
+
+def checked_keys(keys: Any) -> Any:
+    """The keys as moonpool takes them, nearly for nothing where all are str. Raises as key_of."""
+    if set(map(type, keys)) == {str} and "" not in keys and type(keys) is list:
+        return keys
+    return keys_of(keys)
+
+
+def keys_of(keys: Any) -> list[bytes]:
+    if isinstance(keys, (str, bytes)):
+        raise TypeError("expected a list of keys, got one key")
+    return [key_of(key) for key in keys]
+
+
+def same_length(*columns: Sequence[Any]) -> None:
+    """Raises InvalidArgument for columns of different lengths."""
+    lengths = [len(column) for column in columns]
+    if len(set(lengths)) > 1:
+        raise InvalidArgument(f"lists of different lengths: {lengths}")
+
+
+__all__ = ["Base", "checked_keys", "first_error", "key_of", "keys_of", "number", "same_length"]
+
+
+def first_error(codes: Sequence[int]) -> int:
+    return next((code for code in codes if code < 0), int(Code.OK))

@@ -1,0 +1,91 @@
+"""Return codes: the numbers that callers compare with, and the one table from moonpool's errors to them.
+
+A method that returns a code logs the sentence of the error under the logger "mooncake", at most once a second
+for each method and kind of error, since callers see only the number.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from enum import IntEnum
+
+from moonpool.core.errors import (
+    AuthError,
+    Closed,
+    ConfigError,
+    CorruptObject,
+    Error,
+    Forked,
+    InvalidArgument,
+    ProtocolError,
+    Timeout,
+    TransferError,
+    Unavailable,
+)
+
+logger = logging.getLogger("mooncake")
+
+SAY_AGAIN_S = 1.0
+KINDS_MAX = 1024  # of sentences that are remembered
+
+
+class Code(IntEnum):
+    OK = 0
+    INTERNAL_ERROR = -1
+    NO_AVAILABLE_HANDLE = -200
+    INVALID_PARAMS = -600
+    ILLEGAL_CLIENT = -601
+    OBJECT_NOT_FOUND = -704
+    TRANSFER_FAIL = -800
+    CHECKSUM_MISMATCH = -801
+    RPC_FAIL = -900
+    RPC_TIMEOUT = -901
+    UNAVAILABLE_IN_CURRENT_MODE = -1011
+    FILE_NOT_FOUND = -1100
+    TASK_NOT_FOUND = -1400
+
+
+class NoNode(Unavailable):
+    """The pool has no node with room for this tenant yet."""
+
+
+class Unsupported(Error):
+    """Moonpool has nothing that does this."""
+
+
+# The first row whose class fits decides.
+TABLE: tuple[tuple[type[BaseException], Code], ...] = (
+    (NoNode, Code.NO_AVAILABLE_HANDLE),
+    (Unsupported, Code.UNAVAILABLE_IN_CURRENT_MODE),
+    (CorruptObject, Code.CHECKSUM_MISMATCH),
+    (TransferError, Code.TRANSFER_FAIL),
+    (AuthError, Code.ILLEGAL_CLIENT),
+    (InvalidArgument, Code.INVALID_PARAMS),
+    (ConfigError, Code.INVALID_PARAMS),
+    (Timeout, Code.RPC_TIMEOUT),
+    (ProtocolError, Code.RPC_FAIL),
+    (Unavailable, Code.RPC_FAIL),
+    (Closed, Code.INTERNAL_ERROR),
+    (Forked, Code.INTERNAL_ERROR),
+    (FileNotFoundError, Code.FILE_NOT_FOUND),
+    (Exception, Code.INTERNAL_ERROR),
+)
+
+_said: dict[tuple[str, str], float] = {}
+
+
+def code_of(error: BaseException, operation: str) -> Code:
+    """The code of an error of ``operation``, whose sentence goes to the log."""
+    say(operation, type(error).__name__, f"{operation}: {error}")
+    return next(code for kind, code in TABLE if isinstance(error, kind))
+
+
+def say(operation: str, kind: str, sentence: str) -> None:
+    """Warns, unless the same was said a moment ago."""
+    now_s = time.monotonic()
+    if now_s - _said.get((operation, kind), -SAY_AGAIN_S) >= SAY_AGAIN_S:
+        if len(_said) >= KINDS_MAX:
+            _said.clear()
+        _said[operation, kind] = now_s
+        logger.warning("%s", sentence)

@@ -1,0 +1,383 @@
+"""Objects as a whole: put, get, exists, remove, in each of their forms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from moonpool.core.errors import InvalidArgument
+from moonpool.core.store import ROWS_MAX
+from moonpool.core.store_types import Presence
+
+from ._base import Base, checked_keys, first_error, key_of, keys_of, number, same_length
+from ._codes import Code, say
+from ._values import DEFAULT, ReplicateConfig
+
+Part = Any  # what moonpool takes as the bytes of an object
+_EXIST = {Presence.HIT: 1, Presence.MISS: 0, Presence.UNKNOWN: -1}
+
+
+class BufferHandle(np.ndarray):
+    """An object's bytes in the pool's own memory, read-only, pinned for as long as this lives.
+
+    A buffer for ``memoryview``, ``bytes``, numpy and torch.
+    """
+
+    def ptr(self) -> int:
+        return int(self.ctypes.data)
+
+    def size(self) -> int:  # type: ignore[override]
+        return int(self.nbytes)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"BufferHandle({self.nbytes} bytes)"
+
+
+def handle_of(view: memoryview | None) -> BufferHandle | None:
+    return None if view is None else np.frombuffer(view, np.uint8).view(BufferHandle)
+
+
+def pattern_of(key: bytes) -> bytes:
+    """The pattern that only this key matches."""
+    return re.sub(rb"([*?\[])", rb"[\1]", key)
+
+
+class Objects(Base):
+    # ---- writing
+
+    def put(self, key: str, value: Any, config: ReplicateConfig = DEFAULT) -> int:
+        """0, also when the key has an object: that one stays."""
+        return self._put("put", [key], [_bytes_like(value)], config)[0]
+
+    def put_parts(self, key: str, *args: Any, config: ReplicateConfig = DEFAULT) -> int:
+        """One object of several parts."""
+        return self._put("put_parts", [key], [[_bytes_like(part) for part in args]], config)[0]
+
+    def put_batch(self, keys: list[str], values: list[Any], config: ReplicateConfig = DEFAULT) -> int:
+        """0 when all are there, else the first code that is not."""
+        return first_error(self._put("put_batch", keys, [_bytes_like(value) for value in values], config))
+
+    def put_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = DEFAULT) -> int:
+        return self._put_from("put_from", [key], [buffer_ptr], [size], config)[0]
+
+    def batch_put_from(
+        self, keys: list[str], buffer_ptrs: list[int], sizes: list[int], config: ReplicateConfig = DEFAULT
+    ) -> list[int]:
+        return self._put_from("batch_put_from", keys, buffer_ptrs, sizes, config)
+
+    def put_from_with_metadata(
+        self,
+        key: str,
+        buffer_ptr: int,
+        metadata_buffer_ptr: int,
+        size: int,
+        metadata_size: int,
+        config: ReplicateConfig = DEFAULT,
+    ) -> int:
+        """One object: the metadata, then the data."""
+        name = "put_from_with_metadata"
+        return self._code(
+            name,
+            lambda: self._put(
+                name,
+                [key],
+                [[self._range(metadata_buffer_ptr, metadata_size), self._range(buffer_ptr, size)]],
+                config,
+            )[0],
+        )
+
+    def upsert(self, key: str, value: Any, config: ReplicateConfig = DEFAULT) -> int:
+        """In place of what the key had; who reads the old bytes goes on with them."""
+        return self._put("upsert", [key], [_bytes_like(value)], config, replace=True)[0]
+
+    def upsert_parts(self, key: str, *args: Any, config: ReplicateConfig = DEFAULT) -> int:
+        return self._put("upsert_parts", [key], [[_bytes_like(part) for part in args]], config, replace=True)[
+            0
+        ]
+
+    def upsert_batch(self, keys: list[str], values: list[Any], config: ReplicateConfig = DEFAULT) -> int:
+        parts = [_bytes_like(value) for value in values]
+        return first_error(self._put("upsert_batch", keys, parts, config, replace=True))
+
+    def upsert_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = DEFAULT) -> int:
+        return self._put_from("upsert_from", [key], [buffer_ptr], [size], config, replace=True)[0]
+
+    def batch_upsert_from(
+        self, keys: list[str], buffer_ptrs: list[int], sizes: list[int], config: ReplicateConfig = DEFAULT
+    ) -> list[int]:
+        return self._put_from("batch_upsert_from", keys, buffer_ptrs, sizes, config, replace=True)
+
+    def _put_from(
+        self,
+        operation: str,
+        keys: list[str],
+        pointers: list[int],
+        sizes: list[int],
+        config: ReplicateConfig,
+        replace: bool = False,
+    ) -> list[int]:
+        if not len(keys) == len(pointers) == len(sizes):
+            return [int(Code.INVALID_PARAMS)] * len(keys)
+        parts: list[Part]
+        try:
+            parts = [*self._buffers.check_all(pointers, sizes)]
+        except InvalidArgument:
+            parts = [self._range_or_nothing(*pair) for pair in zip(pointers, sizes, strict=True)]
+        return self._put(operation, keys, parts, config, replace=replace)
+
+    def _range_or_nothing(self, pointer: int, size: int) -> Part:
+        """No bytes for what is no memory: put refuses those for their own key alone."""
+        try:
+            return self._range(pointer, size)
+        except InvalidArgument:
+            return b""
+
+    def _put(
+        self,
+        operation: str,
+        keys: Sequence[str],
+        parts: Sequence[Part],
+        config: ReplicateConfig,
+        *,
+        replace: bool = False,
+    ) -> list[int]:
+        """A code for each key. One that cannot be meant does not keep the others from being stored."""
+        if not isinstance(config, ReplicateConfig):
+            raise TypeError(f"{operation}: config is a ReplicateConfig, not {type(config).__name__}")
+        return self._codes(
+            operation, len(keys), lambda: self._put_each(operation, keys, parts, config, replace)
+        )
+
+    def _put_each(
+        self,
+        operation: str,
+        keys: Sequence[str],
+        parts: Sequence[Part],
+        config: ReplicateConfig,
+        replace: bool,
+    ) -> list[int]:
+        self._open()
+        same_length(keys, parts)
+        if config.replica_num < 1:
+            raise InvalidArgument("replica_num must be at least 1")
+        if all(keys) and all(map(size_of_parts, parts)):
+            return self._put_good(operation, keys, parts, config, replace)
+        say(
+            operation,
+            "empty",
+            f"{operation}: an object has a key and at least 1 byte, in memory of this process",
+        )
+        codes = [int(Code.INVALID_PARAMS)] * len(keys)
+        good = [
+            i for i, (key, part) in enumerate(zip(keys, parts, strict=True)) if key and size_of_parts(part)
+        ]
+        stored = self._put_good(operation, [keys[i] for i in good], [parts[i] for i in good], config, replace)
+        for i, code in zip(good, stored, strict=True):
+            codes[i] = code
+        return codes
+
+    def _put_good(
+        self,
+        operation: str,
+        keys: Sequence[str],
+        parts: Sequence[Part],
+        config: ReplicateConfig,
+        replace: bool,
+    ) -> list[int]:
+        if not keys:
+            return []
+        names = checked_keys(keys)
+        results = self._ask(
+            lambda store: store.put(names, parts, replace=replace, replicas=config.replica_num)
+        )
+        if not all(results):
+            reason = next(result.reason for result in results if not result)
+            say(operation, "refused", f"{operation}: {reason}")
+        if config.with_hard_pin:
+            for name, result in zip(keys_of(keys), results, strict=True):
+                if result:
+                    self._pin_hard(name)
+        return [int(Code.OK if result else Code.NO_AVAILABLE_HANDLE) for result in results]
+
+    def _pin_hard(self, name: bytes) -> None:
+        _, pin = self._ask(lambda store: store.exists([name], pin=True))
+        if pin is not None:
+            old, self._hard_pins[name] = self._hard_pins.get(name), pin
+            if old is not None:
+                old.release()
+
+    # ---- reading
+
+    def get(self, key: str, /) -> bytes:
+        """The bytes; b"" is a miss and nothing else: what goes wrong is raised as a moonpool Error."""
+        name = key_of(key)
+        view = self._ask(lambda store: store.get(name))
+        return b"" if view is None else bytes(view)
+
+    def get_batch(self, keys: list[str], /) -> list[bytes]:
+        return [b"" if view is None else bytes(view) for view in self._views(keys)]
+
+    def get_buffer(self, key: str, /) -> BufferHandle | None:
+        """None is a miss."""
+        return handle_of(self._views([key])[0])
+
+    def batch_get_buffer(self, keys: list[str], /) -> list[BufferHandle | None]:
+        return [handle_of(view) for view in self._views(keys)]
+
+    def _views(self, keys: Sequence[str]) -> list[memoryview | None]:
+        names = keys_of(keys)
+        return self._ask(lambda store: store.get(names)) if names else []
+
+    def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
+        """The object's bytes, or a code: INVALID_PARAMS for a buffer that is too small and stays as it is."""
+        return self.batch_get_into([key], [buffer_ptr], [size])[0]
+
+    def batch_get_into(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> list[int]:
+        if not len(keys) == len(buffer_ptrs) == len(sizes):
+            return [int(Code.INVALID_PARAMS)] * len(keys)
+
+        def into() -> list[Part]:
+            return [*self._buffers.check_all(buffer_ptrs, sizes)]
+
+        def one(i: int) -> int:
+            return self.batch_get_into([keys[i]], [buffer_ptrs[i]], [sizes[i]])[0]
+
+        return self._get_into("get_into", keys, into, one)
+
+    def _get_into(
+        self, operation: str, keys: Sequence[str], into: Callable[[], list[Part]], one: Callable[[int], int]
+    ) -> list[int]:
+        """``into`` makes the targets of all; when one does not fit, ``one`` gets each key by itself."""
+
+        def act() -> list[int]:
+            self._open()
+            try:
+                targets = into()
+                names = checked_keys(keys) if keys else []
+                found = self._ask(lambda store: store.get(names, targets)) if names else []
+            except InvalidArgument:
+                if len(keys) == 1:
+                    raise
+                return [one(i) for i in range(len(keys))]
+            return [int(Code.OBJECT_NOT_FOUND) if n is None else n for n in found]
+
+        return self._codes(operation, len(keys), act)
+
+    # ---- what is there
+
+    def is_exist(self, key: str, /) -> int:
+        """1 there, 0 not, -1 not known."""
+        return self.batch_is_exist([key])[0]
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        def ask() -> list[int]:
+            names = checked_keys(keys) if keys else []
+            found = self._ask(lambda store: store.exists(names)) if names else []
+            if Presence.UNKNOWN in found and self._open().renew():
+                found = self._ask(lambda store: store.exists(names))
+            return [_EXIST[one] for one in found]
+
+        codes = self._codes("is_exist", len(keys), ask)
+        return codes if not codes or min(codes) >= -1 else [-1] * len(codes)
+
+    def get_size(self, key: str, /) -> int:
+        """Bytes, or OBJECT_NOT_FOUND."""
+
+        def ask() -> int:
+            pattern = pattern_of(key_of(key))
+            rows = self._ask(lambda store: store.list(pattern=pattern, limit=1))
+            return rows[0].size if rows else int(Code.OBJECT_NOT_FOUND)
+
+        return self._code("get_size", ask)
+
+    # ---- removing
+
+    def remove(self, key: str, force: bool = False) -> int:
+        """Also what is being read: who reads it goes on. So ``force`` changes nothing."""
+        return self.batch_remove([key], force)[0]
+
+    def batch_remove(self, keys: list[str], force: bool = False) -> list[int]:
+        def act() -> list[int]:
+            names = keys_of(keys)
+            flags = self._ask(lambda store: store.remove(names)) if names else []
+            self._unpin(names)
+            return [int(Code.OK if was_there else Code.OBJECT_NOT_FOUND) for was_there in flags]
+
+        return self._codes("remove", len(keys), act)
+
+    def remove_all(self, force: bool = False) -> int:
+        """How many there were, in the whole pool, of this tenant's objects of this API."""
+
+        def act() -> int:
+            self._unpin(list(self._hard_pins))
+            return self._ask(lambda store: store.remove_all())
+
+        return self._code("remove_all", act)
+
+    def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
+        """How many keys the expression was found in and are removed now."""
+
+        def act() -> int:
+            try:
+                found = re.compile(regex_pattern.encode()).search
+            except re.error as error:
+                raise InvalidArgument(f"{regex_pattern!r} is no regular expression: {error}") from error
+            if not regex_pattern:
+                raise InvalidArgument("an empty expression would remove everything; call remove_all()")
+            rows = self._ask(lambda store: store.list(limit=ROWS_MAX))
+            names = [row.key for row in rows if found(row.key)]
+            self._unpin(names)
+            return sum(self._ask(lambda store: store.remove(names))) if names else 0
+
+        return self._code("remove_by_regex", act)
+
+    def _unpin(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            if pin := self._hard_pins.pop(name, None):
+                pin.release()
+
+    # ---- memory
+
+    def register_buffer(self, buffer_ptr: int, size: int) -> int:
+        """So that its addresses need no look at the kernel. The store reads and writes any memory."""
+
+        def act() -> int:
+            self._open()
+            self._buffers.add(number(buffer_ptr), number(size))
+            return int(Code.OK)
+
+        return self._code("register_buffer", act)
+
+    def unregister_buffer(self, buffer_ptr: int) -> int:
+        def act() -> int:
+            self._open()
+            self._buffers.remove(number(buffer_ptr))
+            return int(Code.OK)
+
+        return self._code("unregister_buffer", act)
+
+
+def _bytes_like(value: Any) -> Any:
+    """The value; TypeError for what is no buffer, above all a str."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return value
+    if hasattr(value, "data_ptr"):
+        return value
+    return memoryview(value)  # a TypeError of its own for what is none
+
+
+def size_of_parts(part: Part) -> int:
+    """Bytes of an object as put() takes it."""
+    if isinstance(part, tuple):
+        return int(part[1])
+    if isinstance(part, list):
+        return sum(map(size_of_parts, part))
+    if hasattr(part, "data_ptr"):
+        return int(part.numel() * part.element_size())
+    return part.nbytes if isinstance(part, memoryview) else len(part)

@@ -1,0 +1,289 @@
+"""The HTTP pages that scripts poll: those of a master, and those of a store's process.
+
+What names a key needs the master's admin token (``Authorization: Bearer ...``), as moonpool's own pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from moonpool.core import metrics
+from moonpool.core.addresses import Address
+from moonpool.core.admin_http import AdminServer
+from moonpool.core.config import Config
+from moonpool.core.control_tls import control_client
+from moonpool.core.errors import Error, Unavailable
+from moonpool.core.master import PREFIX, Master, NodeRow
+from moonpool.core.store import ROWS_MAX, Store
+
+from ._access import NAMESPACE, Access, OwnNode
+from ._codes import Code, code_of
+from ._objects import pattern_of
+
+START_TIMEOUT_S = 10.0
+CONNECTIONS_MAX = 64
+TIMEOUT_S = 10.0
+
+
+class MasterPages:
+    """Beside a running Master, on ``address``."""
+
+    def __init__(self, master: Master, address: Address) -> None:
+        config = master.config
+        self._master = master
+        self._token = config.read_admin_token()
+        self._http = AdminServer(
+            address,
+            {
+                "/health": self._health,
+                "/role": self._role,
+                "/metrics": self._metrics,
+                "/metrics/summary": self._summary,
+                "/get_all_segments": self._segments,
+                "/get_segments_detail": self._segments_detail,
+            },
+            key="--metrics_port",
+            connections_max=config.master.http_connections_max,
+            timeout_s=config.master.http_timeout_s,
+            private={
+                "/get_all_keys": self._keys,
+                "/query_key": self._key,
+                "/batch_query_keys": self._some_keys,
+                "/query_segment": self._segment,
+                "/api/v1/segments/status": self._segment_status,
+            },
+            is_allowed=self._is_allowed,
+        )
+
+    async def start(self) -> None:
+        await self._http.start()
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    @property
+    def url(self) -> str:
+        return self._http.url
+
+    def _is_allowed(self, authorization: str) -> bool:
+        scheme, _, token = authorization.partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._token)
+
+    def _living(self) -> list[NodeRow]:
+        return [row for row in self._master.nodes() if row.state != "gone"]
+
+    async def _rows(self) -> list[NodeRow]:
+        return await asyncio.to_thread(self._living)
+
+    # ---- for everybody
+
+    async def _health(self) -> web.Response:
+        return web.json_response(
+            {
+                "status": "ok",
+                "role": "leader",
+                "ha_state": "serving",
+                "service_ready": True,
+                "leader_address": None,
+            }
+        )
+
+    async def _role(self) -> web.Response:
+        return web.Response(text="leader")
+
+    async def _metrics(self) -> web.Response:
+        body = await asyncio.to_thread(metrics.exposition, self._master.server, prefix=PREFIX)
+        extra = "".join(
+            f"# TYPE {name} gauge\n{name} {value}\n" for name, value in totals(await self._rows()).items()
+        )
+        return web.Response(body=body + extra.encode(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    async def _summary(self) -> web.Response:
+        found = totals(await self._rows())
+        used, size = found["master_allocated_bytes"], found["master_total_capacity_bytes"]
+        return web.Response(
+            text=f"role=leader, state=serving, service_ready=true, master={{Mem Storage: {used} B / {size} B"
+            f" | Keys: {found['master_key_count']} | Clients: {found['master_active_clients']}}}"
+        )
+
+    async def _segments(self) -> web.Response:
+        return web.Response(text="".join(f"{row.address}\n" for row in await self._rows()))
+
+    async def _segments_detail(self) -> web.Response:
+        rows = [detail(row) for row in await self._rows()]
+        return web.json_response({"total_segments": len(rows), "segments": rows})
+
+    # ---- with the admin token
+
+    async def _segment(self, request: web.Request) -> web.Response:
+        row = await self._named(request)
+        if row is None:
+            return web.Response(status=404, text="no such segment\n")
+        return web.Response(
+            text=f"{row.address}: used {row.dram_bytes - row.dram_free_bytes}, capacity {row.dram_bytes}\n"
+        )
+
+    async def _segment_status(self, request: web.Request) -> web.Response:
+        row = await self._named(request)
+        if row is None:
+            failure = {
+                "success": False,
+                "error_code": int(Code.INVALID_PARAMS),
+                "error_message": "no such segment",
+            }
+            return web.json_response(failure, status=400)
+        return web.json_response({"success": True, "data": detail(row)})
+
+    async def _named(self, request: web.Request) -> NodeRow | None:
+        name = request.query.get("segment", "")
+        return next((row for row in await self._rows() if row.address == name), None)
+
+    async def _keys(self, _request: web.Request) -> web.Response:
+        def ask(store: Store) -> str:
+            return "".join(
+                f"{row.key.decode(errors='backslashreplace')}\n" for row in store.list(limit=ROWS_MAX)
+            )
+
+        return await self._told(ask, lambda text: web.Response(text=text))
+
+    async def _key(self, request: web.Request) -> web.Response:
+        key = request.query.get("key", "")
+
+        def answer(size: int | None) -> web.Response:
+            if size is None:
+                failure = {"error_code": int(Code.OBJECT_NOT_FOUND), "error_message": "OBJECT_NOT_FOUND"}
+                return web.json_response({"success": False, **failure}, status=404)
+            return web.json_response({"success": True, "data": {"key": key, "size": size}})
+
+        return await self._told(lambda store: size_in(store, key), answer)
+
+    async def _some_keys(self, request: web.Request) -> web.Response:
+        keys = [key for key in request.query.get("keys", "").split(",") if key]
+
+        def row(size: int | None) -> dict[str, Any]:
+            return {"ok": False, "error": "OBJECT_NOT_FOUND"} if size is None else {"ok": True, "size": size}
+
+        return await self._told(
+            lambda store: {key: row(size_in(store, key)) for key in keys},
+            lambda rows: web.json_response({"success": True, "data": rows}),
+        )
+
+    async def _told(self, ask: Callable[[Store], Any], answer: Callable[[Any], web.Response]) -> web.Response:
+        """Nodes keep the text of keys: the first one that answers asks the others itself."""
+        try:
+            return answer(await asyncio.to_thread(self._ask_a_node, ask))
+        except Error as error:
+            return web.json_response({"success": False, "error_message": str(error)}, status=503)
+
+    def _ask_a_node(self, ask: Callable[[Store], Any]) -> Any:
+        config = self._master.config
+        failure: Error = Unavailable("the pool has no node", operation="keys")
+        for row in self._living():
+            place = f"tcp://{row.address}" if row.address else row.socket
+            try:
+                with Store(
+                    place, namespace=NAMESPACE, token=config.read_token(), tls=control_client(config)
+                ) as store:
+                    return ask(store)
+            except Error as error:
+                failure = error
+        raise failure
+
+
+def size_in(store: Store, key: str) -> int | None:
+    rows = store.list(pattern=pattern_of(key.encode()), limit=1) if key else []
+    return rows[0].size if rows else None
+
+
+def totals(rows: list[NodeRow]) -> dict[str, int]:
+    """Under the names that dashboards know."""
+    size = sum(row.dram_bytes for row in rows)
+    return {
+        "master_active_clients": len(rows),
+        "master_key_count": sum(row.keys for row in rows),
+        "master_total_capacity_bytes": size,
+        "master_allocated_bytes": size - sum(row.dram_free_bytes for row in rows),
+        "master_total_file_capacity_bytes": sum(row.ssd_bytes for row in rows),
+        "master_allocated_file_size_bytes": sum(row.ssd_bytes - row.ssd_free_bytes for row in rows),
+    }
+
+
+def detail(row: NodeRow) -> dict[str, Any]:
+    used = row.dram_bytes - row.dram_free_bytes
+    return {
+        "segment_name": row.address,
+        "segment_id": row.incarnation,
+        "client_id": row.name,
+        "base_address": "0x0",
+        "size_bytes": row.dram_bytes,
+        "te_endpoint": row.address,
+        "protocol": "tcp",
+        "status": "OK" if row.state == "alive" else row.state.upper(),
+        "allocator_used_bytes": used,
+        "allocator_capacity_bytes": row.dram_bytes,
+        "allocator_usage_percent": round(100 * used / row.dram_bytes, 2) if row.dram_bytes else 0.0,
+    }
+
+
+class ClientPages:
+    """/metrics and /health of a store's process, on 127.0.0.1, on its own thread. Raises ConfigError."""
+
+    def __init__(self, access: Access, port: int) -> None:
+        self._access = access
+        self._loop = asyncio.new_event_loop()
+        self._http = AdminServer(
+            Address("127.0.0.1", port),
+            {"/metrics": self._metrics, "/health": self._health},
+            key="client_http_port",
+            connections_max=CONNECTIONS_MAX,
+            timeout_s=TIMEOUT_S,
+        )
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mooncake-pages", daemon=True)
+        self._thread.start()
+        try:
+            self._run(self._http.start())
+        except BaseException:
+            self._end()
+            raise
+        self.url = self._http.url
+
+    def close(self) -> None:
+        self._run(self._http.close())
+        self._end()
+
+    def _run(self, act: Any) -> None:
+        asyncio.run_coroutine_threadsafe(act, self._loop).result(START_TIMEOUT_S)
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(START_TIMEOUT_S)
+        self._loop.close()
+
+    async def _metrics(self) -> web.Response:
+        if isinstance(self._access, OwnNode):
+            body = metrics.exposition(self._access.server)
+            return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
+        return web.Response(text="# this process has no segment of its own\n")
+
+    async def _health(self) -> web.Response:
+        try:
+            await asyncio.to_thread(self._access.members)
+        except Error as error:
+            page = {"status": "degraded", "reason": str(error), "code": int(code_of(error, "health"))}
+            return web.Response(status=503, text=json.dumps(page), content_type="application/json")
+        return web.json_response({"status": "ok", "segment": self._access.segment})
+
+
+def config_of(listen: str, **arguments: object) -> Config:
+    """Of a master that listens there."""
+    from moonpool.core.config import load
+
+    given = {name.replace("__", "."): value for name, value in arguments.items()}
+    return load(arguments={"master.listen": listen, "master.http": "off"} | given)

@@ -1,0 +1,321 @@
+"""Tensors that are spread over ranks: each rank stores its shard, and others read a shard or the whole.
+
+A writer with a ``TensorParallelism`` stores its shard under KEY and one suffix for each axis (``_tp_0``,
+``_pp_1``), and under KEY_parallelism what axes there are. ``ReadTarget`` says what a reader wants:
+"as_stored" (with its own axes, or the plain key without), "shard" (its part, cut anew where it was cut
+otherwise), or "full".
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from moonpool.core.errors import InvalidArgument
+
+from ._codes import Code, say
+from ._tensors import Tensor, Tensors, memory_at, parts_of, shards_of, tensor_over
+from ._values import DEFAULT, ParallelAxis, ReadTarget, ReplicateConfig, TensorParallelism
+
+MODES = ("as_stored", "shard", "full")
+
+
+class Parallel(Tensors):
+    def put_tensor_with_parallelism(
+        self,
+        key: str,
+        tensor: Tensor,
+        parallelism: TensorParallelism | None = None,
+        config: ReplicateConfig = DEFAULT,
+        writer_partition: Any = None,
+    ) -> int:
+        return self._put_parallel(
+            "put_tensor_with_parallelism", key, tensor, parallelism, config, writer_partition
+        )
+
+    def batch_put_tensor_with_parallelism(
+        self,
+        keys: list[str],
+        tensors_list: list[Tensor],
+        parallelisms: list[TensorParallelism] | None = None,
+        config: ReplicateConfig = DEFAULT,
+        writer_partitions: Any = None,
+    ) -> list[int]:
+        return self._put_parallels(keys, tensors_list, parallelisms, config, writer_partitions, replace=False)
+
+    def upsert_tensor_with_parallelism(
+        self,
+        key: str,
+        tensor: Tensor,
+        parallelism: TensorParallelism | None = None,
+        config: ReplicateConfig = DEFAULT,
+        writer_partition: Any = None,
+    ) -> int:
+        return self._put_parallel(
+            "upsert_tensor_with_parallelism", key, tensor, parallelism, config, writer_partition, replace=True
+        )
+
+    def batch_upsert_tensor_with_parallelism(
+        self,
+        keys: list[str],
+        tensors_list: list[Tensor],
+        parallelisms: list[TensorParallelism] | None = None,
+        config: ReplicateConfig = DEFAULT,
+        writer_partitions: Any = None,
+    ) -> list[int]:
+        return self._put_parallels(keys, tensors_list, parallelisms, config, writer_partitions, replace=True)
+
+    def put_tensor_with_parallelism_from(
+        self,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        parallelism: TensorParallelism | None = None,
+        config: ReplicateConfig = DEFAULT,
+        writer_partition: Any = None,
+    ) -> int:
+        return self.batch_put_tensor_with_parallelism_from(
+            [key],
+            [buffer_ptr],
+            [size],
+            None if parallelism is None else [parallelism],
+            config,
+            writer_partition,
+        )[0]
+
+    def batch_put_tensor_with_parallelism_from(
+        self,
+        keys: list[str],
+        buffer_ptrs: list[int],
+        sizes: list[int],
+        parallelisms: list[TensorParallelism] | None = None,
+        config: ReplicateConfig = DEFAULT,
+        writer_partitions: Any = None,
+    ) -> list[int]:
+        return self._put_from_memory(
+            keys, buffer_ptrs, sizes, parallelisms, config, writer_partitions, replace=False
+        )
+
+    def upsert_tensor_with_parallelism_from(
+        self,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        parallelism: TensorParallelism | None = None,
+        config: ReplicateConfig = DEFAULT,
+        writer_partition: Any = None,
+    ) -> int:
+        return self.batch_upsert_tensor_with_parallelism_from(
+            [key],
+            [buffer_ptr],
+            [size],
+            None if parallelism is None else [parallelism],
+            config,
+            writer_partition,
+        )[0]
+
+    def batch_upsert_tensor_with_parallelism_from(
+        self,
+        keys: list[str],
+        buffer_ptrs: list[int],
+        sizes: list[int],
+        parallelisms: list[TensorParallelism] | None = None,
+        config: ReplicateConfig = DEFAULT,
+        writer_partitions: Any = None,
+    ) -> list[int]:
+        return self._put_from_memory(
+            keys, buffer_ptrs, sizes, parallelisms, config, writer_partitions, replace=True
+        )
+
+    def get_tensor_with_parallelism(self, key: str, target: ReadTarget | None = None) -> Tensor | None:
+        """None is a miss, also of one shard of those that are needed."""
+        try:
+            return self._get_parallel(key, target or ReadTarget())
+        except InvalidArgument as error:
+            say("get_tensor_with_parallelism", "target", f"get_tensor_with_parallelism: {error}")
+            return None
+
+    def batch_get_tensor_with_parallelism(
+        self, keys: list[str], targets: list[ReadTarget] | None = None
+    ) -> list[Tensor | None]:
+        wanted = [None] * len(keys) if targets is None else targets
+        if len(wanted) != len(keys):
+            raise InvalidArgument(f"{len(keys)} keys and {len(wanted)} targets")
+        return [self.get_tensor_with_parallelism(key, one) for key, one in zip(keys, wanted, strict=True)]
+
+    def get_tensor_with_parallelism_into(
+        self, key: str, buffer_ptr: int, size: int, target: ReadTarget | None = None
+    ) -> Tensor | None:
+        """The tensor in the caller's memory, behind its header; None also when it does not fit."""
+        tensor = self.get_tensor_with_parallelism(key, target)
+        if tensor is None:
+            return None
+        try:
+            (header, *_), held = parts_of(tensor)
+            room = memory_at(*self._range(buffer_ptr, size))
+            data = memoryview(held.flatten().view(_byte()).numpy())
+            if len(header) + data.nbytes > room.nbytes:
+                raise InvalidArgument(f"{data.nbytes} bytes and a header do not fit into {room.nbytes}")
+        except InvalidArgument as error:
+            say("get_tensor_with_parallelism_into", "room", f"get_tensor_with_parallelism_into: {error}")
+            return None
+        room[: len(header)] = header
+        room[len(header) : len(header) + data.nbytes] = data
+        return tensor_over(room)
+
+    def batch_get_tensor_with_parallelism_into(
+        self,
+        keys: list[str],
+        buffer_ptrs: list[int],
+        sizes: list[int],
+        targets: list[ReadTarget] | None = None,
+    ) -> list[Tensor | None]:
+        wanted = [None] * len(keys) if targets is None else targets
+        return [
+            self.get_tensor_with_parallelism_into(key, pointer, size, one)
+            for key, pointer, size, one in zip(keys, buffer_ptrs, sizes, wanted, strict=True)
+        ]
+
+    # ---- writing
+
+    def _put_parallel(
+        self,
+        operation: str,
+        key: str,
+        tensor: Tensor,
+        parallelism: TensorParallelism | None,
+        config: ReplicateConfig,
+        partition: Any,
+        *,
+        replace: bool = False,
+    ) -> int:
+        def act() -> int:
+            if partition is not None:
+                raise InvalidArgument("writer_partition is not supported: each writer stores its own shard")
+            axes = [] if parallelism is None else parallelism.axes
+            if axes:
+                manifest = json.dumps(
+                    [[axis.kind, axis.size, axis.split_dim] for axis in checked(axes)]
+                ).encode()
+                if code := self._put(operation, [manifest_key(key)], [manifest], config, replace=replace)[0]:
+                    return code
+            return self._put_tensors(operation, [key + suffix(axes)], [tensor], config, replace=replace)[0]
+
+        return self._code(operation, act)
+
+    def _put_parallels(
+        self,
+        keys: Sequence[str],
+        tensors: Sequence[Tensor],
+        parallelisms: Sequence[TensorParallelism] | None,
+        config: ReplicateConfig,
+        partitions: Any,
+        *,
+        replace: bool,
+    ) -> list[int]:
+        axes: Sequence[TensorParallelism | None] = (
+            [None] * len(keys) if parallelisms is None else parallelisms
+        )
+        if not len(keys) == len(tensors) == len(axes):
+            return [int(Code.INVALID_PARAMS)] * len(keys)
+        name = "upsert_tensor_with_parallelism" if replace else "put_tensor_with_parallelism"
+        return [
+            self._put_parallel(name, key, tensor, one, config, partitions, replace=replace)
+            for key, tensor, one in zip(keys, tensors, axes, strict=True)
+        ]
+
+    def _put_from_memory(
+        self,
+        keys: Sequence[str],
+        pointers: Sequence[int],
+        sizes: Sequence[int],
+        parallelisms: Sequence[TensorParallelism] | None,
+        config: ReplicateConfig,
+        partitions: Any,
+        *,
+        replace: bool,
+    ) -> list[int]:
+        if not len(keys) == len(pointers) == len(sizes):
+            return [int(Code.INVALID_PARAMS)] * len(keys)
+        tensors: list[Tensor] = []
+        for pointer, size in zip(pointers, sizes, strict=True):
+            try:
+                tensors.append(tensor_over(memory_at(*self._range(pointer, size))))
+            except InvalidArgument:
+                tensors.append(None)  # refused as what is no tensor
+        return self._put_parallels(keys, tensors, parallelisms, config, partitions, replace=replace)
+
+    # ---- reading
+
+    def _get_parallel(self, key: str, target: ReadTarget) -> Tensor | None:
+        if target.mode not in MODES:
+            raise InvalidArgument(f"a target's mode is one of {', '.join(MODES)}, not {target.mode!r:.80}")
+        wanted = [] if target.parallelism is None else checked(target.parallelism.axes)
+        if target.mode == "as_stored":
+            return self.get_tensor(key + suffix(wanted))
+        if target.mode == "shard" and wanted and (exact := self._exact(key, wanted)) is not None:
+            return exact
+        whole = self._whole(key, [axis for axis in wanted if axis.kind != "tp"])
+        if target.mode == "full" or whole is None:
+            return whole
+        for axis in wanted:
+            if axis.kind == "tp":
+                whole = shards_of(whole, axis.size, axis.split_dim or 0)[axis.rank]
+        return whole.contiguous()
+
+    def _exact(self, key: str, wanted: Sequence[ParallelAxis]) -> Tensor | None:
+        """The shard when it was cut just so."""
+        if self._manifest(key) == [(axis.kind, axis.size, axis.split_dim) for axis in wanted]:
+            return self.get_tensor(key + suffix(wanted))
+        return None
+
+    def _whole(self, key: str, elsewhere: Sequence[ParallelAxis]) -> Tensor | None:
+        """All tensor-parallel shards of one place on the other axes, put together."""
+        import torch
+
+        stored = self._manifest(key)
+        if stored is None:
+            return self.get_tensor(key)
+        others = {axis.kind: axis.rank for axis in elsewhere}
+        cuts = [(size, split_dim or 0) for kind, size, split_dim in stored if kind == "tp"]
+        pieces = []
+        for ranks in itertools.product(*[range(size) for size, _ in cuts]):
+            left = iter(ranks)
+            at = [
+                ParallelAxis(kind, next(left) if kind == "tp" else others.get(kind, 0), size)
+                for kind, size, _ in stored
+            ]
+            pieces.append(self.get_tensor(key + suffix(at)))
+        if any(piece is None for piece in pieces):
+            return None
+        for size, dim in reversed(cuts):
+            pieces = [torch.cat(pieces[i : i + size], dim) for i in range(0, len(pieces), size)]
+        return pieces[0]
+
+    def _manifest(self, key: str) -> list[tuple[str, int, int | None]] | None:
+        view = self._views([manifest_key(key)])[0]
+        return None if view is None else [(kind, size, dim) for kind, size, dim in json.loads(bytes(view))]
+
+
+def checked(axes: Sequence[ParallelAxis]) -> list[ParallelAxis]:
+    """Raises InvalidArgument for an axis that cannot be."""
+    for axis in axes:
+        if not axis.kind or not 0 <= axis.rank < axis.size:
+            raise InvalidArgument(f"{axis} has no kind, or a rank that is not below its size")
+    return list(axes)
+
+
+def suffix(axes: Sequence[ParallelAxis]) -> str:
+    return "".join(f"_{axis.kind}_{axis.rank}" for axis in axes)
+
+
+def manifest_key(key: str) -> str:
+    return f"{key}_parallelism"
+
+
+def _byte() -> Any:
+    import torch
+
+    return torch.uint8

@@ -1,0 +1,252 @@
+"""Objects in several buffers, and parts of objects: multi-buffer forms, ranges, sessions.
+
+A read session holds its objects pinned; a write session gathers the bytes here, and nobody sees the object
+before its end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from moonpool.core.errors import InvalidArgument, TooLarge
+
+from ._base import key_of, keys_of, number, same_length
+from ._codes import Code
+from ._objects import Objects, handle_of
+from ._values import DEFAULT, ReplicateConfig
+
+SESSIONS_MAX = 65_536
+
+
+class Parts(Objects):
+    def __init__(self) -> None:
+        super().__init__()
+        self._reading: dict[bytes, Any] = {}
+        self._writing: dict[bytes, tuple[Any, ReplicateConfig]] = {}
+
+    def batch_put_from_multi_buffers(
+        self,
+        keys: list[str],
+        all_buffer_ptrs: list[list[int]],
+        all_sizes: list[list[int]],
+        config: ReplicateConfig = DEFAULT,
+    ) -> list[int]:
+        """One object of each list of buffers."""
+        operation = "batch_put_from_multi_buffers"
+        if not len(keys) == len(all_buffer_ptrs) == len(all_sizes):
+            return [int(Code.INVALID_PARAMS)] * len(keys)
+        parts: list[Any] = []
+        for pointers, sizes in zip(all_buffer_ptrs, all_sizes, strict=True):
+            try:
+                same_length(pointers, sizes)
+                parts.append(self._buffers.check_all(pointers, sizes))
+            except InvalidArgument:
+                parts.append(b"")
+        return self._put(operation, keys, parts, config)
+
+    def batch_get_into_multi_buffers(
+        self,
+        keys: list[str],
+        all_buffer_ptrs: list[list[int]],
+        all_sizes: list[list[int]],
+        prefer_alloc_in_same_node: bool = False,
+    ) -> list[int]:
+        """Each object into its buffers, one behind the other; bytes or a code."""
+        operation = "batch_get_into_multi_buffers"
+        if not len(keys) == len(all_buffer_ptrs) == len(all_sizes) or any(
+            len(pointers) != len(sizes) for pointers, sizes in zip(all_buffer_ptrs, all_sizes, strict=True)
+        ):
+            return [int(Code.INVALID_PARAMS)] * len(keys)
+
+        def into() -> list[Any]:
+            return [
+                self._buffers.check_all(pointers, sizes)
+                for pointers, sizes in zip(all_buffer_ptrs, all_sizes, strict=True)
+            ]
+
+        def one(i: int) -> int:
+            return self.batch_get_into_multi_buffers([keys[i]], [all_buffer_ptrs[i]], [all_sizes[i]])[0]
+
+        return self._get_into(operation, keys, into, one)
+
+    # ---- parts of objects that are there
+
+    def batch_get_session_start(self, keys: list[str]) -> list[int]:
+        """Holds the objects for batch_get_into_multi_buffer_ranges, whatever is removed meanwhile."""
+
+        def act() -> list[int]:
+            names = keys_of(keys)
+            if len(self._reading) + len(names) > SESSIONS_MAX:
+                raise TooLarge(f"at most {SESSIONS_MAX} objects are read in sessions at a time")
+            for name, view in zip(names, self._views(keys), strict=True):
+                if view is not None:
+                    self._reading[name] = handle_of(view)
+            return [int(Code.OK if name in self._reading else Code.OBJECT_NOT_FOUND) for name in names]
+
+        return self._codes("batch_get_session_start", len(keys), act)
+
+    def batch_get_session_end(self, keys: list[str]) -> int:
+        def act() -> int:
+            self._open()
+            for name in keys_of(keys):
+                self._reading.pop(name, None)
+            return int(Code.OK)
+
+        return self._code("batch_get_session_end", act)
+
+    def batch_get_into_multi_buffer_ranges(
+        self,
+        keys: list[str],
+        all_buffer_ptrs: list[list[int]],
+        all_sizes: list[list[int]],
+        all_src_offsets: list[list[int]],
+    ) -> list[int]:
+        """Of objects of a session: ``sizes`` bytes from each ``src_offset`` into each buffer; the bytes of
+        each key together. A range outside of its object moves nothing of that key."""
+        operation = "batch_get_into_multi_buffer_ranges"
+        rows = list(zip(keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=False))
+        if not len(rows) == len(keys) == len(all_buffer_ptrs) == len(all_sizes) == len(all_src_offsets):
+            return [int(Code.INVALID_PARAMS)] * len(keys)
+        return [self._code(operation, partial(self._read_ranges, *row)) for row in rows]
+
+    def _read_ranges(self, key: str, pointers: list[int], sizes: list[int], offsets: list[int]) -> int:
+        self._open()
+        held = self._reading.get(key_of(key))
+        if held is None:
+            raise InvalidArgument(f"{key!r:.80} is in no session; call batch_get_session_start() before")
+        return self._copy_ranges(held, pointers, sizes, offsets)
+
+    def _copy_ranges(self, held: Any, pointers: list[int], sizes: list[int], offsets: list[int]) -> int:
+        same_length(pointers, sizes, offsets)
+        for size, offset in zip(sizes, offsets, strict=True):
+            inside(offset, size, held.size())
+        targets = self._buffers.check_all(pointers, sizes)
+        for (address, size), offset in zip(targets, offsets, strict=True):
+            ctypes.memmove(address, held.ptr() + offset, size)
+        return sum(sizes)
+
+    def get_into_ranges(
+        self,
+        buffer_ptrs: list[int],
+        all_keys: list[list[str]],
+        all_dst_offsets: list[list[list[int]]],
+        all_src_offsets: list[list[list[int]]],
+        all_sizes: list[list[list[int]]],
+    ) -> list[list[list[int]]]:
+        """For each buffer, each of its keys and each range: the bytes that were copied, or a code."""
+        same_length(buffer_ptrs, all_keys, all_dst_offsets, all_src_offsets, all_sizes)
+        answer = []
+        for pointer, keys, targets, sources, sizes in zip(
+            buffer_ptrs, all_keys, all_dst_offsets, all_src_offsets, all_sizes, strict=True
+        ):
+            same_length(keys, targets, sources, sizes)
+            views = self._views(keys)
+            answer.append(
+                [
+                    self._ranges_of(view, number(pointer), *row)
+                    for view, *row in zip(views, targets, sources, sizes, strict=True)
+                ]
+            )
+        return answer
+
+    def _ranges_of(
+        self, view: memoryview | None, pointer: int, targets: list[int], sources: list[int], sizes: list[int]
+    ) -> list[int]:
+        same_length(targets, sources, sizes)
+        held = handle_of(view)
+        if held is None:
+            return [int(Code.OBJECT_NOT_FOUND)] * len(sizes)
+        return [
+            self._code("get_into_ranges", partial(self._copy_ranges, held, [pointer + t], [n], [s]))
+            for t, s, n in zip(targets, sources, sizes, strict=True)
+        ]
+
+    # ---- objects that are made of parts
+
+    def batch_put_session_start(
+        self, keys: list[str], sizes: list[int], config: ReplicateConfig = DEFAULT
+    ) -> list[int]:
+        """Begins objects of these sizes; a key that is already being written is INVALID_PARAMS."""
+        if len(keys) != len(sizes):
+            return [int(Code.INVALID_PARAMS)] * len(keys)
+
+        def begin(key: str, size: int) -> int:
+            self._open()
+            name = key_of(key)
+            if name in self._writing or number(size) == 0:
+                raise InvalidArgument(f"{key!r:.80} is being written already, or would be empty")
+            if len(self._writing) >= SESSIONS_MAX:
+                raise TooLarge(f"at most {SESSIONS_MAX} objects are written in sessions at a time")
+            self._writing[name] = np.zeros(size, np.uint8), config
+            return int(Code.OK)
+
+        return self._each("batch_put_session_start", begin, keys, sizes)
+
+    def batch_put_from_multi_buffer_ranges(
+        self,
+        keys: list[str],
+        all_buffer_ptrs: list[list[int]],
+        all_sizes: list[list[int]],
+        all_dst_offsets: list[list[int]],
+    ) -> list[int]:
+        """Into objects of a session: bytes that were taken, or a code."""
+        if not len(keys) == len(all_buffer_ptrs) == len(all_sizes) == len(all_dst_offsets):
+            return [int(Code.INVALID_PARAMS)] * len(keys)
+
+        def gather(key: str, pointers: list[int], sizes: list[int], offsets: list[int]) -> int:
+            self._open()
+            same_length(pointers, sizes, offsets)
+            staged, _ = self._written(key)
+            for size, offset in zip(sizes, offsets, strict=True):
+                inside(offset, size, staged.nbytes)
+            sources = self._buffers.check_all(pointers, sizes)
+            for (address, size), offset in zip(sources, offsets, strict=True):
+                ctypes.memmove(staged.ctypes.data + offset, address, size)
+            return sum(sizes)
+
+        return self._each(
+            "batch_put_from_multi_buffer_ranges", gather, keys, all_buffer_ptrs, all_sizes, all_dst_offsets
+        )
+
+    def batch_put_session_end(self, keys: list[str]) -> list[int]:
+        """Stores what was gathered."""
+
+        def end(key: str) -> int:
+            self._open()
+            staged, config = self._written(key)
+            code = self._put("batch_put_session_end", [key], [memoryview(staged)], config)[0]
+            del self._writing[key_of(key)]
+            return code
+
+        return self._each("batch_put_session_end", end, keys)
+
+    def batch_put_session_revoke(self, keys: list[str]) -> list[int]:
+        def revoke(key: str) -> int:
+            self._open()
+            self._written(key)
+            del self._writing[key_of(key)]
+            return int(Code.OK)
+
+        return self._each("batch_put_session_revoke", revoke, keys)
+
+    def _written(self, key: str) -> tuple[Any, ReplicateConfig]:
+        try:
+            return self._writing[key_of(key)]
+        except KeyError:
+            raise InvalidArgument(
+                f"{key!r:.80} is in no session; call batch_put_session_start() before"
+            ) from None
+
+    def _each(self, operation: str, act: Any, *columns: Sequence[Any]) -> list[int]:
+        return [self._code(operation, partial(act, *row)) for row in zip(*columns, strict=True)]
+
+
+def inside(offset: int, size: int, length: int) -> None:
+    """Raises InvalidArgument for a range that is not all in ``length`` bytes."""
+    if number(size) == 0 or number(offset) + size > length:
+        raise InvalidArgument(f"{size} bytes from {offset} are not inside of {length} bytes")

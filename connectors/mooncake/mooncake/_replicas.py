@@ -1,0 +1,128 @@
+"""Where copies lie, and making more of them."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+
+from moonpool.core.errors import Error, InvalidArgument
+from moonpool.core.store_types import Presence
+
+from ._base import key_of, keys_of
+from ._codes import Code, NoNode, Unsupported, code_of
+from ._parts import Parts
+from ._values import (
+    Descriptor,
+    DiskDescriptor,
+    MemoryDescriptor,
+    QueryTaskResponse,
+    ReplicaDescriptor,
+    TaskStatus,
+    TaskType,
+)
+
+TASKS_MAX = 10_000
+NO_TASK = (0, 0)
+SSD = 1
+
+
+class Replicas(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self._tasks: OrderedDict[tuple[int, int], QueryTaskResponse] = OrderedDict()
+
+    def get_replica_desc(self, key: str) -> list[ReplicaDescriptor]:
+        """Of each copy that the master knows; [] is a miss. Raises a moonpool Error when it is not known."""
+        return self.batch_get_replica_desc([key]).get(key, [])
+
+    def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[ReplicaDescriptor]]:
+        """Only keys that have an object."""
+        names = keys_of(keys)
+        access = self._open()
+        if not names:
+            return {}
+        found = self._ask(lambda store: store.exists(names))
+        places = access.holders(names)
+        return {
+            key: [self._describe(name, member.address, tier) for member, tier in at]
+            or [self._describe(name, access.segment, 0)]  # too new for the master to have heard of it
+            for key, name, presence, at in zip(keys, names, found, places, strict=True)
+            if presence is not Presence.MISS and (presence or at)
+        }
+
+    def _describe(self, name: bytes, endpoint: str, tier: int) -> ReplicaDescriptor:
+        size = max(self.get_size(name.decode(errors="surrogateescape")), 0)
+        if tier == SSD:
+            return ReplicaDescriptor(DiskDescriptor(endpoint, size))
+        return ReplicaDescriptor(MemoryDescriptor(Descriptor(size, 0, endpoint)))
+
+    def batch_replica_clear(self, keys: list[str], segment_name: str = "") -> list[str]:
+        """Removes every copy of the keys; those that were there. With a segment: only of keys that have their
+        one copy there, since no node removes one copy of several.
+        """
+        names = keys_of(keys)
+        if segment_name:
+            places = self._open().holders(names)
+            alone = [[member.address for member, _ in at] == [segment_name] for at in places]
+            keys = [key for key, only in zip(keys, alone, strict=True) if only]
+        return [key for key, code in zip(keys, self.batch_remove(keys), strict=True) if code == Code.OK]
+
+    # ---- tasks
+
+    def create_copy_task(self, key: str, targets: list[str]) -> tuple[tuple[int, int], int]:
+        """Copies an object to the nodes at ``targets`` ("host:port", as descriptors name them); the task's id
+        and a code. It is done when this returns; query_task() tells how it ended.
+        """
+        try:
+            name = key_of(key)
+            by_address = {member.address: member for member in self._open().members()}
+            if unknown := [target for target in targets if target not in by_address]:
+                raise InvalidArgument(f"no node of the pool is at {', '.join(unknown)}")
+            if not targets:
+                raise InvalidArgument("a copy needs a target")
+            if (view := self._views([key])[0]) is None:
+                return NO_TASK, int(Code.OBJECT_NOT_FOUND)
+        except Error as error:
+            return NO_TASK, int(code_of(error, "create_copy_task"))
+        task = self._new_task(TaskType.REPLICA_COPY)
+        try:
+            for target in targets:
+                with self._open().open_at(by_address[target]) as store:
+                    result = store.put(name, view)
+                if not result:
+                    raise NoNode(f"the node at {target} refused the copy: {result.reason}")
+            task.status = TaskStatus.SUCCESS
+        except Error as error:
+            code_of(error, "create_copy_task")
+            task.status, task.message = TaskStatus.FAILED, str(error)
+        task.last_updated_at_ms_epoch = _now_ms()
+        return task.id, int(Code.OK)
+
+    def create_move_task(self, key: str, source: str, target: str) -> tuple[tuple[int, int], int]:
+        """Refused with UNAVAILABLE_IN_CURRENT_MODE: no node gives up one copy of several."""
+        error = Unsupported(
+            f"{key!r:.80} was not moved from {source} to {target}: moonpool removes an object everywhere or "
+            f"nowhere; create_copy_task() makes a second copy",
+            operation="create_move_task",
+        )
+        return NO_TASK, int(code_of(error, "create_move_task"))
+
+    def query_task(self, task_id: tuple[int, int]) -> tuple[QueryTaskResponse | None, int]:
+        """A task of this process, of its last TASKS_MAX."""
+        task = self._tasks.get(tuple(task_id))  # type: ignore[arg-type]
+        return (None, int(Code.TASK_NOT_FOUND)) if task is None else (task, int(Code.OK))
+
+    def _new_task(self, kind: TaskType) -> QueryTaskResponse:
+        now = _now_ms()
+        task = QueryTaskResponse(
+            (secrets.randbits(64), secrets.randbits(64)), kind, TaskStatus.PROCESSING, now, now
+        )
+        self._tasks[task.id] = task
+        while len(self._tasks) > TASKS_MAX:
+            self._tasks.popitem(last=False)
+        return task
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,89 @@
+"""More memory for the pool from this process: each segment is a node of its own."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import replace
+from typing import Any
+
+from moonpool.core.errors import Error, InvalidArgument
+
+from ._access import Guest, OwnNode
+from ._base import number
+from ._codes import Code, Unsupported, code_of
+from ._replicas import Replicas
+
+_NOTHING: dict[str, Any] = {"segment_ids": [], "allocated_size": 0}
+
+
+class Segments(Replicas):
+    def __init__(self) -> None:
+        super().__init__()
+        self._mounted: dict[str, OwnNode] = {}
+
+    def allocate_and_mount_segment(
+        self, size: int, protocol: str = "tcp", location: str = ""
+    ) -> dict[str, Any]:
+        """``ret``, the ids of what was added, and its bytes. protocol and location are moonpool's choice."""
+        try:
+            access = self._open()
+            if not isinstance(access, (OwnNode, Guest)) or number(size) == 0:
+                raise InvalidArgument("a segment has bytes, and a dummy client has none")
+            host = access.settings.host._replace(port=0)
+            node = OwnNode(replace(access.settings, segment=size, local_hostname=str(host), ssd_path=""))
+        except (Error, OSError, MemoryError) as error:
+            return {"ret": int(code_of(error, "allocate_and_mount_segment")), **_NOTHING}
+        name = f"{secrets.randbits(63)}-{secrets.randbits(63)}"
+        self._mounted[name] = node
+        return {"ret": int(Code.OK), "segment_ids": [name], "allocated_size": size}
+
+    def mount_segment(
+        self, path: str, size: int, offset: int = 0, protocol: str = "tcp", location: str = ""
+    ) -> dict[str, Any]:
+        """Refused: an arena is memory of its node's own and no given file."""
+        if not os.path.exists(path):
+            error: Exception = FileNotFoundError(f"{path} is not there")
+        else:
+            error = Unsupported(
+                f"{path} was not mounted: moonpool's arenas are memory of their own; "
+                f"allocate_and_mount_segment({size}) adds as much"
+            )
+        return {"ret": int(code_of(error, "mount_segment")), "segment_ids": []}
+
+    def unmount_segment(self, segment_ids: list[str], grace_period_seconds: int = 0) -> int:
+        """Ends those nodes at once; what only they held is a miss from then on."""
+
+        def act() -> int:
+            self._open()
+            if unknown := [one for one in segment_ids if one not in self._mounted]:
+                raise InvalidArgument(f"this store mounted no segment {', '.join(unknown)}")
+            for one in segment_ids:
+                self._mounted.pop(one).close()
+            return int(Code.OK)
+
+        return self._code("unmount_segment", act)
+
+    def unmount_and_free_segment(self, segment_ids: list[str], grace_period_seconds: int = 0) -> int:
+        return self.unmount_segment(segment_ids, grace_period_seconds)
+
+    def unmount_local_disk_segment(self, grace_period_seconds: int = 0) -> int:
+        """Refused where there is an SSD: a node keeps it for its life."""
+
+        def act() -> int:
+            access = self._open()
+            if isinstance(access, OwnNode) and access.settings.ssd_path:
+                raise Unsupported("a node keeps its SSD for as long as it runs; close() this store")
+            return int(Code.OK)
+
+        return self._code("unmount_local_disk_segment", act)
+
+    def get_offload_rpc_read_count(self) -> int:
+        """Objects that this process's node read from its SSD."""
+
+        def act() -> int:
+            access = self._open()
+            metrics = access.server.metrics() if isinstance(access, OwnNode) else {}
+            return int(metrics.get("ssd_read_objects_total", 0))
+
+        return self._code("get_offload_rpc_read_count", act)

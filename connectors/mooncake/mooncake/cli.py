@@ -1,0 +1,67 @@
+"""`mooncake_master`: `moonpool master` with the flags and the pages that scripts know."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+
+from moonpool.core.addresses import Address, parse_address
+from moonpool.core.cli.entry import guarded
+from moonpool.core.config import Config
+from moonpool.core.master import Master
+from moonpool.core.processes import allow_many_descriptors
+from moonpool.core.reach import require_token
+
+from ._flags import parse
+from ._pages import MasterPages, config_of
+
+FLAGS = {
+    "rpc_port": "where nodes and clients connect; 50051",
+    "port": "the same, an older name",
+    "rpc_address": "the address of that; 127.0.0.1, or 0.0.0.0 where a cluster token was chosen",
+    "metrics_port": "of the pages; 9003",
+    "metrics_host": "the address of those; as rpc_address",
+    "client_ttl": "seconds after which a silent node is forgotten; 30",
+}
+LOOPBACK, ANY = "127.0.0.1", "0.0.0.0"
+
+
+def main() -> None:
+    """Until SIGTERM or SIGINT."""
+    logging.basicConfig(format="%(message)s")
+    raise SystemExit(guarded(lambda: run(parse(sys.argv[1:], FLAGS, "mooncake_master"))))
+
+
+def run(flags: dict[str, str]) -> None:
+    from moonpool.core.config import load
+
+    allow_many_descriptors()
+    host = flags.get("rpc_address") or (ANY if load().token_is_configured else LOOPBACK)
+    port = flags.get("rpc_port") or flags.get("port") or "50051"
+    ttl = float(flags["client_ttl"]) if "client_ttl" in flags else None
+    config = config_of(f"{host}:{port}", master__gone_after_s=ttl)
+    pages = parse_address(
+        f"{flags.get('metrics_host') or host}:{flags.get('metrics_port') or '9003'}", "metrics_port"
+    )
+    require_token(config, pages, "metrics_host")
+    asyncio.run(serve(config, pages))
+
+
+async def serve(config: Config, address: Address) -> None:
+    asked_to_stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, asked_to_stop.set)
+    master = Master(config)
+    await master.start()
+    try:
+        pages = MasterPages(master, address)
+        await pages.start()
+        try:
+            print(f"moonpool master at {', '.join(master.addresses)}, {pages.url}/metrics", flush=True)
+            await asked_to_stop.wait()
+        finally:
+            await pages.close()
+    finally:
+        await master.stop()

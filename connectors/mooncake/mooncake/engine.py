@@ -1,0 +1,610 @@
+"""``mooncake.engine``: TransferEngine, which moves bytes between registered memory of processes.
+
+    engine = TransferEngine()
+    engine.initialize("10.0.0.2", "P2PHANDSHAKE", "tcp", "")
+    engine.register_memory(address, length)
+    engine.transfer_sync_write("10.0.0.3:41234", address, peer_address, length)
+
+A peer is named by its session id, "host:port" with the port of its get_rpc_port(). Codes are 0 and below; the
+sentence of what went wrong is in the log.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+import msgspec
+
+import moonpool
+from moonpool.core.addresses import Address, parse_address
+from moonpool.core.engine_types import Batch, TransferState
+from moonpool.core.errors import Closed, ConfigError, Error, InvalidArgument, TransferError, Unavailable
+from moonpool.core.region import Region
+from moonpool.core.segment import Segment
+from moonpool.core.transfer import Transfer
+
+from ._base import number, same_length
+from ._codes import code_of, logger
+from ._memory import is_mapped
+from ._shared_segment import SharedSegment
+
+P2P = "P2PHANDSHAKE"
+FAILED = -1
+NOT_REGISTERED = -3
+OVERLAPPED = -7
+NO_PEER = -102
+NO_TRANSFER = 0  # of the methods that give the number of a transfer
+TRANSFERS_MAX = 65_536
+
+SUPPORT_CUDA = False
+SUPPORT_EFA = False
+SUPPORT_HIP = False
+SUPPORT_INTRA_NVLINK = False
+SUPPORT_MNNVL = False
+SUPPORT_MUSA = False
+
+
+class TransferOpcode(IntEnum):
+    Read = 0
+    Write = 1
+
+
+Read, Write = TransferOpcode.Read, TransferOpcode.Write
+_OP = {Read: "read", Write: "write"}
+
+
+class TransferNotify:
+    """A message that arrives after the bytes of its transfer."""
+
+    __slots__ = ("msg", "name")
+
+    def __init__(self, name: str = "", msg: str = "") -> None:
+        self.name = name
+        self.msg = msg
+
+
+class InnerTransferEngine:
+    """What get_engine() gives, for the store's ``engine=``."""
+
+    Read = TransferOpcode.Read
+    Write = TransferOpcode.Write
+
+    def __init__(self, engine: moonpool.TransferEngine) -> None:
+        self.engine = engine
+
+
+class TransferEngine:
+    """One process's engine. initialize() may be tried again, and does nothing once it has worked.
+
+    Before it, and after the end of the process's fork, methods return a code and crash nothing.
+    """
+
+    def __init__(self) -> None:
+        self._engine: moonpool.TransferEngine | None = None
+        self._regions: dict[int, Region] = {}
+        self._managed: dict[int, Region] = {}
+        self._peers: dict[str, Segment] = {}
+        self._transfers: dict[int, Transfer] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+
+    # ---- who
+
+    def initialize(
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str, /
+    ) -> int:
+        """0; FAILED with a sentence in the log when peers could not reach this engine.
+
+        local_hostname:  the address that peers use, with a port or without ("host:port" listens there).
+        metadata_server: "P2PHANDSHAKE". With any other the hostname must have a port, since engines find
+        each other by address alone.
+        protocol, device_name: moonpool chooses the way; they say nothing that it needs.
+        """
+        for text in (local_hostname, metadata_server, protocol, device_name):
+            if not isinstance(text, str):
+                raise TypeError(f"initialize: expected a str, got {text!r:.80}")
+
+        def act() -> int:
+            if self._engine is None:
+                self._engine = moonpool.TransferEngine(listen=listen_address(local_hostname, metadata_server))
+            return 0
+
+        return self._code("initialize", act)
+
+    def initialize_ext(
+        self,
+        local_hostname: str,
+        metadata_server: str,
+        protocol: str,
+        device_name: str,
+        metadata_type: str,
+        /,
+    ) -> int:
+        """metadata_type: "p2p" and others, which say nothing that moonpool needs."""
+        return self.initialize(local_hostname, metadata_server, protocol, device_name)
+
+    def get_rpc_port(self) -> int:
+        """The port of session ids; 0 before initialize()."""
+        return 0 if self._engine is None else parse_address(self._engine.addresses[0], "listen").port
+
+    def get_engine(self) -> InnerTransferEngine | None:
+        return None if self._engine is None else InnerTransferEngine(self._engine)
+
+    def get_engine_ptr(self) -> int:
+        """0: the engine is no object of C++ that others could call."""
+        return 0
+
+    def get_local_topology(self, device_name: str | None = None) -> str:
+        """The transports that work here, as JSON: moonpool's paths and no list of network cards."""
+        works = (
+            []
+            if self._engine is None
+            else [name for name, why in self._engine.transports().items() if not why]
+        )
+        return json.dumps({"cpu:0": [works, []]})
+
+    # ---- memory
+
+    def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
+        """OVERLAPPED for memory of which some is registered already."""
+        return self._code("register_memory", lambda: self._register(buffer_addr, capacity, location))
+
+    def unregister_memory(self, buffer_addr: int, /) -> int:
+        """When it returns nobody touches the memory any more. NOT_REGISTERED for what register never saw."""
+        return self._code("unregister_memory", lambda: self._unregister(number(buffer_addr)))
+
+    def batch_register_memory(
+        self, buffer_addresses: list[int], capacities: list[int], location: str = "*"
+    ) -> int:
+        """All, or none and the first code."""
+
+        def act() -> int:
+            same_length(buffer_addresses, capacities)
+            done: list[int] = []
+            for address, length in zip(buffer_addresses, capacities, strict=True):
+                try:
+                    code = self._register(address, length, location)
+                except Error:
+                    code = FAILED
+                if code:
+                    for one in done:
+                        self._unregister(one)
+                    return code
+                done.append(address)
+            return 0
+
+        return self._code("batch_register_memory", act)
+
+    def batch_unregister_memory(self, buffer_addresses: list[int], /) -> int:
+        """All that there are; the first code that is not 0."""
+        codes = [self.unregister_memory(address) for address in buffer_addresses]
+        return next((code for code in codes if code), 0)
+
+    def _register(self, address: int, length: int, location: str) -> int:
+        engine = self._open()
+        if not is_mapped(number(address), number(length)):
+            raise InvalidArgument(f"{length} bytes at {address:#x} are no memory of this process")
+        if any(
+            start < address + length and address < start + one.length for start, one in self._all_regions()
+        ):
+            return OVERLAPPED
+        region = engine.register((address, length), "cpu:0" if location == "*" else location)
+        with self._lock:
+            self._regions[address] = region
+        return 0
+
+    def _unregister(self, address: int) -> int:
+        with self._lock:
+            region = self._regions.pop(address, None)
+        if region is None:
+            return NOT_REGISTERED
+        region.close()
+        return 0
+
+    def _all_regions(self) -> list[tuple[int, Region]]:
+        with self._lock:
+            return [*self._regions.items(), *self._managed.items()]
+
+    def allocate_managed_buffer(self, length: int, /) -> int:
+        """The address of new registered memory, zeros; 0 when there is none."""
+
+        def act() -> int:
+            region = self._open().allocate(number(length))
+            with self._lock:
+                self._managed[region.address] = region
+            return region.address
+
+        return max(self._code("allocate_managed_buffer", act), 0)
+
+    def free_managed_buffer(self, address: int, length: int, /) -> int:
+        """FAILED for what allocate_managed_buffer() did not give."""
+
+        def act() -> int:
+            with self._lock:
+                region = self._managed.pop(number(address), None)
+            if region is None:
+                raise InvalidArgument(f"no managed buffer is at {address:#x}")
+            region.close()
+            return 0
+
+        return self._code("free_managed_buffer", act)
+
+    def write_bytes_to_buffer(self, address: int, data: str | bytes, length: int, /) -> int:
+        """The first ``length`` bytes of ``data`` into memory of this engine; FAILED outside of it."""
+
+        def act() -> int:
+            raw = data.encode() if isinstance(data, str) else bytes(data)
+            if length > len(raw):
+                raise InvalidArgument(f"{len(raw)} bytes are no {length}")
+            self._inside(number(address), number(length))[:] = raw[:length]
+            return 0
+
+        return self._code("write_bytes_to_buffer", act)
+
+    def read_bytes_from_buffer(self, address: int, length: int, /) -> bytes:
+        """Of memory of this engine. Raises InvalidArgument outside of it."""
+        return bytes(self._inside(number(address), number(length)))
+
+    def _inside(self, address: int, length: int) -> memoryview:
+        from ._tensors import memory_at
+
+        if any(
+            start <= address and address + length <= start + one.length for start, one in self._all_regions()
+        ):
+            return memory_at(address, length)
+        raise InvalidArgument(f"{length} bytes at {address:#x} are not inside of registered memory")
+
+    # ---- peers
+
+    def send_probe(self, peer_server_name: str) -> int:
+        """0 when the peer answers now."""
+
+        def act() -> int:
+            try:
+                self._peer(peer_server_name).refresh()
+            except Error as error:
+                self._forget(peer_server_name)
+                if isinstance(error, Closed):
+                    raise
+                code_of(error, "send_probe")
+                return NO_PEER
+            return 0
+
+        return self._code("send_probe", act)
+
+    def warmup_efa_segment(self, segment_name: str) -> int:
+        """Opens the peer, which is what there is to prepare."""
+        return self.send_probe(segment_name)
+
+    def get_first_buffer_address(self, segment_name: str, /) -> int:
+        """Of what the peer registered; 0 when that is nothing or the peer is gone."""
+
+        def act() -> int:
+            peer = self._peer(segment_name)
+            peer.refresh()
+            return peer.regions[0].address if peer.regions else 0
+
+        return max(self._code("get_first_buffer_address", act), 0)
+
+    def _peer(self, name: str) -> Segment:
+        peer = self._peers.get(name)
+        if peer is None:
+            opened = self._open().open(name)
+            with self._lock:
+                peer = self._peers.setdefault(name, opened)
+            if peer is not opened:
+                opened.close()
+        return peer
+
+    def _forget(self, name: str) -> None:
+        """The next call opens the peer anew: it may be another process by then."""
+        with self._lock:
+            peer = self._peers.pop(name, None)
+        if peer is not None:
+            peer.close()
+
+    # ---- moving bytes, waiting for them
+
+    def transfer_sync_write(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        transport_hint: str = "",
+    ) -> int:
+        return self._one(Write, target_hostname, buffer, peer_buffer_address, length)
+
+    def transfer_sync_read(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        transport_hint: str = "",
+    ) -> int:
+        return self._one(Read, target_hostname, buffer, peer_buffer_address, length)
+
+    def transfer_sync(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        opcode: TransferOpcode,
+        notify: TransferNotify | None = None,
+        transport_hint: str = "",
+    ) -> int:
+        """notify: arrives after the bytes; with length 0 it is sent alone."""
+        return self._one(opcode, target_hostname, buffer, peer_buffer_address, length, notify)
+
+    def batch_transfer_sync_write(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+        transport_hint: str = "",
+    ) -> int:
+        return self._many(Write, target_hostname, buffers, peer_buffer_addresses, lengths)
+
+    def batch_transfer_sync_read(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+        transport_hint: str = "",
+    ) -> int:
+        return self._many(Read, target_hostname, buffers, peer_buffer_addresses, lengths)
+
+    def batch_transfer_sync(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+        opcode: TransferOpcode,
+        notify: TransferNotify | None = None,
+        transport_hint: str = "",
+    ) -> int:
+        return self._many(opcode, target_hostname, buffers, peer_buffer_addresses, lengths, notify)
+
+    def _one(
+        self,
+        opcode: TransferOpcode,
+        target: str,
+        buffer: int,
+        remote: int,
+        length: int,
+        notify: TransferNotify | None = None,
+    ) -> int:
+        number(buffer), number(remote), number(length)
+
+        def act() -> int:
+            peer = self._peer(target)
+            message = None if notify is None else packed(notify)
+            if length:
+                move = self._open().write if opcode == Write else self._open().read
+                move(peer, buffer, remote, length, notify=message)
+            elif message is not None:
+                self._open().notify(peer, message)
+            return 0
+
+        return self._moving(target, act)
+
+    def _many(
+        self,
+        opcode: TransferOpcode,
+        target: str,
+        buffers: Sequence[int],
+        remotes: Sequence[int],
+        lengths: Sequence[int],
+        notify: TransferNotify | None = None,
+    ) -> int:
+        def act() -> int:
+            peer = self._peer(target)
+            message = None if notify is None else packed(notify)
+            columns = slices(buffers, remotes, lengths)
+            if columns[2]:
+                self._open().transfer(Batch(_OP[opcode], peer, *columns), notify=message)  # type: ignore[arg-type]
+            elif message is not None:
+                self._open().notify(peer, message)
+            return 0
+
+        return self._moving(target, act)
+
+    def _moving(self, target: str, act: Callable[[], int]) -> int:
+        code = self._code("transfer", act, self._forget_if_gone(target))
+        return FAILED if code < 0 else code
+
+    def _forget_if_gone(self, target: str) -> Callable[[BaseException], None]:
+        def look(error: BaseException) -> None:
+            if isinstance(error, (TransferError, Unavailable)):
+                self._forget(target)
+
+        return look
+
+    # ---- moving bytes, looking at them later
+
+    def batch_transfer_async_write(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+        transport_hint: str = "",
+    ) -> int:
+        """A number for transfer_check_status(); NO_TRANSFER when nothing was started."""
+        return self._submit(Write, target_hostname, buffers, peer_buffer_addresses, lengths)
+
+    def batch_transfer_async_read(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+        transport_hint: str = "",
+    ) -> int:
+        return self._submit(Read, target_hostname, buffers, peer_buffer_addresses, lengths)
+
+    def batch_transfer_async(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+        opcode: TransferOpcode,
+        transport_hint: str = "",
+    ) -> int:
+        return self._submit(opcode, target_hostname, buffers, peer_buffer_addresses, lengths)
+
+    def transfer_submit_write(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        transport_hint: str = "",
+    ) -> int:
+        return self._submit(Write, target_hostname, [buffer], [peer_buffer_address], [length])
+
+    def transfer_check_status(self, batch_id: int, /) -> int:
+        """0 under way, 1 done, -1 failed or no such number, -2 no progress in time. An end is told once."""
+
+        def act() -> int:
+            transfer = self._transfers.get(number(batch_id))
+            if transfer is None:
+                logger.warning("there is no transfer %d, or its end was told already", batch_id)
+                return FAILED
+            state = transfer.state
+            if state is TransferState.WAITING:
+                return 0
+            with self._lock:
+                self._transfers.pop(batch_id, None)
+            if state is TransferState.DONE:
+                return 1
+            logger.warning("transfer %d: %s", batch_id, transfer.error)
+            return -2 if "no progress" in str(transfer.error) else FAILED
+
+        return self._code("transfer_check_status", act, floor=-2)
+
+    def get_batch_transfer_status(self, batch_ids: list[int], /) -> int:
+        """Waits for all of them: 0, or FAILED when one failed."""
+        failed = False
+        for one in batch_ids:
+            transfer = self._transfers.get(one)
+            if transfer is not None:
+                transfer.wait()
+            failed |= self.transfer_check_status(one) != 1
+        return FAILED if failed else 0
+
+    def _submit(
+        self,
+        opcode: TransferOpcode,
+        target: str,
+        buffers: Sequence[int],
+        remotes: Sequence[int],
+        lengths: Sequence[int],
+    ) -> int:
+        def act() -> int:
+            if len(self._transfers) >= TRANSFERS_MAX:
+                raise InvalidArgument(f"{TRANSFERS_MAX} transfers were never looked at")
+            columns = slices(buffers, remotes, lengths)
+            transfer = self._open().submit(Batch(_OP[opcode], self._peer(target), *columns))  # type: ignore[arg-type]
+            name = next(self._numbers)
+            with self._lock:
+                self._transfers[name] = transfer
+            return name
+
+        return max(self._code("submit", act, self._forget_if_gone(target)), NO_TRANSFER)
+
+    # ---- messages
+
+    def get_notifies(self) -> list[TransferNotify]:
+        """The messages that arrived since the last call."""
+        if self._engine is None:
+            return []
+        return [unpacked(one.peer, one.message) for one in self._engine.notifications()]
+
+    # ---- inside
+
+    def _open(self) -> moonpool.TransferEngine:
+        if self._engine is None:
+            raise Closed("call initialize() before", operation="engine")
+        return self._engine
+
+    def _code(
+        self,
+        operation: str,
+        act: Callable[[], int],
+        on_error: Callable[[BaseException], None] | None = None,
+        floor: int = FAILED,
+    ) -> int:
+        try:
+            return act()
+        except (Error, OSError, MemoryError) as error:
+            if on_error is not None:
+                on_error(error)
+            return max(int(code_of(error, operation)), floor)
+
+
+def listen_address(hostname: str, metadata_server: str) -> str:
+    """Where an engine listens so that peers reach it by ``hostname``. Raises ConfigError."""
+    host = hostname or "127.0.0.1"
+    bare = host.count(":") > 1 and not host.startswith("[")
+    text = f"[{host}]:0" if bare else host if ":" in host.rpartition("]")[2] else f"{host}:0"
+    address = parse_address(text, "local_hostname")
+    if metadata_server != P2P and address.port == 0:
+        raise ConfigError(
+            f"metadata_server = {metadata_server} would give {hostname} an address; moonpool's engines find "
+            f"each other by host:port: pass P2PHANDSHAKE, or a local_hostname with a port",
+            operation="initialize",
+            key="metadata_server",
+        )
+    return str(Address(address.host, address.port))
+
+
+def slices(
+    buffers: Sequence[int], remotes: Sequence[int], lengths: Sequence[int]
+) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """The columns without slices of no bytes. Raises InvalidArgument for columns of different lengths."""
+    same_length(buffers, remotes, lengths)
+    if 0 not in lengths:
+        return buffers, remotes, lengths
+    rows = [row for row in zip(buffers, remotes, lengths, strict=True) if row[2]]
+    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+
+
+def packed(notify: TransferNotify) -> bytes:
+    return msgspec.msgpack.encode([notify.name, notify.msg])
+
+
+def unpacked(peer: str, message: bytes) -> TransferNotify:
+    """A message of an engine that is not of this API has its sender's name, and its bytes as text."""
+    try:
+        name, text = msgspec.msgpack.decode(message, type=tuple[str, str])
+    except msgspec.MsgspecError:
+        return TransferNotify(peer, message.decode(errors="replace"))
+    return TransferNotify(name, text)
+
+
+__all__ = [
+    "SUPPORT_CUDA",
+    "SUPPORT_EFA",
+    "SUPPORT_HIP",
+    "SUPPORT_INTRA_NVLINK",
+    "SUPPORT_MNNVL",
+    "SUPPORT_MUSA",
+    "InnerTransferEngine",
+    "Read",
+    "SharedSegment",
+    "TransferEngine",
+    "TransferNotify",
+    "TransferOpcode",
+    "Write",
+]

@@ -1,0 +1,157 @@
+"""`mc_store_rest_server`: a store with a segment, and put, get, exist and remove over HTTP on 127.0.0.1."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+from typing import Any
+
+from aiohttp import web
+
+from moonpool.core.cli.entry import guarded
+from moonpool.core.errors import Error, Unavailable
+
+from ._codes import Code, code_of
+from .mooncake_config import MooncakeConfig
+from .store import MooncakeDistributedStore
+
+TRY_AGAIN_S = 0.5
+BODY_BYTES_MAX = 64 << 20
+
+
+class MooncakeStoreService:
+    """config_path: a JSON file; None: the environment. cli_config: values that count more."""
+
+    def __init__(self, config_path: str | None = None, cli_config: dict[str, Any] | None = None) -> None:
+        given = dict(cli_config or {})
+        complete = {"local_hostname", "metadata_server", "master_server_address"} <= given.keys()
+        if config_path is None and complete:
+            self.config = given
+        else:
+            config = (
+                MooncakeConfig.load_from_env()
+                if config_path is None
+                else MooncakeConfig.from_file(config_path)
+            )
+            self.config = vars(config) | given
+        self.store = MooncakeDistributedStore()
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start_store_service(
+        self, max_wait_time: float = 60, shutdown_event: asyncio.Event | None = None
+    ) -> bool:
+        """Whether the store is set up, tried again until ``max_wait_time`` seconds are over."""
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + max_wait_time
+        while True:
+            code = await asyncio.to_thread(self.store.setup, self.config)
+            if code == Code.OK or code == Code.INVALID_PARAMS or loop.time() >= give_up_s:
+                return code == Code.OK
+            if shutdown_event is not None and shutdown_event.is_set():
+                return False
+            await asyncio.sleep(TRY_AGAIN_S)
+
+    async def start_http_service(self, port: int = 8080) -> bool:
+        """On 127.0.0.1 alone: who reaches it may write."""
+        app = web.Application(client_max_size=BODY_BYTES_MAX)
+        app.add_routes(
+            [
+                web.put("/api/put", self.handle_put),
+                web.get("/api/get/{key}", self.handle_get),
+                web.get("/api/exist/{key}", self.handle_exist),
+                web.delete("/api/remove/{key}", self.handle_remove),
+                web.delete("/api/remove_all", self.handle_remove_all),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return True
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await asyncio.to_thread(self.store.close)
+
+    async def handle_put(self, request: web.Request) -> web.Response:
+        """{"key": ..., "value": text}"""
+        try:
+            body = await request.json()
+            key, value = str(body["key"]), str(body["value"]).encode()
+        except (ValueError, KeyError, TypeError):
+            return web.json_response({"error": "put takes a JSON object with key and value"}, status=400)
+        return _answer(await asyncio.to_thread(self.store.put, key, value))
+
+    async def handle_get(self, request: web.Request) -> web.Response:
+        """The bytes; 404 is a miss, 503 says that it is not known."""
+        try:
+            value = await asyncio.to_thread(self.store.get_buffer, request.match_info["key"])
+        except Error as error:
+            return web.json_response({"error": str(error), "code": int(code_of(error, "get"))}, status=503)
+        if value is None:
+            return web.json_response({"error": "not found"}, status=404)
+        return web.Response(body=bytes(value), content_type="application/octet-stream")
+
+    async def handle_exist(self, request: web.Request) -> web.Response:
+        found = await asyncio.to_thread(self.store.is_exist, request.match_info["key"])
+        if found < 0:
+            return web.json_response({"error": "not known"}, status=503)
+        return web.json_response({"exists": bool(found)})
+
+    async def handle_remove(self, request: web.Request) -> web.Response:
+        return _answer(await asyncio.to_thread(self.store.remove, request.match_info["key"]))
+
+    async def handle_remove_all(self, _request: web.Request) -> web.Response:
+        return _answer(await asyncio.to_thread(self.store.remove_all))
+
+
+def _answer(code: int) -> web.Response:
+    if code >= 0:
+        return web.json_response({"status": "success", "result": code})
+    status = {Code.OBJECT_NOT_FOUND: 404, Code.INVALID_PARAMS: 400, Code.NO_AVAILABLE_HANDLE: 507}.get(
+        Code(code), 503
+    )
+    return web.json_response({"error": Code(code).name, "code": code}, status=status)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="mc_store_rest_server", description=__doc__)
+    parser.add_argument("--config", help="JSON file of the settings; else the environment")
+    parser.add_argument(
+        "-D", "--define", action="append", default=[], metavar="KEY=VALUE", help="one setting"
+    )
+    parser.add_argument("--port", type=int, default=8080, help="of the pages; 0: a free one")
+    parser.add_argument("--max-wait-time", type=float, default=60, help="seconds to wait for the master")
+    return parser.parse_args()
+
+
+async def main() -> None:
+    options = parse_arguments()
+    defined = dict(word.partition("=")[::2] for word in options.define)
+    try:
+        service = MooncakeStoreService(options.config, defined)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"mc_store_rest_server: {error}") from error
+    asked_to_stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, asked_to_stop.set)
+    if not await service.start_store_service(options.max_wait_time, asked_to_stop):
+        if asked_to_stop.is_set():
+            return
+        raise Unavailable("the store was not set up; the sentence before says why", operation="setup")
+    try:
+        await service.start_http_service(options.port)
+        print(f"store at {service.store.get_hostname()}, {service.url}/api", flush=True)
+        await asked_to_stop.wait()
+    finally:
+        await service.stop()
+
+
+def sync_main() -> None:
+    logging.basicConfig(format="%(message)s")
+    raise SystemExit(guarded(lambda: asyncio.run(main())))

@@ -1,0 +1,333 @@
+"""``mooncake.store``: MooncakeDistributedStore and the values around it.
+
+    store = MooncakeDistributedStore()
+    store.setup("10.0.0.2", "P2PHANDSHAKE", 4 << 30, 1 << 20, "tcp", "", "10.0.0.1:50051")
+    store.put("key", b"value")
+
+The methods stand in groups, one in each file: _objects, _parts, _replicas, _segments, _tensors, _parallel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from moonpool.core.errors import Error
+
+from ._access import Beside, Settings, is_on, join, settings_of, size_of
+from ._codes import Code, code_of, logger
+from ._objects import BufferHandle
+from ._parallel import Parallel
+from ._pool import BufferLease, BufferLeaseView, BufferPool
+from ._tensors import _deserialize_tensor, _serialize_tensor, _tensor_metadata_size
+from ._values import (
+    Descriptor,
+    DiskDescriptor,
+    MemoryDescriptor,
+    ObjectDataType,
+    ParallelAxis,
+    QueryTaskResponse,
+    ReadTarget,
+    ReplicaDescriptor,
+    ReplicaStatus,
+    ReplicateConfig,
+    SoftPinAction,
+    TaskStatus,
+    TaskType,
+    TensorParallelism,
+)
+
+if TYPE_CHECKING:
+    from ._access import Access
+    from ._pages import ClientPages
+
+RegisteredBufferLease = BufferLease
+RegisteredBufferLeaseView = BufferLeaseView
+RegisteredBufferPool = BufferPool
+ACTIVATION, GENERAL, GRADIENT, KVCACHE = (
+    ObjectDataType.ACTIVATION,
+    ObjectDataType.GENERAL,
+    ObjectDataType.GRADIENT,
+    ObjectDataType.KVCACHE,
+)
+METADATA, OPTIMIZER_STATE, SAMPLE, TENSOR = (
+    ObjectDataType.METADATA,
+    ObjectDataType.OPTIMIZER_STATE,
+    ObjectDataType.SAMPLE,
+    ObjectDataType.TENSOR,
+)
+UNKNOWN, WEIGHT = ObjectDataType.UNKNOWN, ObjectDataType.WEIGHT
+COMPLETE, INITIALIZED, REMOVED, UNDEFINED = (
+    ReplicaStatus.COMPLETE,
+    ReplicaStatus.INITIALIZED,
+    ReplicaStatus.REMOVED,
+    ReplicaStatus.UNDEFINED,
+)
+FAILED, PENDING, PROCESSING, SUCCESS = (
+    TaskStatus.FAILED,
+    TaskStatus.PENDING,
+    TaskStatus.PROCESSING,
+    TaskStatus.SUCCESS,
+)
+REPLICA_COPY, REPLICA_MOVE = TaskType.REPLICA_COPY, TaskType.REPLICA_MOVE
+
+
+class MooncakeDistributedStore(Parallel):
+    """A process's store. After close() it may be set up again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pages: ClientPages | None = None
+
+    @overload
+    def setup(self, config: dict[str, Any], /) -> int: ...
+
+    @overload
+    def setup(
+        self,
+        local_hostname: str,
+        metadata_server: str,
+        global_segment_size: int,
+        local_buffer_size: int,
+        protocol: str,
+        rdma_devices: str,
+        master_server_addr: str,
+        engine: object = None,
+        enable_ssd_offload: bool = False,
+        ssd_offload_path: str = "",
+        tenant_id: str = "default",
+        enable_client_http_server: bool = False,
+        client_http_port: int = 9300,
+    ) -> int: ...
+
+    def setup(self, *args: Any, **kwargs: Any) -> int:
+        """Joins the pool of the master at ``master_server_addr``; 0, also when it is set up already.
+
+        global_segment_size: bytes that this process gives the pool. 0: it uses other processes' memory.
+        tenant_id: tenants share nothing. enable_client_http_server: /metrics and /health at client_http_port.
+        metadata_server, local_buffer_size, protocol, rdma_devices and engine say nothing that moonpool needs.
+
+        A TypeError for keywords that there are not; a code and a sentence in the log for what does not work.
+        """
+        if "config" in kwargs or (args and isinstance(args[0], dict)):
+            return self._setup_by_dict(*args, **kwargs)
+        return self._setup_by_values(*args, **kwargs)
+
+    def _setup_by_dict(self, config: dict[str, Any]) -> int:
+        def made() -> Access:
+            return join(settings_of(config))
+
+        http = config.get("enable_client_http_server", False)
+        return self._join(made, int(config.get("client_http_port", 9300)) if is_on(http) else 0)
+
+    def _setup_by_values(
+        self,
+        local_hostname: str,
+        metadata_server: str,
+        global_segment_size: int,
+        local_buffer_size: int,
+        protocol: str,
+        rdma_devices: str,
+        master_server_addr: str,
+        engine: object = None,
+        enable_ssd_offload: bool = False,
+        ssd_offload_path: str = "",
+        tenant_id: str = "default",
+        enable_client_http_server: bool = False,
+        client_http_port: int = 9300,
+    ) -> int:
+        for text in (local_hostname, metadata_server, protocol, rdma_devices, master_server_addr, tenant_id):
+            if not isinstance(text, str):
+                raise TypeError(f"setup: expected a str, got {text!r:.80}")
+        for size in (global_segment_size, local_buffer_size):
+            if isinstance(size, (str, float)):
+                raise TypeError(f"setup: sizes are int, got {size!r:.80}")
+
+        def made() -> Access:
+            size = size_of(global_segment_size, "global_segment_size")
+            path = ssd_offload_path if enable_ssd_offload else ""
+            return join(Settings(local_hostname, master_server_addr, size, tenant_id, path))
+
+        return self._join(made, client_http_port if enable_client_http_server else 0)
+
+    def init_all(self, protocol: str, rdma_devices: str, global_segment_size: int, /) -> int:
+        """setup() with MOONCAKE_MASTER of the environment, or 127.0.0.1."""
+        master = os.environ.get("MOONCAKE_MASTER", "127.0.0.1")
+        return self.setup("127.0.0.1", "P2PHANDSHAKE", global_segment_size, 0, protocol, rdma_devices, master)
+
+    def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
+        """Joins through the `mooncake_client` (or any node) at ``server_address``, "host:port": over shared
+        memory on the same host, else over TCP.
+        """
+        return self._join(lambda: Beside(server_address), 0)
+
+    def _join(self, make: Any, http_port: int) -> int:
+        if self._access is not None:
+            return int(Code.OK)
+
+        def act() -> int:
+            access: Access = make()
+            try:
+                if http_port:
+                    from . import _pages  # aiohttp comes with it
+
+                    self._pages = _pages.ClientPages(access, http_port)
+            except BaseException:
+                access.close()
+                raise
+            self._access, self._closed = access, False
+            return int(Code.OK)
+
+        return self._code("setup", act)
+
+    def close(self) -> int:
+        """Ends it, and the segment with it. 0, also the second time."""
+        access, self._access, self._closed = self._access, None, True
+        self._reading.clear()
+        self._writing.clear()
+        self._unpin(list(self._hard_pins))
+        self._buffers.clear()
+        if self._pages is not None:
+            self._pages.close()
+            self._pages = None
+        for node in self._mounted.values():
+            node.close()
+        self._mounted.clear()
+        if access is not None:
+            access.close()
+        return int(Code.OK)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pages"):  # else __init__ failed
+            self.close()
+
+    def get_hostname(self) -> str:
+        """The segment of this process as descriptors name it, "host:port"; "" without one."""
+        return self._access.segment if self._access is not None else ""
+
+    def health_check(self) -> int:
+        """0: all is well. 1: not set up, or closed. 2: the master, or the last node, is not to be reached."""
+        if self._access is None:
+            return 1
+        try:
+            self._access.store()
+            self._access.members()
+        except Error as error:
+            code_of(error, "health_check")
+            return 2
+        return 0
+
+    def alloc_from_mem_pool(self, size: int, /) -> int:
+        """The address of new memory, 0 when there is none; it lives until the allocator's free()."""
+        return MooncakeHostMemAllocator().alloc(size)
+
+    def _get_pyclient_capsule(self) -> object:
+        """What BufferPool takes for a store: this one."""
+        return self
+
+
+_ALLOCATED: dict[int, tuple[mmap.mmap, Any]] = {}
+
+
+class MooncakeHostMemAllocator:
+    """Page-aligned memory by address, zeros."""
+
+    def alloc(self, size: int, /) -> int:
+        """0 when the system has no such memory."""
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"alloc takes a number of bytes, not {size!r:.80}")
+        try:
+            memory = mmap.mmap(-1, size)
+        except (OSError, ValueError, OverflowError) as error:
+            logger.warning("MooncakeHostMemAllocator.alloc(%d): %s", size, error)
+            return 0
+        view = ctypes.c_char.from_buffer(memory)
+        address = ctypes.addressof(view)
+        _ALLOCATED[address] = memory, view
+        return address
+
+    def free(self, address: int, /) -> int:
+        """0, or INVALID_PARAMS for what alloc() did not give."""
+        if (found := _ALLOCATED.pop(address, None)) is None:
+            return int(Code.INVALID_PARAMS)
+        memory, view = found
+        del view, found
+        memory.close()
+        return int(Code.OK)
+
+
+def bind_to_numa_node(node: int) -> None:
+    """This thread, and those it starts, run on the CPUs of that NUMA node; a warning where there is none."""
+    try:
+        text = Path(f"/sys/devices/system/node/node{int(node)}/cpulist").read_text()
+        os.sched_setaffinity(0, cpus_of(text))
+    except (OSError, ValueError) as error:
+        logger.warning("bind_to_numa_node(%s): %s", node, error)
+
+
+def cpus_of(text: str) -> set[int]:
+    """Of a list such as "0-3,8"."""
+    cpus: set[int] = set()
+    for piece in text.strip().split(","):
+        first, _, last = piece.partition("-")
+        cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def _get_pyclient_from_wrapper(wrapper: Any) -> object:
+    return wrapper
+
+
+__all__ = [
+    "ACTIVATION",
+    "COMPLETE",
+    "FAILED",
+    "GENERAL",
+    "GRADIENT",
+    "INITIALIZED",
+    "KVCACHE",
+    "METADATA",
+    "OPTIMIZER_STATE",
+    "PENDING",
+    "PROCESSING",
+    "REMOVED",
+    "REPLICA_COPY",
+    "REPLICA_MOVE",
+    "SAMPLE",
+    "SUCCESS",
+    "TENSOR",
+    "UNDEFINED",
+    "UNKNOWN",
+    "WEIGHT",
+    "BufferHandle",
+    "BufferLease",
+    "BufferLeaseView",
+    "BufferPool",
+    "Descriptor",
+    "DiskDescriptor",
+    "MemoryDescriptor",
+    "MooncakeDistributedStore",
+    "MooncakeHostMemAllocator",
+    "ObjectDataType",
+    "ParallelAxis",
+    "QueryTaskResponse",
+    "ReadTarget",
+    "RegisteredBufferLease",
+    "RegisteredBufferLeaseView",
+    "RegisteredBufferPool",
+    "ReplicaDescriptor",
+    "ReplicaStatus",
+    "ReplicateConfig",
+    "SoftPinAction",
+    "TaskStatus",
+    "TaskType",
+    "TensorParallelism",
+    "_deserialize_tensor",
+    "_get_pyclient_from_wrapper",
+    "_serialize_tensor",
+    "_tensor_metadata_size",
+    "bind_to_numa_node",
+]
