@@ -28,6 +28,7 @@ logger = logging.getLogger("mooncake")
 
 SAY_AGAIN_S = 1.0
 KINDS_MAX = 1024  # of sentences that are remembered
+SAID_EACH_TIME = ("setup", "initialize")  # what is called seldom
 
 
 class Code(IntEnum):
@@ -84,7 +85,7 @@ def code_of(error: BaseException, operation: str) -> Code:
 def say(operation: str, kind: str, sentence: str) -> None:
     """Warns, unless the same was said a moment ago."""
     now_s = time.monotonic()
-    if now_s - _said.get((operation, kind), -SAY_AGAIN_S) >= SAY_AGAIN_S:
+    if operation in SAID_EACH_TIME or now_s - _said.get((operation, kind), -SAY_AGAIN_S) >= SAY_AGAIN_S:
         if len(_said) >= KINDS_MAX:
             _said.clear()
         _said[operation, kind] = now_s

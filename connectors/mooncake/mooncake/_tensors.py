@@ -93,14 +93,17 @@ def tensor_of(data: memoryview) -> Tensor:
 
 def parts_of(tensor: Tensor) -> tuple[list[Any], Tensor]:
     """What put() takes, and what must live until it has. Raises InvalidArgument for what is no tensor."""
-    import torch
-
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgument(f"a {type(tensor).__name__} is no torch.Tensor")
+    check_tensor(tensor)
     held = tensor.detach().to("cpu").contiguous()
     size = held.numel() * held.element_size()
     header = Header(str(held.dtype).removeprefix("torch."), tuple(held.shape), size).pack()
     return [header, *([(held.data_ptr(), size)] if size else [])], held
+
+
+def check_tensor(tensor: Tensor) -> None:
+    """Raises InvalidArgument for what is no torch.Tensor, without importing torch for it."""
+    if not hasattr(tensor, "data_ptr") or not hasattr(tensor, "untyped_storage"):
+        raise InvalidArgument(f"a {type(tensor).__name__} is no torch.Tensor")
 
 
 def memory_at(address: int, size: int) -> memoryview:
@@ -431,10 +434,7 @@ def shard_key(key: str, rank: int, size: int) -> str:
 
 def shards_of(tensor: Tensor, size: int, dim: int) -> list[Tensor]:
     """Raises InvalidArgument when there are not as many pieces."""
-    import torch
-
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgument(f"a {type(tensor).__name__} is no torch.Tensor")
+    check_tensor(tensor)
     if not -tensor.dim() <= dim < tensor.dim() or size < 1:
         raise InvalidArgument(f"a tensor of {tuple(tensor.shape)} cannot be cut into {size} along {dim}")
     pieces = list(tensor.chunk(size, dim))

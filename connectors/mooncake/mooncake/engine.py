@@ -30,6 +30,7 @@ from moonpool.core.transfer import Transfer
 from ._base import number, same_length
 from ._codes import code_of, logger
 from ._memory import is_mapped
+from ._rpc import ReceivedData, ReceivedTensor, RpcInterface, create_rpc_client, create_rpc_server
 from ._shared_segment import SharedSegment
 
 P2P = "P2PHANDSHAKE"
@@ -40,6 +41,7 @@ NO_PEER = -102
 NO_TRANSFER = 0  # of the methods that give the number of a transfer
 TRANSFERS_MAX = 65_536
 
+CoroRPCInterface = RpcInterface
 SUPPORT_CUDA = False
 SUPPORT_EFA = False
 SUPPORT_HIP = False
@@ -600,11 +602,17 @@ __all__ = [
     "SUPPORT_INTRA_NVLINK",
     "SUPPORT_MNNVL",
     "SUPPORT_MUSA",
+    "CoroRPCInterface",
     "InnerTransferEngine",
     "Read",
+    "ReceivedData",
+    "ReceivedTensor",
+    "RpcInterface",
     "SharedSegment",
     "TransferEngine",
     "TransferNotify",
     "TransferOpcode",
     "Write",
+    "create_rpc_client",
+    "create_rpc_server",
 ]

@@ -19,6 +19,7 @@ from moonpool.core.errors import Error
 
 from ._access import Beside, Settings, is_on, join, settings_of, size_of
 from ._codes import Code, code_of, logger
+from ._engram import EngramStore, EngramStoreConfig
 from ._objects import BufferHandle
 from ._parallel import Parallel
 from ._pool import BufferLease, BufferLeaseView, BufferPool
@@ -308,6 +309,8 @@ __all__ = [
     "BufferPool",
     "Descriptor",
     "DiskDescriptor",
+    "EngramStore",
+    "EngramStoreConfig",
     "MemoryDescriptor",
     "MooncakeDistributedStore",
     "MooncakeHostMemAllocator",

@@ -1,0 +1,258 @@
+"""``RpcInterface``: bytes and tensors to another process's callback.
+
+They travel as messages of moonpool's transfer engine, so both sides know the cluster token. A message has at
+most a MiB, so larger data goes in pieces; the receiver puts them together on one thread and calls back there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+import moonpool
+from moonpool.core.addresses import parse_address
+from moonpool.core.errors import Error, InvalidArgument
+
+from ._codes import code_of, logger
+
+PIECE_BYTES = 512 << 10
+PENDING_MAX = 64  # data of which pieces are missing
+LISTEN_S = 0.1
+OK, FAILED = 0, -1
+
+
+class _Head(msgspec.Struct, frozen=True, array_like=True):
+    """Before each piece. shape and dtype are of a tensor, whose dtype is not empty."""
+
+    number: int
+    index: int
+    count: int
+    source: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedData:
+    """What a callback gets."""
+
+    source_address: str
+    _data: bytes
+
+    @property
+    def data_size(self) -> int:
+        return len(self._data)
+
+    def get_bytes(self) -> bytes:
+        return self._data
+
+    def get_memory_view(self) -> memoryview:
+        return memoryview(self._data)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedTensor:
+    """What a callback for tensors gets: the bytes, and what they are."""
+
+    source_address: str
+    _data: bytes
+    dtype: str
+    shape: list[int]
+
+    @property
+    def total_bytes(self) -> int:
+        return len(self._data)
+
+    def get_data_size(self) -> int:
+        return len(self._data)
+
+    def get_data_as_bytes(self) -> bytes:
+        return self._data
+
+    def get_memory_view(self) -> memoryview:
+        return memoryview(self._data)
+
+
+class RpcInterface:
+    """A server, a client, or both. Methods return False or FAILED before they are initialized."""
+
+    def __init__(self) -> None:
+        self._engine: moonpool.TransferEngine | None = None
+        self._peers: dict[str, moonpool.Segment] = {}
+        self._numbers = itertools.count(1)
+        self._pending: OrderedDict[tuple[str, int], dict[int, bytes]] = OrderedDict()
+        self._on_data: Callable[[ReceivedData], object] | None = None
+        self._on_tensor: Callable[[ReceivedTensor], object] | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def initialize(
+        self, listen_address: str = "", thread_count: int = 0, timeout_seconds: int = 30, pool_size: int = 100
+    ) -> bool:
+        """A server where there is an address to listen on, else a client."""
+        return self._begin(listen_address or None, timeout_seconds)
+
+    def initialize_client(self, pool_size: int = 100, timeout_seconds: int = 30) -> bool:
+        return self._begin(None, timeout_seconds)
+
+    def initialize_server(
+        self, listen_address: str, thread_count: int = 8, timeout_seconds: int = 30
+    ) -> bool:
+        return self._begin(listen_address, timeout_seconds)
+
+    def _begin(self, listen: str | None, timeout_s: float) -> bool:
+        if self._engine is not None:
+            return True
+        try:
+            if listen is not None:
+                parse_address(listen, "listen_address")
+            self._engine = moonpool.TransferEngine(listen=listen, timeout_s=timeout_s)
+        except Error as error:
+            code_of(error, "initialize_rpc")
+            return False
+        return True
+
+    @property
+    def address(self) -> str:
+        """Where a server listens, with its real port; "" for a client."""
+        return next(iter(self._engine.addresses), "") if self._engine is not None else ""
+
+    def start_server(self) -> bool:
+        """Returns at once; callbacks run on a thread."""
+        if self._engine is None:
+            return False
+        if self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._listen, name="mooncake-rpc", daemon=True)
+            self._thread.start()
+        return True
+
+    def start_server_async(self) -> bool:
+        return self.start_server()
+
+    def stop_server(self) -> None:
+        """Ends the server and the client. Does nothing the second time."""
+        self._stop.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        engine, self._engine = self._engine, None
+        self._peers.clear()
+        if engine is not None:
+            engine.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_thread"):
+            self.stop_server()
+
+    def set_data_receive_callback(self, callback: Callable[[ReceivedData], object], /) -> None:
+        self._on_data = callback
+
+    def set_tensor_receive_callback(self, callback: Callable[[ReceivedTensor], object], /) -> None:
+        self._on_tensor = callback
+
+    # ---- sending
+
+    def send_data(self, target_address: str, data: Any) -> int:
+        """0 when the other process has all of it and is going to call back."""
+        return self._send(target_address, bytes(memoryview(data).cast("B")), "", ())
+
+    def send_tensor(self, target_address: str, tensor: Any) -> int:
+        from ._tensors import parts_of
+
+        try:
+            _, held = parts_of(tensor)
+        except InvalidArgument as error:
+            code_of(error, "send_tensor")
+            return FAILED
+        data = held.flatten().view(_byte_type()).numpy().tobytes()
+        return self._send(target_address, data, str(held.dtype).removeprefix("torch."), tuple(held.shape))
+
+    def send_data_async(self, target_address: str, data: Any, loop: Any) -> Any:
+        """A future of ``loop`` for what send_data() returns."""
+        return _future(loop, self.send_data, target_address, data)
+
+    def send_tensor_async(self, target_address: str, tensor: Any, loop: Any) -> Any:
+        return _future(loop, self.send_tensor, target_address, tensor)
+
+    def _send(self, target: str, data: bytes, dtype: str, shape: tuple[int, ...]) -> int:
+        if self._engine is None:
+            logger.warning("send: call initialize() before")
+            return FAILED
+        number = next(self._numbers)
+        count = max(1, -(-len(data) // PIECE_BYTES))
+        try:
+            peer = self._peers.get(target) or self._engine.open(target)
+            self._peers[target] = peer
+            for index in range(count):
+                piece = data[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]
+                head = _Head(number, index, count, self.address, dtype, shape, piece)
+                self._engine.notify(peer, msgspec.msgpack.encode(head))
+        except Error as error:
+            self._peers.pop(target, None)
+            code_of(error, "send")
+            return FAILED
+        return OK
+
+    # ---- receiving
+
+    def _listen(self) -> None:
+        engine = self._engine
+        while engine is not None and not self._stop.is_set():
+            try:
+                messages = engine.notifications(LISTEN_S)
+            except Error:
+                return
+            for message in messages:
+                self._take(message.peer, message.message)
+
+    def _take(self, peer: str, message: bytes) -> None:
+        try:
+            head = msgspec.msgpack.decode(message, type=_Head)
+        except msgspec.MsgspecError as error:
+            logger.warning("a message of %s is none of ours: %s", peer, error)
+            return
+        pieces = self._pending.setdefault((peer, head.number), {})
+        pieces[head.index] = head.data
+        if len(pieces) < head.count:
+            while len(self._pending) > PENDING_MAX:
+                self._pending.popitem(last=False)
+            return
+        del self._pending[peer, head.number]
+        data = b"".join(pieces[index] for index in sorted(pieces))
+        source = head.source or peer
+        try:
+            if head.dtype:
+                if self._on_tensor is not None:
+                    self._on_tensor(ReceivedTensor(source, data, head.dtype, list(head.shape)))
+            elif self._on_data is not None:
+                self._on_data(ReceivedData(source, data))
+        except Exception:  # a callback's fault must not end the server
+            logger.exception("a callback failed with data of %s", source)
+
+
+def create_rpc_client(local_rank: int = 0, world_size: int = 1) -> RpcInterface:
+    """Not initialized yet. The rank says nothing that is needed."""
+    return RpcInterface()
+
+
+def create_rpc_server(local_rank: int = 0, world_size: int = 1) -> RpcInterface:
+    return RpcInterface()
+
+
+def _future(loop: asyncio.AbstractEventLoop, act: Callable[..., int], *arguments: Any) -> asyncio.Future[int]:
+    return loop.run_in_executor(None, act, *arguments)
+
+
+def _byte_type() -> Any:
+    import torch
+
+    return torch.uint8

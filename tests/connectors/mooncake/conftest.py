@@ -1,0 +1,81 @@
+"""What the tests of the drop-in share: the package itself, a master, and stores with a segment.
+
+The package is not installed: it is taken from connectors/mooncake, here and in every process of a test.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = ROOT / "connectors" / "mooncake"
+sys.path.insert(0, str(PACKAGE))
+
+from tests.core.master_bed import ADMIN_TOKEN, MasterProcess  # noqa: E402
+from tests.core.store_bed import MIB, TOKEN, until  # noqa: E402
+
+SETTINGS = {"MOONPOOL_CLUSTER_TOKEN": TOKEN.decode(), "MOONPOOL_CLUSTER_ADMIN_TOKEN": ADMIN_TOKEN}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _environment() -> Iterator[None]:
+    """The cluster token of these tests, and the package for other processes."""
+    before = dict(os.environ)
+    path = os.pathsep.join([str(ROOT / "src"), str(PACKAGE), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    os.environ.update(SETTINGS, PYTHONPATH=path)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def master(_environment: None) -> Iterator[MasterProcess]:
+    process = MasterProcess()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def make_store(master: MasterProcess) -> Iterator[Callable[..., Any]]:
+    """Makes stores in the pool of ``master``; all are closed at the end of the file."""
+    from mooncake.store import MooncakeDistributedStore
+
+    made = []
+
+    def make(segment: int = 32 * MIB, at: str = master.address, **more: Any) -> Any:
+        store = MooncakeDistributedStore()
+        made.append(store)
+        assert store.setup("127.0.0.1", "P2PHANDSHAKE", segment, 1 * MIB, "tcp", "", at, **more) == 0
+        return store
+
+    yield make
+    for store in made:
+        store.close()
+
+
+@pytest.fixture(scope="module")
+def store(make_store: Callable[..., Any]) -> Any:
+    """One store with a segment for all tests of a file."""
+    return make_store()
+
+
+@pytest.fixture
+def keys(request: pytest.FixtureRequest) -> Callable[[int], list[str]]:
+    """New keys of this test."""
+    numbers = itertools.count()
+    return lambda n: [f"{request.node.name}-{next(numbers)}" for _ in range(n)]
+
+
+@pytest.fixture
+def key(keys: Callable[[int], list[str]]) -> str:
+    return keys(1)[0]
+
+
+__all__ = ["until"]

@@ -1,0 +1,263 @@
+"""setup() in all its forms, before it and after close(), and the faults of masters and nodes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+import moonpool
+from moonpool.core.paths import read_or_create_token
+from tests.core.master_bed import MasterProcess
+from tests.core.store_bed import MIB, until
+
+HOST, P2P = "127.0.0.1", "P2PHANDSHAKE"
+Make = Callable[..., Any]
+NAMES = (
+    "local_hostname",
+    "metadata_server",
+    "global_segment_size",
+    "local_buffer_size",
+    "protocol",
+    "rdma_devices",
+    "master_server_addr",
+)
+
+
+def test_by_position_and_by_keyword(master: MasterProcess) -> None:
+    by_keyword = (HOST, "http://127.0.0.1:1/metadata", 16 * MIB, 0, "tcp", "", master.address)
+    for arguments, keywords in (
+        ((HOST, P2P, 16 * MIB, MIB, "tcp", "", master.address), {}),
+        ((HOST, P2P, 16 * MIB, MIB, "rdma", "mlx5_0", master.address, None), {"tenant_id": "default"}),
+        ((), dict(zip(NAMES, by_keyword, strict=True))),
+    ):  # fmt: skip
+        store = MooncakeDistributedStore()
+        assert store.setup(*arguments, **keywords) == 0
+        assert store.setup(*arguments, **keywords) == 0
+        assert store.get_hostname().startswith("127.0.0.1:")
+        assert store.health_check() == 0
+        assert store.put("k", b"v") == 0
+        assert store.get("k") == b"v"
+        assert store.remove("k") == 0
+        assert store.close() == 0
+
+
+@pytest.mark.parametrize("size", [16 * MIB, str(16 * MIB), "16mb", "16 MiB"])
+def test_by_dict(master: MasterProcess, size: Any) -> None:
+    store = MooncakeDistributedStore()
+    given = {"local_hostname": HOST, "metadata_server": P2P, "global_segment_size": size, "protocol": "tcp"}
+    assert store.setup(given | {"master_server_address": master.address, "device_name": ""}) == 0
+    assert store._access.settings.segment == 16 * MIB
+    assert store.setup(config=given) == 0  # is set up already
+    assert store.close() == 0
+
+
+def test_what_cannot_be_meant(master: MasterProcess, caplog: pytest.LogCaptureFixture) -> None:
+    good = [HOST, P2P, 16 * MIB, MIB, "tcp", "", master.address]
+    with pytest.raises(TypeError, match="foo"):
+        MooncakeDistributedStore().setup(*good, foo=1)
+    with pytest.raises(TypeError):
+        MooncakeDistributedStore().setup(*good[:-1])
+    with pytest.raises(TypeError):
+        MooncakeDistributedStore().setup(HOST, P2P, "16mb", *good[3:])
+    with pytest.raises(TypeError):
+        MooncakeDistributedStore().setup(None, *good[1:])
+    for arguments, word in (
+        (({"local_hostname": HOST, "metadata_server": P2P},), "master_server_addr"),
+        (
+            ({"local_hostname": HOST, "master_server_addr": master.address, "global_segment_size": "many"},),
+            "many",
+        ),
+        ((*good[:-1], "etcd://127.0.0.1:2379"), "etcd"),
+        ((HOST, P2P, -1, *good[3:]), "below 0"),
+        ((*good[:-1], "127.0.0.1:notaport"), "notaport"),
+    ):
+        caplog.clear()
+        store = MooncakeDistributedStore()
+        assert store.setup(*arguments) == -600, arguments
+        assert word in caplog.text
+        assert store.put("k", b"v") == -1
+
+
+def test_before_setup_and_after_close(master: MasterProcess) -> None:
+    """Every method, in a process of its own: none may end it."""
+    script = Path(__file__).with_name("closed_store.py")
+    done = subprocess.run(
+        [sys.executable, str(script), master.address], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_token_and_the_master_are_looked_at(
+    master: MasterProcess, free_port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("mooncake._access.JOIN_TIMEOUT_S", 0.5)
+    for segment in (0, 16 * MIB):
+        caplog.clear()
+        store = MooncakeDistributedStore()
+        assert store.setup(HOST, P2P, segment, 0, "tcp", "", f"127.0.0.1:{free_port}") in (-900, -901)
+        assert str(free_port) in caplog.text
+    monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN", "another")
+    assert MooncakeDistributedStore().setup(HOST, P2P, 0, 0, "tcp", "", master.address) == -601
+    assert MooncakeDistributedStore().setup(HOST, P2P, 16 * MIB, 0, "tcp", "", master.address) < 0
+    folder = Path(os.environ["MOONPOOL_RUNTIME_DIR"])
+    assert not list(folder.glob(f"node-mooncake-{os.getpid()}-*"))
+
+
+def test_without_a_chosen_token_the_host_stays_by_itself(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MOONPOOL_CLUSTER_TOKEN")
+    token = read_or_create_token()
+    there = MasterProcess(env={"MOONPOOL_CLUSTER_TOKEN": token.decode()})
+    try:
+        store = MooncakeDistributedStore()
+        assert store.setup("10.1.2.3", P2P, 16 * MIB, 0, "tcp", "", there.address) == 0
+        assert store.get_hostname().startswith("127.0.0.1:")
+        store.close()
+    finally:
+        there.close()
+
+
+def test_two_stores_of_one_process_share_the_pool(make_store: Make, key: str) -> None:
+    one, other = make_store(), make_store()
+    assert one.put(key, b"from one") == 0
+    assert until(lambda: other.get(key)) == b"from one"
+    assert one.get_hostname() != other.get_hostname()
+
+
+def test_a_guest_uses_the_memory_of_others(make_store: Make, key: str) -> None:
+    owner, guest = make_store(), make_store(0)
+    assert guest.put(key, b"given away") == 0
+    assert until(lambda: owner.is_exist(key)) == 1
+    assert guest.get(key) == b"given away"
+    assert guest.get_hostname() == HOST
+
+
+def test_a_guest_alone_is_told_to_wait_and_goes_on(keys: Callable[[int], list[str]]) -> None:
+    """-200 is what callers slow down for."""
+    first, second = keys(2)
+    there = MasterProcess()
+    try:
+        guest = MooncakeDistributedStore()
+        assert guest.setup(HOST, P2P, 0, 0, "tcp", "", there.address) == 0
+        assert guest.put(first, b"x") == -200
+        assert guest.is_exist(first) == -1  # nobody can say
+        with pytest.raises(moonpool.Unavailable, match="no node"):
+            guest.get(first)
+        owner = MooncakeDistributedStore()
+        assert owner.setup(HOST, P2P, 16 * MIB, 0, "tcp", "", there.address) == 0
+        assert until(lambda: guest.put(first, b"x") == 0)
+        other = MooncakeDistributedStore()
+        assert other.setup(HOST, P2P, 16 * MIB, 0, "tcp", "", there.address) == 0
+        owner.close()  # the guest's node is gone, with what it had
+        assert until(lambda: guest.put(second, b"y") == 0)
+        assert guest.get(second) == b"y"
+        assert guest.get(first) in (b"", b"x")
+        other.close()
+        guest.close()
+    finally:
+        there.close()
+
+
+def test_a_dead_master_loses_nothing(key: str) -> None:
+    there = MasterProcess()
+    store = MooncakeDistributedStore()
+    assert store.setup(HOST, P2P, 16 * MIB, 0, "tcp", "", there.address) == 0
+    assert store.put(key, b"stays") == 0
+    address = there.address
+    there.kill()
+    assert store.get(key) == b"stays"
+    assert store.is_exist(key) == 1
+    assert store.put(f"{key}-later", b"goes on") == 0
+    assert store.health_check() == 2
+    there.close()
+    there = MasterProcess(listen=address)
+    try:
+        until(lambda: store.health_check() == 0)
+        assert store.get(f"{key}-later") == b"goes on"
+        assert until(lambda: [one.status for one in store.get_replica_desc(key)])
+    finally:
+        store.close()
+        there.close()
+
+
+def test_a_dead_provider_is_a_miss(master: MasterProcess, make_store: Make, key: str) -> None:
+    """Its process is killed; what it alone had is gone, and nobody waits long."""
+    store = make_store()
+    code = (
+        "import sys; from mooncake.store import MooncakeDistributedStore as S; s = S()\n"
+        f"assert s.setup({HOST!r}, {P2P!r}, {16 * MIB}, 0, 'tcp', '', {master.address!r}) == 0\n"
+        f"assert s.put({key!r}, b'short-lived') == 0\n"
+        "print('ready', flush=True); sys.stdin.read()"
+    )
+    provider = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert provider.stdout is not None
+        assert provider.stdout.readline() == b"ready\n"
+        assert until(lambda: store.get(key)) == b"short-lived"
+    finally:
+        provider.kill()
+        provider.communicate()
+    until(lambda: store.get(key) == b"")
+    until(lambda: store.is_exist(key) == 0)
+    assert store.put(key, b"anew") == 0
+    assert store.get(key) == b"anew"
+
+
+def test_a_full_pool_says_so(master: MasterProcess, keys: Callable[[int], list[str]]) -> None:
+    """What is pinned is not evicted: -200 until it is let go."""
+    there = MasterProcess()
+    try:
+        store = MooncakeDistributedStore()
+        assert store.setup(HOST, P2P, 8 * MIB, 0, "tcp", "", there.address) == 0
+        piece = np.ones(MIB, np.uint8)
+        pinned = ReplicateConfig()
+        pinned.with_hard_pin = True
+        names = keys(16)
+        codes = [store.put(name, piece, pinned) for name in names]
+        assert set(codes) == {0, -200}
+        held = [name for name, code in zip(names, codes, strict=True) if code == 0]
+        assert store.batch_is_exist(held) == [1] * len(held)
+        assert store.put("too large", np.ones(8 * MIB, np.uint8)) == -200
+        for name in held:
+            assert store.remove(name) == 0
+        assert store.batch_put_from(names, [piece.ctypes.data] * 16, [MIB] * 16).count(0) > 0
+        store.close()
+    finally:
+        there.close()
+
+
+def test_tenants_share_nothing(make_store: Make, key: str) -> None:
+    one, other = make_store(tenant_id="one"), make_store()
+    assert one.put(key, b"mine") == 0
+    assert other.put(f"{key}-other", b"theirs") == 0
+    assert other.is_exist(key) == 0
+    assert one.remove_all() == 1
+    assert other.get(f"{key}-other") == b"theirs"
+
+
+def test_ssd_offload(make_store: Make, tmp_path: Path, keys: Callable[[int], list[str]]) -> None:
+    store = make_store(8 * MIB, enable_ssd_offload=True, ssd_offload_path=str(tmp_path / "ssd"))
+    names = keys(24)
+    for i, name in enumerate(names):
+        until(lambda name=name, i=i: store.put(name, bytes([i]) * MIB) == 0)
+    assert any(tmp_path.joinpath("ssd").iterdir())
+    assert [store.get(name)[:1] for name in names] == [bytes([i]) for i in range(24)]
+    assert store.unmount_local_disk_segment() == -1011
+
+
+def test_a_store_that_is_dropped_leaves(master: MasterProcess) -> None:
+    store = MooncakeDistributedStore()
+    assert store.setup(HOST, P2P, 16 * MIB, 0, "tcp", "", master.address) == 0
+    place = store._access._claim.path
+    assert place.exists()
+    del store
+    assert not place.exists()
