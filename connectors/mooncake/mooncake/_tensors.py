@@ -62,9 +62,9 @@ def header_of(data: memoryview) -> Header:
 
 def tensor_over(data: memoryview) -> Tensor:
     """A tensor whose memory is ``data``. Raises InvalidArgument."""
+    header = header_of(data)
     import torch
 
-    header = header_of(data)
     dtype = getattr(torch, header.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise InvalidArgument(f"this torch has no type {header.dtype!r}")

@@ -1,0 +1,112 @@
+"""Multi-buffer forms, ranges of objects, and sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moonpool import InvalidArgument
+
+Keys = Callable[[int], list[str]]
+MISS, BAD = -704, -600
+SOURCE = np.arange(10_000, dtype=np.uint32).view(np.uint8)
+START = SOURCE.ctypes.data
+
+
+def test_many_buffers_make_one_object(store: Any, keys: Keys) -> None:
+    one, other, none = keys(3)
+    pieces = [[START, START + 100, START + 50], [START + 7]]
+    sizes = [[10, 20, 30], [5]]
+    assert store.batch_put_from_multi_buffers([one, other], pieces, sizes) == [0, 0]
+    assert store.get(one) == b"".join(
+        SOURCE[at : at + n].tobytes() for at, n in ((0, 10), (100, 20), (50, 30))
+    )
+    into = np.zeros(100, np.uint8)
+    at = into.ctypes.data
+    answer = store.batch_get_into_multi_buffers(
+        [one, none, other], [[at + 40, at], [at], [at + 80]], [[40, 20], [9], [5]]
+    )
+    assert answer == [60, MISS, 5]
+    whole = store.get(one)
+    assert into[40:80].tobytes() == whole[:40]
+    assert into[:20].tobytes() == whole[40:]
+    assert into[80:85].tobytes() == SOURCE[7:12].tobytes()
+    assert store.batch_get_into_multi_buffers([one], [[at]], [[60]], prefer_alloc_in_same_node=True) == [60]
+
+
+def test_bad_buffers_are_a_code_of_their_own_key(store: Any, keys: Keys) -> None:
+    one, other = keys(2)
+    assert store.batch_put_from_multi_buffers([one, other], [[START, 0], [START]], [[1, 1], [1]]) == [BAD, 0]
+    assert store.batch_put_from_multi_buffers([one], [[START, START]], [[1]]) == [BAD]
+    assert store.batch_put_from_multi_buffers([one, other], [[START]], [[1]]) == [BAD, BAD]
+    assert store.batch_put_from_multi_buffers([one], [[]], [[]]) == [BAD]
+    assert store.is_exist(one) == 0
+    into = np.zeros(10, np.uint8)
+    at = into.ctypes.data
+    assert store.batch_put_from_multi_buffers([one], [[START]], [[8]]) == [0]
+    assert store.batch_get_into_multi_buffers([one, other], [[at, at + 4], [at + 9]], [[4, 3], [1]]) == [
+        BAD,
+        1,
+    ]
+    assert store.batch_get_into_multi_buffers([one], [[at, 0]], [[4, 4]]) == [BAD]
+    assert store.batch_get_into_multi_buffers([one], [[at]], [[4, 4]]) == [BAD]
+
+
+def test_a_read_session(store: Any, keys: Keys) -> None:
+    one, other, none = keys(3)
+    store.put_batch([one, other], [b"0123456789", b"abcdef"])
+    assert store.batch_get_session_start([one, none]) == [0, MISS]
+    into = np.zeros(20, np.uint8)
+    at = into.ctypes.data
+    store.remove(one)  # the session has it
+    got = store.batch_get_into_multi_buffer_ranges(
+        [one, other], [[at, at + 5], [at]], [[3, 2], [1]], [[7, 0], [0]]
+    )
+    assert got == [5, BAD]
+    assert into[:7].tobytes() == b"789\0\x0001"
+    assert store.batch_get_into_multi_buffer_ranges([one], [[at]], [[4]], [[7]]) == [BAD]
+    assert store.batch_get_into_multi_buffer_ranges([one], [[0]], [[4]], [[0]]) == [BAD]
+    assert store.batch_get_into_multi_buffer_ranges([one], [[at]], [[4]], []) == [BAD]
+    assert store.batch_get_session_end([one, none]) == 0
+    assert store.batch_get_into_multi_buffer_ranges([one], [[at]], [[1]], [[0]]) == [BAD]
+
+
+def test_ranges_of_many_objects(store: Any, keys: Keys) -> None:
+    one, other, none = keys(3)
+    store.put_batch([one, other], [b"0123456789", b"abcdef"])
+    first, second = np.zeros(32, np.uint8), np.zeros(32, np.uint8)
+    answer = store.get_into_ranges(
+        [first.ctypes.data, second.ctypes.data],
+        [[one, none], [other]],
+        [[[0, 10], [20]], [[3]]],
+        [[[0, 5], [0]], [[2]]],
+        [[[2, 3], [1]], [[4]]],
+    )
+    assert answer == [[[2, 3], [MISS]], [[4]]]
+    assert first[:2].tobytes() + first[10:13].tobytes() == b"01567"
+    assert second[3:7].tobytes() == b"cdef"
+    outside = store.get_into_ranges([first.ctypes.data], [[one]], [[[0]]], [[[8]]], [[[3]]])
+    assert outside == [[[BAD]]]
+    with pytest.raises(InvalidArgument, match="different lengths"):
+        store.get_into_ranges([first.ctypes.data], [[one]], [[[0]]], [[[0]]], [])
+
+
+def test_a_write_session(store: Any, keys: Keys) -> None:
+    one, other = keys(2)
+    assert store.batch_put_session_start([one, other], [20, 10]) == [0, 0]
+    assert store.batch_put_session_start([one], [20]) == [BAD]
+    assert store.batch_put_session_start([one, other], [20]) == [BAD, BAD]
+    ranges = ([one], [[START, START + 10]], [[10, 10]], [[10, 0]])
+    assert store.batch_put_from_multi_buffer_ranges(*ranges) == [20]
+    assert store.batch_put_from_multi_buffer_ranges([one], [[START]], [[10]], [[15]]) == [BAD]
+    assert store.batch_put_from_multi_buffer_ranges([one], [[0]], [[10]], [[0]]) == [BAD]
+    assert store.batch_put_from_multi_buffer_ranges(["none"], [[START]], [[10]], [[0]]) == [BAD]
+    assert store.is_exist(one) == 0  # nobody sees what is not whole
+    assert store.batch_put_session_end([one, "none"]) == [0, BAD]
+    assert store.get(one) == SOURCE[10:20].tobytes() + SOURCE[:10].tobytes()
+    assert store.batch_put_session_revoke([other, "none"]) == [0, BAD]
+    assert store.is_exist(other) == 0
+    assert store.batch_put_session_end([other]) == [BAD]
