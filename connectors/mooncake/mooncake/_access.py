@@ -25,7 +25,6 @@ from moonpool.core.config import Config, load
 from moonpool.core.control_tls import control_client, control_settings
 from moonpool.core.errors import ConfigError, Error, InvalidArgument, Unavailable
 from moonpool.core.keys import Space
-from moonpool.core.node import native_server
 from moonpool.core.node_socket import Claim
 from moonpool.core.reach import host_id, own_address, reach_of_node
 from moonpool.core.store import Store
@@ -213,6 +212,8 @@ class OwnNode(_Base):
     """A node inside this process, gone with it. Raises a moonpool Error when it cannot start or join."""
 
     def __init__(self, settings: Settings) -> None:
+        from moonpool.core.node import native_server  # with it comes aiohttp, which a guest does not need
+
         super().__init__(settings, config := _node_config(settings))
         self._reach = reach_of_node(config)
         self._claim = Claim(paths.check_socket_path(paths.node_socket(config.node.name)))

@@ -77,7 +77,7 @@ class MasterPages:
         return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._token)
 
     def _living(self) -> list[NodeRow]:
-        return [row for row in self._master.nodes() if row.state != "gone"]
+        return [row for row in self._master.nodes() if row.state == "alive"]
 
     async def _rows(self) -> list[NodeRow]:
         return await asyncio.to_thread(self._living)
@@ -225,7 +225,7 @@ def detail(row: NodeRow) -> dict[str, Any]:
         "size_bytes": row.dram_bytes,
         "te_endpoint": row.address,
         "protocol": "tcp",
-        "status": "OK" if row.state == "alive" else row.state.upper(),
+        "status": "OK",
         "allocator_used_bytes": used,
         "allocator_capacity_bytes": row.dram_bytes,
         "allocator_usage_percent": round(100 * used / row.dram_bytes, 2) if row.dram_bytes else 0.0,

@@ -94,7 +94,10 @@ def tensor_of(data: memoryview) -> Tensor:
 def parts_of(tensor: Tensor) -> tuple[list[Any], Tensor]:
     """What put() takes, and what must live until it has. Raises InvalidArgument for what is no tensor."""
     check_tensor(tensor)
-    held = tensor.detach().to("cpu").contiguous()
+    try:
+        held = tensor.detach().to("cpu").contiguous()
+    except (RuntimeError, NotImplementedError) as error:  # sparse, meta, a device that is gone
+        raise InvalidArgument(f"a tensor on {tensor.device} gave no bytes: {error}") from error
     size = held.numel() * held.element_size()
     header = Header(str(held.dtype).removeprefix("torch."), tuple(held.shape), size).pack()
     return [header, *([(held.data_ptr(), size)] if size else [])], held
