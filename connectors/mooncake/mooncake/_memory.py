@@ -10,6 +10,8 @@ import ctypes
 import mmap
 from bisect import bisect_right, insort
 from collections.abc import Sequence
+from itertools import chain
+from operator import add
 from typing import Any
 
 from moonpool.core.errors import InvalidArgument
@@ -78,18 +80,32 @@ class Buffers:
         return address, length
 
     def check_all(self, addresses: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
-        """The same for many, which mostly lie in one buffer: that costs 0.1 us each. TypeError for what is no
-        number."""
-        start, end = self._last
+        """The same for many. TypeError for what is no number."""
+        if self._hold(addresses, lengths):
+            return list(zip(addresses, lengths, strict=True))
         return [
-            (address, length)
-            if type(address) is int
-            and type(length) is int
-            and start <= address
-            and 0 < length <= end - address
-            else self.check(number(address), number(length))
+            self.check(number(address), number(length))
             for address, length in zip(addresses, lengths, strict=True)
         ]
+
+    def check_lists(
+        self, addresses: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]
+    ) -> list[list[tuple[int, int]]]:
+        """The same for a list of lists."""
+        pairs = zip(addresses, lengths, strict=True)
+        if self._hold(list(chain.from_iterable(addresses)), list(chain.from_iterable(lengths))):
+            return [list(zip(these, those, strict=True)) for these, those in pairs]
+        return [self.check_all(these, those) for these, those in pairs]
+
+    def _hold(self, addresses: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Whether all lie in the buffer that was met last, as they mostly do; no step of Python each."""
+        start, end = self._last
+        return (
+            {*map(type, addresses), *map(type, lengths)} == {int}
+            and min(lengths) > 0
+            and min(addresses) >= start
+            and max(map(add, addresses, lengths)) <= end
+        )
 
 
 def number(value: Any) -> int:

@@ -10,13 +10,14 @@ import numpy as np
 
 from moonpool.core.errors import InvalidArgument
 from moonpool.core.store import ROWS_MAX
-from moonpool.core.store_types import Presence
+from moonpool.core.store_types import EXISTS, STORED, Presence
 
 from ._base import Base, checked_keys, first_error, key_of, keys_of, number, same_length
 from ._codes import Code, say
 from ._values import DEFAULT, ReplicateConfig
 
 Part = Any  # what moonpool takes as the bytes of an object
+_OK, _REFUSED = int(Code.OK), int(Code.NO_AVAILABLE_HANDLE)
 _EXIST = {Presence.HIT: 1, Presence.MISS: 0, Presence.UNKNOWN: -1}
 
 
@@ -124,12 +125,12 @@ class Objects(Base):
     ) -> list[int]:
         if not len(keys) == len(pointers) == len(sizes):
             return [int(Code.INVALID_PARAMS)] * len(keys)
-        parts: list[Part]
         try:
-            parts = [*self._buffers.check_all(pointers, sizes)]
+            good = self._buffers.check_all(pointers, sizes)
         except InvalidArgument:
             parts = [self._range_or_nothing(*pair) for pair in zip(pointers, sizes, strict=True)]
-        return self._put(operation, keys, parts, config, replace=replace)
+            return self._put(operation, keys, parts, config, replace=replace)
+        return self._put(operation, keys, good, config, replace=replace, none_is_empty=True)
 
     def _range_or_nothing(self, pointer: int, size: int) -> Part:
         """No bytes for what is no memory: put refuses those for their own key alone."""
@@ -146,15 +147,29 @@ class Objects(Base):
         config: ReplicateConfig,
         *,
         replace: bool = False,
+        none_is_empty: bool = False,
     ) -> list[int]:
-        """A code for each key. One that cannot be meant does not keep the others from being stored."""
+        """A code for each key. One that cannot be meant does not keep the others from being stored.
+
+        none_is_empty: of the parts, which was looked at already.
+        """
         if not isinstance(config, ReplicateConfig):
             raise TypeError(f"{operation}: config is a ReplicateConfig, not {type(config).__name__}")
-        return self._codes(
-            operation, len(keys), lambda: self._put_each(operation, keys, parts, config, replace)
-        )
 
-    def _put_each(
+        def act() -> list[int]:
+            self._open()
+            same_length(keys, parts)
+            if config.replica_num < 1:
+                raise InvalidArgument("replica_num must be at least 1")
+            if (none_is_empty or all(map(size_of_parts, parts))) and all(keys):
+                return self._put_good(operation, keys, parts, config, replace)
+            if len(keys) == 1:
+                raise InvalidArgument("an object has a key and at least 1 byte, in memory of this process")
+            return self._put_one_by_one(operation, keys, parts, config, replace)
+
+        return self._codes(operation, len(keys), act)
+
+    def _put_one_by_one(
         self,
         operation: str,
         keys: Sequence[str],
@@ -162,25 +177,10 @@ class Objects(Base):
         config: ReplicateConfig,
         replace: bool,
     ) -> list[int]:
-        self._open()
-        same_length(keys, parts)
-        if config.replica_num < 1:
-            raise InvalidArgument("replica_num must be at least 1")
-        if all(keys) and all(map(size_of_parts, parts)):
-            return self._put_good(operation, keys, parts, config, replace)
-        say(
-            operation,
-            "empty",
-            f"{operation}: an object has a key and at least 1 byte, in memory of this process",
-        )
-        codes = [int(Code.INVALID_PARAMS)] * len(keys)
-        good = [
-            i for i, (key, part) in enumerate(zip(keys, parts, strict=True)) if key and size_of_parts(part)
+        return [
+            self._put(operation, [key], [part], config, replace=replace)[0]
+            for key, part in zip(keys, parts, strict=True)
         ]
-        stored = self._put_good(operation, [keys[i] for i in good], [parts[i] for i in good], config, replace)
-        for i, code in zip(good, stored, strict=True):
-            codes[i] = code
-        return codes
 
     def _put_good(
         self,
@@ -193,17 +193,22 @@ class Objects(Base):
         if not keys:
             return []
         names = checked_keys(keys)
-        results = self._ask(
-            lambda store: store.put(names, parts, replace=replace, replicas=config.replica_num)
-        )
-        if not all(results):
-            reason = next(result.reason for result in results if not result)
-            say(operation, "refused", f"{operation}: {reason}")
+        try:
+            results = self._ask(
+                lambda store: store.put(names, parts, replace=replace, replicas=config.replica_num)
+            )
+        except InvalidArgument:  # moonpool takes all or none
+            if len(keys) == 1:
+                raise
+            return self._put_one_by_one(operation, keys, parts, config, replace)
+        codes = [_OK if one is STORED or one is EXISTS or one else _REFUSED for one in results]
+        if _REFUSED in codes:
+            say(operation, "refused", f"{operation}: {results[codes.index(_REFUSED)].reason}")
         if config.with_hard_pin:
-            for name, result in zip(keys_of(keys), results, strict=True):
-                if result:
+            for name, code in zip(keys_of(keys), codes, strict=True):
+                if code == _OK:
                     self._pin_hard(name)
-        return [int(Code.OK if result else Code.NO_AVAILABLE_HANDLE) for result in results]
+        return codes
 
     def _pin_hard(self, name: bytes) -> None:
         _, pin = self._ask(lambda store: store.exists([name], pin=True))

@@ -40,14 +40,20 @@ class Parts(Objects):
         operation = "batch_put_from_multi_buffers"
         if not len(keys) == len(all_buffer_ptrs) == len(all_sizes):
             return [int(Code.INVALID_PARAMS)] * len(keys)
-        parts: list[Any] = []
-        for pointers, sizes in zip(all_buffer_ptrs, all_sizes, strict=True):
-            try:
-                same_length(pointers, sizes)
-                parts.append(self._buffers.check_all(pointers, sizes))
-            except InvalidArgument:
-                parts.append(b"")
+        parts: list[Any]
+        try:
+            parts = [*self._buffers.check_lists(all_buffer_ptrs, all_sizes)]
+        except ValueError:  # InvalidArgument is one, and lists of different lengths are
+            parts = [self._ranges_or_nothing(*row) for row in zip(all_buffer_ptrs, all_sizes, strict=True)]
         return self._put(operation, keys, parts, config)
+
+    def _ranges_or_nothing(self, pointers: Sequence[int], sizes: Sequence[int]) -> Any:
+        """No bytes for what is no list of memory: put refuses those for their own key alone."""
+        try:
+            same_length(pointers, sizes)
+            return self._buffers.check_all(pointers, sizes)
+        except InvalidArgument:
+            return b""
 
     def batch_get_into_multi_buffers(
         self,
@@ -64,10 +70,7 @@ class Parts(Objects):
             return [int(Code.INVALID_PARAMS)] * len(keys)
 
         def into() -> list[Any]:
-            return [
-                self._buffers.check_all(pointers, sizes)
-                for pointers, sizes in zip(all_buffer_ptrs, all_sizes, strict=True)
-            ]
+            return [*self._buffers.check_lists(all_buffer_ptrs, all_sizes)]
 
         def one(i: int) -> int:
             return self.batch_get_into_multi_buffers([keys[i]], [all_buffer_ptrs[i]], [all_sizes[i]])[0]

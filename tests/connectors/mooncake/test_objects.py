@@ -93,6 +93,7 @@ def test_batches_of_bytes(store: Any, keys: Keys) -> None:
     assert store.get_batch([one, none, other]) == [b"x", b"", b"yy"]
     assert store.put_batch([one, other], [b"x"]) == BAD
     assert store.put_batch([none, ""], [b"x", b"y"]) == BAD
+    assert store.put_batch(["k" * 70_000, none], [b"x", b"y"]) == BAD
     assert store.get(none) == b"x"  # what is right is stored
     assert store.upsert_batch([one, other], [b"new", b"newer"]) == 0
     assert store.get_batch([one, other]) == [b"new", b"newer"]
