@@ -22,9 +22,11 @@ TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULT
 # Top-level folders and URL paths that a text may name; anything else would be some machine's own.
 NEUTRAL = {
     "a",
+    "api",
     "bin",
     "dev",
     "etc",
+    "metrics",
     "mnt",
     "mock",
     "no",
