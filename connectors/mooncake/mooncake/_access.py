@@ -216,7 +216,10 @@ class OwnNode(_Base):
 
         super().__init__(settings, config := _node_config(settings))
         self._reach = reach_of_node(config)
-        self._claim = Claim(paths.check_socket_path(paths.node_socket(config.node.name)))
+        self._pid = os.getpid()
+        paths.runtime_dir(ensure=True)
+        self.socket = paths.check_socket_path(paths.node_socket(config.node.name))
+        self._claim: Claim | None = Claim(self.socket)
         self._server: NodeServer | None = None
         self._store: Store | None = None
         try:
@@ -224,11 +227,11 @@ class OwnNode(_Base):
                 self._claim.tell_token(self.token)
             if told := control_settings(config):
                 self._claim.tell_tls(told)
-            self._server = native_server(config, self._claim.path, self.token, self._reach)
+            self._server = native_server(config, self.socket, self.token, self._reach)
             self._server.start()
             self.segment = self._advertised()
             self._wait_for_master()
-            self._store = self._open(str(self._claim.path))
+            self._store = self._open(str(self.socket))
         except BaseException:
             self.close()
             raise
@@ -241,13 +244,17 @@ class OwnNode(_Base):
         return False
 
     def close(self) -> None:
+        if os.getpid() != self._pid:
+            return  # in a child of fork(): the socket is the parent's, and so are the threads
         super().close()
         if self._store is not None:
             self._store.close()
-        if self._server is not None:
-            self._server.stop()
-            self._server = None
-            self._claim.release()
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.release()
 
     @property
     def server(self) -> NodeServer:

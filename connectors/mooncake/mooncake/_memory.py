@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from itertools import chain
@@ -34,9 +35,10 @@ def is_mapped(address: int, length: int) -> bool:
 
 
 class Buffers:
-    """Registered ranges, which never overlap."""
+    """Registered ranges, which never overlap. Any thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._starts: list[int] = []
         self._length: dict[int, int] = {}
         self._last = 0, 0  # from and to of the buffer that was met last
@@ -45,36 +47,41 @@ class Buffers:
         """Raises InvalidArgument for what is no memory and for an overlap."""
         if not is_mapped(address, length):
             raise InvalidArgument(f"{length} bytes at {address:#x} are no memory of this process")
-        place = bisect_right(self._starts, address)
-        before = self._starts[place - 1] if place else None
-        after = self._starts[place] if place < len(self._starts) else None
-        if (before is not None and before + self._length[before] > address) or (
-            after is not None and address + length > after
-        ):
-            raise InvalidArgument(f"{length} bytes at {address:#x} overlap a registered buffer")
-        insort(self._starts, address)
-        self._length[address] = length
+        with self._lock:
+            place = bisect_right(self._starts, address)
+            before = self._starts[place - 1] if place else None
+            after = self._starts[place] if place < len(self._starts) else None
+            if (before is not None and before + self._length[before] > address) or (
+                after is not None and address + length > after
+            ):
+                raise InvalidArgument(f"{length} bytes at {address:#x} overlap a registered buffer")
+            self._length[address] = length
+            insort(self._starts, address)
 
     def remove(self, address: int) -> None:
-        if self._length.pop(address, None) is None:
-            raise InvalidArgument(f"no buffer is registered at {address:#x}")
-        self._starts.remove(address)
-        self._last = 0, 0
+        with self._lock:
+            if address not in self._length:
+                raise InvalidArgument(f"no buffer is registered at {address:#x}")
+            self._starts.remove(address)
+            del self._length[address]
+            self._last = 0, 0
 
     def clear(self) -> None:
-        self._starts.clear()
-        self._length.clear()
-        self._last = 0, 0
+        with self._lock:
+            self._starts.clear()
+            self._length.clear()
+            self._last = 0, 0
 
     def check(self, address: int, length: int) -> tuple[int, int]:
         """The range as the core takes it. Raises InvalidArgument for what is no memory."""
-        place = bisect_right(self._starts, address)
-        if place and length > 0:
-            start = self._starts[place - 1]
-            end = start + self._length[start]
-            if address + length <= end:
-                self._last = start, end
-                return address, length
+        with self._lock:
+            place = bisect_right(self._starts, address)
+            if place and length > 0:
+                start = self._starts[place - 1]
+                end = start + self._length[start]
+                if address + length <= end:
+                    self._last = start, end
+                    return address, length
         if not is_mapped(address, length):
             raise InvalidArgument(f"{length} bytes at {address:#x} are no memory of this process")
         return address, length

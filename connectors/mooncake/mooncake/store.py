@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -81,6 +82,7 @@ class MooncakeDistributedStore(Parallel):
 
     def __init__(self) -> None:
         super().__init__()
+        self._setting_up = threading.Lock()
         self._pages: ClientPages | None = None
 
     @overload
@@ -121,8 +123,12 @@ class MooncakeDistributedStore(Parallel):
         def made() -> Access:
             return join(settings_of(config))
 
-        http = config.get("enable_client_http_server", False)
-        return self._join(made, int(config.get("client_http_port", 9300)) if is_on(http) else 0)
+        if not is_on(config.get("enable_client_http_server", False)):
+            return self._join(made, 0)
+        return self._code(
+            "setup",
+            lambda: self._join(made, size_of(config.get("client_http_port", 9300), "client_http_port")),
+        )
 
     def _setup_by_values(
         self,
@@ -166,10 +172,9 @@ class MooncakeDistributedStore(Parallel):
         return self._join(lambda: Beside(server_address), 0)
 
     def _join(self, make: Any, http_port: int) -> int:
-        if self._access is not None:
-            return int(Code.OK)
-
         def act() -> int:
+            if self._access is not None:
+                return int(Code.OK)
             access: Access = make()
             try:
                 if http_port:
@@ -182,7 +187,8 @@ class MooncakeDistributedStore(Parallel):
             self._access, self._closed = access, False
             return int(Code.OK)
 
-        return self._code("setup", act)
+        with self._setting_up:
+            return self._code("setup", act)
 
     def close(self) -> int:
         """Ends it, and the segment with it. 0, also the second time."""

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,69 @@ def test_ssd_offload(make_store: Make, tmp_path: Path, keys: Callable[[int], lis
 def test_a_store_that_is_dropped_leaves(master: MasterProcess) -> None:
     store = MooncakeDistributedStore()
     assert store.setup(HOST, P2P, 16 * MIB, 0, "tcp", "", master.address) == 0
-    place = store._access._claim.path
+    place = store._access.socket
     assert place.exists()
     del store
     assert not place.exists()
+
+
+def test_a_segment_that_no_machine_has_leaves_nothing(master: MasterProcess) -> None:
+    folder = Path(os.environ["MOONPOOL_RUNTIME_DIR"])
+    before = set(folder.iterdir())
+    store = MooncakeDistributedStore()
+    assert store.setup(HOST, P2P, 1 << 60, 0, "tcp", "", master.address) < 0
+    assert set(folder.iterdir()) == before
+    assert store.setup({"local_hostname": HOST, "master_server_addr": master.address, "client_http_port": "x",
+                        "enable_client_http_server": True}) == -600  # fmt: skip
+
+
+def test_setup_from_many_threads_is_one(master: MasterProcess) -> None:
+    store = MooncakeDistributedStore()
+    folder = Path(os.environ["MOONPOOL_RUNTIME_DIR"])
+    before = len(list(folder.glob("node-mooncake-*.sock")))
+    with ThreadPoolExecutor(8) as threads:
+        given = (HOST, P2P, 16 * MIB, 0, "tcp", "", master.address)
+        codes = list(threads.map(lambda _: store.setup(*given), range(8)))
+    assert codes == [0] * 8
+    assert len(list(folder.glob("node-mooncake-*.sock"))) == before + 1
+    store.close()
+
+
+def test_a_forked_child_harms_nobody(make_store: Make, key: str) -> None:
+    """Its calls say no, and its end takes nothing from the parent."""
+    store = make_store()
+    assert store.put(key, b"x") == 0
+    child = os.fork()
+    if child == 0:
+        code = 0
+        try:
+            code |= store.put(key, b"y") >= 0
+            code |= 2 * (store.is_exist(key) != -1)
+            store.close()
+            del store
+        except BaseException:
+            code = 9
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert store.get(key) == b"x"
+    assert store._access.socket.exists()
+    assert store.put(f"{key}-more", b"y") == 0
+
+
+def test_many_threads_on_one_store(make_store: Make, keys: Callable[[int], list[str]]) -> None:
+    store = make_store()
+    names = keys(8)
+
+    def work(name: str) -> bool:
+        array = np.full(4096, len(name) % 251, np.uint8)
+        at = array.ctypes.data
+        assert store.register_buffer(at, 4096) == 0
+        for i in range(100):
+            assert store.upsert_from(f"{name}-{i}", at, 4096) == 0
+            assert store.batch_get_into([f"{name}-{i}", "none"], [at, at], [4096, 4096]) == [4096, -704]
+            assert store.is_exist(f"{name}-{i}") == 1
+        return store.unregister_buffer(at) == 0
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(work, names))

@@ -1,0 +1,92 @@
+"""vLLM's own MooncakeStoreConnector, unchanged, over the drop-in: a second engine does not compute what the
+first one stored, and answers the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.connectors.vllm.processes import ENGINE_ENVIRONMENT
+from tests.core.master_bed import MasterProcess
+from tests.core.store_bed import MIB, until
+
+HERE = Path(__file__).parent
+MODEL_SCRIPT = HERE.parent / "vllm" / "tiny_model.py"
+START_TIMEOUT_S = 240.0
+PROMPTS, BLOCKS, BLOCK_TOKENS = 3, 300 // 32, 32
+
+
+class InTree:
+    """An engine; its answers come when it has started and run all prompts."""
+
+    def __init__(self, python: str, model: Path, config: Path) -> None:
+        environment = {**os.environ, **ENGINE_ENVIRONMENT, "MOONCAKE_CONFIG_PATH": str(config)}
+        environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        self.process = subprocess.Popen(
+            [python, str(HERE / "in_tree_store.py"), str(model)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def answers(self) -> Any:
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], START_TIMEOUT_S)[0], "the engine says nothing"
+        line = self.process.stdout.readline()
+        assert line, f"the engine ended with {self.process.wait()}"
+        return json.loads(line)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_second_engine_hits_what_the_first_stored(
+    vllm_python: str, master: MasterProcess, make_store: Callable[..., Any], tmp_path: Path
+) -> None:
+    pool = make_store(64 * MIB)
+    model = tmp_path / "model"
+    subprocess.run([vllm_python, str(MODEL_SCRIPT), str(model), "7"], check=True, stdout=sys.stderr)
+    config = tmp_path / "mooncake.json"
+    config.write_text(
+        json.dumps(
+            {
+                "mode": "embedded",
+                "local_hostname": "127.0.0.1",
+                "metadata_server": "P2PHANDSHAKE",
+                "master_server_address": master.address,
+                "protocol": "tcp",
+                "global_segment_size": 0,  # the blocks are to outlive the engine
+                "local_buffer_size": "16mb",
+            }
+        )
+    )
+    first = InTree(vllm_python, model, config)
+    try:
+        cold = first.answers()
+        stored = until(lambda: pool._ask(lambda store: store.stat())["objects"] >= PROMPTS * BLOCKS, 60)
+    finally:
+        first.end()
+    assert stored
+    assert cold["cached"] == [0] * PROMPTS
+    second = InTree(vllm_python, model, config)
+    try:
+        warm = second.answers()
+    finally:
+        second.end()
+    assert warm["tokens"] == cold["tokens"]
+    assert warm["cached"] == [BLOCKS * BLOCK_TOKENS] * PROMPTS
+    assert pool.remove_all(force=True) >= PROMPTS * BLOCKS
