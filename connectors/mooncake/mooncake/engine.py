@@ -90,7 +90,7 @@ class TransferEngine:
         self._regions: dict[int, Region] = {}
         self._managed: dict[int, Region] = {}
         self._peers: dict[str, Segment] = {}
-        self._transfers: dict[int, Transfer] = {}
+        self._transfers: dict[int, tuple[Transfer, str]] = {}  # and the peer's session id
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -426,8 +426,9 @@ class TransferEngine:
 
     def _forget_if_gone(self, target: str) -> Callable[[BaseException], None]:
         def look(error: BaseException) -> None:
-            if isinstance(error, (TransferError, Unavailable)):
-                self._forget(target)
+            peer = self._peers.get(target)
+            if peer is not None and isinstance(error, (TransferError, Unavailable)) and is_gone(peer):
+                self._forget(target)  # else others' transfers go on
 
         return look
 
@@ -479,10 +480,11 @@ class TransferEngine:
         """0 under way, 1 done, -1 failed or no such number, -2 no progress in time. An end is told once."""
 
         def act() -> int:
-            transfer = self._transfers.get(number(batch_id))
-            if transfer is None:
+            found = self._transfers.get(number(batch_id))
+            if found is None:
                 logger.warning("there is no transfer %d, or its end was told already", batch_id)
                 return FAILED
+            transfer, target = found
             state = transfer.state
             if state is TransferState.WAITING:
                 return 0
@@ -490,8 +492,11 @@ class TransferEngine:
                 self._transfers.pop(batch_id, None)
             if state is TransferState.DONE:
                 return 1
-            logger.warning("transfer %d: %s", batch_id, transfer.error)
-            return -2 if "no progress" in str(transfer.error) else FAILED
+            error = transfer.error
+            logger.warning("transfer %d: %s", batch_id, error)
+            if error is not None:
+                self._forget_if_gone(target)(error)
+            return -2 if "no progress" in str(error) else FAILED
 
         return self._code("transfer_check_status", act, floor=-2)
 
@@ -499,9 +504,9 @@ class TransferEngine:
         """Waits for all of them: 0, or FAILED when one failed."""
         failed = False
         for one in batch_ids:
-            transfer = self._transfers.get(one)
-            if transfer is not None:
-                transfer.wait()
+            found = self._transfers.get(one)
+            if found is not None:
+                found[0].wait()
             failed |= self.transfer_check_status(one) != 1
         return FAILED if failed else 0
 
@@ -520,7 +525,7 @@ class TransferEngine:
             transfer = self._open().submit(Batch(_OP[opcode], self._peer(target), *columns))  # type: ignore[arg-type]
             name = next(self._numbers)
             with self._lock:
-                self._transfers[name] = transfer
+                self._transfers[name] = transfer, target
             return name
 
         return max(self._code("submit", act, self._forget_if_gone(target)), NO_TRANSFER)
@@ -553,6 +558,16 @@ class TransferEngine:
             if on_error is not None:
                 on_error(error)
             return max(int(code_of(error, operation)), floor)
+
+
+def is_gone(peer: Segment) -> bool:
+    """Whether the process that was opened answers no more."""
+    before = peer.id
+    try:
+        peer.refresh()
+    except Error:
+        return True
+    return peer.id != before
 
 
 def listen_address(hostname: str, metadata_server: str) -> str:

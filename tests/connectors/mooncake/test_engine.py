@@ -275,6 +275,30 @@ def start_peer(host: str, value: int) -> tuple[Any, int, int]:
     return process, int(port), int(address)
 
 
+def test_a_peer_that_comes_back_is_found_by_those_who_only_look_later(pair: Pair) -> None:
+    one, _ = pair
+    process, port, address = start_peer(HOST, 3)
+    session = f"{HOST}:{port}"
+
+    def read() -> int:
+        number = one.engine.batch_transfer_async_read(session, [one.start], [address], [100])
+        return one.engine.get_batch_transfer_status([number])
+
+    try:
+        assert read() == 0
+    finally:
+        process.kill()
+        process.communicate()
+    assert read() == -1
+    process, port, address = start_peer(session, 9)
+    try:
+        until(lambda: read() == 0)
+        assert (one.array[:100] == 9).all()
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_peer_that_dies_and_comes_back(pair: Pair) -> None:
     """Codes and no hang while it is gone; its successor at the same session id is another segment."""
     one, _ = pair
@@ -375,3 +399,13 @@ def test_a_shared_segment() -> None:
     for bad in (("x", 0, 1, 0), ("x", 10, 1, 1), ("x", 10, 1, 0, 5)):
         with pytest.raises(moonpool.InvalidArgument):
             SharedSegment.create(*bad)
+
+
+def test_one_bad_transfer_does_not_end_the_others(pair: Pair) -> None:
+    """The peer stays open when it is only the address that was wrong."""
+    one, other = pair
+    assert one.engine.send_probe(other.session) == 0
+    opened = one.engine._peers[other.session]
+    assert one.engine.transfer_sync_write(other.session, one.start, other.start + ROOM, 10) == -1
+    assert one.engine._peers[other.session] is opened
+    assert one.engine.transfer_sync_write(other.session, one.start, other.start, 10) == 0
