@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 from setuptools import setup  # type: ignore[import-untyped]
@@ -15,4 +16,6 @@ GUARD = runpy.run_path(str(Path(__file__).with_name("mooncake") / "_guard.py"))
 
 if sentence := GUARD["conflict"](PLACES):
     raise SystemExit(sentence)
-setup()
+# Not in this folder: checkers that read the tree would find every module twice.
+with tempfile.TemporaryDirectory() as folder:
+    setup(options={"build": {"build_base": folder}})

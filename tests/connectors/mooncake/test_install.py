@@ -66,6 +66,7 @@ def test_what_pip_installs(tmp_path: Path) -> None:
     words = ("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", site, source)
     installed = run(*words, path=tmp_path, cwd=tmp_path)
     assert installed.returncode == 0, installed.stdout + installed.stderr
+    assert not (source / "build").exists()
     assert {path.name for path in site.iterdir()} == {"mooncake", "moonpool_mooncake-0.1.0.dist-info", "bin"}
     assert {path.name for path in (site / "bin").iterdir()} == {
         "mc_store_rest_server",
