@@ -322,6 +322,26 @@ def test_a_peer_that_dies_and_comes_back(pair: Pair) -> None:
         process.communicate()
 
 
+def test_a_peer_that_was_replaced_meanwhile(pair: Pair) -> None:
+    """Nobody called while it was gone: the first call fails, the next one finds its successor."""
+    one, _ = pair
+    process, port, address = start_peer(HOST, 3)
+    session = f"{HOST}:{port}"
+    try:
+        assert one.engine.transfer_sync_read(session, one.start, address, 100) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    process, port, address = start_peer(session, 9)
+    try:
+        codes = [one.engine.transfer_sync_read(session, one.start, address, 100) for _ in range(3)]
+        assert codes[-1] == 0
+        assert (one.array[:100] == 9).all()
+    finally:
+        process.kill()
+        process.communicate()
+
+
 # ---- the small ones beside it
 
 
