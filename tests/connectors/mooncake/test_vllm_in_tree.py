@@ -64,7 +64,7 @@ def test_a_second_engine_hits_what_the_first_stored(
     config.write_text(
         json.dumps(
             {
-                "mode": "embedded",
+                "mode": "standalone-store",
                 "local_hostname": "127.0.0.1",
                 "metadata_server": "P2PHANDSHAKE",
                 "master_server_address": master.address,
