@@ -44,11 +44,6 @@ def handle_of(view: memoryview | None) -> BufferHandle | None:
     return None if view is None else np.frombuffer(view, np.uint8).view(BufferHandle)
 
 
-def pattern_of(key: bytes) -> bytes:
-    """The pattern that only this key matches."""
-    return re.sub(rb"([*?\[])", rb"[\1]", key)
-
-
 class Objects(Base):
     # ---- writing
 
@@ -292,12 +287,12 @@ class Objects(Base):
         return codes if not codes or min(codes) >= -1 else [-1] * len(codes)
 
     def get_size(self, key: str, /) -> int:
-        """Bytes, or OBJECT_NOT_FOUND."""
+        """Bytes, or OBJECT_NOT_FOUND. The object is looked up as get_buffer() does it: a list would miss what
+        a silent node has, and walk through all there is."""
 
         def ask() -> int:
-            pattern = pattern_of(key_of(key))
-            rows = self._ask(lambda store: store.list(pattern=pattern, limit=1))
-            return rows[0].size if rows else int(Code.OBJECT_NOT_FOUND)
+            view = self._views([key])[0]
+            return int(Code.OBJECT_NOT_FOUND) if view is None else view.nbytes
 
         return self._code("get_size", ask)
 

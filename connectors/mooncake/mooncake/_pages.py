@@ -25,7 +25,6 @@ from moonpool.core.store import ROWS_MAX, Store
 
 from ._access import NAMESPACE, Access, OwnNode
 from ._codes import Code, code_of
-from ._objects import pattern_of
 
 START_TIMEOUT_S = 10.0
 CONNECTIONS_MAX = 64
@@ -198,8 +197,8 @@ class MasterPages:
 
 
 def size_in(store: Store, key: str) -> int | None:
-    rows = store.list(pattern=pattern_of(key.encode()), limit=1) if key else []
-    return rows[0].size if rows else None
+    view = store.get(key) if key else None
+    return None if view is None else view.nbytes
 
 
 def totals(rows: list[NodeRow]) -> dict[str, int]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from moonpool.core.errors import InvalidArgument
 
-from ._codes import Code, say
+from ._codes import Code
 from ._tensors import Tensor, Tensors, memory_at, parts_of, shards_of, tensor_over
 from ._values import DEFAULT, ParallelAxis, ReadTarget, ReplicateConfig, TensorParallelism
 
@@ -130,12 +130,8 @@ class Parallel(Tensors):
         )
 
     def get_tensor_with_parallelism(self, key: str, target: ReadTarget | None = None) -> Tensor | None:
-        """None is a miss, also of one shard of those that are needed."""
-        try:
-            return self._get_parallel(key, target or ReadTarget())
-        except InvalidArgument as error:
-            say("get_tensor_with_parallelism", "target", f"get_tensor_with_parallelism: {error}")
-            return None
+        """None is a miss, also of one shard of those that are needed. All else is raised."""
+        return self._get_parallel(key, target or ReadTarget())
 
     def batch_get_tensor_with_parallelism(
         self, keys: list[str], targets: list[ReadTarget] | None = None
@@ -148,19 +144,15 @@ class Parallel(Tensors):
     def get_tensor_with_parallelism_into(
         self, key: str, buffer_ptr: int, size: int, target: ReadTarget | None = None
     ) -> Tensor | None:
-        """The tensor in the caller's memory, behind its header; None also when it does not fit."""
+        """The tensor in the caller's memory, behind its header. Raises InvalidArgument without room."""
         tensor = self.get_tensor_with_parallelism(key, target)
         if tensor is None:
             return None
-        try:
-            (header, *_), held = parts_of(tensor)
-            room = memory_at(*self._range(buffer_ptr, size))
-            data = memoryview(held.flatten().view(_byte()).numpy())
-            if len(header) + data.nbytes > room.nbytes:
-                raise InvalidArgument(f"{data.nbytes} bytes and a header do not fit into {room.nbytes}")
-        except InvalidArgument as error:
-            say("get_tensor_with_parallelism_into", "room", f"get_tensor_with_parallelism_into: {error}")
-            return None
+        (header, *_), held = parts_of(tensor)
+        room = memory_at(*self._range(buffer_ptr, size))
+        data = memoryview(held.flatten().view(_byte()).numpy())
+        if len(header) + data.nbytes > room.nbytes:
+            raise InvalidArgument(f"{data.nbytes} bytes and a header do not fit into {room.nbytes}")
         room[: len(header)] = header
         room[len(header) : len(header) + data.nbytes] = data
         return tensor_over(room)

@@ -5,26 +5,19 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
+from functools import cache, partial
 
-from moonpool.core.errors import Error, InvalidArgument
+from moonpool.core.errors import Error, InvalidArgument, Unavailable
 from moonpool.core.store_types import Presence
 
 from ._base import key_of, keys_of
 from ._codes import Code, NoNode, Unsupported, code_of
 from ._parts import Parts
-from ._values import (
-    Descriptor,
-    DiskDescriptor,
-    MemoryDescriptor,
-    QueryTaskResponse,
-    ReplicaDescriptor,
-    TaskStatus,
-    TaskType,
-)
+from ._values import QueryTaskResponse, ReplicaDescriptor, TaskStatus, TaskType
 
 TASKS_MAX = 10_000
 NO_TASK = (0, 0)
-SSD = 1
+MEMORY, SSD = 0, 1
 
 
 class Replicas(Parts):
@@ -44,18 +37,24 @@ class Replicas(Parts):
             return {}
         found = self._ask(lambda store: store.exists(names))
         places = access.holders(names)
-        return {
-            key: [self._describe(name, member.address, tier) for member, tier in at]
-            or [self._describe(name, access.segment, 0)]  # too new for the master to have heard of it
-            for key, name, presence, at in zip(keys, names, found, places, strict=True)
-            if presence is not Presence.MISS and (presence or at)
-        }
+        described = {}
+        for key, presence, at in zip(keys, found, places, strict=True):
+            if presence is Presence.UNKNOWN and not at:
+                raise Unavailable(f"no node says whether {key!r:.80} is there", operation="get_replica_desc")
+            if presence is Presence.MISS:
+                continue
+            size = cache(partial(self._size, key))
+            described[key] = [
+                ReplicaDescriptor(endpoint, tier == SSD, size)
+                for endpoint, tier in [(member.address, tier) for member, tier in at]
+                or [(access.segment, MEMORY)]  # too new for the master to have heard of it
+            ]
+        return described
 
-    def _describe(self, name: bytes, endpoint: str, tier: int) -> ReplicaDescriptor:
-        size = max(self.get_size(name.decode(errors="surrogateescape")), 0)
-        if tier == SSD:
-            return ReplicaDescriptor(DiskDescriptor(endpoint, size))
-        return ReplicaDescriptor(MemoryDescriptor(Descriptor(size, 0, endpoint)))
+    def _size(self, key: str) -> int:
+        if (view := self._views([key])[0]) is None:
+            raise Unavailable(f"{key!r:.80} is gone since it was described", operation="get_replica_desc")
+        return view.nbytes
 
     def batch_replica_clear(self, keys: list[str], segment_name: str = "") -> list[str]:
         """Removes every copy of the keys; those that were there. With a segment: only of keys that have their

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from moonpool.core.errors import InvalidArgument
 
-from ._base import key_of
+from ._base import key_of, keys_of, same_length
 from ._codes import Code, Unsupported, code_of, say
 from ._segments import Segments
 from ._values import DEFAULT, ReplicateConfig
@@ -224,16 +224,21 @@ class Tensors(Segments):
         return self._each(operation, one, keys, pointers, sizes)
 
     def get_tensor_into(self, key: str, buffer_ptr: int, size: int) -> Tensor | None:
-        """A tensor over the caller's memory, behind the header there."""
+        """A tensor over the caller's memory, behind the header there. None is a miss, or an object that is no
+        tensor (the log says so); what goes wrong is raised as a moonpool Error."""
         return self.batch_get_tensor_into([key], [buffer_ptr], [size])[0]
 
     def batch_get_tensor_into(
         self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]
     ) -> list[Tensor | None]:
-        got = self.batch_get_into(keys, buffer_ptrs, sizes)
+        names = keys_of(keys)
+        self._open()
+        same_length(names, buffer_ptrs, sizes)
+        targets = self._buffers.check_all(buffer_ptrs, sizes)
+        found = self._ask(lambda store: store.get(names, targets)) if names else []
         return [
-            self._tensor("get_tensor_into", memory_at(pointer, n) if n > 0 else None, tensor_over)
-            for n, pointer in zip(got, buffer_ptrs, strict=True)
+            None if n is None else self._tensor("get_tensor_into", memory_at(pointer, n), tensor_over)
+            for n, (pointer, _) in zip(found, targets, strict=True)
         ]
 
     def get_tensor_into_cuda(self, key: str, tensor: Tensor) -> int:
@@ -381,6 +386,7 @@ class Tensors(Segments):
 
     def load_tensor_from_safetensor(self, key: str | None = None, file_name: str = "") -> Tensor | None:
         """The one tensor of a file, or the one called ``key``, which is stored under that key; else None."""
+        self._open()
         try:
             name, header, data = read_safetensor(Path(file_name), key)
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -152,30 +153,36 @@ class DiskDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDescriptor:
-    """One copy of an object, in a node's memory or on its SSD."""
+    """One copy of an object, in a node's memory or on its SSD.
 
-    _where: MemoryDescriptor | DiskDescriptor
+    The size is found out when somebody wants it, since that looks the object up to read it; then it raises a
+    moonpool Error when the object is gone.
+    """
+
+    _endpoint: str
+    _on_ssd: bool
+    _size: Callable[[], int]
     status: ReplicaStatus = ReplicaStatus.COMPLETE
 
     def is_memory_replica(self) -> bool:
-        return isinstance(self._where, MemoryDescriptor)
+        return not self._on_ssd
 
     def is_disk_replica(self) -> bool:
         """Never: there is no shared file system among the tiers."""
         return False
 
     def is_local_disk_replica(self) -> bool:
-        return isinstance(self._where, DiskDescriptor)
+        return self._on_ssd
 
     def get_memory_descriptor(self) -> MemoryDescriptor:
-        if isinstance(self._where, MemoryDescriptor):
-            return self._where
-        raise RuntimeError("Expected MemoryDescriptor")
+        if self._on_ssd:
+            raise RuntimeError("Expected MemoryDescriptor")
+        return MemoryDescriptor(Descriptor(self._size(), 0, self._endpoint))
 
     def get_disk_descriptor(self) -> DiskDescriptor:
-        if isinstance(self._where, DiskDescriptor):
-            return self._where
-        raise RuntimeError("Expected DiskDescriptor")
+        if not self._on_ssd:
+            raise RuntimeError("Expected DiskDescriptor")
+        return DiskDescriptor(self._endpoint, self._size())
 
 
 @dataclass(slots=True)

@@ -34,8 +34,8 @@ def says_so(answer: Any) -> bool:
     if isinstance(answer, tuple):
         return says_so(answer[-1])
     if isinstance(answer, list):
-        return all(one is None or says_so(one) for one in answer)
-    return answer is None or (isinstance(answer, int) and answer < 0)
+        return all(map(says_so, answer))
+    return isinstance(answer, int) and answer < 0
 
 
 def call_all(store: MooncakeDistributedStore, when: str) -> None:

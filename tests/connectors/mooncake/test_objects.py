@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mooncake.store import MooncakeHostMemAllocator, ReplicateConfig
 
+import moonpool
 from tests.core.store_bed import MIB, until
 
 Keys = Callable[[int], list[str]]
@@ -107,6 +108,15 @@ def test_a_miss_is_nothing(store: Any, key: str) -> None:
     assert store.get_buffer(key) is None
     assert store.batch_get_buffer([key]) == [None]
     assert store.get_size(key) == MISS
+
+
+def test_a_size_needs_no_list(store: Any, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list walks through every object of every node, and leaves out those of a node that is silent."""
+    store.put(key, b"12345")
+    monkeypatch.setattr(moonpool.Store, "list", lambda *_, **__: [])
+    assert store.get_size(key) == 5
+    (one,) = store.get_replica_desc(key)
+    assert one.get_memory_descriptor().buffer_descriptor.size == 5
 
 
 def test_a_handle_is_a_pinned_buffer(store: Any, key: str) -> None:

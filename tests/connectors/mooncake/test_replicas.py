@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from mooncake.store import ReplicaStatus, TaskStatus, TaskType
 
+import moonpool
 from tests.core.store_bed import MIB, until
 
 Make = Callable[..., Any]
@@ -35,6 +36,21 @@ def test_descriptors(store: Any, key: str) -> None:
         one.get_disk_descriptor()
     assert list(store.batch_get_replica_desc([key, "none"])) == [key]
     assert store.batch_get_replica_desc([]) == {}
+
+
+def test_nobody_knows(store: Any, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """{} would say that there is no such object."""
+    monkeypatch.setattr(moonpool.Store, "exists", lambda _, keys: [moonpool.Presence.UNKNOWN] * len(keys))
+    with pytest.raises(moonpool.Unavailable, match=key):
+        store.get_replica_desc(key)
+
+
+def test_the_size_of_what_is_gone(store: Any, key: str) -> None:
+    store.put(key, b"12345")
+    (one,) = store.get_replica_desc(key)
+    store.remove(key)
+    with pytest.raises(moonpool.Unavailable, match="gone"):
+        one.get_memory_descriptor()
 
 
 def test_a_copy_on_an_ssd(make_store: Make, tmp_path: Path, keys: Any) -> None:
