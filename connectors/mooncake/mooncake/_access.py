@@ -7,7 +7,6 @@ and goes on with the next when that dies: ``Guest``. In both the pool is reached
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import secrets
@@ -15,7 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,17 +25,19 @@ from moonpool.core.control_tls import control_client, control_settings
 from moonpool.core.errors import ConfigError, Error, InvalidArgument, Unavailable
 from moonpool.core.keys import Space
 from moonpool.core.node_socket import Claim
-from moonpool.core.reach import host_id, own_address, reach_of_node
+from moonpool.core.reach import Reach, host_id, reach_of_node
 from moonpool.core.store import Store
 from moonpool.core.units import parse_size
 
 from ._codes import NoNode
+from ._hosts import address_of, is_ip, is_ip6
 
 if TYPE_CHECKING:
     from moonpool import _native
     from moonpool.core.node import NodeServer
 
 NAMESPACE = "mooncake"
+LOOPBACK = "127.0.0.1"
 MASTER_PORT = 50051  # of an address without one
 TIMEOUT_S = 2.0
 JOIN_TIMEOUT_S = 5.0
@@ -60,8 +61,11 @@ class Settings:
     @property
     def host(self) -> Address:
         """With port 0 where none was given."""
-        text = self.local_hostname or "127.0.0.1"
-        return parse_address(text if _has_port(text) else f"{text}:0", "local_hostname")
+        return address_of(self.local_hostname or LOOPBACK, "local_hostname")
+
+    def on_a_free_port(self) -> Settings:
+        """Instead of that of local_hostname, where somebody else listens."""
+        return replace(self, local_hostname=str(self.host._replace(port=0)))
 
     def config(self, **arguments: object) -> Config:
         """moonpool's own configuration, with this master."""
@@ -72,17 +76,13 @@ class Settings:
                 operation="setup",
                 key="master_server_address",
             )
-        master = self.master if _has_port(self.master) else f"{self.master}:{MASTER_PORT}"
+        master = address_of(self.master, "master_server_address", MASTER_PORT)
         given = {name.replace("__", "."): value for name, value in arguments.items()}
-        return load(arguments={"cluster.master": master, "node.http": "off"} | given)
+        return load(arguments={"cluster.master": str(master), "node.http": "off"} | given)
 
     def is_of_this_host_alone(self, config: Config) -> bool:
         """Whether nobody chose a token: then master and nodes meet on loopback, whatever the host's name."""
         return not config.token_is_configured and parse_address(config.cluster.master, "master").is_loopback
-
-
-def _has_port(text: str) -> bool:
-    return text.rpartition(":")[2].isdigit() and (":" not in text.rpartition(":")[0] or "]:" in text)
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
@@ -215,7 +215,7 @@ class OwnNode(_Base):
         from moonpool.core.node import native_server  # with it comes aiohttp, which a guest does not need
 
         super().__init__(settings, config := _node_config(settings))
-        self._reach = reach_of_node(config)
+        self._reach = _reach_of(settings, config)
         self._pid = os.getpid()
         paths.runtime_dir(ensure=True)
         self.socket = paths.check_socket_path(paths.node_socket(config.node.name))
@@ -300,24 +300,28 @@ def _node_config(settings: Settings) -> Config:
         Path(settings.ssd_path).mkdir(parents=True, exist_ok=True)
         free = int(shutil.disk_usage(settings.ssd_path).free * SSD_SHARE)
         arguments["node__ssd"] = [f"{settings.ssd_path}:{free}"]
-    host = settings.host
+    listen = settings.host
+    master = address_of(settings.master, "master_server_address", MASTER_PORT)
+    every = "::" if is_ip6(master.host) else "0.0.0.0"
     if settings.is_of_this_host_alone(settings.config()):
-        host = Address("127.0.0.1", host.port)
-    listen = host
-    if not host.is_loopback and not _is_ip(host.host):
-        listen = Address("0.0.0.0", host.port)
-        arguments["node__advertise"] = str(host)
-    elif host.host == "0.0.0.0":
-        arguments["node__advertise"] = str(Address(own_address(host.host, None), host.port))
+        listen = Address(LOOPBACK, listen.port)
+    elif listen.is_loopback and not master.is_loopback:  # the others are elsewhere
+        listen = Address(every, listen.port)
+    elif not listen.is_loopback and not is_ip(listen.host):
+        arguments["node__advertise"] = str(listen)
+        listen = Address(every, listen.port)
     return settings.config(node__listen=str(listen), **arguments)
 
 
-def _is_ip(host: str) -> bool:
+def _reach_of(settings: Settings, config: Config) -> Reach:
     try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+        return reach_of_node(config)
+    except ConfigError as error:
+        raise ConfigError(
+            f"local_hostname = {settings.local_hostname!r} with the master {config.cluster.master}: {error}",
+            operation="setup",
+            key="local_hostname",
+        ) from error
 
 
 class Guest(_Base):

@@ -21,6 +21,7 @@ from moonpool.core.addresses import parse_address
 from moonpool.core.errors import Error, InvalidArgument
 
 from ._codes import code_of, logger
+from ._hosts import session_of
 
 PIECE_BYTES = 512 << 10
 PENDING_MAX = 64  # data of which pieces are missing
@@ -190,7 +191,7 @@ class RpcInterface:
         number = next(self._numbers)
         count = max(1, -(-len(data) // PIECE_BYTES))
         try:
-            peer = self._peers.get(target) or self._engine.open(target)
+            peer = self._peers.get(target) or self._engine.open(session_of(target))
             self._peers[target] = peer
             for index in range(count):
                 piece = data[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]

@@ -30,8 +30,7 @@ class Segments(Replicas):
             access = self._open()
             if not isinstance(access, (OwnNode, Guest)) or number(size) == 0:
                 raise InvalidArgument("a segment has bytes, and a dummy client has none")
-            host = access.settings.host._replace(port=0)
-            node = OwnNode(replace(access.settings, segment=size, local_hostname=str(host), ssd_path=""))
+            node = OwnNode(replace(access.settings.on_a_free_port(), segment=size, ssd_path=""))
         except (Error, OSError, MemoryError) as error:
             return {"ret": int(code_of(error, "allocate_and_mount_segment")), **_NOTHING}
         name = f"{secrets.randbits(63)}-{secrets.randbits(63)}"

@@ -15,6 +15,7 @@ from moonpool.core.processes import allow_many_descriptors
 from moonpool.core.reach import require_token
 
 from ._flags import parse
+from ._hosts import joined
 from ._pages import MasterPages, config_of
 
 FLAGS = {
@@ -41,9 +42,9 @@ def run(flags: dict[str, str]) -> None:
     host = flags.get("rpc_address") or (ANY if load().token_is_configured else LOOPBACK)
     port = flags.get("rpc_port") or flags.get("port") or "50051"
     ttl = float(flags["client_ttl"]) if "client_ttl" in flags else None
-    config = config_of(f"{host}:{port}", master__gone_after_s=ttl)
+    config = config_of(joined(host, port), master__gone_after_s=ttl)
     pages = parse_address(
-        f"{flags.get('metrics_host') or host}:{flags.get('metrics_port') or '9003'}", "metrics_port"
+        joined(flags.get("metrics_host") or host, flags.get("metrics_port") or "9003"), "metrics_port"
     )
     require_token(config, pages, "metrics_host")
     asyncio.run(serve(config, pages))

@@ -12,6 +12,7 @@ from moonpool.core.node import run as run_node
 
 from ._access import Settings, name_of_client, size_of
 from ._flags import parse
+from ._hosts import joined
 
 FLAGS = {
     "host": "the address that others use; 127.0.0.1, or 0.0.0.0 where a cluster token was chosen",
@@ -34,10 +35,11 @@ def run(flags: dict[str, str]) -> None:
     if host in DEFAULT_HOSTS:
         host = "0.0.0.0" if load().token_is_configured else "127.0.0.1"
     size = size_of(flags.get("global_segment_size", "4 GB"), "global_segment_size")
-    settings = Settings(f"{host}:{port}", flags.get("master_server_address") or "127.0.0.1:50051", size)
+    listen = joined(host, port)
+    settings = Settings(listen, flags.get("master_server_address") or "127.0.0.1:50051", size)
     config = settings.config(
         node__name=name_of_client(port),
-        node__listen=f"{host}:{port}",
+        node__listen=listen,
         node__dram=size,
         node__http=flags.get("http") or "off",
         node__object_share_max=0.5,

@@ -20,7 +20,7 @@ from enum import IntEnum
 import msgspec
 
 import moonpool
-from moonpool.core.addresses import Address, parse_address
+from moonpool.core.addresses import parse_address
 from moonpool.core.engine_types import Batch, TransferState
 from moonpool.core.errors import Closed, ConfigError, Error, InvalidArgument, TransferError, Unavailable
 from moonpool.core.region import Region
@@ -29,6 +29,7 @@ from moonpool.core.transfer import Transfer
 
 from ._base import number, same_length
 from ._codes import code_of, logger
+from ._hosts import address_of, session_of
 from ._memory import is_mapped
 from ._rpc import ReceivedData, ReceivedTensor, RpcInterface, create_rpc_client, create_rpc_server
 from ._shared_segment import SharedSegment
@@ -295,7 +296,7 @@ class TransferEngine:
     def _peer(self, name: str) -> Segment:
         peer = self._peers.get(name)
         if peer is None:
-            opened = self._open().open(name)
+            opened = self._open().open(session_of(name))
             with self._lock:
                 peer = self._peers.setdefault(name, opened)
             if peer is not opened:
@@ -571,10 +572,7 @@ def is_gone(peer: Segment) -> bool:
 
 def listen_address(hostname: str, metadata_server: str) -> str:
     """Where an engine listens so that peers reach it by ``hostname``. Raises ConfigError."""
-    host = hostname or "127.0.0.1"
-    bare = host.count(":") > 1 and not host.startswith("[")
-    text = f"[{host}]:0" if bare else host if ":" in host.rpartition("]")[2] else f"{host}:0"
-    address = parse_address(text, "local_hostname")
+    address = address_of(hostname or "127.0.0.1", "local_hostname")
     if metadata_server != P2P and address.port == 0:
         raise ConfigError(
             f"metadata_server = {metadata_server} would give {hostname} an address; moonpool's engines find "
@@ -582,7 +580,7 @@ def listen_address(hostname: str, metadata_server: str) -> str:
             operation="initialize",
             key="metadata_server",
         )
-    return str(Address(address.host, address.port))
+    return str(address)
 
 
 def slices(

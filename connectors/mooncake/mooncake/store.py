@@ -111,7 +111,8 @@ class MooncakeDistributedStore(Parallel):
 
         global_segment_size: bytes that this process gives the pool. 0: it uses other processes' memory.
         tenant_id: tenants share nothing. enable_client_http_server: /metrics and /health at client_http_port.
-        metadata_server, local_buffer_size, protocol, rdma_devices and engine say nothing that moonpool needs.
+        engine: a transfer engine that listens at local_hostname already; the segment gets a port of its own.
+        metadata_server, local_buffer_size, protocol and rdma_devices say nothing that moonpool needs.
 
         A TypeError for keywords that there are not; a code and a sentence in the log for what does not work.
         """
@@ -156,7 +157,8 @@ class MooncakeDistributedStore(Parallel):
         def made() -> Access:
             size = size_of(global_segment_size, "global_segment_size")
             path = ssd_offload_path if enable_ssd_offload else ""
-            return join(Settings(local_hostname, master_server_addr, size, tenant_id, path))
+            settings = Settings(local_hostname, master_server_addr, size, tenant_id, path)
+            return join(settings if engine is None else settings.on_a_free_port())
 
         return self._join(made, client_http_port if enable_client_http_server else 0)
 

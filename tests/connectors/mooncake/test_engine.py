@@ -251,6 +251,14 @@ def test_initialize(form: str, free_port: int, caplog: pytest.LogCaptureFixture)
         getattr(TransferEngine(), form)(HOST, P2P, None, "", *more)
 
 
+@pytest.mark.parametrize("form", ["[::1]:{}", "::1:{}"])
+def test_ipv6(form: str) -> None:
+    """Callers make session ids of any host by f"{host}:{port}"."""
+    one, other = TransferEngine(), TransferEngine()
+    assert one.initialize("::1", P2P, "tcp", "") == other.initialize("[::1]", P2P, "tcp", "") == 0
+    assert one.send_probe(form.format(other.get_rpc_port())) == 0
+
+
 PEER = """
 import sys, numpy as np
 from mooncake.engine import TransferEngine

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mooncake.engine import TransferEngine
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 import moonpool
 from moonpool.core.paths import read_or_create_token
+from moonpool.core.reach import _first_address
 from tests.core.master_bed import MasterProcess
 from tests.core.store_bed import MIB, until
 
@@ -124,6 +126,66 @@ def test_without_a_chosen_token_the_host_stays_by_itself(
         assert store.get_hostname().startswith("127.0.0.1:")
         store.close()
     finally:
+        there.close()
+
+
+def test_beside_an_engine_that_has_the_port(master: MasterProcess, key: str) -> None:
+    """As SGLang does it: the store is told the session id of the transfer engine, who listens there."""
+    engine = TransferEngine()
+    assert engine.initialize(HOST, P2P, "tcp", "") == 0
+    session = f"{HOST}:{engine.get_rpc_port()}"
+    store = MooncakeDistributedStore()
+    given = (session, P2P, 16 * MIB, 0, "tcp", "", master.address)
+    assert store.setup(*given, engine.get_engine()) == 0
+    assert store.get_hostname().startswith(f"{HOST}:")
+    assert store.get_hostname() != session
+    assert store.put(key, b"x") == 0
+    assert store.close() == 0
+
+
+@pytest.fixture
+def lan() -> str:
+    """An address of this host that others reach."""
+    if not (found := _first_address()):
+        pytest.skip("this host has no address but loopback")
+    return found
+
+
+@pytest.mark.parametrize("hostname", ["localhost", "127.0.0.1", ""])
+def test_loopback_is_no_name_for_a_master_elsewhere(lan: str, hostname: str) -> None:
+    there = MasterProcess(listen=f"{lan}:0")
+    store = MooncakeDistributedStore()
+    try:
+        assert store.setup(hostname, P2P, 16 * MIB, 0, "tcp", "", there.address) == 0
+        assert store.get_hostname().startswith(f"{lan}:")
+    finally:
+        store.close()
+        there.close()
+
+
+def test_a_refused_hostname_is_named(
+    lan: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("MOONPOOL_CLUSTER_TOKEN")
+    store = MooncakeDistributedStore()
+    assert store.setup(lan, P2P, 16 * MIB, 0, "tcp", "", f"{lan}:1") == -600
+    assert f"local_hostname = '{lan}'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "master_at, hostname", [("[::1]", "::1"), ("[::1]:PORT", "[::1]"), ("::1", "[::1]:0")]
+)
+def test_ipv6(master_at: str, hostname: str, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    there = MasterProcess(listen="[::1]:0")
+    port = there.address.rpartition(":")[2]
+    monkeypatch.setattr("mooncake._access.MASTER_PORT", int(port))
+    store = MooncakeDistributedStore()
+    try:
+        assert store.setup(hostname, P2P, 16 * MIB, 0, "tcp", "", master_at.replace("PORT", port)) == 0
+        assert store.get_hostname().startswith("[::1]:")
+        assert store.put(key, b"x") == 0
+    finally:
+        store.close()
         there.close()
 
 

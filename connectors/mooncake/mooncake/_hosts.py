@@ -1,0 +1,37 @@
+"""The forms in which callers write hosts: with a port or without, IPv6 with brackets or without."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from moonpool.core.addresses import Address, parse_address
+
+
+def address_of(text: str, key: str, port: int = 0) -> Address:
+    """ "host:port", "host", "[::1]:port", "[::1]" or "::1"; ``port`` where none is written. Raises ConfigError
+    that names ``key``.
+    """
+    bare = text.removeprefix("[").removesuffix("]")
+    return Address(bare, port) if is_ip6(bare) or ":" not in text else parse_address(text, key)
+
+
+def session_of(name: str) -> str:
+    """A session id as moonpool reads it: callers write f"{host}:{port}" of any host."""
+    host, _, port = name.rpartition(":")
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else name
+
+
+def joined(host: str, port: int | str) -> str:
+    return f"[{host}]:{port}" if is_ip6(host) else f"{host}:{port}"
+
+
+def is_ip6(host: str) -> bool:
+    return ":" in host and is_ip(host)
+
+
+def is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
