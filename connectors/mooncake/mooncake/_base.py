@@ -14,10 +14,9 @@ from moonpool.core.store import Store
 
 from ._codes import Code, code_of
 from ._memory import Buffers, number
+from ._pins import HardPins
 
 if TYPE_CHECKING:
-    from moonpool.core.store_types import Pin
-
     from ._access import Access
 
 T = TypeVar("T")
@@ -27,7 +26,7 @@ class Base:
     def __init__(self) -> None:
         self._access: Access | None = None
         self._buffers = Buffers()
-        self._hard_pins: dict[bytes, Pin] = {}
+        self._hard_pins = HardPins()
         self._closed = False
 
     def _open(self) -> Access:

@@ -8,8 +8,8 @@ from moonpool.core.addresses import Address, parse_address
 
 
 def address_of(text: str, key: str, port: int = 0) -> Address:
-    """ "host:port", "host", "[::1]:port", "[::1]" or "::1"; ``port`` where none is written. Raises ConfigError
-    that names ``key``.
+    """ "host:port", "host", "[::1]:port", "[::1]" or "::1"; ``port`` where none is written. Raises a
+    ConfigError that names ``key``.
     """
     bare = text.removeprefix("[").removesuffix("]")
     return Address(bare, port) if is_ip6(bare) or ":" not in text else parse_address(text, key)

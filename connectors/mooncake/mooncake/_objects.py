@@ -10,10 +10,11 @@ import numpy as np
 
 from moonpool.core.errors import InvalidArgument
 from moonpool.core.store import ROWS_MAX
-from moonpool.core.store_types import EXISTS, STORED, Presence
+from moonpool.core.store_types import EXISTS, STORED, Presence, PutResult
 
 from ._base import Base, checked_keys, first_error, key_of, keys_of, number, same_length
 from ._codes import Code, say
+from ._pins import pinned_one
 from ._values import DEFAULT, ReplicateConfig
 
 Part = Any  # what moonpool takes as the bytes of an object
@@ -188,8 +189,9 @@ class Objects(Base):
         if not keys:
             return []
         names = checked_keys(keys)
+
         try:
-            results = self._ask(
+            results: list[PutResult] = self._ask(
                 lambda store: store.put(names, parts, replace=replace, replicas=config.replica_num)
             )
         except InvalidArgument:  # moonpool takes all or none
@@ -198,19 +200,24 @@ class Objects(Base):
             return self._put_one_by_one(operation, keys, parts, config, replace)
         codes = [_OK if one is STORED or one is EXISTS or one else _REFUSED for one in results]
         if _REFUSED in codes:
+            if self._hard_pins.look_again(self._ask):
+                return self._put_good(operation, keys, parts, config, replace)
             say(operation, "refused", f"{operation}: {results[codes.index(_REFUSED)].reason}")
         if config.with_hard_pin:
-            for name, code in zip(keys_of(keys), codes, strict=True):
-                if code == _OK:
-                    self._pin_hard(name)
+            return [code or self._pin_hard(name) for name, code in zip(keys_of(keys), codes, strict=True)]
         return codes
 
-    def _pin_hard(self, name: bytes) -> None:
-        _, pin = self._ask(lambda store: store.exists([name], pin=True))
-        if pin is not None:
-            old, self._hard_pins[name] = self._hard_pins.get(name), pin
-            if old is not None:
-                old.release()
+    def _pin_hard(self, name: bytes) -> int:
+        """The code of its put: an object that cannot be pinned is not as safe as the caller wants it."""
+
+        def act() -> int:
+            _, pin = self._ask(lambda store: pinned_one(store, name))
+            if pin is None:  # evicted already
+                return _REFUSED
+            self._hard_pins.hold(name, pin, self)
+            return _OK
+
+        return self._code("hard_pin", act)
 
     # ---- reading
 
@@ -306,7 +313,7 @@ class Objects(Base):
         def act() -> list[int]:
             names = keys_of(keys)
             flags = self._ask(lambda store: store.remove(names)) if names else []
-            self._unpin(names)
+            self._hard_pins.release(names)
             return [int(Code.OK if was_there else Code.OBJECT_NOT_FOUND) for was_there in flags]
 
         return self._codes("remove", len(keys), act)
@@ -315,7 +322,7 @@ class Objects(Base):
         """How many there were, in the whole pool, of this tenant's objects of this API."""
 
         def act() -> int:
-            self._unpin(list(self._hard_pins))
+            self._hard_pins.release_all()
             return self._ask(lambda store: store.remove_all())
 
         return self._code("remove_all", act)
@@ -332,15 +339,10 @@ class Objects(Base):
                 raise InvalidArgument("an empty expression would remove everything; call remove_all()")
             rows = self._ask(lambda store: store.list(limit=ROWS_MAX))
             names = [row.key for row in rows if found(row.key)]
-            self._unpin(names)
+            self._hard_pins.release(names)
             return sum(self._ask(lambda store: store.remove(names))) if names else 0
 
         return self._code("remove_by_regex", act)
-
-    def _unpin(self, names: Sequence[bytes]) -> None:
-        for name in names:
-            if pin := self._hard_pins.pop(name, None):
-                pin.release()
 
     # ---- memory
 

@@ -197,7 +197,7 @@ class MooncakeDistributedStore(Parallel):
         access, self._access, self._closed = self._access, None, True
         self._reading.clear()
         self._writing.clear()
-        self._unpin(list(self._hard_pins))
+        self._hard_pins.release_all()
         self._buffers.clear()
         if self._pages is not None:
             self._pages.close()

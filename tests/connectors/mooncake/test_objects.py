@@ -307,3 +307,51 @@ def test_a_hard_pin_keeps_it(make_store: Any, keys: Keys) -> None:
     assert small.is_exist(others[0]) == 0
     assert small.remove(pinned) == 0
     assert until(lambda: small.put(others[0], bytes(MIB)) == 0)
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("act", ["remove", "upsert"])
+def test_a_hard_pin_ends_with_its_object(
+    make_store: Any, keys: Keys, act: str, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process removes or replaces it: its bytes may go, at the latest when the pool is full."""
+    monkeypatch.setattr("mooncake._pins.LOOK_S", 3600.0 if full else 0.01)
+    tenant = f"pins-{act}-{full}"
+    owner, other = make_store(8 * MIB, tenant_id=tenant), make_store(0, tenant_id=tenant)
+    config = ReplicateConfig()
+    config.with_hard_pin = True
+    names = keys(16)
+    codes = [owner.put(name, bytes(MIB), config) for name in names]
+    held = [name for name, code in zip(names, codes, strict=True) if code == 0]
+    assert set(codes) == {0, -200}
+    assert owner.remove(held.pop()) == 0  # room for what comes in place of the others
+    assert owner.put(f"{held[0]}-new", bytes(2 * MIB)) == -200
+    for name in held:
+        assert until(lambda name=name: other.is_exist(name)) == 1
+        if act == "remove":
+            assert until(lambda name=name: other.remove(name) == 0)
+        else:
+            assert until(lambda name=name: other.upsert(name, b"small") == 0)
+    store = owner if full else other
+    assert until(lambda: store.put(f"{held[0]}-new", bytes(2 * MIB)) == 0)
+    if act == "upsert":
+        assert owner.get(held[0]) == b"small"
+
+
+def test_a_pin_that_fails_is_the_code_of_its_key(
+    store: Any, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other, third = keys(3)
+    real = moonpool.Store.exists
+
+    def exists(self: Any, names: Any, **more: Any) -> Any:
+        if names == [other.encode()] and more:
+            raise moonpool.Timeout("nobody answers")
+        return real(self, names, **more)
+
+    monkeypatch.setattr(moonpool.Store, "exists", exists)
+    config = ReplicateConfig()
+    config.with_hard_pin = True
+    assert store.put_batch([one, other, third], [b"x"] * 3, config) == -901
+    assert store._put("put", [one, other, third], [b"x"] * 3, config) == [0, -901, 0]
+    assert store.batch_remove([one, other, third]) == [0, 0, 0]

@@ -173,7 +173,7 @@ def test_a_refused_hostname_is_named(
 
 
 @pytest.mark.parametrize(
-    "master_at, hostname", [("[::1]", "::1"), ("[::1]:PORT", "[::1]"), ("::1", "[::1]:0")]
+    ("master_at", "hostname"), [("[::1]", "::1"), ("[::1]:PORT", "[::1]"), ("::1", "[::1]:0")]
 )
 def test_ipv6(master_at: str, hostname: str, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     there = MasterProcess(listen="[::1]:0")
