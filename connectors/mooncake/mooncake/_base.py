@@ -61,8 +61,8 @@ class Base:
         except (Error, OSError, MemoryError) as error:
             return [int(code_of(error, operation))] * n
 
-    def _range(self, address: int, size: int) -> tuple[int, int]:
-        return self._buffers.check(number(address), number(size))
+    def _range(self, address: int, size: int, *, writable: bool = False) -> tuple[int, int]:
+        return self._buffers.check(number(address), number(size), writable=writable)
 
 
 def key_of(key: Any) -> bytes:

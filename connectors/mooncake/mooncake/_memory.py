@@ -1,13 +1,15 @@
 """Memory that callers name by address: what is registered, and what can be memory at all.
 
-The core believes an (address, length). A caller of this API who gives an address that is none must get a code
-and no crash; so what is not registered is asked for at the kernel, page by page at both ends.
+The core believes an (address, length). A caller of this API who gives an address that is none, or one of a
+GPU, must get a code and no crash. So the kernel is asked about what is not registered: it reads a byte at
+both ends, and where bytes are to be written its table of mappings must say that they may, which takes longer.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
+import errno
+import os
 import threading
 from bisect import bisect_right, insort
 from collections.abc import Sequence
@@ -18,20 +20,63 @@ from typing import Any
 from moonpool.core.errors import InvalidArgument
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_PAGE = mmap.PAGESIZE
 _END = 1 << 47  # of what a process can address
+_MAPPINGS = "/proc/self/maps"
 
 
-def is_mapped(address: int, length: int) -> bool:
-    """Whether both ends of the range are memory of this process. That it is writable is not looked at."""
-    if not (address > 0 and 0 < length <= _END - address):
-        return False
-    state = (ctypes.c_ubyte * 1)()
-    for end in (address, address + length - 1):
-        page = ctypes.c_void_p(end & ~(_PAGE - 1))
-        if _libc.mincore(page, ctypes.c_size_t(_PAGE), state) != 0:
-            return False
-    return True
+class _Piece(ctypes.Structure):  # struct iovec
+    _fields_ = (("base", ctypes.c_size_t), ("length", ctypes.c_size_t))
+
+
+_Two = _Piece * 2
+_BYTES = (ctypes.c_char * 2)()  # nobody reads them
+_NOWHERE = ctypes.pointer(_Piece(ctypes.addressof(_BYTES), 2))
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+_libc.process_vm_readv.argtypes = [
+    ctypes.c_int,
+    ctypes.POINTER(_Piece),
+    ctypes.c_ulong,
+    ctypes.POINTER(_Piece),
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+]
+
+
+def check_memory(address: int, length: int, *, writable: bool = False) -> None:
+    """Raises InvalidArgument unless the CPU can read both ends of the range, or write all of it."""
+    inside = address > 0 and 0 < length <= _END - address
+    if not (inside and is_readable(address, length) and (not writable or is_mapped(address, length, "w"))):
+        verb = "write" if writable else "read"
+        raise InvalidArgument(
+            f"{length} bytes at {address:#x} are no memory of this process that its CPU may {verb}; copy "
+            f"what a GPU has to the host first"
+        )
+
+
+def is_readable(address: int, length: int) -> bool:
+    """Both ends, as far as the kernel lets us try: a mapping alone may be a place that is only reserved."""
+    ends = _Two(_Piece(address, 1), _Piece(address + length - 1, 1))
+    got = _libc.process_vm_readv(os.getpid(), _NOWHERE, 1, ends, 2, 0)
+    if got < 0 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):  # a sandbox forbids the call
+        return is_mapped(address, length, "r")
+    return bool(got == 2)
+
+
+def is_mapped(address: int, length: int, right: str) -> bool:
+    """Whether this process has that right ("r" or "w") on all of the range."""
+    end = address + length
+    with open(_MAPPINGS) as mappings:
+        for line in mappings:
+            bounds, rights, _ = line.split(maxsplit=2)
+            first, last = (int(text, 16) for text in bounds.split("-"))
+            if last <= address:
+                continue
+            if first > address or right not in rights:
+                return False
+            if last >= end:
+                return True
+            address = last
+    return False
 
 
 class Buffers:
@@ -44,9 +89,8 @@ class Buffers:
         self._last = 0, 0  # from and to of the buffer that was met last
 
     def add(self, address: int, length: int) -> None:
-        """Raises InvalidArgument for what is no memory and for an overlap."""
-        if not is_mapped(address, length):
-            raise InvalidArgument(f"{length} bytes at {address:#x} are no memory of this process")
+        """Raises InvalidArgument for what is no memory to read and to write, and for an overlap."""
+        check_memory(address, length, writable=True)
         with self._lock:
             place = bisect_right(self._starts, address)
             before = self._starts[place - 1] if place else None
@@ -72,8 +116,8 @@ class Buffers:
             self._length.clear()
             self._last = 0, 0
 
-    def check(self, address: int, length: int) -> tuple[int, int]:
-        """The range as the core takes it. Raises InvalidArgument for what is no memory."""
+    def check(self, address: int, length: int, *, writable: bool = False) -> tuple[int, int]:
+        """The range as the core takes it. Raises InvalidArgument for what is no memory to read, or write."""
         with self._lock:
             place = bisect_right(self._starts, address)
             if place and length > 0:
@@ -82,27 +126,28 @@ class Buffers:
                 if address + length <= end:
                     self._last = start, end
                     return address, length
-        if not is_mapped(address, length):
-            raise InvalidArgument(f"{length} bytes at {address:#x} are no memory of this process")
+        check_memory(address, length, writable=writable)
         return address, length
 
-    def check_all(self, addresses: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
+    def check_all(
+        self, addresses: Sequence[int], lengths: Sequence[int], *, writable: bool = False
+    ) -> list[tuple[int, int]]:
         """The same for many. TypeError for what is no number."""
         if self._hold(addresses, lengths):
             return list(zip(addresses, lengths, strict=True))
         return [
-            self.check(number(address), number(length))
+            self.check(number(address), number(length), writable=writable)
             for address, length in zip(addresses, lengths, strict=True)
         ]
 
     def check_lists(
-        self, addresses: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]
+        self, addresses: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]], *, writable: bool = False
     ) -> list[list[tuple[int, int]]]:
         """The same for a list of lists."""
         pairs = zip(addresses, lengths, strict=True)
         if self._hold(list(chain.from_iterable(addresses)), list(chain.from_iterable(lengths))):
             return [list(zip(these, those, strict=True)) for these, those in pairs]
-        return [self.check_all(these, those) for these, those in pairs]
+        return [self.check_all(these, those, writable=writable) for these, those in pairs]
 
     def _hold(self, addresses: Sequence[int], lengths: Sequence[int]) -> bool:
         """Whether all lie in the buffer that was met last, as they mostly do; no step of Python each."""

@@ -13,7 +13,7 @@ from moonpool.core.store import ROWS_MAX
 from moonpool.core.store_types import EXISTS, STORED, Presence, PutResult
 
 from ._base import Base, checked_keys, first_error, key_of, keys_of, number, same_length
-from ._codes import Code, say
+from ._codes import Code, code_of, say
 from ._pins import pinned_one
 from ._values import DEFAULT, ReplicateConfig
 
@@ -124,15 +124,16 @@ class Objects(Base):
         try:
             good = self._buffers.check_all(pointers, sizes)
         except InvalidArgument:
-            parts = [self._range_or_nothing(*pair) for pair in zip(pointers, sizes, strict=True)]
+            parts = [self._range_or_nothing(operation, *pair) for pair in zip(pointers, sizes, strict=True)]
             return self._put(operation, keys, parts, config, replace=replace)
         return self._put(operation, keys, good, config, replace=replace, none_is_empty=True)
 
-    def _range_or_nothing(self, pointer: int, size: int) -> Part:
+    def _range_or_nothing(self, operation: str, pointer: int, size: int) -> Part:
         """No bytes for what is no memory: put refuses those for their own key alone."""
         try:
             return self._range(pointer, size)
-        except InvalidArgument:
+        except InvalidArgument as error:
+            code_of(error, operation)
             return b""
 
     def _put(
@@ -250,7 +251,7 @@ class Objects(Base):
             return [int(Code.INVALID_PARAMS)] * len(keys)
 
         def into() -> list[Part]:
-            return [*self._buffers.check_all(buffer_ptrs, sizes)]
+            return [*self._buffers.check_all(buffer_ptrs, sizes, writable=True)]
 
         def one(i: int) -> int:
             return self.batch_get_into([keys[i]], [buffer_ptrs[i]], [sizes[i]])[0]

@@ -149,7 +149,7 @@ class Parallel(Tensors):
         if tensor is None:
             return None
         (header, *_), held = parts_of(tensor)
-        room = memory_at(*self._range(buffer_ptr, size))
+        room = memory_at(*self._range(buffer_ptr, size, writable=True))
         data = memoryview(held.flatten().view(_byte()).numpy())
         if len(header) + data.nbytes > room.nbytes:
             raise InvalidArgument(f"{data.nbytes} bytes and a header do not fit into {room.nbytes}")

@@ -16,7 +16,7 @@ import numpy as np
 from moonpool.core.errors import InvalidArgument, TooLarge
 
 from ._base import key_of, keys_of, number, same_length
-from ._codes import Code
+from ._codes import Code, code_of
 from ._objects import Objects, handle_of
 from ._values import DEFAULT, ReplicateConfig
 
@@ -44,15 +44,19 @@ class Parts(Objects):
         try:
             parts = [*self._buffers.check_lists(all_buffer_ptrs, all_sizes)]
         except ValueError:  # InvalidArgument is one, and lists of different lengths are
-            parts = [self._ranges_or_nothing(*row) for row in zip(all_buffer_ptrs, all_sizes, strict=True)]
+            parts = [
+                self._ranges_or_nothing(operation, *row)
+                for row in zip(all_buffer_ptrs, all_sizes, strict=True)
+            ]
         return self._put(operation, keys, parts, config)
 
-    def _ranges_or_nothing(self, pointers: Sequence[int], sizes: Sequence[int]) -> Any:
+    def _ranges_or_nothing(self, operation: str, pointers: Sequence[int], sizes: Sequence[int]) -> Any:
         """No bytes for what is no list of memory: put refuses those for their own key alone."""
         try:
             same_length(pointers, sizes)
             return self._buffers.check_all(pointers, sizes)
-        except InvalidArgument:
+        except InvalidArgument as error:
+            code_of(error, operation)
             return b""
 
     def batch_get_into_multi_buffers(
@@ -70,7 +74,7 @@ class Parts(Objects):
             return [int(Code.INVALID_PARAMS)] * len(keys)
 
         def into() -> list[Any]:
-            return [*self._buffers.check_lists(all_buffer_ptrs, all_sizes)]
+            return [*self._buffers.check_lists(all_buffer_ptrs, all_sizes, writable=True)]
 
         def one(i: int) -> int:
             return self.batch_get_into_multi_buffers([keys[i]], [all_buffer_ptrs[i]], [all_sizes[i]])[0]
@@ -128,7 +132,7 @@ class Parts(Objects):
         same_length(pointers, sizes, offsets)
         for size, offset in zip(sizes, offsets, strict=True):
             inside(offset, size, held.size())
-        targets = self._buffers.check_all(pointers, sizes)
+        targets = self._buffers.check_all(pointers, sizes, writable=True)
         for (address, size), offset in zip(targets, offsets, strict=True):
             ctypes.memmove(address, held.ptr() + offset, size)
         return sum(sizes)

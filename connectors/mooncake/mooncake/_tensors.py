@@ -234,7 +234,7 @@ class Tensors(Segments):
         names = keys_of(keys)
         self._open()
         same_length(names, buffer_ptrs, sizes)
-        targets = self._buffers.check_all(buffer_ptrs, sizes)
+        targets = self._buffers.check_all(buffer_ptrs, sizes, writable=True)
         found = self._ask(lambda store: store.get(names, targets)) if names else []
         return [
             None if n is None else self._tensor("get_tensor_into", memory_at(pointer, n), tensor_over)

@@ -30,7 +30,7 @@ from moonpool.core.transfer import Transfer
 from ._base import number, same_length
 from ._codes import code_of, logger
 from ._hosts import address_of, session_of
-from ._memory import is_mapped
+from ._memory import check_memory
 from ._rpc import ReceivedData, ReceivedTensor, RpcInterface, create_rpc_client, create_rpc_server
 from ._shared_segment import SharedSegment
 
@@ -189,8 +189,7 @@ class TransferEngine:
 
     def _register(self, address: int, length: int, location: str) -> int:
         engine = self._open()
-        if not is_mapped(number(address), number(length)):
-            raise InvalidArgument(f"{length} bytes at {address:#x} are no memory of this process")
+        check_memory(number(address), number(length), writable=True)
         if any(
             start < address + length and address < start + one.length for start, one in self._all_regions()
         ):

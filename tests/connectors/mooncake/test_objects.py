@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from mooncake import _memory
+from mooncake.engine import TransferEngine
 from mooncake.store import MooncakeHostMemAllocator, ReplicateConfig
 
 import moonpool
@@ -192,6 +197,51 @@ def test_addresses_that_are_none(store: Any, buffer: Any, keys: Keys) -> None:
     assert store.batch_put_from(names, [start], [10]) == [BAD] * 5
     assert store.batch_get_into(names, [start], [10]) == [BAD] * 5
     assert store.batch_put_from([], [], []) == store.batch_get_into([], [], []) == []
+
+
+def test_memory_that_the_cpu_may_not_touch(
+    store: Any, key: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a GPU's, which is reserved in this process and no more."""
+    monkeypatch.setattr("mooncake._codes._said", {})
+    size = 4 * mmap.PAGESIZE
+    reserved, constant = mmap.mmap(-1, size), mmap.mmap(-1, size)
+    places = [ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in (reserved, constant)]
+    libc = ctypes.CDLL(None)
+    for place, rights in zip(places, (0, mmap.PROT_READ), strict=True):
+        assert libc.mprotect(ctypes.c_void_p(place), ctypes.c_size_t(size), rights) == 0
+    try:
+        assert store.put_from(key, places[0], size) == BAD
+        assert "GPU" in caplog.text
+        assert store.put_from(key, places[1], size) == 0
+        for place in places:
+            assert store.get_into(key, place, size) == BAD
+            assert store.batch_get_into_multi_buffers([key], [[place, place + 100]], [[100, 200]]) == [BAD]
+            assert store.register_buffer(place, size) == BAD
+            assert TransferEngine().register_memory(place, size) < 0
+        # The middle of it: both ends are good memory.
+        libc.mprotect(ctypes.c_void_p(places[1]), ctypes.c_size_t(mmap.PAGESIZE), 3)
+        libc.mprotect(ctypes.c_void_p(places[1] + size - mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE), 3)
+        assert store.get_into(key, places[1], size) == BAD
+        assert store.get_into(key, places[1], mmap.PAGESIZE) == BAD  # too small
+    finally:
+        for place in places:
+            libc.mprotect(ctypes.c_void_p(place), ctypes.c_size_t(size), 3)
+
+
+def test_where_a_sandbox_forbids_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the kernel's table of mappings has to do."""
+
+    def forbidden(*_: object) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    monkeypatch.setattr(_memory._libc, "process_vm_readv", forbidden)
+    array = np.zeros(100, np.uint8)
+    _memory.check_memory(array.ctypes.data, 100)
+    for address in (12345, 1):
+        with pytest.raises(moonpool.InvalidArgument):
+            _memory.check_memory(address, 100)
 
 
 def test_numbers_of_numpy_are_numbers(store: Any, buffer: Any, keys: Keys) -> None:
