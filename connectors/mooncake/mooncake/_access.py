@@ -127,6 +127,11 @@ class Access(Protocol):
     segment: str
     space: Space
 
+    def join(self, wait_s: float) -> None:
+        """Before anything else, and until it has worked. Raises Unavailable or Timeout when there is no
+        master within that time (it may be tried again), or another moonpool Error.
+        """
+
     def store(self) -> Store:
         """Raises NoNode when there is none to go to."""
 
@@ -209,7 +214,10 @@ class _Base:
 
 
 class OwnNode(_Base):
-    """A node inside this process, gone with it. Raises a moonpool Error when it cannot start or join."""
+    """A node inside this process, gone with it. It joins a master that starts later by itself.
+
+    Raises a moonpool Error when it cannot start.
+    """
 
     def __init__(self, settings: Settings) -> None:
         from moonpool.core.node import native_server  # with it comes aiohttp, which a guest does not need
@@ -230,8 +238,6 @@ class OwnNode(_Base):
             self._server = native_server(config, self.socket, self.token, self._reach)
             self._server.start()
             self.segment = self._advertised()
-            self._wait_for_master()
-            self._store = self._open(str(self.socket))
         except BaseException:
             self.close()
             raise
@@ -270,17 +276,18 @@ class OwnNode(_Base):
             else given
         )
 
-    def _wait_for_master(self) -> None:
-        give_up_s = time.monotonic() + JOIN_TIMEOUT_S
+    def join(self, wait_s: float) -> None:
+        give_up_s = time.monotonic() + wait_s
         while True:
             joined, _, why_not, _ = self.server.membership()  # type: ignore[attr-defined]
             if joined:
+                self._store = self._open(str(self.socket))
                 return
             if time.monotonic() > give_up_s:
                 raise Unavailable(
-                    f"the master {self.config.cluster.master} did not take this process in within "
-                    f"{JOIN_TIMEOUT_S:g} s{': ' if why_not else ''}{why_not}; start `moonpool master` (or "
-                    f"`mooncake_master`) there first",
+                    f"the master {self.config.cluster.master} has not taken this process in"
+                    f"{': ' if why_not else ''}{why_not}; start `moonpool master` (or `mooncake_master`), "
+                    f"which this process then joins",
                     operation="setup",
                     peer=self.config.cluster.master,
                 )
@@ -333,11 +340,9 @@ class Guest(_Base):
         self._store: Store | None = None
         self._looked_s = 0.0
         self._choosing = threading.Lock()
-        try:
-            self.members()  # a wrong address or token is said now and not at the first call
-        except BaseException:
-            self.close()
-            raise
+
+    def join(self, wait_s: float) -> None:
+        self.members()  # a wrong address or token is said now and not at the first call
 
     def store(self) -> Store:
         store = self._store
@@ -386,8 +391,8 @@ class Guest(_Base):
             )
 
 
-def join(settings: Settings) -> Access:
-    """Raises a moonpool Error with what is wrong and the remedy."""
+def access_of(settings: Settings) -> Access:
+    """Not joined yet. Raises a moonpool Error with what is wrong and the remedy."""
     return OwnNode(settings) if settings.segment else Guest(settings)
 
 
@@ -398,11 +403,16 @@ class Beside(_Base):
         where = parse_address(address, "server_address")
         super().__init__(Settings(str(where), "127.0.0.1", 0, tenant), load(arguments={"node.http": "off"}))
         self.segment = str(where)
-        sockets = [paths.runtime_dir() / f"node-{name_of_client(where.port)}.sock"]
-        place = next((str(path) for path in sockets if path.exists()), f"tcp://{where}")
+        self._where = where
+        self._store: Store | None = None
+
+    def join(self, wait_s: float) -> None:
+        sockets = [paths.runtime_dir() / f"node-{name_of_client(self._where.port)}.sock"]
+        place = next((str(path) for path in sockets if path.exists()), f"tcp://{self._where}")
         self._store = self._open(place)
 
     def store(self) -> Store:
+        assert self._store is not None
         return self._store
 
     def renew(self) -> bool:
@@ -416,7 +426,8 @@ class Beside(_Base):
 
     def close(self) -> None:
         super().close()
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
 
 
 def name_of_client(port: int) -> str:

@@ -6,6 +6,8 @@ values raises moonpool.Closed: an empty value would say that there is no data.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,21 +22,38 @@ if TYPE_CHECKING:
     from ._access import Access
 
 T = TypeVar("T")
+JOIN_AGAIN_S = 1.0
 
 
 class Base:
     def __init__(self) -> None:
         self._access: Access | None = None
+        self._waiting: Access | None = None  # for a master
+        self._again_s = 0.0
+        self._joining = threading.Lock()
         self._buffers = Buffers()
         self._hard_pins = HardPins()
         self._closed = False
 
     def _open(self) -> Access:
         access = self._access
-        if access is None:
-            what = "this store is closed" if self._closed else "call setup() before"
-            raise Closed(what, operation="mooncake")
-        return access
+        return self._open_late() if access is None else access
+
+    def _open_late(self) -> Access:
+        """When setup() found no master: whether there is one by now. Raises Unavailable, or Closed."""
+        waiting, closed = self._waiting, self._closed
+        if waiting is None:
+            raise Closed("this store is closed" if closed else "call setup() before", operation="mooncake")
+        if time.monotonic() < self._again_s or not self._joining.acquire(blocking=False):
+            raise Unavailable("no master took this process in so far", operation="mooncake")
+        try:
+            waiting.join(0)
+            if self._waiting is waiting:  # else another thread was faster, or close() was
+                self._access, self._waiting = waiting, None
+        finally:
+            self._again_s = time.monotonic() + JOIN_AGAIN_S
+            self._joining.release()
+        return waiting
 
     def _ask(self, verb: Callable[[Store], T]) -> T:
         """What ``verb`` says of the store; asked again where a guest finds another node. Raises."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -236,6 +238,7 @@ class ClientPages:
 
     def __init__(self, access: Access, port: int) -> None:
         self._access = access
+        self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._http = AdminServer(
             Address("127.0.0.1", port),
@@ -254,8 +257,13 @@ class ClientPages:
         self.url = self._http.url
 
     def close(self) -> None:
-        self._run(self._http.close())
-        self._end()
+        """Does nothing where the thread is not, or runs no more: in a child of fork(), at the very end."""
+        if os.getpid() != self._pid or sys.is_finalizing():
+            return
+        try:
+            self._run(self._http.close())
+        finally:
+            self._end()
 
     def _run(self, act: Any) -> None:
         asyncio.run_coroutine_threadsafe(act, self._loop).result(START_TIMEOUT_S)

@@ -9,6 +9,7 @@ from typing import Any
 
 from moonpool.core.errors import Error, InvalidArgument
 
+from . import _access
 from ._access import Guest, OwnNode
 from ._base import number
 from ._codes import Code, Unsupported, code_of
@@ -31,6 +32,11 @@ class Segments(Replicas):
             if not isinstance(access, (OwnNode, Guest)) or number(size) == 0:
                 raise InvalidArgument("a segment has bytes, and a dummy client has none")
             node = OwnNode(replace(access.settings.on_a_free_port(), segment=size, ssd_path=""))
+            try:
+                node.join(_access.JOIN_TIMEOUT_S)
+            except BaseException:
+                node.close()
+                raise
         except (Error, OSError, MemoryError) as error:
             return {"ret": int(code_of(error, "allocate_and_mount_segment")), **_NOTHING}
         name = f"{secrets.randbits(63)}-{secrets.randbits(63)}"

@@ -9,16 +9,20 @@ The methods stand in groups, one in each file: _objects, _parts, _replicas, _seg
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import mmap
 import os
 import threading
+import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from moonpool.core.errors import Error
+from moonpool.core.errors import Error, Timeout, Unavailable
 
-from ._access import Beside, Settings, is_on, join, settings_of, size_of
+from . import _access
+from ._access import Beside, Settings, access_of, is_on, settings_of, size_of
 from ._codes import Code, code_of, logger
 from ._engram import EngramStore, EngramStoreConfig
 from ._objects import BufferHandle
@@ -115,6 +119,8 @@ class MooncakeDistributedStore(Parallel):
         metadata_server, local_buffer_size, protocol and rdma_devices say nothing that moonpool needs.
 
         A TypeError for keywords that there are not; a code and a sentence in the log for what does not work.
+        Without a master that answers (RPC_FAIL, RPC_TIMEOUT) the store goes on looking for it: once it is
+        there, calls work.
         """
         if "config" in kwargs or (args and isinstance(args[0], dict)):
             return self._setup_by_dict(*args, **kwargs)
@@ -122,7 +128,7 @@ class MooncakeDistributedStore(Parallel):
 
     def _setup_by_dict(self, config: dict[str, Any]) -> int:
         def made() -> Access:
-            return join(settings_of(config))
+            return access_of(settings_of(config))
 
         if not is_on(config.get("enable_client_http_server", False)):
             return self._join(made, 0)
@@ -158,7 +164,7 @@ class MooncakeDistributedStore(Parallel):
             size = size_of(global_segment_size, "global_segment_size")
             path = ssd_offload_path if enable_ssd_offload else ""
             settings = Settings(local_hostname, master_server_addr, size, tenant_id, path)
-            return join(settings if engine is None else settings.on_a_free_port())
+            return access_of(settings if engine is None else settings.on_a_free_port())
 
         return self._join(made, client_http_port if enable_client_http_server else 0)
 
@@ -177,16 +183,24 @@ class MooncakeDistributedStore(Parallel):
         def act() -> int:
             if self._access is not None:
                 return int(Code.OK)
+            self._let_go()  # of what an earlier setup() waits for
             access: Access = make()
             try:
                 if http_port:
                     from . import _pages  # aiohttp comes with it
 
                     self._pages = _pages.ClientPages(access, http_port)
+                access.join(_access.JOIN_TIMEOUT_S)
+            except (Unavailable, Timeout):
+                self._waiting, self._closed = access, False
+                _OPEN.add(self)
+                raise
             except BaseException:
+                self._close_pages()
                 access.close()
                 raise
             self._access, self._closed = access, False
+            _OPEN.add(self)
             return int(Code.OK)
 
         with self._setting_up:
@@ -194,20 +208,30 @@ class MooncakeDistributedStore(Parallel):
 
     def close(self) -> int:
         """Ends it, and the segment with it. 0, also the second time."""
-        access, self._access, self._closed = self._access, None, True
+        self._closed = True
         self._reading.clear()
         self._writing.clear()
-        self._hard_pins.release_all()
         self._buffers.clear()
-        if self._pages is not None:
-            self._pages.close()
-            self._pages = None
-        for node in self._mounted.values():
-            node.close()
-        self._mounted.clear()
-        if access is not None:
-            access.close()
+        try:
+            self._hard_pins.release_all()
+        finally:
+            self._let_go()
         return int(Code.OK)
+
+    def _let_go(self) -> None:
+        """Of the pool, whatever fails on the way."""
+        mounted = [self._mounted.popitem()[1] for _ in range(len(self._mounted))]
+        accesses, self._access, self._waiting = (self._access, self._waiting), None, None
+        with ExitStack() as stack:
+            for one in (*accesses, *mounted):
+                if one is not None:
+                    stack.callback(one.close)
+            stack.callback(self._close_pages)
+
+    def _close_pages(self) -> None:
+        pages, self._pages = self._pages, None
+        if pages is not None:
+            pages.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_pages"):  # else __init__ failed
@@ -219,11 +243,12 @@ class MooncakeDistributedStore(Parallel):
 
     def health_check(self) -> int:
         """0: all is well. 1: not set up, or closed. 2: the master, or the last node, is not to be reached."""
-        if self._access is None:
+        if self._access is None and self._waiting is None:
             return 1
         try:
-            self._access.store()
-            self._access.members()
+            access = self._open()
+            access.store()
+            access.members()
         except Error as error:
             code_of(error, "health_check")
             return 2
@@ -236,6 +261,16 @@ class MooncakeDistributedStore(Parallel):
     def _get_pyclient_capsule(self) -> object:
         """What BufferPool takes for a store: this one."""
         return self
+
+
+# At the end of the interpreter the threads that close() waits for stand still: so it comes before.
+_OPEN: weakref.WeakSet[MooncakeDistributedStore] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for store in list(_OPEN):
+        store.close()
 
 
 _ALLOCATED: dict[int, tuple[mmap.mmap, Any]] = {}

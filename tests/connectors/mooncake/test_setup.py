@@ -107,11 +107,60 @@ def test_the_token_and_the_master_are_looked_at(
         store = MooncakeDistributedStore()
         assert store.setup(HOST, P2P, segment, 0, "tcp", "", f"127.0.0.1:{free_port}") in (-900, -901)
         assert str(free_port) in caplog.text
+        assert store.put("k", b"v") == -900
+        assert store.health_check() == 2
+        store.close()
+        assert store.put("k", b"v") == -1
     monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN", "another")
     assert MooncakeDistributedStore().setup(HOST, P2P, 0, 0, "tcp", "", master.address) == -601
     assert MooncakeDistributedStore().setup(HOST, P2P, 16 * MIB, 0, "tcp", "", master.address) < 0
     folder = Path(os.environ["MOONPOOL_RUNTIME_DIR"])
     assert not list(folder.glob(f"node-mooncake-{os.getpid()}-*"))
+
+
+@pytest.mark.parametrize("segment", [0, 16 * MIB])
+def test_a_master_that_starts_later_is_joined(
+    segment: int, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr("mooncake._access.JOIN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("mooncake._base.JOIN_AGAIN_S", 0.05)
+    there = MasterProcess()
+    address = there.address
+    there.close()
+    store, other = MooncakeDistributedStore(), MooncakeDistributedStore()
+    try:
+        assert store.setup(HOST, P2P, segment, 0, "tcp", "", address) in (-900, -901)
+        assert store.put(key, b"x") in (-900, -901)
+        there = MasterProcess(listen=address)
+        if segment:  # by itself, whether or not somebody calls
+            until(lambda: store._waiting.server.membership()[0])
+        else:
+            monkeypatch.setattr("mooncake._access.JOIN_TIMEOUT_S", 5.0)
+            assert other.setup(HOST, P2P, 16 * MIB, 0, "tcp", "", address) == 0
+        assert until(lambda: store.put(key, b"x") == 0)
+        assert store.get(key) == b"x"
+        assert store.health_check() == 0
+    finally:
+        store.close()
+        other.close()
+        there.close()
+
+
+@pytest.mark.parametrize("leave", ["", "import os; os.fork() or exit(); assert os.wait()[1] == 0"])
+def test_a_process_with_pages_ends_at_once(master: MasterProcess, leave: str) -> None:
+    """With the store still open, and in a child of fork(): nobody waits for a thread that is no more."""
+    code = (
+        "from mooncake import _pages; from mooncake.store import MooncakeDistributedStore; import sys\n"
+        "_pages.START_TIMEOUT_S = 3600\n"
+        "store = MooncakeDistributedStore()\n"
+        f"assert store.setup({HOST!r}, {P2P!r}, {16 * MIB}, 0, 'tcp', '', {master.address!r}) == 0\n"
+        "store._pages = _pages.ClientPages(store._access, 0)\n"
+        f"sys.kept = store\n{leave}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_without_a_chosen_token_the_host_stays_by_itself(
