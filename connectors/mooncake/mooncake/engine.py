@@ -16,6 +16,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import Literal
 
 import msgspec
 
@@ -57,7 +58,8 @@ class TransferOpcode(IntEnum):
 
 
 Read, Write = TransferOpcode.Read, TransferOpcode.Write
-_OP = {Read: "read", Write: "write"}
+Verb = Literal["read", "write"]
+_VERB: dict[object, Verb] = {Read: "read", Write: "write"}
 
 
 class TransferNotify:
@@ -168,17 +170,18 @@ class TransferEngine:
         def act() -> int:
             same_length(buffer_addresses, capacities)
             done: list[int] = []
-            for address, length in zip(buffer_addresses, capacities, strict=True):
-                try:
-                    code = self._register(address, length, location)
-                except Error:
-                    code = FAILED
-                if code:
-                    for one in done:
-                        self._unregister(one)
-                    return code
-                done.append(address)
-            return 0
+            code = 0
+            try:
+                for address, length in zip(buffer_addresses, capacities, strict=True):
+                    if code := self._register(address, length, location):
+                        break
+                    done.append(address)
+            except BaseException:
+                self._unregister_all(done)
+                raise
+            if code:
+                self._unregister_all(done)
+            return code
 
         return self._code("batch_register_memory", act)
 
@@ -200,12 +203,26 @@ class TransferEngine:
         return 0
 
     def _unregister(self, address: int) -> int:
-        with self._lock:
-            region = self._regions.pop(address, None)
+        """A Timeout leaves it registered, so that it can be done again."""
+        region = self._regions.get(address)
         if region is None:
             return NOT_REGISTERED
         region.close()
+        self._drop(self._regions, address, region)
         return 0
+
+    def _unregister_all(self, addresses: Sequence[int]) -> None:
+        for one in addresses:
+            try:
+                self._unregister(one)
+            except Error as error:
+                code_of(error, "batch_register_memory")
+
+    def _drop(self, regions: dict[int, Region], address: int, region: Region) -> None:
+        """Unless it was registered anew meanwhile."""
+        with self._lock:
+            if regions.get(address) is region:
+                del regions[address]
 
     def _all_regions(self) -> list[tuple[int, Region]]:
         with self._lock:
@@ -226,11 +243,11 @@ class TransferEngine:
         """FAILED for what allocate_managed_buffer() did not give."""
 
         def act() -> int:
-            with self._lock:
-                region = self._managed.pop(number(address), None)
+            region = self._managed.get(number(address))
             if region is None:
                 raise InvalidArgument(f"no managed buffer is at {address:#x}")
             region.close()
+            self._drop(self._managed, address, region)
             return 0
 
         return self._code("free_managed_buffer", act)
@@ -386,12 +403,13 @@ class TransferEngine:
         notify: TransferNotify | None = None,
     ) -> int:
         number(buffer), number(remote), number(length)
+        verb = verb_of(opcode)
 
         def act() -> int:
             peer = self._peer(target)
             message = None if notify is None else packed(notify)
             if length:
-                move = self._open().write if opcode == Write else self._open().read
+                move = self._open().write if verb == "write" else self._open().read
                 move(peer, buffer, remote, length, notify=message)
             elif message is not None:
                 self._open().notify(peer, message)
@@ -408,12 +426,14 @@ class TransferEngine:
         lengths: Sequence[int],
         notify: TransferNotify | None = None,
     ) -> int:
+        verb = verb_of(opcode)
+
         def act() -> int:
             peer = self._peer(target)
             message = None if notify is None else packed(notify)
             columns = slices(buffers, remotes, lengths)
-            if columns[2]:
-                self._open().transfer(Batch(_OP[opcode], peer, *columns), notify=message)  # type: ignore[arg-type]
+            if len(columns[2]):
+                self._open().transfer(Batch(verb, peer, *columns), notify=message)
             elif message is not None:
                 self._open().notify(peer, message)
             return 0
@@ -518,17 +538,30 @@ class TransferEngine:
         remotes: Sequence[int],
         lengths: Sequence[int],
     ) -> int:
+        verb = verb_of(opcode)
+
         def act() -> int:
             if len(self._transfers) >= TRANSFERS_MAX:
-                raise InvalidArgument(f"{TRANSFERS_MAX} transfers were never looked at")
+                self._forget_ended()
             columns = slices(buffers, remotes, lengths)
-            transfer = self._open().submit(Batch(_OP[opcode], self._peer(target), *columns))  # type: ignore[arg-type]
+            transfer = self._open().submit(Batch(verb, self._peer(target), *columns))
             name = next(self._numbers)
             with self._lock:
                 self._transfers[name] = transfer, target
             return name
 
         return max(self._code("submit", act, self._forget_if_gone(target)), NO_TRANSFER)
+
+    def _forget_ended(self) -> None:
+        """Transfers whose end nobody asked about. Raises InvalidArgument when all are still under way."""
+        with self._lock:
+            waiting = {
+                name: one for name, one in self._transfers.items() if one[0].state is TransferState.WAITING
+            }
+            logger.warning("%d transfers were never looked at", len(self._transfers) - len(waiting))
+            self._transfers = waiting
+        if len(waiting) >= TRANSFERS_MAX:
+            raise InvalidArgument(f"{TRANSFERS_MAX} transfers are under way already")
 
     # ---- messages
 
@@ -558,6 +591,13 @@ class TransferEngine:
             if on_error is not None:
                 on_error(error)
             return max(int(code_of(error, operation)), floor)
+
+
+def verb_of(opcode: object) -> Verb:
+    try:
+        return _VERB[opcode]
+    except KeyError:
+        raise TypeError(f"opcode is a TransferOpcode, not {opcode!r:.80}") from None
 
 
 def is_gone(peer: Segment) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from mooncake.engine import (
 )
 
 import moonpool
+from moonpool.core.region import Region
 from tests.core.store_bed import until
 
 HOST, P2P = "127.0.0.1", "P2PHANDSHAKE"
@@ -143,6 +145,62 @@ def test_registration(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     assert engine.register_memory(0, 10) == -1
     assert engine.register_memory(4096, 10) == -1
     assert "no memory of this process" in caplog.text
+
+
+def test_an_unregister_that_took_too_long_can_be_done_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it has worked the memory must not be freed, and it is not registered anew."""
+    engine = pair[0].engine
+    array = np.zeros(10_000, np.uint8)
+    start, managed = array.ctypes.data, engine.allocate_managed_buffer(4096)
+    assert engine.register_memory(start, 5000) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Region, "close", stands_still)
+        assert engine.unregister_memory(start) == -1
+        assert engine.free_managed_buffer(managed, 4096) == -1
+        assert engine.register_memory(start, 5000) == -7
+        # The roll-back, too, is done as far as it goes; what it could not do is still there.
+        assert engine.batch_register_memory([start + 5000, start], [1000, 10]) == -7
+    assert engine.batch_unregister_memory([start, start + 5000]) == 0
+    assert engine.free_managed_buffer(managed, 4096) == 0
+    with pytest.raises(TypeError):
+        engine.batch_register_memory([start, "x"], [5000, 5000])
+    assert engine.unregister_memory(start) == -3
+
+
+def stands_still(_: Region) -> None:
+    raise moonpool.Timeout("a peer is inside of it")
+
+
+def test_an_opcode_that_is_none(pair: Pair) -> None:
+    one, other = pair
+    for call in (
+        lambda: one.engine.transfer_sync(other.session, one.start, other.start, 5, 7),
+        lambda: one.engine.batch_transfer_sync(other.session, [one.start], [other.start], [5], None),
+        lambda: one.engine.batch_transfer_async(other.session, [one.start], [other.start], [5], "Write"),
+    ):
+        with pytest.raises(TypeError, match="opcode"):
+            call()
+    assert one.engine.transfer_sync(other.session, one.start, other.start, 5, 1) == 0  # as Write is
+
+
+def test_columns_of_numpy(pair: Pair) -> None:
+    one, other = pair
+    columns = [np.array([start, start + 100]) for start in (one.start, other.start)]
+    assert one.engine.batch_transfer_sync_write(other.session, *columns, np.array([10, 10])) == 0
+    assert (other.array[100:110] == one.array[100:110]).all()
+
+
+def test_transfers_that_nobody_looked_at_make_room(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = pair
+    monkeypatch.setattr("mooncake.engine.TRANSFERS_MAX", 2)
+    for i in range(5):
+        number = one.engine.transfer_submit_write(other.session, one.start, other.start + i, 1)
+        assert number > 0
+        one.engine._transfers[number][0].wait()
+    assert one.engine.transfer_check_status(number) == 1
+    assert len(one.engine._transfers) <= 2
 
 
 def test_memory_registered_after_the_peer_was_opened(pair: Pair) -> None:
@@ -418,8 +476,6 @@ def test_a_shared_segment() -> None:
     for segment in (owner, other):
         segment.complete(blobs)
         assert segment.ready()
-    import ctypes
-
     assert owner.base_addr() != other.base_addr()
     ctypes.memmove(owner.base_addr(), b"shared", 6)
     assert ctypes.string_at(other.base_addr(), 6) == b"shared"
@@ -427,6 +483,27 @@ def test_a_shared_segment() -> None:
     for bad in (("x", 0, 1, 0), ("x", 10, 1, 1), ("x", 10, 1, 0, 5)):
         with pytest.raises(moonpool.InvalidArgument):
             SharedSegment.create(*bad)
+
+
+def test_a_shared_segment_of_two_processes() -> None:
+    from mooncake.engine import SharedSegment
+
+    owner, blob = SharedSegment.create("two", 4096, 2, 0)
+    code = (
+        "import ctypes, sys; from mooncake.engine import SharedSegment\n"
+        "mine, blob = SharedSegment.create('two', 4096, 2, 1)\n"
+        "print(blob.decode(), flush=True)\n"
+        "mine.complete([sys.stdin.readline(), blob])\n"
+        "ctypes.memmove(mine.base_addr() + 100, b'from the other', 14)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        owner.complete([blob, other.stdout.readline()])
+        other.communicate(blob.decode() + "\n", timeout=60)
+    assert other.returncode == 0
+    assert ctypes.string_at(owner.base_addr() + 100, 14) == b"from the other"
 
 
 def test_one_bad_transfer_does_not_end_the_others(pair: Pair) -> None:
