@@ -24,6 +24,7 @@ from moonpool.core.control_tls import control_client
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.master import PREFIX, Master, NodeRow
 from moonpool.core.store import ROWS_MAX, Store
+from moonpool.core.tls import server_context
 
 from ._access import NAMESPACE, Access, OwnNode
 from ._codes import Code, code_of
@@ -61,6 +62,7 @@ class MasterPages:
                 "/api/v1/segments/status": self._segment_status,
             },
             is_allowed=self._is_allowed,
+            tls=server_context(config),
         )
 
     async def start(self) -> None:

@@ -218,7 +218,7 @@ class BufferPool:
                 self._drop(region)
             else:
                 self._free.setdefault(region.size, []).append(region)
-            self._changed.notify()
+            self._changed.notify_all()  # each waits for a size of its own
 
     def _drop(self, region: _Region) -> None:
         self._store.unregister_buffer(region.address)

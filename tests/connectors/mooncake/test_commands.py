@@ -6,12 +6,14 @@ import asyncio
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,11 @@ from mooncake.mooncake_store_service import MooncakeStoreService
 from mooncake.store import EngramStore, EngramStoreConfig, MooncakeDistributedStore, bind_to_numa_node
 
 import moonpool
+from moonpool.core.tls import own_child_context
 from tests.core.master_bed import ADMIN_TOKEN, MasterProcess
 from tests.core.store_bed import MIB, until
 
+CERTIFICATES = Path(__file__).resolve().parents[2] / "core" / "certificates"
 HOST, P2P = "127.0.0.1", "P2PHANDSHAKE"
 
 
@@ -115,6 +119,23 @@ def test_the_master_and_its_pages(original_like: tuple[str, str], key: str) -> N
     store.close()
     assert until(lambda: not page(f"{url}/get_all_segments"))
     assert status_of(f"{url}/get_all_keys", ADMIN_TOKEN) == 503
+
+
+def test_the_pages_of_a_master_with_a_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all that names keys, they are not readable on the way."""
+    for name in ("cert", "key"):
+        file = tmp_path / f"{name}.pem"
+        shutil.copy(CERTIFICATES / f"test-{name}.pem", file)
+        file.chmod(0o600)
+        monkeypatch.setenv(f"MOONPOOL_CLUSTER_TLS_{name.upper()}", str(file))
+    command = Command("cli", "--rpc_address=127.0.0.1", "--rpc_port=0", "--metrics_port=0")
+    try:
+        url = command.line.split(", ")[1].removesuffix("/metrics")
+        assert url.startswith("https://"), command.line
+        with urllib.request.urlopen(f"{url}/role", timeout=10, context=own_child_context()) as answer:
+            assert answer.read() == b"leader"
+    finally:
+        assert command.end() == 0
 
 
 def test_a_real_client_and_dummies(original_like: tuple[str, str], free_port: int, key: str) -> None:
@@ -342,6 +363,22 @@ def test_a_pool_waits_for_a_release(store: Any) -> None:
     waiting.join(30)
     assert got[0].size == 20
     got.pop().release()
+    pool.close()
+
+
+def test_a_release_wakes_those_who_fit(store: Any) -> None:
+    """Not only who has waited longest, and may need more than was given back."""
+    pool = BufferPool(store, max_bytes=2 * 65536, alignment=4096)
+    leases = [pool.acquire(65536), pool.acquire(65536)]
+    with ThreadPoolExecutor(2) as threads:
+        large = threads.submit(pool.acquire, 2 * 65536, timeout=60)
+        until(lambda: len(pool._changed._waiters) == 1)
+        small = threads.submit(pool.acquire, 65536, timeout=60)
+        until(lambda: len(pool._changed._waiters) == 2)
+        leases[0].release()
+        small.result(30).release()
+        leases[1].release()
+        large.result(30).release()
     pool.close()
 
 
