@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import threading
-from collections import OrderedDict
+import weakref
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,14 +26,17 @@ from ._codes import code_of, logger
 from ._hosts import session_of
 
 PIECE_BYTES = 512 << 10
-PENDING_MAX = 64  # data of which pieces are missing
+PENDING_MAX = 1024  # data of which pieces are missing
+PENDING_BYTES_MAX = 1 << 30  # of those, from one sender
 LISTEN_S = 0.1
 OK, FAILED = 0, -1
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):
-    """Before each piece. shape and dtype are of a tensor, whose dtype is not empty."""
+    """Before each piece. sender is random, so that two never have the same; shape and dtype are of a tensor,
+    whose dtype is not empty."""
 
+    sender: bytes
     number: int
     index: int
     count: int
@@ -89,7 +94,9 @@ class RpcInterface:
         self._engine: moonpool.TransferEngine | None = None
         self._peers: dict[str, moonpool.Segment] = {}
         self._numbers = itertools.count(1)
-        self._pending: OrderedDict[tuple[str, int], dict[int, bytes]] = OrderedDict()
+        self._name = secrets.token_bytes(8)
+        self._pending: OrderedDict[tuple[bytes, int], dict[int, bytes]] = OrderedDict()
+        self._pending_bytes: Counter[bytes] = Counter()
         self._on_data: Callable[[ReceivedData], object] | None = None
         self._on_tensor: Callable[[ReceivedTensor], object] | None = None
         self._stop = threading.Event()
@@ -132,7 +139,12 @@ class RpcInterface:
             return False
         if self._thread is None:
             self._stop.clear()
-            self._thread = threading.Thread(target=self._listen, name="mooncake-rpc", daemon=True)
+            self._thread = threading.Thread(
+                target=_listen,
+                args=(weakref.ref(self), self._engine, self._stop),
+                name="mooncake-rpc",
+                daemon=True,
+            )
             self._thread.start()
         return True
 
@@ -195,7 +207,7 @@ class RpcInterface:
             self._peers[target] = peer
             for index in range(count):
                 piece = data[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]
-                head = _Head(number, index, count, self.address, dtype, shape, piece)
+                head = _Head(self._name, number, index, count, self.address, dtype, shape, piece)
                 self._engine.notify(peer, msgspec.msgpack.encode(head))
         except Error as error:
             self._peers.pop(target, None)
@@ -205,29 +217,22 @@ class RpcInterface:
 
     # ---- receiving
 
-    def _listen(self) -> None:
-        engine = self._engine
-        while engine is not None and not self._stop.is_set():
-            try:
-                messages = engine.notifications(LISTEN_S)
-            except Error:
-                return
-            for message in messages:
-                self._take(message.peer, message.message)
-
     def _take(self, peer: str, message: bytes) -> None:
         try:
             head = msgspec.msgpack.decode(message, type=_Head)
         except msgspec.MsgspecError as error:
             logger.warning("a message of %s is none of ours: %s", peer, error)
             return
-        pieces = self._pending.setdefault((peer, head.number), {})
+        if not 0 <= head.index < head.count:
+            logger.warning("a message of %s is piece %d of %d", peer, head.index, head.count)
+            return
+        pieces = self._pending.setdefault((head.sender, head.number), {})
+        self._pending_bytes[head.sender] += len(head.data) - len(pieces.get(head.index, b""))
         pieces[head.index] = head.data
         if len(pieces) < head.count:
-            while len(self._pending) > PENDING_MAX:
-                self._pending.popitem(last=False)
+            self._make_room(head.sender, peer)
             return
-        del self._pending[peer, head.number]
+        self._drop(head.sender, head.number)
         data = b"".join(pieces[index] for index in sorted(pieces))
         source = head.source or peer
         try:
@@ -238,6 +243,39 @@ class RpcInterface:
                 self._on_data(ReceivedData(source, data))
         except Exception:  # a callback's fault must not end the server
             logger.exception("a callback failed with data of %s", source)
+
+    def _make_room(self, sender: bytes, peer: str) -> None:
+        """The oldest data of a sender that has too much of it, or the oldest of all."""
+        while self._pending_bytes[sender] > PENDING_BYTES_MAX:
+            number = next(number for name, number in self._pending if name == sender)
+            logger.warning("%s has more than %d bytes under way: some are lost", peer, PENDING_BYTES_MAX)
+            self._drop(sender, number)
+        if len(self._pending) > PENDING_MAX:
+            logger.warning("more than %d messages lack pieces: the oldest is lost", PENDING_MAX)
+            self._drop(*next(iter(self._pending)))
+
+    def _drop(self, sender: bytes, number: int) -> None:
+        pieces = self._pending.pop((sender, number))
+        self._pending_bytes[sender] -= sum(map(len, pieces.values()))
+        if not self._pending_bytes[sender]:
+            del self._pending_bytes[sender]
+
+
+def _listen(
+    reference: weakref.ref[RpcInterface], engine: moonpool.TransferEngine, stop: threading.Event
+) -> None:
+    """Does not keep the interface alive: one that nobody holds any more ends."""
+    while not stop.is_set():
+        try:
+            messages = engine.notifications(LISTEN_S)
+        except Error:
+            return
+        interface = reference()
+        if interface is None:
+            return
+        for message in messages:
+            interface._take(message.peer, message.message)
+        del interface
 
 
 def create_rpc_client(local_rank: int = 0, world_size: int = 1) -> RpcInterface:

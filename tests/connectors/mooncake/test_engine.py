@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from mooncake import _rpc
 from mooncake.engine import (
     InnerTransferEngine,
     TransferEngine,
@@ -438,6 +441,49 @@ def test_data_to_a_callback(caplog: pytest.LogCaptureFixture) -> None:
     server.stop_server()
     assert client.send_data(server.address or f"{HOST}:1", b"x") == -1
     client.stop_server()
+
+
+def piece(sender: bytes, number: int, index: int, count: int, data: bytes) -> bytes:
+    return msgspec.msgpack.encode(_rpc._Head(sender, number, index, count, "", "", (), data))
+
+
+def test_pieces_of_two_senders_are_kept_apart(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both count their messages from 1, and the engine may call both by one name."""
+    server = create_rpc_server()
+    got: list[bytes] = []
+    server.set_data_receive_callback(lambda one: got.append(one.get_bytes()))
+    server._take("peer", piece(b"one", 1, 0, 2, b"one's "))
+    server._take("peer", piece(b"two", 1, 0, 2, b"two's "))
+    server._take("peer", piece(b"two", 1, 1, 2, b"bytes"))
+    server._take("peer", piece(b"one", 1, 1, 2, b"own"))
+    assert got == [b"two's bytes", b"one's own"]
+    server._take("peer", piece(b"one", 2, 5, 2, b"no such piece"))
+    assert "piece 5 of 2" in caplog.text
+    monkeypatch.setattr(_rpc, "PENDING_BYTES_MAX", 100)
+    server._take("peer", piece(b"two", 7, 0, 2, b"waits "))
+    for number in range(8, 40):  # a sender that never ends anything
+        server._take("peer", piece(b"one", number, 0, 2, b"x" * 30))
+    assert sum(server._pending_bytes.values()) <= 100 + 6
+    assert "some are lost" in caplog.text
+    server._take("peer", piece(b"two", 7, 1, 2, b"for long"))
+    assert got[-1] == b"waits for long"
+    monkeypatch.setattr(_rpc, "PENDING_MAX", 2)
+    server._take("peer", piece(b"three", 1, 0, 2, b"x"))
+    assert "the oldest is lost" in caplog.text
+
+
+def test_a_server_that_nobody_holds_ends() -> None:
+    server = create_rpc_server()
+    assert server.initialize_server(f"{HOST}:0")
+    assert server.start_server()
+    gone, thread = weakref.ref(server), server._thread
+    del server
+    until(lambda: gone() is None)
+    assert thread is not None
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_data_by_asyncio() -> None:
