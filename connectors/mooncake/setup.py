@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import site
 import sys
 import sysconfig
 import tempfile
@@ -10,8 +12,11 @@ from pathlib import Path
 
 from setuptools import setup  # type: ignore[import-untyped]
 
-# A build is isolated from the environment that it is for, but runs under its interpreter.
-PLACES = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sys.path]
+# A build is isolated from the environment that it is for. pip runs it under the interpreter of that; uv may
+# not, but names it in VIRTUAL_ENV. What is installed for the user is seen by both.
+PLACES = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages(), *sys.path]
+if environment := os.environ.get("VIRTUAL_ENV"):
+    PLACES += map(str, Path(environment).glob("lib*/python*/site-packages"))
 GUARD = runpy.run_path(str(Path(__file__).with_name("mooncake") / "_guard.py"))
 
 if sentence := GUARD["conflict"](PLACES):

@@ -49,6 +49,26 @@ def test_neither_build_nor_import_beside_the_original(original: Path, tmp_path: 
     assert imported.stderr.strip().splitlines()[-1] == f"ImportError: {sentence}"
 
 
+@pytest.mark.parametrize(
+    ("variable", "folder"),
+    [
+        ("VIRTUAL_ENV", "lib/python3.99/site-packages"),
+        ("PYTHONUSERBASE", f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"),
+    ],
+)
+def test_a_build_under_another_interpreter(
+    original: Path, tmp_path: Path, variable: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As uv does it: the environment is named and is not the interpreter's own."""
+    place = tmp_path / "environment" / folder
+    place.parent.mkdir(parents=True)
+    original.rename(place)
+    monkeypatch.setenv(variable, str(tmp_path / "environment"))
+    build = run("setup.py", "--name", path=tmp_path, cwd=PACKAGE)
+    assert build.returncode == 1
+    assert "pip uninstall" in build.stderr
+
+
 def test_no_conflict_without_it(tmp_path: Path) -> None:
     assert conflict([str(tmp_path)]) == ""
     assert conflict() == ""
