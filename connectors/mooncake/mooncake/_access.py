@@ -30,7 +30,7 @@ from moonpool.core.store import Store
 from moonpool.core.units import parse_size
 
 from ._codes import NoNode
-from ._hosts import address_of, is_ip, is_ip6
+from ._hosts import address_of, is_ip, is_ip6, is_of_this_host
 
 if TYPE_CHECKING:
     from moonpool import _native
@@ -397,7 +397,7 @@ def access_of(settings: Settings) -> Access:
 
 
 class Beside(_Base):
-    """A dummy client: at the node of this host whose wire listens at ``address``, or over TCP at another."""
+    """A dummy client: at the node whose wire listens at ``address``; by its socket when that is this host."""
 
     def __init__(self, address: str, tenant: str = "default") -> None:
         where = parse_address(address, "server_address")
@@ -407,9 +407,14 @@ class Beside(_Base):
         self._store: Store | None = None
 
     def join(self, wait_s: float) -> None:
-        sockets = [paths.runtime_dir() / f"node-{name_of_client(self._where.port)}.sock"]
-        place = next((str(path) for path in sockets if path.exists()), f"tcp://{self._where}")
-        self._store = self._open(place)
+        socket = paths.runtime_dir() / f"node-{name_of_client(self._where.port)}.sock"
+        if is_of_this_host(self._where.host) and socket.exists():
+            try:
+                self._store = self._open(str(socket))
+                return
+            except Unavailable:  # left behind by a node that was killed
+                pass
+        self._store = self._open(f"tcp://{self._where}")
 
     def store(self) -> Store:
         assert self._store is not None
@@ -419,6 +424,8 @@ class Beside(_Base):
         return False
 
     def members(self) -> list[_native.Member]:
+        """Nobody: a dummy client knows no master. Its node is asked whether it is there."""
+        self.store().stat()
         return []
 
     def holders(self, keys: list[bytes]) -> list[list[tuple[_native.Member, int]]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
+from contextlib import suppress
 
 from moonpool.core.addresses import Address, parse_address
 
@@ -23,6 +25,16 @@ def session_of(name: str) -> str:
 
 def joined(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if is_ip6(host) else f"{host}:{port}"
+
+
+def is_of_this_host(host: str) -> bool:
+    """Whether a socket can be bound there, as to no other host's address."""
+    with suppress(OSError):
+        family, kind, protocol, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(place)
+            return True
+    return False
 
 
 def is_ip6(host: str) -> bool:

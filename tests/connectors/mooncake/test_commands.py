@@ -8,11 +8,12 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -161,13 +162,33 @@ def test_a_real_client_and_dummies(original_like: tuple[str, str], free_port: in
         assert dummy.batch_get_replica_desc([key])[key][0].is_memory_replica()
         assert dummy.get(key) == array.tobytes()
         assert dummy.allocate_and_mount_segment(MIB)["ret"] == -600
-        dummy.close()
+        assert dummy.health_check() == 0
+        stranger = MooncakeDistributedStore()  # another host's address has nothing to do with our socket
+        assert stranger.setup_dummy(MIB, MIB, f"0.0.0.1:{free_port}") < 0
         other.close()
     finally:
         command.end()
+    assert dummy.health_check() == 2
+    dummy.close()
     gone = MooncakeDistributedStore()
     assert gone.setup_dummy(MIB, MIB, f"{HOST}:{free_port}") == -900
     assert gone.setup_dummy(MIB, MIB, "nonsense") == -600
+
+
+def test_a_dummy_beside_a_socket_that_was_left_behind(make_store: Callable[..., Any], key: str) -> None:
+    node = make_store()
+    port = node.get_hostname().rpartition(":")[2]
+    left = Path(os.environ["MOONPOOL_RUNTIME_DIR"]) / f"node-mooncake-client-{port}.sock"
+    with socket.socket(socket.AF_UNIX) as nobody:
+        nobody.bind(str(left))
+    dummy = MooncakeDistributedStore()
+    try:
+        assert dummy.setup_dummy(MIB, MIB, f"{HOST}:{port}") == 0
+        assert dummy.put(key, b"by TCP") == 0
+        assert node.get(key) == b"by TCP"
+    finally:
+        dummy.close()
+        left.unlink()
 
 
 def test_a_command_without_its_master(free_port: int) -> None:
