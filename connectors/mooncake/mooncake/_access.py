@@ -42,7 +42,9 @@ MASTER_PORT = 50051  # of an address without one
 TIMEOUT_S = 2.0
 JOIN_TIMEOUT_S = 5.0
 LOOK_AGAIN_S = 0.25
-SSD_SHARE = 0.8  # of what is free where ssd_offload_path lies
+SSD_SHARE = 0.8  # of what is free where ssd_offload_path lies, at most
+SSD_SIZE = "MOONPOOL_SSD_SIZE"
+SSD_BYTES = "64GiB"  # without that variable
 SMALLEST_ARENA = "1MiB"
 _POLL_S = 0.005
 _B = re.compile(r"(?<=[kmgt])b$")
@@ -306,7 +308,8 @@ def _node_config(settings: Settings) -> Config:
     if settings.ssd_path:
         Path(settings.ssd_path).mkdir(parents=True, exist_ok=True)
         free = int(shutil.disk_usage(settings.ssd_path).free * SSD_SHARE)
-        arguments["node__ssd"] = [f"{settings.ssd_path}:{free}"]
+        size = min(parse_size(os.environ.get(SSD_SIZE) or SSD_BYTES), free)
+        arguments["node__ssd"] = [f"{settings.ssd_path}:{size}"]
     listen = settings.host
     master = address_of(settings.master, "master_server_address", MASTER_PORT)
     every = "::" if is_ip6(master.host) else "0.0.0.0"

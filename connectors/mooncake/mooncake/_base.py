@@ -96,8 +96,10 @@ def key_of(key: Any) -> bytes:
 
 
 def checked_keys(keys: Any) -> Any:
-    """The keys as moonpool takes them, nearly for nothing where all are str. Raises as key_of."""
-    if set(map(type, keys)) == {str} and "" not in keys and type(keys) is list:
+    """The keys as moonpool takes them, nearly for nothing where all are str. Raises as key_of, but leaves it
+    to the core to find an empty one.
+    """
+    if set(map(type, keys)) == {str} and type(keys) is list:
         return keys
     return keys_of(keys)
 

@@ -19,7 +19,8 @@ from ._values import DEFAULT, ReplicateConfig
 
 Part = Any  # what moonpool takes as the bytes of an object
 _OK, _REFUSED = int(Code.OK), int(Code.NO_AVAILABLE_HANDLE)
-_EXIST = {Presence.HIT: 1, Presence.MISS: 0, Presence.UNKNOWN: -1}
+_HIT, _MISS, _UNKNOWN = Presence.HIT, Presence.MISS, -1
+_BYTE = np.dtype(np.uint8)
 
 
 class BufferHandle(np.ndarray):
@@ -42,7 +43,12 @@ class BufferHandle(np.ndarray):
 
 
 def handle_of(view: memoryview | None) -> BufferHandle | None:
-    return None if view is None else np.frombuffer(view, np.uint8).view(BufferHandle)
+    return None if view is None else BufferHandle(view.nbytes, _BYTE, view)
+
+
+def exist_codes(found: Sequence[Presence]) -> list[int]:
+    """By identity: to look an enumeration's member up in a dict takes three times as long."""
+    return [1 if one is _HIT else 0 if one is _MISS else _UNKNOWN for one in found]
 
 
 class Objects(Base):
@@ -239,7 +245,7 @@ class Objects(Base):
         return [handle_of(view) for view in self._views(keys)]
 
     def _views(self, keys: Sequence[str]) -> list[memoryview | None]:
-        names = keys_of(keys)
+        names = checked_keys(keys)
         return self._ask(lambda store: store.get(names)) if names else []
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
@@ -286,13 +292,13 @@ class Objects(Base):
     def batch_is_exist(self, keys: list[str]) -> list[int]:
         def ask() -> list[int]:
             names = checked_keys(keys) if keys else []
-            found = self._ask(lambda store: store.exists(names)) if names else []
-            if Presence.UNKNOWN in found and self._open().renew():
-                found = self._ask(lambda store: store.exists(names))
-            return [_EXIST[one] for one in found]
+            codes = exist_codes(self._ask(lambda store: store.exists(names))) if names else []
+            if _UNKNOWN in codes and self._open().renew():
+                codes = exist_codes(self._ask(lambda store: store.exists(names)))
+            return codes
 
         codes = self._codes("is_exist", len(keys), ask)
-        return codes if not codes or min(codes) >= -1 else [-1] * len(codes)
+        return codes if not codes or codes[0] >= _UNKNOWN else [_UNKNOWN] * len(codes)  # an error is of all
 
     def get_size(self, key: str, /) -> int:
         """Bytes, or OBJECT_NOT_FOUND. The object is looked up as get_buffer() does it: a list would miss what

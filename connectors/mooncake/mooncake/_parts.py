@@ -41,14 +41,16 @@ class Parts(Objects):
         if not len(keys) == len(all_buffer_ptrs) == len(all_sizes):
             return [int(Code.INVALID_PARAMS)] * len(keys)
         parts: list[Any]
+        good = False
         try:
             parts = [*self._buffers.check_lists(all_buffer_ptrs, all_sizes)]
+            good = all(parts)  # each has a range, and a range that was checked has bytes
         except ValueError:  # InvalidArgument is one, and lists of different lengths are
             parts = [
                 self._ranges_or_nothing(operation, *row)
                 for row in zip(all_buffer_ptrs, all_sizes, strict=True)
             ]
-        return self._put(operation, keys, parts, config)
+        return self._put(operation, keys, parts, config, none_is_empty=good)
 
     def _ranges_or_nothing(self, operation: str, pointers: Sequence[int], sizes: Sequence[int]) -> Any:
         """No bytes for what is no list of memory: put refuses those for their own key alone."""

@@ -21,7 +21,11 @@ sys.path.insert(0, str(PACKAGE))
 from tests.core.master_bed import ADMIN_TOKEN, MasterProcess  # noqa: E402
 from tests.core.store_bed import MIB, TOKEN, until  # noqa: E402
 
-SETTINGS = {"MOONPOOL_CLUSTER_TOKEN": TOKEN.decode(), "MOONPOOL_CLUSTER_ADMIN_TOKEN": ADMIN_TOKEN}
+SETTINGS = {
+    "MOONPOOL_SSD_SIZE": "256MiB",
+    "MOONPOOL_CLUSTER_TOKEN": TOKEN.decode(),
+    "MOONPOOL_CLUSTER_ADMIN_TOKEN": ADMIN_TOKEN,
+}
 
 
 @pytest.fixture(scope="session", autouse=True)
