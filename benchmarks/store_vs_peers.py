@@ -21,7 +21,7 @@ from benchmarks.namespace import Namespace
 from benchmarks.processes import Failed, end_on_sigterm
 from benchmarks.report import Row, print_table, write_json
 from benchmarks.store import servers
-from benchmarks.store.rows import Outcome, cable_rows, rows
+from benchmarks.store.rows import Outcome, cable_rows, drop_in_rows, rows
 from benchmarks.store.runs import OverCable, SameHost
 
 PEERS = ("mooncake", "redis", "memcached")
@@ -43,7 +43,7 @@ class Bench:
         rounds = self.rounds or (3 if self.quick else 11)
         with ExitStack() as stack:
             run = SameHost(servers.Setting(self.folder, self.peers_python, tcp), stack)
-            run.start(["ours", *PEERS])
+            run.start(["ours", "drop-in", *PEERS])
             for number in range(rounds + 1):
                 run.round(number, 0.08 if self.quick else 0.4)
                 self.say(f"round {number} of {rounds}{'' if number else ' (warm-up, not counted)'}")
@@ -52,6 +52,9 @@ class Bench:
         print_table(f"{title} (in brackets: how many times better ours is)", found, "memcpy")
         self.table += found
         self.missing |= run.missing
+        if found := list(drop_in_rows(Outcome(run.passes, run.missing))):
+            print_table("The drop-in `mooncake`, in the column ours, beside moonpool's own API", found)
+            self.table += found
 
     def over_cable(self) -> None:
         """Raises Failed when ours fails."""

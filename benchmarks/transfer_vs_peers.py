@@ -34,7 +34,7 @@ OURS = ("ours shm", "ours foreign", "ours tcp")
 NEED_PEERS = ("mooncake", "nixl shm", "nixl tcp")
 
 
-COPIES = ("ours shm", "ours foreign", "nixl shm")  # only the caller works: nobody is woken
+COPIES = ("ours shm", "ours foreign", "drop-in", "nixl shm")  # only the caller works: nobody is woken
 POLLS = ("nixl tcp",)  # both sides work all the time: they need a core each
 
 

@@ -122,12 +122,36 @@ def test_one_failed_bar_of_several_is_a_miss_and_an_absent_peer_is_no_verdict(lo
     assert verdict(ours_tcp=10, plain=8) is False
 
 
+@pytest.mark.parametrize(("more_us", "met"), [(4.9, True), (5.1, False)])
+def test_the_drop_in_may_take_5_us_more(load: Any, more_us: float, met: bool) -> None:
+    rows, cells = load("transfer.rows"), load("transfer.cells")
+    cell = cells.SINGLE[4 * cells.KIB, cells.SMALL_SET]
+    took_us = {"ours foreign": 3.0, "drop-in": 3.0 + more_us}
+    figures = {"gb_s": 1.0, "cpu_s_gb": 1.0}
+    found = {name: {cell.name: {"free": [{"p50_us": value, **figures}]}} for name, value in took_us.items()}
+    row = next(rows.drop_in(rows.Outcome(found, {})))
+    assert (row.ours, row.peers, row.met) == (3.0 + more_us, {"ours foreign": 3.0}, met)
+    rows, cell = load("store.rows"), load("store.workload").CELLS[-1]
+    took_us = {"ours": 3.0, "drop-in": 3.0 + more_us}
+    found = {name: {cell.name: {"hit": [{"p50_us": value}]}} for name, value in took_us.items()}
+    (row,) = rows.drop_in_rows(rows.Outcome(found, {}))
+    assert (row.ours, row.peers, row.met) == (3.0 + more_us, {"moonpool": 3.0}, met)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "words",
     [
-        ["benchmarks.transfer_vs_peers", "--only", "ours shm", "ours foreign", "ours tcp", "plain"],
+        [
+            "benchmarks.transfer_vs_peers",
+            "--only",
+            "ours shm",
+            "ours foreign",
+            "drop-in",
+            "ours tcp",
+            "plain",
+        ],
         ["benchmarks.store_vs_peers"],
     ],
 )
@@ -141,7 +165,9 @@ def test_a_quick_run_without_peers_gives_rows(words: list[str], tmp_path: Path) 
     for row in found:
         assert set(row) == {"work", "ours", "unit", "peers", "limit", "target", "met"}
         assert row["ours"] > 0
-        assert set(row["peers"].values()) <= {"not run"} or "plain C++" in row["peers"]
+        measured = "plain C++" in row["peers"] or row["work"].startswith("drop-in")
+        assert set(row["peers"].values()) <= {"not run"} or measured
+    assert any(row["work"].startswith("drop-in") and row["target"] for row in found)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from benchmarks import drop_in
 from benchmarks.store.memory import Buffer
 
 MIB = 1 << 20
@@ -136,13 +137,16 @@ class Mooncake:
     def __init__(self, address: str, source: Buffer, target: Buffer) -> None:
         module = importlib.import_module("mooncake.store")
         self._store: Any = module.MooncakeDistributedStore()
-        arguments = (own_host(address), "P2PHANDSHAKE", 0, source.size + 64 * MIB, "tcp", "", address)
-        if code := self._store.setup(*arguments):
+        if code := self._setup(address, source.size + 64 * MIB):
             raise RuntimeError(f"setup of the Mooncake client failed with {code}")
         self._source, self._target = source.address, target.address
         for buffer in (source, target):
             if code := self._store.register_buffer(buffer.address, buffer.size):
                 raise RuntimeError(f"register_buffer failed with {code}")
+
+    def _setup(self, address: str, buffer_bytes: int) -> int:
+        arguments = (own_host(address), "P2PHANDSHAKE", 0, buffer_bytes, "tcp", "", address)
+        return int(self._store.setup(*arguments))
 
     def put(self, key: str, offset: int, size: int) -> object:
         return self._store.put_from(key, self._source + offset, size) == 0
@@ -175,6 +179,20 @@ class Mooncake:
 
     def remove(self, keys: list[str]) -> None:
         self._store.batch_remove(keys, True)
+
+
+class DropIn(Mooncake):
+    """The drop-in of that package, over the same node as ours: without a master, whom a miss would ask."""
+
+    name = "drop-in"
+    own_form = "BufferHandle over the pool's memory, no copy"
+
+    def __init__(self, address: str, source: Buffer, target: Buffer) -> None:
+        drop_in.use()
+        super().__init__(address, source, target)
+
+    def _setup(self, address: str, buffer_bytes: int) -> int:
+        return int(self._store.setup_dummy(buffer_bytes, buffer_bytes, address))
 
 
 def own_host(address: str) -> str:
@@ -297,4 +315,4 @@ class Memcached:
         self._client.delete_many(keys, noreply=False)
 
 
-DRIVERS = {driver.name: driver for driver in (Moonpool, Mooncake, Redis, Memcached, Memcpy)}
+DRIVERS = {driver.name: driver for driver in (Moonpool, DropIn, Mooncake, Redis, Memcached, Memcpy)}

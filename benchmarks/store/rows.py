@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from benchmarks.drop_in import CALL_MORE_US
 from benchmarks.placement import APART, TOGETHER
 from benchmarks.report import Row
 from benchmarks.store.ring import RING_CELLS, RingCell
@@ -115,6 +116,30 @@ def rows(outcome: Outcome, peers: list[str]) -> Iterator[Row]:
     yield make("exists, hit", exists, "hit", "p50_us", unit="us", of_mooncake=0.5)
     yield make("exists, miss", exists, "miss", "p50_us", unit="us", of_mooncake=0.5)
     yield make("exists of 1,000 keys", exists, "batch", "p50_us", unit="us")
+
+
+def drop_in_rows(outcome: Outcome) -> Iterator[Row]:
+    """What the drop-in's Python costs: its calls, in the column ours, beside those of moonpool's own API."""
+    small, _, _, batch, exists = CELLS
+    for work, cell, verb in (
+        ("put 64 KiB", small, "put"),
+        ("get 64 KiB into a buffer", small, "get"),
+        ("get 64 KiB in own form", small, "own"),
+        (f"batch {batch.name}: put", batch, "put"),
+        (f"batch {batch.name}: get into buffers", batch, "get"),
+        (f"batch {batch.name}: get in own form", batch, "own"),
+        ("exists, hit", exists, "hit"),
+        ("exists, miss", exists, "miss"),
+        ("exists of 1,000 keys", exists, "batch"),
+    ):
+        judged = not work.startswith("batch")  # those move MiB: their spread is wider than the target
+        there, ours = (outcome.median(name, cell, verb, "p50_us") for name in ("drop-in", "ours"))
+        if there is not None and ours is not None:
+            target = f"<= moonpool + {CALL_MORE_US} us" if judged else ""
+            met = there <= ours + CALL_MORE_US if judged else None
+            yield Row(
+                f"drop-in: {work} [{cell.described}]", there, "us", {"moonpool": ours}, None, target, met
+            )
 
 
 def cable_rows(outcome: Outcome, peers: list[str]) -> Iterator[Row]:

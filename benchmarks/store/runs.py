@@ -20,6 +20,7 @@ from benchmarks.store.ring import RING_CELLS
 from benchmarks.store.workload import CELLS
 
 PASSES_MAX = 6
+OUR_PYTHON = ("ours", "drop-in")
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Run:
     def start(self, names: Sequence[str]) -> None:
         """Without a peer the others still run. Raises Failed when ours does not start."""
         for name in names:
-            if name != "ours" and self.setting.peers_python is None:
+            if name not in OUR_PYTHON and self.setting.peers_python is None:
                 self.missing[name] = "needs --peers-venv DIR"
                 continue
             try:
@@ -52,14 +53,14 @@ class Run:
 
     def _start(self, name: str) -> None:
         server = servers.START[name](self.setting, self.stack)
-        python: str | Path | None = PYTHON if name == "ours" else self.setting.peers_python
+        python: str | Path | None = PYTHON if name in OUR_PYTHON else self.setting.peers_python
         assert python is not None
         client = Talker(
             python,
             self.client_module,
             [name, server.address, *self.client_words(name)],
             self.setting.log(f"client-{name}"),
-            servers.runtime(self.setting),
+            (servers.drop_in_runtime if name == "drop-in" else servers.runtime)(self.setting),
         )
         self.stack.callback(client.close)
         client.wait_ready()

@@ -96,6 +96,30 @@ def mooncake(setting: Setting, stack: ExitStack) -> Server:
     return Server(address, [master.pid, provider.process.pid], (master, provider.process))
 
 
+def drop_in(setting: Setting, stack: ExitStack) -> Server:
+    """The same node as ours, with a socket that has the name by which setup_dummy() finds it."""
+    folder, port = drop_in_folder(setting), free_port()
+    folder.mkdir(mode=0o700)
+    path = folder / f"node-mooncake-client-{port}.sock"
+    where = ["--dram", f"{ARENA_MIB}MiB", "--socket", str(path), "--http", "off"]
+    node = Process(
+        [PYTHON, "-m", "moonpool", "node", *where, "--listen", f"127.0.0.1:{port}"],
+        setting.log("drop-in node"),
+        extra=drop_in_runtime(setting),
+    )
+    stack.callback(node.stop)
+    node.wait_for_port(socket.AF_UNIX, str(path))
+    return Server(f"127.0.0.1:{port}", [node.pid], (node,))
+
+
+def drop_in_runtime(setting: Setting) -> dict[str, str]:
+    return runtime(setting) | {"MOONPOOL_RUNTIME_DIR": str(drop_in_folder(setting))}
+
+
+def drop_in_folder(setting: Setting) -> Path:
+    return setting.folder / "drop-in"
+
+
 def redis(setting: Setting, stack: ExitStack) -> Server:
     path, port = str(setting.folder / "redis.sock"), free_port()
     where = (
@@ -116,6 +140,7 @@ def memcached(setting: Setting, stack: ExitStack) -> Server:
 
 START: dict[str, Callable[[Setting, ExitStack], Server]] = {
     "ours": moonpool,
+    "drop-in": drop_in,
     "mooncake": mooncake,
     "redis": redis,
     "memcached": memcached,

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from benchmarks.drop_in import CALL_MORE_US
 from benchmarks.report import MORE_IS_BETTER, Row
 from benchmarks.transfer.cells import BATCH, KIB, LARGE_SET, SINGLE, SMALL_SET, STREAM, Cell, human
 
@@ -61,6 +62,20 @@ class Bar:
 
 
 @dataclass(frozen=True)
+class Above:
+    """A target in time: at most so many microseconds more than a column's."""
+
+    more_us: float
+    column: str
+
+    def said(self, unit: str) -> str:
+        return f"<= {self.column} + {self.more_us:g} {unit}"
+
+    def met(self, ours: float, other: float | None, unit: str) -> bool | None:
+        return None if other is None else ours <= other + self.more_us
+
+
+@dataclass(frozen=True)
 class Section:
     """One table: how its rows begin, which driver is ours in it, the peers' columns, and what the machine
     can do.
@@ -72,7 +87,7 @@ class Section:
     limit: str
 
     def row(
-        self, outcome: Outcome, work: str, cell: Cell, figure: str, bars: tuple[Bar, ...] = ()
+        self, outcome: Outcome, work: str, cell: Cell, figure: str, bars: tuple[Bar | Above, ...] = ()
     ) -> Row | None:
         """None where ours did not run."""
         ours, unit = outcome.median(self.ours, cell, figure), UNITS[figure]
@@ -99,6 +114,7 @@ BATCH_OF_NIXL_SHM = 0.67  # 87 us where NIXL takes 130
 
 OWN = Section("own memory", "ours shm", ("mooncake", "nixl shm"), "memcpy")
 FOREIGN = Section("foreign memory", "ours foreign", ("mooncake", "nixl shm"), "process_vm_readv")
+DROP_IN = Section("drop-in", "drop-in", ("ours foreign",), "")
 TCP = Section("TCP", "ours tcp", ("mooncake", "nixl tcp", "plain C++"), "plain")
 
 
@@ -122,6 +138,13 @@ def foreign(outcome: Outcome) -> Iterator[Row | None]:
         yield FOREIGN.row(outcome, f"read {many}{human(cell.block)}", cell, "p50_us", bar)
 
 
+def drop_in(outcome: Outcome) -> Iterator[Row | None]:
+    bar = (Above(CALL_MORE_US, "ours foreign"),)
+    for cell in [*SINGLE.values(), *BATCH.values()]:
+        many = f"{cell.batch} x " if cell.batch > 1 else ""
+        yield DROP_IN.row(outcome, f"read {many}{human(cell.block)}", cell, "p50_us", bar)
+
+
 def tcp(outcome: Outcome) -> Iterator[Row | None]:
     single = (Bar(1.15, "plain"), Bar(0.6, "mooncake"), Bar(1, "nixl tcp"))
     batch = (Bar(1 / 7, "mooncake"), Bar(1 / 1.5, "nixl tcp"))
@@ -139,5 +162,6 @@ def tcp(outcome: Outcome) -> Iterator[Row | None]:
 TABLES: dict[str, tuple[Section, Callable[[Outcome], Iterator[Row | None]]]] = {
     "Same host, the engine's own memory": (OWN, own),
     "Same host, foreign memory": (FOREIGN, foreign),
+    "The drop-in `mooncake`, in the column ours": (DROP_IN, drop_in),
     "TCP over the loopback": (TCP, tcp),
 }

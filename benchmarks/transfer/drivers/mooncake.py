@@ -38,18 +38,16 @@ class Initiator:
         self._engine = engine(self.region)
 
     def caller(self, thread: int, calls: Sequence[Sequence[int]], block: int) -> Caller:
+        one = getattr(self._engine, f"transfer_sync_{self.op}")
+        many = getattr(self._engine, f"batch_transfer_sync_{self.op}")
         made: list[Call] = []
         for offsets in calls:
             here = [self.region.address + offset for offset in offsets]
             there = [self._remote + offset for offset in offsets]
             if len(offsets) == 1:
-                call: Call = partial(
-                    self._engine.transfer_sync_write, self._session, here[0], there[0], block
-                )
+                made.append(partial(one, self._session, here[0], there[0], block))
             else:
-                sizes = [block] * len(offsets)
-                call = partial(self._engine.batch_transfer_sync_write, self._session, here, there, sizes)
-            made.append(call)
+                made.append(partial(many, self._session, here, there, [block] * len(offsets)))
         return PythonCaller(made, expected=0)
 
     def limit_caller(self, thread: int, calls: Sequence[Sequence[int]], block: int) -> Caller:
