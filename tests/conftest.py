@@ -19,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED_VARIABLE = "MOONPOOL_TEST_SEED"
+ENGINES = ("MOONPOOL_VLLM_PYTHON", "MOONPOOL_SGLANG_PYTHON")
 SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(1 << 31))
 
 
@@ -30,7 +31,7 @@ def pytest_report_header() -> list[str]:
 def pytest_configure() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # child processes, engines above all, want their bytecode
     for name in [name for name in os.environ if name.startswith("MOONPOOL_")]:
-        if name not in (SEED_VARIABLE, "MOONPOOL_VLLM_PYTHON", "MOONPOOL_CACHE", "MOONPOOL_WERROR"):
+        if name not in (SEED_VARIABLE, *ENGINES, "MOONPOOL_CACHE", "MOONPOOL_WERROR"):
             del os.environ[name]  # else a user's settings would change what is tested
 
 

@@ -1,0 +1,19 @@
+"""The storage backend ``MoonpoolHiCache`` for SGLang's HiCache: real engines whose third cache tier is the
+pool. docs/sglang.md is its manual.
+
+    backend      the class SGLang talks to; survives what goes wrong below
+    layout       where the bytes of (layer, head, page) lie in SGLang's host memory, as plain values
+    heads        how the model's KV heads are cut into objects, and which of them a rank has
+    identity     the fingerprint: which model, weights and form of bytes
+    settings     the keys of the extra config, checked
+    pool         the connection to the node: made when there is one, lost and found again
+    metrics      counters in the engine's own /metrics
+    compat       every difference between SGLang versions
+
+Threads: SGLang's prefetch and backup threads call and wait here, never its scheduler; bytes are moved by
+native threads, one for lookups, one for loads and one for saves.
+"""
+
+from moonpool.connectors.sglang.backend import MoonpoolHiCache
+
+__all__ = ["MoonpoolHiCache"]

@@ -1,0 +1,334 @@
+"""``MoonpoolHiCache``: what SGLang's HiCache calls as its third tier. One question for a prefix, pages moved
+between its host memory and the pool without a copy in between, and never an exception into the engine.
+
+Every call comes from one of SGLang's storage threads and may wait; what the pool does not answer is a miss.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool import _native
+from moonpool.connectors.sglang import compat
+from moonpool.connectors.sglang.heads import Refused, first_head, holds_first_copy
+from moonpool.connectors.sglang.identity import identity
+from moonpool.connectors.sglang.layout import PageLayout, object_ranges, read_layout, rows
+from moonpool.connectors.sglang.metrics import Tally
+from moonpool.connectors.sglang.pool import Lanes, Pool
+from moonpool.connectors.sglang.settings import Settings
+from moonpool.core.errors import ConfigError, Error
+from moonpool.core.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges, fingerprint
+from moonpool.core.store import Store
+
+Result = TypeVar("Result")
+Pages = npt.NDArray[np.uint32]
+GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Memory:
+    """This rank's host memory, and how a page is cut into objects."""
+
+    layout: PageLayout
+    ranges: tuple[Ranges, ...]
+    table: _native.PartTable
+    saves: bool
+
+    @property
+    def width(self) -> int:
+        return len(self.ranges)
+
+    def names(self, keys: Sequence[str]) -> bytes:
+        """The names of the objects of these pages, page by page. Raises ValueError for a key that is no
+        SHA-256 in hexadecimal, as all of SGLang's page keys are."""
+        digests = np.frombuffer(bytes.fromhex("".join(keys)), np.uint8)
+        if any(len(key) != 2 * DIGEST_BYTES for key in keys):
+            raise ValueError(f"a page key has {2 * DIGEST_BYTES} hexadecimal digits, not {keys[0]!r:.80}")
+        suffixes = np.frombuffer(b"".join(each.suffix() for each in self.ranges), np.uint8)
+        names = np.empty((len(keys), self.width, BLOCK_NAME_BYTES), np.uint8)
+        names[:, :, :DIGEST_BYTES] = digests.reshape(len(keys), 1, DIGEST_BYTES)
+        names[:, :, DIGEST_BYTES:] = suffixes.reshape(self.width, -1)
+        return names.tobytes()
+
+    def places(self, keys: Sequence[str], host_indices: Any) -> tuple[Pages, npt.NDArray[np.uint16]]:
+        """(page, column) of each object of these pages; host_indices: SGLang's slots, a page's side by side.
+        Raises ValueError when they are not that, or lie outside the memory."""
+        tokens = self.layout.tokens
+        slots = np.asarray(host_indices, np.int64)
+        if slots.size != len(keys) * tokens:
+            raise ValueError(f"{slots.size} slots for {len(keys)} pages of {tokens} tokens")
+        first = slots.reshape(len(keys), tokens)[:, 0]
+        if first.size and (
+            first.min() < 0 or first.max() >= self.layout.pages * tokens or (first % tokens).any()
+        ):
+            raise ValueError("a page begins outside the host memory, or not at a page's first slot")
+        pages = np.repeat((first // tokens).astype(np.uint32), self.width)
+        return pages, np.tile(np.arange(self.width, dtype=np.uint16), len(keys))
+
+    def whole(self, ok: bytes, pages: int) -> list[bool]:
+        """Of each page, whether all of its objects are ``ok``. An answer of the wrong length says no."""
+        if len(ok) != pages * self.width:
+            return [False] * pages
+        return [0 not in ok[start : start + self.width] for start in range(0, len(ok), self.width)]
+
+
+class MoonpoolHiCache(compat.Storage):
+    """Made by SGLang's ``dynamic`` backend; ``storage_config`` is its HiCacheStorageConfig."""
+
+    def __init__(self, storage_config: Any, options: object = None) -> None:
+        """Raises ConfigError for options that are wrong: the user is there to mend them."""
+        self._log = compat.logger("hicache")
+        self._config = storage_config
+        self._settings = Settings.parse(storage_config.extra_config or {})
+        self._tally = Tally(exported=bool(storage_config.enable_storage_metrics))
+        self._memory: Memory | None = None
+        self._pool: Pool | None = None
+        self._mark = b""
+        self._stats_lock = threading.Lock()
+        self._stats = compat.StorageMetrics()
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """The memory is known: reads its layout and connects. An engine that cannot use the pool says why in
+        one sentence and serves without it; with ``require_pool`` it raises."""
+        super().register_mem_pool_host(mem_pool_host)
+        try:
+            self._join(mem_pool_host)
+        except (Refused, ConfigError, OSError) as error:
+            if self._settings.require_pool:
+                raise
+            self._log.warning("moonpool: this engine serves without the pool: %s", error)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """A pool beside the KV: its pages must come and go with the KV's, so the model is not served half."""
+        name = str(getattr(host_pool_name, "value", host_pool_name))
+        if name == "kv" or self._memory is None:
+            return
+        self.close()
+        refusal = f"the model keeps state in the pool {name!r} too, which moonpool does not know yet"
+        if self._settings.require_pool:
+            raise Refused(refusal)
+        self._log.warning("moonpool: this engine serves without the pool: %s", refusal)
+
+    def _join(self, host: Any) -> None:
+        args = compat.server_args()
+        model = compat.model_config(args)
+        self._memory = self._read(host, 1 if self._config.is_mla_model else model.get_total_num_kv_heads())
+        mark = self._mark = fingerprint(identity(args, model, host))
+        socket = str(self._settings.socket())
+        self._pool = Pool(lambda: Lanes.dial(self._settings, mark), address=socket, log=self._log)
+        self._pool.open(required=self._settings.require_pool)
+        self._log.info(
+            "moonpool: pages of %d bytes in %d objects, fingerprint %s, tenant %s, namespace %s, pool %s",
+            self._memory.layout.bytes_per_page,
+            self._memory.width,
+            mark.hex()[:16],
+            self._settings.tenant,
+            self._settings.namespace,
+            socket,
+        )
+
+    def _read(self, host: Any, kv_heads: int) -> Memory:
+        config = self._config
+        if config.attn_cp_size > 1 or getattr(config, "dcp_size", 1) > 1:
+            raise Refused("the pool does not know context parallelism yet")
+        layout = read_layout(host)
+        split = (kv_heads, layout.heads, config.tp_rank, config.tp_size)
+        first = 0 if config.is_mla_model else first_head(*split)
+        ranges = object_ranges(layout, kv_heads=kv_heads, first_head=first)
+        table = _native.PartTable([rows(layout, each, first_head=first) for each in ranges])
+        return Memory(layout, ranges, table, config.is_mla_model or holds_first_copy(*split))
+
+    # What SGLang asks for, page by page
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many leading pages of ``keys`` the pool has, in all their objects: one question."""
+
+        def ask(memory: Memory, lanes: Lanes) -> int:
+            names = memory.names(keys)
+            answer = lanes.lookups.run(lambda w: w.submit_prefix(names, BLOCK_NAME_BYTES, memory.width))
+            lanes.lookups.release(answer.pin_id)
+            self._heard(answer.error)
+            self._tally.add("hit_pages", answer.blocks)
+            return int(answer.blocks)
+
+        self._tally.add("lookups")
+        self._tally.add("lookup_pages", len(keys))
+        return self._call("lookup", ask, 0) if keys else 0
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Loads pages into the slots ``host_indices``; of each, whether all of its bytes are there. What is
+        pinned is loaded, so a page that is evicted meanwhile is either whole or missing."""
+
+        def load(memory: Memory, lanes: Lanes) -> list[bool]:
+            names = memory.names(keys)
+            pages, columns = memory.places(keys, host_indices)
+            started_s = time.perf_counter()
+            found = lanes.loads.run(lambda w: w.submit_prefix(names, BLOCK_NAME_BYTES, memory.width))
+            self._heard(found.error)
+            count = found.blocks * memory.width
+            if not count:
+                return missing
+            try:
+                answer = lanes.loads.run(
+                    lambda w: w.submit_load(
+                        found.holders, found.descriptors, memory.table, pages[:count], columns[:count]
+                    )
+                )
+            finally:
+                lanes.loads.release(found.pin_id)
+            good = memory.whole(answer.ok, found.blocks)
+            loaded = sum(good)
+            self._tally.add("loaded_pages", loaded)
+            self._tally.add("loaded_bytes", answer.bytes_loaded)
+            self._observe("prefetch", loaded, answer.bytes_loaded, time.perf_counter() - started_s)
+            if loaded < found.blocks:
+                self._log.warning(
+                    "moonpool: %d of %d pages were not loaded (%s); they are computed",
+                    found.blocks - loaded,
+                    found.blocks,
+                    answer.error or "the pool no longer has them",
+                )
+            return good + missing[found.blocks :]
+
+        missing = [False] * len(keys)
+        result = self._call("load", load, missing) if keys else []
+        self._tally.add("lost_pages", len(keys) - sum(result))
+        return result
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Stores pages from the slots ``host_indices``. All True when the pool now has every object of every
+        page; else all False, and SGLang goes on without."""
+
+        def save(memory: Memory, lanes: Lanes) -> list[bool]:
+            if not memory.saves:  # a lower rank holds the same heads
+                return stored
+            names = memory.names(keys)
+            pages, columns = memory.places(keys, host_indices)
+            started_s = time.perf_counter()
+            answer = lanes.saves.run(
+                lambda w: w.submit_save(
+                    names, BLOCK_NAME_BYTES, _parents(memory, names, extra_info), memory.table, pages, columns
+                )
+            )
+            self._heard("" if answer.stored or answer.existed else answer.error)
+            self._tally.add("saved_bytes", answer.bytes_stored)
+            if answer.refused:
+                self._tally.add("refused_pages", len(keys))
+                return [False] * len(keys)
+            self._tally.add("saved_pages", len(keys))
+            self._observe("backup", len(keys), answer.bytes_stored, time.perf_counter() - started_s)
+            return stored
+
+        stored = [True] * len(keys)
+        return self._call("save", save, [False] * len(keys)) if keys else []
+
+    # Pools beside the KV: refused above, and so always a miss
+
+    def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        pages = 0 if pool_transfers else self.batch_exists(keys, extra_info)
+        return compat.PoolTransferResult(pages, {})
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
+
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return self.batch_get_v2(transfers, extra_info)
+
+    # The older interface, one tensor a page: SGLang uses it only without interface_v1, which Settings refuses
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        self._needs_v1()
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
+        self._needs_v1()
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        self._needs_v1()
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        self._needs_v1()
+
+    def _needs_v1(self) -> NoReturn:
+        raise ConfigError('moonpool moves pages by "interface_v1": 1 only', operation="config")
+
+    # Life
+
+    def get_stats(self) -> compat.StorageMetrics:
+        """What was moved since the last call, for SGLang's own histograms."""
+        with self._stats_lock:
+            stats, self._stats = self._stats, compat.StorageMetrics()
+        return stats
+
+    def clear(self) -> bool:
+        """Removes every page of this model from the pool, also those that other engines share. False when the
+        pool does not answer."""
+        if self._pool is None:
+            return False
+        settings = self._settings
+        try:
+            with Store(
+                str(settings.socket()),
+                tenant=settings.tenant,
+                namespace=settings.namespace,
+                fingerprint=self._mark,
+            ) as store:
+                removed = store.remove_all()
+        except Error as error:
+            self._log.warning("moonpool: the pool was not cleared (%s)", error)
+            return False
+        self._log.info("moonpool: %d objects of this model were removed from the pool", removed)
+        return True
+
+    def close(self) -> None:
+        """Detached: SGLang has ended its storage threads."""
+        pool, self._pool, self._memory = self._pool, None, None
+        if pool is not None:
+            pool.close()
+
+    # Helpers
+
+    def _call(self, what: str, call: Callable[[Memory, Lanes], Result], otherwise: Result) -> Result:
+        """``call`` with the memory and the lanes, or ``otherwise``: the boundary that no error crosses."""
+        memory, pool = self._memory, self._pool
+        lanes = None if pool is None else pool.lanes()
+        if memory is None or lanes is None:
+            self._tally.add("unanswered")
+            return otherwise
+        try:
+            return call(memory, lanes)
+        except Error as error:
+            self._heard(str(error))
+        except Exception:
+            self._tally.add("survived_errors")
+            self._log.exception("moonpool: an unexpected error in a %s; the engine goes on without", what)
+        return otherwise
+
+    def _heard(self, error: str) -> None:
+        if error:
+            self._tally.add("unanswered")
+        if self._pool is not None:
+            self._pool.heard(error)
+
+    def _observe(self, kind: str, pages: int, size: int, seconds: float) -> None:
+        with self._stats_lock:
+            getattr(self._stats, f"{kind}_pgs").append(pages)
+            getattr(self._stats, f"{kind}_bandwidth").append(size / GIGA / max(seconds, 1e-9))
+
+
+def _parents(memory: Memory, names: bytes, extra_info: Any) -> bytes:
+    """For each object that of the same heads and layers one page earlier; zero bytes: none is known."""
+    before = getattr(extra_info, "prefix_keys", None)
+    unit = memory.width * BLOCK_NAME_BYTES
+    return (memory.names(before[-1:]) if before else bytes(unit)) + names[:-unit]

@@ -1,0 +1,60 @@
+"""Every difference between the SGLang versions that this backend runs under (0.5.18 to 0.5.23), and nothing
+else.
+
+Without SGLang (unit tests, type checks) the base classes are empty stand-ins, so that the backend can be
+imported.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+
+    class Storage:
+        def register_mem_pool_host(self, mem_pool_host: Any) -> None: ...
+
+    class PoolTransferResult:
+        kv_hit_pages: int
+        extra_pool_hit_pages: dict[str, int]
+
+        def __init__(self, kv_hit_pages: int, extra_pool_hit_pages: dict[str, int]) -> None: ...
+
+    class StorageMetrics:
+        prefetch_pgs: list[int]
+        backup_pgs: list[int]
+        prefetch_bandwidth: list[float]
+        backup_bandwidth: list[float]
+
+else:
+    try:
+        from sglang.srt.mem_cache import hicache_storage
+        from sglang.srt.observability import metrics_collector
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("sglang", "torch"):
+            raise
+        from moonpool.connectors.sglang import standins as hicache_storage
+        from moonpool.connectors.sglang import standins as metrics_collector
+    PoolTransferResult = hicache_storage.PoolTransferResult
+    Storage = hicache_storage.HiCacheStorage
+    StorageMetrics = metrics_collector.StorageMetrics
+
+
+def server_args() -> Any:
+    """The arguments of the server in this process."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return get_server_args()
+
+
+def model_config(args: Any) -> Any:
+    """SGLang's ModelConfig of the target model."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig.from_server_args(args)
+
+
+def logger(name: str) -> logging.Logger:
+    """A logger that speaks through SGLang's handlers."""
+    return logging.getLogger(f"sglang.moonpool.{name}")

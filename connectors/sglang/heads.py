@@ -1,0 +1,39 @@
+"""How the KV heads of a model are cut into objects (docs/keys.md), and which of them a rank holds."""
+
+from __future__ import annotations
+
+import math
+
+TP_SIZE_MAX = 8
+
+
+class Refused(Exception):
+    """This engine's memory cannot be used with the pool; the message is one sentence that says why."""
+
+
+def heads_per_object(kv_heads: int) -> int:
+    """Heads that one object holds: at most an eighth of the model's, and a divisor of what a rank has under
+    every tensor-parallel size up to 8 that divides them, so that no such size changes an object."""
+    shares = [kv_heads // size for size in range(1, TP_SIZE_MAX + 1) if kv_heads % size == 0]
+    common = math.gcd(*shares)
+    limit = max(1, kv_heads // TP_SIZE_MAX)
+    return max(heads for heads in range(1, limit + 1) if common % heads == 0)
+
+
+def first_head(kv_heads: int, local_heads: int, tp_rank: int, tp_size: int) -> int:
+    """The number, in the whole model, of a rank's first KV head. Raises Refused for a split that is not
+    even."""
+    if local_heads == kv_heads:
+        return 0
+    if local_heads * tp_size == kv_heads:
+        return tp_rank * local_heads
+    if local_heads == 1 and kv_heads < tp_size and tp_size % kv_heads == 0:  # several ranks hold one head
+        return tp_rank * kv_heads // tp_size
+    raise Refused(f"{local_heads} KV heads on each of {tp_size} ranks do not make the model's {kv_heads}")
+
+
+def holds_first_copy(kv_heads: int, local_heads: int, tp_rank: int, tp_size: int) -> bool:
+    """Whether no lower rank holds the same heads; the one that does saves them for all."""
+    return tp_rank == 0 or first_head(kv_heads, local_heads, tp_rank - 1, tp_size) != first_head(
+        kv_heads, local_heads, tp_rank, tp_size
+    )

@@ -1,0 +1,163 @@
+"""The connection to the node, for threads that may wait: made as soon as there is a node, and found again by
+the native client after the node was lost.
+
+Without a node a call costs nothing but, every RETRY_S seconds, one attempt to connect.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from moonpool import _native
+from moonpool.connectors.sglang.settings import Settings
+from moonpool.core import paths
+from moonpool.core.control_tls import control_client_of
+from moonpool.core.errors import Error
+
+RETRY_S = 0.5
+TIMEOUT_S = 2.0
+
+Answer = TypeVar("Answer")
+
+
+class Lane:
+    """One native thread, for one caller at a time."""
+
+    def __init__(self, client: _native.Client) -> None:
+        self._worker = _native.Worker(client, threads=1)
+        self._turn = threading.Lock()
+        self._done = select.poll()
+        self._done.register(self._worker.eventfd, select.POLLIN)
+
+    def run(self, submit: Callable[[_native.Worker], int]) -> Any:
+        """The answer to what ``submit`` handed over. The native side answers every ticket, at the latest
+        TIMEOUT_S after the last progress, and until then the memory it was given is in use: so this does not
+        give up earlier."""
+        with self._turn:
+            ticket = submit(self._worker)
+            while True:
+                for number, answer in self._worker.poll():
+                    if number == ticket:
+                        return answer
+                self._done.poll()
+
+    def release(self, pin_id: int) -> None:
+        """Gives a pin back that this lane was given; harmless for 0."""
+        if pin_id:
+            self._worker.release(pin_id)
+
+    def close(self) -> None:
+        with self._turn:
+            self._worker.close()
+
+
+class Lanes:
+    """One connection and its threads: a load never stands behind saves, nor a lookup behind a load."""
+
+    def __init__(self, client: _native.Client) -> None:
+        self._client = client
+        self.lookups, self.loads, self.saves = Lane(client), Lane(client), Lane(client)
+
+    @classmethod
+    def dial(cls, settings: Settings, fingerprint: bytes) -> Lanes:
+        """Connects. Raises Unavailable without a node, AuthError when the token does not fit."""
+        socket = str(settings.socket())
+        client = _native.Client(
+            socket,
+            paths.client_token(socket),
+            settings.tenant,
+            settings.namespace,
+            fingerprint,
+            TIMEOUT_S,
+            tls=control_client_of(socket),
+        )
+        client.connect()
+        return cls(client)
+
+    def close(self) -> None:
+        for lane in (self.lookups, self.loads, self.saves):
+            lane.close()
+        self._client.close()
+
+
+class Pool:
+    """The lanes as soon as there are some. Says once when there is no node, and when it is joined, lost and
+    back."""
+
+    def __init__(
+        self,
+        dial: Callable[[], Lanes],
+        *,
+        address: str,
+        log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._dial = dial
+        self._address = address
+        self._log = log
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._lanes: Lanes | None = None
+        self._next_s = 0.0
+        self._closed = False
+        self._trouble = ""
+
+    def open(self, *, required: bool) -> None:
+        """Dials once. Raises the error only when the pool is ``required``."""
+        with self._lock:
+            try:
+                self._lanes = self._dial()
+            except Error as error:
+                if required:
+                    raise
+                self._no_pool(error)
+
+    def lanes(self) -> Lanes | None:
+        """The connection, or None. Dials when the last attempt is RETRY_S ago and nobody else is at it."""
+        if self._lanes is not None or self._closed or self._clock() < self._next_s:
+            return self._lanes
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            if self._lanes is None and not self._closed:
+                self._lanes = self._dial()
+                self._trouble = ""
+                self._log.info("moonpool: joined the pool at %s", self._address)
+        except Error as error:
+            self._no_pool(error)
+        finally:
+            self._lock.release()
+        return self._lanes
+
+    def heard(self, error: str) -> None:
+        """What the pool said to a call: "" or a sentence. A trouble is logged when it begins and ends."""
+        if error and not self._trouble:
+            self._log.warning(
+                "moonpool: the pool at %s does not answer (%s); prompts are computed", self._address, error
+            )
+        elif self._trouble and not error:
+            self._log.info("moonpool: the pool at %s answers again", self._address)
+        self._trouble = error
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            lanes, self._lanes = self._lanes, None
+        if lanes is not None:
+            lanes.close()
+
+    def _no_pool(self, error: Error) -> None:
+        self._next_s = self._clock() + RETRY_S
+        if not self._trouble:
+            self._log.warning(
+                "moonpool: no pool at %s (%s); this engine serves without it and joins when a node appears "
+                "there",
+                self._address,
+                error,
+            )
+        self._trouble = str(error)

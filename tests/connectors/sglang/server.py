@@ -1,0 +1,177 @@
+"""A real SGLang server as a process of the test: started with a deadline, asked over HTTP, always taken
+down."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.connectors.sglang.reference import MAX_TOKENS
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parents[2] / "src"
+START_TIMEOUT_S = 300.0
+CALL_TIMEOUT_S = 120.0
+ADMIN_KEY = "admin of this test"
+PAGE_TOKENS = 16
+FLAGS = [
+    "--device=cpu",
+    "--attention-backend=torch_native",
+    "--mem-fraction-static=0.1",
+    "--max-total-tokens=4096",
+    "--cuda-graph-backend-decode=disabled",
+    "--cuda-graph-backend-prefill=disabled",
+    "--skip-tokenizer-init",
+    "--skip-server-warmup",
+    f"--page-size={PAGE_TOKENS}",
+    "--enable-hierarchical-cache",
+    "--hicache-ratio=2",
+    "--hicache-io-backend=direct",
+    "--hicache-write-policy=write_through",
+    "--hicache-storage-prefetch-policy=wait_complete",
+    "--enable-metrics",
+    "--enable-cache-report",
+    f"--admin-api-key={ADMIN_KEY}",
+]
+
+
+def environment(runtime: Path, plugin: Path) -> dict[str, str]:
+    """What engines see: this checkout, the stand-ins for CUDA, their own runtime folder."""
+    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    return {
+        **inherited,
+        "PATH": f"{Path(os.environ['MOONPOOL_SGLANG_PYTHON']).parent}:{os.environ['PATH']}",  # ninja
+        "PYTHONPATH": f"{plugin}:{SOURCE}",
+        "SGLANG_PLATFORM": "torchcpu",
+        "SGLANG_HOST_IP": "127.0.0.1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "MOONPOOL_RUNTIME_DIR": str(runtime),
+    }
+
+
+class Server:
+    """One ``sglang.launch_server``; ``layout``: of its host memory."""
+
+    def __init__(
+        self, model: Path, runtime: Path, plugin: Path, log: Path, *, layout: str, extra: dict[str, object]
+    ) -> None:
+        self.extra = {
+            "backend_name": "moonpool",
+            "module_path": "moonpool.connectors.sglang",
+            "class_name": "MoonpoolHiCache",
+            "interface_v1": 1,
+            "prefetch_threshold": PAGE_TOKENS,
+            "hicache_storage_pass_prefix_keys": True,
+            **extra,
+        }
+        self.port = _free_port()
+        self.log = log
+        command = [
+            *(os.environ["MOONPOOL_SGLANG_PYTHON"], "-m", "sglang.launch_server", *FLAGS),
+            *(f"--model-path={model}", "--host=127.0.0.1", f"--port={self.port}"),
+            *(f"--hicache-mem-layout={layout}", "--hicache-storage-backend=dynamic"),
+            f"--hicache-storage-backend-extra-config={json.dumps(self.extra)}",
+        ]
+        with open(log, "wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment(runtime, plugin),
+                start_new_session=True,
+            )
+
+    def wait(self) -> Server:
+        """Returns when it serves; a server that ended, or says nothing for too long, fails the test."""
+        started_s = time.monotonic()
+        while True:
+            try:
+                self.call("GET", "health", timeout_s=5)
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                assert self._process.poll() is None, self.tail()
+                assert time.monotonic() - started_s < START_TIMEOUT_S, self.tail()
+                time.sleep(0.2)  # there is nothing to wait on but the port
+            else:
+                print(f"SGLang served after {time.monotonic() - started_s:.1f} s", file=sys.stderr)
+                return self
+
+    def generate(self, prompt: list[int]) -> tuple[list[int], int]:
+        """The 16 greedy tokens, and how many of the prompt's came from the pool."""
+        body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": MAX_TOKENS}}
+        answer = json.loads(self.call("POST", "generate", body))
+        details = answer["meta_info"].get("cached_tokens_details") or {}
+        return answer["output_ids"], int(details.get("storage", 0) or 0)
+
+    def forget(self) -> None:
+        """Empties the engine's own two tiers."""
+        self._when_idle("POST", "flush_cache")
+
+    def detach(self) -> None:
+        self._when_idle("DELETE", "hicache/storage-backend")
+
+    def attach(self) -> None:
+        body = {
+            "hicache_storage_backend": "dynamic",
+            "hicache_storage_backend_extra_config_json": json.dumps(self.extra),
+            "hicache_storage_prefetch_policy": "wait_complete",
+        }
+        self._when_idle("PUT", "hicache/storage-backend", body)
+
+    def _when_idle(self, method: str, path: str, body: dict[str, Any] | None = None) -> None:
+        """It refuses these while anything is in flight, and answers a client before it has tidied up."""
+        deadline_s = time.monotonic() + 30
+        while True:
+            try:
+                self.call(method, path, body)
+                return
+            except urllib.error.HTTPError as error:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"{path}: {error.read()!r}\n{self.tail()}") from error
+                time.sleep(0.1)
+
+    def metrics(self) -> dict[str, float]:
+        """The values of moonpool_hicache_*_total."""
+        lines = self.call("GET", "metrics").splitlines()
+        rows = [line.rpartition(" ") for line in lines if line.startswith("moonpool_hicache_")]
+        return {name.partition("{")[0]: float(value) for name, _, value in rows}
+
+    def call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> str:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/{path}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_KEY}"},
+        )
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    def logged(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def tail(self) -> str:
+        return "\n".join(self.logged().splitlines()[-60:])
+
+    def close(self) -> None:
+        """Ends all of its processes: they are a session of their own."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
