@@ -3,6 +3,7 @@ pool. docs/sglang.md is its manual.
 
     backend      the class SGLang talks to; survives what goes wrong below
     layout       where the bytes of (layer, head, page) lie in SGLang's host memory, as plain values
+    sidecars     the pools that some models have beside their KV
     heads        how the model's KV heads are cut into objects, and which of them a rank has
     identity     the fingerprint: which model, weights and form of bytes
     settings     the keys of the extra config, checked

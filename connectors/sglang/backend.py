@@ -23,9 +23,11 @@ from moonpool.connectors.sglang.layout import PageLayout, object_ranges, read_la
 from moonpool.connectors.sglang.metrics import Tally
 from moonpool.connectors.sglang.pool import Lanes, Pool
 from moonpool.connectors.sglang.settings import Settings
+from moonpool.connectors.sglang.sidecars import Parts, Sidecar, read_sidecar, restorable
 from moonpool.core.errors import ConfigError, Error
 from moonpool.core.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges, fingerprint
 from moonpool.core.store import Store
+from moonpool.core.store_types import presences, put_results
 
 Result = TypeVar("Result")
 Pages = npt.NDArray[np.uint32]
@@ -90,6 +92,7 @@ class MoonpoolHiCache(compat.Storage):
         self._tally = Tally(exported=bool(storage_config.enable_storage_metrics))
         self._memory: Memory | None = None
         self._pool: Pool | None = None
+        self._sidecars: dict[str, Sidecar] = {}
         self._mark = b""
         self._stats_lock = threading.Lock()
         self._stats = compat.StorageMetrics()
@@ -106,15 +109,17 @@ class MoonpoolHiCache(compat.Storage):
             self._log.warning("moonpool: this engine serves without the pool: %s", error)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """A pool beside the KV: its pages must come and go with the KV's, so the model is not served half."""
-        name = str(getattr(host_pool_name, "value", host_pool_name))
+        """A pool beside the KV. If it cannot be stored, nothing is: half a model is of no use."""
+        name = _plain_name(host_pool_name)
         if name == "kv" or self._memory is None:
             return
-        self.close()
-        refusal = f"the model keeps state in the pool {name!r} too, which moonpool does not know yet"
-        if self._settings.require_pool:
-            raise Refused(refusal)
-        self._log.warning("moonpool: this engine serves without the pool: %s", refusal)
+        try:
+            self._sidecars[name] = read_sidecar(name, host_pool, self._config, compat.first_page(host_pool))
+        except Refused as error:
+            self.close()
+            if self._settings.require_pool:
+                raise
+            self._log.warning("moonpool: this engine serves without the pool: %s", error)
 
     def _join(self, host: Any) -> None:
         args = compat.server_args()
@@ -232,17 +237,65 @@ class MoonpoolHiCache(compat.Storage):
         stored = [True] * len(keys)
         return self._call("save", save, [False] * len(keys)) if keys else []
 
-    # Pools beside the KV: refused above, and so always a miss
+    # Pools beside the KV
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        pages = 0 if pool_transfers else self.batch_exists(keys, extra_info)
-        return compat.PoolTransferResult(pages, {})
+        """How many leading pages every pool can restore, as its hit policy demands; and what each has."""
+        kv_pages = self.batch_exists(keys, extra_info)
+        hits: dict[Any, int] = {compat.PoolName.KV: kv_pages} if kv_pages else {}
+        lengths = set(range(1, kv_pages + 1))
+        for transfer in pool_transfers or ():
+            policy = _plain_name(transfer.hit_policy)
+            if policy == "block_groups":  # a second form of the KV: it never decides, and has no verdict here
+                continue
+            trailing = max(1, len(transfer.keys or ())) if policy == "trailing_pages" else None
+            of_pool = restorable(self._present(transfer.name, keys[:kv_pages]), trailing)
+            if of_pool:
+                hits[transfer.name] = max(of_pool)
+            lengths &= of_pool
+        return compat.transfer_result(max(lengths, default=0), hits, lengths)
 
-    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Loads pages of other pools; of each, whether all of its bytes are there."""
 
-    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        return self.batch_get_v2(transfers, extra_info)
+        def load(lanes: Lanes, names: list[bytes], parts: list[Parts]) -> list[bool]:
+            sizes = _raised(lanes.loads.run(lambda w: w.submit_get_into(names, parts)))
+            wanted = [sum(size for _, size in each) for each in parts]
+            good = [size == want for size, want in zip(sizes, wanted, strict=True)]
+            self._tally.add("loaded_bytes", sum(want for want, ok in zip(wanted, good, strict=True) if ok))
+            return good
+
+        return {transfer.name: self._move("load", transfer, load) for transfer in transfers}
+
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Stores pages of other pools; of each, whether the pool now has it."""
+
+        def save(lanes: Lanes, names: list[bytes], parts: list[Parts]) -> list[bool]:
+            answer = _raised(lanes.saves.run(lambda w: w.submit_put(names, parts)))
+            return [bool(result) for result in put_results(*answer)]
+
+        return {transfer.name: self._move("save", transfer, save) for transfer in transfers}
+
+    def _present(self, name: Any, keys: list[str]) -> list[bool]:
+        def ask(memory: Memory, lanes: Lanes) -> list[bool]:
+            names = self._sidecars[_plain_name(name)].names(keys)
+            flags = _raised(lanes.lookups.run(lambda w: w.submit_names("exists", names)))
+            return [bool(presence) for presence in presences(flags)]
+
+        absent = [False] * len(keys)
+        return self._call("lookup", ask, absent) if keys else absent
+
+    def _move(
+        self, what: str, transfer: Any, move: Callable[[Lanes, list[bytes], list[Parts]], list[bool]]
+    ) -> list[bool]:
+        keys = transfer.keys or []
+
+        def moved(memory: Memory, lanes: Lanes) -> list[bool]:
+            sidecar = self._sidecars[_plain_name(transfer.name)]
+            return move(lanes, sidecar.names(keys), sidecar.parts(keys, transfer.host_indices))
+
+        nothing = [False] * len(keys)
+        return self._call(what, moved, nothing) if keys else nothing
 
     # The older interface, one tensor a page: SGLang uses it only without interface_v1, which Settings refuses
 
@@ -332,3 +385,14 @@ def _parents(memory: Memory, names: bytes, extra_info: Any) -> bytes:
     before = getattr(extra_info, "prefix_keys", None)
     unit = memory.width * BLOCK_NAME_BYTES
     return (memory.names(before[-1:]) if before else bytes(unit)) + names[:-unit]
+
+
+def _plain_name(name: Any) -> str:
+    """SGLang's names of pools and policies are texts and members of an Enum at once."""
+    return str(getattr(name, "value", name))
+
+
+def _raised(answer: Any) -> Any:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer

@@ -7,6 +7,7 @@ imported.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,12 @@ if TYPE_CHECKING:
     class PoolTransferResult:
         kv_hit_pages: int
         extra_pool_hit_pages: dict[str, int]
+        restorable_prefix_pages: list[int] | None
 
-        def __init__(self, kv_hit_pages: int, extra_pool_hit_pages: dict[str, int]) -> None: ...
+        def __init__(self, **fields: Any) -> None: ...
+
+    class PoolName:
+        KV: str
 
     class StorageMetrics:
         prefetch_pgs: list[int]
@@ -36,9 +41,24 @@ else:
             raise
         from moonpool.connectors.sglang import standins as hicache_storage
         from moonpool.connectors.sglang import standins as metrics_collector
+    PoolName = hicache_storage.PoolName
     PoolTransferResult = hicache_storage.PoolTransferResult
     Storage = hicache_storage.HiCacheStorage
     StorageMetrics = metrics_collector.StorageMetrics
+
+
+def transfer_result(pages: int, hits: dict[Any, int], lengths: set[int]) -> PoolTransferResult:
+    """What batch_exists_v2 returns. ``lengths``: all that can be restored, which 0.5.18 does not ask for."""
+    known = {"kv_hit_pages": pages, "extra_pool_hit_pages": hits, "restorable_prefix_pages": sorted(lengths)}
+    names = {field.name for field in dataclasses.fields(PoolTransferResult)}  # type: ignore[arg-type]
+    return PoolTransferResult(**{name: value for name, value in known.items() if name in names})
+
+
+def first_page(pool: Any) -> Any:
+    """The slots of a host pool's first page, as SGLang gives them."""
+    import torch
+
+    return torch.arange(int(getattr(pool, "page_size", 1) or 1))
 
 
 def server_args() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +12,17 @@ class HiCacheStorage:
         self.mem_pool_host = mem_pool_host
 
 
+class PoolName(str, enum.Enum):  # noqa: UP042  as SGLang's: it hashes by its member's name
+    KV = "kv"
+    MAMBA = "mamba"
+    INDEXER = "indexer"
+
+
 @dataclass
 class PoolTransferResult:
     kv_hit_pages: int
     extra_pool_hit_pages: dict[str, int]
+    restorable_prefix_pages: list[int] | None = None
 
 
 @dataclass

@@ -57,6 +57,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine()
     monkeypatch.setattr(compat, "server_args", lambda: engine)
     monkeypatch.setattr(compat, "model_config", lambda args: args)
+    monkeypatch.setattr(compat, "first_page", lambda pool: range(pool.page_size))
     return engine
 
 

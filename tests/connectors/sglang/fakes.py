@@ -4,7 +4,7 @@ shapes and meanings are those of SGLang 0.5.18 to 0.5.23; test_real_pools.py hol
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -102,8 +102,33 @@ class MLATokenToKVPoolHost(HostPool):
         return Tensor(self.memory[0])
 
 
-class MambaPoolHost(MHATokenToKVPoolHost):
-    """A kind that is not known."""
+class MambaPoolHost:
+    """One state a page, in two tensors; not to be addressed without ``layout`` page_first."""
+
+    page_size = 1
+    dtype = "torch.float32"
+
+    def __init__(self, pages: int = 12, layout: str = "page_first") -> None:
+        self.layout = layout
+        self.temporal = np.zeros((pages, 40), np.float32)
+        self.conv = np.zeros((pages, 6), np.float32)
+
+    def get_page_buffer_meta(self, indices: Iterable[int]) -> tuple[list[int], list[int]]:
+        if self.layout != "page_first":
+            raise ValueError("it requires page_first layout")
+        tensors = (self.temporal, self.conv)
+        rows = [tensor[index] for index in indices for tensor in tensors]
+        return [row.ctypes.data for row in rows], [row.nbytes for row in rows]
+
+
+@dataclass
+class Transfer:
+    """SGLang's PoolTransfer."""
+
+    name: str
+    keys: list[str] | None
+    host_indices: Any = None
+    hit_policy: str = "all_pages"
 
 
 @dataclass

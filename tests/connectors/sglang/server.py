@@ -44,13 +44,13 @@ FLAGS = [
 ]
 
 
-def environment(runtime: Path, plugin: Path) -> dict[str, str]:
-    """What engines see: this checkout, the stand-ins for CUDA, their own runtime folder."""
+def environment(runtime: Path, *paths: Path) -> dict[str, str]:
+    """What engines see: this checkout, ``paths`` with the stand-ins for CUDA, their own runtime folder."""
     inherited = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     return {
         **inherited,
         "PATH": f"{Path(os.environ['MOONPOOL_SGLANG_PYTHON']).parent}:{os.environ['PATH']}",  # ninja
-        "PYTHONPATH": f"{plugin}:{SOURCE}",
+        "PYTHONPATH": ":".join(map(str, (*paths, SOURCE))),
         "SGLANG_PLATFORM": "torchcpu",
         "SGLANG_HOST_IP": "127.0.0.1",
         "HF_HUB_OFFLINE": "1",

@@ -50,14 +50,16 @@ def register() -> None:
 def __getattr__(name: str) -> Any:
     if name != "TorchCpuPlatform":
         raise AttributeError(name)
+    from sglang.srt.platforms import interface
     from sglang.srt.platforms.cpu import CpuDeviceMixin
-    from sglang.srt.platforms.interface import PlatformCapabilities, PlatformEnum, SRTPlatform
+    from sglang.srt.platforms.device_mixin import PlatformEnum
 
-    class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    class TorchCpuPlatform(CpuDeviceMixin, interface.SRTPlatform):
         _enum = PlatformEnum.OOT
         device_name = "cpu"
         device_type = "cpu"
-        capabilities = PlatformCapabilities(supports_triton=False)
+        if hasattr(interface, "PlatformCapabilities"):  # not in 0.5.18
+            capabilities = interface.PlatformCapabilities(supports_triton=False)
 
         def get_default_attention_backend(self) -> str:
             return "torch_native"

@@ -54,6 +54,26 @@ def runtime() -> Iterator[Path]:
         yield Path(path)
 
 
+def test_sglangs_own_host_pools(place: Path, runtime: Path) -> None:
+    node = Node(runtime).start()
+    try:
+        python, socket = os.environ["MOONPOOL_SGLANG_PYTHON"], str(runtime / "node.sock")
+        run = subprocess.run(
+            [python, "-m", "tests.connectors.sglang.real_pools", socket],
+            cwd=runtime,
+            env=environment(runtime, place / "plugin", HERE.parents[2]),
+            stdout=subprocess.PIPE,
+            timeout=300,
+            check=True,
+        )
+    finally:
+        node.stop()
+    assert run.stdout.decode().splitlines()[-2:] == [
+        "MHATokenToKVPoolHost layer_first page_first page_first_direct page_head",
+        "MLATokenToKVPoolHost layer_first page_first page_first_direct",
+    ]
+
+
 def test_store_flush_hit_and_a_second_server(place: Path, runtime: Path) -> None:
     asked = prompts(4)
     model = place / "model"

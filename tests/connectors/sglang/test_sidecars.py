@@ -1,0 +1,145 @@
+"""Pools beside the KV, against a real node."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from moonpool.connectors.sglang import MoonpoolHiCache, compat
+from moonpool.connectors.sglang.heads import Refused
+from moonpool.connectors.sglang.sidecars import pages_of, restorable
+from tests.connectors.sglang.conftest import Make, Node
+from tests.connectors.sglang.fakes import (
+    MambaPoolHost,
+    MHATokenToKVPoolHost,
+    MLATokenToKVPoolHost,
+    Transfer,
+    page_keys,
+)
+
+
+def hybrid(make: Make, states: MambaPoolHost, **config: int) -> MoonpoolHiCache:
+    pool = MHATokenToKVPoolHost()
+    backend = make(pool, **config)
+    backend.register_mem_host_pool_v2(pool, "kv")
+    backend.register_mem_host_pool_v2(states, "mamba")
+    return backend
+
+
+def test_states_come_back(make: Make, node: Node) -> None:
+    node.start()
+    source, target, keys = MambaPoolHost(), MambaPoolHost(), page_keys(2)
+    source.temporal[:] = np.random.default_rng(1).random(source.temporal.shape)
+    source.conv[:] = np.random.default_rng(2).random(source.conv.shape)
+    first, second = hybrid(make, source), hybrid(make, target)
+    assert first.batch_set_v2([Transfer("mamba", keys, [3, 8])]) == {"mamba": [True, True]}
+    got = second.batch_get_v2([Transfer("mamba", [*keys, *page_keys(1, seed=5)], [1, 0, 2])])
+    assert got == {"mamba": [True, True, False]}
+    for to, page in ((1, 3), (0, 8)):
+        np.testing.assert_array_equal(target.temporal[to], source.temporal[page])
+        np.testing.assert_array_equal(target.conv[to], source.conv[page])
+    assert not target.temporal[3:].any()
+
+
+def test_a_prefix_is_as_long_as_every_pool_restores(make: Make, node: Node) -> None:
+    node.start()
+    states, pool, keys = MambaPoolHost(), MHATokenToKVPoolHost(), page_keys(6)
+    backend = make(pool)
+    backend.register_mem_host_pool_v2(states, "mamba")
+    assert backend.batch_set_v1(keys[:5], pool.slots(*range(5))) == [True] * 5
+    for page in (1, 3):
+        backend.batch_set_v2([Transfer("mamba", [keys[page]], [page])])
+    trailing = Transfer("mamba", [keys[4]], hit_policy="trailing_pages")
+    found = backend.batch_exists_v2(keys, [trailing])
+    assert found.kv_hit_pages == 4
+    assert found.restorable_prefix_pages == [2, 4]
+    assert found.extra_pool_hit_pages == {compat.PoolName.KV: 5, "mamba": 4}
+    every = backend.batch_exists_v2(keys, [Transfer("mamba", None)])
+    assert (every.kv_hit_pages, every.restorable_prefix_pages) == (0, [])
+    groups = backend.batch_exists_v2(keys, [Transfer("mamba", None, hit_policy="block_groups")])
+    assert groups.kv_hit_pages == 5
+    assert backend.batch_exists_v2(keys, []).kv_hit_pages == 5
+    assert backend.batch_exists_v2(page_keys(1, seed=9), [trailing]).extra_pool_hit_pages == {}
+
+
+def test_ranks_and_shapes_do_not_mix(make: Make, node: Node) -> None:
+    node.start()
+    keys = page_keys(1)
+    hybrid(make, MambaPoolHost()).batch_set_v2([Transfer("mamba", keys, [0])])
+    assert hybrid(make, MambaPoolHost()).batch_get_v2([Transfer("mamba", keys, [0])]) == {"mamba": [True]}
+    other = MambaPoolHost()
+    other.conv = np.zeros((12, 7), np.float32)
+    for backend in (hybrid(make, other), hybrid(make, MambaPoolHost(), pp_rank=1, pp_size=2)):
+        assert backend.batch_get_v2([Transfer("mamba", keys, [0])]) == {"mamba": [False]}
+
+
+def test_what_is_the_same_on_every_rank(make: Make, node: Node) -> None:
+    """MLA: rank 0 writes the indexer's pages for all; states of Mamba layers are each rank's own."""
+    node.start()
+    keys = page_keys(1)
+    ranks = []
+    for rank in range(2):
+        backend = make(MLATokenToKVPoolHost(heads=1), tp_rank=rank, tp_size=2)
+        backend.register_mem_host_pool_v2(MambaPoolHost(), "indexer")
+        backend.register_mem_host_pool_v2(MambaPoolHost(), "mamba")
+        ranks.append(backend)
+    transfers = [Transfer("indexer", keys, [0]), Transfer("mamba", keys, [0])]
+    assert ranks[0].batch_set_v2(transfers) == {"indexer": [True], "mamba": [True]}
+    assert ranks[1].batch_get_v2(transfers) == {"indexer": [True], "mamba": [False]}
+
+
+def test_a_pool_that_cannot_be_stored(make: Make, node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """KV without the rest would be a model half restored: nothing is stored, and nothing found."""
+    node.start()
+    pool, keys = MHATokenToKVPoolHost(), page_keys(1)
+    plain = make(pool)
+    assert plain.batch_set_v1(keys, pool.slots(0)) == [True]
+    backend = hybrid(make, MambaPoolHost(layout="layer_first"))
+    assert "the pages of the pool 'mamba' cannot be addressed (it requires page_first layout)" in caplog.text
+    transfer = Transfer("mamba", keys, [0])
+    assert backend.batch_exists_v2(keys, [transfer]).kv_hit_pages == 0
+    assert backend.batch_exists(keys) == 0
+    assert backend.batch_get_v2([transfer]) == backend.batch_set_v2([transfer]) == {"mamba": [False]}
+    drafting = make(pool)
+    drafting.register_mem_host_pool_v2(MambaPoolHost(), "draft")
+    assert "does not know draft models yet" in caplog.text
+    assert drafting.batch_exists(keys) == 0
+    required = make(pool, {"require_pool": True})
+    with pytest.raises(Refused, match="cannot be addressed"):
+        required.register_mem_host_pool_v2(MambaPoolHost(layout="layer_first"), "mamba")
+
+
+def test_wrong_questions_and_no_node(make: Make, node: Node) -> None:
+    node.start()
+    backend, keys = hybrid(make, MambaPoolHost()), page_keys(2)
+    wrong = [Transfer("mamba", keys, [0]), Transfer("mamba", keys), Transfer("swa", keys, [0, 1])]
+    for transfer in wrong:
+        assert backend.batch_set_v2([transfer]) == {transfer.name: [False] * 2}
+        assert backend.batch_get_v2([transfer]) == {transfer.name: [False] * 2}
+    assert backend._tally.values["survived_errors"] == 6
+    right = Transfer("mamba", keys, [0, 1])
+    assert backend.batch_set_v2([right, Transfer("mamba", None)]) == {"mamba": []}
+    assert backend.batch_set_v2([right]) == {"mamba": [True] * 2}
+    node.stop()
+    assert backend.batch_get_v2([right]) == backend.batch_set_v2([right]) == {"mamba": [False] * 2}
+    assert backend._tally.values["survived_errors"] == 6
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_restorable_is_what_a_slow_search_says(seed: int) -> None:
+    print(f"seed {seed}")
+    present = [random.Random(seed * 100 + page).random() < 0.7 for page in range(12)]
+    for trailing in (None, 1, 2, 5, 20):
+        slow = {
+            length for length in range(1, 13) if all(present[max(0, length - (trailing or length)) : length])
+        }
+        assert restorable(present, trailing) == slow
+
+
+def test_metas_that_do_not_divide() -> None:
+    assert pages_of(([1, 2, 3, 4], [8, 9, 8, 9]), 2) == [[(1, 8), (2, 9)], [(3, 8), (4, 9)]]
+    for addresses, sizes in (([1, 2, 3], [8, 8, 8]), ([], []), ([1, 2], [8]), ([1, 2], [8, 0])):
+        with pytest.raises(ValueError, match="for 2 pages"):
+            pages_of((addresses, sizes), 2)
