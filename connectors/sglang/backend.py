@@ -94,6 +94,7 @@ class MoonpoolHiCache(compat.Storage):
         self._pool: Pool | None = None
         self._sidecars: dict[str, Sidecar] = {}
         self._mark = b""
+        self._refusal = ""
         self._stats_lock = threading.Lock()
         self._stats = compat.StorageMetrics()
 
@@ -225,11 +226,11 @@ class MoonpoolHiCache(compat.Storage):
                     names, BLOCK_NAME_BYTES, _parents(memory, names, extra_info), memory.table, pages, columns
                 )
             )
-            self._heard("" if answer.stored or answer.existed else answer.error)
             self._tally.add("saved_bytes", answer.bytes_stored)
             if answer.refused:
-                self._tally.add("refused_pages", len(keys))
+                self._refused(len(keys), answer.error)
                 return [False] * len(keys)
+            self._heard("")
             self._tally.add("saved_pages", len(keys))
             self._observe("backup", len(keys), answer.bytes_stored, time.perf_counter() - started_s)
             return stored
@@ -373,6 +374,13 @@ class MoonpoolHiCache(compat.Storage):
             self._tally.add("unanswered")
         if self._pool is not None:
             self._pool.heard(error)
+
+    def _refused(self, pages: int, reason: str) -> None:
+        """Said once for each reason, until something else is the matter: a full pool refuses every call."""
+        self._tally.add("refused_pages", pages)
+        if reason != self._refusal:
+            self._log.warning("moonpool: not all of %d pages were saved (%s)", pages, reason)
+        self._refusal = reason
 
     def _observe(self, kind: str, pages: int, size: int, seconds: float) -> None:
         with self._stats_lock:

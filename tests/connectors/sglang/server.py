@@ -63,7 +63,15 @@ class Server:
     """One ``sglang.launch_server``; ``layout``: of its host memory."""
 
     def __init__(
-        self, model: Path, runtime: Path, plugin: Path, log: Path, *, layout: str, extra: dict[str, object]
+        self,
+        model: Path,
+        runtime: Path,
+        plugin: Path,
+        log: Path,
+        *,
+        layout: str,
+        extra: dict[str, object],
+        tp_size: int = 1,
     ) -> None:
         self.extra = {
             "backend_name": "moonpool",
@@ -78,7 +86,7 @@ class Server:
         self.log = log
         command = [
             *(os.environ["MOONPOOL_SGLANG_PYTHON"], "-m", "sglang.launch_server", *FLAGS),
-            *(f"--model-path={model}", "--host=127.0.0.1", f"--port={self.port}"),
+            *(f"--model-path={model}", "--host=127.0.0.1", f"--port={self.port}", f"--tp-size={tp_size}"),
             *(f"--hicache-mem-layout={layout}", "--hicache-storage-backend=dynamic"),
             f"--hicache-storage-backend-extra-config={json.dumps(self.extra)}",
         ]
@@ -87,7 +95,7 @@ class Server:
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment(runtime, plugin),
+                env=environment(runtime, plugin) | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp_size)},
                 start_new_session=True,
             )
 

@@ -41,6 +41,15 @@ def register() -> None:
     torch.cuda.Event = _Event
     torch.cuda.current_stream = lambda *args: torch.cpu.current_stream()
     common._cuda_host_register = lambda *args, **kwargs: None
+    if not _has_capabilities():
+        from sglang.srt.mem_cache.allocator import paged
+
+        paged.alloc_extend_kernel = _Kernel(
+            lambda before, lengths, last, free, out, _, page: paged.alloc_extend_naive(
+                before, lengths, last, free, out, page, "cpu"
+            )
+        )
+        paged.alloc_decode_kernel = _Kernel(_next_slots)
     for module in (mha, mla):
         module.transfer_kv_direct = _copy_layers
         module.transfer_kv_per_layer_direct_pf_lf = _load_layer
@@ -58,7 +67,7 @@ def __getattr__(name: str) -> Any:
         _enum = PlatformEnum.OOT
         device_name = "cpu"
         device_type = "cpu"
-        if hasattr(interface, "PlatformCapabilities"):  # not in 0.5.18
+        if _has_capabilities():
             capabilities = interface.PlatformCapabilities(supports_triton=False)
 
         def get_default_attention_backend(self) -> str:
@@ -70,7 +79,41 @@ def __getattr__(name: str) -> Any:
         def get_dispatch_key_name(self) -> str:
             return "native"
 
+        def get_mha_kv_pool_cls(self) -> type:
+            from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+            return MHATokenToKVPool
+
+        def get_paged_allocator_cls(self) -> type:
+            from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+            return PagedTokenToKVPoolAllocator
+
     return TorchCpuPlatform
+
+
+def _has_capabilities() -> bool:
+    """Whether a platform can say that it has no Triton; 0.5.18 does not ask."""
+    from sglang.srt.platforms import interface
+
+    return hasattr(interface, "PlatformCapabilities")
+
+
+class _Kernel:
+    """Called as Triton's are: kernel[grid](arguments)."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __getitem__(self, grid: object) -> Any:
+        return self._call
+
+
+def _next_slots(lengths: Any, last: Any, free: Any, out: Any, _: int, page: int) -> None:
+    """The slot of each request's next token: behind its last one, or the first of a new page."""
+    new = (lengths - 1) % page == 0
+    out.copy_(last + 1)
+    out[new] = free[: int(new.sum())] * page
 
 
 class _Event:

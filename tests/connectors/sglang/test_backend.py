@@ -224,10 +224,11 @@ def test_no_node_at_start_and_later(
         assert backend.batch_get_v1(keys, pool.slots(2, 3)) == [False] * 2
         assert backend.batch_set_v1(keys, pool.slots(0, 1)) == [False] * 2
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(said) == 2
+    assert len(said) == 3
     assert "no pool at" in said[0]
     assert "joins when a node appears" in said[0]
     assert "does not answer" in said[1]
+    assert "not all of 2 pages were saved" in said[2]
     assert any("joined the pool" in record.getMessage() for record in caplog.records)
 
 
@@ -319,12 +320,15 @@ def test_nothing_is_asked_for(make: Make, node: Node) -> None:
     assert backend.batch_set_v1([], []) == []
 
 
-def test_a_full_pool_refuses(make: Make, node: Node) -> None:
+def test_a_full_pool_refuses(make: Make, node: Node, caplog: pytest.LogCaptureFixture) -> None:
     node.start(1 << 20)
     pool = MHATokenToKVPoolHost(tokens=256, layers=4, heads=2, dim=128, pages=2)  # 512 KiB an object
     backend = make(pool)
     assert backend.batch_set_v1(page_keys(1), pool.slots(0)) == [False]
-    assert backend._tally.values["refused_pages"] == 1
+    assert backend.batch_set_v1(page_keys(1), pool.slots(0)) == [False]
+    assert backend._tally.values["refused_pages"] == 2
+    assert caplog.text.count("not all of 1 pages were saved") == 1
+    assert "does not answer" not in caplog.text
     assert backend.batch_exists(page_keys(1)) == 0
 
 

@@ -54,6 +54,20 @@ def runtime() -> Iterator[Path]:
         yield Path(path)
 
 
+def reference(place: Path, runtime: Path, asked: list[list[int]]) -> list[list[int]]:
+    """What Hugging Face says, with the model that this makes."""
+    run = subprocess.run(
+        [os.environ["MOONPOOL_SGLANG_PYTHON"], str(HERE / "reference.py"), str(place / "model")],
+        input=json.dumps(asked).encode(),
+        env=environment(runtime, place / "plugin"),
+        stdout=subprocess.PIPE,
+        timeout=300,
+        check=True,
+    )
+    answers: list[list[int]] = json.loads(run.stdout)
+    return answers
+
+
 def test_sglangs_own_host_pools(place: Path, runtime: Path) -> None:
     node = Node(runtime).start()
     try:
@@ -76,20 +90,13 @@ def test_sglangs_own_host_pools(place: Path, runtime: Path) -> None:
 
 def test_store_flush_hit_and_a_second_server(place: Path, runtime: Path) -> None:
     asked = prompts(4)
-    model = place / "model"
-    reference = subprocess.run(
-        [os.environ["MOONPOOL_SGLANG_PYTHON"], str(HERE / "reference.py"), str(model)],
-        input=json.dumps(asked).encode(),
-        env=environment(runtime, place / "plugin"),
-        stdout=subprocess.PIPE,
-        timeout=300,
-        check=True,
-    )
-    expected = json.loads(reference.stdout)
+    expected = reference(place, runtime, asked)
     node = Node(runtime)
 
     def server(name: str, layout: str) -> Server:
-        return Server(model, runtime, place / "plugin", place / f"{name}.log", layout=layout, extra={})
+        return Server(
+            place / "model", runtime, place / "plugin", place / f"{name}.log", layout=layout, extra={}
+        )
 
     first = server("first", "page_first_direct")
     try:
@@ -133,4 +140,38 @@ def test_store_flush_hit_and_a_second_server(place: Path, runtime: Path) -> None
         raise
     finally:
         second.close()
+        node.stop()
+
+
+def test_two_ranks_read_what_one_wrote(place: Path, runtime: Path) -> None:
+    """Tensor-parallel sizes share. What two ranks sum up is rounded otherwise than by one, so the second
+    server's answers are held against its own for the same prompt without the pool."""
+    (prompt,) = prompts(1)
+    reference(place, runtime, [prompt])
+    node = Node(runtime).start()
+    try:
+        for tp_size in (1, 2):
+            server = Server(
+                place / "model",
+                runtime,
+                place / "plugin",
+                place / f"tp{tp_size}.log",
+                layout="page_first_direct",
+                extra={},
+                tp_size=tp_size,
+            )
+            try:
+                server.wait()
+                tokens, from_pool = server.generate(prompt)
+                assert from_pool == (0 if tp_size == 1 else FULL_PAGES * PAGE_TOKENS)
+                eventually(lambda: node.metrics()["objects"] >= 2 * FULL_PAGES, "the prompt is not stored")
+                server.detach()
+                server.forget()
+                assert server.generate(prompt) == (tokens, 0)
+            except BaseException:
+                print(server.tail())
+                raise
+            finally:
+                server.close()
+    finally:
         node.stop()
