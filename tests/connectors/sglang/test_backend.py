@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -126,7 +127,14 @@ def test_pipeline_stages_hold_their_own_layers(make: Make, node: Node) -> None:
     fill(early, 5)
     keys = page_keys(1)
     assert make(early).batch_set_v1(keys, early.slots(0)) == [True]
-    assert make(late, pp_rank=1, pp_size=2).batch_exists(keys) == 0
+    second = make(late, pp_rank=1, pp_size=2)
+    assert second.batch_exists(keys) == 0
+    fill(late, 6)
+    assert second.batch_set_v1(keys, late.slots(0)) == [True]
+    for source, start in ((early, 0), (late, 2)):
+        target = MHATokenToKVPoolHost("page_head", layers=2, start_layer=start)
+        assert make(target, pp_rank=start // 2, pp_size=2).batch_get_v1(keys, target.slots(1)) == [True]
+        assert_page(target, 1, source, 0)
 
 
 def test_long_pages_are_cut_by_layers(make: Make, node: Node) -> None:
@@ -240,9 +248,9 @@ def test_a_node_that_was_restarted(make: Make, node: Node) -> None:
     node.stop()
     assert backend.batch_exists(keys) == 0
     node.start()
-    for _ in range(100_000):  # the client tries again every 0.25 s, and a call without a node costs nothing
-        if backend.batch_set_v1(keys, pool.slots(0)) == [True]:
-            break
+    deadline_s = time.monotonic() + 20  # the client tries again every 0.25 to 2 s
+    while backend.batch_set_v1(keys, pool.slots(0)) != [True]:
+        assert time.monotonic() < deadline_s
     assert backend.batch_exists(keys) == 1
 
 
@@ -330,6 +338,29 @@ def test_a_full_pool_refuses(make: Make, node: Node, caplog: pytest.LogCaptureFi
     assert caplog.text.count("not all of 1 pages were saved") == 1
     assert "does not answer" not in caplog.text
     assert backend.batch_exists(page_keys(1)) == 0
+
+
+def test_no_pin_is_kept(make: Make, node: Node) -> None:
+    """Else what was asked for once could never be evicted."""
+    node.start()
+    pool, keys = MHATokenToKVPoolHost(), page_keys(2)
+    backend = make(pool)
+    assert backend.batch_set_v1(keys, pool.slots(0, 1)) == [True] * 2
+    assert backend.batch_exists(keys) == 2
+    assert backend.batch_get_v1([*keys, *page_keys(1, seed=1)], pool.slots(2, 3, 4)) == [True, True, False]
+    with Store(str(node.socket), fingerprint=backend._mark) as store:
+        assert len(store.list()) == 4
+        deadline_s = time.monotonic() + 10  # releases are sent, not answered
+        while any(entry.pins for entry in store.list()):
+            assert time.monotonic() < deadline_s, store.list()
+
+
+def test_a_page_is_loaded_when_all_its_objects_are(make: Make, node: Node) -> None:
+    node.start()
+    memory = make(MHATokenToKVPoolHost())._memory
+    assert memory is not None
+    assert memory.whole(b"\1\1\1\0\0\1", 3) == [True, False, False]
+    assert memory.whole(b"", 2) == memory.whole(b"\1\1\1", 2) == [False] * 2
 
 
 def test_clear_detach_and_attach(make: Make, node: Node) -> None:
