@@ -2,6 +2,7 @@
 pool. docs/sglang.md is its manual.
 
     backend      the class SGLang talks to; survives what goes wrong below
+    short_name   makes ``--hicache-storage-backend moonpool`` mean that class
     layout       where the bytes of (layer, head, page) lie in SGLang's host memory, as plain values
     sidecars     the pools that some models have beside their KV
     heads        how the model's KV heads are cut into objects, and which of them a rank has
@@ -15,6 +16,21 @@ Threads: SGLang's prefetch and backup threads call and wait here, never its sche
 native threads, one for lookups, one for loads and one for saves.
 """
 
-from moonpool.connectors.sglang.backend import MoonpoolHiCache
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moonpool.connectors.sglang.backend import MoonpoolHiCache
 
 __all__ = ["MoonpoolHiCache"]
+
+
+def __getattr__(name: str) -> Any:
+    """The class only when it is asked for: every process of SGLang's loads the plugin in this package, and
+    most of them need neither torch nor the native half."""
+    if name == "MoonpoolHiCache":
+        from moonpool.connectors.sglang.backend import MoonpoolHiCache
+
+        return MoonpoolHiCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,6 +18,7 @@ from moonpool.core.cli import (
     node,
     objects,
     proxy,
+    sglang,
     status,
     up,
     vllm,
@@ -46,7 +47,7 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for module in (node, master, proxy, mock_engine, up, status, objects, bench, configuration, vllm):
+    for module in (node, master, proxy, mock_engine, up, status, objects, bench, configuration, vllm, sglang):
         module.register(app)
 
     @app.command(epilog="Example:  moonpool version")
