@@ -5,8 +5,7 @@ pool. docs/sglang.md is its manual.
     short_name   makes ``--hicache-storage-backend moonpool`` mean that class
     layout       where the bytes of (layer, head, page) lie in SGLang's host memory, as plain values
     sidecars     the pools that some models have beside their KV
-    heads        how the model's KV heads are cut into objects, and which of them a rank has
-    identity     the fingerprint: which model, weights and form of bytes
+    identity     what of this engine goes into the fingerprint
     settings     the keys of the extra config, checked
     pool         the connection to the node: made when there is one, lost and found again
     metrics      counters in the engine's own /metrics

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool import _native
+from moonpool.connectors.objects import Refused, first_head, holds_first_copy
 from moonpool.connectors.sglang import compat
-from moonpool.connectors.sglang.heads import Refused, first_head, holds_first_copy
 from moonpool.connectors.sglang.identity import identity
 from moonpool.connectors.sglang.layout import PageLayout, object_ranges, read_layout, rows
 from moonpool.connectors.sglang.metrics import Tally

@@ -21,11 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moonpool.connectors.sglang.heads import TP_SIZE_MAX, Refused, heads_per_object
+from moonpool.connectors.objects import ROWS_MAX, Refused, Row, append_row, check_heads
 from moonpool.core.keys import Ranges
-
-ROWS_MAX = 4096  # node.parts_max
-Row = tuple[int, int, int]
 
 # The axes of the tensor between (K, V) and the numbers of one head; a slot is a token counted over all pages.
 _AXES = {
@@ -102,12 +99,7 @@ def object_ranges(layout: PageLayout, *, kv_heads: int, first_head: int) -> tupl
     Layers are cut only as far as a node's limit of parts demands, wherever the pages lie densest or not: page
     size, heads and the pipeline stage alone say how.
     """
-    step = heads_per_object(kv_heads)
-    if layout.heads % step:
-        raise Refused(
-            f"this rank has {layout.heads} of {kv_heads} KV heads, and objects of {step} heads cannot be cut "
-            f"from them; use a tensor-parallel size up to {TP_SIZE_MAX}"
-        )
+    step = check_heads(layout.heads, kv_heads)
     rows_per_layer = step * layout.tokens * len(layout.planes)
     if rows_per_layer > ROWS_MAX:
         raise Refused(
@@ -135,15 +127,8 @@ def rows(layout: PageLayout, ranges: Ranges, *, first_head: int) -> list[Row]:
             for plane in layout.planes:
                 start = plane.address + layer * plane.layer_stride + one * plane.head_stride
                 for token in range(layout.tokens):
-                    _append(result, (start + token * plane.token_stride, plane.page_stride, plane.content))
+                    append_row(result, (start + token * plane.token_stride, plane.page_stride, plane.content))
     return result
-
-
-def _append(found: list[Row], row: Row) -> None:
-    if found and found[-1][0] + found[-1][2] == row[0] and found[-1][1] == row[1]:
-        found[-1] = (found[-1][0], row[1], found[-1][2] + row[2])
-    else:
-        found.append(row)
 
 
 def _plane(tensor: Any, axes: Sequence[str], tokens: int) -> Plane:

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 from moonpool import _native
 from moonpool.connectors.sglang.settings import Settings
-from moonpool.core import paths
-from moonpool.core.control_tls import control_client_of
 from moonpool.core.errors import Error
 
 RETRY_S = 0.5
@@ -66,18 +64,7 @@ class Lanes:
     @classmethod
     def dial(cls, settings: Settings, fingerprint: bytes) -> Lanes:
         """Connects. Raises Unavailable without a node, AuthError when the token does not fit."""
-        socket = str(settings.socket())
-        client = _native.Client(
-            socket,
-            paths.client_token(socket),
-            settings.tenant,
-            settings.namespace,
-            fingerprint,
-            TIMEOUT_S,
-            tls=control_client_of(socket),
-        )
-        client.connect()
-        return cls(client)
+        return cls(settings.dial(fingerprint, TIMEOUT_S))
 
     def close(self) -> None:
         for lane in (self.lookups, self.loads, self.saves):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moonpool.connectors.sglang.heads import Refused
+from moonpool.connectors.objects import Refused
 from moonpool.core.keys import canonical_json
 
 TAG_BYTES = 16

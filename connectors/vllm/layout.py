@@ -17,21 +17,14 @@ touches the memory or imports torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from moonpool.connectors.objects import ROWS_MAX, Refused, Row, append_row, check_heads
 from moonpool.connectors.vllm.facts import layer_number
 from moonpool.connectors.vllm.pool import Rows
 from moonpool.core.keys import Ranges
-
-ROWS_MAX = 4096
-TP_SIZE_MAX = 8
-
-
-class Refused(Exception):
-    """This memory cannot be used with the pool; the message is one sentence that says why."""
 
 
 class Storage(Protocol):
@@ -136,25 +129,11 @@ def spans(caches: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def heads_per_object(kv_heads: int) -> int:
-    """Heads that one object holds: at most an eighth of the model's, and a divisor of what a rank has under
-    every tensor-parallel size up to 8 that divides them, so that no such size changes an object."""
-    shares = [kv_heads // size for size in range(1, TP_SIZE_MAX + 1) if kv_heads % size == 0]
-    common = math.gcd(*shares)
-    limit = max(1, kv_heads // TP_SIZE_MAX)
-    return max(heads for heads in range(1, limit + 1) if common % heads == 0)
-
-
 def object_ranges(layout: BlockLayout, *, kv_heads: int, first_head: int) -> tuple[Ranges, ...]:
     """The objects of a block that this worker holds, in the order group, layers, heads. Raises Refused."""
     ranges = []
     for number, group in enumerate(layout.groups):
-        step = heads_per_object(kv_heads)
-        if group.heads % step:
-            raise Refused(
-                f"this rank has {group.heads} of {kv_heads} KV heads, and objects of {step} heads cannot "
-                f"be cut from them; use a tensor-parallel size up to {TP_SIZE_MAX}"
-            )
+        step = check_heads(group.heads, kv_heads)
         ranges += [
             Ranges(number, head, step, group.first_layer, group.layer_count)
             for head in range(first_head, first_head + group.heads, step)
@@ -162,41 +141,19 @@ def object_ranges(layout: BlockLayout, *, kv_heads: int, first_head: int) -> tup
     return tuple(ranges)
 
 
-def first_head(kv_heads: int, local_heads: int, tp_rank: int, tp_size: int) -> int:
-    """The number, in the whole model, of a rank's first KV head. Raises Refused for a split that is not
-    even."""
-    if local_heads == kv_heads:
-        return 0
-    if local_heads * tp_size == kv_heads:
-        return tp_rank * local_heads
-    if local_heads == 1 and kv_heads < tp_size and tp_size % kv_heads == 0:  # several ranks hold one head
-        return tp_rank * kv_heads // tp_size
-    raise Refused(f"{local_heads} KV heads on each of {tp_size} ranks do not make the model's {kv_heads}")
-
-
-def holds_first_copy(kv_heads: int, local_heads: int, tp_rank: int, tp_size: int) -> bool:
-    """Whether no lower rank holds the same heads; the one that does saves them for all."""
-    return tp_rank == 0 or first_head(kv_heads, local_heads, tp_rank - 1, tp_size) != first_head(
-        kv_heads, local_heads, tp_rank, tp_size
-    )
-
-
-def rows(layout: BlockLayout, ranges: Ranges, *, first_head: int) -> list[tuple[int, int, int]]:
+def rows(layout: BlockLayout, ranges: Ranges, *, first_head: int) -> list[Row]:
     """The rows of one column: what an object of ``ranges`` gathers, in its own order. Neighbours are one row.
 
     first_head: the number, in the whole model, of this worker's head 0. Raises Refused when there are too
     many rows.
     """
     group = layout.groups[ranges.group]
-    result: list[tuple[int, int, int]] = []
+    result: list[Row] = []
     head = ranges.first_head - first_head
     for layer in group.layers:
         for one in range(head, head + ranges.heads):
             for row in _head_rows(layer, one, group.pieces):
-                if result and result[-1][0] + result[-1][2] == row[0] and result[-1][1] == row[1]:
-                    result[-1] = (result[-1][0], row[1], result[-1][2] + row[2])
-                else:
-                    result.append(row)
+                append_row(result, row)
     if len(result) > ROWS_MAX:
         raise Refused(
             f"an object would be gathered from {len(result)} places (at most {ROWS_MAX}); use a KV layout "
@@ -210,7 +167,7 @@ def all_rows(layout: BlockLayout, columns: Sequence[Ranges], *, first_head: int)
     return [rows(layout, ranges, first_head=first_head) for ranges in columns]
 
 
-def _head_rows(layer: LayerView, head: int, pieces: int) -> list[tuple[int, int, int]]:
+def _head_rows(layer: LayerView, head: int, pieces: int) -> list[Row]:
     stride = layer.block_stride * pieces
     dense = layer.token_stride == layer.content
     starts = [

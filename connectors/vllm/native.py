@@ -12,8 +12,6 @@ import numpy.typing as npt
 from moonpool import _native
 from moonpool.connectors.vllm.pool import Answer, Columns, Indices, PartTable, Rows
 from moonpool.connectors.vllm.settings import Settings
-from moonpool.core import paths
-from moonpool.core.control_tls import control_client_of
 
 TIMEOUT_S = 2.0
 QUEUE_MAX = 4096
@@ -35,18 +33,7 @@ class NativePool:
     @classmethod
     def dial(cls, settings: Settings, fingerprint: bytes) -> NativePool:
         """Connects. Raises Unavailable without a node, AuthError when the token does not fit."""
-        socket = str(settings.socket())
-        client = _native.Client(
-            socket,
-            paths.client_token(socket),
-            settings.tenant,
-            settings.namespace,
-            fingerprint,
-            TIMEOUT_S,
-            tls=control_client_of(socket),
-        )
-        client.connect()
-        return cls(client)
+        return cls(settings.dial(fingerprint, TIMEOUT_S))
 
     def part_table(self, rows: Rows) -> PartTable:
         return _native.PartTable(rows)

@@ -17,9 +17,10 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.connectors.objects import Refused, first_head, holds_first_copy
 from moonpool.connectors.vllm import layout as layouts
 from moonpool.connectors.vllm.facts import EngineFacts
-from moonpool.connectors.vllm.layout import BlockLayout, Refused, Tensor
+from moonpool.connectors.vllm.layout import BlockLayout, Tensor
 from moonpool.connectors.vllm.link import Link
 from moonpool.connectors.vllm.messages import Handshake, Load, Report, Save, Step
 from moonpool.connectors.vllm.metrics import Tally
@@ -280,12 +281,12 @@ class WorkerHalf:
         heads = layout.groups[0].heads
         if any(group.heads != heads for group in layout.groups):
             raise Refused("the model's KV cache groups differ in heads")
-        first = layouts.first_head(facts.kv_heads, heads, tp_rank, facts.tp_size)
+        first = first_head(facts.kv_heads, heads, tp_rank, facts.tp_size)
         columns = layouts.object_ranges(layout, kv_heads=facts.kv_heads, first_head=first)
         memory = Memory(
             columns=columns,
             rows=layouts.all_rows(layout, columns, first_head=first),
-            saves=layouts.holds_first_copy(facts.kv_heads, heads, tp_rank, facts.tp_size),
+            saves=holds_first_copy(facts.kv_heads, heads, tp_rank, facts.tp_size),
         )
         return memory, layout
 

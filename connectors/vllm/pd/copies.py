@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.connectors.vllm.layout import Refused
+from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm.pool import Rows
 from moonpool.core.keys import Ranges
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
-from moonpool.connectors.vllm.layout import Refused
+from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm.pd import bootstrap, wire
 from moonpool.connectors.vllm.pd.copies import Table, pair_rows, ranges_of, tables_of
 from moonpool.connectors.vllm.pd.fields import Offer, Source

@@ -411,7 +411,7 @@ def test_names_are_those_of_docs_keys(make: Make, node: Node) -> None:
 
 
 def test_the_older_interface_is_refused(make: Make, node: Node) -> None:
-    with pytest.raises(ConfigError, match='"interface_v1": 1'):
+    with pytest.raises(ConfigError, match="interface_v1 must be 1"):
         make(MHATokenToKVPoolHost(), {"interface_v1": 0})
     backend = make(MHATokenToKVPoolHost())
     for call in (backend.get, backend.batch_get, backend.set, backend.batch_set):

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
+from moonpool.connectors.objects import Refused
 from moonpool.connectors.sglang import MoonpoolHiCache, compat
-from moonpool.connectors.sglang.heads import Refused
 from moonpool.connectors.sglang.sidecars import pages_of, restorable
 from tests.connectors.sglang.conftest import Make, Node
 from tests.connectors.sglang.fakes import (

@@ -10,13 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from moonpool.connectors.objects import Refused, first_head
 from moonpool.connectors.vllm.layout import (
     BlockLayout,
-    Refused,
     all_rows,
-    first_head,
-    heads_per_object,
-    holds_first_copy,
     object_ranges,
     read_layout,
     rows,
@@ -111,17 +108,6 @@ def test_latent_attention_has_one_head() -> None:
     assert gather(table, 3) == memory[3].tobytes()
 
 
-@pytest.mark.parametrize("kv_heads", range(1, 129))
-def test_no_tensor_parallel_size_up_to_8_changes_an_object(kv_heads: int) -> None:
-    heads = heads_per_object(kv_heads)
-    assert 1 <= heads <= max(1, kv_heads // 8)
-    for size in range(1, 9):
-        if kv_heads % size == 0:
-            assert (kv_heads // size) % heads == 0
-    if kv_heads in (8, 16, 32, 64, 128):
-        assert heads == kv_heads // 8
-
-
 @pytest.mark.parametrize(("kv_heads", "size"), [(8, 1), (8, 2), (8, 4), (8, 8), (16, 4), (2, 2)])
 def test_ranks_together_hold_what_one_rank_holds(kv_heads: int, size: int) -> None:
     def columns(rank: int, ranks: int) -> list[Ranges]:
@@ -133,16 +119,6 @@ def test_ranks_together_hold_what_one_rank_holds(kv_heads: int, size: int) -> No
 
     together = [ranges for rank in range(size) for ranges in columns(rank, size)]
     assert together == columns(0, 1)
-
-
-def test_replicated_heads_are_saved_once() -> None:
-    assert [first_head(2, 1, rank, 8) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
-    saves = [holds_first_copy(2, 1, rank, 8) for rank in range(8)]
-    assert saves == [True, False, False, False, True, False, False, False]
-    assert [holds_first_copy(1, 1, rank, 4) for rank in range(4)] == [True, False, False, False]
-    assert all(holds_first_copy(8, 2, rank, 4) for rank in range(4))
-    with pytest.raises(Refused, match="do not make"):
-        first_head(8, 3, 0, 2)
 
 
 def refusal(tensor: FakeTensor, block_tokens: int = TOKENS) -> str:

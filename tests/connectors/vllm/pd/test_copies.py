@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from moonpool.connectors.vllm.layout import Refused
+from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm.pd.copies import pair_rows, ranges_of, tables_of
 from moonpool.core.keys import Ranges
 

@@ -1,10 +1,13 @@
-"""How the KV heads of a model are cut into objects (docs/keys.md), and which of them a rank holds."""
+"""How the KV of a block (SGLang: a page) is cut into objects by heads (docs/keys.md), and which of them a
+rank holds. The same for every engine."""
 
 from __future__ import annotations
 
 import math
 
 TP_SIZE_MAX = 8
+ROWS_MAX = 4096  # node.parts_max
+Row = tuple[int, int, int]  # address in block 0, bytes from block to block, bytes
 
 
 class Refused(Exception):
@@ -18,6 +21,17 @@ def heads_per_object(kv_heads: int) -> int:
     common = math.gcd(*shares)
     limit = max(1, kv_heads // TP_SIZE_MAX)
     return max(heads for heads in range(1, limit + 1) if common % heads == 0)
+
+
+def check_heads(local_heads: int, kv_heads: int) -> int:
+    """The heads of one object, when a rank's can be cut into such. Raises Refused."""
+    step = heads_per_object(kv_heads)
+    if local_heads % step:
+        raise Refused(
+            f"this rank has {local_heads} of {kv_heads} KV heads, and objects of {step} heads cannot be cut "
+            f"from them; use a tensor-parallel size up to {TP_SIZE_MAX}"
+        )
+    return step
 
 
 def first_head(kv_heads: int, local_heads: int, tp_rank: int, tp_size: int) -> int:
@@ -37,3 +51,11 @@ def holds_first_copy(kv_heads: int, local_heads: int, tp_rank: int, tp_size: int
     return tp_rank == 0 or first_head(kv_heads, local_heads, tp_rank - 1, tp_size) != first_head(
         kv_heads, local_heads, tp_rank, tp_size
     )
+
+
+def append_row(rows: list[Row], row: Row) -> None:
+    """``row`` behind the others; neighbours are one row."""
+    if rows and rows[-1][0] + rows[-1][2] == row[0] and rows[-1][1] == row[1]:
+        rows[-1] = (rows[-1][0], row[1], rows[-1][2] + row[2])
+    else:
+        rows.append(row)
