@@ -51,7 +51,7 @@ class Memory:
         """The names of the objects of these pages, page by page. Raises ValueError for a key that is no
         SHA-256 in hexadecimal, as all of SGLang's page keys are."""
         digests = np.frombuffer(bytes.fromhex("".join(keys)), np.uint8)
-        if any(len(key) != 2 * DIGEST_BYTES for key in keys):
+        if set(map(len, keys)) - {2 * DIGEST_BYTES}:
             raise ValueError(f"a page key has {2 * DIGEST_BYTES} hexadecimal digits, not {keys[0]!r:.80}")
         suffixes = np.frombuffer(b"".join(each.suffix() for each in self.ranges), np.uint8)
         names = np.empty((len(keys), self.width, BLOCK_NAME_BYTES), np.uint8)
@@ -78,7 +78,9 @@ class Memory:
         """Of each page, whether all of its objects are ``ok``. An answer of the wrong length says no."""
         if len(ok) != pages * self.width:
             return [False] * pages
-        return [0 not in ok[start : start + self.width] for start in range(0, len(ok), self.width)]
+        objects = np.frombuffer(ok, np.bool_).reshape(pages, self.width)
+        good: list[bool] = np.logical_and.reduce(objects, axis=1).tolist()
+        return good
 
 
 class MoonpoolHiCache(compat.Storage):
@@ -259,7 +261,7 @@ class MoonpoolHiCache(compat.Storage):
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """Loads pages of other pools; of each, whether all of its bytes are there."""
 
-        def load(lanes: Lanes, names: list[bytes], parts: list[Parts]) -> list[bool]:
+        def load(lanes: Lanes, sidecar: Sidecar, names: list[bytes], parts: list[Parts]) -> list[bool]:
             sizes = _raised(lanes.loads.run(lambda w: w.submit_get_into(names, parts)))
             wanted = [sum(size for _, size in each) for each in parts]
             good = [size == want for size, want in zip(sizes, wanted, strict=True)]
@@ -271,8 +273,10 @@ class MoonpoolHiCache(compat.Storage):
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """Stores pages of other pools; of each, whether the pool now has it."""
 
-        def save(lanes: Lanes, names: list[bytes], parts: list[Parts]) -> list[bool]:
-            answer = _raised(lanes.saves.run(lambda w: w.submit_put(names, parts)))
+        def save(lanes: Lanes, sidecar: Sidecar, names: list[bytes], parts: list[Parts]) -> list[bool]:
+            # As with the KV: the pool evicts a chain from its end, so what is left of it is a prefix.
+            parents = [*(sidecar.names(_last_prefix_key(extra_info)) or [b""]), *names[:-1]]
+            answer = _raised(lanes.saves.run(lambda w: w.submit_put(names, parts, parents)))
             return [bool(result) for result in put_results(*answer)]
 
         return {transfer.name: self._move("save", transfer, save) for transfer in transfers}
@@ -287,13 +291,16 @@ class MoonpoolHiCache(compat.Storage):
         return self._call("lookup", ask, absent) if keys else absent
 
     def _move(
-        self, what: str, transfer: Any, move: Callable[[Lanes, list[bytes], list[Parts]], list[bool]]
+        self,
+        what: str,
+        transfer: Any,
+        move: Callable[[Lanes, Sidecar, list[bytes], list[Parts]], list[bool]],
     ) -> list[bool]:
         keys = transfer.keys or []
 
         def moved(memory: Memory, lanes: Lanes) -> list[bool]:
             sidecar = self._sidecars[_plain_name(transfer.name)]
-            return move(lanes, sidecar.names(keys), sidecar.parts(keys, transfer.host_indices))
+            return move(lanes, sidecar, sidecar.names(keys), sidecar.parts(keys, transfer.host_indices))
 
         nothing = [False] * len(keys)
         return self._call(what, moved, nothing) if keys else nothing
@@ -390,9 +397,13 @@ class MoonpoolHiCache(compat.Storage):
 
 def _parents(memory: Memory, names: bytes, extra_info: Any) -> bytes:
     """For each object that of the same heads and layers one page earlier; zero bytes: none is known."""
-    before = getattr(extra_info, "prefix_keys", None)
     unit = memory.width * BLOCK_NAME_BYTES
-    return (memory.names(before[-1:]) if before else bytes(unit)) + names[:-unit]
+    return (memory.names(_last_prefix_key(extra_info)) or bytes(unit)) + names[:-unit]
+
+
+def _last_prefix_key(extra_info: Any) -> list[str]:
+    """The key of the page before the first one of a call, when SGLang says it."""
+    return (getattr(extra_info, "prefix_keys", None) or [])[-1:]
 
 
 def _plain_name(name: Any) -> str:
