@@ -181,32 +181,24 @@ class MoonpoolHiCache(compat.Storage):
             names = memory.names(keys)
             pages, columns = memory.places(keys, host_indices)
             started_s = time.perf_counter()
-            found = lanes.loads.run(lambda w: w.submit_prefix(names, BLOCK_NAME_BYTES, memory.width))
-            self._heard(found.error)
-            count = found.blocks * memory.width
-            if not count:
-                return missing
-            try:
-                answer = lanes.loads.run(
-                    lambda w: w.submit_load(
-                        found.holders, found.descriptors, memory.table, pages[:count], columns[:count]
-                    )
-                )
-            finally:
-                lanes.loads.release(found.pin_id)
-            good = memory.whole(answer.ok, found.blocks)
+            found = lanes.loads.run(
+                lambda w: w.submit_fetch(names, BLOCK_NAME_BYTES, memory.width, memory.table, pages, columns)
+            )
+            self._heard(found.lookup_error)
+            good = memory.whole(found.ok, len(keys))
             loaded = sum(good)
-            self._tally.add("loaded_pages", loaded)
-            self._tally.add("loaded_bytes", answer.bytes_loaded)
-            self._observe("prefetch", loaded, answer.bytes_loaded, time.perf_counter() - started_s)
+            if found.blocks:
+                self._tally.add("loaded_pages", loaded)
+                self._tally.add("loaded_bytes", found.bytes_loaded)
+                self._observe("prefetch", loaded, found.bytes_loaded, time.perf_counter() - started_s)
             if loaded < found.blocks:
                 self._log.warning(
                     "moonpool: %d of %d pages were not loaded (%s); they are computed",
                     found.blocks - loaded,
                     found.blocks,
-                    answer.error or "the pool no longer has them",
+                    found.error or "the pool no longer has them",
                 )
-            return good + missing[found.blocks :]
+            return good
 
         missing = [False] * len(keys)
         result = self._call("load", load, missing) if keys else []

@@ -3,8 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -33,6 +35,15 @@ struct LoadAnswer {
     py::bytes ok;
     uint64_t bytes_loaded = 0;
     std::string error;
+};
+
+// blocks: how many leading ones were found; lookup_error: why it is unknown; error: why others of those that
+// were found were not loaded.
+struct FetchAnswer {
+    uint64_t blocks = 0;
+    py::bytes ok;
+    uint64_t bytes_loaded = 0;
+    std::string lookup_error, error;
 };
 
 struct SaveAnswer {
@@ -140,6 +151,49 @@ class PyWorker {
         take_places(indices, columns, op->descriptors.size(), op->indices, op->columns);
         op->parts = std::move(parts);
         op->verify = verify;
+        return submit(op);
+    }
+
+    // submit_prefix and submit_load in one, for a caller that waits: its pins last as long as the copies.
+    uint64_t submit_fetch(const py::bytes& names, size_t name_size, uint32_t width,
+                          std::shared_ptr<PartTable> parts, const py::object& indices,
+                          const py::object& columns) {
+        struct Op : Pending {
+            std::string names;
+            size_t name_size;
+            uint32_t width;
+            std::shared_ptr<PartTable> parts;
+            std::vector<uint32_t> indices;
+            std::vector<uint16_t> columns;
+            uint64_t blocks = 0;
+            std::string lookup_error;
+            LoadReport report;
+            void run(Client& client) override {
+                Result<Prefix> prefix = client.longest_prefix(split(names, name_size), width, true);
+                if (!prefix) {
+                    lookup_error = prefix.error().text;
+                    return;
+                }
+                blocks = prefix->blocks;
+                size_t n = std::min({indices.size(), blocks * size_t{width}, prefix->descriptors.size()});
+                if (n == 0) return;
+                Handover found = Client::hand_over(*prefix);
+                report = client.load(found.holders, std::span(found.descriptors).first(n), *parts,
+                                     std::span(indices).first(n), std::span(columns).first(n), false);
+            }
+            py::object answer() override {
+                report.ok.resize(indices.size(), 0);
+                return py::cast(
+                    FetchAnswer{blocks, to_bytes(report.ok), report.bytes, lookup_error, report.error});
+            }
+        };
+        auto op = std::make_shared<Op>();
+        op->names = std::string(names);
+        op->name_size = name_size;
+        op->width = width;
+        size_t n = name_size == 0 ? 0 : op->names.size() / name_size;
+        take_places(indices, columns, n, op->indices, op->columns);
+        op->parts = std::move(parts);
         return submit(op);
     }
 
@@ -359,6 +413,12 @@ void bind_worker(py::module_& m) {
         .def_readonly("ok", &LoadAnswer::ok)
         .def_readonly("bytes_loaded", &LoadAnswer::bytes_loaded)
         .def_readonly("error", &LoadAnswer::error);
+    py::class_<FetchAnswer>(m, "FetchAnswer")
+        .def_readonly("blocks", &FetchAnswer::blocks)
+        .def_readonly("ok", &FetchAnswer::ok)
+        .def_readonly("bytes_loaded", &FetchAnswer::bytes_loaded)
+        .def_readonly("lookup_error", &FetchAnswer::lookup_error)
+        .def_readonly("error", &FetchAnswer::error);
     py::class_<SaveAnswer>(m, "SaveAnswer")
         .def_readonly("stored", &SaveAnswer::stored)
         .def_readonly("existed", &SaveAnswer::existed)
@@ -378,6 +438,8 @@ void bind_worker(py::module_& m) {
              py::arg("width"))
         .def("submit_load", &PyWorker::submit_load, py::arg("holders"), py::arg("descriptors"),
              py::arg("parts"), py::arg("indices"), py::arg("columns"), py::arg("verify") = false)
+        .def("submit_fetch", &PyWorker::submit_fetch, py::arg("names"), py::arg("name_size"),
+             py::arg("width"), py::arg("parts"), py::arg("indices"), py::arg("columns"))
         .def("submit_save", &PyWorker::submit_save, py::arg("names"), py::arg("name_size"),
              py::arg("parents"), py::arg("parts"), py::arg("indices"), py::arg("columns"))
         .def("submit_put", &PyWorker::submit_put, py::arg("keys"), py::arg("buffers"),

@@ -98,27 +98,33 @@ def test_a_node_killed_in_mid_load(
     assert loader.batch_exists(keys) == 8
 
 
-def test_a_node_killed_between_pin_and_copy(
-    make: Make, process: processes.Node, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("seed", range(3))
+def test_a_node_killed_while_loads_go_on(
+    make: Make, process: processes.Node, thread: ThreadPoolExecutor, seed: int
 ) -> None:
     """The bytes lie in memory that this process has mapped, too: they may be there still, never others."""
-    source, target, keys = filled(2), MHATokenToKVPoolHost(), page_keys(8)
-    backend = make(target)
-    assert all(make(source).batch_set_v1(keys, source.slots(*range(8))))
-    lanes = backend._pool.lanes() if backend._pool else None
-    assert lanes is not None
-    run, asked = lanes.loads.run, []
+    shape = {"layers": 4, "tokens": 16, "heads": 2, "dim": 64}
+    source, target, keys = filled(seed, **shape), MHATokenToKVPoolHost(**shape), page_keys(12, seed)
+    slots = source.slots(*range(12))
+    assert all(make(source).batch_set_v1(keys, slots))
+    backend, loads = make(target), 0
 
-    def killed_before_the_second(submit: Any) -> Any:
-        asked.append(submit)
-        if len(asked) == 2:
-            process.kill()
-        return run(submit)
+    def load_until_a_miss() -> None:
+        nonlocal loads
+        while True:
+            target.memory[:] = 0
+            if right(backend.batch_get_v1(keys, slots), target, source) < 12:
+                return
+            loads += 1
 
-    monkeypatch.setattr(lanes.loads, "run", killed_before_the_second)
-    right(backend.batch_get_v1(keys, target.slots(*range(8))), target, source)
-    assert len(asked) == 2
+    call = thread.submit(load_until_a_miss)
+    wanted = random.Random(seed).randrange(1, 50)
+    eventually(lambda: loads >= wanted or call.done(), "nothing is loaded")
+    assert not call.done()
+    process.kill()
+    call.result(PATIENCE_S)
     assert backend.batch_exists(keys) == 0
+    assert backend._tally.values["survived_errors"] == 0
 
 
 def test_a_node_killed_in_mid_save(
