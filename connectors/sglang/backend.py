@@ -18,12 +18,12 @@ import numpy.typing as npt
 from moonpool import _native
 from moonpool.connectors.objects import Refused, first_head, holds_first_copy
 from moonpool.connectors.sglang import compat
-from moonpool.connectors.sglang.identity import identity
+from moonpool.connectors.sglang.identity import draft_revision, identity
 from moonpool.connectors.sglang.layout import PageLayout, object_ranges, read_layout, rows
 from moonpool.connectors.sglang.metrics import Tally
 from moonpool.connectors.sglang.pool import Lanes, Pool
 from moonpool.connectors.sglang.settings import Settings
-from moonpool.connectors.sglang.sidecars import Parts, Sidecar, read_sidecar, restorable
+from moonpool.connectors.sglang.sidecars import Parts, Sidecar, is_draft, read_sidecar, restorable
 from moonpool.core.errors import ConfigError, Error
 from moonpool.core.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges, fingerprint
 from moonpool.core.store import Store
@@ -117,8 +117,10 @@ class MoonpoolHiCache(compat.Storage):
         if name == "kv" or self._memory is None:
             return
         try:
-            self._sidecars[name] = read_sidecar(name, host_pool, self._config, compat.first_page(host_pool))
-        except Refused as error:
+            draft = draft_revision(compat.server_args()) if is_draft(name) else ""
+            page = compat.first_page(host_pool)
+            self._sidecars[name] = read_sidecar(name, host_pool, self._config, page, draft)
+        except (Refused, ConfigError, OSError) as error:
             self.close()
             if self._settings.require_pool:
                 raise

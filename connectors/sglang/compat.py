@@ -75,6 +75,18 @@ def model_config(args: Any) -> Any:
     return ModelConfig.from_server_args(args)
 
 
+def draft_model_config(args: Any) -> Any:
+    """SGLang's ModelConfig of the draft model."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig.from_server_args(
+        args,
+        model_path=args.speculative_draft_model_path,
+        model_revision=args.speculative_draft_model_revision,
+        is_draft_model=True,
+    )
+
+
 def logger(name: str) -> logging.Logger:
     """A logger that speaks through SGLang's handlers."""
     return logging.getLogger(f"sglang.moonpool.{name}")

@@ -71,8 +71,6 @@ def read_layout(pool: Any) -> PageLayout:
     if pool.layout not in _AXES:
         known = ", ".join(_AXES)
         raise Refused(f"--hicache-mem-layout {pool.layout} is not understood; use one of {known}")
-    if getattr(pool, "target_layer_num", pool.layer_num) != pool.layer_num:
-        raise Refused("the pages hold layers of a draft model too, which the pool does not know yet")
     if getattr(pool, "_layer_shard_enabled", False):
         raise Refused("each rank keeps only some of the layers, which the pool does not know yet")
     tensors = [pool.kv_buffer] if _KINDS[kind] == 1 else [pool.k_buffer, pool.v_buffer]

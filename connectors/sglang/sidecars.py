@@ -41,11 +41,17 @@ class Sidecar:
         return pages_of(self.pool.get_page_buffer_meta(host_indices), len(keys))
 
 
-def read_sidecar(name: str, pool: Any, config: Any, first_page: Any) -> Sidecar:
-    """first_page: the slots of a page, as SGLang gives them. Raises Refused for a pool whose pages cannot be
-    addressed, and for those of a draft model: the fingerprint does not say which one that is."""
-    if name.startswith("draft"):
-        raise Refused(f"the pool does not know draft models yet, and this one keeps pages in {name!r}")
+def is_draft(name: str) -> bool:
+    """Whether the pool is a draft model's: what is in it depends on that model, too."""
+    return name.startswith("draft")
+
+
+def read_sidecar(name: str, pool: Any, config: Any, first_page: Any, draft: str = "") -> Sidecar:
+    """first_page: the slots of a page, as SGLang gives them; draft: which weights a draft model's pool is of.
+    Raises Refused for a pool whose pages cannot be addressed, and for one that SGLang would not let every
+    rank save."""
+    if is_draft(name) and config.is_mla_model and config.tp_size > 1 and "MHA" in type(pool).__name__:
+        raise Refused("SGLang saves only rank 0's part of this draft model's KV, which is cut by heads")
     try:
         (parts,) = pages_of(pool.get_page_buffer_meta(first_page), 1)
     except Exception as error:  # whatever a pool of a kind that we never saw thinks of the question
@@ -61,6 +67,7 @@ def read_sidecar(name: str, pool: Any, config: Any, first_page: Any) -> Sidecar:
         "layers": [int(getattr(pool, "start_layer", 0) or 0), int(getattr(pool, "layer_num", 0) or 0)],
         "rank": [0, 1] if replicated else [config.tp_rank, config.tp_size],
         "stage": [config.pp_rank, config.pp_size],
+        "draft": draft,
     }
     return Sidecar(pool, hashlib.sha256(canonical_json(what)).digest()[:TAG_BYTES])
 

@@ -156,6 +156,9 @@ class Engine:
     dtype: str = "torch.bfloat16"
     quantization: str | None = None
     kv_heads: int = 2
+    speculative_algorithm: str | None = None
+    speculative_draft_model_path: str | None = None
+    speculative_draft_load_format: str | None = None
     hf_config: Any = field(
         default_factory=lambda: SimpleNamespace(
             to_dict=lambda: {"hidden_size": 8, "_name_or_path": "anywhere"},

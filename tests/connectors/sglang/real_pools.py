@@ -13,7 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    PoolName,
+    PoolTransfer,
+)
 from sglang.srt.mem_cache.pool_host.common import get_allocator_from_storage
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -80,8 +85,29 @@ def make_backend(pool: Any, socket: str) -> MoonpoolHiCache:
     return backend
 
 
+def check_draft(layout: str, socket: str, seed: int) -> None:
+    """A draft model's KV, in a pool of its own beside the target's."""
+    keys, pages = page_keys(3, seed), []
+    for number in (seed, 0):
+        draft = make_pool(MHATokenToKVPoolHost, layout)
+        draft.kv_buffer.view(torch.int16).fill_(0)
+        if number:
+            draft.kv_buffer.view(torch.int16).copy_(
+                torch.arange(draft.kv_buffer.numel()).view_as(draft.kv_buffer)
+            )
+        backend = make_backend(make_pool(MHATokenToKVPoolHost, layout), socket)
+        backend.register_mem_host_pool_v2(draft, PoolName.DRAFT)
+        move = backend.batch_set_v2 if number else backend.batch_get_v2
+        found = move([PoolTransfer(name=PoolName.DRAFT, host_indices=slots(4, 0, 2), keys=keys)])
+        assert found == {PoolName.DRAFT: [True] * 3}, found
+        pages.append([canonical(draft, page).view(torch.int16) for page in range(PAGES)])
+        backend.close()
+    for page in range(PAGES):
+        assert torch.equal(pages[0][page], pages[1][page]) == (page in (4, 0, 2)), (layout, page)
+
+
 def main() -> None:
-    engine: Any = Engine(kv_heads=HEADS)
+    engine: Any = Engine(kv_heads=HEADS, speculative_draft_load_format="dummy")
     compat.server_args = lambda: engine
     compat.model_config = lambda args: args
     seed = 0
@@ -106,6 +132,8 @@ def main() -> None:
             first.close()
             second.close()
         print(kind.__name__, *layouts)
+    for layout in LAYOUTS[MHATokenToKVPoolHost]:
+        check_draft(layout, sys.argv[1], seed=100)
 
 
 if __name__ == "__main__":

@@ -275,7 +275,6 @@ def test_wrong_token(make: Make, node: Node, monkeypatch: pytest.MonkeyPatch) ->
     [
         (AsymmetricPool(), {}, "plain MHA and MLA caches, and this model's is a AsymmetricPool"),
         (MHATokenToKVPoolHost(), {"layout": "page_unified"}, "--hicache-mem-layout page_unified"),
-        (MHATokenToKVPoolHost(), {"target_layer_num": 2}, "draft model"),
         (MHATokenToKVPoolHost(heads=3), {}, "3 KV heads on each of 1 ranks do not make the model's 2"),
         (MHATokenToKVPoolHost(tokens=2500, layers=1, pages=2), {}, "use --page-size 2048"),
     ],

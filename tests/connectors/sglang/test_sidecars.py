@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from moonpool.connectors.sglang import MoonpoolHiCache, compat
 from moonpool.connectors.sglang.sidecars import pages_of, restorable
 from tests.connectors.sglang.conftest import Make, Node
 from tests.connectors.sglang.fakes import (
+    Engine,
     MambaPoolHost,
     MHATokenToKVPoolHost,
     MLATokenToKVPoolHost,
@@ -102,13 +105,76 @@ def test_a_pool_that_cannot_be_stored(make: Make, node: Node, caplog: pytest.Log
     assert backend.batch_exists_v2(keys, [transfer]).kv_hit_pages == 0
     assert backend.batch_exists(keys) == 0
     assert backend.batch_get_v2([transfer]) == backend.batch_set_v2([transfer]) == {"mamba": [False]}
-    drafting = make(pool)
-    drafting.register_mem_host_pool_v2(MambaPoolHost(), "draft")
-    assert "does not know draft models yet" in caplog.text
-    assert drafting.batch_exists(keys) == 0
     required = make(pool, {"require_pool": True})
     with pytest.raises(Refused, match="cannot be addressed"):
         required.register_mem_host_pool_v2(MambaPoolHost(layout="layer_first"), "mamba")
+
+
+def drafted(make: Make, states: MambaPoolHost) -> MoonpoolHiCache:
+    backend = make(MHATokenToKVPoolHost())
+    backend.register_mem_host_pool_v2(states, "draft")
+    return backend
+
+
+def weights(folder: Path, content: str) -> str:
+    folder.mkdir()
+    (folder / "model.safetensors").write_text(content)
+    return str(folder)
+
+
+def test_a_draft_models_pages(make: Make, node: Node, engine: Engine, tmp_path: Path) -> None:
+    """They come back to engines with the same draft model, used in the same way, and to no others."""
+    node.start()
+    engine.speculative_algorithm = "EAGLE3"
+    engine.speculative_draft_model_path = one = weights(tmp_path / "one", "1")
+    source, target, keys = MambaPoolHost(), MambaPoolHost(), page_keys(2)
+    source.temporal[:] = np.random.default_rng(3).random(source.temporal.shape)
+    transfer = Transfer("draft", keys, [4, 5])
+    assert drafted(make, source).batch_set_v2([transfer]) == {"draft": [True] * 2}
+    assert drafted(make, target).batch_get_v2([transfer]) == {"draft": [True] * 2}
+    np.testing.assert_array_equal(target.temporal[4:6], source.temporal[4:6])
+    for path, algorithm in ((weights(tmp_path / "two", "2"), "EAGLE3"), (one, "STANDALONE")):
+        engine.speculative_draft_model_path, engine.speculative_algorithm = path, algorithm
+        assert drafted(make, MambaPoolHost()).batch_get_v2([transfer]) == {"draft": [False] * 2}
+
+
+def test_a_draft_model_packed_behind_the_layers(
+    make: Make, node: Node, engine: Engine, tmp_path: Path
+) -> None:
+    """Its layers are the last ones of the same pages; an engine with another draft, or none, shares none."""
+    node.start()
+    engine.speculative_algorithm = "NEXTN"
+    keys = page_keys(1)
+
+    def packed() -> MHATokenToKVPoolHost:
+        pool = MHATokenToKVPoolHost(layers=3)
+        pool.target_layer_num = 2
+        return pool
+
+    source, target = packed(), packed()
+    source.memory[:] = np.random.default_rng(4).integers(0, 1 << 16, source.memory.shape, np.uint16)
+    engine.model_path = weights(tmp_path / "target", "t")
+    assert make(source).batch_set_v1(keys, source.slots(3)) == [True]
+    assert make(target).batch_get_v1(keys, target.slots(5)) == [True]
+    np.testing.assert_array_equal(target.view()[5], source.view()[3])
+    assert make(MHATokenToKVPoolHost(layers=3)).batch_exists(keys) == 0
+    engine.speculative_draft_model_path = weights(tmp_path / "other", "o")
+    assert make(packed()).batch_exists(keys) == 0
+
+
+def test_a_draft_model_that_cannot_be_stored(
+    make: Make, node: Node, engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.start()
+    engine.speculative_draft_model_path = "nobody/knows"
+    monkeypatch.setattr(compat, "draft_model_config", lambda args: SimpleNamespace(hf_config=None))
+    backend = drafted(make, MambaPoolHost())
+    assert "cannot tell which weights 'nobody/knows' stands for" in caplog.text
+    assert backend.batch_set_v2([Transfer("draft", page_keys(1), [0])]) == {"draft": [False]}
+    engine.speculative_draft_load_format = "dummy"
+    latents = make(MLATokenToKVPoolHost(heads=1), tp_size=2)
+    latents.register_mem_host_pool_v2(MHATokenToKVPoolHost(), "draft")
+    assert "SGLang saves only rank 0's part of this draft model's KV" in caplog.text
 
 
 def test_wrong_questions_and_no_node(make: Make, node: Node) -> None:
