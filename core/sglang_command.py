@@ -24,6 +24,7 @@ PD_MODES = ("prefill", "decode")
 OLDEST = (0, 5, 18)
 OPTIONS = ("--kv-pool", "--pd", "--node", "--require-pool", "--dry-run", "--python")
 PAGE_TOKENS = 64
+_OFFLOAD = "--disaggregation-decode-enable-offload-kvcache"
 _KERNEL_LAYOUTS = ("page_first", "page_head")  # SGLang copies these to a GPU by a kernel only
 
 # Where SGLang finds our class, and that it moves pages without a copy in between.
@@ -83,6 +84,8 @@ class Server:
             if (near := nearest(flag.partition("=")[0], OPTIONS, cutoff=0.88)) is not None:
                 raise _wrong(flag, f"is no option; did you mean {near}?")
         made = ["--model-path", self.model]
+        if self.kv_pool or self.pd:  # the two of a pair must have one page size
+            made += self._unless_given("--page-size", str(PAGE_TOKENS))
         if self.kv_pool:
             made += self._pool()
         elif self.node or self.require_pool:
@@ -104,8 +107,11 @@ class Server:
             extra["node"] = self.node
         if self.require_pool:
             extra["require_pool"] = True
-        made = ["--enable-hierarchical-cache"]
-        made += self._unless_given("--page-size", str(PAGE_TOKENS))
+        # Without a radix cache, a decode server has no tiers; what it computes goes to the pool all the same.
+        plain_decode = (
+            self.pd == "decode" and "--disaggregation-decode-enable-radix-cache" not in self._given()
+        )
+        made = [_OFFLOAD if plain_decode else "--enable-hierarchical-cache"]
         # direct: SGLang's copies with and without a GPU; with it a layer of a page lies in one piece.
         layout, io = self._value("--hicache-mem-layout"), self._value("--hicache-io-backend")
         if layout is None:

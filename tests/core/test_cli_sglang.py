@@ -33,8 +33,8 @@ def test_the_pool() -> None:
     assert made[:2] == ["--model-path", "m"]
     assert made[-2:] == ["--port", "1"]
     assert made[2:-4] == [
-        "--enable-hierarchical-cache",
         *("--page-size", "64"),
+        "--enable-hierarchical-cache",
         *("--hicache-mem-layout", "page_first_direct"),
         *("--hicache-io-backend", "direct"),
         *("--hicache-storage-backend", "dynamic"),
@@ -77,12 +77,17 @@ def test_a_hand_over(mode: str) -> None:
     assert server.environment() == {"MOONPOOL_SGLANG_PD": "1"}
     assert server.arguments() == [
         *("--model-path", "m"),
+        *("--page-size", "64"),
         *("--disaggregation-mode", mode),
         *("--disaggregation-transfer-backend", "mooncake"),
     ]
     both = Server("m", pd=mode, kv_pool=True).arguments()
     assert EXTRA_CONFIG in both
     assert "--disaggregation-mode" in both
+    tiers, offload = "--enable-hierarchical-cache", "--disaggregation-decode-enable-offload-kvcache"
+    assert (tiers in both, offload in both) == (mode == "prefill", mode == "decode")
+    cached = ("--disaggregation-decode-enable-radix-cache",)
+    assert tiers in Server("m", pd=mode, kv_pool=True, flags=cached).arguments()
 
 
 def test_without_either_it_is_sglang_as_it_is() -> None:
@@ -180,8 +185,8 @@ def test_the_command_becomes_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_dry_run_prints_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["sglang", "a model", "--pd", "prefill", "--dry-run", "--", "--port", "1"]) == 0
     assert capsys.readouterr().out == (
-        "MOONPOOL_SGLANG_PD=1 python -m sglang.launch_server --model-path 'a model' --disaggregation-mode "
-        "prefill --disaggregation-transfer-backend mooncake --port 1\n"
+        "MOONPOOL_SGLANG_PD=1 python -m sglang.launch_server --model-path 'a model' --page-size 64 "
+        "--disaggregation-mode prefill --disaggregation-transfer-backend mooncake --port 1\n"
     )
 
 
