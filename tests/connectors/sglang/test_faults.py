@@ -385,23 +385,26 @@ def test_sidecars_are_evicted_from_the_end_of_a_chain(make: Make, node: Node) ->
     assert not all(left)
 
 
-def test_without_a_master(make: Make, folder: Path, node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    """A node of a cluster whose master dies, and comes back at the same address: what this host has is
-    served all the time, and what it lacks is a miss at once."""
+@pytest.mark.parametrize("when", ["at start", "later"])
+def test_without_a_master(make: Make, node: Node, when: str) -> None:
+    """A node of a cluster whose master is not there, or dies: what this host has is served all the time, and
+    what it lacks is a miss at once."""
     master = _native.MasterServer(["127.0.0.1:0"], TOKEN)
     master.start()
     address = master.addresses[0]
-    server = _native.Server(
+    if when == "at start":
+        master.stop()
+    node.server = server = _native.Server(
         str(node.socket), [("default", 16 << 20)], TOKEN, listen=["127.0.0.1:0"], master=address
     )
-    node.server = server
     server.start()
-    eventually(lambda: server.metrics()["master_joined"] == 1, "the node does not join")
+    if when == "later":
+        eventually(lambda: server.metrics()["master_joined"] == 1, "the node does not join")
     source, target, keys = filled(13), MHATokenToKVPoolHost(), page_keys(8)
-    backend = make(source)
-    loader = make(target)
+    backend, loader = make(source), make(target)
     assert all(backend.batch_set_v1(keys[:4], source.slots(*range(4))))
-    master.stop()
+    if when == "later":
+        master.stop()
     started_s = time.monotonic()
     assert all(backend.batch_set_v1(keys, source.slots(*range(8))))
     assert loader.batch_exists(keys) == 8
