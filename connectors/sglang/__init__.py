@@ -11,8 +11,8 @@ pool. docs/sglang.md is its manual.
     metrics      counters in the engine's own /metrics
     compat       every difference between SGLang versions
 
-Threads: SGLang's prefetch and backup threads call and wait here, never its scheduler; bytes are moved by
-native threads, one for lookups, one for loads and one for saves.
+Threads: SGLang's prefetch and backup threads call here, never its scheduler, and move the bytes themselves,
+in native code without the interpreter's lock.
 """
 
 from __future__ import annotations

@@ -7,11 +7,10 @@ Without a node a call costs nothing but, every RETRY_S seconds, one attempt to c
 from __future__ import annotations
 
 import logging
-import select
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from moonpool import _native
 from moonpool.connectors.sglang.settings import Settings
@@ -20,29 +19,23 @@ from moonpool.core.errors import Error
 RETRY_S = 0.5
 TIMEOUT_S = 2.0
 
-Answer = TypeVar("Answer")
-
 
 class Lane:
-    """One native thread, for one caller at a time."""
+    """Operations that the calling thread runs itself, without the interpreter's lock: SGLang's storage
+    threads may wait, and a thread of our own would have to be woken for each call, which on a busy host costs
+    more than the call. One caller at a time, so that ``close`` can wait for it."""
 
     def __init__(self, client: _native.Client) -> None:
-        self._worker = _native.Worker(client, threads=1)
+        self._worker = _native.Worker(client, threads=0)
         self._turn = threading.Lock()
-        self._done = select.poll()
-        self._done.register(self._worker.eventfd, select.POLLIN)
 
     def run(self, submit: Callable[[_native.Worker], int]) -> Any:
-        """The answer to what ``submit`` handed over. The native side answers every ticket, at the latest
-        TIMEOUT_S after the last progress, and until then the memory it was given is in use: so this does not
-        give up earlier."""
+        """The answer to what ``submit`` hands over, at the latest TIMEOUT_S after the last progress. Raises
+        Closed after close()."""
         with self._turn:
-            ticket = submit(self._worker)
-            while True:
-                for number, answer in self._worker.poll():
-                    if number == ticket:
-                        return answer
-                self._done.poll()
+            submit(self._worker)
+            ((_, answer),) = self._worker.poll()
+            return answer
 
     def release(self, pin_id: int) -> None:
         """Gives a pin back that this lane was given; harmless for 0."""
@@ -55,7 +48,7 @@ class Lane:
 
 
 class Lanes:
-    """One connection and its threads: a load never stands behind saves, nor a lookup behind a load."""
+    """One connection: a load never stands behind saves, nor a lookup behind a load."""
 
     def __init__(self, client: _native.Client) -> None:
         self._client = client

@@ -190,7 +190,7 @@ class SaveAnswer:
         ...
 class Worker:
     """
-    Threads that run a client's operations; tickets in, answers out by poll().
+    Threads that run a client's operations; tickets in, answers out by poll(). Without threads the caller's own runs them, inside of submit and without the GIL.
     """
     def __init__(self, client: Client, threads: typing.SupportsInt | typing.SupportsIndex = 1, queue_max: typing.SupportsInt | typing.SupportsIndex = 4096) -> None:
         ...

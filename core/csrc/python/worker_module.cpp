@@ -11,6 +11,7 @@
 #include <string_view>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "python/answers.hpp"
@@ -64,13 +65,16 @@ std::vector<std::string_view> split(std::string_view names, size_t name_size) {
 class PyWorker {
    public:
     PyWorker(const PyClient& client, uint32_t threads, uint32_t queue_max)
-        : client_(client.client()), peer_(client.peer()), worker_(threads, queue_max) {}
+        : client_(client.client()),
+          peer_(client.peer()),
+          inline_(threads == 0),
+          worker_(threads, queue_max) {}
 
     int event_fd() const { return worker_.event_fd(); }
 
     py::list poll() {
         py::list out;
-        for (uint64_t ticket : worker_.poll()) {
+        for (uint64_t ticket : inline_ ? std::exchange(done_, {}) : worker_.poll()) {
             auto node = pending_.extract(ticket);
             if (!node.empty()) out.append(py::make_tuple(ticket, node.mapped()->answer()));
         }
@@ -78,6 +82,7 @@ class PyWorker {
     }
 
     void close() {
+        closed_ = true;
         {
             py::gil_scoped_release nogil;
             worker_.close();
@@ -357,6 +362,16 @@ class PyWorker {
     uint64_t submit(std::shared_ptr<Pending> op) {
         // The thread must not own the operation: whoever lets go last needs the GIL.
         Pending* raw = op.get();
+        if (inline_) {
+            if (closed_) raise(Error{Code::kClosed, "this worker is closed"}, "submit", peer_);
+            {
+                py::gil_scoped_release nogil;
+                raw->run(*client_);
+            }
+            pending_.emplace(++last_inline_, std::move(op));
+            done_.push_back(last_inline_);
+            return last_inline_;
+        }
         Result<uint64_t> ticket = worker_.submit([raw, client = client_] { raw->run(*client); });
         uint64_t id = unwrap(std::move(ticket), "submit", peer_);
         pending_.emplace(id, std::move(op));
@@ -381,6 +396,10 @@ class PyWorker {
 
     std::shared_ptr<Client> client_;
     std::string peer_;
+    bool inline_;  // no threads: submit runs the operation itself, without the GIL
+    bool closed_ = false;
+    uint64_t last_inline_ = 0;
+    std::vector<uint64_t> done_;
     std::unordered_map<uint64_t, std::shared_ptr<Pending>> pending_;
     std::unordered_map<uint64_t, std::vector<std::shared_ptr<Pin>>> pins_;
     uint64_t next_pin_ = 1;
@@ -426,8 +445,10 @@ void bind_worker(py::module_& m) {
         .def_readonly("bytes_stored", &SaveAnswer::bytes_stored)
         .def_readonly("error", &SaveAnswer::error);
 
-    py::class_<PyWorker>(m, "Worker",
-                         "Threads that run a client's operations; tickets in, answers out by poll().")
+    py::class_<PyWorker>(
+        m, "Worker",
+        "Threads that run a client's operations; tickets in, answers out by poll(). Without threads "
+        "the caller's own runs them, inside of submit and without the GIL.")
         .def(py::init<const PyClient&, uint32_t, uint32_t>(), py::arg("client"), py::arg("threads") = 1,
              py::arg("queue_max") = 4096)
         .def_property_readonly("eventfd", &PyWorker::event_fd)
