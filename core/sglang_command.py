@@ -92,21 +92,16 @@ class Server:
             raise _wrong("--node" if self.node else "--require-pool", "needs --kv-pool")
         if self.pd:
             made += self._pd()
-        return [*made, *self.flags]
+        # SGLang takes what stands last: the user's flags, but our extra config, which has theirs in it.
+        return [*made, *self.flags, *(self._extra_config() if self.kv_pool else ())]
 
     def environment(self) -> dict[str, str]:
         """What the server finds in its environment, beside what is there."""
         return {PD_VARIABLE: "1"} if self.pd else {}
 
     def _pool(self) -> list[str]:
-        for flag in (STORAGE_BACKEND, EXTRA_CONFIG):
-            if flag in self._given():
-                raise _wrong("--kv-pool", f"and {flag} exclude each other; give one of them")
-        extra: dict[str, object] = {}
-        if self.node:
-            extra["node"] = self.node
-        if self.require_pool:
-            extra["require_pool"] = True
+        if STORAGE_BACKEND in self._given():
+            raise _wrong("--kv-pool", f"and {STORAGE_BACKEND} exclude each other; give one of them")
         # Without a radix cache, a decode server has no tiers; what it computes goes to the pool all the same.
         plain_decode = (
             self.pd == "decode" and "--disaggregation-decode-enable-radix-cache" not in self._given()
@@ -119,8 +114,20 @@ class Server:
             made += ["--hicache-mem-layout", layout]
         if io is None:
             made += ["--hicache-io-backend", "kernel" if layout in _KERNEL_LAYOUTS else "direct"]
-        made += [STORAGE_BACKEND, "dynamic"]
-        return [*made, EXTRA_CONFIG, json.dumps(completed(extra), separators=(",", ":"))]
+        return [*made, STORAGE_BACKEND, "dynamic"]
+
+    def _extra_config(self) -> list[str]:
+        try:
+            extra = json.loads(self._value(EXTRA_CONFIG) or "{}")
+        except ValueError as error:
+            raise _wrong(EXTRA_CONFIG, f"must be a JSON object beside --kv-pool ({error})") from None
+        if not isinstance(extra, dict):
+            raise _wrong(EXTRA_CONFIG, "must be a JSON object beside --kv-pool")
+        if self.node:
+            extra["node"] = self.node
+        if self.require_pool:
+            extra["require_pool"] = True
+        return [EXTRA_CONFIG, json.dumps(completed(extra), separators=(",", ":"))]
 
     def _pd(self) -> list[str]:
         if self.pd not in PD_MODES:

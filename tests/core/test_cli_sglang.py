@@ -24,14 +24,15 @@ POOL = {
 
 
 def extra(arguments: list[str]) -> dict[str, object]:
-    made: dict[str, object] = json.loads(arguments[arguments.index(EXTRA_CONFIG) + 1])
+    assert arguments[-2] == EXTRA_CONFIG
+    made: dict[str, object] = json.loads(arguments[-1])
     return made
 
 
 def test_the_pool() -> None:
     made = Server("m", kv_pool=True, flags=("--port", "1")).arguments()
     assert made[:2] == ["--model-path", "m"]
-    assert made[-2:] == ["--port", "1"]
+    assert made[-4:-2] == ["--port", "1"]
     assert made[2:-4] == [
         *("--page-size", "64"),
         "--enable-hierarchical-cache",
@@ -45,6 +46,11 @@ def test_the_pool() -> None:
 def test_node_and_require_pool() -> None:
     made = Server("m", kv_pool=True, node="/run/n.sock", require_pool=True).arguments()
     assert extra(made) == {**POOL, "node": "/run/n.sock", "require_pool": True}
+    given = (EXTRA_CONFIG, '{"prefetch_threshold": 64, "node": "other"}')
+    both = Server("m", kv_pool=True, node="mine", flags=given).arguments()
+    assert extra(both) == {**POOL, "prefetch_threshold": 64, "node": "mine"}, (
+        "the last one is what SGLang takes"
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +65,7 @@ def test_node_and_require_pool() -> None:
 )
 def test_layout_and_copies_fit_what_is_given(given: list[str], layout: str | None, io: str | None) -> None:
     made = Server("m", kv_pool=True, flags=tuple(given)).arguments()
-    ours = made[: -len(given)]
+    ours = made[: -len(given) - 2]
     for flag, value in (("--hicache-mem-layout", layout), ("--hicache-io-backend", io)):
         assert (ours[ours.index(flag) + 1] if flag in ours else None) == value
 
@@ -67,7 +73,7 @@ def test_layout_and_copies_fit_what_is_given(given: list[str], layout: str | Non
 def test_the_page_size_that_is_given_stays() -> None:
     for given in (("--page-size", "16"), ("--page-size=16",), ("--page_size", "16")):
         made = Server("m", kv_pool=True, flags=given).arguments()
-        assert tuple(made[-len(given) :]) == given
+        assert tuple(made[-len(given) - 2 : -2]) == given
         assert "64" not in made
 
 
@@ -102,7 +108,12 @@ def test_without_either_it_is_sglang_as_it_is() -> None:
         (Server("m", node="n"), "--node needs --kv-pool"),
         (Server("m", require_pool=True), "--require-pool needs --kv-pool"),
         (Server("m", kv_pool=True, flags=("--hicache-storage-backend=file",)), "exclude each other"),
-        (Server("m", kv_pool=True, flags=(EXTRA_CONFIG, "{}")), "exclude each other"),
+        (
+            Server("m", kv_pool=True, flags=(EXTRA_CONFIG, "@file.json")),
+            "must be a JSON object beside --kv-pool",
+        ),
+        (Server("m", kv_pool=True, flags=(EXTRA_CONFIG, "[]")), "must be a JSON object beside --kv-pool"),
+        (Server("m", kv_pool=True, flags=(EXTRA_CONFIG, '{"class_name":"X"}')), "class_name is 'X'"),
         (Server("m", pd="both"), "--pd must be one of prefill, decode, not 'both'"),
         (Server("m", pd="prefill", flags=("--disaggregation-mode", "decode")), "give one of them"),
         (Server("m", pd="decode", flags=("--disaggregation-transfer-backend=nixl",)), "exclude each other"),
