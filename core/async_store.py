@@ -230,14 +230,18 @@ class AsyncStore:
         pin.release()
 
     @overload
-    async def remove(self, keys: Key) -> bool: ...
+    async def remove(self, keys: Key, *, node: str | None = None) -> bool: ...
 
     @overload
-    async def remove(self, keys: Keys) -> list[bool]: ...
+    async def remove(self, keys: Keys, *, node: str | None = None) -> list[bool]: ...
 
-    async def remove(self, keys: Key | Keys) -> Any:
+    async def remove(self, keys: Key | Keys, *, node: str | None = None) -> Any:
         """See Store.remove: a bool, or a list."""
-        flags = await self._submit("names", "remove", [keys] if is_one(keys) else keys)
+        names: Keys = [keys] if is_one(keys) else keys
+        if node is None:
+            flags = await self._submit("names", "remove", names)
+        else:
+            flags = await asyncio.to_thread(self._open_client().remove, names, node)
         return bool(flags[0]) if is_one(keys) else [bool(flag) for flag in flags]
 
     async def list(

@@ -345,16 +345,21 @@ class Store:
         pin.release()
 
     @overload
-    def remove(self, keys: Key) -> bool: ...
+    def remove(self, keys: Key, *, node: str | None = None) -> bool: ...
 
     @overload
-    def remove(self, keys: Keys) -> list[bool]: ...
+    def remove(self, keys: Keys, *, node: str | None = None) -> list[bool]: ...
 
-    def remove(self, keys: Key | Keys) -> bool | list[bool]:
-        """Makes objects invisible at once; whoever has them pinned reads on. True: it was there."""
+    def remove(self, keys: Key | Keys, *, node: str | None = None) -> bool | list[bool]:
+        """Makes objects invisible at once; whoever has them pinned reads on. True: it was there.
+
+        node: only that node's copy, in memory and on its SSD; True: it had one. By its address
+        ("host:port") or by its name, where one node of the pool has it. Raises InvalidArgument for no or
+        several such nodes, Unavailable when it is away.
+        """
         if is_one(keys):
-            return bool(self._client.remove([keys])[0])
-        return [bool(flag) for flag in self._client.remove(keys)]
+            return bool(self._client.remove([keys], node)[0])
+        return [bool(flag) for flag in self._client.remove(keys, node)]
 
     def list(
         self, prefix: Key = b"", *, pattern: Key | None = None, limit: int = 1000

@@ -121,6 +121,65 @@ def test_copies_are_on_other_hosts_and_are_removed_with_the_first(pool: Pool) ->
         assert (None if view is None else bytes(view)) == (None if i % 2 else b"new")
 
 
+def test_one_copy_is_removed_at_its_node(pool: Pool) -> None:
+    pool.node("a"), pool.node("b"), pool.node("c")
+    a, c = pool.store("a"), pool.store("c")
+    data = os.urandom(1000)
+    assert a.put(["k", "left"], [data, b"l"], replicas=2)[0].replicas == 2
+    pool.told()
+    (other,) = (name for name in "bc" if pool.nodes[name].metrics()["objects"] == 2)
+    assert c.exists("k")
+    view = a.get("k")
+    _, pin = a.exists(["k"], pin=True)
+    assert a.remove(["k", "none"], node="a") == [True, False]  # by name
+    pool.told()
+    assert pool.nodes["a"].metrics()["objects"] == 1
+    assert pool.nodes[other].metrics()["objects"] == 2
+    assert (bytes(view), bytes(a.get("k", pin=pin))) == (data, data)  # who reads the copy goes on
+    assert bytes(a.get("k")) == data  # the other copy
+    assert a.remove("k", node="a") is False
+    assert a.remove("k", node=pool.nodes[other].addresses[0]) is True  # by address, of another host
+    pool.told()
+    assert a.get("k") is None
+    assert bytes(c.get("left")) == b"l"
+    assert a.put("k", b"new") == STORED  # nobody remembers the removals against it
+    pool.told()
+    assert bytes(c.get("k")) == b"new"
+
+
+def test_a_removal_at_a_node_that_is_not_the_one(pool: Pool) -> None:
+    pool.node("a", called="0"), pool.node("b", called="0")
+    a = pool.store("a")
+    a.put("k", b"x")
+    for wrong, why in (("0", "several hosts"), ("", "host:port"), ("127.0.0.1:1", "knows none")):
+        with pytest.raises(InvalidArgument, match=why):
+            a.remove("k", node=wrong)
+    assert a.remove("k", node=pool.nodes["b"].addresses[0]) is False
+    gone = pool.nodes.pop("b")
+    address = gone.addresses[0]
+    gone.stop()
+    with pytest.raises((Unavailable, InvalidArgument)):
+        a.remove("k", node=address)
+    assert bytes(a.get("k")) == b"x"
+    pool.master.stop()
+    assert a.remove("k", node=pool.nodes["a"].addresses[0]) is True  # the own node needs no master
+
+
+def test_the_stripes_go_with_the_last_copy_of_their_manifest(pool: Pool) -> None:
+    pool.node("a"), pool.node("b"), pool.node("c")
+    a = pool.store("a")
+    data = os.urandom(9 * MIB)
+    assert a.put("big", data, replicas=3) == STORED
+    pool.told()
+    for name in "ba":
+        assert a.remove("big", node=name) is True
+        pool.told()
+        assert bytes(a.get("big")) == data
+    assert a.remove("big", node="c") is True
+    pool.told()
+    assert pool.total("objects") == 0
+
+
 def test_copies_are_made_of_equal_bytes_only(pool: Pool) -> None:
     pool.node("a"), pool.node("b")
     a, b = pool.store("a"), pool.store("b")

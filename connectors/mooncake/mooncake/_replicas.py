@@ -57,15 +57,18 @@ class Replicas(Parts):
         return view.nbytes
 
     def batch_replica_clear(self, keys: list[str], segment_name: str = "") -> list[str]:
-        """Removes every copy of the keys; those that were there. With a segment: only of keys that have their
-        one copy there, since no node removes one copy of several.
+        """Removes every copy of the keys, with a segment ("host:port") only those there; those that were.
+        Who reads such a copy goes on with its bytes.
         """
         names = keys_of(keys)
-        if segment_name:
-            places = self._open().holders(names)
-            alone = [[member.address for member, _ in at] == [segment_name] for at in places]
-            keys = [key for key, only in zip(keys, alone, strict=True) if only]
-        return [key for key, code in zip(keys, self.batch_remove(keys), strict=True) if code == Code.OK]
+        if not segment_name:
+            return [key for key, code in zip(keys, self.batch_remove(keys), strict=True) if code == Code.OK]
+        try:
+            flags = self._ask(lambda store: store.remove(names, node=segment_name)) if names else []
+        except InvalidArgument as error:  # no such segment: no copies there
+            code_of(error, "batch_replica_clear")
+            return []
+        return [key for key, was_there in zip(keys, flags, strict=True) if was_there]
 
     # ---- tasks
 

@@ -133,10 +133,10 @@ py::tuple PyClient::longest_prefix(const py::object& keys, uint32_t width, bool 
     return prefix_answer(unwrap(std::move(prefix), "longest_prefix", peer_), names, width);
 }
 
-py::bytes PyClient::remove(const py::object& keys) {
+py::bytes PyClient::remove(const py::object& keys, const std::optional<std::string>& node) {
     Names names(keys);
     py::gil_scoped_release nogil;
-    auto removed = client_->remove(names.views());
+    auto removed = node ? client_->remove_at(names.views(), *node) : client_->remove(names.views());
     py::gil_scoped_acquire gil;
     return to_bytes(unwrap(std::move(removed), "remove", peer_));
 }
@@ -210,7 +210,7 @@ void bind_client(py::module_& m) {
         .def("exists", &PyClient::exists, py::arg("keys"))
         .def("longest_prefix", &PyClient::longest_prefix, py::arg("keys"), py::arg("width") = 1,
              py::arg("pin") = true)
-        .def("remove", &PyClient::remove, py::arg("keys"))
+        .def("remove", &PyClient::remove, py::arg("keys"), py::arg("node") = py::none())
         .def("list", &PyClient::list, py::arg("prefix"), py::arg("limit"))
         .def("stat", &PyClient::stat);
 }

@@ -67,6 +67,45 @@ const Member* Client::known_place(const Members& members, const Hash128& hash) {
     return member != nullptr && member->state == MemberState::kAlive ? member : nullptr;
 }
 
+// By its TCP address, which is one node's alone, or else by its name, which nodes of several hosts may share.
+Result<Client::Named> Client::named(std::string_view wanted) {
+    auto unknown = [&](const std::string& why) {
+        return Error{Code::kInvalidArgument,
+                     "no one node of the pool is \"" + std::string(wanted) + "\": " + why};
+    };
+    if (wanted.empty()) return unknown("give a node's name or its address, host:port");
+    Result<std::shared_ptr<Session>> own = own_.session();
+    std::shared_ptr<Pool> others = pool();
+    if (own && (*own)->address() == wanted) return Named{};
+    if (others == nullptr) {
+        if (!own) return own.error();
+        if ((*own)->node_name() == wanted) return Named{};
+        return unknown("the own node is \"" + (*own)->node_name() + "\" and has no master");
+    }
+    for (bool fresh : {false, true}) {
+        Result<std::shared_ptr<const Members>> members = others->directory->members(fresh);
+        if (!members) return members.error();
+        std::vector<const Member*> fits;
+        auto take = [&](std::string NodeIdentity::*field) {
+            for (const Member& member : (*members)->rows) {
+                if (member.identity.*field == wanted) fits.push_back(&member);
+            }
+        };
+        take(&NodeIdentity::address);
+        if (fits.empty()) take(&NodeIdentity::name);
+        if (fits.size() > 1)
+            return unknown("several hosts have one of that name; give its address, host:port");
+        if (fits.empty()) continue;
+        const Member& member = *fits.front();
+        if (member.identity.incarnation == others->own) return Named{nullptr, member};
+        if (member.state != MemberState::kAlive) {
+            return Error{Code::kUnavailable, "the node " + std::string(wanted) + " is away"};
+        }
+        return Named{node(*others, member), member};
+    }
+    return unknown("the master knows none of that name or address");
+}
+
 void Client::each(std::vector<Group>& groups, const std::function<void(Group&)>& run) {
     std::atomic<size_t> next{0};
     auto work = [&] {

@@ -65,6 +65,8 @@ class Client {
     Result<std::vector<Presence>> exists(std::span<const std::string_view> names);
     Result<Prefix> longest_prefix(std::span<const std::string_view> names, uint32_t width, bool pin);
     Result<std::vector<uint8_t>> remove(std::span<const std::string_view> names);
+    // Of one node only, by its name or address; copies elsewhere stay.
+    Result<std::vector<uint8_t>> remove_at(std::span<const std::string_view> names, std::string_view node);
     Result<std::vector<ListRow>> list(std::string_view prefix, uint64_t limit);
     Result<std::vector<std::pair<std::string, uint64_t>>> stat() { return own_.stat(); }
 
@@ -96,7 +98,14 @@ class Client {
         std::vector<size_t> items;
     };
 
+    // A node that a caller named; null: the own one.
+    struct Named {
+        std::shared_ptr<NodeClient> node;
+        Member member;
+    };
+
     std::shared_ptr<Pool> pool();
+    Result<Named> named(std::string_view name_or_address);
     std::shared_ptr<NodeClient> node(const Pool& pool, const Member& member) {
         return peers_.node(member, pool.host_id);
     }

@@ -23,6 +23,25 @@ Result<std::vector<uint8_t>> Client::remove(std::span<const std::string_view> na
     return flags;
 }
 
+Result<std::vector<uint8_t>> Client::remove_at(std::span<const std::string_view> names,
+                                               std::string_view node) {
+    Result<Named> at = named(node);
+    if (!at) return at.error();
+    std::vector<RemovedManifest> manifests;
+    Result<std::vector<uint8_t>> removed =
+        (at->node == nullptr ? &own_ : at->node.get())->remove(names, manifests);
+    if (!removed) return removed;
+    for (const Hash128& hash : hashes(names)) locations_.forget(hash);
+    // The stripes of an object go with the last copy of its manifest.
+    std::vector<Manifest> striped;
+    for (const RemovedManifest& manifest : manifests) {
+        Result<std::vector<Presence>> left = exists(names.subspan(manifest.item, 1));
+        if (left && left->front() == Presence::kMiss) add_genuine(names[manifest.item], manifest, striped);
+    }
+    if (std::shared_ptr<Pool> others = pool(); others != nullptr) remove_stripes(*others, striped);
+    return removed;
+}
+
 void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> names, bool own_away,
                               std::vector<uint8_t>& removed, std::vector<RemovedManifest>& manifests) {
     std::vector<Hash128> asked = hashes(names);

@@ -100,9 +100,13 @@ def test_clearing_replicas(make_store: Make, keys: Any) -> None:
     until(lambda: len(places(one, single)) == len(places(one, double)) == 1)
     one.create_copy_task(double, [other.get_hostname()])
     until(lambda: len(places(one, double)) == 2)
-    assert one.batch_replica_clear([single, double, none], other.get_hostname()) == []
-    assert one.batch_replica_clear([single, double, none], one.get_hostname()) == [single]
-    assert one.get(double) == b"y"
+    assert one.batch_replica_clear([single, double, none], "127.0.0.1:1") == []
+    handle = one.get_buffer(double)
+    assert one.batch_replica_clear([single, double, none], one.get_hostname()) == [single, double]
+    until(lambda: places(one, double) == [other.get_hostname()])
+    assert one.batch_is_exist([single, double]) == [0, 1]
+    assert (bytes(handle), one.get(double)) == (b"y", b"y")  # whoever reads the copy, and from now on
+    assert one.batch_replica_clear([single, double, none], one.get_hostname()) == []
     assert one.batch_replica_clear([double, none]) == [double]
     assert one.batch_is_exist([single, double]) == [0, 0]
 
