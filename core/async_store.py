@@ -27,6 +27,7 @@ from moonpool.core.store_types import (
     Key,
     Keys,
     Object,
+    ObjectStat,
     Pin,
     Prefix,
     Presence,
@@ -34,6 +35,7 @@ from moonpool.core.store_types import (
     prefix_of,
     presences,
     put_results,
+    stat_of,
 )
 
 if TYPE_CHECKING:
@@ -112,6 +114,7 @@ class AsyncStore:
         replace: bool = False,
         ack: bool = True,
         replicas: int = 1,
+        node: str | Sequence[str] | None = None,
         timeout_s: float | None = None,
     ) -> PutResult: ...
 
@@ -125,6 +128,7 @@ class AsyncStore:
         replace: bool = False,
         ack: bool = True,
         replicas: int = 1,
+        node: str | Sequence[str] | None = None,
         timeout_s: float | None = None,
     ) -> list[PutResult]: ...
 
@@ -137,6 +141,7 @@ class AsyncStore:
         replace: bool = False,
         ack: bool = True,
         replicas: int = 1,
+        node: str | Sequence[str] | None = None,
         timeout_s: float | None = None,
     ) -> Any:
         """See Store.put: one PutResult, or a list."""
@@ -147,7 +152,7 @@ class AsyncStore:
         if one:
             buffers, parents = [buffers], None if parents is None else [parents]
         answer = await self._submit(
-            "put", names, as_parts(buffers), parents, replace, ack, wait_s, replicas, held=buffers
+            "put", names, as_parts(buffers), parents, replace, ack, wait_s, replicas, node, held=buffers
         )
         results: list[PutResult] = put_results(*answer, replicas=replicas)
         return results[0] if one else results
@@ -260,10 +265,23 @@ class AsyncStore:
                 break
         return removed
 
-    async def stat(self) -> dict[str, int]:
+    @overload
+    async def stat(self) -> dict[str, int]: ...
+
+    @overload
+    async def stat(self, keys: Key, *, everywhere: bool = True) -> ObjectStat | None: ...
+
+    @overload
+    async def stat(self, keys: Keys, *, everywhere: bool = True) -> builtins.list[ObjectStat | None]: ...
+
+    async def stat(self, keys: Key | Keys | None = None, *, everywhere: bool = True) -> Any:
         """See Store.stat."""
-        counters: dict[str, int] = await asyncio.to_thread(self._open_client().stat)
-        return counters
+        client = self._open_client()
+        if keys is None:
+            return await asyncio.to_thread(client.stat)
+        names: Keys = [keys] if is_one(keys) else keys
+        answers = await asyncio.to_thread(client.describe, names, everywhere)
+        return stat_of(answers[0]) if is_one(keys) else [stat_of(answer) for answer in answers]
 
     def _open_client(self) -> Any:
         if self._closed or self._client is None:

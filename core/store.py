@@ -25,6 +25,7 @@ from moonpool.core.store_types import (
     Key,
     Keys,
     Object,
+    ObjectStat,
     Pin,
     Prefix,
     Presence,
@@ -32,6 +33,7 @@ from moonpool.core.store_types import (
     prefix_of,
     presences,
     put_results,
+    stat_of,
 )
 from moonpool.core.units import parse_size
 
@@ -205,6 +207,7 @@ class Store:
         replace: bool = False,
         ack: bool = True,
         replicas: int = 1,
+        node: str | Sequence[str] | None = None,
         timeout_s: float | None = None,
     ) -> PutResult: ...
 
@@ -218,6 +221,7 @@ class Store:
         replace: bool = False,
         ack: bool = True,
         replicas: int = 1,
+        node: str | Sequence[str] | None = None,
         timeout_s: float | None = None,
     ) -> list[PutResult]: ...
 
@@ -230,6 +234,7 @@ class Store:
         replace: bool = False,
         ack: bool = True,
         replicas: int = 1,
+        node: str | Sequence[str] | None = None,
         timeout_s: float | None = None,
     ) -> PutResult | list[PutResult]:
         """Stores each buffer under its key.
@@ -241,6 +246,9 @@ class Store:
         ack:      False: do not wait for the commit (and report STORED for what was sent).
         replicas: on how many hosts the bytes shall lie; each result says on how many they do, and why they
         are fewer. A cluster of one host keeps one.
+        node:     where the bytes should rather lie, a node's address ("host:port") or name, or several in
+        order: the first that takes an object gets it, and copies go to the next ones. Nodes that are unknown,
+        away or full are passed over. Without it the own node comes first, and another when that is full.
         timeout_s: the longest wait without progress, for this call.
 
         Acknowledged means: every get that starts afterwards, anywhere on this host, sees it. REFUSED has a
@@ -255,7 +263,7 @@ class Store:
         if one:
             buffers, parents = [buffers], None if parents is None else [parents]
         # `buffers` keeps the caller's objects alive: a part may be no more than a tensor's address.
-        answer = self._client.put(names, as_parts(buffers), parents, replace, ack, wait_s, replicas)
+        answer = self._client.put(names, as_parts(buffers), parents, replace, ack, wait_s, replicas, node)
         results = put_results(*answer, replicas=replicas)
         return results[0] if one else results
 
@@ -381,9 +389,28 @@ class Store:
                 break
         return removed
 
-    def stat(self) -> dict[str, int]:
-        """The node's counters (``*_total``) and gauges, by name."""
-        return self._client.stat()
+    @overload
+    def stat(self) -> dict[str, int]: ...
+
+    @overload
+    def stat(self, keys: Key, *, everywhere: bool = True) -> ObjectStat | None: ...
+
+    @overload
+    def stat(self, keys: Keys, *, everywhere: bool = True) -> builtins.list[ObjectStat | None]: ...
+
+    def stat(self, keys: Key | Keys | None = None, *, everywhere: bool = True) -> Any:
+        """Without keys the node's counters (``*_total``) and gauges, by name.
+
+        With keys what each object is and where its copies lie, as far as the directory knows; None is a miss.
+        It reads no bytes and counts as no use: what is only looked at is evicted as if nobody had. Raises
+        Unavailable when a node or the master would have to answer before a miss is certain.
+        everywhere: False: of what the own node has, no copies elsewhere are asked for: that is faster.
+        """
+        if keys is None:
+            return self._client.stat()
+        if is_one(keys):
+            return stat_of(self._client.describe([keys], everywhere)[0])
+        return [stat_of(answer) for answer in self._client.describe(keys, everywhere)]
 
 
 __all__ = ["AuthError", "Store"]

@@ -128,6 +128,57 @@ class Entry:
     pins: int
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One node's copy of an object. node, host, address: of the node, as the master's /nodes shows it.
+
+    tiers: "dram", "ssd" or both. size in bytes. generation: another one is another object, within one life of
+    the node. pins: how many readers hold it in memory now.
+    """
+
+    node: str
+    host: str
+    address: str
+    tiers: tuple[str, ...]
+    size: int
+    generation: int
+    crc32c: int
+    pins: int
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStat:
+    """An object without its bytes: size in bytes, and its copies, the own node's first.
+
+    An object that is striped over nodes has the size of the whole; the copies are those of its manifest.
+    """
+
+    size: int
+    copies: tuple[Copy, ...]
+
+    @property
+    def pinned(self) -> bool:
+        """Whether somebody holds a copy in memory."""
+        return any(copy.pins for copy in self.copies)
+
+
+_TIERS = ((), ("dram",), ("ssd",), ("dram", "ssd"))
+
+
+def stat_of(answer: tuple[int, Sequence[tuple[Any, ...]]] | None) -> ObjectStat | None:
+    """The native answer for one key as a value; None is a miss."""
+    if answer is None:
+        return None
+    size, rows = answer
+    return ObjectStat(
+        size,
+        tuple(
+            Copy(node, host, address, _TIERS[where & 3], bytes_, generation, crc, pins)
+            for node, host, address, bytes_, generation, crc, pins, where in rows
+        ),
+    )
+
+
 _RESULTS: Sequence[PutResult] = (STORED, EXISTS)
 _PRESENCES: Sequence[Presence] = (Presence.MISS, Presence.HIT, Presence.UNKNOWN)
 

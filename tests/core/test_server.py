@@ -297,7 +297,7 @@ def test_garbage_ends_its_own_connection_only(node: NodeProcess, path: Path, rng
 
 
 def test_garbage_after_the_handshake_ends_the_connection(server: _native.Server, path: Path) -> None:
-    for kind in (0, w.ERROR, w.CHALLENGE, w.AUTH, w.WELCOME, 15, 28, 255):
+    for kind in (0, w.ERROR, w.CHALLENGE, w.AUTH, w.WELCOME, 15, 29, 255):
         with Wire.open(path, TOKEN) as wire:
             wire.send(kind, b"")
             assert wire.ended()[0] == PROTOCOL

@@ -65,6 +65,10 @@ EXAMPLES = {
     "READ, answer": answer(w.READ, w.read_answer([(5, 5, 7, 0x9A71BB4C, 3), w.READ_MISS], b"hello"), 9),
     "PUT": w.frame(w.PUT, w.put(0, [(0x9A71BB4C, b"key", b"up", b"hello")]), request_id=10),
     "PUT, answer": answer(w.PUT, struct.pack("<IB", 1, w.STORED), 10),
+    "DESCRIBE": w.frame(w.DESCRIBE, w.describe(0, [b"key", b"no"]), request_id=11),
+    "DESCRIBE, answer": answer(
+        w.DESCRIBE, struct.pack("<I", 2) + w.DESCRIPTION.pack(5, 7, 0x9A71BB4C, 1, 1) + bytes(32), 11
+    ),
     "STAT": w.frame(w.STAT, request_id=8),
     "STAT, answer": answer(w.STAT, struct.pack("<I", 1) + w.text16(b"objects") + struct.pack("<Q", 1), 8),
 }

@@ -180,6 +180,58 @@ def test_the_stripes_go_with_the_last_copy_of_their_manifest(pool: Pool) -> None
     assert pool.total("objects") == 0
 
 
+def at(store: Store, key: str) -> list[str]:
+    found = store.stat(key)
+    return [] if found is None else sorted(copy.node for copy in found.copies)
+
+
+def test_a_put_goes_where_it_is_wanted(pool: Pool) -> None:
+    pool.node("a"), pool.node("b"), pool.node("c")
+    a, c = pool.store("a"), pool.store("c")
+    address = pool.nodes["b"].addresses[0]
+    assert a.put("k", b"1", node=address) == STORED
+    assert (at(a, "k"), bytes(a.get("k"))) == (["b"], b"1")
+    pool.told()
+    assert a.put("k", b"2", node=address) == EXISTS
+    assert a.put("k", b"3", node="b", replace=True) == STORED
+    assert at(a, "k") == ["b"]
+    assert bytes(until(lambda: c.get("k"))) == b"3"
+    # What the own node has already stays there, unless it is replaced.
+    assert a.put("own", b"1") == STORED
+    assert a.put("own", b"2", node="b") == EXISTS
+    assert at(a, "own") == ["a"]
+    assert a.put("own", b"3", node="b", replace=True) == STORED
+    assert (at(a, "own"), bytes(a.get("own"))) == (["b"], b"3")
+    # The copies go to the next ones, and so to the own node.
+    assert a.put("two", b"1", node=["c", "nobody", "b"], replicas=2).replicas == 2
+    assert at(a, "two") == ["b", "c"]
+    assert a.put("back", b"1", node=["c", "a"], replicas=2).replicas == 2
+    assert at(a, "back") == ["a", "c"]
+    assert a.put("all", b"1", node="c", replicas=3).replicas == 3
+    assert at(a, "all") == ["a", "b", "c"]
+
+
+def test_a_put_goes_elsewhere_when_the_wanted_node_is_full_or_gone(pool: Pool) -> None:
+    pool.node("a", 64), pool.node("b")
+    a, b = pool.store("a"), pool.store("b")
+    pin = fill(b, "pinned", 15)
+    assert all(a.put([f"k{i}" for i in range(4)], [bytes(MIB)] * 4, node="b"))
+    assert {name for i in range(4) for name in at(a, f"k{i}")} >= {"a"}
+    pool.nodes.pop("b").stop()
+    assert a.put("x", b"x", node="b") == STORED
+    assert a.put("y", b"y", node=["nobody", "a"]) == STORED
+    assert bytes(a.get("x")) == b"x"
+    del pin
+
+
+def test_a_put_that_is_wanted_here_does_not_spill(pool: Pool) -> None:
+    pool.node("a"), pool.node("b", 64)
+    a = pool.store("a")
+    for i in range(30):
+        assert a.put(f"k{i}", bytes(MIB), node="a") == STORED
+    assert pool.nodes["b"].metrics()["objects"] == 0
+
+
 def test_copies_are_made_of_equal_bytes_only(pool: Pool) -> None:
     pool.node("a"), pool.node("b")
     a, b = pool.store("a"), pool.store("b")

@@ -18,7 +18,7 @@ HEADER = struct.Struct("<IBBHIIQ")  # magic, version, kind, flags, payload bytes
 ANSWER, ONE_WAY = 1, 2  # flags
 
 ERROR, CHALLENGE, AUTH, WELCOME = 1, 2, 3, 4
-OPEN_SPACE, LEASE, RETURN, COMMIT, LOOKUP, RELEASE, TOUCH, REMOVE, LIST, STAT, READ, PUT = range(16, 28)
+OPEN_SPACE, LEASE, RETURN, COMMIT, LOOKUP, RELEASE, TOUCH, REMOVE, LIST, STAT, READ, PUT, DESCRIBE = range(16, 29)
 
 PIN, PREFIX = 1, 2  # flags of LOOKUP
 REPLACE = 1  # flag of COMMIT and PUT
@@ -28,6 +28,7 @@ BY_PIN, PIECE = 1, 2  # of the "how" in a row of READ
 DESCRIPTOR = struct.Struct("<QQQII")  # offset, size, generation, crc, slot
 ENTRY = struct.Struct("<QQII")  # size, generation, crc, pins of a LIST row; its name follows
 READ_ROW = struct.Struct("<QQQII")  # size, bytes that follow, generation, crc, slot
+DESCRIPTION = struct.Struct("<QQIIB7x")  # size, generation, crc, pins, where
 READ_MISS = (2**64 - 1, 0, 0, 0, 0)
 WELCOME_LIMITS = struct.Struct("<QQQQIIII")  # see Limits
 
@@ -148,6 +149,10 @@ def put(space: int, objects: list[tuple[int, bytes, bytes, bytes]], *, flags: in
     )
     head = struct.pack("<IBBHII", space, flags, 0, 0, len(objects), len(rows))
     return head + rows + b"".join(data for *_, data in objects)
+
+
+def describe(space: int, names: list[bytes]) -> bytes:
+    return remove(space, names)
 
 
 def list_objects(space: int, cursor: int, limit: int, prefix: bytes) -> bytes:

@@ -15,6 +15,7 @@ from moonpool.core.store_types import EXISTS, STORED, Presence, PutResult
 from ._base import Base, checked_keys, first_error, key_of, keys_of, number, same_length
 from ._codes import Code, code_of, say
 from ._pins import pinned_one
+from ._placement import preferred_nodes
 from ._values import DEFAULT, ReplicateConfig
 
 Part = Any  # what moonpool takes as the bytes of an object
@@ -198,8 +199,11 @@ class Objects(Base):
         names = checked_keys(keys)
 
         try:
+            nodes = preferred_nodes(config, self._open().segment)
             results: list[PutResult] = self._ask(
-                lambda store: store.put(names, parts, replace=replace, replicas=config.replica_num)
+                lambda store: store.put(
+                    names, parts, replace=replace, replicas=config.replica_num, node=nodes
+                )
             )
         except InvalidArgument:  # moonpool takes all or none
             if len(keys) == 1:
@@ -301,12 +305,12 @@ class Objects(Base):
         return codes if not codes or codes[0] >= _UNKNOWN else [_UNKNOWN] * len(codes)  # an error is of all
 
     def get_size(self, key: str, /) -> int:
-        """Bytes, or OBJECT_NOT_FOUND. The object is looked up as get_buffer() does it: a list would miss what
-        a silent node has, and walk through all there is."""
+        """Bytes, or OBJECT_NOT_FOUND; none of them is read."""
 
         def ask() -> int:
-            view = self._views([key])[0]
-            return int(Code.OBJECT_NOT_FOUND) if view is None else view.nbytes
+            name = key_of(key)
+            found = self._ask(lambda store: store.stat(name, everywhere=False))
+            return int(Code.OBJECT_NOT_FOUND) if found is None else found.size
 
         return self._code("get_size", ask)
 

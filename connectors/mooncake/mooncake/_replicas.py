@@ -5,19 +5,22 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from functools import cache, partial
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from moonpool.core.errors import Error, InvalidArgument, Unavailable
-from moonpool.core.store_types import Presence
+from moonpool.core.errors import Error, InvalidArgument
+from moonpool.core.store_types import Copy
 
 from ._base import key_of, keys_of
-from ._codes import Code, NoNode, Unsupported, code_of
+from ._codes import Code, NoNode, code_of
 from ._parts import Parts
 from ._values import QueryTaskResponse, ReplicaDescriptor, TaskStatus, TaskType
 
+if TYPE_CHECKING:
+    from moonpool import _native
+
 TASKS_MAX = 10_000
 NO_TASK = (0, 0)
-MEMORY, SSD = 0, 1
 
 
 class Replicas(Parts):
@@ -32,29 +35,17 @@ class Replicas(Parts):
     def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[ReplicaDescriptor]]:
         """Only keys that have an object."""
         names = keys_of(keys)
-        access = self._open()
-        if not names:
-            return {}
-        found = self._ask(lambda store: store.exists(names))
-        places = access.holders(names)
-        described = {}
-        for key, presence, at in zip(keys, found, places, strict=True):
-            if presence is Presence.UNKNOWN and not at:
-                raise Unavailable(f"no node says whether {key!r:.80} is there", operation="get_replica_desc")
-            if presence is Presence.MISS:
-                continue
-            size = cache(partial(self._size, key))
-            described[key] = [
-                ReplicaDescriptor(endpoint, tier == SSD, size)
-                for endpoint, tier in [(member.address, tier) for member, tier in at]
-                or [(access.segment, MEMORY)]  # too new for the master to have heard of it
+        segment = self._open().segment
+        found = self._ask(lambda store: store.stat(names)) if names else []
+        return {
+            key: [
+                ReplicaDescriptor(copy.address or segment, tier == "ssd", one.size)
+                for copy in one.copies
+                for tier in copy.tiers
             ]
-        return described
-
-    def _size(self, key: str) -> int:
-        if (view := self._views([key])[0]) is None:
-            raise Unavailable(f"{key!r:.80} is gone since it was described", operation="get_replica_desc")
-        return view.nbytes
+            for key, one in zip(keys, found, strict=True)
+            if one is not None
+        }
 
     def batch_replica_clear(self, keys: list[str], segment_name: str = "") -> list[str]:
         """Removes every copy of the keys, with a segment ("host:port") only those there; those that were.
@@ -78,37 +69,75 @@ class Replicas(Parts):
         """
         try:
             name = key_of(key)
-            by_address = {member.address: member for member in self._open().members()}
-            if unknown := [target for target in targets if target not in by_address]:
-                raise InvalidArgument(f"no node of the pool is at {', '.join(unknown)}")
+            nodes = self._nodes_at(targets)
             if not targets:
                 raise InvalidArgument("a copy needs a target")
             if (view := self._views([key])[0]) is None:
                 return NO_TASK, int(Code.OBJECT_NOT_FOUND)
         except Error as error:
             return NO_TASK, int(code_of(error, "create_copy_task"))
-        task = self._new_task(TaskType.REPLICA_COPY)
+
+        def act() -> None:
+            for node in nodes:
+                self._copy_to(name, view, node)
+
+        return self._run(TaskType.REPLICA_COPY, "create_copy_task", act)
+
+    def create_move_task(self, key: str, source: str, target: str) -> tuple[tuple[int, int], int]:
+        """A copy at ``target``, then none at ``source``; other copies stay. Done when this returns. An object
+        that was replaced meanwhile stays where it is: the task has failed.
+        """
         try:
-            for target in targets:
-                with self._open().open_at(by_address[target]) as store:
-                    result = store.put(name, view)
-                if not result:
-                    raise NoNode(f"the node at {target} refused the copy: {result.reason}")
+            name = key_of(key)
+            _, node = self._nodes_at([source, target])
+            if source == target:
+                raise InvalidArgument("a move needs two segments")
+            before = self._copy_at(name, source)
+            view = self._views([key])[0]
+            if before is None or view is None:
+                return NO_TASK, int(Code.OBJECT_NOT_FOUND)
+        except Error as error:
+            return NO_TASK, int(code_of(error, "create_move_task"))
+
+        def act() -> None:
+            self._copy_to(name, view, node)
+            after = self._copy_at(name, source)
+            if after is None:  # evicted
+                return
+            if after.crc32c != before.crc32c or after.size != before.size:
+                raise NoNode(f"the object at {source} was replaced while it was moved")
+            self._ask(lambda store: store.remove(name, node=source))
+
+        return self._run(TaskType.REPLICA_MOVE, "create_move_task", act)
+
+    def _nodes_at(self, segments: list[str]) -> list[_native.Member]:
+        by_address = {member.address: member for member in self._open().members()}
+        if unknown := [one for one in segments if one not in by_address]:
+            raise InvalidArgument(f"no node of the pool is at {', '.join(unknown)}")
+        return [by_address[one] for one in segments]
+
+    def _copy_at(self, name: bytes, segment: str) -> Copy | None:
+        one = self._ask(lambda store: store.stat(name))
+        return next((copy for copy in one.copies if copy.address == segment), None) if one else None
+
+    def _copy_to(self, name: bytes, view: memoryview, node: _native.Member) -> None:
+        with self._open().open_at(node) as store:  # from here a put would find the copy that is here
+            result = store.put(name, view, node=node.address)
+        if not result or self._copy_at(name, node.address) is None:
+            raise NoNode(f"the node at {node.address} took no copy: {result.reason or 'it is full'}")
+
+    def _run(
+        self, kind: TaskType, operation: str, act: Callable[[], None]
+    ) -> tuple[tuple[int, int], int]:
+        task = self._new_task(kind)
+        try:
+            act()
             task.status = TaskStatus.SUCCESS
         except Error as error:
-            code_of(error, "create_copy_task")
+            code_of(error, operation)
             task.status, task.message = TaskStatus.FAILED, str(error)
         task.last_updated_at_ms_epoch = _now_ms()
         return task.id, int(Code.OK)
-
-    def create_move_task(self, key: str, source: str, target: str) -> tuple[tuple[int, int], int]:
-        """Refused with UNAVAILABLE_IN_CURRENT_MODE: no node gives up one copy of several."""
-        error = Unsupported(
-            f"{key!r:.80} was not moved from {source} to {target}: moonpool removes an object everywhere or "
-            f"nowhere; create_copy_task() makes a second copy",
-            operation="create_move_task",
-        )
-        return NO_TASK, int(code_of(error, "create_move_task"))
 
     def query_task(self, task_id: tuple[int, int]) -> tuple[QueryTaskResponse | None, int]:
         """A task of this process, of its last TASKS_MAX."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -153,15 +152,11 @@ class DiskDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDescriptor:
-    """One copy of an object, in a node's memory or on its SSD.
-
-    The size is found out when somebody wants it, since that looks the object up to read it; then it raises a
-    moonpool Error when the object is gone.
-    """
+    """One copy of an object, in a node's memory or on its SSD."""
 
     _endpoint: str
     _on_ssd: bool
-    _size: Callable[[], int]
+    _size: int
     status: ReplicaStatus = ReplicaStatus.COMPLETE
 
     def is_memory_replica(self) -> bool:
@@ -177,12 +172,12 @@ class ReplicaDescriptor:
     def get_memory_descriptor(self) -> MemoryDescriptor:
         if self._on_ssd:
             raise RuntimeError("Expected MemoryDescriptor")
-        return MemoryDescriptor(Descriptor(self._size(), 0, self._endpoint))
+        return MemoryDescriptor(Descriptor(self._size, 0, self._endpoint))
 
     def get_disk_descriptor(self) -> DiskDescriptor:
         if not self._on_ssd:
             raise RuntimeError("Expected DiskDescriptor")
-        return DiskDescriptor(self._endpoint, self._size())
+        return DiskDescriptor(self._endpoint, self._size)
 
 
 @dataclass(slots=True)

@@ -35,6 +35,12 @@ std::vector<PutItem> put_items(const Names& names, const Buffers& parts, const N
     return items;
 }
 
+std::vector<std::string> node_names(const py::object& nodes) {
+    if (nodes.is_none()) return {};
+    if (py::isinstance<py::str>(nodes)) return {nodes.cast<std::string>()};
+    return nodes.cast<std::vector<std::string>>();
+}
+
 std::vector<GetItem> get_items(const Names& names, const Buffers& parts) {
     std::vector<GetItem> items;
     items.reserve(names.size());

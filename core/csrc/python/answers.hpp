@@ -26,6 +26,8 @@ void prepare_views();
 
 void check_counts(size_t keys, size_t others, const char* what);
 std::vector<PutItem> put_items(const Names& names, const Buffers& parts, const Names& parents);
+// None, one node's name or address, or several.
+std::vector<std::string> node_names(const py::object& nodes);
 std::vector<GetItem> get_items(const Names& names, const Buffers& parts);
 // (one outcome byte per key: 0 stored, 1 exists, 2 refused; why refused; copies of each, or empty: one; why
 // there are fewer copies than asked for)

@@ -52,15 +52,17 @@ void PyClient::close() {
 }
 
 py::tuple PyClient::put(const py::object& keys, const py::object& buffers, const py::object& parents,
-                        bool replace, bool ack, double timeout_s, uint32_t replicas) {
+                        bool replace, bool ack, double timeout_s, uint32_t replicas,
+                        const py::object& nodes) {
     Names names(keys);
     Buffers parts(buffers, false);
     Names parent_names = parents.is_none() ? Names() : Names(parents);
     check_counts(names.size(), parts.size(), "buffers");
     if (!parents.is_none()) check_counts(names.size(), parent_names.size(), "parents");
     std::vector<PutItem> items = put_items(names, parts, parent_names);
+    PutOptions options{replace, ack, replicas, timeout_s > 0 ? milliseconds(timeout_s) : 0,
+                       node_names(nodes)};
     py::gil_scoped_release nogil;
-    PutOptions options{replace, ack, replicas, timeout_s > 0 ? milliseconds(timeout_s) : 0};
     Result<PutReport> report = client_->put(items, options);
     py::gil_scoped_acquire gil;
     return put_answer(unwrap(std::move(report), "put", peer_));
@@ -162,6 +164,28 @@ std::map<std::string, uint64_t> PyClient::stat() {
     return out;
 }
 
+py::list PyClient::describe(const py::object& keys, bool everywhere) {
+    Names names(keys);
+    py::gil_scoped_release nogil;
+    auto states = client_->describe(names.views(), everywhere);
+    py::gil_scoped_acquire gil;
+    py::list out;
+    for (const ObjectState& state : unwrap(std::move(states), "stat", peer_)) {
+        if (state.copies.empty()) {
+            out.append(py::none());
+            continue;
+        }
+        py::list copies;
+        for (const Copy& copy : state.copies) {
+            const Description& d = copy.what;
+            copies.append(py::make_tuple(copy.node, copy.host_id, copy.address, d.size, d.generation, d.crc,
+                                         d.pins, d.where));
+        }
+        out.append(py::make_tuple(state.size, copies));
+    }
+    return out;
+}
+
 std::vector<size_t> PyClient::places_in(const PyPin& pin, const Names& names) {
     unwrap(client_->check_open(), "get", peer_);
     if (pin.held.pins.empty()) raise(Error{Code::kClosed, "this pin was released"}, "get", peer_);
@@ -199,7 +223,7 @@ void bind_client(py::module_& m) {
         .def("close", &PyClient::close)
         .def("put", &PyClient::put, py::arg("keys"), py::arg("buffers"), py::arg("parents") = py::none(),
              py::arg("replace") = false, py::arg("ack") = true, py::arg("timeout_s") = -1.0,
-             py::arg("replicas") = 1)
+             py::arg("replicas") = 1, py::arg("nodes") = py::none())
         .def("get_into", &PyClient::get_into, py::arg("keys"), py::arg("buffers"), py::arg("verify") = false)
         .def("get_views", &PyClient::get_views, py::arg("keys"), py::arg("verify") = false)
         .def("pin", &PyClient::pin, py::arg("keys"))
@@ -212,7 +236,8 @@ void bind_client(py::module_& m) {
              py::arg("pin") = true)
         .def("remove", &PyClient::remove, py::arg("keys"), py::arg("node") = py::none())
         .def("list", &PyClient::list, py::arg("prefix"), py::arg("limit"))
-        .def("stat", &PyClient::stat);
+        .def("stat", &PyClient::stat)
+        .def("describe", &PyClient::describe, py::arg("keys"), py::arg("everywhere") = true);
 }
 
 }  // namespace moonpool::python

@@ -261,7 +261,8 @@ class PyWorker {
     }
 
     uint64_t submit_put(const py::object& keys, const py::object& buffers, const py::object& parents,
-                        bool replace, bool ack, double timeout_s, uint32_t replicas) {
+                        bool replace, bool ack, double timeout_s, uint32_t replicas,
+                        const py::object& nodes) {
         struct Op : Pending {
             Names names, parent_names;
             Buffers buffers;
@@ -279,7 +280,8 @@ class PyWorker {
         auto op = std::make_shared<Op>(keys, buffers, parents);
         check_counts(op->names.size(), op->buffers.size(), "buffers");
         if (!parents.is_none()) check_counts(op->names.size(), op->parent_names.size(), "parents");
-        op->options = PutOptions{replace, ack, replicas, timeout_s > 0 ? milliseconds(timeout_s) : 0};
+        op->options = PutOptions{replace, ack, replicas, timeout_s > 0 ? milliseconds(timeout_s) : 0,
+                                 node_names(nodes)};
         return submit(op);
     }
 
@@ -465,7 +467,7 @@ void bind_worker(py::module_& m) {
              py::arg("parents"), py::arg("parts"), py::arg("indices"), py::arg("columns"))
         .def("submit_put", &PyWorker::submit_put, py::arg("keys"), py::arg("buffers"),
              py::arg("parents") = py::none(), py::arg("replace") = false, py::arg("ack") = true,
-             py::arg("timeout_s") = -1.0, py::arg("replicas") = 1)
+             py::arg("timeout_s") = -1.0, py::arg("replicas") = 1, py::arg("nodes") = py::none())
         .def("submit_get_into", &PyWorker::submit_get_into, py::arg("keys"), py::arg("buffers"),
              py::arg("verify") = false)
         .def("submit_names", &PyWorker::submit_names, py::arg("what"), py::arg("keys"), py::arg("width") = 1,

@@ -32,6 +32,19 @@ struct PutOptions {
     bool ack = true;
     uint32_t replicas = 1;  // on so many hosts
     int timeout_ms = 0;     // 0: the client's own
+    // Where it should rather go, by name or address, the first that takes it; the copies to the next ones.
+    // Any that is not to be reached, or has no room, is passed over.
+    std::vector<std::string> nodes;
+};
+
+// An object as a whole: its copies, the own node's first. No copy: it is a miss.
+struct Copy {
+    std::string node, host_id, address;
+    Description what;
+};
+struct ObjectState {
+    uint64_t size = 0;  // of a striped object: of the whole; its copies are those of the manifest
+    std::vector<Copy> copies;
 };
 
 enum class Presence : uint8_t { kMiss = 0, kHit = 1, kUnknown = 2 };
@@ -67,6 +80,9 @@ class Client {
     Result<std::vector<uint8_t>> remove(std::span<const std::string_view> names);
     // Of one node only, by its name or address; copies elsewhere stay.
     Result<std::vector<uint8_t>> remove_at(std::span<const std::string_view> names, std::string_view node);
+    // Every copy that the directory knows of, without a use of it. Fails when a miss is not certain.
+    // everywhere: false: nobody else is asked about what the own node has.
+    Result<std::vector<ObjectState>> describe(std::span<const std::string_view> names, bool everywhere);
     Result<std::vector<ListRow>> list(std::string_view prefix, uint64_t limit);
     Result<std::vector<std::pair<std::string, uint64_t>>> stat() { return own_.stat(); }
 
@@ -106,6 +122,7 @@ class Client {
 
     std::shared_ptr<Pool> pool();
     Result<Named> named(std::string_view name_or_address);
+    std::vector<Named> preferred(const PutOptions& options);
     std::shared_ptr<NodeClient> node(const Pool& pool, const Member& member) {
         return peers_.node(member, pool.host_id);
     }
@@ -117,6 +134,9 @@ class Client {
     static const Member* nearest(const Pool& pool, const Members& members, std::span<const Holder> holders,
                                  std::span<const NodeId> tried, uint64_t salt);
 
+    void describe_elsewhere(Pool& pool, std::span<const std::string_view> names,
+                            std::span<const size_t> which, std::vector<ObjectState>& states,
+                            std::vector<std::string>& doubt);
     Result<std::vector<int64_t>> get_whole(std::span<const GetItem> items, bool verify);
     // client_stripes.cpp: objects that lie in pieces on several nodes.
     Status fill_striped(std::span<const GetItem> items, bool verify, std::vector<int64_t>& sizes);
@@ -135,11 +155,16 @@ class Client {
     void find_elsewhere(Pool& pool, std::span<const GetItem> items, bool verify, std::vector<int64_t>& sizes);
     void pin_elsewhere(Pool& pool, std::span<const std::string_view> names, std::span<const size_t> missing,
                        Pinned& pinned, std::string& why);
+    // Asks one other node to take `left`; those that it refused stay there. False: it did not answer.
+    bool put_at(NodeClient& to, const Member& member, std::span<const PutItem> items,
+                const PutOptions& options, std::vector<size_t>& left, PutReport& report);
     void put_elsewhere(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
                        std::span<const size_t> which, PutReport& report, bool evict);
-    void replicate(Pool& pool, std::span<const PutItem> items, const PutOptions& options, PutReport& report);
+    // wanted: nodes that should rather have the copies.
+    void replicate(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
+                   std::span<const Named> wanted, PutReport& report);
     void replicate_some(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
-                        std::span<const size_t> which, PutReport& report);
+                        std::span<const size_t> which, std::span<const Named> wanted, PutReport& report);
     std::vector<size_t> with_equal_bytes(std::span<const PutItem> items, std::span<const size_t> which);
     // own_away: the own node could not be told; it drops its copies when it returns.
     void remove_elsewhere(Pool& pool, std::span<const std::string_view> names, bool own_away,

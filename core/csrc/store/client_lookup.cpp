@@ -59,7 +59,12 @@ void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
             const Member* member =
                 located ? nearest(pool, *members, located->keys[k], tried[left[k]], asked[k].low) : nullptr;
             // Where this client put it a moment ago, or found it before.
-            if (member == nullptr && attempt == 0) member = known_place(*members, asked[k]);
+            if (member == nullptr) {
+                member = known_place(*members, asked[k]);
+                const std::vector<NodeId>& asked_before = tried[left[k]];
+                if (member != nullptr && std::ranges::find(asked_before, member->id) != asked_before.end())
+                    member = nullptr;
+            }
             if (member == nullptr) continue;
             tried[left[k]].push_back(member->id);
             Group& group = groups[member->identity.incarnation];

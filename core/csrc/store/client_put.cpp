@@ -54,7 +54,7 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
         others = pool();  // the first call of all finds out
         if (report && options.replicas > 1) {
             if (others != nullptr) {
-                replicate(*others, items, options, *report);
+                replicate(*others, items, options, preferred(options), *report);
             } else {
                 report->copies.assign(items.size(), 1);
                 report->short_of_copies = "the node has no master, and so no other nodes";
@@ -75,27 +75,47 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
         }
         return refused;
     };
+    // The own node first among them is the usual way, but for the spilling.
+    std::vector<Named> wanted = preferred(options);
+    bool own_wanted = !wanted.empty() && wanted.front().node == nullptr;
+    bool elsewhere_wanted = !wanted.empty() && !own_wanted;
     std::vector<RemovedManifest> replaced;
     if (options.replace) {
         // Whoever else has an older generation loses it first: from here on nobody reads it.
         std::vector<std::string_view> names;
         for (const PutItem& item : items) names.push_back(item.name);
         std::vector<uint8_t> ignored(names.size());
-        own_manifests(names, replaced);
-        remove_elsewhere(*others, names, false, ignored, replaced);
+        bool own_away = false;
+        if (elsewhere_wanted) {
+            own_away = !own_.remove(names, replaced).ok();
+        } else {
+            own_manifests(names, replaced);
+        }
+        remove_elsewhere(*others, names, own_away, ignored, replaced);
     }
-    // The own node is full and another is not: a new block is better there than in an old one's place.
-    bool spilled = options.ack && !options.replace && own_is_full(bytes) && others->room.may_ask();
-    if (spilled) {
+    auto leave_what_is_here = [&] {
         std::erase_if(left, [&](size_t i) {
             bool here = own_has(items[i].name);
             if (here) report.outcomes[i] = PutOutcome::kExists;
             return here;
         });
-        size_t wanted = left.size();
+    };
+    if (elsewhere_wanted) {
+        if (!options.replace) leave_what_is_here();
+        for (const Named& at : wanted) {
+            if (left.empty() || at.node == nullptr) break;
+            put_at(*at.node, at.member, items, options, left, report);
+        }
+    }
+    // The own node is full and another is not: a new block is better there than in an old one's place.
+    bool spilled = options.ack && !options.replace && !left.empty() && !own_wanted && own_is_full(bytes) &&
+                   others->room.may_ask();
+    if (spilled) {
+        leave_what_is_here();
+        size_t asked = left.size();
         put_elsewhere(*others, items, options, left, report, false);
         left = still_refused();
-        if (wanted != 0 && left.size() == wanted) others->room.nowhere();
+        if (asked != 0 && left.size() == asked) others->room.nowhere();
     }
     Error own_error;
     if (!left.empty()) {
@@ -128,8 +148,43 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
         add_genuine(items[manifest.item].name, manifest, striped);
     }
     remove_stripes(*others, striped);
-    if (options.replicas > 1) replicate(*others, items, options, report);
+    if (options.replicas > 1) replicate(*others, items, options, wanted, report);
     return report;
+}
+
+// Those that can be reached, in the caller's order.
+std::vector<Client::Named> Client::preferred(const PutOptions& options) {
+    std::vector<Named> nodes;
+    for (const std::string& name : options.nodes) {
+        if (Result<Named> at = named(name)) nodes.push_back(std::move(*at));
+    }
+    return nodes;
+}
+
+bool Client::put_at(NodeClient& to, const Member& member, std::span<const PutItem> items,
+                    const PutOptions& options, std::vector<size_t>& left, PutReport& report) {
+    std::vector<PutItem> batch;
+    for (size_t i : left) batch.push_back(items[i]);
+    Result<PutReport> put = to.put(batch, options.replace, true, options.timeout_ms);
+    if (!put) {
+        report.refusal = put.error().text;
+        return false;
+    }
+    std::vector<size_t> refused;
+    for (size_t k = 0; k < left.size(); ++k) {
+        report.outcomes[left[k]] = put->outcomes[k];
+        if (put->outcomes[k] == PutOutcome::kRefused) {
+            refused.push_back(left[k]);
+            continue;
+        }
+        Hash128 hash = own_.hasher()(items[left[k]].name);
+        locations_.put(hash, member.identity.incarnation);
+        recent_.add(hash, member.id);
+    }
+    if (!put->refusal.empty()) report.refusal = put->refusal;
+    report.stored_bytes += put->stored_bytes;
+    left = std::move(refused);
+    return true;
 }
 
 bool Client::own_has(std::string_view name) {
@@ -181,28 +236,7 @@ void Client::put_elsewhere(Pool& pool, std::span<const PutItem> items, const Put
                     member = (*members)->find(placed->front());
                     if (member == nullptr) continue;
                 }
-                std::vector<PutItem> batch;
-                for (size_t i : left) batch.push_back(items[i]);
-                Result<PutReport> put =
-                    node(pool, *member)->put(batch, options.replace, true, options.timeout_ms);
-                if (!put) {
-                    report.refusal = put.error().text;
-                    continue;
-                }
-                std::vector<size_t> refused;
-                for (size_t k = 0; k < left.size(); ++k) {
-                    report.outcomes[left[k]] = put->outcomes[k];
-                    if (put->outcomes[k] == PutOutcome::kRefused) {
-                        refused.push_back(left[k]);
-                        continue;
-                    }
-                    Hash128 hash = own_.hasher()(items[left[k]].name);
-                    locations_.put(hash, member->identity.incarnation);
-                    recent_.add(hash, member->id);
-                }
-                if (!put->refusal.empty()) report.refusal = put->refusal;
-                report.stored_bytes += put->stored_bytes;
-                left = std::move(refused);
+                put_at(*node(pool, *member), *member, items, options, left, report);
             }
         }
     }
@@ -225,7 +259,7 @@ std::vector<size_t> Client::with_equal_bytes(std::span<const PutItem> items, std
 }
 
 void Client::replicate(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
-                       PutReport& report) {
+                       std::span<const Named> wanted, PutReport& report) {
     report.copies.assign(items.size(), 0);
     std::vector<size_t> stored, existed;
     for (size_t i = 0; i < items.size(); ++i) {
@@ -241,22 +275,27 @@ void Client::replicate(Pool& pool, std::span<const PutItem> items, const PutOpti
         stored.insert(stored.end(), equal.begin(), equal.end());
     }
     for (const std::vector<size_t>& chunk : in_chunks(items, stored)) {
-        replicate_some(pool, items, options, chunk, report);
+        replicate_some(pool, items, options, chunk, wanted, report);
     }
 }
 
 // One host after the other gets a copy, until there are enough or no host is left.
 void Client::replicate_some(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
-                            std::span<const size_t> which, PutReport& report) {
+                            std::span<const size_t> which, std::span<const Named> wanted, PutReport& report) {
     Result<std::shared_ptr<const Members>> members = pool.directory->members();
     if (!members) {
         report.short_of_copies = members.error().text;
         return;
     }
     PlaceOptions where;
-    where.avoid_host_ids.push_back(pool.host_id);
-    for (const Member& member : (*members)->rows) {
-        if (member.identity.incarnation == pool.own) where.avoid_nodes.push_back(member.id);
+    // With the first copy wanted elsewhere, and taken there, the own host may have another.
+    bool own_may_have = !wanted.empty() && wanted.front().node != nullptr &&
+                        std::ranges::none_of(which, [&](size_t i) { return own_has(items[i].name); });
+    if (!own_may_have) {
+        where.avoid_host_ids.push_back(pool.host_id);
+        for (const Member& member : (*members)->rows) {
+            if (member.identity.incarnation == pool.own) where.avoid_nodes.push_back(member.id);
+        }
     }
     // What was spilled lies elsewhere already: not a second time on that host.
     for (size_t i : which) {
@@ -278,6 +317,34 @@ void Client::replicate_some(Pool& pool, std::span<const PutItem> items, const Pu
         }
         return left;
     };
+    auto copy_to = [&](NodeClient& to, const Member& member, const std::vector<size_t>& left) {
+        where.avoid_nodes.push_back(member.id);
+        std::vector<PutItem> batch;
+        for (size_t i : left) batch.push_back(items[i]);
+        Result<PutReport> put = to.put(batch, options.replace, true, options.timeout_ms);
+        if (!put) {
+            why = put.error().text;
+            return;
+        }
+        where.avoid_host_ids.push_back(member.identity.host_id);
+        for (size_t k = 0; k < left.size(); ++k) {
+            if (put->outcomes[k] == PutOutcome::kRefused) {
+                why = put->refusal;
+                continue;
+            }
+            ++report.copies[left[k]];
+            recent_.add(own_.hasher()(items[left[k]].name), member.id);
+        }
+    };
+    for (const Named& at : wanted) {
+        std::vector<size_t> left = wanting();
+        const Member* own = (*members)->find(pool.own);
+        const Member* member = at.node == nullptr ? own : &at.member;
+        if (left.empty() || member == nullptr) continue;
+        if (std::ranges::find(where.avoid_host_ids, member->identity.host_id) != where.avoid_host_ids.end())
+            continue;
+        copy_to(at.node == nullptr ? own_ : *at.node, *member, left);
+    }
     for (bool evict : {false, true}) {
         where.evict = evict;
         for (std::vector<size_t> left = wanting(); !left.empty(); left = wanting()) {
@@ -289,26 +356,12 @@ void Client::replicate_some(Pool& pool, std::span<const PutItem> items, const Pu
                 return;
             }
             if (placed->empty()) break;
-            where.avoid_nodes.push_back(placed->front());
             const Member* member = (*members)->find(placed->front());
-            if (member == nullptr) continue;
-            std::vector<PutItem> batch;
-            for (size_t i : left) batch.push_back(items[i]);
-            Result<PutReport> put =
-                node(pool, *member)->put(batch, options.replace, true, options.timeout_ms);
-            if (!put) {
-                why = put.error().text;
+            if (member == nullptr) {
+                where.avoid_nodes.push_back(placed->front());
                 continue;
             }
-            where.avoid_host_ids.push_back(member->identity.host_id);
-            for (size_t k = 0; k < left.size(); ++k) {
-                if (put->outcomes[k] == PutOutcome::kRefused) {
-                    why = put->refusal;
-                    continue;
-                }
-                ++report.copies[left[k]];
-                recent_.add(own_.hasher()(items[left[k]].name), member->id);
-            }
+            copy_to(*node(pool, *member), *member, left);
         }
     }
     if (wanting().empty()) return;

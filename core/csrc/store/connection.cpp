@@ -204,6 +204,8 @@ bool Connection::handle(const FrameHeader& header, Reader body) {
             return on_list(header, body);
         case Kind::kStat:
             return on_stat(header);
+        case Kind::kDescribe:
+            return on_describe(header, body);
         default:
             return malformed("has a kind that this node does not know");
     }
@@ -632,6 +634,43 @@ bool Connection::on_stat(const FrameHeader& header) {
         w.text16(name);
         w.number(value);
     }
+    finish_frame(out_, at);
+    return true;
+}
+
+// Unlike a LOOKUP it counts as no use: who only looks keeps nothing in memory.
+bool Connection::on_describe(const FrameHeader& header, Reader body) {
+    auto space = body.number<uint32_t>();
+    auto n = body.number<uint32_t>();
+    const Limits& limits = server_.options_.limits;
+    if (!body.ok() || !pool_->has_space(space) || n > limits.frame_keys) return malformed("is no DESCRIBE");
+    const ObjectTable& table = pool_->table();
+    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
+    Writer w(out_);
+    w.number(n);
+    for (uint32_t i = 0; i < n; ++i) {
+        std::string_view name = body.bytes16();
+        if (!body.ok() || name.size() > limits.key_bytes) return malformed("is no DESCRIBE");
+        Description d;
+        uint32_t slot = pool_->find(space, name);
+        if (slot != kNoSlot) {
+            const IndexEntry& entry = table.entry(slot);
+            d.size = entry.size;
+            d.generation = table.generation(slot);
+            d.crc = entry.crc;
+            d.pins = table.pins(slot);
+            d.where = static_cast<uint8_t>(kInMemory | (table.saved(slot) ? kInSsd : 0));
+        } else if (server_.ssd_ != nullptr) {
+            if (std::optional<ssd::Found> found = server_.ssd_->find(*pool_, space, name)) {
+                d.size = found->size;
+                d.generation = found->sequence | kOnSsd;
+                d.crc = found->crc;
+                d.where = kInSsd;
+            }
+        }
+        w.number(d);
+    }
+    if (!body.done()) return malformed("is no DESCRIBE");
     finish_frame(out_, at);
     return true;
 }

@@ -71,6 +71,7 @@ class Connection {
     bool on_remove(const FrameHeader& header, Reader body);
     bool on_list(const FrameHeader& header, Reader body);
     bool on_stat(const FrameHeader& header);
+    bool on_describe(const FrameHeader& header, Reader body);
 
     // connection_tcp.cpp: what only callers without the mapping need.
     enum class Begun { kYes, kNotYet, kEnded };

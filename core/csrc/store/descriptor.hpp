@@ -37,6 +37,23 @@ enum class PutOutcome : uint8_t {
     kDamaged = 3,  // over TCP: the bytes that came do not match their checksum
 };
 
+// What a node can that those of the release before could not, as WELCOME says.
+inline constexpr uint32_t kFeatureDescribe = 1;
+inline constexpr uint32_t kFeatures = kFeatureDescribe;
+
+// A row of DESCRIBE's answer: one node's copy of an object.
+struct Description {
+    uint64_t size = 0;
+    uint64_t generation = 0;  // with kOnSsd where only an SSD has it
+    uint32_t crc = 0;
+    uint32_t pins = 0;
+    uint8_t where = 0;  // 0: it has none
+    uint8_t zero[7] = {};
+};
+static_assert(sizeof(Description) == 32);
+inline constexpr uint8_t kInMemory = 1;
+inline constexpr uint8_t kInSsd = 2;
+
 // How a row of READ names its object.
 inline constexpr uint8_t kReadByName = 0;
 inline constexpr uint8_t kReadPinned = 1;     // by slot and generation

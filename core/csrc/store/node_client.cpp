@@ -599,6 +599,56 @@ Result<std::vector<std::pair<std::string, uint64_t>>> NodeClient::stat() {
     return rows;
 }
 
+Result<std::vector<Description>> NodeClient::describe(std::span<const std::string_view> names) {
+    Result<std::shared_ptr<Session>> opened = session();
+    if (!opened) return opened.error();
+    Session& s = **opened;
+    if (Status status = check_names(s, names); !status) return status.error();
+    std::vector<Description> all;
+    all.reserve(names.size());
+    auto ask = [&](std::span<const std::string_view> some) {
+        return s.call(
+            Kind::kDescribe,
+            [&](Writer& w) {
+                w.number(s.space());
+                w.number(static_cast<uint32_t>(some.size()));
+                write_names(w, some);
+            },
+            [&](Reader& r) {
+                if (r.number<uint32_t>() != some.size()) return false;
+                for (size_t i = 0; i < some.size(); ++i) {
+                    auto d = r.number<Description>();
+                    if (d.size > INT64_MAX) return false;
+                    all.push_back(d);
+                }
+                return r.done();
+            });
+    };
+    // A node of the release before is asked for what it can say: pins are not among it.
+    auto look_up = [&](std::span<const std::string_view> some) {
+        LookupAnswer answer;
+        std::vector<Descriptor> found;
+        Status sent = lookup(s, some, 0, 1, answer, found);
+        if (sent && found.size() != some.size()) {
+            return Status(Error{Code::kProtocol, s.peer() + " answered for other keys"});
+        }
+        for (const Descriptor& d : found) {
+            bool on_ssd = (d.generation & kOnSsd) != 0;
+            uint8_t where = d.generation == 0 ? uint8_t{0} : on_ssd ? kInSsd : kInMemory;
+            all.push_back(Description{d.size, d.generation, d.crc, 0, where, {}});
+        }
+        return sent;
+    };
+    Status status = in_frames(s, names, 1, [&](size_t begin, size_t end) -> Result<bool> {
+        std::span<const std::string_view> some = names.subspan(begin, end - begin);
+        Status sent = s.knows(kFeatureDescribe) ? ask(some) : look_up(some);
+        if (!sent) return sent.error();
+        return true;
+    });
+    if (!status) return status.error();
+    return all;
+}
+
 void NodeClient::load(const Incarnation& incarnation, std::span<const Descriptor> descriptors,
                       std::span<const uint32_t> which, const PartTable& table,
                       std::span<const uint32_t> indices, std::span<const uint16_t> columns, bool verify,

@@ -168,6 +168,8 @@ class NodeClient {
                                         std::vector<RemovedManifest>& manifests);
     Result<std::vector<ListRow>> list(std::string_view prefix, uint64_t limit);
     Result<std::vector<std::pair<std::string, uint64_t>>> stat();
+    // This node's copy of each object, without a use of it; where 0: it has none.
+    Result<std::vector<Description>> describe(std::span<const std::string_view> names);
 
     // Copies pinned objects, described by whoever pinned them, into strided memory: those of `which`, or all.
     // Each is checked after the copy, against its generation in shared memory or its checksum over TCP, so a

@@ -140,6 +140,7 @@ void Server::write_welcome(Writer& w, Pool& pool) const {
     w.text16(options_.cluster.host_id);
     w.text16(options_.cluster.address);
     w.text16(options_.cluster.master);
+    w.number(kFeatures);
 }
 
 Server::~Server() {

@@ -224,6 +224,7 @@ bool Session::read_welcome(Reader& welcome, uint64_t& arena_bytes, uint64_t& ind
     host_id_ = std::string(welcome.text16());
     address_ = std::string(welcome.text16());
     master_ = std::string(welcome.text16());
+    if (welcome.left() != 0) features_ = welcome.number<uint32_t>();
     return welcome.ok();
 }
 

@@ -140,6 +140,7 @@ class Session {
     const std::string& host_id() const { return host_id_; }
     const std::string& address() const { return address_; }  // where other hosts reach the node
     const std::string& master() const { return master_; }    // empty: the node is alone
+    bool knows(uint32_t feature) const { return (features_ & feature) != 0; }
 
    private:
     friend struct Slab;
@@ -190,6 +191,7 @@ class Session {
     uint32_t space_ = 0;
     uint64_t arena_bytes_ = 0, slab_bytes_ = 0, object_bytes_max_ = 0;
     uint32_t key_bytes_max_ = 0, parts_max_ = 0, frame_bytes_max_ = 0, frame_keys_max_ = 0;
+    uint32_t features_ = 0;
 
     std::mutex io_mutex_;  // the socket and what follows
     std::vector<std::byte> out_, body_, unsent_;

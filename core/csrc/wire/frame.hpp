@@ -41,8 +41,9 @@ enum class Kind : uint8_t {
     kRemove = 23,
     kList = 24,
     kStat = 25,
-    kRead = 26,  // bytes of objects over TCP
-    kPut = 27,   // objects over TCP, bytes and all
+    kRead = 26,      // bytes of objects over TCP
+    kPut = 27,       // objects over TCP, bytes and all
+    kDescribe = 28,  // size and state of objects, without a use of them
 
     // 32 to 47: the master (docs/wire_master.md)
     kJoin = 32,     // node -> master: who it is

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mooncake.store import ReplicaStatus, TaskStatus, TaskType
+from mooncake.store import ReplicaStatus, ReplicateConfig, TaskStatus, TaskType
 
 import moonpool
 from tests.core.store_bed import MIB, until
@@ -40,17 +40,79 @@ def test_descriptors(store: Any, key: str) -> None:
 
 def test_nobody_knows(store: Any, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """{} would say that there is no such object."""
-    monkeypatch.setattr(moonpool.Store, "exists", lambda _, keys: [moonpool.Presence.UNKNOWN] * len(keys))
+
+    def nobody(*_: object, **__: object) -> None:
+        raise moonpool.Unavailable(f"no node says whether {key} is there")
+
+    monkeypatch.setattr(moonpool.Store, "stat", nobody)
     with pytest.raises(moonpool.Unavailable, match=key):
         store.get_replica_desc(key)
+    assert store.get_size(key) == -900
 
 
-def test_the_size_of_what_is_gone(store: Any, key: str) -> None:
-    store.put(key, b"12345")
-    (one,) = store.get_replica_desc(key)
-    store.remove(key)
-    with pytest.raises(moonpool.Unavailable, match="gone"):
-        one.get_memory_descriptor()
+def test_descriptors_and_sizes_read_nothing(make_store: Make, key: str) -> None:
+    holder, other = make_store(), make_store()
+    holder.put(key, bytes(MIB))
+    until(lambda: places(other, key) == [holder.get_hostname()])
+    before = other._access.server.metrics()["tcp_sent_bytes_total"], _served(holder)
+    assert other.get_size(key) == MIB
+    (one,) = other.get_replica_desc(key)
+    assert one.get_memory_descriptor().buffer_descriptor.size == MIB
+    assert (other._access.server.metrics()["tcp_sent_bytes_total"], _served(holder)) == before
+
+
+def _served(store: Any) -> int:
+    return int(store._access.server.metrics()["served_bytes_total"])
+
+
+def test_a_move_task(make_store: Make, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = make_store(), make_store()
+    here, there = one.get_hostname(), other.get_hostname()
+    assert one.create_move_task(key, here, there) == ((0, 0), -704)
+    one.put(key, b"move me")
+    until(lambda: places(one, key) == [here])
+    handle = one.get_buffer(key)
+    assert one.create_move_task(key, there, here) == ((0, 0), -704)  # it has none
+    task, code = one.create_move_task(key, here, there)
+    answer, _ = one.query_task(task)
+    assert (code, answer.status, answer.type) == (0, TaskStatus.SUCCESS, TaskType.REPLICA_MOVE)
+    until(lambda: places(one, key) == [there])
+    assert (bytes(handle), one.get(key)) == (b"move me", b"move me")
+    assert one.create_move_task(key, there, there) == ((0, 0), -600)
+    assert one.create_move_task(key, there, "127.0.0.1:1") == ((0, 0), -600)
+    # Replaced in the middle of it: the new bytes stay where they are.
+    copy_to = type(one)._copy_to
+
+    def replaced_meanwhile(self: Any, *arguments: Any) -> None:
+        copy_to(self, *arguments)
+        other.upsert(key, b"newer")
+
+    monkeypatch.setattr(type(one), "_copy_to", replaced_meanwhile)
+    task, code = one.create_move_task(key, there, here)
+    answer, _ = one.query_task(task)
+    assert (code, answer.status) == (0, TaskStatus.FAILED)
+    assert "replaced" in answer.message
+    assert until(lambda: one.get(key)) == b"newer"
+
+
+def test_a_preferred_segment(make_store: Make, keys: Any) -> None:
+    one, other = make_store(), make_store()
+    a, b, c = keys(3)
+    config = ReplicateConfig()
+    config.preferred_segments = ["127.0.0.1:1", other.get_hostname()]
+    assert one.put(a, b"x", config) == 0
+    assert places(one, a) == [other.get_hostname()]
+    assert one.get(a) == b"x"
+    assert one.upsert(a, b"y", config) == 0
+    assert (places(one, a), other.get(a)) == ([other.get_hostname()], b"y")
+    config = ReplicateConfig()
+    config.preferred_segment = "nowhere:1"
+    assert one.put(b, b"x", config) == 0
+    assert places(one, b) == [one.get_hostname()]
+    config = ReplicateConfig()
+    config.prefer_alloc_in_same_node = True
+    assert one.put(c, b"x", config) == 0
+    assert places(one, c) == [one.get_hostname()]
 
 
 def test_a_copy_on_an_ssd(make_store: Make, tmp_path: Path, keys: Any) -> None:
@@ -80,15 +142,13 @@ def test_a_copy_task(make_store: Make, key: str) -> None:
     assert until(lambda: other.get(key)) == b"copy me"  # the copy is one
 
 
-def test_tasks_that_cannot_be(store: Any, key: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_tasks_that_cannot_be(store: Any, key: str) -> None:
     here = store.get_hostname()
     assert store.create_copy_task(key, [here]) == ((0, 0), -704)
     store.put(key, b"x")
     assert store.create_copy_task(key, ["127.0.0.1:1"]) == ((0, 0), -600)
     assert store.create_copy_task(key, []) == ((0, 0), -600)
     assert store.create_copy_task("", [here]) == ((0, 0), -600)
-    assert store.create_move_task(key, here, "127.0.0.1:1") == ((0, 0), -1011)
-    assert "was not moved" in caplog.text
     assert store.get(key) == b"x"
     assert store.query_task((1, 2)) == (None, -1400)
 
