@@ -17,6 +17,7 @@ from moonpool.core.store import (
     NO_ANSWER,
     REMOVE_BATCH,
     check_replicas,
+    check_soft_pin,
     is_one,
     listed,
     open_client,
@@ -115,6 +116,8 @@ class AsyncStore:
         ack: bool = True,
         replicas: int = 1,
         node: str | Sequence[str] | None = None,
+        groups: Key | None = None,
+        soft_pin_s: float | None = None,
         timeout_s: float | None = None,
     ) -> PutResult: ...
 
@@ -129,6 +132,8 @@ class AsyncStore:
         ack: bool = True,
         replicas: int = 1,
         node: str | Sequence[str] | None = None,
+        groups: Sequence[Key | None] | None = None,
+        soft_pin_s: float | None = None,
         timeout_s: float | None = None,
     ) -> list[PutResult]: ...
 
@@ -142,18 +147,21 @@ class AsyncStore:
         ack: bool = True,
         replicas: int = 1,
         node: str | Sequence[str] | None = None,
+        groups: Any = None,
+        soft_pin_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Any:
         """See Store.put: one PutResult, or a list."""
         check_replicas(replicas)
         wait_s = put_timeout(timeout_s)
+        soft_s = check_soft_pin(soft_pin_s)
         one = is_one(keys)
         names: Keys = [keys] if is_one(keys) else keys
         if one:
             buffers, parents = [buffers], None if parents is None else [parents]
-        answer = await self._submit(
-            "put", names, as_parts(buffers), parents, replace, ack, wait_s, replicas, node, held=buffers
-        )
+            groups = None if groups is None else [groups]
+        how = (parents, replace, ack, wait_s, replicas, node, groups, soft_s)
+        answer = await self._submit("put", names, as_parts(buffers), *how, held=buffers)
         results: list[PutResult] = put_results(*answer, replicas=replicas)
         return results[0] if one else results
 

@@ -129,6 +129,15 @@ def check_replicas(replicas: int) -> None:
         raise InvalidArgument(f"replicas={replicas} must be 1 to {REPLICAS_MAX}", operation="put")
 
 
+def check_soft_pin(soft_pin_s: float | None) -> float:
+    """Seconds, 0: none. Raises InvalidArgument for what is no time."""
+    if soft_pin_s is None:
+        return 0.0
+    if not soft_pin_s >= 0.001:  # NaN is not either
+        raise InvalidArgument(f"soft_pin_s must be at least 0.001, not {soft_pin_s}", operation="put")
+    return soft_pin_s
+
+
 def listed(client: _native.Client, prefix: Key, pattern: Key | None, limit: int) -> list[Entry]:
     """The objects of the pool whose key starts with ``prefix``, or matches ``pattern`` as a whole."""
     if pattern is None:
@@ -208,6 +217,8 @@ class Store:
         ack: bool = True,
         replicas: int = 1,
         node: str | Sequence[str] | None = None,
+        groups: Key | None = None,
+        soft_pin_s: float | None = None,
         timeout_s: float | None = None,
     ) -> PutResult: ...
 
@@ -222,6 +233,8 @@ class Store:
         ack: bool = True,
         replicas: int = 1,
         node: str | Sequence[str] | None = None,
+        groups: Sequence[Key | None] | None = None,
+        soft_pin_s: float | None = None,
         timeout_s: float | None = None,
     ) -> list[PutResult]: ...
 
@@ -235,6 +248,8 @@ class Store:
         ack: bool = True,
         replicas: int = 1,
         node: str | Sequence[str] | None = None,
+        groups: Any = None,
+        soft_pin_s: float | None = None,
         timeout_s: float | None = None,
     ) -> PutResult | list[PutResult]:
         """Stores each buffer under its key.
@@ -249,6 +264,10 @@ class Store:
         node:     where the bytes should rather lie, a node's address ("host:port") or name, or several in
         order: the first that takes an object gets it, and copies go to the next ones. Nodes that are unknown,
         away or full are passed over. Without it the own node comes first, and another when that is full.
+        groups:   for each key the group that it belongs to, or None. A node evicts all objects of a group
+        that it has, or none while one of them is pinned or has children outside; 1,024 of them at most.
+        soft_pin_s: evicted only after all that is not soft-pinned. It ends when nobody used the object for
+        one to two times that many seconds (49 days at most), and begins anew with its next use.
         timeout_s: the longest wait without progress, for this call.
 
         Acknowledged means: every get that starts afterwards, anywhere on this host, sees it. REFUSED has a
@@ -258,12 +277,16 @@ class Store:
         """
         check_replicas(replicas)
         wait_s = put_timeout(timeout_s)
+        soft_s = check_soft_pin(soft_pin_s)
         one = is_one(keys)
         names: Keys = [keys] if is_one(keys) else keys
         if one:
             buffers, parents = [buffers], None if parents is None else [parents]
+            groups = None if groups is None else [groups]
         # `buffers` keeps the caller's objects alive: a part may be no more than a tensor's address.
-        answer = self._client.put(names, as_parts(buffers), parents, replace, ack, wait_s, replicas, node)
+        answer = self._client.put(
+            names, as_parts(buffers), parents, replace, ack, wait_s, replicas, node, groups, soft_s
+        )
         results = put_results(*answer, replicas=replicas)
         return results[0] if one else results
 

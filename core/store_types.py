@@ -133,7 +133,8 @@ class Copy:
     """One node's copy of an object. node, host, address: of the node, as the master's /nodes shows it.
 
     tiers: "dram", "ssd" or both. size in bytes. generation: another one is another object, within one life of
-    the node. pins: how many readers hold it in memory now.
+    the node. pins: how many readers hold it in memory now. grouped: others are evicted with it. soft_pinned:
+    it is evicted after all that is not.
     """
 
     node: str
@@ -144,6 +145,8 @@ class Copy:
     generation: int
     crc32c: int
     pins: int
+    grouped: bool = False
+    soft_pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +173,14 @@ def stat_of(answer: tuple[int, Sequence[tuple[Any, ...]]] | None) -> ObjectStat 
     if answer is None:
         return None
     size, rows = answer
-    return ObjectStat(
-        size,
-        tuple(
-            Copy(node, host, address, _TIERS[where & 3], bytes_, generation, crc, pins)
-            for node, host, address, bytes_, generation, crc, pins, where in rows
-        ),
-    )
+    return ObjectStat(size, tuple(_copy_of(*row) for row in rows))
+
+
+def _copy_of(
+    node: str, host: str, address: str, size: int, generation: int, crc: int, pins: int, where: int, keep: int
+) -> Copy:
+    tiers = _TIERS[where & 3]
+    return Copy(node, host, address, tiers, size, generation, crc, pins, bool(keep & 1), bool(keep & 2))
 
 
 _RESULTS: Sequence[PutResult] = (STORED, EXISTS)

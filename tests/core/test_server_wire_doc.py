@@ -50,6 +50,11 @@ EXAMPLES = {
     "LEASE, answer": answer(w.LEASE, struct.pack("<QQ", 65536, 65536) + w.text16(b""), 3),
     "RETURN": one_way(w.RETURN, w.give_back(65536)),
     "COMMIT": w.frame(w.COMMIT, w.commit(0, [Row(65536, 5, 0x9A71BB4C, b"key", b"up")]), request_id=4),
+    "COMMIT with marks": w.frame(
+        w.COMMIT,
+        w.commit(0, [Row(65536, 5, 0x9A71BB4C, b"key", b"up", w.marks(b"page", 1000))], flags=w.MARKS),
+        request_id=4,
+    ),
     "COMMIT, answer": answer(w.COMMIT, struct.pack("<IB", 1, w.STORED), 4),
     "LOOKUP": w.frame(w.LOOKUP, w.lookup(0, [b"key", b"no"], flags=w.PIN), request_id=5),
     "LOOKUP, answer": answer(w.LOOKUP, struct.pack("<QII", 11, 1, 2) + FOUND + bytes(32), 5),
@@ -67,7 +72,7 @@ EXAMPLES = {
     "PUT, answer": answer(w.PUT, struct.pack("<IB", 1, w.STORED), 10),
     "DESCRIBE": w.frame(w.DESCRIBE, w.describe(0, [b"key", b"no"]), request_id=11),
     "DESCRIBE, answer": answer(
-        w.DESCRIBE, struct.pack("<I", 2) + w.DESCRIPTION.pack(5, 7, 0x9A71BB4C, 1, 1) + bytes(32), 11
+        w.DESCRIBE, struct.pack("<I", 2) + w.DESCRIPTION.pack(5, 7, 0x9A71BB4C, 1, 1, 2) + bytes(32), 11
     ),
     "STAT": w.frame(w.STAT, request_id=8),
     "STAT, answer": answer(w.STAT, struct.pack("<I", 1) + w.text16(b"objects") + struct.pack("<Q", 1), 8),
@@ -75,9 +80,8 @@ EXAMPLES = {
 
 
 def examples_of_the_page() -> dict[str, bytes]:
-    found = re.findall(
-        r"^Example, ([A-Z_]+(?:, answer)?)[^\n]*:\n\n```hex\n(.*?)^```", PAGE.read_text(), re.M | re.S
-    )
+    example = r"^Example, ([A-Z_]+(?:, answer| with marks)?)[^\n]*:\n\n```hex\n(.*?)^```"
+    found = re.findall(example, PAGE.read_text(), re.M | re.S)
     return {name: bytes.fromhex(text) for name, text in found}
 
 

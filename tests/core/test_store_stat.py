@@ -1,4 +1,4 @@
-"""stat(keys): what objects are, over one node and several, without reading them; and nodes that lie about it."""
+"""stat(keys): what objects are, over one node and several, without reading them; and nodes that lie of it."""
 
 from __future__ import annotations
 
@@ -201,10 +201,10 @@ def test_a_node_of_the_release_before_is_asked_with_a_lookup(runtime_dir: Path) 
     "lie",
     [
         b"",
-        struct.pack("<I", 1) + w.DESCRIPTION.pack(5, 7, 1, 0, 1),  # one of two
-        struct.pack("<I", 2) + w.DESCRIPTION.pack(5, 7, 1, 0, 1) * 3,
-        struct.pack("<I", 2) + w.DESCRIPTION.pack(5, 7, 1, 0, 1) * 2 + b"x",
-        struct.pack("<I", 2) + w.DESCRIPTION.pack(1 << 63, 7, 1, 0, 1) * 2,
+        struct.pack("<I", 1) + w.DESCRIPTION.pack(5, 7, 1, 0, 1, 0),  # one of two
+        struct.pack("<I", 2) + w.DESCRIPTION.pack(5, 7, 1, 0, 1, 0) * 3,
+        struct.pack("<I", 2) + w.DESCRIPTION.pack(5, 7, 1, 0, 1, 0) * 2 + b"x",
+        struct.pack("<I", 2) + w.DESCRIPTION.pack(1 << 63, 7, 1, 0, 1, 0) * 2,
         struct.pack("<I", 0xFFFFFFFF),
     ],
 )
@@ -219,8 +219,14 @@ def test_a_node_that_lies(runtime_dir: Path, lie: bytes) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", struct.pack("<II", 0, 1), struct.pack("<II", 77, 0), struct.pack("<II", 0, 0xFFFFFFFF),
-     w.describe(0, [b"k"]) + b"x", w.describe(0, [b"k" * 1025])],
+    [
+        b"",
+        struct.pack("<II", 0, 1),
+        struct.pack("<II", 77, 0),
+        struct.pack("<II", 0, 0xFFFFFFFF),
+        w.describe(0, [b"k"]) + b"x",
+        w.describe(0, [b"k" * 1025]),
+    ],
 )
 def test_a_client_that_lies(runtime_dir: Path, body: bytes) -> None:
     node = NodeProcess(runtime_dir / "n.sock")

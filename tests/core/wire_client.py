@@ -18,17 +18,18 @@ HEADER = struct.Struct("<IBBHIIQ")  # magic, version, kind, flags, payload bytes
 ANSWER, ONE_WAY = 1, 2  # flags
 
 ERROR, CHALLENGE, AUTH, WELCOME = 1, 2, 3, 4
-OPEN_SPACE, LEASE, RETURN, COMMIT, LOOKUP, RELEASE, TOUCH, REMOVE, LIST, STAT, READ, PUT, DESCRIBE = range(16, 29)
+OPEN_SPACE, LEASE, RETURN, COMMIT, LOOKUP, RELEASE, TOUCH, REMOVE, LIST, STAT, READ, PUT = range(16, 28)
+DESCRIBE = 28
 
 PIN, PREFIX = 1, 2  # flags of LOOKUP
-REPLACE = 1  # flag of COMMIT and PUT
+REPLACE, MARKS = 1, 2  # flags of COMMIT and PUT
 STORED, EXISTS, REFUSED, DAMAGED = 0, 1, 2, 3
 BY_PIN, PIECE = 1, 2  # of the "how" in a row of READ
 
 DESCRIPTOR = struct.Struct("<QQQII")  # offset, size, generation, crc, slot
 ENTRY = struct.Struct("<QQII")  # size, generation, crc, pins of a LIST row; its name follows
 READ_ROW = struct.Struct("<QQQII")  # size, bytes that follow, generation, crc, slot
-DESCRIPTION = struct.Struct("<QQIIB7x")  # size, generation, crc, pins, where
+DESCRIPTION = struct.Struct("<QQIIBB6x")  # size, generation, crc, pins, where, keep
 READ_MISS = (2**64 - 1, 0, 0, 0, 0)
 WELCOME_LIMITS = struct.Struct("<QQQQIIII")  # see Limits
 
@@ -85,9 +86,15 @@ class Row:
     crc: int
     name: bytes
     parent: bytes = b""
+    marks: bytes = b""  # group and soft pin, with the flag MARKS
 
     def pack(self) -> bytes:
-        return struct.pack("<QQI", self.offset, self.size, self.crc) + text16(self.name) + text16(self.parent)
+        head = struct.pack("<QQI", self.offset, self.size, self.crc)
+        return head + text16(self.name) + text16(self.parent) + self.marks
+
+
+def marks(group: bytes, soft_ms: int = 0) -> bytes:
+    return text16(group) + struct.pack("<I", soft_ms)
 
 
 def open_space(namespace: bytes, fingerprint: bytes) -> bytes:

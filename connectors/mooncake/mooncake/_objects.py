@@ -15,7 +15,7 @@ from moonpool.core.store_types import EXISTS, STORED, Presence, PutResult
 from ._base import Base, checked_keys, first_error, key_of, keys_of, number, same_length
 from ._codes import Code, code_of, say
 from ._pins import pinned_one
-from ._placement import preferred_nodes
+from ._placement import for_one, wishes
 from ._values import DEFAULT, ReplicateConfig
 
 Part = Any  # what moonpool takes as the bytes of an object
@@ -182,8 +182,8 @@ class Objects(Base):
         replace: bool,
     ) -> list[int]:
         return [
-            self._put(operation, [key], [part], config, replace=replace)[0]
-            for key, part in zip(keys, parts, strict=True)
+            self._put(operation, [key], [part], for_one(config, i), replace=replace)[0]
+            for i, (key, part) in enumerate(zip(keys, parts, strict=True))
         ]
 
     def _put_good(
@@ -197,13 +197,10 @@ class Objects(Base):
         if not keys:
             return []
         names = checked_keys(keys)
-
+        asked = wishes(config, len(keys), self._open().segment)
         try:
-            nodes = preferred_nodes(config, self._open().segment)
             results: list[PutResult] = self._ask(
-                lambda store: store.put(
-                    names, parts, replace=replace, replicas=config.replica_num, node=nodes
-                )
+                lambda store: store.put(names, parts, replace=replace, replicas=config.replica_num, **asked)
             )
         except InvalidArgument:  # moonpool takes all or none
             if len(keys) == 1:

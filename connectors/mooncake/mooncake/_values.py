@@ -94,7 +94,7 @@ class ReplicateConfig:
 
     replica_num: on how many hosts; fewer when there are fewer. with_hard_pin: not evicted while this store is
     open. with_soft_pin is the old name of a wish that soft_pin_action says today. Those that moonpool decides
-    by itself (segments, soft pins, groups, media) are kept and not followed: docs/mooncake.md has the table.
+    by itself (media) are kept and not followed: docs/mooncake.md has the table.
     """
 
     replica_num: int

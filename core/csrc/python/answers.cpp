@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 
 #include "python/module.hpp"
@@ -25,12 +26,16 @@ void check_counts(size_t keys, size_t others, const char* what) {
           "arguments");
 }
 
-std::vector<PutItem> put_items(const Names& names, const Buffers& parts, const Names& parents) {
+std::vector<PutItem> put_items(const Names& names, const Buffers& parts, const Names& parents,
+                               const Names& groups, double soft_pin_s) {
+    constexpr double kSoftMsMax = 4294967295.0;  // 49 days
+    auto soft_ms = static_cast<uint32_t>(std::clamp(soft_pin_s * 1000, 0.0, kSoftMsMax));
     std::vector<PutItem> items;
     items.reserve(names.size());
     for (size_t i = 0; i < names.size(); ++i) {
         items.push_back({names.views()[i], parents.size() == 0 ? std::string_view() : parents.views()[i],
-                         parts.parts(i)});
+                         parts.parts(i), groups.size() == 0 ? std::string_view() : groups.views()[i],
+                         soft_ms});
     }
     return items;
 }

@@ -25,7 +25,8 @@ struct PyPin {
 void prepare_views();
 
 void check_counts(size_t keys, size_t others, const char* what);
-std::vector<PutItem> put_items(const Names& names, const Buffers& parts, const Names& parents);
+std::vector<PutItem> put_items(const Names& names, const Buffers& parts, const Names& parents,
+                               const Names& groups, double soft_pin_s);
 // None, one node's name or address, or several.
 std::vector<std::string> node_names(const py::object& nodes);
 std::vector<GetItem> get_items(const Names& names, const Buffers& parts);

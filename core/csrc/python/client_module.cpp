@@ -52,14 +52,16 @@ void PyClient::close() {
 }
 
 py::tuple PyClient::put(const py::object& keys, const py::object& buffers, const py::object& parents,
-                        bool replace, bool ack, double timeout_s, uint32_t replicas,
-                        const py::object& nodes) {
+                        bool replace, bool ack, double timeout_s, uint32_t replicas, const py::object& nodes,
+                        const py::object& groups, double soft_pin_s) {
     Names names(keys);
     Buffers parts(buffers, false);
     Names parent_names = parents.is_none() ? Names() : Names(parents);
     check_counts(names.size(), parts.size(), "buffers");
     if (!parents.is_none()) check_counts(names.size(), parent_names.size(), "parents");
-    std::vector<PutItem> items = put_items(names, parts, parent_names);
+    Names group_names = groups.is_none() ? Names() : Names(groups);
+    if (!groups.is_none()) check_counts(names.size(), group_names.size(), "groups");
+    std::vector<PutItem> items = put_items(names, parts, parent_names, group_names, soft_pin_s);
     PutOptions options{replace, ack, replicas, timeout_s > 0 ? milliseconds(timeout_s) : 0,
                        node_names(nodes)};
     py::gil_scoped_release nogil;
@@ -179,7 +181,7 @@ py::list PyClient::describe(const py::object& keys, bool everywhere) {
         for (const Copy& copy : state.copies) {
             const Description& d = copy.what;
             copies.append(py::make_tuple(copy.node, copy.host_id, copy.address, d.size, d.generation, d.crc,
-                                         d.pins, d.where));
+                                         d.pins, d.where, d.keep));
         }
         out.append(py::make_tuple(state.size, copies));
     }
@@ -223,7 +225,8 @@ void bind_client(py::module_& m) {
         .def("close", &PyClient::close)
         .def("put", &PyClient::put, py::arg("keys"), py::arg("buffers"), py::arg("parents") = py::none(),
              py::arg("replace") = false, py::arg("ack") = true, py::arg("timeout_s") = -1.0,
-             py::arg("replicas") = 1, py::arg("nodes") = py::none())
+             py::arg("replicas") = 1, py::arg("nodes") = py::none(), py::arg("groups") = py::none(),
+             py::arg("soft_pin_s") = 0.0)
         .def("get_into", &PyClient::get_into, py::arg("keys"), py::arg("buffers"), py::arg("verify") = false)
         .def("get_views", &PyClient::get_views, py::arg("keys"), py::arg("verify") = false)
         .def("pin", &PyClient::pin, py::arg("keys"))

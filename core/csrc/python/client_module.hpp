@@ -26,7 +26,8 @@ class PyClient {
     bool connected();
     void close();
     py::tuple put(const py::object& keys, const py::object& buffers, const py::object& parents, bool replace,
-                  bool ack, double timeout_s, uint32_t replicas, const py::object& nodes);
+                  bool ack, double timeout_s, uint32_t replicas, const py::object& nodes,
+                  const py::object& groups, double soft_pin_s);
     py::list get_into(const py::object& keys, const py::object& buffers, bool verify);
     py::list get_views(const py::object& keys, bool verify);
     py::tuple pin(const py::object& keys);
@@ -39,7 +40,7 @@ class PyClient {
     py::bytes remove(const py::object& keys, const std::optional<std::string>& node);
     py::list list(const py::bytes& prefix, uint64_t limit);
     std::map<std::string, uint64_t> stat();
-    // For each key None, or (size, [(node, host, address, size, generation, crc, pins, where)]).
+    // For each key None, or (size, [(node, host, address, size, generation, crc, pins, where, keep)]).
     py::list describe(const py::object& keys, bool everywhere);
 
     const std::shared_ptr<Client>& client() const { return client_; }

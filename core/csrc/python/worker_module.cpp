@@ -261,25 +261,31 @@ class PyWorker {
     }
 
     uint64_t submit_put(const py::object& keys, const py::object& buffers, const py::object& parents,
-                        bool replace, bool ack, double timeout_s, uint32_t replicas,
-                        const py::object& nodes) {
+                        bool replace, bool ack, double timeout_s, uint32_t replicas, const py::object& nodes,
+                        const py::object& groups, double soft_pin_s) {
         struct Op : Pending {
-            Names names, parent_names;
+            Names names, parent_names, groups;
             Buffers buffers;
             PutOptions options;
+            double soft_pin_s = 0;
             Result<PutReport> result = PutReport{};
-            Op(const py::object& k, const py::object& b, const py::object& p)
-                : names(k), parent_names(p.is_none() ? Names() : Names(p)), buffers(b, false) {}
+            Op(const py::object& k, const py::object& b, const py::object& p, const py::object& g)
+                : names(k),
+                  parent_names(p.is_none() ? Names() : Names(p)),
+                  groups(g.is_none() ? Names() : Names(g)),
+                  buffers(b, false) {}
             void run(Client& client) override {
-                result = client.put(put_items(names, buffers, parent_names), options);
+                result = client.put(put_items(names, buffers, parent_names, groups, soft_pin_s), options);
             }
             py::object answer() override {
                 return result ? py::object(put_answer(*result)) : failure(result.error(), "put");
             }
         };
-        auto op = std::make_shared<Op>(keys, buffers, parents);
+        auto op = std::make_shared<Op>(keys, buffers, parents, groups);
         check_counts(op->names.size(), op->buffers.size(), "buffers");
         if (!parents.is_none()) check_counts(op->names.size(), op->parent_names.size(), "parents");
+        if (!groups.is_none()) check_counts(op->names.size(), op->groups.size(), "groups");
+        op->soft_pin_s = soft_pin_s;
         op->options = PutOptions{replace, ack, replicas, timeout_s > 0 ? milliseconds(timeout_s) : 0,
                                  node_names(nodes)};
         return submit(op);
@@ -467,7 +473,8 @@ void bind_worker(py::module_& m) {
              py::arg("parents"), py::arg("parts"), py::arg("indices"), py::arg("columns"))
         .def("submit_put", &PyWorker::submit_put, py::arg("keys"), py::arg("buffers"),
              py::arg("parents") = py::none(), py::arg("replace") = false, py::arg("ack") = true,
-             py::arg("timeout_s") = -1.0, py::arg("replicas") = 1, py::arg("nodes") = py::none())
+             py::arg("timeout_s") = -1.0, py::arg("replicas") = 1, py::arg("nodes") = py::none(),
+             py::arg("groups") = py::none(), py::arg("soft_pin_s") = 0.0)
         .def("submit_get_into", &PyWorker::submit_get_into, py::arg("keys"), py::arg("buffers"),
              py::arg("verify") = false)
         .def("submit_names", &PyWorker::submit_names, py::arg("what"), py::arg("keys"), py::arg("width") = 1,

@@ -90,6 +90,21 @@ Status in_frames(const Session& session, std::span<const std::string_view> names
     return more ? success() : Status(more.error());
 }
 
+// Whether a frame says more of its rows than a node of the release before knows. Such a node keeps them as
+// any other object.
+inline bool has_marks(const Session& session, std::span<const PutItem> items) {
+    return session.knows(kFeatureMarks) && std::ranges::any_of(items, [](const PutItem& item) {
+               return !item.group.empty() || item.soft_ms != 0;
+           });
+}
+
+inline uint64_t marks_bytes(const PutItem& item) { return 6 + item.group.size(); }
+
+inline void write_marks(Writer& w, const PutItem& item) {
+    w.text16(item.group);
+    w.number(item.soft_ms);
+}
+
 inline void write_names(Writer& w, std::span<const std::string_view> names) {
     for (std::string_view name : names) w.text16(name);
 }

@@ -165,7 +165,7 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
     for (uint64_t i = 0; i < manifest.stripes(); ++i) {
         names.push_back(manifest.stripe_name(i));
         parts.push_back(slice(item.parts, i * manifest.stripe_bytes, manifest.bytes_of(i)));
-        stripes.push_back({names.back(), {}, parts.back()});
+        stripes.push_back({names.back(), {}, parts.back(), {}, item.soft_ms});
         groups[i % groups.size()].items.push_back(i);
     }
     std::vector<PutOutcome> outcomes(stripes.size(), PutOutcome::kRefused);
@@ -224,7 +224,7 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
     }
     std::vector<std::byte> bytes = encode(manifest, options_.token, item.name);
     Part part{bytes.data(), bytes.size()};
-    PutItem under_key{item.name, item.parent, {&part, 1}};
+    PutItem under_key{item.name, item.parent, {&part, 1}, item.group, item.soft_ms};
     Result<PutReport> put = put_whole({&under_key, 1}, options);
     if (!put) return put.error();
     outcome = put->outcomes.front();

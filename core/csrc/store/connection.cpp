@@ -361,7 +361,15 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
         auto crc = body.number<uint32_t>();
         std::string_view name = body.bytes16();
         std::string_view parent_name = body.bytes16();
-        if (!body.ok() || name.empty() || name.size() > limits.key_bytes) return malformed("is no COMMIT");
+        std::string_view group;
+        Keep keep;
+        if ((flags & kCommitMarks) != 0) {
+            group = body.bytes16();
+            keep.soft_ms = body.number<uint32_t>();
+        }
+        if (!body.ok() || name.empty() || name.size() > limits.key_bytes || group.size() > limits.key_bytes)
+            return malformed("is no COMMIT");
+        if (!group.empty()) keep.group = pool_->hash(space, group);
 
         if (extent.size != 0) {
             if (!leased(extent)) return malformed("commits memory that was not leased to this client");
@@ -375,7 +383,7 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
             if (!one_way) Writer(out_).number(PutOutcome::kExists);
             continue;
         }
-        switch (table.commit(space, pool_->hash(space, name), name, extent, crc, parent, replace)) {
+        switch (table.commit(space, pool_->hash(space, name), name, extent, crc, parent, replace, keep)) {
             case ObjectTable::Commit::kStored:
                 count(m.stored_total);
                 count(m.stored_bytes_total, extent.size);
@@ -660,6 +668,8 @@ bool Connection::on_describe(const FrameHeader& header, Reader body) {
             d.crc = entry.crc;
             d.pins = table.pins(slot);
             d.where = static_cast<uint8_t>(kInMemory | (table.saved(slot) ? kInSsd : 0));
+            d.keep = static_cast<uint8_t>((table.grouped(slot) ? kInGroup : 0) |
+                                          (table.soft_pinned(slot) ? kSoftPinned : 0));
         } else if (server_.ssd_ != nullptr) {
             if (std::optional<ssd::Found> found = server_.ssd_->find(*pool_, space, name)) {
                 d.size = found->size;

@@ -61,9 +61,16 @@ Connection::Begun Connection::begin_put(const FrameHeader& header) {
         row.crc = rows.number<uint32_t>();
         row.name = std::string(rows.bytes16());
         row.parent = std::string(rows.bytes16());
-        if (row.size > left || row.name.empty() || row.name.size() > limits.key_bytes) {
+        std::string_view group;
+        if ((flags & kCommitMarks) != 0) {
+            group = rows.bytes16();
+            row.keep.soft_ms = rows.number<uint32_t>();
+        }
+        if (row.size > left || row.name.empty() || row.name.size() > limits.key_bytes ||
+            group.size() > limits.key_bytes) {
             return bad("is no PUT");
         }
+        if (!group.empty()) row.keep.group = pool_->hash(space, group);
         left -= row.size;
         put->rows.push_back(std::move(row));
     }
@@ -185,7 +192,7 @@ PutOutcome Connection::store(const PutSink& put, const PutRow& row) {
     if (row.size != 0 && !pool_->leases().commit(row.extent)) return PutOutcome::kRefused;
     uint32_t parent = row.parent.empty() ? kNoSlot : pool_->find(put.space, row.parent);
     switch (table.commit(put.space, pool_->hash(put.space, row.name), row.name, row.extent, row.crc, parent,
-                         put.replace)) {
+                         put.replace, row.keep)) {
         case ObjectTable::Commit::kStored:
             count(m.stored_total);
             count(m.stored_bytes_total, row.size);

@@ -24,6 +24,7 @@ inline constexpr uint8_t kLookupPin = 1;
 inline constexpr uint8_t kLookupPrefix = 2;
 
 inline constexpr uint8_t kCommitReplace = 1;
+inline constexpr uint8_t kCommitMarks = 2;  // each row ends with its group and its soft pin
 
 // What became of a name in REMOVE. A manifest is shown to whoever removed it: it knows its stripes.
 inline constexpr uint8_t kNotRemoved = 0;
@@ -39,7 +40,8 @@ enum class PutOutcome : uint8_t {
 
 // What a node can that those of the release before could not, as WELCOME says.
 inline constexpr uint32_t kFeatureDescribe = 1;
-inline constexpr uint32_t kFeatures = kFeatureDescribe;
+inline constexpr uint32_t kFeatureMarks = 2;  // of COMMIT and PUT
+inline constexpr uint32_t kFeatures = kFeatureDescribe | kFeatureMarks;
 
 // A row of DESCRIBE's answer: one node's copy of an object.
 struct Description {
@@ -48,11 +50,14 @@ struct Description {
     uint32_t crc = 0;
     uint32_t pins = 0;
     uint8_t where = 0;  // 0: it has none
-    uint8_t zero[7] = {};
+    uint8_t keep = 0;   // in memory
+    uint8_t zero[6] = {};
 };
 static_assert(sizeof(Description) == 32);
 inline constexpr uint8_t kInMemory = 1;
 inline constexpr uint8_t kInSsd = 2;
+inline constexpr uint8_t kInGroup = 1;
+inline constexpr uint8_t kSoftPinned = 2;
 
 // How a row of READ names its object.
 inline constexpr uint8_t kReadByName = 0;

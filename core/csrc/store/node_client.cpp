@@ -150,7 +150,8 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, bool replace, 
     uint64_t ahead = 0;
     if (s.remote()) return put_remote(*opened, items, replace, ack, timeout_ms);
     for (const PutItem& item : items) {
-        std::string_view names[2] = {item.name, item.parent.empty() ? item.name : item.parent};
+        std::string_view names[3] = {item.name, item.parent.empty() ? item.name : item.parent,
+                                     item.group.empty() ? item.name : item.group};
         if (Status status = check_names(s, names); !status) return status.error();
         if (item.parts.size() > s.parts_max()) {
             return Error{Code::kInvalidArgument, "an object of " + std::to_string(item.parts.size()) +
@@ -169,12 +170,14 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, bool replace, 
     };
     std::vector<Written> written;
     FrameBudget budget(s, 64);
+    const bool marks = has_marks(s, items);
+    const auto flags = static_cast<uint8_t>((replace ? kCommitReplace : 0) | (marks ? kCommitMarks : 0));
 
     auto commit = [&]() -> Status {
         if (written.empty()) return success();
         auto build = [&](Writer& w) {
             w.number(s.space());
-            w.number(static_cast<uint8_t>(replace ? kCommitReplace : 0));
+            w.number(flags);
             w.number(uint8_t{0});
             w.number(uint16_t{0});
             w.number(static_cast<uint32_t>(written.size()));
@@ -184,6 +187,7 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, bool replace, 
                 w.number(x.crc);
                 w.text16(items[x.item].name);
                 w.text16(items[x.item].parent);
+                if (marks) write_marks(w, items[x.item]);
             }
         };
         Status status = success();
@@ -223,7 +227,7 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, bool replace, 
                 continue;
             }
         }
-        uint64_t item_bytes = 24 + item.name.size() + item.parent.size();
+        uint64_t item_bytes = 24 + item.name.size() + item.parent.size() + (marks ? marks_bytes(item) : 0);
         if (!budget.fits(item_bytes)) {
             if (Status status = commit(); !status) return status.error();
         }
@@ -635,7 +639,7 @@ Result<std::vector<Description>> NodeClient::describe(std::span<const std::strin
         for (const Descriptor& d : found) {
             bool on_ssd = (d.generation & kOnSsd) != 0;
             uint8_t where = d.generation == 0 ? uint8_t{0} : on_ssd ? kInSsd : kInMemory;
-            all.push_back(Description{d.size, d.generation, d.crc, 0, where, {}});
+            all.push_back(Description{d.size, d.generation, d.crc, 0, where, 0, {}});
         }
         return sent;
     };

@@ -27,6 +27,8 @@ struct PutItem {
     std::string_view name;
     std::string_view parent;  // empty: none
     std::span<const Part> parts;
+    std::string_view group = {};  // what goes with it when a node evicts; empty: nothing
+    uint32_t soft_ms = 0;         // a soft pin; 0: none
 };
 
 struct PutReport {

@@ -178,9 +178,14 @@ Result<PutReport> NodeClient::put_remote(const std::shared_ptr<Session>& opened,
     Session& s = *opened;
     PutReport report;
     report.outcomes.assign(items.size(), PutOutcome::kRefused);
-    auto row_bytes = [](const PutItem& item) { return 16 + item.name.size() + item.parent.size(); };
+    const bool marks = has_marks(s, items);
+    const auto flags = static_cast<uint8_t>((replace ? kCommitReplace : 0) | (marks ? kCommitMarks : 0));
+    auto row_bytes = [marks](const PutItem& item) {
+        return 16 + item.name.size() + item.parent.size() + (marks ? marks_bytes(item) : 0);
+    };
     for (const PutItem& item : items) {
-        std::string_view names[2] = {item.name, item.parent.empty() ? item.name : item.parent};
+        std::string_view names[3] = {item.name, item.parent.empty() ? item.name : item.parent,
+                                     item.group.empty() ? item.name : item.group};
         if (Status status = check_names(s, names); !status) return status.error();
         if (item.parts.size() > s.parts_max()) {
             return Error{Code::kInvalidArgument, "an object of " + std::to_string(item.parts.size()) +
@@ -216,7 +221,7 @@ Result<PutReport> NodeClient::put_remote(const std::shared_ptr<Session>& opened,
         }
         auto build = [&](Writer& w) {
             w.number(s.space());
-            w.number(static_cast<uint8_t>(replace ? kCommitReplace : 0));
+            w.number(flags);
             w.number(uint8_t{0});
             w.number(uint16_t{0});
             w.number(static_cast<uint32_t>(end - begin));
@@ -226,6 +231,7 @@ Result<PutReport> NodeClient::put_remote(const std::shared_ptr<Session>& opened,
                 w.number(crcs[i - begin]);
                 w.text16(items[i].name);
                 w.text16(items[i].parent);
+                if (marks) write_marks(w, items[i]);
             }
         };
         Session::Parse parse = [&](Reader& r) {

@@ -8,7 +8,8 @@ ObjectTable::ObjectTable(IndexWriter index, ExtentAllocator& allocator, Leases& 
     : index_(std::move(index)),
       allocator_(allocator),
       leases_(leases),
-      objects_(static_cast<Object*>(std::calloc(index_.slots(), sizeof(Object)))) {}
+      objects_(static_cast<Object*>(std::calloc(index_.slots(), sizeof(Object)))),
+      marks_(static_cast<Marks*>(std::calloc(index_.slots(), sizeof(Marks)))) {}
 
 std::string_view ObjectTable::name(uint32_t slot) const {
     const IndexEntry& e = index_.entry(slot);
@@ -35,7 +36,8 @@ uint32_t ObjectTable::find(const Hash128& hash) const {
 }
 
 ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std::string_view object_name,
-                                        Extent extent, uint32_t crc, uint32_t parent, bool replace) {
+                                        Extent extent, uint32_t crc, uint32_t parent, bool replace,
+                                        const Keep& keep) {
     uint32_t old = find(space, hash, object_name);
     if (old != kNoSlot && !replace) return Commit::kExists;
     // Room first, so that a refusal leaves the old generation where it is.
@@ -58,11 +60,20 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     o.last_used = ++clock_;
     o.state = State::kComplete;
     o.parent = kNoSlot;
+    bool marked = keep.group != Hash128{} || keep.soft_ms != 0;
+    if (marked) marks_[slot] = Marks{};
+    if (keep.group != Hash128{}) join(slot, keep.group);
+    if (keep.soft_ms != 0) {
+        o.soft = true;
+        marks_[slot].soft_ms = keep.soft_ms;
+        pin_softly(slot);
+    }
     if (parent != kNoSlot) {
         o.parent = parent;
         o.parent_generation = objects_[parent].generation;
         ++objects_[parent].children;
-        unlist(parent);
+        if (o.group != nullptr && o.group == objects_[parent].group) ++marks_[parent].children_in_group;
+        settle(parent, false);
     }
     if (object_name.size() > kInlineName) long_names_.emplace(slot, object_name);
     index_.publish(slot, o.generation, space, hash, object_name, extent, crc);
@@ -70,24 +81,33 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     if (listener_) listener_(space, hash, object_name, true);
     ++counters_.objects;
     counters_.object_bytes += extent.size;
-    list_if_leaf(slot, true);
+    unlist(standing(slot));  // of a group, that now is as new as this
+    settle(slot, true);
     if (on_commit_) on_commit_(slot);
     return Commit::kStored;
 }
 
-void ObjectTable::touch(uint32_t slot) {
+// A use of one member is a use of its group.
+void ObjectTable::use(uint32_t slot) {
     Object& o = objects_[slot];
     o.last_used = ++clock_;
-    if (!o.listed) return;
-    unlist(slot);
-    list_if_leaf(slot, true);
+    o.used = true;
+    if (o.soft && !o.soft_now && o.state == State::kComplete) pin_softly(slot);
+    objects_[standing(slot)].last_used = clock_;
+}
+
+void ObjectTable::touch(uint32_t slot) {
+    use(slot);
+    uint32_t at = standing(slot);
+    if (!objects_[at].listed) return;
+    unlist(at);
+    settle(slot, true);
 }
 
 void ObjectTable::pin(uint32_t slot) {
-    Object& o = objects_[slot];
-    if (o.pins++ == 0) ++counters_.pinned;
-    o.last_used = ++clock_;
-    unlist(slot);
+    if (objects_[slot].pins++ == 0) ++counters_.pinned;
+    use(slot);
+    settle(slot, true);
 }
 
 void ObjectTable::unpin(uint32_t slot, uint64_t generation) {
@@ -100,16 +120,20 @@ void ObjectTable::unpin(uint32_t slot, uint64_t generation) {
         --counters_.detached;
         release(slot);
     } else {
-        o.last_used = ++clock_;  // it was in use until now
-        list_if_leaf(slot, true);
+        use(slot);  // it was in use until now
+        settle(slot, true);
     }
 }
 
-void ObjectTable::hold(uint32_t slot) { ++objects_[slot].holds; }
+void ObjectTable::hold(uint32_t slot) {
+    Object& o = objects_[slot];
+    if (o.holds++ == 0 && o.group != nullptr) ++o.group->held;
+}
 
 void ObjectTable::let_go(uint32_t slot, uint64_t generation) {
     Object& o = objects_[slot];
     if (o.generation != generation || o.holds == 0 || --o.holds != 0) return;
+    if (o.group != nullptr) --o.group->held;
     if (o.state != State::kDetached || o.pins != 0) return;
     --counters_.detached;
     release(slot);
@@ -133,6 +157,8 @@ void ObjectTable::set_saved(uint32_t slot, bool saved) {
 void ObjectTable::retire(uint32_t slot, bool tell) {
     Object& o = objects_[slot];
     set_saved(slot, false);
+    unpin_softly(slot);
+    leave(slot);
     unlist(slot);
     if (delta_log_ != nullptr && tell) {
         const IndexEntry& e = index_.entry(slot);
@@ -170,7 +196,8 @@ void ObjectTable::forget_parent(uint32_t slot) {
     if (parent == kNoSlot) return;
     Object& p = objects_[parent];
     if (p.generation != o.parent_generation) return;
-    if (--p.children == 0) list_if_leaf(parent, false);
+    --p.children;
+    settle(parent, false);
 }
 
 bool ObjectTable::evict_one() { return evict(first_evictable(false)); }
@@ -179,27 +206,48 @@ bool ObjectTable::evict_for_memory() { return evict(first_evictable(true)); }
 
 uint32_t ObjectTable::first_evictable(bool for_memory) const {
     constexpr int kPassMax = 256;
-    uint32_t victim = oldest_;
-    for (int i = 0; i < kPassMax && victim != kNoSlot; ++i) {
-        bool stays = objects_[victim].holds != 0 || (for_memory && leases_.inside_open(extent(victim)));
-        if (!stays) break;
-        victim = objects_[victim].newer;
+    for (const Order& order : orders_) {
+        uint32_t victim = order.oldest;
+        for (int i = 0; i < kPassMax && victim != kNoSlot; ++i) {
+            bool stays = held_back(victim) || (for_memory && leases_.inside_open(extent(victim)));
+            if (!stays) break;
+            victim = objects_[victim].newer;
+        }
+        if (victim != kNoSlot && !held_back(victim)) return victim;
     }
-    return victim != kNoSlot && objects_[victim].holds != 0 ? kNoSlot : victim;
+    return kNoSlot;
 }
 
+// With its group, but for members that somebody reads or writes: those are left only where a window needs it.
 bool ObjectTable::evict(uint32_t victim) {
     if (victim == kNoSlot) return false;
+    if (objects_[victim].group == nullptr) {
+        evict_alone(victim);
+        return true;
+    }
+    std::vector<uint32_t> others = mates(victim);
+    evict_alone(victim);
+    for (uint32_t slot : others) {
+        if (objects_[slot].pins == 0 && objects_[slot].holds == 0) evict_alone(slot);
+    }
+    return true;
+}
+
+void ObjectTable::evict_alone(uint32_t victim) {
     ++counters_.evicted_total;
     counters_.evicted_bytes_total += extent(victim).size;
     if (!objects_[victim].saved) ++counters_.evicted_unsaved_total;
     remove(victim);
-    return true;
+}
+
+bool ObjectTable::evict_window(uint64_t bytes) {
+    return evict_window(bytes, true) || evict_window(bytes, false);
 }
 
 // Free extents and objects without pins, by offset, in runs that touch each other. The window slides over a
-// run; its price is the bytes of objects in it.
-bool ObjectTable::evict_window(uint64_t bytes) {
+// run; its price is the bytes of objects in it. spare: not what is soft-pinned, and no part of a group of
+// which another must stay.
+bool ObjectTable::evict_window(uint64_t bytes, bool spare) {
     struct Piece {
         Extent extent;
         uint32_t slot;  // kNoSlot: free already
@@ -209,6 +257,8 @@ bool ObjectTable::evict_window(uint64_t bytes) {
     for (uint32_t slot = 0; slot < used_; ++slot) {
         const Object& o = objects_[slot];
         if (o.state != State::kComplete || o.pins != 0 || o.holds != 0 || extent(slot).size == 0) continue;
+        bool whole = o.group == nullptr || (o.group->blocked == 0 && o.group->held == 0);
+        if (spare && (order_of(slot) != 0 || !whole)) continue;
         if (!leases_.inside_open(extent(slot))) pieces.push_back({extent(slot), slot});
     }
     std::sort(pieces.begin(), pieces.end(),
@@ -236,53 +286,170 @@ bool ObjectTable::evict_window(uint64_t bytes) {
     }
     if (best_price == UINT64_MAX) return false;
     for (size_t i = best_begin; i < best_end; ++i) {
-        evict(pieces[i].slot);
+        uint32_t slot = pieces[i].slot;
+        if (slot != kNoSlot && complete(slot)) evict(slot);  // else it went with its group
     }
     return true;
 }
 
-void ObjectTable::list_if_leaf(uint32_t slot, bool newest) {
+// Puts an object, or the one that stands for its group, into the eviction list that it belongs to, or out of
+// it.
+void ObjectTable::settle(uint32_t slot, bool newest) {
     Object& o = objects_[slot];
-    if (o.listed || o.state != State::kComplete || o.pins != 0 || o.children != 0) return;
+    bool goes = may_go(slot);
+    uint32_t at = slot;
+    if (o.group != nullptr) {
+        Group& group = *o.group;
+        if (o.blocks == goes) goes ? --group.blocked : ++group.blocked;
+        o.blocks = !goes;
+        at = group.first;
+        goes = group.blocked == 0;
+    }
+    if (objects_[at].listed && (!goes || objects_[at].order != order_of(at))) unlist(at);
+    if (goes && !objects_[at].listed) list(at, order_of(at), newest);
+}
+
+void ObjectTable::list(uint32_t slot, uint8_t which, bool at_newest) {
+    Object& o = objects_[slot];
+    Order& order = orders_[which];
     // Where it stands by age. A parent that became a leaf is about as old as the child that just left the old
     // end; the bound keeps a rare long walk from stalling the loop at the price of a slightly wrong order.
     constexpr int kWalkMax = 256;
     uint32_t newer = kNoSlot;
-    if (!newest) {
-        newer = oldest_;
+    if (!at_newest) {
+        newer = order.oldest;
         for (int i = 0; i < kWalkMax && newer != kNoSlot && objects_[newer].last_used < o.last_used; ++i) {
             newer = objects_[newer].newer;
         }
     }
-    uint32_t older = newer == kNoSlot ? newest_ : objects_[newer].older;
+    uint32_t older = newer == kNoSlot ? order.newest : objects_[newer].older;
     o.older = older;
     o.newer = newer;
-    (older == kNoSlot ? oldest_ : objects_[older].newer) = slot;
-    (newer == kNoSlot ? newest_ : objects_[newer].older) = slot;
+    (older == kNoSlot ? order.oldest : objects_[older].newer) = slot;
+    (newer == kNoSlot ? order.newest : objects_[newer].older) = slot;
     o.listed = true;
+    o.order = which;
 }
 
 void ObjectTable::unlist(uint32_t slot) {
     Object& o = objects_[slot];
     if (!o.listed) return;
-    (o.older == kNoSlot ? oldest_ : objects_[o.older].newer) = o.newer;
-    (o.newer == kNoSlot ? newest_ : objects_[o.newer].older) = o.older;
+    Order& order = orders_[o.order];
+    (o.older == kNoSlot ? order.oldest : objects_[o.older].newer) = o.newer;
+    (o.newer == kNoSlot ? order.newest : objects_[o.newer].older) = o.older;
     o.listed = false;
 }
 
+// ---- groups
+
+void ObjectTable::join(uint32_t slot, const Hash128& id) {
+    Group& group = groups_[id];
+    if (group.members == kGroupMembersMax) return;
+    Object& o = objects_[slot];
+    if (group.members++ == 0) {
+        group.id = id;
+        group.first = marks_[slot].after = marks_[slot].before = slot;
+    } else {
+        Marks& first = marks_[group.first];
+        marks_[slot].after = group.first;
+        marks_[slot].before = first.before;
+        marks_[first.before].after = slot;
+        first.before = slot;
+        objects_[group.first].last_used = clock_;
+        unlist(group.first);  // settle() of this one lists it anew
+    }
+    o.group = &group;
+}
+
+void ObjectTable::leave(uint32_t slot) {
+    Object& o = objects_[slot];
+    Group* group = o.group;
+    if (group == nullptr) return;
+    unlist(group->first);
+    if (o.blocks) --group->blocked;
+    if (o.holds != 0) --group->held;
+    o.blocks = false;
+    o.group = nullptr;
+    uint32_t parent = o.parent;
+    bool known = parent != kNoSlot && objects_[parent].generation == o.parent_generation;
+    if (known && objects_[parent].group == group) --marks_[parent].children_in_group;
+    if (--group->members == 0) {
+        groups_.erase(group->id);
+        return;
+    }
+    const Marks& place = marks_[slot];
+    marks_[place.before].after = place.after;
+    marks_[place.after].before = place.before;
+    if (group->first == slot) {
+        group->first = place.after;
+        Object& first = objects_[group->first];
+        first.last_used = std::max(first.last_used, o.last_used);
+    }
+    settle(known && objects_[parent].group == group ? parent : group->first, false);
+}
+
+std::vector<uint32_t> ObjectTable::mates(uint32_t slot) const {
+    std::vector<uint32_t> others;
+    if (objects_[slot].group == nullptr) return others;
+    for (uint32_t at = marks_[slot].after; at != slot; at = marks_[at].after) others.push_back(at);
+    return others;
+}
+
+// ---- soft pins
+
+void ObjectTable::pin_softly(uint32_t slot) {
+    Object& o = objects_[slot];
+    Marks& marks = marks_[slot];
+    marks.soft_until = now_ms_ + marks.soft_ms;
+    o.soft_now = true;
+    o.used = false;
+    soft_pins_.emplace(marks.soft_until, slot);
+    if (o.group != nullptr) ++o.group->soft;
+}
+
+void ObjectTable::unpin_softly(uint32_t slot) {
+    Object& o = objects_[slot];
+    if (!o.soft_now) return;
+    soft_pins_.erase({marks_[slot].soft_until, slot});
+    o.soft_now = false;
+    if (o.group != nullptr) --o.group->soft;
+}
+
+void ObjectTable::on_time(uint64_t now_ms) {
+    constexpr int kEndsMax = 4096;  // in one go; the rest with the next tick
+    now_ms_ = now_ms;
+    for (int i = 0; i < kEndsMax && !soft_pins_.empty() && soft_pins_.begin()->first <= now_ms; ++i) {
+        uint32_t slot = soft_pins_.begin()->second;
+        bool used = objects_[slot].used;
+        unpin_softly(slot);
+        if (used) pin_softly(slot);
+        settle(slot, false);
+    }
+}
+
 bool ObjectTable::check_integrity() const {
-    std::vector<uint32_t> children(used_, 0);
+    std::vector<uint32_t> children(used_, 0), children_in_group(used_, 0);
+    std::unordered_map<const Group*, Group> groups;
+    uint64_t soft = 0;
     std::vector<Extent> extents;
     uint64_t complete_count = 0, bytes = 0, saved = 0, detached = 0, pinned = 0, listed = 0;
     for (uint32_t slot = 0; slot < used_; ++slot) {
         const Object& o = objects_[slot];
         if (o.state == State::kFree) continue;
         if (extent(slot).size != 0) extents.push_back(extent(slot));
-        if (o.parent != kNoSlot && objects_[o.parent].generation == o.parent_generation) ++children[o.parent];
+        if (o.parent != kNoSlot && objects_[o.parent].generation == o.parent_generation) {
+            ++children[o.parent];
+            if (o.group != nullptr && o.group == objects_[o.parent].group) ++children_in_group[o.parent];
+        }
+        if (o.soft_now) {
+            ++soft;
+            if (!soft_pins_.contains({marks_[slot].soft_until, slot})) return false;
+        }
         if (o.pins != 0) ++pinned;
         if (o.state == State::kDetached) {
             ++detached;
             if ((o.pins == 0 && o.holds == 0) || o.listed || o.saved) return false;
+            if (o.group != nullptr || o.soft_now) return false;
             continue;
         }
         ++complete_count;
@@ -296,15 +463,41 @@ bool ObjectTable::check_integrity() const {
         const Object& o = objects_[slot];
         if (o.state == State::kFree) continue;
         if (o.children != children[slot]) return false;
-        bool leaf = o.state == State::kComplete && o.pins == 0 && o.children == 0;
-        if (o.listed != leaf) return false;
+        if (o.group != nullptr && marks_[slot].children_in_group != children_in_group[slot]) return false;
+        bool goes = may_go(slot);
+        if (o.group == nullptr) {
+            if (o.listed != goes) return false;
+            continue;
+        }
+        if (o.blocks == goes || marks_[marks_[slot].after].before != slot ||
+            objects_[marks_[slot].after].group != o.group) {
+            return false;
+        }
+        Group& books = groups[o.group];
+        ++books.members;
+        books.blocked += o.blocks;
+        books.held += o.holds != 0;
+        books.soft += o.soft_now;
+        if (o.listed != (o.group->first == slot && o.group->blocked == 0)) return false;
     }
-    uint32_t previous = kNoSlot;
-    for (uint32_t slot = oldest_; slot != kNoSlot; slot = objects_[slot].newer) {
-        if (!objects_[slot].listed || objects_[slot].older != previous || ++listed > used_) return false;
-        previous = slot;
+    for (const auto& [group, books] : groups) {
+        auto it = groups_.find(group->id);
+        if (it == groups_.end() || &it->second != group || group->members > kGroupMembersMax) return false;
+        if (books.members != group->members || books.blocked != group->blocked) return false;
+        if (books.held != group->held || books.soft != group->soft) return false;
+        if (mates(group->first).size() + 1 != group->members) return false;
     }
-    if (previous != newest_) return false;
+    if (groups.size() != groups_.size() || soft != soft_pins_.size()) return false;
+    for (uint8_t which = 0; which < orders_.size(); ++which) {
+        uint32_t previous = kNoSlot;
+        for (uint32_t slot = orders_[which].oldest; slot != kNoSlot; slot = objects_[slot].newer) {
+            const Object& o = objects_[slot];
+            if (!o.listed || o.order != which || o.order != order_of(slot)) return false;
+            if (o.older != previous || ++listed > used_) return false;
+            previous = slot;
+        }
+        if (previous != orders_[which].newest) return false;
+    }
     std::sort(extents.begin(), extents.end(), [](Extent a, Extent b) { return a.offset < b.offset; });
     for (size_t i = 1; i < extents.size(); ++i) {
         if (extents[i].offset < extents[i - 1].end()) return false;

@@ -9,18 +9,23 @@
 //   - only complete objects are linked in the index, exactly once;
 //   - an object is in the eviction list exactly when it is complete, has no pin and no cached child, so that
 //   a chain
-//     goes leaf first;
+//     goes leaf first; of a group its first member stands there for all, when that holds for each of them
+//     (but for children in the group itself), so that all go or none;
+//   - soft-pinned objects, and groups with one, stand in a list of their own, which comes last;
 //   - children counts the complete or detached objects whose (parent slot, parent generation) is this object;
 //   - the extents of complete and detached objects are disjoint.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "directory/delta_log.hpp"
@@ -39,6 +44,15 @@ struct TableCounters {
     uint64_t evicted_unsaved_total = 0;  // that no SSD had
     uint64_t saved_bytes = 0;            // of complete objects that an SSD has too
 };
+
+// What a put asks of the order of eviction.
+struct Keep {
+    Hash128 group{};       // of objects that go together; zero: none
+    uint32_t soft_ms = 0;  // goes after all others, while it is used that often; 0: no
+};
+
+inline constexpr uint32_t kGroupMembersMax =
+    1024;  // they go in one step of the loop; more stay by themselves
 
 class ObjectTable {
    public:
@@ -65,7 +79,7 @@ class ObjectTable {
     // replace, an existing object of that name is removed first; without, it stays and the caller keeps the
     // extent.
     Commit commit(uint32_t space, const Hash128& hash, std::string_view name, Extent extent, uint32_t crc,
-                  uint32_t parent, bool replace);
+                  uint32_t parent, bool replace, const Keep& keep = {});
 
     // Most recently used. Callers touch a chain deepest first, so that its root is the last to go.
     void touch(uint32_t slot);
@@ -79,7 +93,7 @@ class ObjectTable {
 
     void remove(uint32_t slot) { retire(slot, true); }
 
-    // Removes the least recently used leaf without pins. False when there is none.
+    // Removes the least recently used leaf without pins, with its group. False when there is none.
     bool evict_one();
     // The same, passing over objects in open leases, whose memory would not come back.
     bool evict_for_memory();
@@ -102,7 +116,10 @@ class ObjectTable {
     uint64_t last_used(uint32_t slot) const { return objects_[slot].last_used; }
     uint64_t uses() const { return clock_; }  // so far: commits, touches, pins
     uint64_t oldest_use() const {             // of the next victim
-        return oldest_ == kNoSlot ? clock_ : objects_[oldest_].last_used;
+        for (const Order& order : orders_) {
+            if (order.oldest != kNoSlot) return objects_[order.oldest].last_used;
+        }
+        return clock_;
     }
     uint32_t slots_used() const { return used_; }  // every slot in use is below it
     const IndexWriter& index() const { return index_; }
@@ -116,10 +133,35 @@ class ObjectTable {
     bool saved(uint32_t slot) const { return objects_[slot].saved; }
     void set_saved(uint32_t slot, bool saved);
 
+    // Tells the time: ends soft pins of what was not used.
+    void on_time(uint64_t now_ms);
+    bool soft_pinned(uint32_t slot) const { return objects_[slot].soft_now; }
+    bool grouped(uint32_t slot) const { return objects_[slot].group != nullptr; }
+    bool held(uint32_t slot) const { return objects_[slot].holds != 0; }
+    // The other members of its group.
+    std::vector<uint32_t> mates(uint32_t slot) const;
+
     bool check_integrity() const;
 
    private:
     enum class State : uint8_t { kFree = 0, kComplete, kDetached };
+    // Complete objects in a ring, newest last.
+    struct Group {
+        Hash128 id{};
+        uint32_t first = kNoSlot;
+        uint32_t members = 0;
+        uint32_t blocked = 0;  // of them, by a pin or a child outside
+        uint32_t held = 0;     // of them, while they are written
+        uint32_t soft = 0;     // of them, soft-pinned
+    };
+    struct HashOfHash {
+        size_t operator()(const Hash128& hash) const { return hash.low; }
+    };
+    // An eviction list: orders_[0], and orders_[1] for what is soft-pinned.
+    struct Order {
+        uint32_t oldest = kNoSlot;
+        uint32_t newest = kNoSlot;
+    };
     struct Object {
         uint64_t generation;
         uint64_t last_used;
@@ -134,14 +176,54 @@ class ObjectTable {
         bool scrubbed;
         bool saved;
         uint16_t holds;
+        uint8_t order;  // while it is listed
+        bool blocks;    // its group
+        bool used;      // since its soft pin began anew
+        bool soft;      // it was put with a soft pin,
+        bool soft_now;  // which holds
+        Group* group;   // nullptr: none
+    };
+    static_assert(sizeof(Object) <= 64, "pins and touches of many objects cost a cache line each");
+    // Of those that have a group or a soft pin; of others it is never looked at.
+    struct Marks {
+        uint32_t after;  // in the group's ring
+        uint32_t before;
+        uint32_t children_in_group;
+        uint32_t soft_ms;
+        uint64_t soft_until;
     };
     struct FreeMemory {
-        void operator()(Object* objects) const { std::free(objects); }
+        void operator()(void* memory) const { std::free(memory); }
     };
 
     Extent extent(uint32_t slot) const { return Extent{index_.entry(slot).offset, index_.entry(slot).size}; }
-    void list_if_leaf(uint32_t slot, bool newest);
+    void settle(uint32_t slot, bool newest);
+    void list(uint32_t slot, uint8_t order, bool newest);
     void unlist(uint32_t slot);
+    void use(uint32_t slot);
+    uint32_t standing(uint32_t slot) const {
+        return objects_[slot].group == nullptr ? slot : objects_[slot].group->first;
+    }
+    bool held_back(uint32_t slot) const {
+        const Object& o = objects_[slot];
+        return o.holds != 0 || (o.group != nullptr && o.group->held != 0);
+    }
+    // Whether nothing but its group keeps it.
+    bool may_go(uint32_t slot) const {
+        const Object& o = objects_[slot];
+        uint32_t inside = o.group == nullptr ? 0 : marks_[slot].children_in_group;
+        return o.state == State::kComplete && o.pins == 0 && o.children == inside;
+    }
+    uint8_t order_of(uint32_t slot) const {
+        const Object& o = objects_[slot];
+        return o.group == nullptr ? o.soft_now : o.group->soft != 0;
+    }
+    void join(uint32_t slot, const Hash128& group);
+    void leave(uint32_t slot);
+    void pin_softly(uint32_t slot);
+    void unpin_softly(uint32_t slot);
+    bool evict_window(uint64_t bytes, bool spare);
+    void evict_alone(uint32_t victim);
     void forget_parent(uint32_t slot);
     void retire(uint32_t slot, bool tell);
     void release(uint32_t slot);  // complete or detached -> free
@@ -151,12 +233,16 @@ class ObjectTable {
     IndexWriter index_;
     ExtentAllocator& allocator_;
     Leases& leases_;
-    std::unique_ptr<Object[], FreeMemory> objects_;  // calloc: pages of slots never used are never touched
+    // calloc: pages of slots never used are never touched
+    std::unique_ptr<Object[], FreeMemory> objects_;
+    std::unique_ptr<Marks[], FreeMemory> marks_;
     uint32_t used_ = 0;
     std::vector<uint32_t> free_slots_;
     std::unordered_map<uint32_t, std::string> long_names_;
-    uint32_t oldest_ = kNoSlot;
-    uint32_t newest_ = kNoSlot;
+    std::array<Order, 2> orders_;
+    std::unordered_map<Hash128, Group, HashOfHash> groups_;
+    std::set<std::pair<uint64_t, uint32_t>> soft_pins_;  // by when they end, and slot
+    uint64_t now_ms_ = 0;
     uint64_t clock_ = 0;
     uint64_t generation_ = 0;
     TableCounters counters_;

@@ -13,6 +13,7 @@
 
 #include "memory/allocator.hpp"
 #include "store/descriptor.hpp"
+#include "store/object_table.hpp"
 
 namespace moonpool {
 
@@ -21,6 +22,7 @@ struct PutRow {
     uint32_t crc = 0;  // as the sender computed it
     std::string name;
     std::string parent;
+    Keep keep;
     std::byte* to = nullptr;  // null: the bytes are forgotten
     Extent extent;
     PutOutcome outcome = PutOutcome::kStored;

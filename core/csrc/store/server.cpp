@@ -283,6 +283,7 @@ void Server::post(std::function<void()> f) {
 void Server::loop() {
     std::vector<epoll_event> events(256);
     uint64_t last_tick = now_ms();
+    for (auto& [tenant, pool] : pools_) pool->table().on_time(last_tick);
     const bool alone = std::thread::hardware_concurrency() < 2;
     auto spin_until = std::chrono::steady_clock::now();
     while (!stopping_) {
@@ -420,7 +421,10 @@ void Server::on_tick(uint64_t now) {
         if (!connection->check_deadlines(now)) over.push_back(fd);
     }
     for (int fd : over) drop(fd);
-    for (auto& [tenant, pool] : pools_) pool->publish_free_bytes();
+    for (auto& [tenant, pool] : pools_) {
+        pool->table().on_time(now);
+        pool->publish_free_bytes();
+    }
     if (ssd_ != nullptr) ssd_->on_tick();
     uint64_t budget = options_.scrub_bytes_per_s * kTickMs / 1000;
     if (budget == 0) return;

@@ -9,6 +9,7 @@ namespace {
 constexpr uint32_t kNone = UINT32_MAX;
 constexpr uint32_t kWritesMax = 64;               // objects that are held while they are written,
 constexpr uint64_t kWriteBytesMax = 64ull << 20;  // and their bytes, unless it is one
+constexpr size_t kMatesMax = 64;                  // of a group that is written in one go
 constexpr int kLooksMax = 1024;                   // at objects that may be written, in one go
 constexpr uint32_t kLostPerTick = 65536;          // entries of a directory that is given up
 constexpr uint32_t kReadsMax = 65536;             // that wait in one log
@@ -193,7 +194,7 @@ bool SsdTier::write_next(Tenant& tenant) {
     ObjectTable& table = tenant.pool->table();
     tenant.dirty.pop_front();
     bool dead = !table.complete(next.slot) || table.generation(next.slot) != next.generation;
-    if (dead || table.saved(next.slot)) return true;
+    if (dead || table.saved(next.slot) || table.held(next.slot)) return true;
     uint64_t used = table.last_used(next.slot);
     if (!flushing_ && (table.pins(next.slot) != 0 || used != next.last_used)) {
         tenant.dirty.push_back({next.slot, next.generation, used});
@@ -228,6 +229,13 @@ bool SsdTier::write_next(Tenant& tenant) {
         return flushing_;
     }
     table.hold(next.slot);
+    // The rest of its group comes next, so that the ring comes round to all of it at about the same time.
+    if (std::vector<uint32_t> mates = table.mates(next.slot); mates.size() <= kMatesMax) {
+        for (uint32_t mate : mates) {
+            if (table.saved(mate) || table.held(mate) || table.pins(mate) != 0) continue;
+            tenant.dirty.push_front({mate, table.generation(mate), table.last_used(mate)});
+        }
+    }
     ++writing_;
     writing_bytes_ += bytes;
     tenant.writing_bytes += bytes;

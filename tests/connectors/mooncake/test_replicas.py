@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mooncake.store import ReplicaStatus, ReplicateConfig, TaskStatus, TaskType
+from mooncake.store import ReplicaStatus, ReplicateConfig, SoftPinAction, TaskStatus, TaskType
 
 import moonpool
 from tests.core.store_bed import MIB, until
@@ -113,6 +113,34 @@ def test_a_preferred_segment(make_store: Make, keys: Any) -> None:
     config.prefer_alloc_in_same_node = True
     assert one.put(c, b"x", config) == 0
     assert places(one, c) == [one.get_hostname()]
+
+
+def test_groups_and_soft_pins(store: Any, keys: Any) -> None:
+    def marks(name: str) -> tuple[bool, bool]:
+        (copy,) = store._access.store().stat(name).copies
+        return copy.grouped, copy.soft_pinned
+
+    names = keys(6)
+    config = ReplicateConfig()
+    config.group_ids = ["page", ""]
+    assert store.put_batch(names[:2], [b"1", b"2"], config) == 0
+    assert [marks(name) for name in names[:2]] == [(True, False), (False, False)]
+    assert store.put_batch(names[2:5], [b"3", b"4", b"5"], config) == -600  # two groups for three keys
+    assert store.is_exist(names[2]) == 0
+    config.group_ids = ["page"]
+    config.with_soft_pin = True
+    assert store.put_batch([names[2], "", names[3]], [b"3", b"4", b"5"], config) == -600  # one alone is bad
+    assert [marks(name) for name in names[2:4]] == [(True, True), (True, True)]
+    config = ReplicateConfig()
+    config.soft_pin_action = SoftPinAction.ENABLE
+    config.soft_pin_ttl_ms = 200
+    assert store.put(names[4], b"5", config) == 0
+    assert marks(names[4]) == (False, True)
+    until(lambda: not marks(names[4])[1])
+    config.with_soft_pin = True
+    config.soft_pin_action = SoftPinAction.DISABLE
+    assert store.put(names[5], b"6", config) == 0
+    assert marks(names[5]) == (False, False)
 
 
 def test_a_copy_on_an_ssd(make_store: Make, tmp_path: Path, keys: Any) -> None:

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <list>
+#include <map>
 #include <set>
 
 #include "../random.hpp"
@@ -26,12 +27,12 @@ struct Bed {
 
     // Commits an object in memory of its own; its lease is closed again, so the object alone holds it.
     ObjectTable::Commit commit(std::string_view name, uint32_t parent = kNoSlot, bool replace = false,
-                               uint64_t size = kObjectBytes) {
+                               uint64_t size = kObjectBytes, const Keep& keep = {}) {
         auto lease = leases.open(size, size, kObjectBytes);
         REQUIRE(lease);
         Extent extent{lease->offset, size};
         REQUIRE(leases.commit(extent));
-        auto result = table.commit(0, kHash(name), name, extent, 0, parent, replace);
+        auto result = table.commit(0, kHash(name), name, extent, 0, parent, replace, keep);
         if (result != ObjectTable::Commit::kStored) leases.free(extent);
         leases.close(lease->offset);
         return result;
@@ -282,6 +283,200 @@ TEST_CASE("object table: a window of bytes is cleared at the lowest price") {
         if (best == UINT64_MAX) continue;
         REQUIRE(bed.allocator.largest() >= wanted);
         REQUIRE(bed.table.counters().evicted_bytes_total - before == best);
+    }
+}
+
+TEST_CASE("object table: a group goes whole or not at all, soft pins last, the rest by use") {
+    struct Thing {
+        uint32_t slot;
+        uint64_t generation;
+        int group;        // -1: none
+        uint64_t parent;  // a generation, or 0
+        uint64_t used;
+        int pins = 0;
+        bool held = false;
+        uint32_t soft_ms = 0;
+        uint64_t soft_until = 0;
+        bool used_since = false;
+    };
+    for (int round = 0; round < 30; ++round) {
+        Random random(900 + static_cast<uint64_t>(round));
+        Bed bed(64);
+        std::map<std::string, Thing> things;
+        std::map<int, uint64_t> group_used;
+        uint64_t clock = 0, now = 1000;
+        bed.table.on_time(now);
+        auto use = [&](Thing& t) {
+            t.used = ++clock;
+            t.used_since = true;
+            if (t.soft_ms != 0 && t.soft_until == 0) {
+                t.soft_until = now + t.soft_ms;
+                t.used_since = false;
+            }
+            if (t.group >= 0) group_used[t.group] = clock;
+        };
+        auto members = [&](int group) {
+            std::vector<std::string> names;
+            for (auto& [name, t] : things) {
+                if (t.group == group) names.push_back(name);
+            }
+            return names;
+        };
+        auto gone = [&](const std::string& name) {
+            int group = things.at(name).group;
+            things.erase(name);
+            if (group >= 0 && members(group).empty()) group_used.erase(group);
+        };
+        // What goes next, by looking at everything: a unit is a group, or an object without one.
+        auto victim = [&] {
+            std::vector<std::string> best;
+            std::pair<int, uint64_t> best_rank{2, 0};
+            std::set<int> seen;
+            for (auto& [name, t] : things) {
+                if (t.group >= 0 && !seen.insert(t.group).second) continue;
+                std::vector<std::string> unit = t.group >= 0 ? members(t.group) : std::vector{name};
+                bool stays = false, soft = false;
+                for (const std::string& one : unit) {
+                    const Thing& o = things.at(one);
+                    stays |= o.pins != 0 || o.held;
+                    soft |= o.soft_until != 0;
+                    for (auto& [other, child] : things) {
+                        bool outside = child.group < 0 || child.group != o.group;
+                        stays |= child.parent == o.generation && outside;
+                    }
+                }
+                std::pair<int, uint64_t> rank{soft, t.group >= 0 ? group_used.at(t.group) : t.used};
+                if (stays || rank >= best_rank) continue;
+                best_rank = rank;
+                best = unit;
+            }
+            return best;
+        };
+        for (int step = 0; step < 1500; ++step) {
+            std::string name = "k" + std::to_string(random.below(40));
+            auto known = things.find(name);
+            uint64_t verb = random.below(14);
+            if (verb < 5 && (known == things.end() || (known->second.pins == 0 && !known->second.held))) {
+                if (things.size() == 40) continue;
+                Thing t{};
+                t.group = random.one_in(3) ? -1 : static_cast<int>(random.below(6));
+                auto parent = things.find("k" + std::to_string(random.below(40)));
+                bool has_parent = random.one_in(2) && parent != things.end() && parent != known;
+                t.parent = has_parent ? parent->second.generation : 0;
+                if (random.one_in(4)) t.soft_ms = 1 + static_cast<uint32_t>(random.below(50));
+                Keep keep;
+                if (t.group >= 0) keep.group = Hash128{static_cast<uint64_t>(t.group), 7};
+                keep.soft_ms = t.soft_ms;
+                uint32_t above = has_parent ? parent->second.slot : kNoSlot;
+                REQUIRE(bed.commit(name, above, true, kObjectBytes, keep) == ObjectTable::Commit::kStored);
+                if (known != things.end()) gone(name);
+                t.slot = bed.find(name);
+                t.generation = bed.table.generation(t.slot);
+                things[name] = t;
+                use(things[name]);
+                things[name].used_since = false;
+            } else if (known == things.end()) {
+                continue;
+            } else if (verb == 5 && known->second.pins == 0 && !known->second.held) {
+                bed.table.remove(known->second.slot);
+                gone(name);
+            } else if (verb < 8) {
+                bed.table.touch(known->second.slot);
+                use(known->second);
+            } else if (verb == 8) {
+                bed.table.pin(known->second.slot);
+                ++known->second.pins;
+                use(known->second);
+            } else if (verb < 11 && known->second.pins != 0) {
+                bed.table.unpin(known->second.slot, known->second.generation);
+                if (--known->second.pins == 0) use(known->second);
+            } else if (verb == 11) {
+                known->second.held ? bed.table.let_go(known->second.slot, known->second.generation)
+                                   : bed.table.hold(known->second.slot);
+                known->second.held = !known->second.held;
+            } else if (verb == 12) {
+                now += random.below(20);
+                bed.table.on_time(now);
+                for (auto& [other, t] : things) {
+                    if (t.soft_until == 0 || t.soft_until > now) continue;
+                    t.soft_until = t.used_since ? now + t.soft_ms : 0;
+                    t.used_since = false;
+                }
+            } else {
+                std::vector<std::string> expected = victim();
+                REQUIRE(bed.table.evict_one() == !expected.empty());
+                for (const std::string& one : expected) {
+                    REQUIRE(bed.find(one) == kNoSlot);
+                    gone(one);
+                }
+            }
+            REQUIRE(bed.table.check_integrity());
+            REQUIRE(bed.table.counters().objects == things.size());
+            for (auto& [one, t] : things) {
+                REQUIRE(bed.find(one) == t.slot);
+                REQUIRE(bed.table.soft_pinned(t.slot) == (t.soft_until != 0));
+                REQUIRE(bed.table.grouped(t.slot) == (t.group >= 0));
+            }
+        }
+    }
+}
+
+TEST_CASE("object table: a removed member that is read leaves its group") {
+    Bed bed(16);
+    Keep keep{Hash128{1, 2}, 0};
+    for (const char* name : {"a", "b", "c"}) bed.commit(name, kNoSlot, false, kObjectBytes, keep);
+    uint32_t a = bed.find("a");
+    uint64_t generation = bed.table.generation(a);
+    bed.table.pin(a);
+    CHECK_FALSE(bed.table.evict_one());
+    bed.table.remove(a);
+    CHECK(bed.table.mates(bed.find("b")) == std::vector<uint32_t>{bed.find("c")});
+    CHECK(bed.table.evict_one());
+    CHECK(bed.table.counters().objects == 0);
+    CHECK(bed.table.readable(a, generation));
+    CHECK(bed.table.check_integrity());
+    bed.table.unpin(a, generation);
+    CHECK(bed.table.check_integrity());
+}
+
+TEST_CASE("object table: a group is bounded, and what is over it stays by itself") {
+    Bed bed(kGroupMembersMax + 8, (kGroupMembersMax + 8) * kObjectBytes);
+    Keep keep{Hash128{1, 2}, 0};
+    for (uint32_t i = 0; i < kGroupMembersMax + 3; ++i) {
+        bed.commit("k" + std::to_string(i), kNoSlot, false, kObjectBytes, keep);
+    }
+    CHECK(bed.table.mates(bed.find("k0")).size() == kGroupMembersMax - 1);
+    CHECK_FALSE(bed.table.grouped(bed.find("k" + std::to_string(kGroupMembersMax))));
+    CHECK(bed.table.evict_one());
+    CHECK(bed.table.counters().objects == 3);
+    CHECK(bed.table.check_integrity());
+}
+
+TEST_CASE("object table: a window spares soft pins and split groups where it can") {
+    constexpr uint64_t kBytes = 8 * kObjectBytes;
+    for (bool tight : {false, true}) {
+        Bed bed(16, kBytes);
+        Keep soft{{}, 1000}, group{Hash128{1, 2}, 0};
+        bed.commit("s0", kNoSlot, false, kObjectBytes, soft);
+        bed.commit("s1", kNoSlot, false, kObjectBytes, soft);
+        bed.commit("g0", kNoSlot, false, kObjectBytes, group);
+        bed.commit("g1", kNoSlot, false, kObjectBytes, group);
+        bed.commit("x0");
+        bed.commit("x1");
+        bed.commit("x2");
+        bed.commit("g2", kNoSlot, false, kObjectBytes, group);
+        bed.table.pin(bed.find("g2"));
+        if (tight) bed.table.pin(bed.find("x1"));
+        REQUIRE(bed.table.evict_window(3 * kObjectBytes));
+        CHECK(bed.table.check_integrity());
+        CHECK(bed.find("g2") != kNoSlot);
+        if (tight) {
+            CHECK(bed.find("g0") == kNoSlot);
+            CHECK(bed.find("g1") == kNoSlot);  // no useless half
+        } else {
+            for (const char* name : {"s0", "s1", "g0", "g1"}) CHECK(bed.find(name) != kNoSlot);
+            for (const char* name : {"x0", "x1", "x2"}) CHECK(bed.find(name) == kNoSlot);
+        }
     }
 }
 

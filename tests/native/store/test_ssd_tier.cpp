@@ -57,11 +57,11 @@ std::string content(uint64_t number) {
 
 std::string name_of(uint64_t number) { return "k" + std::to_string(number); }
 
-PutOutcome put(Client& client, uint64_t number, bool replace = false) {
+PutOutcome put(Client& client, uint64_t number, bool replace = false, std::string_view group = {}) {
     std::string data = content(number);
     Part part{reinterpret_cast<std::byte*>(data.data()), data.size()};
     std::string name = name_of(number);
-    PutItem item{name, {}, {&part, 1}};
+    PutItem item{name, {}, {&part, 1}, group};
     PutOptions options;
     options.replace = replace;
     auto report = client.put({&item, 1}, options);
@@ -194,6 +194,29 @@ TEST_CASE("ssd tier: a stop writes what memory alone has, though the disk is slo
     server = make_server(disk);
     Client client(dialing(*server));
     for (uint64_t i = 0; i < 20; ++i) CHECK(get(client, i) == content(i));
+}
+
+TEST_CASE("ssd tier: the members of a group are written one behind the other") {
+    auto disk = fake_disk();
+    {
+        auto server = make_server(disk, 0.0);  // nothing before the stop
+        Client client(dialing(*server));
+        for (uint64_t i = 0; i < 40; ++i) put(client, i, false, i % 10 == 3 ? "page" : "");
+    }
+    std::vector<ptrdiff_t> places;
+    for (uint64_t i : {3, 13, 23, 33}) {
+        std::string begin = content(i).substr(0, 8);
+        const auto* from = reinterpret_cast<const std::byte*>(begin.data());
+        auto found = std::search(disk->image.begin(), disk->image.end(), from, from + begin.size());
+        REQUIRE(found != disk->image.end());
+        places.push_back(found - disk->image.begin());
+    }
+    std::ranges::sort(places);
+    CHECK(places.back() - places.front() < 4 * static_cast<ptrdiff_t>(kObject + 8192));
+    auto server = make_server(disk);
+    Client client(dialing(*server));
+    for (uint64_t i = 0; i < 40; ++i) CHECK(get(client, i) == content(i));
+    CHECK(server->check_integrity());
 }
 
 TEST_CASE("ssd tier: a TCP client that leaves while it waits for the disk is noticed, unread frames or not") {
