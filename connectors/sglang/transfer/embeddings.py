@@ -1,0 +1,211 @@
+"""``MoonpoolEmbeddings``: the store of SGLang's cache of embeddings (``--enable-mm-global-cache``), in the
+pool. An encoder then finds what another one made of the same image.
+
+SGLang names an embedding by the content that it was made of, and not by the model that made it. So objects
+lie in a space of their own for each model and its weights.
+
+Without a node, everything is a miss and nothing is kept; the store joins when there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from moonpool.connectors.sglang.transfer.settings import NODE
+from moonpool.connectors.weights import weights_digest
+from moonpool.core import paths
+from moonpool.core.errors import ConfigError, Error, InvalidArgument
+from moonpool.core.keys import digest_of
+from moonpool.core.store import Store
+
+if TYPE_CHECKING:
+
+    class EmbeddingStore:
+        def get_key(self, mm_hash: str) -> str: ...
+
+else:
+    try:
+        from sglang.srt.mem_cache.embedding_store import EmbeddingStore
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("sglang", "torch"):
+            raise
+
+        class EmbeddingStore:  # for unit tests without SGLang
+            def get_key(self, mm_hash: str) -> str:
+                return f"emb_{mm_hash}"
+
+
+NAMES = ("mooncake", "moonpool")  # SGLang's command line knows the first one only
+NAMESPACE = "embeddings"
+RETRY_S = 0.5
+TIMEOUT_S = 2.0
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NO_MEANING = ("_name_or_path", "_commit_hash", "transformers_version")
+_log = logging.getLogger("sglang.moonpool.embeddings")
+Answer = TypeVar("Answer")
+
+
+class MoonpoolEmbeddings(EmbeddingStore):
+    """storage_config: taken, not needed. Methods return for each hash whether it worked; any thread."""
+
+    def __init__(self, storage_config: object = None) -> None:
+        socket = os.environ.get(NODE) or str(paths.default_node_socket())
+        space = _space()
+        self._dial: Callable[[], Store] = lambda: Store(
+            socket, namespace=NAMESPACE, fingerprint=space, timeout_s=TIMEOUT_S
+        )
+        self._lock = threading.Lock()
+        self._store: Store | None = None
+        self._next_s = 0.0
+        self._trouble = ""
+        self._joined()
+        _log.info("moonpool: embeddings of %s... are shared through %s", space.hex()[:16], socket)
+
+    def close(self) -> None:
+        """Ends the connection; misses from then on."""
+        with self._lock:
+            self._next_s = float("inf")
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def register_buffer(self, tensor: object) -> None:
+        """The pool copies from and into any memory of the host: there is nothing to register."""
+
+    def batch_get(self, hashes: list[str], ptrs: list[int], sizes: list[int]) -> list[bool]:
+        """Into ``sizes`` bytes at ``ptrs``; an object of another size is a miss."""
+        return self.batch_get_into_multi_buffers(hashes, [[ptr] for ptr in ptrs], [[size] for size in sizes])
+
+    def batch_put(self, hashes: list[str], ptrs: list[int], sizes: list[int]) -> list[bool]:
+        """True: the pool has it now. What it had before stays."""
+        return self.batch_put_from_multi_buffers(hashes, [[ptr] for ptr in ptrs], [[size] for size in sizes])
+
+    def batch_get_into_multi_buffers(
+        self, hashes: list[str], ptrs: list[list[int]], sizes: list[list[int]]
+    ) -> list[bool]:
+        """Each one cut into pieces, one behind the other."""
+        keys, wanted = self._keys(hashes), [sum(pieces) for pieces in sizes]
+
+        def get(store: Store) -> list[bool]:
+            parts = _parts(ptrs, sizes)
+            try:
+                got = store.get(keys, into=parts)
+            except InvalidArgument:  # one that is larger than its buffer: the others are not
+                got = [_get_one(store, key, part) for key, part in zip(keys, parts, strict=True)]
+            return [found == size for found, size in zip(got, wanted, strict=True)]
+
+        return self._ask(get) or [False] * len(hashes)
+
+    def batch_put_from_multi_buffers(
+        self, hashes: list[str], ptrs: list[list[int]], sizes: list[list[int]]
+    ) -> list[bool]:
+        keys = self._keys(hashes)
+
+        def put(store: Store) -> list[bool]:
+            return [bool(result) for result in store.put(keys, _parts(ptrs, sizes))]
+
+        return self._ask(put) or [False] * len(hashes)
+
+    def batch_is_exist(self, hashes: list[str]) -> list[bool]:
+        keys = self._keys(hashes)
+        return self._ask(lambda store: [bool(one) for one in store.exists(keys)]) or [False] * len(hashes)
+
+    def _keys(self, hashes: list[str]) -> list[bytes]:
+        return [self.get_key(one).encode() for one in hashes]
+
+    def _ask(self, ask: Callable[[Store], Answer]) -> Answer | None:
+        """None when the pool does not answer: said when it begins and when it ends."""
+        store = self._joined()
+        if store is None:
+            return None
+        try:
+            answer = ask(store)
+        except Error as error:
+            self._heard(str(error))
+            return None
+        self._heard("")
+        return answer
+
+    def _joined(self) -> Store | None:
+        """The store; dials at most every RETRY_S."""
+        with self._lock:
+            if self._store is None and time.monotonic() >= self._next_s:
+                try:
+                    self._store = self._dial()
+                except Error as error:
+                    self._next_s = time.monotonic() + RETRY_S
+                    self._heard(str(error))
+            return self._store
+
+    def _heard(self, trouble: str) -> None:
+        if trouble and not self._trouble:
+            _log.warning(
+                "moonpool: no embeddings from the pool (%s); they are computed until it answers", trouble
+            )
+        elif self._trouble and not trouble:
+            _log.info("moonpool: the pool has embeddings again")
+        self._trouble = trouble
+
+
+def register() -> None:
+    """Makes ``--mm-global-cache-backend mooncake`` (the only one that SGLang's command line allows) and
+    ``moonpool`` mean this store. Raises ConfigError where SGLang has no such place."""
+    try:
+        from sglang.srt.mem_cache.embedding_store import EmbeddingStoreFactory
+    except ImportError as error:
+        raise ConfigError(
+            f"this SGLang has no embedding cache to store for ({error})", operation="embeddings"
+        ) from error
+    for name in NAMES:
+        EmbeddingStoreFactory.register_backend(name, __name__, MoonpoolEmbeddings.__name__)
+
+
+def _parts(ptrs: list[list[int]], sizes: list[list[int]]) -> list[list[tuple[int, int]]]:
+    return [
+        [(ptr, size) for ptr, size in zip(starts, lengths, strict=True) if size]
+        for starts, lengths in zip(ptrs, sizes, strict=True)
+    ]
+
+
+def _get_one(store: Store, key: bytes, part: list[tuple[int, int]]) -> int | None:
+    try:
+        return store.get(key, into=part)
+    except InvalidArgument:
+        return None
+
+
+def _space() -> bytes:
+    """What makes the embeddings of two encoders the same: 32 bytes."""
+    from moonpool.connectors.sglang import compat
+
+    args = compat.server_args()
+    return space_of(args.model_path, compat.model_config(args).hf_config, compat.model_config(args).dtype)
+
+
+def space_of(model_path: str, config: Any, dtype: object) -> bytes:
+    """Raises ConfigError when it cannot be told which weights ``model_path`` stands for."""
+    fields = {key: value for key, value in config.to_dict().items() if key not in _NO_MEANING}
+    commit = getattr(config, "_commit_hash", None)
+    if Path(model_path).exists():
+        weights = f"files {weights_digest(Path(model_path))}"
+    elif isinstance(commit, str) and _COMMIT.fullmatch(commit):
+        weights = f"commit {commit}"
+    else:
+        raise ConfigError(
+            f"cannot tell which weights {model_path!r} stands for: give the local path of the model",
+            operation="embeddings",
+            key="revision",
+        )
+    return bytes.fromhex(
+        digest_of(
+            {"config": json.loads(json.dumps(fields, default=str)), "weights": weights, "dtype": str(dtype)}
+        )
+    )

@@ -1,0 +1,196 @@
+"""What only a Python with SGLang can tell: our hook, class and store in SGLang's own plugin loader, encoder
+and embedding cache. ``contract.py NODE_SOCKET MODEL`` prints one line for each thing that holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+from moonpool.connectors.sglang.transfer import hook, settings
+
+
+@contextmanager
+def ends(why: str) -> Any:
+    """The process would end with that sentence."""
+    said = "nothing"
+    try:
+        yield
+    except SystemExit as end:
+        said = str(end)
+    assert why in said, said
+
+
+def early_importer(module: ModuleType) -> ModuleType:
+    """A module that has the class by ``from ... import`` before plugins are loaded."""
+    early = ModuleType("early")
+    early.Engine = getattr(module, hook.CLASS)  # type: ignore[attr-defined]
+    sys.modules["early"] = early
+    return early
+
+
+def load() -> tuple[ModuleType, type]:
+    """Loads SGLang's plugins as its servers do; the module of the hook, and SGLang's own class."""
+    from sglang.srt.plugins import load_plugins
+
+    module = import_module(hook.MODULE)
+    original = getattr(module, hook.CLASS)
+    assert hook.mismatch(module) == ""
+    early = early_importer(module)
+    load_plugins()
+    from moonpool.connectors.sglang.transfer.engine import MoonpoolTransferEngine
+
+    assert getattr(module, hook.CLASS) is MoonpoolTransferEngine
+    assert early.Engine is MoonpoolTransferEngine
+    with ends("makes its own MooncakeTransferEngine"):
+        original("127.0.0.1")
+    return module, original
+
+
+def test_the_hook() -> None:
+    module, original = load()
+    for name, parameters in hook.METHODS.items():
+        if name != "initialize":
+            ours = inspect.signature(getattr(getattr(module, hook.CLASS), name)).parameters
+            assert tuple(ours)[1:] == parameters, name
+    assert module.init_mooncake_transfer_engine("127.0.0.1").send_probe("127.0.0.1:1") < 0
+    start = getattr(module, hook.INIT)
+    args = SimpleNamespace(
+        disaggregation_mode="decode",
+        disaggregation_transfer_backend="nixl",
+        encoder_only=False,
+        language_only=False,
+        device="cpu",
+    )
+    with ends("--disaggregation-transfer-backend is nixl"):
+        start(server_args=args, gpu_id=0)
+    late = ModuleType("late")
+    setattr(late, hook.CLASS, original)
+    sys.modules["late"] = late
+    with ends("the module late still has"):
+        start(server_args=args, gpu_id=0)
+    del sys.modules["late"]
+
+
+def test_the_command_line() -> None:
+    from sglang.srt.server_args import prepare_server_args
+
+    flags = ["--model-path", sys.argv[2], "--device", "cpu", "--disaggregation-mode", "prefill"]
+    with ends("--disaggregation-transfer-backend is nixl"):
+        prepare_server_args([*flags, "--disaggregation-transfer-backend", "nixl"])
+    with ends("memory of cuda"):
+        prepare_server_args([*flags[:2], "--device", "cuda", *flags[4:]])
+    prepare_server_args([*flags, "--disaggregation-transfer-backend", "mooncake_tcp"])
+
+
+def on_the_cpu(call: Callable[[], Any]) -> Any:
+    """With memory of the host where SGLang wants a GPU's."""
+    import torch
+
+    empty = torch.empty
+    torch.empty = lambda *args, device=None, **kwargs: empty(*args, **kwargs)
+    try:
+        return call()
+    finally:
+        torch.empty = empty
+
+
+def encoder_modules() -> tuple[Any, Any]:
+    try:
+        names = "sglang.srt.disaggregation.encoder.receiver", "sglang.srt.disaggregation.encoder.server"
+        return import_module(names[0]), import_module(names[1])
+    except ModuleNotFoundError:
+        names = "sglang.srt.disaggregation.encode_receiver", "sglang.srt.disaggregation.encode_server"
+        return import_module(names[0]), import_module(names[1])
+
+
+def test_embeddings_from_an_encoder() -> None:
+    """SGLang's pool of landing buffers, and what its encoder does to send to it."""
+    import torch
+
+    from moonpool.connectors.sglang.transfer.engine import MoonpoolTransferEngine
+
+    receiver, server = encoder_modules()
+    language, encoder = MoonpoolTransferEngine("127.0.0.1"), MoonpoolTransferEngine("127.0.0.1")
+    pool = on_the_cpu(lambda: receiver.EmbeddingPool(0, 1 << 20, engine=language))
+    slots = [pool.alloc(nbytes) for nbytes in (1000, 5000, 70_000)]
+    torch.manual_seed(3)
+    sent = [torch.randint(0, 256, (slot[0].nbytes,), dtype=torch.uint8) for slot in slots]
+    self = SimpleNamespace(engine=encoder)
+    for slot, embedding in zip(slots, sent, strict=True):
+        data = SimpleNamespace(req_id="r", _mr_ptr=None)
+        server.MMEncoder._register_shared_mr(self, data, embedding)
+        assert data._mr_ptr == embedding.data_ptr()
+        transfer = server.MMEncoder._run_mooncake_transfer(
+            self, language.session_id, embedding.data_ptr(), slot[1], embedding.nbytes
+        )
+        assert asyncio.run(transfer) == 0
+        server.MMEncoder._deregister_shared_mr(self, data)
+        assert data._mr_ptr is None
+    for slot, embedding in zip(slots, sent, strict=True):
+        assert torch.equal(slot[0], embedding)
+        pool.release(slot[2])
+    assert len(encoder._memory) == 0
+    late = server.MMEncoder._run_mooncake_transfer(
+        self, language.session_id, sent[0].data_ptr(), slots[0][1], 8
+    )
+    assert asyncio.run(late) < 0  # not registered any more
+    language.close()
+    encoder.close()
+
+
+def test_the_embedding_cache() -> None:
+    import torch
+    from sglang.srt.mem_cache.embedding_store import EmbeddingStore, EmbeddingStoreFactory
+    from transformers import AutoConfig
+
+    from moonpool.connectors.sglang import compat
+
+    args = SimpleNamespace(model_path=sys.argv[2])
+    config = AutoConfig.from_pretrained(sys.argv[2])
+    compat.server_args = lambda: args
+    compat.model_config = lambda args: SimpleNamespace(hf_config=config, dtype=torch.bfloat16)
+    for name in ("mooncake", "moonpool"):
+        store = cast(Any, EmbeddingStoreFactory.create_backend(name))
+        assert isinstance(store, EmbeddingStore)
+        pages = torch.randn(6, 512)
+        store.register_buffer(pages)
+        row = pages[0].nbytes
+        hashes = [f"{name}{n}" for n in range(2)]
+        whole, cut = [pages[0].data_ptr()], [pages[n].data_ptr() for n in (3, 1)]
+        assert store.batch_put_from_multi_buffers(hashes, [whole, cut], [[row], [row, row - 8]]) == [
+            True,
+            True,
+        ]
+        assert store.batch_is_exist([*hashes, "none"]) == [True, True, False]
+        back = torch.zeros(6, 512)
+        found = store.batch_get_into_multi_buffers(
+            [hashes[1], "none"],
+            [[back[0].data_ptr(), back[1].data_ptr()], [back[2].data_ptr()]],
+            [[row, row - 8], [row]],
+        )
+        assert found == [True, False]
+        assert torch.equal(back[0], pages[3])
+        assert torch.equal(back[1][:-2], pages[1][:-2])
+        assert store.batch_get(hashes[:1], [back[5].data_ptr()], [row]) == [True]
+        assert torch.equal(back[5], pages[0])
+        store.close()
+
+
+def main() -> None:
+    os.environ |= {settings.PD: "1", settings.EMBEDDINGS: "1", settings.NODE: sys.argv[1]}
+    for name, test in list(globals().items()):
+        if name.startswith("test_"):
+            test()
+            print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""contract.py in a Python with SGLang, and servers that must not start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.connectors.sglang import sglang_cpu
+from tests.connectors.sglang.server import HERE, environment
+from tests.connectors.sglang.transfer.installed import install
+from tests.connectors.vllm.processes import Node
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not os.environ.get("MOONPOOL_SGLANG_PYTHON"):
+        pytest.skip("MOONPOOL_SGLANG_PYTHON is not set: it names a Python with SGLang, see docs/sglang.md")
+    folder = tmp_path_factory.mktemp("sglang")
+    sglang_cpu.install(folder / "plugin")
+    install(folder / "moonpool")
+    return folder
+
+
+@pytest.fixture
+def runtime() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="moonpool-") as path:  # sockets have short paths only
+        yield Path(path)
+
+
+def run(
+    place: Path, runtime: Path, *command: str, stdin: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [os.environ["MOONPOOL_SGLANG_PYTHON"], *command],
+        cwd=runtime,
+        env=environment(runtime, place / "plugin", place / "moonpool", HERE.parents[2]) | variables,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_sglangs_own_code(place: Path, runtime: Path) -> None:
+    made = run(place, runtime, str(HERE / "reference.py"), str(place / "model"), stdin="[]")
+    node = Node(runtime).start()
+    try:
+        found = run(
+            place,
+            runtime,
+            *("-m", "tests.connectors.sglang.transfer.contract"),
+            *(str(runtime / "node.sock"), str(place / "model")),
+        )
+    finally:
+        node.stop()
+    assert made.returncode == 0, made.stderr
+    assert found.returncode == 0, found.stderr[-4000:]
+    assert found.stdout.split() == [
+        "test_the_hook",
+        "test_the_command_line",
+        "test_embeddings_from_an_encoder",
+        "test_the_embedding_cache",
+    ]
+
+
+def test_a_server_ends_with_one_sentence(place: Path, runtime: Path) -> None:
+    """Before it has started anything."""
+    server = ("-m", "sglang.launch_server", "--model-path", "nowhere", "--device", "cpu")
+    flags = ("--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl")
+    ended = run(place, runtime, *server, *flags, MOONPOOL_SGLANG_PD="1")
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("moonpool: MOONPOOL_SGLANG_PD=1, but --disaggregation")
+    ended = run(place, runtime, *server, MOONPOOL_SGLANG_PD="both")
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "moonpool: MOONPOOL_SGLANG_PD: 'both' is neither 1 nor 0"
