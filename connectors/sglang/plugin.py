@@ -2,39 +2,27 @@
 nothing of moonpool it changes nothing.
 
 SGLang logs what a plugin raises and goes on without it. So what a server was asked to have and cannot have
-ends its process by SystemExit, which SGLang does not catch.
+ends its process by SystemExit, which SGLang does not catch. Where SGLang leaves the plugin out
+(SGLANG_PLUGINS without "moonpool") nothing of ours runs; hence `moonpool sglang --pd` looks before it starts
+a server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib.metadata import entry_points
+import os
 
-GROUP = "sglang.srt.plugins"
-NAME = "moonpool"
-WHITELIST = "SGLANG_PLUGINS"
+ASKING = ("MOONPOOL_SGLANG_PD", "MOONPOOL_SGLANG_EMBEDDINGS")
 
 
 def register() -> None:
-    from moonpool.connectors.sglang import short_name
-    from moonpool.connectors.sglang.transfer import hook
+    try:
+        from moonpool.connectors.sglang import short_name
+        from moonpool.connectors.sglang.transfer import hook
 
-    short_name.register()
-    hook.register()
-
-
-def left_out(environment: Mapping[str, str]) -> str:
-    """One sentence when SGLang would start without this plugin, else "": ``moonpool sglang`` asks before it
-    starts a server, since nothing of ours runs in one that left us out."""
-    allowed = {name.strip() for name in environment.get(WHITELIST, "").split(",")} - {""}
-    if allowed and NAME not in allowed:
-        return (
-            f"{WHITELIST}={environment[WHITELIST]} leaves the plugin {NAME} out, so SGLang would start "
-            f"without it: add {NAME} to the list, or unset {WHITELIST}"
-        )
-    if not any(one.name == NAME for one in entry_points(group=GROUP)):
-        return (
-            f"the plugin {NAME} is not installed for this Python, so SGLang would start without it: run "
-            f"`pip install moonpool` (a folder in PYTHONPATH is not enough)"
-        )
-    return ""
+        short_name.register()
+        hook.register()
+    except Exception as error:
+        asked = [name for name in ASKING if os.environ.get(name)]
+        if not asked:
+            raise
+        raise SystemExit(f"moonpool: {asked[0]} is set, but {type(error).__name__}: {error}") from error

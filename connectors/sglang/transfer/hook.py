@@ -55,14 +55,16 @@ _log = logging.getLogger("sglang.moonpool.transfer")
 def register() -> None:
     """Called by SGLang in every process; does nothing unless the environment asks for it."""
     try:
-        if settings.is_on(settings.EMBEDDINGS, os.environ):
+        handing, caching = (settings.is_on(name, os.environ) for name in (settings.PD, settings.EMBEDDINGS))
+        if caching:
             from moonpool.connectors.sglang.transfer import embeddings  # which imports SGLang
 
             embeddings.register()
-            _hook(ARGUMENTS, _check_result)
-        if settings.is_on(settings.PD, os.environ):
+        if handing:
             settings.Settings.read(os.environ)
             _put_in_place()
+        if handing or caching:
+            _hook(ARGUMENTS, _check_result)
     except ConfigError as error:
         stop(str(error))
 
@@ -115,7 +117,6 @@ def _put_in_place() -> None:
         )
     HookRegistry.register(f"{MODULE}.{CLASS}", MoonpoolTransferEngine, HookType.REPLACE)
     _hook(f"{MODULE}.{INIT}", _Start(module, original, MoonpoolTransferEngine))
-    _hook(ARGUMENTS, _check_result)
     original.__init__ = _refuse
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import pickle
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -18,12 +20,12 @@ from moonpool.connectors.sglang.transfer import hook, settings
 
 
 @contextmanager
-def ends(why: str) -> Any:
+def ends(why: str, kind: type[BaseException] = SystemExit) -> Any:
     """The process would end with that sentence."""
     said = "nothing"
     try:
         yield
-    except SystemExit as end:
+    except kind as end:
         said = str(end)
     assert why in said, said
 
@@ -111,39 +113,61 @@ def encoder_modules() -> tuple[Any, Any]:
         return import_module(names[0]), import_module(names[1])
 
 
+def encoder_of(server: Any, engine: Any) -> Any:
+    """SGLang's encoder without a model: what sends an embedding that was made."""
+    import zmq
+
+    encoder = server.MMEncoder.__new__(server.MMEncoder)
+    vars(encoder).update(
+        engine=engine,
+        transfer_backend="mooncake",
+        sync_context=zmq.Context(),
+        executor=ThreadPoolExecutor(1),
+        send_timeout=20.0,
+        _element_size=4,
+        _forward_ready_events={},
+        _forward_results={},
+    )
+    server.get_disagg = lambda: SimpleNamespace(encoder_transfer_backend="mooncake")
+    return encoder
+
+
 def test_embeddings_from_an_encoder() -> None:
-    """SGLang's pool of landing buffers, and what its encoder does to send to it."""
+    """Into SGLang's pool of landing buffers, by its encoder's own code."""
     import torch
+    import zmq
+    from sglang.srt.managers.schedule_batch import Modality
 
     from moonpool.connectors.sglang.transfer.engine import MoonpoolTransferEngine
 
     receiver, server = encoder_modules()
-    language, encoder = MoonpoolTransferEngine("127.0.0.1"), MoonpoolTransferEngine("127.0.0.1")
-    pool = on_the_cpu(lambda: receiver.EmbeddingPool(0, 1 << 20, engine=language))
-    slots = [pool.alloc(nbytes) for nbytes in (1000, 5000, 70_000)]
+    language, sender = MoonpoolTransferEngine("127.0.0.1"), MoonpoolTransferEngine("127.0.0.1")
+    if hasattr(receiver, "EmbeddingPool"):
+        pool = on_the_cpu(lambda: receiver.EmbeddingPool(0, 1 << 20, engine=language))
+    else:  # 0.5.18
+        pool = on_the_cpu(lambda: receiver.MooncakeEmbeddingPool(language, 0, 1 << 20))
+    encoder = encoder_of(server, sender)
+    told = zmq.Context().socket(zmq.PULL)
+    told.rcvtimeo = 20_000
+    port = told.bind_to_random_port("tcp://127.0.0.1")
     torch.manual_seed(3)
-    sent = [torch.randint(0, 256, (slot[0].nbytes,), dtype=torch.uint8) for slot in slots]
-    self = SimpleNamespace(engine=encoder)
-    for slot, embedding in zip(slots, sent, strict=True):
-        data = SimpleNamespace(req_id="r", _mr_ptr=None)
-        server.MMEncoder._register_shared_mr(self, data, embedding)
-        assert data._mr_ptr == embedding.data_ptr()
-        transfer = server.MMEncoder._run_mooncake_transfer(
-            self, language.session_id, embedding.data_ptr(), slot[1], embedding.nbytes
-        )
-        assert asyncio.run(transfer) == 0
-        server.MMEncoder._deregister_shared_mr(self, data)
-        assert data._mr_ptr is None
-    for slot, embedding in zip(slots, sent, strict=True):
-        assert torch.equal(slot[0], embedding)
-        pool.release(slot[2])
-    assert len(encoder._memory) == 0
-    late = server.MMEncoder._run_mooncake_transfer(
-        self, language.session_id, sent[0].data_ptr(), slots[0][1], 8
-    )
-    assert asyncio.run(late) < 0  # not registered any more
+
+    def send(embedding: torch.Tensor, address: int) -> Any:
+        data = receiver.EmbeddingData("r", 1, 0, None, Modality.IMAGE, embedding)
+        target = {"prefill_host": "127.0.0.1", "embedding_port": port}
+        asyncio.run(encoder._send(embedding, data, language.session_id, address, **target))
+        return pickle.loads(told.recv())  # what this test itself pickled
+
+    for tokens in (3, 20, 300):
+        embedding = torch.randn(tokens, 64)
+        landing, address, slot = pool.alloc(embedding.nbytes)
+        assert send(embedding, address).shape == [tokens, 64]
+        assert torch.equal(landing.view(torch.float32).view(tokens, 64), embedding)
+        pool.release(slot)
     language.close()
-    encoder.close()
+    with ends("transfer_sync failed", server.InternalError):
+        send(torch.randn(3, 64), address)
+    sender.close()
 
 
 def test_the_embedding_cache() -> None:

@@ -25,6 +25,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sglang")
     sglang_cpu.install(folder / "plugin")
     install(folder / "moonpool")
+    made = run(folder, folder, str(HERE / "reference.py"), str(folder / "model"), stdin="[]")
+    assert made.returncode == 0, made.stderr
     return folder
 
 
@@ -49,7 +51,6 @@ def run(
 
 
 def test_sglangs_own_code(place: Path, runtime: Path) -> None:
-    made = run(place, runtime, str(HERE / "reference.py"), str(place / "model"), stdin="[]")
     node = Node(runtime).start()
     try:
         found = run(
@@ -60,7 +61,6 @@ def test_sglangs_own_code(place: Path, runtime: Path) -> None:
         )
     finally:
         node.stop()
-    assert made.returncode == 0, made.stderr
     assert found.returncode == 0, found.stderr[-4000:]
     assert found.stdout.split() == [
         "test_the_hook",
@@ -72,7 +72,7 @@ def test_sglangs_own_code(place: Path, runtime: Path) -> None:
 
 def test_a_server_ends_with_one_sentence(place: Path, runtime: Path) -> None:
     """Before it has started anything."""
-    server = ("-m", "sglang.launch_server", "--model-path", "nowhere", "--device", "cpu")
+    server = ("-m", "sglang.launch_server", "--model-path", str(place / "model"), "--device", "cpu")
     flags = ("--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl")
     ended = run(place, runtime, *server, *flags, MOONPOOL_SGLANG_PD="1")
     assert ended.returncode == 1
@@ -80,3 +80,24 @@ def test_a_server_ends_with_one_sentence(place: Path, runtime: Path) -> None:
     ended = run(place, runtime, *server, MOONPOOL_SGLANG_PD="both")
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == "moonpool: MOONPOOL_SGLANG_PD: 'both' is neither 1 nor 0"
+
+
+def test_other_hosts_need_a_token(place: Path, runtime: Path) -> None:
+    """Said by a scheduler, whose end is the server's."""
+    flags = (
+        *("--device=cpu", "--attention-backend=torch_native", "--mem-fraction-static=0.1"),
+        *("--max-total-tokens=4096", "--skip-tokenizer-init", "--cuda-graph-backend-decode=disabled"),
+        *("--cuda-graph-backend-prefill=disabled", "--disaggregation-mode=prefill"),
+        *(f"--model-path={place / 'model'}", "--disaggregation-transfer-backend=mooncake"),
+    )
+    ended = run(
+        place,
+        runtime,
+        *("-m", "sglang.launch_server", *flags),
+        MOONPOOL_SGLANG_PD="1",
+        SGLANG_HOST_IP="10.255.255.1",
+    )
+    assert ended.returncode != 0
+    said = [line for line in ended.stderr.splitlines() if line.startswith("moonpool: ")]
+    assert len(said) == 1, ended.stderr[-4000:]
+    assert "10.255.255.1:0 can be reached from other hosts, which needs a cluster token" in said[0]

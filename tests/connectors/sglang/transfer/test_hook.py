@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -181,14 +180,15 @@ def test_stop_ends_the_process_from_any_thread() -> None:
         hook.stop("no more")
 
 
-def test_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint(plugin.NAME, "moonpool.connectors.sglang.plugin:register", plugin.GROUP)
-    monkeypatch.setattr(plugin, "entry_points", lambda group: [entry])
-    assert plugin.left_out({}) == ""
-    assert plugin.left_out({plugin.WHITELIST: ""}) == ""
-    assert plugin.left_out({plugin.WHITELIST: "other, moonpool"}) == ""
-    assert "SGLANG_PLUGINS=other leaves the plugin moonpool out" in plugin.left_out(
-        {plugin.WHITELIST: "other"}
-    )
-    monkeypatch.setattr(plugin, "entry_points", lambda group: [])
-    assert "not installed" in plugin.left_out({})
+def test_a_plugin_that_breaks_ends_a_server_that_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks() -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(hook, "register", breaks)
+    with pytest.raises(RuntimeError):  # which SGLang logs, and goes on
+        plugin.register()
+    for name in plugin.ASKING:
+        monkeypatch.setenv(name, "1")
+        with pytest.raises(SystemExit, match="no such thing"):
+            plugin.register()
+    assert plugin.ASKING == (settings.PD, settings.EMBEDDINGS)

@@ -183,6 +183,17 @@ def test_another_peer_at_the_same_address_is_reached_and_not_taken_for_the_first
         assert second.ask("digest") == hashlib.sha256(memory.content).hexdigest()
 
 
+def test_a_peer_with_another_token_is_no_peer(
+    engine: MoonpoolTransferEngine, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.register(memory.address, BYTES)
+    with peer(MOONPOOL_CLUSTER_TOKEN="another token than this test's") as other:
+        assert engine.transfer_sync(other.session, memory.address, other.address, BYTES) < 0
+        assert engine.send_probe(other.session) < 0
+        assert "token" in caplog.text
+        assert other.ask("digest") == hashlib.sha256(bytes(BYTES)).hexdigest()
+
+
 def test_what_a_peer_took_back_is_written_no_more(
     engine: MoonpoolTransferEngine, memory: Memory, caplog: pytest.LogCaptureFixture
 ) -> None:
