@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from moonpool.connectors.sglang.transfer.settings import NODE
 from moonpool.connectors.weights import weights_digest
 from moonpool.core import paths
-from moonpool.core.errors import ConfigError, Error, InvalidArgument
+from moonpool.core.errors import ConfigError, Error, InvalidArgument, Unavailable
 from moonpool.core.keys import digest_of
 from moonpool.core.store import Store
+from moonpool.core.store_types import Presence
 
 if TYPE_CHECKING:
 
@@ -116,7 +117,14 @@ class MoonpoolEmbeddings(EmbeddingStore):
 
     def batch_is_exist(self, hashes: list[str]) -> list[bool]:
         keys = self._keys(hashes)
-        return self._ask(lambda store: [bool(one) for one in store.exists(keys)]) or [False] * len(hashes)
+
+        def exist(store: Store) -> list[bool]:
+            found = store.exists(keys)
+            if Presence.UNKNOWN in found:
+                raise Unavailable("the node does not answer")
+            return [bool(one) for one in found]
+
+        return self._ask(exist) or [False] * len(hashes)
 
     def _keys(self, hashes: list[str]) -> list[bytes]:
         return [self.get_key(one).encode() for one in hashes]

@@ -22,6 +22,7 @@ from moonpool.core.errors import Closed, ConfigError, Error, TransferError, Unav
 from moonpool.core.segment import Segment
 
 FAILED = -1
+TIMEOUT_S = 5.0  # the longest wait of a call without progress
 SAY_AGAIN_S = 1.0
 SAID_MAX = 256
 _FAULTS = (Error, OSError, MemoryError, ValueError)
@@ -189,7 +190,9 @@ def _listening(hostname: str, settings: Settings) -> moonpool.TransferEngine:
     trouble: Error | None = None
     for port in settings.ports:
         try:
-            return moonpool.TransferEngine(listen=str(Address(host, port)), transports=settings.transports)
+            return moonpool.TransferEngine(
+                listen=str(Address(host, port)), transports=settings.transports, timeout_s=TIMEOUT_S
+            )
         except ConfigError:
             raise  # no token, or a transport that does not exist: no port will help
         except Error as error:

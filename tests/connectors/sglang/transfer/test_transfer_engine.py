@@ -194,6 +194,27 @@ def test_a_peer_with_another_token_is_no_peer(
         assert other.ask("digest") == hashlib.sha256(bytes(BYTES)).hexdigest()
 
 
+def test_a_peer_that_stands_still_holds_nobody_up(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRANSPORTS, "tcp")
+    monkeypatch.setattr(engine_module, "TIMEOUT_S", 0.5)
+    engine = MoonpoolTransferEngine("127.0.0.1")
+    engine.register(memory.address, BYTES)
+    with peer() as other, peer() as another:
+        assert engine.send_probe(other.session) == 0
+        other.process.send_signal(signal.SIGSTOP)
+        started_s = time.monotonic()
+        assert engine.transfer_sync(other.session, memory.address, other.address, BYTES) < 0
+        assert engine.send_probe(other.session) < 0
+        assert time.monotonic() - started_s < 10
+        assert engine.transfer_sync(another.session, memory.address, another.address, BYTES) == 0
+        other.process.send_signal(signal.SIGCONT)
+        assert other.ask("digest")  # it goes on
+        assert engine.send_probe(other.session) == 0
+        assert engine.transfer_sync(other.session, memory.address, other.address, BYTES) == 0
+        assert other.ask("digest") == hashlib.sha256(memory.content).hexdigest()
+    engine.close()
+
+
 def test_what_a_peer_took_back_is_written_no_more(
     engine: MoonpoolTransferEngine, memory: Memory, caplog: pytest.LogCaptureFixture
 ) -> None:
