@@ -182,6 +182,13 @@ def unfit(args: Any, environment: Any) -> str:
         )
     if not handing:
         return ""
+    if args.elastic_ep_backend == "mooncake" or (
+        args.enable_elastic_expert_backup and args.elastic_ep_backend not in (None, "none")
+    ):
+        return (
+            f"{settings.PD}=1, but elastic expert parallelism wants more of Mooncake's engine than moonpool "
+            f"has: start without --elastic-ep-backend, or unset {settings.PD}"
+        )
     flags = []
     if args.disaggregation_mode != "null":
         flags.append(("--disaggregation-transfer-backend", args.disaggregation_transfer_backend))

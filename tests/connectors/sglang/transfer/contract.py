@@ -69,6 +69,8 @@ def test_the_hook() -> None:
         disaggregation_transfer_backend="nixl",
         encoder_only=False,
         language_only=False,
+        elastic_ep_backend=None,
+        enable_elastic_expert_backup=False,
         device="cpu",
     )
     with ends("--disaggregation-transfer-backend is nixl"):
