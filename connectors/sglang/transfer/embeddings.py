@@ -9,18 +9,15 @@ Without a node, everything is a miss and nothing is kept; the store joins when t
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from moonpool.connectors.identity import is_dummy, plain, weights_revision
 from moonpool.connectors.sglang.transfer.settings import NODE
-from moonpool.connectors.weights import weights_digest
 from moonpool.core import paths
 from moonpool.core.errors import ConfigError, Error, InvalidArgument, Unavailable
 from moonpool.core.keys import digest_of
@@ -48,8 +45,6 @@ NAMES = ("mooncake", "moonpool")  # SGLang's command line knows the first one on
 NAMESPACE = "embeddings"
 RETRY_S = 0.5
 TIMEOUT_S = 2.0
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_NO_MEANING = ("_name_or_path", "_commit_hash", "transformers_version")
 _log = logging.getLogger("sglang.moonpool.embeddings")
 Answer = TypeVar("Answer")
 
@@ -195,25 +190,13 @@ def _space() -> bytes:
     from moonpool.connectors.sglang import compat
 
     args = compat.server_args()
-    return space_of(args.model_path, compat.model_config(args).hf_config, compat.model_config(args).dtype)
+    model = compat.model_config(args)
+    return space_of(args.model_path, model.hf_config, model.dtype, args.load_format)
 
 
-def space_of(model_path: str, config: Any, dtype: object) -> bytes:
+def space_of(model_path: str, config: Any, dtype: object, load_format: object = "auto") -> bytes:
     """Raises ConfigError when it cannot be told which weights ``model_path`` stands for."""
-    fields = {key: value for key, value in config.to_dict().items() if key not in _NO_MEANING}
-    commit = getattr(config, "_commit_hash", None)
-    if Path(model_path).exists():
-        weights = f"files {weights_digest(Path(model_path))}"
-    elif isinstance(commit, str) and _COMMIT.fullmatch(commit):
-        weights = f"commit {commit}"
-    else:
-        raise ConfigError(
-            f"cannot tell which weights {model_path!r} stands for: give the local path of the model",
-            operation="embeddings",
-            key="revision",
-        )
+    weights = "dummy" if is_dummy(load_format) else weights_revision(model_path, model_path, config)
     return bytes.fromhex(
-        digest_of(
-            {"config": json.loads(json.dumps(fields, default=str)), "weights": weights, "dtype": str(dtype)}
-        )
+        digest_of({"config": plain(config.to_dict()), "weights": weights, "dtype": plain(dtype)})
     )

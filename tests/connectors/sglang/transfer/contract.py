@@ -179,7 +179,7 @@ def test_the_embedding_cache() -> None:
 
     from moonpool.connectors.sglang import compat
 
-    args = SimpleNamespace(model_path=sys.argv[2])
+    args = SimpleNamespace(model_path=sys.argv[2], load_format="auto")
     config = AutoConfig.from_pretrained(sys.argv[2])
     compat.server_args = lambda: args
     compat.model_config = lambda args: SimpleNamespace(hf_config=config, dtype=torch.bfloat16)

@@ -51,7 +51,9 @@ def model(folder: Path) -> Path:
 @pytest.fixture
 def open_store(node: Node, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     monkeypatch.setenv(settings.NODE, str(node.socket))
-    monkeypatch.setattr(compat, "server_args", lambda: SimpleNamespace(model_path=str(model)))
+    monkeypatch.setattr(
+        compat, "server_args", lambda: SimpleNamespace(model_path=str(model), load_format="auto")
+    )
     monkeypatch.setattr(
         compat, "model_config", lambda args: SimpleNamespace(hf_config=Config(), dtype="bf16")
     )
@@ -152,6 +154,7 @@ def test_two_models_never_share(model: Path) -> None:
         base,
         space_of(str(model), Config(hidden_size=65), "bf16"),
         space_of(str(model), Config(), "fp16"),
+        space_of(str(model), Config(), "bf16", "dummy"),
     }
     (model / "model.safetensors").write_bytes(b"weights of another test")
     spaces.add(space_of(str(model), Config(), "bf16"))
@@ -161,7 +164,7 @@ def test_two_models_never_share(model: Path) -> None:
     for commit in ("1" * 40, "2" * 40):
         hub._commit_hash = commit
         spaces.add(space_of("org/model", hub, "bf16"))
-    assert len(spaces) == 6
+    assert len(spaces) == 7
 
 
 def test_without_sglang_it_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
