@@ -80,13 +80,13 @@ class MoonpoolTransferEngine:
     def batch_register(self, ptrs: list[int], lengths: list[int]) -> int:
         """All or none. Raises RuntimeError for memory of a GPU: SGLang does not look at this code, and no
         request could ever be served."""
-        kept = [(ptr, length) for ptr, length in zip(ptrs, lengths, strict=True) if length]
         try:
+            kept = [(ptr, length) for ptr, length in zip(ptrs, lengths, strict=True) if length]
             self._memory.add_all([ptr for ptr, _ in kept], [length for _, length in kept])
         except NotOfTheHost as error:
             raise RuntimeError(f"moonpool cannot register memory: {error}") from error
         except _FAULTS as error:
-            return self._failed("register", f"{len(kept)} ranges", error)
+            return self._failed("register", f"{len(ptrs)} ranges", error)
         return 0
 
     def batch_deregister(self, ptrs: list[int]) -> int:

@@ -239,6 +239,8 @@ def test_bad_input_is_a_code(engine: MoonpoolTransferEngine, memory: Memory) -> 
         assert engine.transfer_sync(other.session, memory.address, other.address, 8) == 0
     with pytest.raises(RuntimeError, match="cannot deregister"):
         engine.deregister(1)
+    assert engine.batch_register([1, 2], [3]) < 0
+    assert engine.batch_register([memory.address + 8], [BYTES]) < 0  # overlaps in part
     assert engine.batch_deregister([1, memory.address]) < 0
     with pytest.raises(RuntimeError, match="cannot deregister"):
         engine.deregister(memory.address)  # the call before took it back nevertheless
