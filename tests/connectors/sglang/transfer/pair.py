@@ -14,7 +14,7 @@ from typing import Any
 from tests.connectors.sglang.reference import MAX_TOKENS
 from tests.connectors.sglang.server import FLAGS, Server, _free_port, environment
 
-HICACHE = ("--enable-hierarchical-cache", "--hicache-ratio", "--hicache-write", "--hicache-storage")
+HICACHE = ("--enable-hierarchical-cache", "--hicache-write", "--hicache-storage")
 
 
 class Half(Server):
