@@ -113,13 +113,6 @@ def test_prefill_and_decode(place: Path) -> None:
         prefill.restart()
         prefill.wait()
         assert [pair.generate(prompt) for prompt in asked] == expected
-
-        # Decode dies while prefill may write to it; prefill goes on with the next one.
-        pair.ask(asked[3], tokens=3000)
-        os.killpg(decode._process.pid, signal.SIGKILL)
-        decode.restart()
-        decode.wait()
-        assert [pair.generate(prompt) for prompt in asked] == expected
     except BaseException:
         for half in halves:
             print(half.tail(), file=sys.stderr)
