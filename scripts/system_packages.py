@@ -36,6 +36,10 @@ def _has_libnuma() -> bool:
     return True
 
 
+def _has_openssl_headers() -> bool:
+    return Path("/usr/include/openssl/sha.h").exists()
+
+
 def _has_doctest() -> bool:
     return Path("/usr/include/doctest/doctest.h").exists()
 
@@ -46,11 +50,13 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "python3-dev": _has_python_headers,
     "g++": _has_compiler,
     "libnuma1": _has_libnuma,  # vLLM's CPU kernels link to it
+    "libssl-dev": _has_openssl_headers,  # SGLang compiles its page hash when it starts
     "doctest-dev": _has_doctest,
     "iproute2": lambda: shutil.which("ip") is not None,  # test hosts are network namespaces
 }
 BUILD = ("python3-venv", "python3-dev", "g++")
 ENGINE = ("libnuma1",)
+SGLANG = (*ENGINE, "libssl-dev")
 TEST = ("doctest-dev", "iproute2")
 
 

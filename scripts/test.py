@@ -8,7 +8,7 @@ import argparse
 import os
 import shlex
 
-from scripts import environments, system_packages
+from scripts import engine_choice, environments, system_packages
 from scripts.environments import ROOT
 from scripts.lint import lint
 from scripts.progress import Progress
@@ -18,11 +18,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make test")
     parser.add_argument("--pytest", default="", help="arguments for pytest (make test ARGS='-k store')")
     parser.add_argument("--only-pytest", action="store_true", help="no lint, no native tests")
-    parser.add_argument("--no-engine", action="store_true", help="skip the tests that start a real vLLM")
+    parser.add_argument(
+        "--no-engine", action="store_true", help="skip the tests that start a real vLLM or SGLang"
+    )
+    parser.add_argument("--no-sglang", action="store_true", help="skip the tests that start a real SGLang")
+    parser.add_argument("--heavy", action="store_true", help="the tests marked heavy, too")
     options = parser.parse_args()
     progress = Progress(environments.cache() / "logs" / "test.log")
+    with_vllm, with_sglang = not options.no_engine, not (options.no_engine or options.no_sglang)
     needed = [*system_packages.BUILD, *system_packages.TEST]
-    system_packages.require(progress, *needed, *([] if options.no_engine else system_packages.ENGINE))
+    needed += system_packages.ENGINE if with_vllm else ()
+    needed += system_packages.SGLANG if with_sglang else ()
+    system_packages.require(progress, *dict.fromkeys(needed))
 
     tools = environments.tools(progress)
     env = environments.clean_env()
@@ -32,8 +39,13 @@ def main() -> None:
         progress.run(
             "native tests under ASan, UBSan and TSan", ["make", "-C", ROOT / "tests" / "native"], env
         )
-    if not options.no_engine:
+    if with_vllm:
         env["MOONPOOL_VLLM_PYTHON"] = str(environments.engine(progress).python)
+    if with_sglang:
+        sglang = environments.engine(progress, engine_choice.sglang(engine_choice.SGLANG_VERSION))
+        env["MOONPOOL_SGLANG_PYTHON"] = str(sglang.python)
+    if options.heavy:
+        env["HEAVY"] = "1"
 
     progress.say("pytest")
     os.chdir(ROOT)

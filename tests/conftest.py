@@ -24,8 +24,13 @@ SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(1 <<
 
 
 def pytest_report_header() -> list[str]:
-    engine = os.environ.get("MOONPOOL_VLLM_PYTHON", "none: the tests marked engine are skipped")
-    return [f"seed: {SEED} (repeat with {SEED_VARIABLE}={SEED})", f"vLLM: {engine}"]
+    vllm = os.environ.get("MOONPOOL_VLLM_PYTHON", "none: the tests marked engine are skipped")
+    sglang = os.environ.get("MOONPOOL_SGLANG_PYTHON", "none: the tests marked sglang are skipped")
+    return [
+        f"seed: {SEED} (repeat with {SEED_VARIABLE}={SEED})",
+        f"vLLM: {vllm}",
+        f"SGLang: {sglang}",
+    ]
 
 
 def pytest_configure() -> None:
@@ -36,10 +41,17 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not os.environ.get("MOONPOOL_VLLM_PYTHON"):
-        reason = "needs a Python with vLLM in MOONPOOL_VLLM_PYTHON; `make test` brings one"
-        for item in items:
-            if item.get_closest_marker("engine"):
+    """Skips what needs an engine that is not there, or a long time that nobody asked for."""
+    reasons = {"heavy": "takes minutes; `make test HEAVY=1` and `make matrix` run it"}
+    if os.environ.get("HEAVY"):
+        del reasons["heavy"]
+    for mark, engine in (("engine", "vLLM"), ("sglang", "SGLang")):
+        variable = f"MOONPOOL_{engine.upper()}_PYTHON"
+        if not os.environ.get(variable):
+            reasons[mark] = f"needs a Python with {engine} in {variable}; `make test` brings one"
+    for item in items:
+        for mark, reason in reasons.items():
+            if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
@@ -80,3 +92,9 @@ def free_port() -> int:
 def vllm_python() -> str:
     """The interpreter of an environment with vLLM; only for tests marked engine."""
     return os.environ["MOONPOOL_VLLM_PYTHON"]
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> str:
+    """The interpreter of an environment with SGLang; only for tests marked sglang."""
+    return os.environ["MOONPOOL_SGLANG_PYTHON"]

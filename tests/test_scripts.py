@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -104,3 +105,56 @@ def test_requirements_come_from_pyproject_with_nested_extras(scripts: ModuleType
     names = {requirement.split(">")[0].split("=")[0] for requirement in scripts.project_requirements("dev")}
     assert {"aiohttp", "pytest", "ruff", "setuptools"} <= names
     assert not [name for name in names if name.startswith("moonpool")]
+
+
+def base_with(scripts: ModuleType, name: str, *versions: str) -> Path:
+    """A complete base with ``name`` in these versions: a module, its bytecode, a console script."""
+    made = scripts.Environment(scripts.cache() / "envs" / f".made-{name}")
+    for version in versions:
+        info = made.packages / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[console_scripts]\n{name} = {name}:main\n")
+        (info / "RECORD").write_text(f"{name}.py,,\n../../../bin/{name},,\n{info.name}/METADATA,,\n")
+    (made.packages / f"{name}.py").write_text("there = True")
+    cached = made.packages / importlib.util.cache_from_source(f"{name}.py")
+    cached.parent.mkdir()
+    cached.write_text("compiled")
+    (made.path / "bin").mkdir()
+    (made.path / "bin" / name).write_text("#!/the/other/python")
+    (scripts.cache() / "envs" / f"engine-{name}").symlink_to(made.path.name)
+    return Path(made.packages)
+
+
+def test_what_another_base_has_in_the_same_version_is_linked(scripts: ModuleType, tmp_path: Path) -> None:
+    theirs = base_with(scripts, "one_two", "1.0")
+    base_with(scripts, "other", "3.0")
+    made = scripts.Environment(tmp_path / "made")
+    assert scripts.share(made, ["One-Two==1.0", "other==4.0", "unpinned>=1"]) == ["one-two"]
+    for file in (
+        "one_two.py",
+        importlib.util.cache_from_source("one_two.py"),
+        "one_two-1.0.dist-info/METADATA",
+    ):
+        assert (made.packages / file).samefile(theirs / file), file
+    assert not (made.packages / "other.py").exists()
+    assert not (made.path / "bin").exists()  # a console script names the other's interpreter
+    assert scripts.share(made, ["one_two==1.0"]) == ["one-two"]  # what is there is left alone
+
+
+def test_a_file_outside_of_its_package_is_not_shared(scripts: ModuleType, tmp_path: Path) -> None:
+    theirs = base_with(scripts, "tool", "1.0")
+    (theirs / "tool-1.0.dist-info" / "entry_points.txt").unlink()
+    assert scripts.share(scripts.Environment(tmp_path / "made"), ["tool==1.0"]) == []
+
+
+def test_sglang_is_installed_in_exact_versions(scripts: ModuleType) -> None:
+    choice = importlib.import_module("scripts.engine_choice")
+    for version in choice.SGLANG:
+        engine = choice.sglang(version)
+        names = [choice.name_of(line) for line in engine.requirements]
+        assert len(set(names)) == len(names)
+        assert {"torch", "transformers", "ninja"} <= set(names)
+        assert all(line.count("==") == 1 for line in engine.requirements)
+        assert engine.requirements.count(f"sglang=={version}") == 1
+        assert engine.complete

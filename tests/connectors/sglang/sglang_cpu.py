@@ -27,7 +27,27 @@ def install(folder: Path) -> None:
 
 
 def platform() -> str:
+    import_torchvision()
     return "sglang_cpu.TorchCpuPlatform"
+
+
+def import_torchvision() -> None:
+    """Its operators may be those of a CUDA build, which cannot be loaded; then its import fails where it
+    describes them to torch. Nothing of a language model uses them."""
+    import torch
+
+    describe = torch.library.register_fake
+
+    def described(name: Any, *args: Any, **kwargs: Any) -> Any:
+        from torchvision.extension import _has_ops
+
+        return describe(name, *args, **kwargs) if _has_ops() else lambda function: function
+
+    torch.library.register_fake = described
+    try:
+        import torchvision  # noqa: F401
+    finally:
+        torch.library.register_fake = describe
 
 
 def register() -> None:
