@@ -152,7 +152,7 @@ def _fill(
             raise progress.fail(remedy)
     shown = choice.shown if choice else f"{len(requirements)} packages"
     if shared := share(made, requirements):
-        progress.say(f"taking {', '.join(shared)} from the other environments")
+        progress.say(f"taking {len(shared)} packages from the other environments")
     progress.run(
         f"installing {shown}" + (f" (about {choice.size}; some minutes the first time)" if choice else ""),
         [

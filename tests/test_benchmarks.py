@@ -178,3 +178,54 @@ def test_the_proxys_memory_is_flat() -> None:
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.endswith("\nflat\n")
+
+
+def test_hicache_is_judged_by_mooncakes_median_in_the_same_run(load: Any) -> None:
+    runs = load("sglang.runs")
+    figures = runs.Figures()
+    for ours, mooncake in ((6.0, 10.0), (7.0, 11.0), (90.0, 2.0)):
+        figures.keep("ours", "hit", {"wall_s": ours})
+        figures.keep("mooncake", "hit", {"wall_s": mooncake})
+    row = figures.row("a hit", "hit", "wall_s", "ms", 1e3)
+    assert (row.ours, row.peers, row.met) == (7000, {"drop-in": "not run", "mooncake": 10000}, True)
+    assert figures.row("", "hit", "wall_s", "ms", 1e3, judged=False).met is None
+    figures.keep("ours", "hit", {"wall_s": 90.0})
+    assert figures.row("a hit", "hit", "wall_s", "ms", 1e3).met is False
+    figures.keep("ours", "set", {"wall_s": 1.0})
+    assert figures.row("", "set", "wall_s", "ms", 1e3).met is None  # nobody to judge by
+
+
+def test_the_calls_of_a_hicache_backend_are_noted(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, calls = load("sglang.recorder"), tmp_path / "calls"
+    monkeypatch.setenv("MOONPOOL_BENCHMARK_CALLS", str(calls))
+    call = recorder.noted("get", lambda keys, slots: [True, True, False], [os.getpid()])
+    assert call(["a", "b", "c"], slots=None) == [True, True, False]
+    assert recorder.noted("exists", lambda keys: 2, [])(["a", "b"]) == 2
+    got, found = map(json.loads, calls.read_text().splitlines())
+    assert (got["verb"], got["pages"], found["verb"], found["pages"]) == ("get", 2, "exists", 2)
+    assert got["wall_s"] >= 0
+    assert got["cpu_s"] >= 0
+
+
+def test_a_page_of_hicache_has_the_bytes_that_its_row_says(load: Any) -> None:
+    shapes = load("sglang.shapes")
+    sizes = {shape.name: shape.page_bytes for shape in shapes.SHAPES}
+    assert sizes["8 heads of 128"] == 4 << 20
+    assert sizes["MLA, 576"] == 16 * 64 * 576 * 2
+    assert all(shape.pages * shape.page_bytes >= 64 << 20 for shape in shapes.SHAPES)  # beyond every cache
+
+
+@pytest.mark.sglang
+@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_short_run_over_sglangs_own_pools_gives_json(tmp_path: Path, sglang_python: str) -> None:
+    out = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks.sglang_vs_peers", "--quick", "--parts", "storage"]
+    subprocess.run([*command, "--sglang-python", sglang_python, "--json", str(out)], cwd=ROOT, check=True)
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 15
+    assert all(row["ours"] > 0 and row["peers"]["drop-in"] > 0 for row in rows)
+    assert all(row["peers"]["mooncake"] == "not run" and row["met"] is None for row in rows)

@@ -121,7 +121,7 @@ def base_with(scripts: ModuleType, name: str, *versions: str) -> Path:
     cached.parent.mkdir()
     cached.write_text("compiled")
     (made.path / "bin").mkdir()
-    (made.path / "bin" / name).write_text("#!/the/other/python")
+    (made.path / "bin" / name).write_text("#!/usr/bin/another")
     (scripts.cache() / "envs" / f"engine-{name}").symlink_to(made.path.name)
     return Path(made.packages)
 

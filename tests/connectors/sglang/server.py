@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,14 @@ FLAGS = [
     f"--admin-api-key={ADMIN_KEY}",
 ]
 
+POOL = {
+    "backend_name": "moonpool",
+    "module_path": "moonpool.connectors.sglang",
+    "class_name": "MoonpoolHiCache",
+    "interface_v1": 1,
+    "hicache_storage_pass_prefix_keys": True,
+}
+
 
 def environment(runtime: Path, *paths: Path) -> dict[str, str]:
     """What engines see: this checkout, ``paths`` with the stand-ins for CUDA, their own runtime folder."""
@@ -61,7 +70,8 @@ def environment(runtime: Path, *paths: Path) -> dict[str, str]:
 
 
 class Server:
-    """One ``sglang.launch_server``; ``layout``: of its host memory."""
+    """One ``sglang.launch_server``; ``layout``: of its host memory; ``backend``: SGLang's name of HiCache's
+    storage, by default the pool, of which ``extra`` are more options; ``paths``: for more packages."""
 
     def __init__(
         self,
@@ -73,30 +83,28 @@ class Server:
         layout: str,
         extra: dict[str, object],
         tp_size: int = 1,
+        backend: str = "dynamic",
+        flags: Sequence[str] = (),
+        paths: Sequence[Path] = (),
+        settings: Mapping[str, str] | None = None,
     ) -> None:
-        self.extra = {
-            "backend_name": "moonpool",
-            "module_path": "moonpool.connectors.sglang",
-            "class_name": "MoonpoolHiCache",
-            "interface_v1": 1,
-            "prefetch_threshold": PAGE_TOKENS,
-            "hicache_storage_pass_prefix_keys": True,
-            **extra,
-        }
+        self.backend = backend
+        self.extra = (POOL if backend == "dynamic" else {}) | {"prefetch_threshold": PAGE_TOKENS} | extra
         self.port = _free_port()
         self.log = log
         command = [
             *(os.environ["MOONPOOL_SGLANG_PYTHON"], "-m", "sglang.launch_server", *FLAGS),
             *(f"--model-path={model}", "--host=127.0.0.1", f"--port={self.port}", f"--tp-size={tp_size}"),
-            *(f"--hicache-mem-layout={layout}", "--hicache-storage-backend=dynamic"),
-            f"--hicache-storage-backend-extra-config={json.dumps(self.extra)}",
+            *(f"--hicache-mem-layout={layout}", f"--hicache-storage-backend={backend}"),
+            *(f"--hicache-storage-backend-extra-config={json.dumps(self.extra)}", *flags),
         ]
+        binding = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp_size)}
         with open(log, "wb") as output:
             self._process = subprocess.Popen(
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment(runtime, plugin) | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp_size)},
+                env=environment(runtime, plugin, *paths) | binding | dict(settings or {}),
                 start_new_session=True,
             )
 
@@ -114,11 +122,11 @@ class Server:
                 print(f"SGLang served after {time.monotonic() - started_s:.1f} s", file=sys.stderr)
                 return self
 
-    def generate(self, prompt: list[int]) -> tuple[list[int], int]:
-        """The 16 greedy tokens, and how many of the prompt's came from the pool."""
+    def generate(self, prompt: list[int], tokens: int = MAX_TOKENS) -> tuple[list[int], int]:
+        """So many greedy tokens, and how many of the prompt's came from the pool."""
         body = {
             "input_ids": prompt,
-            "sampling_params": {"temperature": 0, "max_new_tokens": MAX_TOKENS, "ignore_eos": True},
+            "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
         }
         answer = json.loads(self.call("POST", "generate", body))
         details = answer["meta_info"].get("cached_tokens_details") or {}
@@ -131,10 +139,11 @@ class Server:
     def detach(self) -> None:
         self._when_idle("DELETE", "hicache/storage-backend")
 
-    def attach(self) -> None:
+    def attach(self, backend: str = "", extra: dict[str, object] | None = None) -> None:
+        """The storage it was started with, or another one."""
         body = {
-            "hicache_storage_backend": "dynamic",
-            "hicache_storage_backend_extra_config_json": json.dumps(self.extra),
+            "hicache_storage_backend": backend or self.backend,
+            "hicache_storage_backend_extra_config_json": json.dumps(extra or self.extra),
             "hicache_storage_prefetch_policy": "wait_complete",
         }
         self._when_idle("PUT", "hicache/storage-backend", body)
