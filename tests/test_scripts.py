@@ -158,3 +158,20 @@ def test_sglang_is_installed_in_exact_versions(scripts: ModuleType) -> None:
         assert all(line.count("==") == 1 for line in engine.requirements)
         assert engine.requirements.count(f"sglang=={version}") == 1
         assert engine.complete
+
+
+def test_the_matrix_says_which_versions_it_knows(
+    scripts: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    matrix = importlib.import_module("scripts.matrix")
+    ran: list[tuple[str, str]] = []
+    monkeypatch.setattr(matrix, "run", lambda _, engine, version: ran.append((engine, version)) or 0)
+    monkeypatch.setattr("sys.argv", ["matrix", "vllm-0.31.0", "sglang-0.5.18"])
+    with pytest.raises(SystemExit) as passed:
+        matrix.main()
+    assert (passed.value.code, ran) == (False, [("vllm", "0.31.0"), ("sglang", "0.5.18")])
+    monkeypatch.setattr("sys.argv", ["matrix", "sglang-0.1"])
+    with pytest.raises(SystemExit) as refused:
+        matrix.main()
+    assert refused.value.code == 1
+    assert "sglang-0.1 is none of: vllm-VERSION, sglang-0.5.23" in capsys.readouterr().err
