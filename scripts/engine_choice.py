@@ -20,7 +20,7 @@ CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 SGLANG_PACKAGES = Path(__file__).with_name("sglang_cpu.txt")
 # SGLang version -> where it wants others than those of sglang_cpu.txt
-SGLANG: dict[str, tuple[str, ...]] = {"0.5.23": (), "0.5.18": ("transformers==5.12.1",)}
+SGLANG: dict[str, tuple[str, ...]] = {"0.5.23": (), "0.5.18": ("transformers==5.12.1", "tokenizers==0.22.2")}
 
 
 @dataclass(frozen=True)

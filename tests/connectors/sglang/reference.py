@@ -11,9 +11,6 @@ MAX_TOKENS = 16
 
 def main() -> None:
     import torch
-    from sglang_cpu import import_torchvision
-
-    import_torchvision()
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)

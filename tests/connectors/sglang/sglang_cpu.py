@@ -6,6 +6,9 @@ The engine sees it through the entry points that ``install`` writes; nothing of 
 
 from __future__ import annotations
 
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +27,30 @@ def install(folder: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-cpu\nVersion: 0.1\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     (folder / "sglang_cpu.py").write_text(Path(__file__).read_text())
+    (folder / "sitecustomize.py").write_text("import sglang_cpu\nsglang_cpu.let_torchvision_import()\n")
+
+
+def let_torchvision_import() -> None:
+    """At the start of the process. torchvision's operators may be those of a CUDA build, which cannot be
+    loaded; then its import fails where it describes them to torch. No language model uses them."""
+    sys.meta_path.insert(0, _Undescribed())
+
+
+class _Undescribed(MetaPathFinder, Loader):
+    """An empty module in place of those descriptions."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != "torchvision._meta_registrations":
+            return None
+        from torchvision.extension import _has_ops
+
+        return None if _has_ops() else ModuleSpec(name, self)
+
+    def exec_module(self, module: object) -> None: ...
 
 
 def platform() -> str:
-    import_torchvision()
     return "sglang_cpu.TorchCpuPlatform"
-
-
-def import_torchvision() -> None:
-    """Its operators may be those of a CUDA build, which cannot be loaded; then its import fails where it
-    describes them to torch. Nothing of a language model uses them."""
-    import torch
-
-    describe = torch.library.register_fake
-
-    def described(name: Any, *args: Any, **kwargs: Any) -> Any:
-        from torchvision.extension import _has_ops
-
-        return describe(name, *args, **kwargs) if _has_ops() else lambda function: function
-
-    torch.library.register_fake = described
-    try:
-        import torchvision  # noqa: F401
-    finally:
-        torch.library.register_fake = describe
 
 
 def register() -> None:
