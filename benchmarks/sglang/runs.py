@@ -26,6 +26,7 @@ SHARE = 0.7  # of Mooncake's
 START_TIMEOUT_S = 120.0
 STORE_TIMEOUT_S = 60.0
 PAGES, LAYERS = 32, 16  # of a prompt in the server, and of its model
+HITS = 3  # timed requests for it from storage
 PAGE_BYTES = LAYERS * PAGE_TOKENS * 2 * tiny_model.KV_HEADS * tiny_model.HEAD_SIZE * 4  # float32
 CLASSES = {"dynamic": "MoonpoolHiCache", "mooncake": "MooncakeStore"}
 START: dict[str, Callable[[Setting, ExitStack], Contender]] = {
@@ -117,8 +118,8 @@ class Storage:
 
 
 class Server:
-    """One server; its backends are attached in turn. In each, a prompt is computed and stored, then loaded
-    twice, after the server's own two tiers were emptied. Raises Failed when an answer is another."""
+    """One server; its backends are attached in turn. With each a prompt is computed and stored, then loaded
+    several times, after the server's own two tiers were emptied. Raises Failed when an answer is another."""
 
     part = "server"
 
@@ -164,36 +165,43 @@ class Server:
             prompt = [random_ids.randrange(256) for _ in range(PAGES * PAGE_TOKENS + 1)]
             answers = {}
             for one in self.contenders[turn:] + self.contenders[:turn]:
-                figures_of, answers[one.name] = self.pass_of(one, prompt)
-                for work, values in figures_of.items() if number else ():
+                took, answers[one.name] = self.pass_of(one, prompt)
+                for work, values in took if number else ():  # the first warms
                     figures.keep(one.name, work, values)
             if len(set(map(tuple, answers.values()))) != 1:
                 raise Failed(f"other answers from other backends: {answers}\n{self.server.tail()}")
         return list(self._rows(figures))
 
-    def pass_of(self, one: Contender, prompt: list[int]) -> tuple[dict[str, dict[str, float]], list[int]]:
-        """What it took, and the answer from the pool."""
+    def pass_of(
+        self, one: Contender, prompt: list[int]
+    ) -> tuple[list[tuple[str, dict[str, float]]], list[int]]:
+        """(work, what it took) of everything timed, and the answer from the pool."""
         if one is not self.attached:
             self.server.detach()
             self.server.attach(one.backend, one.extra)
             self.attached = one
         self.server.forget()
-        begin = self.calls.stat().st_size
+        begin = self._noted()
         first, from_pool = self.server.generate(prompt, 1)
         self._wait_stored(begin)
-        stored = self._sum(begin, "set")
-        self.server.forget()
-        begin, started_s = self.calls.stat().st_size, time.perf_counter()
-        again, loaded = self.server.generate(prompt, 1)
-        request_s = time.perf_counter() - started_s
-        hit = self._sum(begin, "exists", "get")
-        self.server.forget()
-        answer, loaded_again = self.server.generate(prompt)
-        whole = PAGES * PAGE_TOKENS
-        if (from_pool, loaded, loaded_again) != (0, whole, whole) or not first == again == answer[:1]:
-            counts = (from_pool, loaded, loaded_again)
-            raise Failed(f"{one.name}: loaded {counts}, answers {first, again, answer}\n{self.server.tail()}")
-        return {"set": stored, "hit": hit, "request": {"wall_s": request_s}}, answer
+        took, answers, loaded = [("set", self._sum(begin, "set"))], [first], [from_pool]
+        for tokens in (*[1] * HITS, server.MAX_TOKENS):
+            self.server.forget()
+            begin, started_s = self._noted(), time.perf_counter()
+            answer, from_pool = self.server.generate(prompt, tokens)
+            request_s = time.perf_counter() - started_s
+            answers.append(answer)
+            loaded.append(from_pool)
+            took.append(("hit", self._sum(begin, "exists", "get")))
+            if tokens == 1:
+                took.append(("request", {"wall_s": request_s}))
+        wanted = [0, *[PAGES * PAGE_TOKENS] * (HITS + 1)]
+        if loaded != wanted or any(each[0] != first[0] for each in answers):
+            raise Failed(f"{one.name}: loaded {loaded}, answers {answers}\n{self.server.tail()}")
+        return took, answers[-1]
+
+    def _noted(self) -> int:
+        return self.calls.stat().st_size
 
     def _notes(self, begin: int) -> list[dict[str, Any]]:
         with self.calls.open() as notes:
