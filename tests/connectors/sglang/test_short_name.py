@@ -19,7 +19,8 @@ import pytest
 
 from moonpool.connectors.sglang import short_name
 from moonpool.core.errors import ConfigError
-from tests.connectors.sglang.server import HERE, SOURCE
+from tests.connectors.sglang import sglang_cpu
+from tests.connectors.sglang.server import HERE, SOURCE, environment
 
 CLASS = {"module_path": "moonpool.connectors.sglang", "class_name": "MoonpoolHiCache", "interface_v1": 1}
 
@@ -154,11 +155,10 @@ def test_the_package_loads_neither_torch_nor_the_native_half() -> None:
     subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=True)
 
 
+@pytest.mark.sglang
 @pytest.mark.slow
-def test_real_sglang() -> None:
+def test_real_sglang(tmp_path: Path, sglang_python: str) -> None:
     """Parser, ServerArgs and the scheduler's handler of the real package, hooked by its own registry."""
-    python = os.environ.get("MOONPOOL_SGLANG_PYTHON")
-    if not python:
-        pytest.skip("MOONPOOL_SGLANG_PYTHON is not set: it names a Python with SGLang, see docs/sglang.md")
-    environment = os.environ | {"PYTHONPATH": f"{SOURCE}:{os.environ.get('PYTHONPATH', '')}"}
-    subprocess.run([python, str(HERE / "real_short_name.py")], env=environment, timeout=110, check=True)
+    sglang_cpu.install(tmp_path / "plugin")
+    command = [sglang_python, str(HERE / "real_short_name.py")]
+    subprocess.run(command, env=environment(tmp_path, tmp_path / "plugin"), timeout=110, check=True)
