@@ -87,7 +87,7 @@ class Pair:
             room = next(self._rooms)
         body: dict[str, Any] = {
             "input_ids": prompt,
-            "sampling_params": {"temperature": 0, "max_new_tokens": tokens},
+            "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": self.prefill.bootstrap_port,
             "bootstrap_room": room,

@@ -10,23 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.connectors.sglang import sglang_cpu
+from tests.connectors.sglang.bed import Bed
 from tests.connectors.sglang.server import HERE, environment
 from tests.connectors.sglang.transfer.installed import install
 from tests.connectors.vllm.processes import Node
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not os.environ.get("MOONPOOL_SGLANG_PYTHON"):
-        pytest.skip("MOONPOOL_SGLANG_PYTHON is not set: it names a Python with SGLang, see docs/sglang.md")
     folder = tmp_path_factory.mktemp("sglang")
-    sglang_cpu.install(folder / "plugin")
+    Bed(folder, folder)
     install(folder / "moonpool")
-    made = run(folder, folder, str(HERE / "reference.py"), str(folder / "model"), stdin="[]")
-    assert made.returncode == 0, made.stderr
     return folder
 
 
