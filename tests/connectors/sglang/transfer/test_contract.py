@@ -78,6 +78,7 @@ def test_a_server_ends_with_one_sentence(place: Path, runtime: Path) -> None:
     assert ended.stderr.splitlines()[-1] == "moonpool: MOONPOOL_SGLANG_PD: 'both' is neither 1 nor 0"
 
 
+@pytest.mark.heavy
 def test_other_hosts_need_a_token(place: Path, runtime: Path) -> None:
     """Said by a scheduler, whose end is the server's."""
     flags = (
