@@ -81,11 +81,15 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def free_port() -> int:
-    """A TCP port on 127.0.0.1 where nobody listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> Iterator[int]:
+    """A TCP port on 127.0.0.1 where nobody listens, and that the kernel gives to nobody else meanwhile.
+
+    The socket that holds it never listens: a server that sets SO_REUSEADDR, as ours do, may bind there.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

@@ -50,6 +50,8 @@ def environment(runtime: Path) -> dict[str, str]:
 class Engine:
     """One engine_driver.py. Starting returns at once; ``wait`` or the first call waits until it is ready."""
 
+    driver = HERE / "engine_driver.py"
+
     def __init__(self, python: str, model: Path, runtime: Path, log: Path, **config: Any) -> None:
         self.log = log
         config = {
@@ -60,7 +62,7 @@ class Engine:
         reader, writer = os.pipe()
         with open(log, "wb") as output:
             self.process = subprocess.Popen(
-                [python, str(HERE / "engine_driver.py"), str(writer), json.dumps(config)],
+                [python, str(self.driver), str(writer), json.dumps(config)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
