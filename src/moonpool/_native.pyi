@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens']
+__all__: list[str] = ['Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -158,22 +158,6 @@ class LoadAnswer:
     @property
     def ok(self) -> bytes:
         ...
-class FetchAnswer:
-    @property
-    def blocks(self) -> int:
-        ...
-    @property
-    def bytes_loaded(self) -> int:
-        ...
-    @property
-    def error(self) -> str:
-        ...
-    @property
-    def lookup_error(self) -> str:
-        ...
-    @property
-    def ok(self) -> bytes:
-        ...
 class SaveAnswer:
     @property
     def bytes_stored(self) -> int:
@@ -192,7 +176,7 @@ class SaveAnswer:
         ...
 class Worker:
     """
-    Threads that run a client's operations; tickets in, answers out by poll(). Without threads the caller's own runs them, inside of submit and without the GIL.
+    Threads that run a client's operations; tickets in, answers out by poll().
     """
     def __init__(self, client: Client, threads: typing.SupportsInt | typing.SupportsIndex = 1, queue_max: typing.SupportsInt | typing.SupportsIndex = 4096) -> None:
         ...
@@ -201,8 +185,6 @@ class Worker:
     def poll(self) -> list:
         ...
     def release(self, pin_id: typing.SupportsInt | typing.SupportsIndex) -> None:
-        ...
-    def submit_fetch(self, names: bytes, name_size: typing.SupportsInt | typing.SupportsIndex, width: typing.SupportsInt | typing.SupportsIndex, parts: PartTable, indices: typing.Any, columns: typing.Any) -> int:
         ...
     def submit_get_into(self, keys: typing.Any, buffers: typing.Any, verify: bool = False) -> int:
         ...
@@ -540,6 +522,30 @@ class PrefixIndex:
     @property
     def block_tokens(self) -> int:
         ...
+class Ranges:
+    """
+    Ranges of addresses, which never overlap.
+    """
+    def __init__(self) -> None:
+        ...
+    def add(self, address: typing.SupportsInt | typing.SupportsIndex, length: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        False, and nothing is added, for an overlap and for no bytes.
+        """
+    def clear(self) -> None:
+        ...
+    def hold(self, addresses: typing.Any, lengths: typing.Any) -> bool:
+        """
+        Whether each (address, length) of the two lists lies in one range. False for anything else than lists of int of the same length, and for empty ones.
+        """
+    def hold_lists(self, addresses: typing.Any, lengths: typing.Any) -> bool:
+        """
+        The same for lists of such lists.
+        """
+    def remove(self, address: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        Whether one starts there; it is gone now.
+        """
 class ProxyRequest:
     """
     A client's request, whole, as a policy sees it.

@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moonpool.core.errors import Closed, Error, InvalidArgument, Unavailable
-from moonpool.core.store import Store
+from moonpool.core.store import Store, as_bytes
 
 from ._codes import Code, code_of
-from ._memory import Buffers, number
+from ._memory import Buffers, number, same_length
 from ._pins import HardPins
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 JOIN_AGAIN_S = 1.0
+NAME_BYTES_MAX = 65_536  # of a key as callers may name it
+KEY_BYTES_MAX = 1024  # of one that the pool takes
+KEPT_BYTES = 896
 
 
 class Base:
@@ -65,6 +69,21 @@ class Base:
                 raise
             return verb(access.store())
 
+    def _ask_of(self, keys: Sequence[str], verb: Callable[[Store, Any], T]) -> T:
+        """The same of ``keys``, which go to the core as they are: to look at each before costs as much as the
+        call. TypeError for what is no key.
+        """
+        if type(keys) is list:
+            try:
+                return self._ask(lambda store: verb(store, keys))
+            except InvalidArgument:
+                names = keys_of(keys)
+                if names == [as_bytes(key) for key in keys]:
+                    raise
+        else:
+            names = keys_of(keys)
+        return self._ask(lambda store: verb(store, names))
+
     def _code(self, operation: str, act: Callable[[], int]) -> int:
         """What ``act`` returns, or the code of what it raises. What is no such error, such as the TypeError
         of a caller's mistake, goes through."""
@@ -85,23 +104,22 @@ class Base:
 
 
 def key_of(key: Any) -> bytes:
-    """str is UTF-8. TypeError for anything but str and bytes, InvalidArgument for an empty one."""
+    """The key as the pool has it: str is UTF-8, and a name longer than a pool's ends in its digest.
+
+    TypeError for anything but str and bytes, InvalidArgument for an empty one and for one over all bounds.
+    """
     if isinstance(key, str):
         key = key.encode()
     elif not isinstance(key, bytes):
         raise TypeError(f"a key is a str, not {type(key).__name__}")
-    if not key:
-        raise InvalidArgument("a key has at least 1 byte")
-    return bytes(key)
+    if not 1 <= len(key) <= NAME_BYTES_MAX:
+        raise InvalidArgument(f"a key has 1 to {NAME_BYTES_MAX} bytes, not {len(key)}")
+    return bytes(key) if len(key) <= KEY_BYTES_MAX else shortened(key)
 
 
-def checked_keys(keys: Any) -> Any:
-    """The keys as moonpool takes them, nearly for nothing where all are str. Raises as key_of, but leaves it
-    to the core to find an empty one.
-    """
-    if set(map(type, keys)) == {str} and type(keys) is list:
-        return keys
-    return keys_of(keys)
+def shortened(name: bytes) -> bytes:
+    """Its first bytes, in which expressions still find things, and what tells it from all others."""
+    return name[:KEPT_BYTES] + b"#sha256:" + sha256(name).hexdigest().encode()
 
 
 def keys_of(keys: Any) -> list[bytes]:
@@ -110,14 +128,7 @@ def keys_of(keys: Any) -> list[bytes]:
     return [key_of(key) for key in keys]
 
 
-def same_length(*columns: Sequence[Any]) -> None:
-    """Raises InvalidArgument for columns of different lengths."""
-    lengths = [len(column) for column in columns]
-    if len(set(lengths)) > 1:
-        raise InvalidArgument(f"lists of different lengths: {lengths}")
-
-
-__all__ = ["Base", "checked_keys", "first_error", "key_of", "keys_of", "number", "same_length"]
+__all__ = ["Base", "first_error", "key_of", "keys_of", "number", "same_length"]
 
 
 def first_error(codes: Sequence[int]) -> int:

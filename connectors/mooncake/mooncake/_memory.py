@@ -10,13 +10,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import threading
-from bisect import bisect_right, insort
 from collections.abc import Sequence
-from itertools import chain
-from operator import add
 from typing import Any
 
+from moonpool import _native
 from moonpool.core.errors import InvalidArgument
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -80,61 +77,37 @@ def is_mapped(address: int, length: int, right: str) -> bool:
 
 
 class Buffers:
-    """Registered ranges, which never overlap. Any thread."""
+    """Registered ranges, which never overlap. Any thread: the GIL guards them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._starts: list[int] = []
-        self._length: dict[int, int] = {}
-        self._last = 0, 0  # from and to of the buffer that was met last
+        self._ranges = _native.Ranges()
 
     def add(self, address: int, length: int) -> None:
         """Raises InvalidArgument for what is no memory to read and to write, and for an overlap."""
         check_memory(address, length, writable=True)
-        with self._lock:
-            place = bisect_right(self._starts, address)
-            before = self._starts[place - 1] if place else None
-            after = self._starts[place] if place < len(self._starts) else None
-            if (before is not None and before + self._length[before] > address) or (
-                after is not None and address + length > after
-            ):
-                raise InvalidArgument(f"{length} bytes at {address:#x} overlap a registered buffer")
-            self._length[address] = length
-            insort(self._starts, address)
+        if not self._ranges.add(address, length):
+            raise InvalidArgument(f"{length} bytes at {address:#x} overlap a registered buffer")
 
     def remove(self, address: int) -> None:
-        with self._lock:
-            if address not in self._length:
-                raise InvalidArgument(f"no buffer is registered at {address:#x}")
-            self._starts.remove(address)
-            del self._length[address]
-            self._last = 0, 0
+        if not self._ranges.remove(address):
+            raise InvalidArgument(f"no buffer is registered at {address:#x}")
 
     def clear(self) -> None:
-        with self._lock:
-            self._starts.clear()
-            self._length.clear()
-            self._last = 0, 0
+        self._ranges.clear()
 
     def check(self, address: int, length: int, *, writable: bool = False) -> tuple[int, int]:
         """The range as the core takes it. Raises InvalidArgument for what is no memory to read, or write."""
-        with self._lock:
-            place = bisect_right(self._starts, address)
-            if place and length > 0:
-                start = self._starts[place - 1]
-                end = start + self._length[start]
-                if address + length <= end:
-                    self._last = start, end
-                    return address, length
-        check_memory(address, length, writable=writable)
+        if not self._ranges.hold([address], [length]):
+            check_memory(address, length, writable=writable)
         return address, length
 
     def check_all(
         self, addresses: Sequence[int], lengths: Sequence[int], *, writable: bool = False
     ) -> list[tuple[int, int]]:
-        """The same for many. TypeError for what is no number."""
-        if self._hold(addresses, lengths):
+        """The same for many; one native call where all are registered. TypeError for what is no number."""
+        if self._ranges.hold(addresses, lengths):
             return list(zip(addresses, lengths, strict=True))
+        same_length(addresses, lengths)
         return [
             self.check(number(address), number(length), writable=writable)
             for address, length in zip(addresses, lengths, strict=True)
@@ -142,22 +115,22 @@ class Buffers:
 
     def check_lists(
         self, addresses: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]], *, writable: bool = False
-    ) -> list[list[tuple[int, int]]]:
+    ) -> list[Any]:
         """The same for a list of lists."""
-        pairs = zip(addresses, lengths, strict=True)
-        if self._hold(list(chain.from_iterable(addresses)), list(chain.from_iterable(lengths))):
-            return [list(zip(these, those, strict=True)) for these, those in pairs]
-        return [self.check_all(these, those, writable=writable) for these, those in pairs]
+        if self._ranges.hold_lists(addresses, lengths):
+            return list(zip(addresses, lengths, strict=True))  # a pair of lists is one object's parts
+        same_length(addresses, lengths)
+        return [
+            self.check_all(these, those, writable=writable)
+            for these, those in zip(addresses, lengths, strict=True)
+        ]
 
-    def _hold(self, addresses: Sequence[int], lengths: Sequence[int]) -> bool:
-        """Whether all lie in the buffer that was met last, as they mostly do; no step of Python each."""
-        start, end = self._last
-        return (
-            {*map(type, addresses), *map(type, lengths)} == {int}
-            and min(lengths) > 0
-            and min(addresses) >= start
-            and max(map(add, addresses, lengths)) <= end
-        )
+
+def same_length(*columns: Sequence[Any]) -> None:
+    """Raises InvalidArgument for columns of different lengths."""
+    lengths = [len(column) for column in columns]
+    if len(set(lengths)) > 1:
+        raise InvalidArgument(f"lists of different lengths: {lengths}")
 
 
 def number(value: Any) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from moonpool.core.errors import InvalidArgument
-from moonpool.core.store import ROWS_MAX
-from moonpool.core.store_types import EXISTS, STORED, Presence, PutResult
+from moonpool.core.store import ROWS_MAX, Store
+from moonpool.core.store_types import EXISTS, STORED, PutResult
 
-from ._base import Base, checked_keys, first_error, key_of, keys_of, number, same_length
+from ._base import Base, first_error, key_of, keys_of, number, same_length
 from ._codes import Code, code_of, say
 from ._pins import pinned_one
 from ._placement import for_one, wishes
@@ -20,7 +20,7 @@ from ._values import DEFAULT, ReplicateConfig
 
 Part = Any  # what moonpool takes as the bytes of an object
 _OK, _REFUSED = int(Code.OK), int(Code.NO_AVAILABLE_HANDLE)
-_HIT, _MISS, _UNKNOWN = Presence.HIT, Presence.MISS, -1
+_UNKNOWN = 2  # of Store.exist_flags
 _BYTE = np.dtype(np.uint8)
 
 
@@ -45,11 +45,6 @@ class BufferHandle(np.ndarray):
 
 def handle_of(view: memoryview | None) -> BufferHandle | None:
     return None if view is None else BufferHandle(view.nbytes, _BYTE, view)
-
-
-def exist_codes(found: Sequence[Presence]) -> list[int]:
-    """By identity: to look an enumeration's member up in a dict takes three times as long."""
-    return [1 if one is _HIT else 0 if one is _MISS else _UNKNOWN for one in found]
 
 
 class Objects(Base):
@@ -196,11 +191,13 @@ class Objects(Base):
     ) -> list[int]:
         if not keys:
             return []
-        names = checked_keys(keys)
         asked = wishes(config, len(keys), self._open().segment)
         try:
-            results: list[PutResult] = self._ask(
-                lambda store: store.put(names, parts, replace=replace, replicas=config.replica_num, **asked)
+            results: list[PutResult] = self._ask_of(
+                keys,
+                lambda store, names: store.put(
+                    names, parts, replace=replace, replicas=config.replica_num, **asked
+                ),
             )
         except InvalidArgument:  # moonpool takes all or none
             if len(keys) == 1:
@@ -246,8 +243,7 @@ class Objects(Base):
         return [handle_of(view) for view in self._views(keys)]
 
     def _views(self, keys: Sequence[str]) -> list[memoryview | None]:
-        names = checked_keys(keys)
-        return self._ask(lambda store: store.get(names)) if names else []
+        return self._ask_of(keys, lambda store, names: store.get(names)) if keys else []
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
         """The object's bytes, or a code: INVALID_PARAMS for a buffer that is too small and stays as it is."""
@@ -274,8 +270,7 @@ class Objects(Base):
             self._open()
             try:
                 targets = into()
-                names = checked_keys(keys) if keys else []
-                found = self._ask(lambda store: store.get(names, targets)) if names else []
+                found = self._ask_of(keys, lambda store, names: store.get(names, targets)) if keys else []
             except InvalidArgument:
                 if len(keys) == 1:
                     raise
@@ -292,14 +287,13 @@ class Objects(Base):
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
         def ask() -> list[int]:
-            names = checked_keys(keys) if keys else []
-            codes = exist_codes(self._ask(lambda store: store.exists(names))) if names else []
-            if _UNKNOWN in codes and self._open().renew():
-                codes = exist_codes(self._ask(lambda store: store.exists(names)))
-            return codes
+            flags = self._ask_of(keys, Store.exist_flags) if keys else b""
+            if _UNKNOWN in flags and self._open().renew():
+                flags = self._ask_of(keys, Store.exist_flags)
+            return list(flags) if _UNKNOWN not in flags else [-1 if one == _UNKNOWN else one for one in flags]
 
         codes = self._codes("is_exist", len(keys), ask)
-        return codes if not codes or codes[0] >= _UNKNOWN else [_UNKNOWN] * len(codes)  # an error is of all
+        return codes if not codes or codes[0] >= -1 else [-1] * len(codes)  # an error is of all
 
     def get_size(self, key: str, /) -> int:
         """Bytes, or OBJECT_NOT_FOUND; none of them is read."""
@@ -385,7 +379,7 @@ def _bytes_like(value: Any) -> Any:
 def size_of_parts(part: Part) -> int:
     """Bytes of an object as put() takes it."""
     if isinstance(part, tuple):
-        return int(part[1])
+        return sum(part[1]) if isinstance(part[1], list) else int(part[1])
     if isinstance(part, list):
         return sum(map(size_of_parts, part))
     if hasattr(part, "data_ptr"):

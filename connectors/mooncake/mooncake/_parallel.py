@@ -4,6 +4,9 @@ A writer with a ``TensorParallelism`` stores its shard under KEY and one suffix 
 ``_pp_1``), and under KEY_parallelism what axes there are. ``ReadTarget`` says what a reader wants:
 "as_stored" (with its own axes, or the plain key without), "shard" (its part, cut anew where it was cut
 otherwise), or "full".
+
+A writer with a partition (an object with rank, size and split_dim) gives the whole tensor, and stores its
+part under KEY__writer_RofN_sdD; readers of "shard" and "full" put the parts together.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from moonpool.core.errors import InvalidArgument
@@ -20,6 +25,7 @@ from ._tensors import Tensor, Tensors, memory_at, parts_of, shards_of, tensor_ov
 from ._values import DEFAULT, ParallelAxis, ReadTarget, ReplicateConfig, TensorParallelism
 
 MODES = ("as_stored", "shard", "full")
+WRITERS_MAX = 65_536
 
 
 class Parallel(Tensors):
@@ -82,7 +88,7 @@ class Parallel(Tensors):
             [size],
             None if parallelism is None else [parallelism],
             config,
-            writer_partition,
+            None if writer_partition is None else [writer_partition],
         )[0]
 
     def batch_put_tensor_with_parallelism_from(
@@ -113,7 +119,7 @@ class Parallel(Tensors):
             [size],
             None if parallelism is None else [parallelism],
             config,
-            writer_partition,
+            None if writer_partition is None else [writer_partition],
         )[0]
 
     def batch_upsert_tensor_with_parallelism_from(
@@ -184,18 +190,41 @@ class Parallel(Tensors):
         replace: bool = False,
     ) -> int:
         def act() -> int:
-            if partition is not None:
-                raise InvalidArgument("writer_partition is not supported: each writer stores its own shard")
             axes = [] if parallelism is None else parallelism.axes
-            if axes:
-                manifest = json.dumps(
-                    [[axis.kind, axis.size, axis.split_dim] for axis in checked(axes)]
-                ).encode()
-                if code := self._put(operation, [manifest_key(key)], [manifest], config, replace=replace)[0]:
-                    return code
-            return self._put_tensors(operation, [key + suffix(axes)], [tensor], config, replace=replace)[0]
+            if partition is not None:
+                if axes:
+                    raise InvalidArgument("give either a parallelism or a writer_partition")
+                writer = Writer.of(partition)
+                return self._put_with_manifest(
+                    operation,
+                    (writers_key(key), [writer.size, writer.split_dim]),
+                    (writer.key(key), writer.part_of(tensor)),
+                    config,
+                    replace,
+                )
+            name = key + suffix(axes)
+            if not axes:
+                return self._put_tensors(operation, [name], [tensor], config, replace=replace)[0]
+            kinds = [[axis.kind, axis.size, axis.split_dim] for axis in checked(axes)]
+            return self._put_with_manifest(
+                operation, (manifest_key(key), kinds), (name, tensor), config, replace
+            )
 
         return self._code(operation, act)
+
+    def _put_with_manifest(
+        self,
+        operation: str,
+        manifest: tuple[str, Any],
+        tensor: tuple[str, Tensor],
+        config: ReplicateConfig,
+        replace: bool,
+    ) -> int:
+        """Two (key, value): what parts there are is stored before a part is."""
+        text = json.dumps(manifest[1]).encode()
+        if code := self._put(operation, [manifest[0]], [text], config, replace=replace)[0]:
+            return code
+        return self._put_tensors(operation, [tensor[0]], [tensor[1]], config, replace=replace)[0]
 
     def _put_parallels(
         self,
@@ -210,12 +239,13 @@ class Parallel(Tensors):
         axes: Sequence[TensorParallelism | None] = (
             [None] * len(keys) if parallelisms is None else parallelisms
         )
-        if not len(keys) == len(tensors) == len(axes):
+        writers: Sequence[Any] = [None] * len(keys) if partitions is None else partitions
+        if not len(keys) == len(tensors) == len(axes) == len(writers):
             return [int(Code.INVALID_PARAMS)] * len(keys)
         name = "upsert_tensor_with_parallelism" if replace else "put_tensor_with_parallelism"
         return [
-            self._put_parallel(name, key, tensor, one, config, partitions, replace=replace)
-            for key, tensor, one in zip(keys, tensors, axes, strict=True)
+            self._put_parallel(name, *row, replace=replace)
+            for row in zip(keys, tensors, axes, [config] * len(keys), writers, strict=True)
         ]
 
     def _put_from_memory(
@@ -269,7 +299,8 @@ class Parallel(Tensors):
 
         stored = self._manifest(key)
         if stored is None:
-            return self.get_tensor(key)
+            plain = self.get_tensor(key)
+            return self._written_in_parts(key) if plain is None else plain
         others = {axis.kind: axis.rank for axis in elsewhere}
         cuts = [(size, split_dim or 0) for kind, size, split_dim in stored if kind == "tp"]
         pieces = []
@@ -286,9 +317,56 @@ class Parallel(Tensors):
             pieces = [torch.cat(pieces[i : i + size], dim) for i in range(0, len(pieces), size)]
         return pieces[0]
 
+    def _written_in_parts(self, key: str) -> Tensor | None:
+        """What writers with a partition stored, once all have."""
+        import torch
+
+        view = self._views([writers_key(key)])[0]
+        if view is None:
+            return None
+        size, split_dim = json.loads(bytes(view))
+        parts = [self.get_tensor(Writer(rank, size, split_dim).key(key)) for rank in range(size)]
+        return None if any(part is None for part in parts) else torch.cat(parts, split_dim)
+
     def _manifest(self, key: str) -> list[tuple[str, int, int | None]] | None:
         view = self._views([manifest_key(key)])[0]
         return None if view is None else [(kind, size, dim) for kind, size, dim in json.loads(bytes(view))]
+
+
+@dataclass(frozen=True)
+class Writer:
+    """One of ``size`` writers, who stores the part ``rank`` of each tensor along split_dim."""
+
+    rank: int
+    size: int
+    split_dim: int
+
+    @classmethod
+    def of(cls, given: Any) -> Writer:
+        """Of anything with these three. Raises InvalidArgument."""
+        try:
+            found = cls(*(index(getattr(given, name)) for name in ("rank", "size", "split_dim")))
+        except (AttributeError, TypeError) as error:
+            raise InvalidArgument(
+                f"a writer_partition has a rank, a size and a split_dim: {error}"
+            ) from error
+        if not 0 <= found.rank < found.size <= WRITERS_MAX:
+            raise InvalidArgument(
+                f"a writer's rank is below its size, which is at most {WRITERS_MAX}: {found}"
+            )
+        return found
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Raises InvalidArgument for a tensor that cannot be cut into parts of one size."""
+        parts = shards_of(tensor, self.size, self.split_dim)
+        if tensor.shape[self.split_dim] % self.size:
+            raise InvalidArgument(
+                f"{tuple(tensor.shape)} along {self.split_dim} makes no {self.size} equal parts"
+            )
+        return parts[self.rank]
+
+    def key(self, key: str) -> str:
+        return f"{key}__writer_{self.rank}of{self.size}_sd{self.split_dim}"
 
 
 def checked(axes: Sequence[ParallelAxis]) -> list[ParallelAxis]:
@@ -305,6 +383,10 @@ def suffix(axes: Sequence[ParallelAxis]) -> str:
 
 def manifest_key(key: str) -> str:
     return f"{key}_parallelism"
+
+
+def writers_key(key: str) -> str:
+    return f"{key}__writer_manifest"
 
 
 def _byte() -> Any:

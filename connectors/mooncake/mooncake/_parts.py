@@ -43,9 +43,9 @@ class Parts(Objects):
         parts: list[Any]
         good = False
         try:
-            parts = [*self._buffers.check_lists(all_buffer_ptrs, all_sizes)]
+            parts = self._buffers.check_lists(all_buffer_ptrs, all_sizes)
             good = all(parts)  # each has a range, and a range that was checked has bytes
-        except ValueError:  # InvalidArgument is one, and lists of different lengths are
+        except InvalidArgument:
             parts = [
                 self._ranges_or_nothing(operation, *row)
                 for row in zip(all_buffer_ptrs, all_sizes, strict=True)
@@ -70,13 +70,11 @@ class Parts(Objects):
     ) -> list[int]:
         """Each object into its buffers, one behind the other; bytes or a code."""
         operation = "batch_get_into_multi_buffers"
-        if not len(keys) == len(all_buffer_ptrs) == len(all_sizes) or any(
-            len(pointers) != len(sizes) for pointers, sizes in zip(all_buffer_ptrs, all_sizes, strict=True)
-        ):
+        if not len(keys) == len(all_buffer_ptrs) == len(all_sizes):
             return [int(Code.INVALID_PARAMS)] * len(keys)
 
         def into() -> list[Any]:
-            return [*self._buffers.check_lists(all_buffer_ptrs, all_sizes, writable=True)]
+            return self._buffers.check_lists(all_buffer_ptrs, all_sizes, writable=True)
 
         def one(i: int) -> int:
             return self.batch_get_into_multi_buffers([keys[i]], [all_buffer_ptrs[i]], [all_sizes[i]])[0]

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from moonpool.core.errors import InvalidArgument
 
 from ._base import key_of, keys_of, same_length
-from ._codes import Code, Unsupported, code_of, say
+from ._codes import Code, code_of, say
 from ._segments import Segments
 from ._values import DEFAULT, ReplicateConfig
 
@@ -242,12 +242,29 @@ class Tensors(Segments):
         ]
 
     def get_tensor_into_cuda(self, key: str, tensor: Tensor) -> int:
-        """Refused: moonpool writes to memory of the CPU."""
-        error = Unsupported("there is no CUDA path; get_tensor(key).to(device) copies once more")
-        return int(code_of(error, "get_tensor_into_cuda"))
+        """Into a tensor of any device, of the same shape and type, straight from the pool: the number
+        of bytes, or a code."""
+
+        def act() -> int:
+            check_tensor(tensor)
+            view = self._views([key])[0]
+            if view is None:
+                return int(Code.OBJECT_NOT_FOUND)
+            source = tensor_over(view)
+            if (source.dtype, source.shape) != (tensor.dtype, tensor.shape):
+                raise InvalidArgument(
+                    f"{key!r:.80} is {source.dtype} of {tuple(source.shape)}, not {tensor.dtype} of "
+                    f"{tuple(tensor.shape)}"
+                )
+            tensor.detach().copy_(source)  # returns when the bytes are there: pageable memory is staged
+            return int(source.nbytes)
+
+        return self._code("get_tensor_into_cuda", act)
 
     def batch_get_tensor_into_cuda(self, keys: list[str], tensors_list: list[Tensor]) -> list[int]:
-        return [self.get_tensor_into_cuda(key, None) for key in keys]
+        if len(keys) != len(tensors_list):
+            return [int(Code.INVALID_PARAMS)] * len(keys)
+        return [self.get_tensor_into_cuda(*pair) for pair in zip(keys, tensors_list, strict=True)]
 
     # ---- tensor-parallel shards: KEY_tp_RANK has the part of each rank
 

@@ -626,9 +626,9 @@ def slices(
     buffers: Sequence[int], remotes: Sequence[int], lengths: Sequence[int]
 ) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
     """The columns without slices of no bytes. Raises InvalidArgument for columns of different lengths."""
-    same_length(buffers, remotes, lengths)
-    if 0 not in lengths:
+    if len(buffers) == len(remotes) == len(lengths) and all(lengths):
         return buffers, remotes, lengths
+    same_length(buffers, remotes, lengths)
     rows = [row for row in zip(buffers, remotes, lengths, strict=True) if row[2]]
     return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
 

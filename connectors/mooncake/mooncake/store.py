@@ -10,21 +10,20 @@ The methods stand in groups, one in each file: _objects, _parts, _replicas, _seg
 from __future__ import annotations
 
 import atexit
-import ctypes
-import mmap
 import os
 import threading
 import weakref
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from moonpool.core.errors import Error, Timeout, Unavailable
 
 from . import _access
 from ._access import Beside, Settings, access_of, is_on, settings_of, size_of
-from ._codes import Code, code_of, logger
+from ._allocator import MooncakeHostMemAllocator, bind_to_numa_node, get_alloc_func_addr, get_free_func_addr
+from ._codes import Code, code_of
 from ._engram import EngramStore, EngramStoreConfig
+from ._no_f import MooncakeDistributedNoFRegister
 from ._objects import BufferHandle
 from ._parallel import Parallel
 from ._pool import BufferLease, BufferLeaseView, BufferPool
@@ -273,54 +272,6 @@ def _close_all() -> None:
         store.close()
 
 
-_ALLOCATED: dict[int, tuple[mmap.mmap, Any]] = {}
-
-
-class MooncakeHostMemAllocator:
-    """Page-aligned memory by address, zeros."""
-
-    def alloc(self, size: int, /) -> int:
-        """0 when the system has no such memory."""
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"alloc takes a number of bytes, not {size!r:.80}")
-        try:
-            memory = mmap.mmap(-1, size)
-        except (OSError, ValueError, OverflowError) as error:
-            logger.warning("MooncakeHostMemAllocator.alloc(%d): %s", size, error)
-            return 0
-        view = ctypes.c_char.from_buffer(memory)
-        address = ctypes.addressof(view)
-        _ALLOCATED[address] = memory, view
-        return address
-
-    def free(self, address: int, /) -> int:
-        """0, or INVALID_PARAMS for what alloc() did not give."""
-        if (found := _ALLOCATED.pop(address, None)) is None:
-            return int(Code.INVALID_PARAMS)
-        memory, view = found
-        del view, found
-        memory.close()
-        return int(Code.OK)
-
-
-def bind_to_numa_node(node: int) -> None:
-    """This thread, and those it starts, run on the CPUs of that NUMA node; a warning where there is none."""
-    try:
-        text = Path(f"/sys/devices/system/node/node{int(node)}/cpulist").read_text()
-        os.sched_setaffinity(0, cpus_of(text))
-    except (OSError, ValueError) as error:
-        logger.warning("bind_to_numa_node(%s): %s", node, error)
-
-
-def cpus_of(text: str) -> set[int]:
-    """Of a list such as "0-3,8"."""
-    cpus: set[int] = set()
-    for piece in text.strip().split(","):
-        first, _, last = piece.partition("-")
-        cpus |= set(range(int(first), int(last or first) + 1))
-    return cpus
-
-
 def _get_pyclient_from_wrapper(wrapper: Any) -> object:
     return wrapper
 
@@ -355,6 +306,7 @@ __all__ = [
     "EngramStore",
     "EngramStoreConfig",
     "MemoryDescriptor",
+    "MooncakeDistributedNoFRegister",
     "MooncakeDistributedStore",
     "MooncakeHostMemAllocator",
     "ObjectDataType",
@@ -376,4 +328,6 @@ __all__ = [
     "_serialize_tensor",
     "_tensor_metadata_size",
     "bind_to_numa_node",
+    "get_alloc_func_addr",
+    "get_free_func_addr",
 ]

@@ -50,7 +50,8 @@ class Names {
     std::vector<std::string_view> views_;
 };
 
-// The parts of each object of a call. An element is a buffer, an (address, length) pair, or a list of those.
+// The parts of each object of a call. An element is a buffer, an (address, length) pair, a list of those, or
+// a pair of lists ([address, ...], [length, ...]), which costs the least.
 class Buffers {
    public:
     Buffers(const py::object& buffers, bool writable) : writable_(writable) {
@@ -63,6 +64,8 @@ class Buffers {
             PyObject* item = PySequence_Fast_GET_ITEM(items.ptr(), i);
             if (PyList_Check(item)) {
                 for (Py_ssize_t k = 0; k < PyList_GET_SIZE(item); ++k) add(PyList_GET_ITEM(item, k));
+            } else if (is_pair_of_lists(item)) {
+                add_columns(PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1));
             } else {
                 add(item);
             }
@@ -85,17 +88,36 @@ class Buffers {
         }
     };
 
+    static bool is_pair_of_lists(PyObject* item) {
+        return PyTuple_Check(item) && PyTuple_GET_SIZE(item) == 2 &&
+               PyList_Check(PyTuple_GET_ITEM(item, 0)) && PyList_Check(PyTuple_GET_ITEM(item, 1));
+    }
+
+    void add_columns(PyObject* addresses, PyObject* lengths) {
+        Py_ssize_t n = PyList_GET_SIZE(addresses);
+        if (PyList_GET_SIZE(lengths) != n) {
+            raise(Error{Code::kInvalidArgument, "as many lengths as addresses make the parts of an object"},
+                  "buffer");
+        }
+        for (Py_ssize_t k = 0; k < n; ++k) {
+            add_range(PyList_GET_ITEM(addresses, k), PyList_GET_ITEM(lengths, k));
+        }
+    }
+
+    void add_range(PyObject* address, PyObject* length) {
+        auto start = PyLong_AsUnsignedLongLong(address);
+        auto size = PyLong_AsUnsignedLongLong(length);
+        if (PyErr_Occurred() != nullptr) {
+            PyErr_Clear();
+            raise(Error{Code::kInvalidArgument, "an address and a length must be numbers from 0 to 2**64"},
+                  "buffer");
+        }
+        parts_.push_back(Part{reinterpret_cast<std::byte*>(start), size});
+    }
+
     void add(PyObject* item) {
         if (PyTuple_Check(item) && PyTuple_GET_SIZE(item) == 2 && PyLong_Check(PyTuple_GET_ITEM(item, 0))) {
-            auto address = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(item, 0));
-            auto size = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(item, 1));
-            if (PyErr_Occurred() != nullptr) {
-                PyErr_Clear();
-                raise(
-                    Error{Code::kInvalidArgument, "an address and a length must be numbers from 0 to 2**64"},
-                    "buffer");
-            }
-            parts_.push_back(Part{reinterpret_cast<std::byte*>(address), size});
+            add_range(PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1));
             return;
         }
         views_.emplace_back();

@@ -20,6 +20,7 @@ void bind_directory(py::module_& m);
 void bind_ssd(py::module_& m);
 void bind_tls(py::module_& m);
 void bind_parsers(py::module_& m);
+void bind_ranges(py::module_& m);
 void bind_relay(py::module_& m);
 
 inline py::bytes to_bytes(const void* data, size_t size) {

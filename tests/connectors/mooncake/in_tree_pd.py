@@ -1,6 +1,6 @@
 """vLLM with its own MooncakeConnector over the drop-in, driven as tests/connectors/vllm/engine_driver.py is.
 
-On a CPU the connector needs a name of torch that only a GPU has; nothing of vLLM or of the drop-in is changed.
+On a CPU the connector needs a name of torch that only a GPU has; nothing of vLLM or the drop-in is changed.
 """
 
 from __future__ import annotations

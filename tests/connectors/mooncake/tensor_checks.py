@@ -141,8 +141,6 @@ def in_the_callers_memory(store: Store) -> None:
     both = store.batch_get_tensor_into(["mine", "none"], [at, at + 2000], [1000, 1000])
     assert same(both[0], T)
     assert both[1] is None
-    assert store.get_tensor_into_cuda("mine", T) == -1011
-    assert store.batch_get_tensor_into_cuda(["mine", "none"], [T, T]) == [-1011, -1011]
     assert store.unregister_buffer(at) == 0
     del array
 
@@ -250,6 +248,71 @@ def spread_tensors_badly(store: Store) -> None:
     assert refused(lambda: store.get_tensor_with_parallelism_into("w", place, 100))
     assert store.batch_get_tensor_with_parallelism_into(["none"], [place], [4096]) == [None]
     del array, into
+
+
+class Partition:
+    """As callers make one: any object with these three."""
+
+    def __init__(self, rank: int, size: int, split_dim: int) -> None:
+        self.rank, self.size, self.split_dim = rank, size, split_dim
+
+
+@check
+def parts_of_writers(store: Store) -> None:
+    """Each writer has the whole tensor and stores its part; nobody reads before all have."""
+    put, get = store.put_tensor_with_parallelism, store.get_tensor_with_parallelism
+    assert put("written", T, writer_partition=Partition(0, 3, 1)) == 0
+    assert get("written", target("full")) is None
+    assert store.is_exist("written__writer_0of3_sd1") == 1
+    for rank in (1, 2):
+        assert put("written", T, writer_partition=Partition(rank, 3, 1)) == 0
+    assert same(get("written", target("full")), T)
+    assert same(get("written", target("shard", spread(axis("tp", 1, 2, 0)))), T[2:])
+    assert get("written") is None
+    assert store.upsert_tensor_with_parallelism("written", T + 1, writer_partition=Partition(0, 3, 1)) == 0
+    assert same(get("written", target("full")), torch.cat([T[:, :2] + 1, T[:, 2:]], 1))
+    both = [Partition(0, 1, 0)] * 2
+    assert store.batch_put_tensor_with_parallelism(["w1", "w2"], [T, T], writer_partitions=both) == [0, 0]
+    assert same(get("w2", target("full")), T)
+    assert store.batch_put_tensor_with_parallelism(["w3"], [T], writer_partitions=both) == [BAD]
+    array, at = memory(4096)
+    store.put_tensor("as it is", T)
+    store.get_tensor_into("as it is", at, 4096)
+    for rank in (0, 1):
+        put_from = store.put_tensor_with_parallelism_from
+        assert put_from("from", at, HEADER + 96, writer_partition=Partition(rank, 2, 0)) == 0
+    assert same(get("from", target("full")), T)
+    bad = [
+        Partition(2, 2, 0),
+        Partition(-1, 2, 0),
+        Partition(0, 0, 0),
+        Partition(0, 2, 5),
+        Partition(0, 5, 0),
+    ]
+    bad += [Partition(0, 3, 0), Partition("0", 2, 0), object(), 5, (0, 2, 0)]  # type: ignore[arg-type, list-item]
+    assert [put("bad", T, writer_partition=one) for one in bad] == [BAD] * len(bad)
+    assert put("bad", T, spread(axis("tp", 0, 2, 0)), ReplicateConfig(), Partition(0, 2, 0)) == BAD
+    assert put("bad", None, writer_partition=Partition(0, 2, 0)) == BAD
+    del array
+
+
+@check
+def straight_into_tensors(store: Store) -> None:
+    """Of a GPU where there is one; here of the CPU, which takes the same way."""
+    store.put_tensor("straight", T)
+    into = torch.zeros(4, 6)
+    assert store.get_tensor_into_cuda("straight", into) == 96
+    assert same(into, T)
+    wide = torch.zeros(6, 4)
+    assert store.get_tensor_into_cuda("straight", wide.t()) == 96  # not contiguous
+    assert same(wide.t().contiguous(), T)
+    assert store.get_tensor_into_cuda("no such", into) == MISS
+    for wrong in (torch.zeros(6, 4), torch.zeros(4, 6, dtype=torch.float64), None, 5):
+        assert store.get_tensor_into_cuda("straight", wrong) == BAD
+    assert store.batch_get_tensor_into_cuda(["straight", "no such"], [into, into]) == [96, MISS]
+    assert store.batch_get_tensor_into_cuda(["straight"], []) == [BAD]
+    store.put("no tensor", b"bytes")
+    assert store.get_tensor_into_cuda("no tensor", into) == BAD
 
 
 @check

@@ -1,5 +1,5 @@
-"""vLLM's own MooncakeConnector, unchanged, over the drop-in's engine: what a prefill engine computed is pushed
-into a decode engine, which answers as one engine alone does.
+"""vLLM's own MooncakeConnector, unchanged, over the drop-in's engine: what a prefill engine computed is
+pushed into a decode engine, which answers as one engine alone does.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def kv_config(role: str) -> dict[str, Any]:
 
 
 def asked(transfer: str, bootstrap: str | None = None) -> dict[str, Any]:
-    """kv_transfer_params of one request: what the proxy gives a prefill engine, or with its address the decode
-    engine."""
+    """kv_transfer_params of one request: what a proxy gives a prefill engine, or with that one's address the
+    decode engine."""
     if bootstrap is None:
         return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
     return {

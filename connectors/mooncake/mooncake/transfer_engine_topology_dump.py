@@ -1,0 +1,16 @@
+"""`transfer_engine_topology_dump`: what moves bytes here, as TransferEngine.get_local_topology() says it."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from .engine import P2P, TransferEngine
+
+
+def main() -> None:
+    logging.basicConfig(format="%(message)s")
+    engine = TransferEngine()
+    if engine.initialize("127.0.0.1", P2P, "tcp", ""):
+        raise SystemExit(1)
+    print(f"Local topology: {json.dumps(json.loads(engine.get_local_topology()), indent=4)}")

@@ -1,0 +1,118 @@
+// Ranges of addresses that callers have vouched for, and whether lists of (address, length) lie in them:
+// asked for each call of thousands of numbers, where a step of Python a number would cost more than the call.
+// The GIL is the lock.
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <iterator>
+#include <map>
+#include <tuple>
+
+#include "python/module.hpp"
+
+namespace moonpool::python {
+
+namespace {
+
+class Ranges {
+   public:
+    // False for an overlap with one that is there, for no bytes and for an end beyond 2**64.
+    bool add(uint64_t address, uint64_t length) {
+        uint64_t end = address + length;
+        if (end <= address) return false;
+        auto after = ends_.lower_bound(address);
+        if (after != ends_.end() && after->first < end) return false;
+        if (after != ends_.begin() && std::prev(after)->second > address) return false;
+        ends_.emplace(address, end);
+        return true;
+    }
+
+    bool remove(uint64_t address) {
+        last_start_ = last_end_ = 0;
+        return ends_.erase(address) == 1;
+    }
+
+    void clear() {
+        last_start_ = last_end_ = 0;
+        ends_.clear();
+    }
+
+    // Whether each pair of the two lists lies in one range. False for what is no list of numbers, for lists
+    // of different lengths and for empty ones.
+    bool hold(const py::object& addresses, const py::object& lengths) {
+        return same_lists(addresses.ptr(), lengths.ptr()) && hold_pairs(addresses.ptr(), lengths.ptr());
+    }
+
+    // The same for each pair of lists in the two lists.
+    bool hold_lists(const py::object& addresses, const py::object& lengths) {
+        if (!same_lists(addresses.ptr(), lengths.ptr())) return false;
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(addresses.ptr()); ++i) {
+            PyObject* these = PyList_GET_ITEM(addresses.ptr(), i);
+            PyObject* those = PyList_GET_ITEM(lengths.ptr(), i);
+            if (!same_lists(these, those) || !hold_pairs(these, those)) return false;
+        }
+        return true;
+    }
+
+   private:
+    static bool same_lists(PyObject* these, PyObject* those) {
+        return PyList_CheckExact(these) && PyList_CheckExact(those) && PyList_GET_SIZE(these) > 0 &&
+               PyList_GET_SIZE(these) == PyList_GET_SIZE(those);
+    }
+
+    bool hold_pairs(PyObject* addresses, PyObject* lengths) {
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(addresses); ++i) {
+            uint64_t address = 0;
+            uint64_t length = 0;
+            if (!number(PyList_GET_ITEM(addresses, i), &address) ||
+                !number(PyList_GET_ITEM(lengths, i), &length) || !hold_one(address, length)) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    // The range that was met last comes first: neighbours in a list mostly lie in one.
+    bool hold_one(uint64_t address, uint64_t length) {
+        if (address < last_start_ || address >= last_end_) {
+            auto after = ends_.upper_bound(address);
+            if (after == ends_.begin()) return false;
+            std::tie(last_start_, last_end_) = *std::prev(after);
+            if (address >= last_end_) return false;
+        }
+        return length > 0 && length <= last_end_ - address;
+    }
+
+    static bool number(PyObject* item, uint64_t* value) {
+        if (!PyLong_CheckExact(item)) return false;
+        *value = PyLong_AsUnsignedLongLong(item);
+        if (*value == static_cast<uint64_t>(-1) && PyErr_Occurred() != nullptr) {
+            PyErr_Clear();
+            return false;
+        }
+        return true;
+    }
+
+    std::map<uint64_t, uint64_t> ends_;  // of each range, by its start; they never overlap
+    uint64_t last_start_ = 0, last_end_ = 0;
+};
+
+}  // namespace
+
+void bind_ranges(py::module_& m) {
+    py::class_<Ranges>(m, "Ranges", "Ranges of addresses, which never overlap.")
+        .def(py::init<>())
+        .def("add", &Ranges::add, py::arg("address"), py::arg("length"),
+             "False, and nothing is added, for an overlap and for no bytes.")
+        .def("remove", &Ranges::remove, py::arg("address"), "Whether one starts there; it is gone now.")
+        .def("clear", &Ranges::clear)
+        .def(
+            "hold", &Ranges::hold, py::arg("addresses"), py::arg("lengths"),
+            "Whether each (address, length) of the two lists lies in one range. False for anything else than "
+            "lists of int of the same length, and for empty ones.")
+        .def("hold_lists", &Ranges::hold_lists, py::arg("addresses"), py::arg("lengths"),
+             "The same for lists of such lists.");
+}
+
+}  // namespace moonpool::python

@@ -1,0 +1,150 @@
+"""What stands beside engine and store: the metadata server, the bench, names that only devices need."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+from mooncake import cli_bench, http_metadata_server
+from mooncake.store import (
+    MooncakeDistributedNoFRegister,
+    MooncakeHostMemAllocator,
+    get_alloc_func_addr,
+    get_free_func_addr,
+)
+
+from moonpool.core.errors import ConfigError
+
+from .test_commands import Command
+
+
+def asked(url: str, method: str = "GET", data: bytes | None = None) -> tuple[int, bytes]:
+    try:
+        request = urllib.request.Request(url, method=method, data=data)
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def test_the_metadata_server(free_port: int) -> None:
+    command = Command("http_metadata_server", f"--port={free_port}")
+    assert command.line == f"metadata at http://127.0.0.1:{free_port}/metadata"
+    try:
+        url = command.line.split()[-1]
+        one = f"{url}?key=mooncake/ram/a%20b"
+        missing = (404, b"metadata not found")
+        assert asked(one) == missing
+        assert asked(one, "PUT", b'{"at": 1}') == (200, b"metadata updated")
+        assert asked(one) == (200, b'{"at": 1}')
+        assert asked(one, "PUT", b"") == (200, b"metadata updated")
+        assert asked(one) == (200, b"")
+        assert asked(one, "DELETE") == (200, b"metadata deleted")
+        assert asked(one, "DELETE") == missing
+        for bad in (url, f"{url}?key="):
+            assert asked(bad, "PUT", b"x") == (400, b"metadata key is required")
+        assert asked(one, "POST", b"x") == (405, b"Method not allowed")
+        assert asked(one, "PUT", bytes((1 << 20) + 1))[0] == 413
+        assert asked(url.replace("metadata", "other"))[0] == 404
+    finally:
+        assert command.end() == 0
+
+
+def test_a_metadata_server_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is replaced and deleted counts no more."""
+    monkeypatch.setattr(http_metadata_server, "TOTAL_BYTES_MAX", 100)
+    server = http_metadata_server.MetadataServer()
+    assert server._put("a", bytes(90)).status == 200
+    assert server._put("b", bytes(20)).status == 507
+    assert server._put("a", bytes(10)).status == 200
+    assert server._put("b", bytes(88)).status == 200
+    server._drop("b")
+    assert server._put("b", bytes(88)).status == 200
+
+
+def test_a_metadata_server_where_somebody_listens(free_port: int) -> None:
+    first = Command("http_metadata_server", f"--port={free_port}")
+    try:
+        second = Command("http_metadata_server", f"--port={free_port}")
+        assert second.line == ""
+        _, said = second.process.communicate(timeout=30)
+        assert second.process.returncode == 2
+        assert str(free_port) in said
+    finally:
+        assert first.end() == 0
+
+
+def test_the_bench_takes_the_flags_that_scripts_know(free_port: int) -> None:
+    assert cli_bench.command({"mode": "target", "local_server_name": "10.0.0.2", "buffer_size": "4096"}) == [
+        "bench", "transfer", "--serve", "--listen", "10.0.0.2:7720", "--memory", "4096",
+    ]  # fmt: skip
+    for wrong in ({"mode": "both"}, {"segment_id": "x:y"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            cli_bench.command(wrong)
+    small = "--buffer_size=16777216"
+    target = Command("cli_bench", "--mode=target", f"--local_server_name=127.0.0.1:{free_port}", small)
+    try:
+        done = subprocess.run(
+            [
+                sys.executable, "-c", "from mooncake.cli_bench import main; main()",
+                "--mode=initiator", f"--segment_id=127.0.0.1:{free_port}", "--operation=write", "--threads=1",
+                "--duration=0.2", "--block_size=4096", "-batch_size", "16", "--protocol=tcp", small,
+                "--metadata_server=P2PHANDSHAKE", "--auto_discovery",
+            ],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "GB/s" in done.stdout
+        assert "auto_discovery" in done.stderr
+        assert "metadata_server" not in done.stderr
+    finally:
+        target.end()
+
+
+def test_the_topology() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from mooncake.transfer_engine_topology_dump import main; main()"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "tcp" in json.loads(done.stdout.partition(":")[2])["cpu:0"][0]
+
+
+@pytest.mark.parametrize("name", ["allocator", "pg", "ep"])
+def test_what_only_devices_need_says_so(name: str) -> None:
+    """As callers expect it of an original that was built without."""
+    with pytest.raises(ImportError, match=rf"mooncake\.{name}.*; moonpool"):
+        importlib.import_module(f"mooncake.{name}")
+
+
+def test_nothing_is_registered_over_fabrics() -> None:
+    register = MooncakeDistributedNoFRegister()
+    assert register.real_register("a", 1, "b", 2, 3, 4, "c") == -1011
+    assert register.real_unregister_by_endpoint("a", 1, "b", 2, "c") == -1011
+    with pytest.raises(TypeError):
+        register.real_register("a")  # type: ignore[call-arg]
+
+
+def test_memory_for_those_who_call_from_c() -> None:
+    alloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(
+        get_alloc_func_addr()
+    )
+    free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(
+        get_free_func_addr()
+    )
+    address = alloc(8192, 0, None)
+    assert address % 4096 == 0
+    memory = np.frombuffer((ctypes.c_char * 8192).from_address(address), np.uint8)
+    assert not memory.any()
+    del memory
+    free(address, 8192, 0, None)
+    assert MooncakeHostMemAllocator().free(address) == -600  # it is gone
+    free(None, 0, 0, None)
+    free(12345, 1, 0, None)
+    assert alloc(1 << 62, 0, None) is None
