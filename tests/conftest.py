@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import socket
 import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.ports import held_ports
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED_VARIABLE = "MOONPOOL_TEST_SEED"
@@ -82,14 +83,9 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def free_port() -> Iterator[int]:
-    """A TCP port on 127.0.0.1 where nobody listens, and that the kernel gives to nobody else meanwhile.
-
-    The socket that holds it never listens: a server that sets SO_REUSEADDR, as ours do, may bind there.
-    """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield int(held.getsockname()[1])
+    """A port of 127.0.0.1 where nobody listens, for the whole test."""
+    with held_ports(1) as (port,):
+        yield port
 
 
 @pytest.fixture(scope="session")

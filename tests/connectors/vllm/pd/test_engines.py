@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,6 +27,7 @@ from tests.connectors.vllm.conftest import (
     tokens_of,
 )
 from tests.connectors.vllm.processes import Engine
+from tests.ports import held_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -65,11 +65,9 @@ def config(**extra: object) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def apart(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     logs = tmp_path_factory.mktemp("apart")
     with ExitStack() as stack:
+        (port,) = stack.enter_context(held_ports(1))
         nobody = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
 
         def engine(name: str, **extra: object) -> Engine:

@@ -29,6 +29,7 @@ import pytest
 
 from tests.connectors.vllm.conftest import BLOCK_TOKENS, make_prompt
 from tests.connectors.vllm.processes import environment
+from tests.ports import held_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -92,7 +93,7 @@ def line(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPath
         # Sockets have short paths only.
         runtime = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
         names = ("prefill", "decode", *FORMS)
-        ports = dict(zip(names, free_ports(len(names)), strict=True))
+        ports = dict(zip(names, stack.enter_context(held_ports(len(names))), strict=True))
         ports["bootstrap"] = neighbouring_ports(RANKS)
         extra = {"bootstrap_port": ports["bootstrap"], "lease_s": 3.0}
         running = {}
@@ -166,21 +167,13 @@ def fetch(
         connection.close()
 
 
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-
-
 def neighbouring_ports(count: int) -> int:
     """The first of them."""
     while True:
-        (first,) = free_ports(1)
         with ExitStack() as stack:
+            (first,) = stack.enter_context(held_ports(1))
             try:
-                for port in range(first, first + count):
+                for port in range(first + 1, first + count):
                     stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
             except (OSError, OverflowError):
                 continue

@@ -1,0 +1,21 @@
+"""TCP ports of 127.0.0.1 for servers that a test starts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+
+@contextmanager
+def held_ports(count: int) -> Iterator[list[int]]:
+    """Where nobody listens, and that the kernel gives to nobody else meanwhile.
+
+    The sockets that hold them never listen: a server that sets SO_REUSEADDR, as servers do, may bind there.
+    """
+    with ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in held:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(("127.0.0.1", 0))
+        yield [int(one.getsockname()[1]) for one in held]
