@@ -352,6 +352,35 @@ def test_tensors_on_the_cpu(store: Store) -> None:
         store.put("strided", Tensor(tensor.array, contiguous=False))
 
 
+def test_a_pair_of_lists_is_the_parts_of_one_object(store: Store) -> None:
+    memory = ctypes.create_string_buffer(b"gathered and scattered", 22)
+    at = ctypes.addressof(memory)
+    assert store.put(["k", "l"], [([at, at + 12], [8, 10]), (at + 9, 3)]) == [STORED] * 2
+    assert store.get("k") == b"gathered scattered"
+    assert store.get("l") == b"and"
+    into = ctypes.create_string_buffer(18)
+    here = ctypes.addressof(into)
+    assert store.get(["k"], [([here + 10, here], [8, 10])]) == [18]
+    assert into.raw == b" scatteredgathered"
+    assert store.put("empty", ([], [])) == STORED
+    assert store.get("empty") == b""
+    for bad in (([at], [1, 2]), ([at], ["1"]), ([None], [1]), ([-1], [1]), ([at], [2**64])):
+        with pytest.raises(InvalidArgument, match=r"numbers|lengths"):
+            store.put("bad", bad)
+
+
+def test_exists_as_flags(store: Store) -> None:
+    store.put("k", b"x")
+    assert store.exist_flags(["k", "l", b"k"]) == b"\1\0\1"
+    assert store.exist_flags([]) == b""
+    with pytest.raises(InvalidArgument):
+        store.exist_flags([5])  # type: ignore[list-item]
+    other = Store(embedded=ARENA)
+    other.close()
+    with pytest.raises(Closed):
+        other.exist_flags(["k"])
+
+
 def test_an_address_and_a_length(store: Store) -> None:
     memory = ctypes.create_string_buffer(b"from an address", 15)
     assert store.put("k", (ctypes.addressof(memory), 15)) == STORED

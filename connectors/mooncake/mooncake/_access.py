@@ -43,6 +43,7 @@ TIMEOUT_S = 2.0
 JOIN_TIMEOUT_S = 5.0
 LOOK_AGAIN_S = 0.25
 SSD_SHARE = 0.8  # of what is free where ssd_offload_path lies, at most
+SSD_PATH = "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"
 SSD_SIZE = "MOONPOOL_SSD_SIZE"
 SSD_BYTES = "64GiB"  # without that variable
 SMALLEST_ARENA = "1MiB"
@@ -102,9 +103,20 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
         master=str(first("master_server_addr", "master_server_address")),
         segment=size_of(first("global_segment_size", default=0), "global_segment_size"),
         tenant=str(first("tenant_id", default="default")),
-        ssd_path=str(first("ssd_offload_path", default=""))
-        if is_on(first("enable_ssd_offload", default=False))
-        else "",
+        ssd_path=ssd_path_of(
+            is_on(first("enable_ssd_offload", default=False)), str(first("ssd_offload_path", default=""))
+        ),
+    )
+
+
+def ssd_path_of(enabled: bool, path: str) -> str:
+    """The folder of the segment's SSD, "" for none. Raises InvalidArgument for one that is not named."""
+    if not enabled:
+        return ""
+    if found := path or os.environ.get(SSD_PATH, ""):
+        return found
+    raise InvalidArgument(
+        f"enable_ssd_offload: give ssd_offload_path, or set {SSD_PATH}", key="ssd_offload_path"
     )
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, overload
 from moonpool.core.errors import Error, Timeout, Unavailable
 
 from . import _access
-from ._access import Beside, Settings, access_of, is_on, settings_of, size_of
+from ._access import Beside, Settings, access_of, is_on, settings_of, size_of, ssd_path_of
 from ._allocator import MooncakeHostMemAllocator, bind_to_numa_node, get_alloc_func_addr, get_free_func_addr
 from ._codes import Code, code_of
 from ._engram import EngramStore, EngramStoreConfig
@@ -161,7 +161,7 @@ class MooncakeDistributedStore(Parallel):
 
         def made() -> Access:
             size = size_of(global_segment_size, "global_segment_size")
-            path = ssd_offload_path if enable_ssd_offload else ""
+            path = ssd_path_of(enable_ssd_offload, ssd_offload_path)
             settings = Settings(local_hostname, master_server_addr, size, tenant_id, path)
             return access_of(settings if engine is None else settings.on_a_free_port())
 

@@ -81,6 +81,31 @@ def test_any_name(store: Any, name: Any) -> None:
     assert store.remove(name) == 0
 
 
+def test_long_names(store: Any, key: str) -> None:
+    """A pool's own end at 1,024 bytes: longer ones have their digest there, and stay apart."""
+    stem = key + "n" * 5000
+    one, other, longest = stem + "1", stem + "2", "k" * 65_536
+    assert store.put_batch([one, other, longest], [b"one", b"other", b"longest"]) == 0
+    assert store.get(one) == b"one"
+    assert store.get_batch([other, key, longest]) == [b"other", b"", b"longest"]
+    assert store.batch_is_exist([one, other, stem, longest]) == [1, 1, 0, 1]
+    assert store.is_exist(one) == 1
+    assert store.get_size(other) == 5
+    into = np.zeros(8, np.uint8)
+    assert store.batch_get_into([key, one], [into.ctypes.data] * 2, [8, 8]) == [MISS, 3]
+    assert store.upsert(one, b"again") == 0
+    assert store.get_batch([one, other]) == [b"again", b"other"]
+    pinned = ReplicateConfig()
+    pinned.with_hard_pin = True
+    assert store.upsert(other, b"held", pinned) == 0
+    assert store.batch_remove([one, stem]) == [0, MISS]
+    assert store.is_exist(one) == 0
+    assert store.remove_by_regex(f"^{key}n{{800}}") == 1
+    assert store.remove(longest) == 0
+    assert store.put("k" * 65_537, b"x") == BAD
+    assert store.batch_is_exist([key, "k" * 65_537]) == [-1, -1]
+
+
 def test_parts_make_one_object(store: Any, keys: Keys) -> None:
     one, other, none = keys(3)
     assert store.put_parts(one, b"he", bytearray(b"ll"), memoryview(b"o")) == 0

@@ -37,6 +37,43 @@ def test_many_buffers_make_one_object(store: Any, keys: Keys) -> None:
     assert store.batch_get_into_multi_buffers([one], [[at]], [[60]], prefer_alloc_in_same_node=True) == [60]
 
 
+@pytest.mark.parametrize("registered", [0, 1, 3])
+def test_buffers_in_several_registrations(store: Any, keys: Keys, registered: int) -> None:
+    """As engines have them: a buffer for each layer. Some, all or none of them are registered."""
+    layers = [np.random.default_rng(i).integers(0, 256, 4096, np.uint8) for i in range(3)]
+    starts = [layer.ctypes.data for layer in layers]
+    for start in starts[:registered]:
+        assert store.register_buffer(start, 4096) == 0
+    names = keys(4)
+    pointers = [[start + 1000 * i for start in starts] for i in range(4)]
+    sizes = [[1000] * 3] * 4
+    assert store.batch_put_from_multi_buffers(names, pointers, sizes) == [0] * 4
+    for i, name in enumerate(names):
+        assert store.get(name) == b"".join(layer[1000 * i : 1000 * (i + 1)].tobytes() for layer in layers)
+    before = [layer.copy() for layer in layers]
+    for layer in layers:
+        layer[:] = 0
+    assert store.batch_get_into_multi_buffers(names, pointers, sizes) == [3000] * 4
+    for layer, old in zip(layers, before, strict=True):
+        assert (layer[:4000] == old[:4000]).all()
+        assert not layer[4000:].any()
+    # One of the keys has a buffer that is too small, or lists that differ: its own code, the others' bytes.
+    for bad in ([1000, 1000, 999], [1000, 1000]):
+        answer = store.batch_get_into_multi_buffers(names, pointers, [bad, *sizes[1:]])
+        assert answer == [BAD, 3000, 3000, 3000]
+    (new,) = keys(1)
+    assert store.batch_put_from_multi_buffers([names[0], new], pointers[:2], [[1000] * 2, [1000] * 3]) == [
+        BAD,
+        0,
+    ]
+    with pytest.raises(TypeError):
+        store.batch_put_from([new], [[starts[0]]], [[10]])
+    with pytest.raises(TypeError):
+        store.batch_put_from_multi_buffers([new], starts[:1], [10])
+    for start in starts[:registered]:
+        assert store.unregister_buffer(start) == 0
+
+
 def test_bad_buffers_are_a_code_of_their_own_key(store: Any, keys: Keys) -> None:
     one, other = keys(2)
     assert store.batch_put_from_multi_buffers([one, other], [[START, 0], [START]], [[1, 1], [1]]) == [BAD, 0]

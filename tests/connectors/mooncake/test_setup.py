@@ -366,6 +366,23 @@ def test_ssd_offload(make_store: Make, tmp_path: Path, keys: Callable[[int], lis
     assert store.unmount_local_disk_segment() == -1011
 
 
+def test_the_ssd_of_the_environment(
+    make_store: Make, master: MasterProcess, tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no path is given; with none at all setup() says so, rather than to keep nothing."""
+    given = (HOST, P2P, 16 * MIB, 0, "tcp", "", master.address)
+    named = {"local_hostname": HOST, "master_server_addr": master.address, "enable_ssd_offload": "true"}
+    nowhere = MooncakeDistributedStore()
+    assert nowhere.setup(*given, enable_ssd_offload=True) == -600
+    assert nowhere.setup(named | {"global_segment_size": "16mb"}) == -600
+    monkeypatch.setenv("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH", str(tmp_path / "ssd"))
+    monkeypatch.setenv("MOONPOOL_SSD_SIZE", "64MiB")
+    store = make_store(16 * MIB, enable_ssd_offload=True)
+    assert store.put(key, b"x") == 0
+    assert store._access.config.node.ssd[0].endswith(f":{64 * MIB}")
+    assert any((tmp_path / "ssd").iterdir())
+
+
 def test_a_store_that_is_dropped_leaves(master: MasterProcess) -> None:
     store = MooncakeDistributedStore()
     assert store.setup(HOST, P2P, 16 * MIB, 0, "tcp", "", master.address) == 0
