@@ -17,7 +17,7 @@ from moonpool import _native
 from moonpool.core.errors import InvalidArgument
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_END = 1 << 47  # of what a process can address
+ADDRESSES = 1 << 47  # of a process
 _MAPPINGS = "/proc/self/maps"
 
 
@@ -41,7 +41,7 @@ _libc.process_vm_readv.argtypes = [
 
 def check_memory(address: int, length: int, *, writable: bool = False) -> None:
     """Raises InvalidArgument unless the CPU can read both ends of the range, or write all of it."""
-    inside = address > 0 and 0 < length <= _END - address
+    inside = address > 0 and 0 < length <= ADDRESSES - address
     if not (inside and is_readable(address, length) and (not writable or is_mapped(address, length, "w"))):
         verb = "write" if writable else "read"
         raise InvalidArgument(

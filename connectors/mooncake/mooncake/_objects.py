@@ -152,8 +152,7 @@ class Objects(Base):
 
         none_is_empty: of the parts, which was looked at already.
         """
-        if not isinstance(config, ReplicateConfig):
-            raise TypeError(f"{operation}: config is a ReplicateConfig, not {type(config).__name__}")
+        check_config(operation, config)
 
         def act() -> list[int]:
             self._open()
@@ -332,6 +331,9 @@ class Objects(Base):
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
         """How many keys the expression was found in and are removed now."""
 
+        if not isinstance(regex_pattern, str):
+            raise TypeError(f"an expression is a str, not {regex_pattern!r:.80}")
+
         def act() -> int:
             try:
                 found = re.compile(regex_pattern.encode()).search
@@ -365,6 +367,11 @@ class Objects(Base):
             return int(Code.OK)
 
         return self._code("unregister_buffer", act)
+
+
+def check_config(operation: str, config: Any) -> None:
+    if not isinstance(config, ReplicateConfig):
+        raise TypeError(f"{operation}: config is a ReplicateConfig, not {type(config).__name__}")
 
 
 def _bytes_like(value: Any) -> Any:

@@ -17,7 +17,8 @@ from moonpool.core.errors import InvalidArgument, TooLarge
 
 from ._base import key_of, keys_of, number, same_length
 from ._codes import Code, code_of
-from ._objects import Objects, handle_of
+from ._memory import ADDRESSES
+from ._objects import Objects, check_config, handle_of
 from ._values import DEFAULT, ReplicateConfig
 
 SESSIONS_MAX = 65_536
@@ -181,12 +182,13 @@ class Parts(Objects):
         """Begins objects of these sizes; a key that is already being written is INVALID_PARAMS."""
         if len(keys) != len(sizes):
             return [int(Code.INVALID_PARAMS)] * len(keys)
+        check_config("batch_put_session_start", config)
 
         def begin(key: str, size: int) -> int:
             self._open()
             name = key_of(key)
-            if name in self._writing or number(size) == 0:
-                raise InvalidArgument(f"{key!r:.80} is being written already, or would be empty")
+            if name in self._writing or not 0 < number(size) < ADDRESSES:
+                raise InvalidArgument(f"{key!r:.80} is being written already, or is given {size} bytes")
             if len(self._writing) >= SESSIONS_MAX:
                 raise TooLarge(f"at most {SESSIONS_MAX} objects are written in sessions at a time")
             self._writing[name] = np.zeros(size, np.uint8), config

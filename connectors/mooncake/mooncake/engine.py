@@ -629,11 +629,13 @@ def slices(
     if len(buffers) == len(remotes) == len(lengths) and all(lengths):
         return buffers, remotes, lengths
     same_length(buffers, remotes, lengths)
-    rows = [row for row in zip(buffers, remotes, lengths, strict=True) if row[2]]
+    rows = [row for row in zip(buffers, remotes, lengths, strict=True) if number(row[2])]
     return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
 
 
 def packed(notify: TransferNotify) -> bytes:
+    if not isinstance(notify, TransferNotify):
+        raise TypeError(f"notify is a TransferNotify, not {notify!r:.80}")
     return msgspec.msgpack.encode([notify.name, notify.msg])
 
 

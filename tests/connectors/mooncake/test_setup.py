@@ -89,11 +89,12 @@ def test_what_cannot_be_meant(master: MasterProcess, caplog: pytest.LogCaptureFi
         assert store.put("k", b"v") == -1
 
 
-def test_before_setup_and_after_close(master: MasterProcess) -> None:
+@pytest.mark.parametrize("script", ["closed_store.py", "bad_input.py"])
+def test_before_setup_after_close_and_with_bad_input(script: str, master: MasterProcess) -> None:
     """Every method, in a process of its own: none may end it."""
-    script = Path(__file__).with_name("closed_store.py")
+    script = str(Path(__file__).with_name(script))
     done = subprocess.run(
-        [sys.executable, str(script), master.address], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, script, master.address], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
