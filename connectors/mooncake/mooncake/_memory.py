@@ -128,9 +128,10 @@ class Buffers:
 
 def same_length(*columns: Sequence[Any]) -> None:
     """Raises InvalidArgument for columns of different lengths."""
-    lengths = [len(column) for column in columns]
-    if len(set(lengths)) > 1:
-        raise InvalidArgument(f"lists of different lengths: {lengths}")
+    first = len(columns[0])
+    for column in columns:
+        if len(column) != first:
+            raise InvalidArgument(f"lists of different lengths: {[len(column) for column in columns]}")
 
 
 def number(value: Any) -> int:

@@ -431,10 +431,19 @@ class TransferEngine:
         def act() -> int:
             peer = self._peer(target)
             message = None if notify is None else packed(notify)
-            columns = slices(buffers, remotes, lengths)
-            if len(columns[2]):
-                self._open().transfer(Batch(verb, peer, *columns), notify=message)
-            elif message is not None:
+            same_length(buffers, remotes, lengths)
+            try:
+                if len(lengths):
+                    self._open().transfer(Batch(verb, peer, buffers, remotes, lengths), notify=message)
+                    return 0
+            except InvalidArgument:  # the address of no bytes may be anything
+                columns = slices(buffers, remotes, lengths)
+                if len(columns[2]) == len(lengths):
+                    raise
+                if columns[2]:
+                    self._open().transfer(Batch(verb, peer, *columns), notify=message)
+                    return 0
+            if message is not None:
                 self._open().notify(peer, message)
             return 0
 
@@ -626,9 +635,9 @@ def slices(
     buffers: Sequence[int], remotes: Sequence[int], lengths: Sequence[int]
 ) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
     """The columns without slices of no bytes. Raises InvalidArgument for columns of different lengths."""
-    if len(buffers) == len(remotes) == len(lengths) and all(lengths):
-        return buffers, remotes, lengths
     same_length(buffers, remotes, lengths)
+    if all(lengths):
+        return buffers, remotes, lengths
     rows = [row for row in zip(buffers, remotes, lengths, strict=True) if number(row[2])]
     return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
 

@@ -81,7 +81,12 @@ size_t take_numbers(PyObject* object, const char* what, size_t expected, Room ro
         PyObject** items = PySequence_Fast_ITEMS(object);
         auto n = static_cast<size_t>(PySequence_Fast_GET_SIZE(object));
         check(n);
-        for (size_t i = 0; i < n; ++i) put(i, as_number(items[i], what));
+        uint64_t value = 0;
+        for (size_t i = 0; i < n; ++i) {
+            // Lengths are mostly one and the same object, which need not be read again.
+            if (i == 0 || items[i] != items[i - 1]) value = as_number(items[i], what);
+            put(i, value);
+        }
         return n;
     }
     if (PyLong_Check(object)) {

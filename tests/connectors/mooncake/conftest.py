@@ -28,9 +28,9 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def _environment() -> Iterator[None]:
-    """The cluster token of these tests, and the package for other processes."""
+    """The cluster token of these tests, and the package for other processes; of no other tests."""
     before = dict(os.environ)
     path = os.pathsep.join([str(ROOT / "src"), str(PACKAGE), str(ROOT), os.environ.get("PYTHONPATH", "")])
     os.environ.update(SETTINGS, PYTHONPATH=path)
@@ -39,7 +39,7 @@ def _environment() -> Iterator[None]:
     os.environ.update(before)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def master(_environment: None) -> Iterator[MasterProcess]:
     process = MasterProcess()
     yield process

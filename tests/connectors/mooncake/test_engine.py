@@ -78,6 +78,14 @@ def test_batches(pair: Pair) -> None:
     assert one.engine.batch_transfer_sync_read(other.session, here, there, [50, 0]) == 0
     assert one.engine.batch_transfer_sync(other.session, here, there, [1, 1], TransferOpcode.Write) == 0
     assert one.engine.batch_transfer_sync_write(other.session, [], [], []) == 0
+    # Of no bytes the addresses may be anything; a message comes all the same.
+    assert one.engine.batch_transfer_sync_read(other.session, [0, one.start], [0, other.start], [0, 9]) == 0
+    assert (one.array[:9] == other.array[:9]).all()
+    said = TransferNotify("nothing", "moved")
+    write = one.engine.batch_transfer_sync
+    assert write(other.session, [0, 1], [0, 1], [0, 0], TransferOpcode.Write, said) == 0
+    assert until(lambda: [note.msg for note in other.engine.get_notifies()]) == ["moved"]
+    assert write(other.session, [1, one.start], [0, other.start], [8, 0], TransferOpcode.Write) == -1
     assert one.engine.batch_transfer_sync_write(other.session, here, there[:1], [1, 1]) == -1
 
 

@@ -91,7 +91,10 @@ def test_what_pip_installs(tmp_path: Path) -> None:
     assert {path.name for path in (site / "bin").iterdir()} == {
         "mc_store_rest_server",
         "mooncake_client",
+        "mooncake_http_metadata_server",
         "mooncake_master",
+        "transfer_engine_bench",
+        "transfer_engine_topology_dump",
     }
     assert {path.name for path in (site / "mooncake").glob("*.py")} == {
         path.name for path in (PACKAGE / "mooncake").glob("*.py")
