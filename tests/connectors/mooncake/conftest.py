@@ -9,6 +9,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,29 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _environment() -> Iterator[None]:
-    """The cluster token of these tests, and the package for other processes; of no other tests."""
+@contextmanager
+def _settings() -> Iterator[None]:
     before = dict(os.environ)
     path = os.pathsep.join([str(ROOT / "src"), str(PACKAGE), str(ROOT), os.environ.get("PYTHONPATH", "")])
     os.environ.update(SETTINGS, PYTHONPATH=path)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
-@pytest.fixture(scope="package")
-def master(_environment: None) -> Iterator[MasterProcess]:
-    process = MasterProcess()
+@pytest.fixture(scope="module", autouse=True)
+def _environment() -> Iterator[None]:
+    """The cluster token of these tests, and the package for other processes; of no other folder's tests."""
+    with _settings():
+        yield
+
+
+@pytest.fixture(scope="session")
+def master() -> Iterator[MasterProcess]:
+    with _settings():
+        process = MasterProcess()
     yield process
     process.close()
 
