@@ -322,6 +322,9 @@ def _node_config(settings: Settings) -> Config:
         free = int(shutil.disk_usage(settings.ssd_path).free * SSD_SHARE)
         size = min(parse_size(os.environ.get(SSD_SIZE) or SSD_BYTES), free)
         arguments["node__ssd"] = [f"{settings.ssd_path}:{size}"]
+        arguments["node__ssd_clean_share"] = (
+            1.0  # all is written as it comes: a reader may drive out anything
+        )
     listen = settings.host
     master = address_of(settings.master, "master_server_address", MASTER_PORT)
     every = "::" if is_ip6(master.host) else "0.0.0.0"

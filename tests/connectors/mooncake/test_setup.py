@@ -357,14 +357,51 @@ def test_tenants_share_nothing(make_store: Make, key: str) -> None:
     assert other.get(f"{key}-other") == b"theirs"
 
 
-def test_ssd_offload(make_store: Make, tmp_path: Path, keys: Callable[[int], list[str]]) -> None:
-    store = make_store(8 * MIB, enable_ssd_offload=True, ssd_offload_path=str(tmp_path / "ssd"))
+def test_ssd_offload(tmp_path: Path, keys: Callable[[int], list[str]]) -> None:
+    """A pool of one small segment, and no faster than the disk: nothing is lost, however it is read."""
+    there = MasterProcess()
+    store = MooncakeDistributedStore()
+    try:
+        given = (HOST, P2P, 8 * MIB, 0, "tcp", "", there.address)
+        assert store.setup(*given, enable_ssd_offload=True, ssd_offload_path=str(tmp_path / "ssd")) == 0
+        written = 0
+        for size in (MIB, MIB // 4):
+            names = keys(24 * MIB // size)
+            for i, name in enumerate(names):
+                until(lambda name=name, i=i, size=size: store.put(name, bytes([i]) * size) == 0)
+                written += 1
+                until(lambda n=written: store._ask(lambda one: one.stat())["ssd_written_total"] >= n)
+            assert [store.get(name)[:1] for name in names] == [bytes([i]) for i in range(len(names))]
+            assert [store.get(name)[:1] for name in names] == [bytes([i]) for i in range(len(names))]
+        assert any(tmp_path.joinpath("ssd").iterdir())
+        assert store.unmount_local_disk_segment() == -1011
+    finally:
+        store.close()
+        there.close()
+
+
+def test_an_ssd_outlives_its_process(
+    master: MasterProcess, tmp_path: Path, keys: Callable[[int], list[str]]
+) -> None:
+    """The next process that takes the path finds what was written there; a close() writes the rest."""
     names = keys(24)
-    for i, name in enumerate(names):
-        until(lambda name=name, i=i: store.put(name, bytes([i]) * MIB) == 0)
-    assert any(tmp_path.joinpath("ssd").iterdir())
-    assert [store.get(name)[:1] for name in names] == [bytes([i]) for i in range(24)]
-    assert store.unmount_local_disk_segment() == -1011
+    code = (
+        "import sys, time; from mooncake.store import MooncakeDistributedStore as S; s = S()\n"
+        f"given = ({HOST!r}, {P2P!r}, {8 * MIB}, 0, 'tcp', '', {master.address!r})\n"
+        f"assert s.setup(*given, enable_ssd_offload=True, ssd_offload_path={str(tmp_path)!r}) == 0\n"
+        f"for i, name in enumerate({names!r}):\n"
+        f"    assert s.put(name, bytes([i]) * {MIB}) == 0\n"
+        "    while s._access.store().stat()['ssd_written_total'] <= i: time.sleep(0.001)\n"
+        "s.close()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    store = MooncakeDistributedStore()
+    given = (HOST, P2P, 8 * MIB, 0, "tcp", "", master.address)
+    assert store.setup(*given, enable_ssd_offload=True, ssd_offload_path=str(tmp_path)) == 0
+    try:
+        assert [store.get(name)[:1] for name in names] == [bytes([i]) for i in range(24)]
+    finally:
+        store.close()
 
 
 def test_the_ssd_of_the_environment(
