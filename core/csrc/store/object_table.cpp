@@ -1,6 +1,7 @@
 #include "store/object_table.hpp"
 
 #include <algorithm>
+#include <deque>
 
 namespace moonpool {
 
@@ -245,8 +246,9 @@ bool ObjectTable::evict_window(uint64_t bytes) {
 }
 
 // Free extents and objects without pins, by offset, in runs that touch each other. The window slides over a
-// run; its price is the bytes of objects in it. spare: not what is soft-pinned, and no part of a group of
-// which another must stay.
+// run; the best is the one whose last use is the longest ago, and of free ones the first: by bytes alone each
+// large object would take the place of the one before it. spare: not what is soft-pinned, and no part of a
+// group of which another must stay.
 bool ObjectTable::evict_window(uint64_t bytes, bool spare) {
     struct Piece {
         Extent extent;
@@ -265,26 +267,32 @@ bool ObjectTable::evict_window(uint64_t bytes, bool spare) {
               [](const Piece& a, const Piece& b) { return a.extent.offset < b.extent.offset; });
 
     auto price = [](const Piece& p) { return p.slot == kNoSlot ? 0 : p.extent.size; };
+    auto used = [&](size_t i) { return pieces[i].slot == kNoSlot ? 0 : objects_[pieces[i].slot].last_used; };
     size_t best_begin = 0, best_end = 0;
-    uint64_t best_price = UINT64_MAX;
+    std::pair<uint64_t, uint64_t> best{UINT64_MAX, UINT64_MAX};
     uint64_t window_price = 0;
+    std::deque<size_t> youngest;  // the window's, the last use falling: that of the first is the window's
     for (size_t begin = 0, end = 0; end < pieces.size();) {
         if (end > begin && pieces[end].extent.offset != pieces[end - 1].extent.end()) {
             begin = end;
             window_price = 0;
+            youngest.clear();
         }
+        while (!youngest.empty() && used(youngest.back()) <= used(end)) youngest.pop_back();
+        youngest.push_back(end);
         window_price += price(pieces[end++]);
         while (pieces[end - 1].extent.end() - pieces[begin].extent.offset >= bytes) {
-            if (window_price < best_price) {
-                best_price = window_price;
+            if (std::pair cost{used(youngest.front()), window_price}; cost < best) {
+                best = cost;
                 best_begin = begin;
                 best_end = end;
             }
+            if (youngest.front() == begin) youngest.pop_front();
             window_price -= price(pieces[begin++]);
             if (begin == end) break;
         }
     }
-    if (best_price == UINT64_MAX) return false;
+    if (best_end == 0) return false;
     for (size_t i = best_begin; i < best_end; ++i) {
         uint32_t slot = pieces[i].slot;
         if (slot != kNoSlot && complete(slot)) evict(slot);  // else it went with its group

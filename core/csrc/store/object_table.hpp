@@ -98,7 +98,7 @@ class ObjectTable {
     // The same, passing over objects in open leases, whose memory would not come back.
     bool evict_for_memory();
 
-    // Frees `bytes` in one piece at the cost of the fewest object bytes, where evicting by age has left holes
+    // Frees `bytes` in one piece, whose objects were used the longest ago, where evicting by age has left holes
     // only. False when pinned or leased memory stands in the way everywhere.
     bool evict_window(uint64_t bytes);
 

@@ -60,7 +60,7 @@ std::optional<Extent> Pool::lease(uint64_t min, uint64_t want) {
     }
     if (std::optional<Extent> extent = leases_.open(min, want, align)) return extent;
     if (std::optional<Extent> extent = leases_.open(min, want, kPageBytes)) return extent;
-    // One piece of that size: the window that costs the fewest bytes, or nothing at all.
+    // One piece of that size: the window that was used the longest ago, or nothing at all.
     if (!table_->evict_window(min + 2 * kPageBytes)) return std::nullopt;
     return leases_.open(min, want, kPageBytes);
 }

@@ -239,7 +239,7 @@ TEST_CASE("object table: a late unpin of a slot that was reused touches nobody")
     CHECK(bed.commit("c") == ObjectTable::Commit::kStored);
 }
 
-TEST_CASE("object table: a window of bytes is cleared at the lowest price") {
+TEST_CASE("object table: the window of bytes that was used the longest ago is cleared") {
     Random random(400);
     for (int round = 0; round < 300; ++round) {
         constexpr uint64_t kBytes = 16 * kObjectBytes;
@@ -265,24 +265,38 @@ TEST_CASE("object table: a window of bytes is cleared at the lowest price") {
             placed.erase(placed.begin() + long(i--));
         }
         uint64_t wanted = random.between(1, 6) * kObjectBytes;
-        // By hand: each window of that many bytes, its price the bytes of the objects that it touches.
-        uint64_t best = UINT64_MAX;
+        // By hand: each window of that many bytes, its last use and the bytes of the objects that it touches.
+        constexpr std::pair<uint64_t, uint64_t> kNone{UINT64_MAX, UINT64_MAX};
+        std::pair<uint64_t, uint64_t> best = kNone;
         for (uint64_t begin = 0; begin + wanted <= kBytes; begin += kObjectBytes) {
-            uint64_t price = 0;
+            uint64_t used = 0, price = 0;
             bool possible = true;
             for (const Placed& p : placed) {
                 if (p.extent.end() <= begin || p.extent.offset >= begin + wanted) continue;
                 possible &= !p.pinned;
+                used = std::max(used, bed.table.last_used(p.slot));
                 price += p.extent.size;
             }
-            if (possible) best = std::min(best, price);
+            if (possible) best = std::min(best, {used, price});
         }
         uint64_t before = bed.table.counters().evicted_bytes_total;
-        REQUIRE(bed.table.evict_window(wanted) == (best != UINT64_MAX));
+        REQUIRE(bed.table.evict_window(wanted) == (best != kNone));
         REQUIRE(bed.table.check_integrity());
-        if (best == UINT64_MAX) continue;
+        if (best == kNone) continue;
         REQUIRE(bed.allocator.largest() >= wanted);
-        REQUIRE(bed.table.counters().evicted_bytes_total - before == best);
+        REQUIRE(bed.table.counters().evicted_bytes_total - before == best.second);
+    }
+}
+
+TEST_CASE("object table: large objects go in the order of their age") {
+    constexpr uint64_t kRoom = 8;
+    Bed bed(32, kRoom * kObjectBytes);
+    for (uint64_t i = 0; i < 5 * kRoom; ++i) {
+        if (bed.allocator.largest() < kObjectBytes) REQUIRE(bed.table.evict_window(kObjectBytes));
+        REQUIRE(bed.commit("o" + std::to_string(i)) == ObjectTable::Commit::kStored);
+        for (uint64_t k = 0; k <= i; ++k) {
+            REQUIRE((bed.find("o" + std::to_string(k)) != kNoSlot) == (k + kRoom > i));
+        }
     }
 }
 
