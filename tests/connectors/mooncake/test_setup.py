@@ -380,14 +380,12 @@ def test_ssd_offload(tmp_path: Path, keys: Callable[[int], list[str]]) -> None:
         there.close()
 
 
-def test_an_ssd_outlives_its_process(
-    master: MasterProcess, tmp_path: Path, keys: Callable[[int], list[str]]
-) -> None:
+def test_an_ssd_outlives_its_process(tmp_path: Path, keys: Callable[[int], list[str]]) -> None:
     """The next process that takes the path finds what was written there; a close() writes the rest."""
-    names = keys(24)
+    names, there = keys(24), MasterProcess()  # of a pool of its own: nothing goes elsewhere
     code = (
         "import sys, time; from mooncake.store import MooncakeDistributedStore as S; s = S()\n"
-        f"given = ({HOST!r}, {P2P!r}, {8 * MIB}, 0, 'tcp', '', {master.address!r})\n"
+        f"given = ({HOST!r}, {P2P!r}, {8 * MIB}, 0, 'tcp', '', {there.address!r})\n"
         f"assert s.setup(*given, enable_ssd_offload=True, ssd_offload_path={str(tmp_path)!r}) == 0\n"
         f"for i, name in enumerate({names!r}):\n"
         f"    assert s.put(name, bytes([i]) * {MIB}) == 0\n"
@@ -396,12 +394,13 @@ def test_an_ssd_outlives_its_process(
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     store = MooncakeDistributedStore()
-    given = (HOST, P2P, 8 * MIB, 0, "tcp", "", master.address)
+    given = (HOST, P2P, 8 * MIB, 0, "tcp", "", there.address)
     assert store.setup(*given, enable_ssd_offload=True, ssd_offload_path=str(tmp_path)) == 0
     try:
         assert [store.get(name)[:1] for name in names] == [bytes([i]) for i in range(24)]
     finally:
         store.close()
+        there.close()
 
 
 def test_the_ssd_of_the_environment(
