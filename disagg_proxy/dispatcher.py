@@ -21,19 +21,20 @@ from moonpool.disagg_proxy import observations
 from moonpool.disagg_proxy.accounts import Accounts
 from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
-from moonpool.disagg_proxy.conductor.plan import Decision, Plan
+from moonpool.disagg_proxy.conductor.plan import Answer, Decision, Plan, refused
 from moonpool.disagg_proxy.conductor.policy import Policy
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.handovers import Handovers
 from moonpool.disagg_proxy.locality import Locality, Place, seed_of
 from moonpool.disagg_proxy.observations import Handed
+from moonpool.disagg_proxy.sglang import PROMPTS_MAX
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.source import KnownPrompts, TextPrompt, TokenSource
 
 UNKNOWN = Request()
 ASKED_MAX = 1024  # prompts that are being tokenised; beyond it a request is routed without its prefix
 TRACEBACKS_MAX = 5
-_GENERATES = frozenset(("chat", "completions"))
+_GENERATES = frozenset(("chat", "completions", "generate"))
 
 _log = logging.getLogger("moonpool.proxy")
 
@@ -76,6 +77,8 @@ class Dispatcher:
         self._loop = loop
         self._asking: set[asyncio.Task[None]] = set()
         self._candidates: dict[tuple[int, ...], tuple[tuple[Instance, ...], tuple[Instance, ...]]] = {}
+        for engine in self.engines:
+            self.became(engine)
 
     @property
     def uses_tokens(self) -> bool:
@@ -145,6 +148,12 @@ class Dispatcher:
             self.accounts.expire(now_s)
         self._locality.expire(now_s)
 
+    def became(self, engine: Engine) -> None:
+        """The engine turned out to be something else than it was given as."""
+        instance = self.instances[engine.place]
+        instance.role, instance.alone = Role(engine.role), engine.alone
+        self._candidates = {}  # a new one: on another thread somebody may be adding to the old
+
     def forget(self, engine: Engine) -> None:
         """The engine left the rotation: what it had in work and in its cache is not counted on."""
         with self._lock:
@@ -194,6 +203,8 @@ class Dispatcher:
             self._learn(self._observed())
             now_s = self._clock()
             choice = self._policy.choose(asked, instances, now_s)
+            if not choice.decode.alone and (refusal := _refusal(request, choice)):
+                return refusal
             self.accounts.sent(request.id, choice, asked, streams=request.stream, now_s=now_s)
         if place is not None:
             self._locality.sent(place, choice.computes.place, now_s)
@@ -203,6 +214,8 @@ class Dispatcher:
 
     def _choose_simply(self, request: ProxyRequest) -> Decision:
         choice = self._policy.choose(UNKNOWN, self._those(request), request.arrived_s)
+        if not choice.decode.alone and (refusal := _refusal(request, choice)):
+            return refusal
         if self.chosen is not None:
             self.chosen(request, choice)
         if choice.prefill is None and not choice.why:
@@ -211,14 +224,14 @@ class Dispatcher:
 
     def _those(self, request: ProxyRequest) -> Sequence[Instance]:
         """The instances that may be chosen; for what is no generation those that answer by themselves."""
-        places = request.candidates
-        found = self._candidates.get(places)
+        places, known = request.candidates, self._candidates
+        found = known.get(places)
         if found is None:
-            if len(self._candidates) >= 4096:  # one for each set of engines that was seen
-                self._candidates.clear()
+            if len(known) >= 4096:  # one for each set of engines that was seen
+                known.clear()
             instances = tuple(self.instances[place] for place in places)
             whole = tuple(each for each in instances if each.role is not Role.PREFILL) or instances
-            found = self._candidates[places] = (instances, whole)
+            found = known[places] = (instances, whole)
         return found[0] if request.kind in _GENERATES else found[1]
 
     def _plan(self, request: ProxyRequest, choice: Choice, *, note: int) -> Plan:
@@ -252,3 +265,17 @@ class Dispatcher:
             self.accounts.learn(observation)
             if observation.handed_over:
                 self.handovers.observed(observation)
+
+
+def _refusal(request: ProxyRequest, choice: Choice) -> Answer | None:
+    """Why engines that cannot answer alone are not asked; None: they are."""
+    if request.kind not in _GENERATES:
+        return None  # it needs no cache
+    if choice.prefill is None:
+        who = "prefill" if choice.decode.role is Role.DECODE else "decode"
+        why = f"no healthy {who} engine is left for {choice.decode.name}, which does not answer alone"
+        return refused(503, f"{why}; GET /engines says why, try again soon", "no_engine")
+    if (request.prompt_count() or 0) > PROMPTS_MAX:
+        why = f"a request has {PROMPTS_MAX} prompts at most; send several"
+        return refused(400, why, "too_many_prompts")
+    return None

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from moonpool.core.addresses import Address
 from moonpool.disagg_proxy.bootstrap import Bootstrap
 from moonpool.disagg_proxy.conductor.liveness import Liveness
-from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
+from moonpool.disagg_proxy.settings import BOOTSTRAP_PORT, EngineSpec, ProxySettings
+from moonpool.disagg_proxy.sglang import MODES, Meeting, ServerInfo
 
 if TYPE_CHECKING:
     from moonpool._native import Relay
@@ -24,6 +25,9 @@ class Engine:
     host:    what goes into the Host field.
     models:  the ids that its /v1/models lists, with what it says of each as JSON; None: it did not say.
     bootstrap: where a prefill engine can be met in the concurrent form; None: nowhere.
+    meeting: where it can be met in the one-shot form; None: nowhere.
+    sglang:  it is one of SGLang's; None: nobody has asked since it came into the rotation.
+    alone:   it can answer without another's prefill.
     """
 
     def __init__(self, place: int, spec: EngineSpec, settings: ProxySettings) -> None:
@@ -36,9 +40,17 @@ class Engine:
         self.liveness = Liveness(settings.health.timeouts_max)
         self.models: dict[str, bytes] | None = None
         self.bootstrap = bootstrap_of(spec, settings)
+        self.meeting: Meeting | None = None
+        self.alone = True
         self.relay: Relay | None = None
         self.turned: Callable[[Engine, bool], None] = lambda engine, healthy: None
+        self.became: Callable[[Engine], None] = lambda engine: None
         self._resolved: tuple[str, int] | None = None
+        self._spec = spec
+        self._asks = settings.handover != "two_step"
+        self.sglang: bool | None = None if self._asks else False
+        if settings.handover == "one_shot" and spec.role != "both":
+            self._is_sglang(spec.role, None)
 
     def load(self) -> int:
         """Requests that are there now."""
@@ -77,17 +89,48 @@ class Engine:
             if self.relay is not None:
                 self.relay.engine_models(self.place, None if models is None else list(models))
 
+    def says(self, info: ServerInfo | None) -> None:
+        """What its page /server_info says of it; None: it has none, so it is not SGLang's."""
+        self.sglang = info is not None or not self.alone
+        if info is None:
+            return
+        role = MODES.get(info.disaggregation_mode, "both")
+        if role != self._spec.role and self._spec.role != "both":
+            _log.warning(
+                "engine %s (%s) was given as %s, and says that its disaggregation mode is %s: it is %s",
+                self.name,
+                self.url,
+                self._spec.role,
+                info.disaggregation_mode,
+                role,
+            )
+        self._is_sglang(role, info.disaggregation_bootstrap_port)
+        _log.info("engine %s (%s) is SGLang's: %s", self.name, self.url, role)
+
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of a part is broken."""
         self.liveness.check_integrity()
         if self.bootstrap is not None:
             self.bootstrap.check_integrity()
 
+    def _is_sglang(self, role: str, port: int | None) -> None:
+        """port: of its bootstrap server, where it has told."""
+        self.role, self.alone = role, role == "both"
+        host, told = self._spec.address[0], None
+        if self._spec.bootstrap and self._spec.bootstrap_address is not None:
+            host, told = self._spec.bootstrap_address
+        self.meeting = Meeting(host, told or port or BOOTSTRAP_PORT) if role == "prefill" else None
+        if self.relay is not None:
+            self.relay.engine_role(self.place, role)
+        self.became(self)
+
     def _leave(self, why: str) -> None:
         if self.relay is not None:
             self.relay.engine_state(self.place, False, why)
         if self.bootstrap is not None:
             self.bootstrap.engine_left()
+        if self._asks:
+            self.sglang = None  # what comes back may be another
         self.turned(self, False)
         _log.warning("engine %s (%s) leaves the rotation: %s", self.name, self.url, why)
 
@@ -98,7 +141,7 @@ class Engine:
 def bootstrap_of(spec: EngineSpec, settings: ProxySettings) -> Bootstrap | None:
     """The bootstrap page that hand-overs from this engine may be arranged by."""
     place = spec.bootstrap_address
-    if place is None or settings.handover == "two_step":
+    if place is None or settings.handover in ("two_step", "one_shot"):
         return None
     if place in settings.shared_bootstraps:
         _log.info(

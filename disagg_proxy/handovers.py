@@ -2,6 +2,7 @@
 
     two_step     prefill answers first; what it says of its blocks goes to decode
     concurrent   both are asked at once; they meet under a transfer id, which is made here for each attempt
+    one_shot     both are asked at once with the same request, which names a room for them to meet in (SGLang)
 
 A policy chooses the engines, never the form.
 """
@@ -19,11 +20,12 @@ from prometheus_client.registry import Collector
 
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.bootstrap import parameters
-from moonpool.disagg_proxy.conductor.plan import Plan, concurrent
+from moonpool.disagg_proxy.conductor.plan import Plan, concurrent, one_shot
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.metrics import BOUNDS_S, Histogram, buckets
 from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
 from moonpool.disagg_proxy.page_watch import wait_of
+from moonpool.disagg_proxy.sglang import Rooms
 
 RANK_HEADER = b"X-data-parallel-rank"
 UNTAKEN_TOKENS_MIN = 256  # a shorter prompt may have no whole block
@@ -37,6 +39,7 @@ OUTCOMES: Mapping[int, str] = {
 _ENDED = int(Stage.ENDED)
 _FORMS = tuple(Handed)
 _TWO_STEP = Handed.TWO_STEP  # an enum's members are slow to look up
+_ONE_SHOT = int(Handed.ONE_SHOT)
 
 
 class Handovers:
@@ -45,11 +48,18 @@ class Handovers:
 
     def __init__(self, engines: Sequence[Engine], instance: str = "") -> None:
         self.engines = engines
-        self.stats = {Handed.TWO_STEP: FormStats(), Handed.CONCURRENT: FormStats()}
+        self.stats: dict[Handed, FormStats] = {form: FormStats() for form in _FORMS if form}
         self._instance = instance or os.urandom(8).hex()
+        self._rooms = Rooms()
 
     def plan(self, decode: int, prefill: int, request: ProxyRequest, note: int) -> tuple[Plan, Handed]:
         """The plan for a pair (places), and its form."""
+        meeting = self.engines[prefill].meeting
+        if meeting is not None:
+            if self.engines[decode].alone:  # it would not come
+                return Plan(decode, note=note), Handed.NOT
+            members = meeting.members(self._rooms, request.prompt_count())
+            return one_shot(prefill, decode, members, note=note), Handed.ONE_SHOT
         bootstrap = self.engines[prefill].bootstrap
         rank = None if bootstrap is None else bootstrap.take()
         if rank is None:
@@ -68,6 +78,8 @@ class Handovers:
         form = _FORMS[seen.handed_over]
         self.stats[form].add(seen)
         bootstrap = self.engines[seen.prefill].bootstrap
+        if form is Handed.ONE_SHOT:
+            return
         if bootstrap is not None and (wait_s := wait_of(seen)) is not None:
             at_once = form is Handed.CONCURRENT
             bootstrap.met(seen.decode, wait_s, concurrent=at_once, now_s=seen.last_byte_s)
@@ -76,8 +88,9 @@ class Handovers:
 @dataclass(slots=True)
 class FormStats:
     """Of one form. untaken: long prompts of which the decode engine says that it had nothing, its own cache
-    included. gap: seconds from the end of a prefill to the first token of a stream, 0 when that came
-    first; first_byte: from asking the prefill engine to that token."""
+    included (none in one shot: what SGLang's decode engine says it had is what prefill had cached). gap:
+    seconds from the end of a prefill to the first token of a stream, 0 when that came first; first_byte: from
+    asking the prefill engine to that token."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     untaken: int = 0
@@ -86,7 +99,8 @@ class FormStats:
 
     def add(self, seen: Observation) -> None:
         self.outcomes[OUTCOMES[seen.outcome]] += 1
-        if seen.status == 200 and seen.cached_tokens == 0 and seen.prompt_tokens >= UNTAKEN_TOKENS_MIN:
+        empty = seen.cached_tokens == 0 and seen.handed_over != _ONE_SHOT
+        if seen.status == 200 and empty and seen.prompt_tokens >= UNTAKEN_TOKENS_MIN:
             self.untaken += 1
         if not is_timed(seen):
             return
@@ -100,6 +114,8 @@ class HandoverCollector(Collector):
         self._handovers = handovers
 
     def collect(self) -> Iterator[Metric]:
+        if not any(engine.role == "prefill" for engine in self._handovers.engines):
+            return
         ended = CounterMetricFamily(
             "moonpool_proxy_handovers",
             "Requests whose decode engine was told where a prefill engine's work lies",
@@ -145,7 +161,7 @@ class HandoverCollector(Collector):
             labels=("engine",),
         )
         for engine in self._handovers.engines:
-            if engine.bootstrap is not None:
+            if engine.bootstrap is not None and engine.meeting is None:
                 up.add_metric((engine.name,), float(engine.bootstrap.up))
                 restarts.add_metric((engine.name,), engine.bootstrap.restarts)
                 stale.add_metric((engine.name,), engine.bootstrap.stale)

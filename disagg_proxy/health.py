@@ -1,5 +1,6 @@
 """Asks each engine ``GET /health`` again and again, over a new connection each time, so that accepting is
-tested too; and, when it is well, which models it serves, and of a prefill engine its bootstrap page.
+tested too; and, when it is well, which models it serves, whether it is SGLang's, and of a prefill engine of
+vLLM's its bootstrap page.
 
 One task per engine on the proxy's loop; what an outcome means is decided by ``conductor/liveness.py``.
 """
@@ -18,6 +19,7 @@ import msgspec
 from moonpool.disagg_proxy.bootstrap import RANKS_MAX, Bootstrap, Rank, is_next, read_page
 from moonpool.disagg_proxy.engine import Engine, host_field
 from moonpool.disagg_proxy.settings import HealthChecks
+from moonpool.disagg_proxy.sglang import HEALTH_S, PAGE, read_server_info
 
 _HEAD_BYTES_MAX = 64 << 10
 _BODY_BYTES_MAX = 1 << 20
@@ -59,11 +61,12 @@ class HealthChecker:
     async def check(self) -> None:
         """One check, with its outcome told to the engine."""
         engine, path = self._engine, self._checks.path
+        timeout_s = max(self._checks.timeout_s, HEALTH_S) if engine.sglang else self._checks.timeout_s
         try:
-            async with asyncio.timeout(self._checks.timeout_s):  # wait_for of 3.11 can swallow a cancellation
+            async with asyncio.timeout(timeout_s):  # wait_for of 3.11 can swallow a cancellation
                 status, _, peer = await _get(engine.address, path)
         except TimeoutError:
-            engine.answered_late(f"GET {path} was not answered within {self._checks.timeout_s:g} s")
+            engine.answered_late(f"GET {path} was not answered within {timeout_s:g} s")
         except OSError as error:
             if _is_ours(error):
                 self._not_checked(error)
@@ -73,9 +76,12 @@ class HealthChecker:
             self._short = False
             if 200 <= status < 300:
                 await self._look_at_models()
+                if engine.sglang is None:
+                    await self._look_at_server_info()
                 engine.answered_well(peer)
-                if engine.bootstrap is not None and engine.bootstrap.is_due(self._loop.time()):
-                    await self._look_at_bootstrap(engine.bootstrap)
+                page = engine.bootstrap if engine.meeting is None else None
+                if page is not None and page.is_due(self._loop.time()):
+                    await self._look_at_bootstrap(page)
             else:
                 engine.refused(f"GET {path} was answered with {status}")
 
@@ -87,6 +93,15 @@ class HealthChecker:
         except OSError:  # TimeoutError is one
             return
         self._engine.serves(models_of(body) if status == 200 else None)
+
+    async def _look_at_server_info(self) -> None:
+        """Once, until it leaves the rotation: SGLang's scheduler has a part in the answer."""
+        try:
+            async with asyncio.timeout(self._checks.timeout_s):
+                status, body, _ = await _get(self._engine.address, PAGE)
+        except OSError:  # TimeoutError is one; it is asked again
+            return
+        self._engine.says(read_server_info(body) if status == 200 else None)
 
     async def _look_at_bootstrap(self, bootstrap: Bootstrap) -> None:
         try:

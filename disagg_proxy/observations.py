@@ -39,6 +39,7 @@ class Handed(IntEnum):
     NOT = 0
     TWO_STEP = 1
     CONCURRENT = 2
+    ONE_SHOT = 3
 
 
 class Observation(NamedTuple):

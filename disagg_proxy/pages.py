@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 from prometheus_client.registry import Collector
 
-from moonpool.disagg_proxy.conductor.plan import Answer
+from moonpool.disagg_proxy.conductor.plan import Answer, error_body
 from moonpool.disagg_proxy.conductor_metrics import ConductorCollector
 from moonpool.disagg_proxy.dispatcher import Dispatcher
 from moonpool.disagg_proxy.engine import Engine
@@ -45,17 +45,6 @@ class HealthPage(msgspec.Struct):
     engines: int
 
 
-class _ErrorDetail(msgspec.Struct):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _ErrorDetail
-
-
 class Pages:
     """Called on the proxy's event loop. look: the data plane's counters as they are now."""
 
@@ -70,9 +59,10 @@ class Pages:
     ) -> None:
         self._dispatcher = dispatcher
         self._look = look
-        self._collectors: tuple[Collector, ...] = (ProxyCollector(look),)
-        if any(engine.role == "prefill" for engine in dispatcher.engines):
-            self._collectors += (HandoverCollector(dispatcher.handovers),)
+        self._collectors: tuple[Collector, ...] = (
+            ProxyCollector(look),
+            HandoverCollector(dispatcher.handovers),
+        )
         if dispatcher.uses_tokens:
             self._collectors += (ConductorCollector(dispatcher, locality, subscriber),)
         if recorder is not None:
@@ -102,9 +92,7 @@ class Pages:
         if healthy:
             return Answer(200, msgspec.json.encode(HealthPage("ok", healthy, total)))
         why = f"none of {total} engines is healthy; GET /engines says why"
-        return Answer(
-            503, msgspec.json.encode(_ErrorBody(_ErrorDetail(why, "server_error", None, "no_engine")))
-        )
+        return Answer(503, error_body(503, why, "no_engine"))
 
 
 def _row(engine: Engine, counts: EngineCounters) -> EngineRow:

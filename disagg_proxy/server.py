@@ -126,6 +126,7 @@ class Proxy:
         for engine in self.engines:
             engine.relay = self.relay
             engine.turned = self._turned
+            engine.became = self._dispatcher.became
 
     async def open(self) -> str:
         """Check every engine once, then listen. Returns the URL. Raises ConfigError when the address is not

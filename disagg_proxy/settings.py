@@ -18,7 +18,7 @@ from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.events.settings import EventSource
 
 BOOTSTRAP_PORT = 8998  # where prefill engines have their bootstrap page, unless they are told otherwise
-HANDOVERS = ("auto", "two_step", "concurrent")
+HANDOVERS = ("auto", "two_step", "concurrent", "one_shot")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _BOOTSTRAP = re.compile(r"(?:([^\s/]+):)?([0-9]{1,5})")
 
@@ -29,7 +29,7 @@ class EngineSpec:
     both, prefill (computes prompts for others) or decode (answers what others have computed).
 
     bootstrap: where a prefill engine's bootstrap page is, PORT (of the URL's host) or HOST:PORT; 0: it has
-    none; "": at BOOTSTRAP_PORT, if anywhere.
+    none; "": at BOOTSTRAP_PORT, if anywhere, or, of SGLang, where the engine says.
     """
 
     name: str
@@ -145,7 +145,7 @@ class ProxySettings:
     take_over: bool = False  # from a proxy that runs there
     engines: tuple[EngineSpec, ...] = ()
     policy: str = "round_robin"
-    handover: str = "auto"  # one of HANDOVERS; auto: concurrent where the bootstrap page answers
+    handover: str = "auto"  # one of HANDOVERS; auto: what the engines' pages say they speak
     limits: Limits = field(default_factory=Limits)
     deadlines: Deadlines = field(default_factory=Deadlines)
     health: HealthChecks = field(default_factory=HealthChecks)

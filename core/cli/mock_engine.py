@@ -47,8 +47,11 @@ def mock_engine(
         str, typer.Option(metavar="ZMQ", help="Publish KV events there, e.g. tcp://*:5557.")
     ] = "",
     replay: Annotated[str, typer.Option(metavar="ZMQ", help="Replay them there.")] = "",
+    sglang: Annotated[
+        str, typer.Option(metavar="MODE", help="Be like SGLang's, in this mode: null, prefill, decode.")
+    ] = "",
 ) -> int:
-    """Run an engine without a model: OpenAI API, both PD forms, KV events, KV accounts and a timing model."""
+    """Run an engine without a model: OpenAI API, all PD forms, KV events, KV accounts and a timing model."""
     from moonpool.disagg_proxy.mock_engine import server
     from moonpool.disagg_proxy.mock_engine.settings import MockSettings
     from moonpool.disagg_proxy.mock_engine.timing import Timing
@@ -66,6 +69,7 @@ def mock_engine(
             lease_s=lease_s,
             events=events,
             replay=replay,
+            sglang=sglang,
             timing=Timing(
                 step_s=step_ms / 1e3,
                 prefill_s_per_token=prefill_us / 1e6,

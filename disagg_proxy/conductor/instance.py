@@ -17,10 +17,12 @@ class Role(Enum):
 
 class Instance:
     """place: stable position among all engines. room_tokens: what its KV cache holds; 0: not known. load:
-    says how many requests are there, where somebody counts them better than the books.
+    says how many requests are there, where somebody counts them better than the books. alone: it can answer
+    without another's prefill, or, a prefill engine, by itself.
     """
 
     __slots__ = (
+        "alone",
         "books",
         "decode_model",
         "handover_model",
@@ -44,6 +46,7 @@ class Instance:
         self.place = place
         self.name = name
         self.role = role
+        self.alone = True
         self.room_tokens = room_tokens
         self.load = load
         self.books = Books()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 Headers = tuple[tuple[bytes, bytes], ...]
 
 
@@ -18,6 +20,7 @@ class Plan(NamedTuple):
     prefill_params:  None: prefill is asked first, and the kv_transfer_params of its answer go to engine.
                      Otherwise both are asked at once, with these kv_transfer_params (JSON)
     engine_params:   and these.
+    members:         both are asked at once with one body: the client's, with these members (name, JSON).
     headers:         for a client that sent X-Moonpool-Decision.
     note:            comes back in the observation of this request (a signed 64-bit number).
     prefill_headers: for prefill, in the place of what the client sent under these names; three at most.
@@ -30,6 +33,7 @@ class Plan(NamedTuple):
     headers: Headers = ()
     note: int = 0
     prefill_headers: Headers = ()
+    members: Headers = ()
 
 
 class Answer(NamedTuple):
@@ -40,6 +44,28 @@ class Answer(NamedTuple):
     content_type: bytes = b"application/json"
     headers: Headers = ()
     reason: str = ""
+
+
+class _ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorDetail
+
+
+def error_body(status: int, sentence: str, reason: str) -> bytes:
+    """As clients of the OpenAI API expect it."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return msgspec.json.encode(_ErrorBody(_ErrorDetail(sentence, kind, None, reason)))
+
+
+def refused(status: int, sentence: str, reason: str) -> Answer:
+    """An answer that says why there is no other."""
+    return Answer(status, error_body(status, sentence, reason), reason=reason)
 
 
 def single(engine: int, *, headers: Headers = (), note: int = 0) -> Plan:
@@ -64,6 +90,11 @@ def concurrent(
 ) -> Plan:
     """Both at once; each gets its kv_transfer_params."""
     return Plan(decode, prefill, prefill_params, decode_params, headers, note, prefill_headers)
+
+
+def one_shot(prefill: int, decode: int, members: Headers, *, headers: Headers = (), note: int = 0) -> Plan:
+    """Both at once, with the same body."""
+    return Plan(decode, prefill, headers=headers, note=note, members=members)
 
 
 Decision = int | Plan | Answer | None

@@ -30,6 +30,12 @@ class HandoverParams(msgspec.Struct):
     remote_bootstrap_addr: str | None = None
 
 
+class Sampling(msgspec.Struct):
+    """``sampling_params`` of SGLang's /generate."""
+
+    max_new_tokens: int | None = None
+
+
 class _Body(msgspec.Struct):
     model: str = ""
     messages: list[dict[str, Any]] | None = None
@@ -40,6 +46,13 @@ class _Body(msgspec.Struct):
     max_completion_tokens: int | None = None
     cache_salt: str = ""
     kv_transfer_params: HandoverParams | None = None
+    text: str | None = None
+    input_ids: list[Any] | None = None
+    sampling_params: Sampling | None = None
+    return_logprob: bool = False
+    bootstrap_host: str = ""
+    bootstrap_port: int = 0
+    bootstrap_room: int | None = None
 
 
 _body = msgspec.json.Decoder(_Body)
@@ -47,7 +60,8 @@ _body = msgspec.json.Decoder(_Body)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request, understood. ids: u32 array of the prompt."""
+    """One request, understood. ids: u32 array of the prompt; native: by SGLang's /generate; logprobs: it
+    wants them; room: where its prefill and decode meet, ("host", port, number)."""
 
     chat: bool
     model: str
@@ -57,6 +71,9 @@ class Asked:
     usage: bool
     salt: str
     handover: HandoverParams | None
+    native: bool = False
+    logprobs: bool = False
+    room: tuple[str, int, int] | None = None
 
 
 def read(path: bytes, body: bytes, answer_tokens: int) -> Asked:
@@ -65,16 +82,31 @@ def read(path: bytes, body: bytes, answer_tokens: int) -> Asked:
         asked = _body.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadRequest(f"this body is no request: {error}") from error
-    chat = path.startswith(b"/v1/chat/")
+    chat, native = path.startswith(b"/v1/chat/"), path == b"/generate"
     limit = asked.max_completion_tokens or asked.max_tokens or answer_tokens
+    prompt = rendered(asked.messages) if chat else asked.prompt
+    if native:
+        sampling = asked.sampling_params or Sampling()
+        limit, prompt = sampling.max_new_tokens or answer_tokens, asked.text or asked.input_ids
     if limit < 1:
         raise BadRequest(f"max_tokens is at least 1, not {limit}")
-    ids = token_ids(rendered(asked.messages) if chat else asked.prompt)
+    ids = token_ids(prompt)
     if not len(ids):
         raise BadRequest("the prompt is empty")
     usage = bool((asked.stream_options or {}).get("include_usage"))
+    room = asked.bootstrap_room
     return Asked(
-        chat, asked.model, ids, limit, asked.stream, usage, asked.cache_salt, asked.kv_transfer_params
+        chat,
+        asked.model,
+        ids,
+        limit,
+        asked.stream,
+        usage,
+        asked.cache_salt,
+        asked.kv_transfer_params,
+        native,
+        asked.return_logprob,
+        None if room is None else (asked.bootstrap_host, asked.bootstrap_port, room),
     )
 
 

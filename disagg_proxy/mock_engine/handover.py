@@ -5,12 +5,16 @@ and concurrent, with ``transfer_id`` and a bootstrap address). Between the engin
 so one page does both: ``POST /mock/handover {"id": ..., "engine_id": ...}`` answers with the number of tokens
 when the prompt is computed, and ends the lease. 0: decode computes the prompt, because the lease or the
 engine is not there (any more).
+
+In SGLang's form (``sglang.py``) the id is the room, decode computes nothing, and prefill's answer waits until
+its blocks were taken.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 
 from moonpool.disagg_proxy.mock_engine.blocks import Blocks
 
@@ -26,6 +30,7 @@ class Leases:
         self._tokens: dict[str, int] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._waiters: dict[str, list[asyncio.Future[int]]] = {}
+        self._ended: dict[str, Callable[[bool], None]] = {}
         self.expired = 0
         self.fetched = 0
 
@@ -35,9 +40,11 @@ class Leases:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def open(self, name: str, tokens: int) -> None:
-        """The prompt is computed and its blocks are held under ("lease", name)."""
+    def open(self, name: str, tokens: int, ended: Callable[[bool], None] = lambda taken: None) -> None:
+        """The prompt is computed and its blocks are held under ("lease", name). ended: hears whether they
+        were taken."""
         self._tokens[name] = tokens
+        self._ended[name] = ended
         self._timers[name] = asyncio.get_running_loop().call_later(self._seconds, self._expire, name)
         for waiter in self._waiters.pop(name, ()):
             if not waiter.done():
@@ -50,7 +57,15 @@ class Leases:
             self._timers.pop(name).cancel()
             self._blocks.free(("lease", name))
             self.fetched += 1
+            self._ended.pop(name)(True)
         return tokens
+
+    def drop(self, name: str) -> None:
+        """Nobody shall take it any more."""
+        if self._tokens.pop(name, 0):
+            self._timers.pop(name).cancel()
+            self._blocks.free(("lease", name))
+            del self._ended[name]
 
     def refuse(self, name: str) -> None:
         """The prompt will not be computed: who waits for it need not."""
@@ -85,6 +100,7 @@ class Leases:
             del self._timers[name]
             self._blocks.free(("lease", name))
             self.expired += 1
+            self._ended.pop(name)(False)
 
 
 async def fetch(host: str, port: int, name: str, engine_id: str, *, timeout_s: float) -> int:

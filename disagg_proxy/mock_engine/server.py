@@ -15,7 +15,7 @@ import uvloop
 
 from moonpool import _native
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.mock_engine import api, handover
+from moonpool.disagg_proxy.mock_engine import api, handover, sglang
 from moonpool.disagg_proxy.mock_engine.api import Asked, BadRequest
 from moonpool.disagg_proxy.mock_engine.batch import Batch, Job, State
 from moonpool.disagg_proxy.mock_engine.blocks import Blocks
@@ -47,7 +47,8 @@ class MockEngine:
         self.answers: dict[Job, Answer] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.counts = dict.fromkeys(("requests", "finished", "aborted", "prompt_tokens", "cached_tokens"), 0)
-        self.counts |= dict.fromkeys(("fetched_tokens", "made_tokens", "failed_fetches"), 0)
+        self.counts |= dict.fromkeys(("fetched_tokens", "made_tokens", "failed_fetches", "rooms_reused"), 0)
+        self.rooms: set[int] = set()
         self.faults: dict[str, object] = {}
         self._stepping = False
         self._server: asyncio.Server | None = None
@@ -91,7 +92,7 @@ class MockEngine:
     def handle(self, connection: Connection, method: bytes, path: bytes, body: bytes) -> Running | None:
         if self.faults and not path.startswith((b"/mock/", b"/health")) and self._fails(connection):
             return None
-        if method == b"POST" and path in (b"/v1/chat/completions", b"/v1/completions"):
+        if method == b"POST" and path in (b"/v1/chat/completions", b"/v1/completions", b"/generate"):
             return self._generate(connection, path, body)
         if method == b"POST":
             return self._post(connection, path, body)
@@ -101,7 +102,10 @@ class MockEngine:
     def _generate(self, connection: Connection, path: bytes, body: bytes) -> Running | None:
         try:
             asked = api.read(path, body, self.settings.answer_tokens)
+            if self.settings.sglang:
+                asked = sglang.arranged(asked, self.settings.sglang, self.rooms)
         except BadRequest as error:
+            self.counts["rooms_reused"] += isinstance(error, sglang.RoomUsed)
             connection.answer(400, api.error(str(error)))
             return None
         if asked.model not in ("", self.settings.model):
@@ -143,7 +147,7 @@ class MockEngine:
                 connection.answer(200, {"object": "list", "data": [{"index": 0, "embedding": [0.0]}]})
             elif path == b"/mock/handover":
                 wanted = json.loads(body)
-                if wanted["engine_id"] == self.engine_id:
+                if self.settings.sglang or wanted["engine_id"] == self.engine_id:
                     return Fetched(self, connection, str(wanted["id"]))
                 connection.answer(200, {"tokens": 0})
             elif path == b"/mock/faults":
@@ -164,7 +168,9 @@ class MockEngine:
         elif path == b"/v1/models":
             model = {"id": self.settings.model, "object": "model", "owned_by": "moonpool"}
             connection.answer(200, {"object": "list", "data": [model]})
-        elif path == b"/query":  # the bootstrap page of the concurrent form
+        elif path in (b"/server_info", b"/get_server_info") and self.settings.sglang:
+            connection.answer(200, sglang.server_info(self.settings, self.port))
+        elif path == b"/query" and not self.settings.sglang:  # the bootstrap page of the concurrent form
             where = f"http://{self.settings.host}:{self.port}"
             connection.answer(200, {"0": {"engine_id": self.engine_id, "worker_addr": {"0": {"0": where}}}})
         elif path == b"/mock/accounts":
@@ -251,6 +257,10 @@ class MockEngine:
             tokens = await handover.fetch(
                 host, port, name, params.remote_engine_id or "", timeout_s=self.settings.lease_s
             )
+        if not tokens and self.settings.sglang:
+            if answer := self.answers.get(job):
+                answer.fail("KVTransferError: nothing came from the prefill engine")
+            return
         if tokens:
             missing = max(0, tokens - job.cached)
             await asyncio.sleep(missing * self.settings.timing.handover_s_per_token)
@@ -288,6 +298,8 @@ class Answer:
         self._fetches = handed is not None and handed.do_remote_prefill
         self._keeps = handed is not None and handed.do_remote_decode
         self._transfer = (handed.transfer_id or "") if handed is not None and self._keeps else ""
+        self._began = False  # the head of a stream is out
+        self._kept = False  # the answer waits until its blocks were taken
         self.asked = asked
         self.job = Job(
             name, len(asked.ids), engine.digests(asked), asked.answer_tokens, fetches=self._fetches
@@ -295,9 +307,13 @@ class Answer:
 
     def abort(self) -> None:
         """The client has left."""
+        engine = self._engine
+        if self._kept:
+            engine.counts["aborted"] += 1
+            engine.leases.drop(self._transfer)
+            engine.wake()
         if self.job.state is State.OVER:
             return
-        engine = self._engine
         engine.batch.abort(self.job)
         if self._transfer:
             engine.leases.refuse(self._transfer)
@@ -306,34 +322,83 @@ class Answer:
         engine.wake()
 
     def begin(self) -> None:
-        """As vLLM does, the head of a stream goes out before anything is computed."""
-        if self.asked.stream:
+        """As vLLM does, the head of a stream goes out before anything is computed; SGLang's OpenAI API waits
+        for the first token."""
+        if self.asked.stream and (self.asked.native or not self._engine.settings.sglang):
+            self._began = True
             self._connection.begin()
+
+    def fail(self, sentence: str) -> None:
+        """In the middle of it."""
+        self._engine.batch.abort(self.job)
+        self._engine.answers.pop(self.job, None)
+        self._failed(sentence)
+        self._engine.wake()
+
+    def _failed(self, sentence: str) -> None:
+        self._engine.counts["failed_fetches"] += 1
+        error = api.error(sentence, "internal_error")
+        if not self._began:
+            return self._connection.answer(500, error)
+        error["error"]["code"] = 500
+        self._connection.event(error)
+        self._connection.event(b"[DONE]")
+        self._connection.end()
 
     def made(self, count: int) -> None:
         """That many tokens more."""
         job, asked = self.job, self.asked
         done = job.made >= job.answer_tokens
-        if asked.stream:
+        waits = self._keeps and self._engine.settings.sglang
+        if asked.stream and not waits:
             for place in range(job.made - count, job.made):
-                last = place == job.answer_tokens - 1
-                self._connection.event(
-                    api.piece(asked, self._name, self._words[place : place + 1], last=last)
-                )
+                self._event(place, last=place == job.answer_tokens - 1)
         if done:
             self._finish()
 
+    def _event(self, place: int, *, last: bool) -> None:
+        if not self._began:
+            self._began = True
+            self._connection.begin()
+        if self.asked.native:
+            self._connection.event(self._native(place + 1, last=last))
+        else:
+            words = self._words[place : place + 1]
+            self._connection.event(api.piece(self.asked, self._name, words, last=last))
+
+    def _native(self, made: int, *, last: bool) -> dict[str, object]:
+        words = self._words[:made]
+        return sglang.answer(
+            self.asked, self._name, words, self.job.cached, last=last, prompt=not self._fetches
+        )
+
     def _finish(self) -> None:
-        job, asked, engine = self.job, self.asked, self._engine
+        job, engine = self.job, self._engine
         params = None
         name = self._transfer or self._name
         if self._keeps and name not in engine.leases:
             engine.batch.finish(job, heir=("lease", name))
+            engine.answers.pop(job, None)
+            if engine.settings.sglang:
+                self._kept = True
+                return engine.leases.open(name, job.tokens, self._taken)
             engine.leases.open(name, job.tokens)
             params = self._params(name)
         else:
             engine.batch.finish(job)
         engine.answers.pop(job, None)
+        self._answer(params)
+
+    def _taken(self, taken: bool) -> None:
+        self._kept = False
+        if not taken:
+            return self._failed("KVTransferError: nobody came for the blocks")
+        if self.asked.stream:
+            self._event(0, last=True)
+        self._answer(None)
+
+    def _answer(self, params: dict[str, object] | None) -> None:
+        job, asked, engine = self.job, self.asked, self._engine
         counts = engine.counts
         counts["finished"] += 1
         counts["prompt_tokens"] += job.tokens
@@ -346,6 +411,8 @@ class Answer:
                 self._connection.event({"id": self._name, "choices": [], "usage": usage})
             self._connection.event(b"[DONE]")
             self._connection.end()
+        elif asked.native:
+            self._connection.answer(200, self._native(job.made, last=True))
         else:
             text = "".join(self._words)
             self._connection.answer(200, api.whole_answer(asked, self._name, text, usage, params))

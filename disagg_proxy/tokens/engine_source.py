@@ -48,6 +48,10 @@ class _Chat(msgspec.Struct):
     model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+class _Generate(msgspec.Struct):
+    text: str
+
+
 class _Completion(msgspec.Struct):
     prompt: str
     add_special_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -61,6 +65,7 @@ _rendered_list = msgspec.json.Decoder(list[_Rendered])
 _tokenized = msgspec.json.Decoder(_Tokenized)
 _chat = msgspec.json.Decoder(_Chat)
 _completion = msgspec.json.Decoder(_Completion)
+_generate = msgspec.json.Decoder(_Generate)
 
 
 class EngineSource:
@@ -106,10 +111,13 @@ class EngineSource:
 
     def _may_ask(self, root: str, kind: str) -> bool:
         """Whether the engine answers, and has one of the pages, for all that is known."""
-        pages = [self._absent_until.get(root + page, 0.0) for page in (_RENDER[kind], "/tokenize")]
-        return max(self._absent_until.get(root, 0.0), min(pages)) <= self._clock()
+        pages = {"/tokenize", _RENDER.get(kind, "/tokenize")}
+        absent = [self._absent_until.get(root + page, 0.0) for page in pages]
+        return max(self._absent_until.get(root, 0.0), min(absent)) <= self._clock()
 
     async def _render(self, root: str, prompt: TextPrompt) -> bytes | None:
+        if prompt.kind not in _RENDER:
+            return None
         answer = await self._post(root + _RENDER[prompt.kind], prompt.body)
         if answer is None:
             return None
@@ -119,9 +127,12 @@ class EngineSource:
         return _u32(rendered[0].token_ids) if len(rendered) == 1 else None
 
     async def _tokenize(self, root: str, prompt: TextPrompt) -> bytes | None:
-        decoder: msgspec.json.Decoder[_Chat] | msgspec.json.Decoder[_Completion]
-        decoder = _chat if prompt.kind == "chat" else _completion
-        body = msgspec.json.encode(decoder.decode(prompt.body))
+        asked: _Chat | _Completion
+        if prompt.kind == "generate":
+            asked = _Completion(_generate.decode(prompt.body).text)
+        else:
+            asked = (_chat if prompt.kind == "chat" else _completion).decode(prompt.body)
+        body = msgspec.json.encode(asked)
         answer = await self._post(root + "/tokenize", body)
         return None if answer is None else _u32(_tokenized.decode(answer).tokens)
 

@@ -68,7 +68,7 @@ class LocalTokenizer:
             request = json.loads(prompt.body)
             if prompt.kind == "chat":
                 return None if self._template is None else self.of_text(self._template.render(request))
-            text = request["prompt"]
+            text = request["text" if prompt.kind == "generate" else "prompt"]
         except (ValueError, KeyError, TypeError, AttributeError, TemplateRefused):
             return None
         if isinstance(text, list) and len(text) == 1:

@@ -9,7 +9,8 @@ from moonpool import _native
 
 
 class TextPrompt(NamedTuple):
-    """A request that carries text. kind: "chat" or "completions"; body: its JSON as the client sent it."""
+    """A request that carries text. kind: "chat", "completions" or "generate" (SGLang's); body: its JSON as
+    the client sent it."""
 
     kind: str
     model: str

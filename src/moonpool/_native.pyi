@@ -554,13 +554,17 @@ class ProxyRequest:
         """
         The first field of this name, or None.
         """
+    def prompt_count(self) -> int | None:
+        """
+        How many prompts there are when it is a list of them, else None.
+        """
     def prompt_text(self) -> typing.Any:
         """
-        "prompt" when it is one string, else None.
+        The prompt when it is one string, else None.
         """
     def prompt_tokens(self) -> typing.Any:
         """
-        Little-endian u32 ids when "prompt" is one list of ids, else None.
+        Little-endian u32 ids when the prompt is one list of ids, else None.
         """
     @property
     def arrived_s(self) -> float:
@@ -594,7 +598,7 @@ class ProxyRequest:
     @property
     def kind(self) -> str:
         """
-        chat, completions, embeddings or other.
+        chat, completions, embeddings, generate or other.
         """
     @property
     def max_tokens(self) -> int | None:
@@ -639,6 +643,10 @@ class Relay:
     def engine_models(self, place: typing.SupportsInt | typing.SupportsIndex, models: collections.abc.Sequence[str] | None) -> None:
         """
         None: it did not say; it may get any request.
+        """
+    def engine_role(self, place: typing.SupportsInt | typing.SupportsIndex, role: str) -> None:
+        """
+        both, prefill or decode: what it turned out to be.
         """
     def engine_state(self, place: typing.SupportsInt | typing.SupportsIndex, healthy: bool, why: str) -> None:
         ...

@@ -121,7 +121,7 @@ Behaviour = Callable[[Exchange], Awaitable[None]]
 class MockEngine:
     """Answers GET /health by ``healthy`` and everything else by ``behave``.
 
-    models: what its /v1/models says to the proxy's own checks (None: 404).
+    models: what its /v1/models says to the proxy's own checks (None: 404); pages: what its other pages say.
     seen: every request that arrived, those of the proxy's checks aside.
     connections: how many were accepted for those.
     """
@@ -130,6 +130,7 @@ class MockEngine:
         self.name = name
         self.healthy = True
         self.models: bytes | None = None
+        self.pages: dict[str, bytes] = {}
         self.behave: Behaviour = self.say_name
         self.seen: list[Exchange] = []
         self.health_checks = 0
@@ -175,7 +176,8 @@ class MockEngine:
                     await exchange.answer(b"", 200 if self.healthy else 503)
                     continue
                 if exchange.headers.get("user-agent") == "moonpool-proxy":
-                    await exchange.answer(self.models or b"", 404 if self.models is None else 200)
+                    page = self.pages.get(exchange.target, self.models)
+                    await exchange.answer(page or b"", 404 if page is None else 200)
                     continue
                 self.connections += not counted
                 counted = True

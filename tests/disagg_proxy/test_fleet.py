@@ -79,17 +79,23 @@ async def fleet(
     health: HealthChecks | None = None,
     **more: Any,
 ) -> AsyncIterator[Fleet]:
-    """An engine for each role, named by it and its place. A mock has its bootstrap page at its own port."""
+    """An engine for each role, named by it and its place. A mock has its bootstrap page at its own port. With
+    handover "one_shot" they are like SGLang's, and the proxy finds out by itself what they are."""
     async with AsyncExitStack() as stack:
         engines, specs, sources = {}, [], []
         for place, role in enumerate(roles):
             settings = replace(mock or MockSettings(), port=0)
+            if handover == "one_shot":
+                settings = replace(settings, sglang={"both": "null"}.get(role, role))
             if events:
                 settings = replace(settings, events="tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*")
             engine = MockEngine(settings)
             name = f"{role}-{place}"
             url = await engine.open()
-            specs.append(EngineSpec(name, url, role, str(engine.port) if role == "prefill" else ""))
+            if handover == "one_shot":
+                specs.append(EngineSpec(name, url))
+            else:
+                specs.append(EngineSpec(name, url, role, str(engine.port) if role == "prefill" else ""))
             stack.push_async_callback(engine.close)
             engines[name] = engine
             if events:
@@ -100,7 +106,7 @@ async def fleet(
                 engines=tuple(specs),
                 policy=policy,
                 events=tuple(sources),
-                handover=handover,
+                handover="auto" if handover == "one_shot" else handover,
                 health=health or HealthChecks(interval_s=0.2),
                 **more,
             )
@@ -221,7 +227,7 @@ def test_an_engine_that_dies_is_forgotten_and_its_requests_go_elsewhere() -> Non
     play(scenario)
 
 
-@pytest.mark.parametrize("handover", ["two_step", "concurrent"])
+@pytest.mark.parametrize("handover", ["two_step", "concurrent", "one_shot"])
 def test_clients_that_leave_at_any_moment_leave_nothing(handover: str) -> None:
     """Queued, tokenised, in prefill, between, streaming: whenever it was."""
 
@@ -252,6 +258,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing(handover: str) -> None:
                 await asyncio.gather(*(visit(100 * batch + number) for number in range(100)))
             await f.settle()
             assert sum(engine.counts["aborted"] for engine in f.engines.values()) > 50
+            assert sum(engine.counts["rooms_reused"] for engine in f.engines.values()) == 0
 
     play(scenario)
 

@@ -1,5 +1,6 @@
-"""Hand-overs between mock engines behind the proxy, in both forms: the right text, whoever dies or leaves,
-and nothing that stays behind. The real engines stand in tests/connectors/vllm/pd.
+"""Hand-overs between mock engines behind the proxy, in all forms: the right text, whoever dies or leaves, and
+nothing that stays behind. What is SGLang's alone stands in test_one_shot.py; the real engines in
+tests/connectors/vllm/pd and test_with_sglang.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from moonpool.disagg_proxy.settings import HealthChecks
 from .test_fleet import SEED, Fleet, fleet, play, text_of
 
 FORMS = ("two_step", "concurrent")
+ALL_FORMS = (*FORMS, "one_shot")
 SELDOM = HealthChecks(interval_s=1e6)  # one check at the start: what happens later is found out by requests
 SLOW_PREFILL = Timing(prefill_s_per_token=1e-4)  # 1,000 tokens: 0.1 s
 SLOW = Timing(step_s=0.005, prefill_s_per_token=5e-5, handover_s_per_token=5e-5)
@@ -61,10 +63,16 @@ def text_for(prompt: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("handover", "form"), [("auto", "concurrent"), ("concurrent", "concurrent"), ("two_step", "two_step")]
+    ("handover", "form"),
+    [
+        ("auto", "concurrent"),
+        ("concurrent", "concurrent"),
+        ("two_step", "two_step"),
+        ("one_shot", "one_shot"),
+    ],
 )
 @pytest.mark.parametrize("policy", ["conductor", "round_robin"])
-def test_both_forms_give_the_same_answers(handover: str, form: str, policy: str) -> None:
+def test_all_forms_give_the_same_answers(handover: str, form: str, policy: str) -> None:
     async def scenario() -> None:
         async with fleet("prefill", "prefill", "decode", "decode", policy=policy, handover=handover) as f:
             for number in range(8):
@@ -145,14 +153,14 @@ def test_a_prefill_engine_that_dies(handover: str, streams: bool) -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize("handover", FORMS)
+@pytest.mark.parametrize("handover", ALL_FORMS)
 def test_a_decode_engine_that_dies(handover: str) -> None:
     async def scenario() -> None:
         mock = MockSettings(timing=SLOW_PREFILL, lease_s=0.5)
         async with fleet("prefill", "decode", "decode", handover=handover, mock=mock, health=SELDOM) as f:
             decodes = [engine for name, engine in f.engines.items() if name.startswith("decode")]
             asking = asyncio.ensure_future(f.ask(PROMPT))
-            if handover == "concurrent":
+            if handover != "two_step":
                 await until(lambda: any(decode.batch.running for decode in decodes))
                 dying = next(decode for decode in decodes if decode.batch.running)
             else:
@@ -170,7 +178,7 @@ def test_a_decode_engine_that_dies(handover: str) -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize("handover", FORMS)
+@pytest.mark.parametrize("handover", ALL_FORMS)
 def test_a_client_that_leaves_at_each_stage(handover: str) -> None:
     """In prefill, while blocks are fetched, while the answer streams: both engines are empty soon."""
 
@@ -328,7 +336,7 @@ def test_hand_overs_of_which_nothing_arrives_are_counted() -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize("handover", FORMS)
+@pytest.mark.parametrize("handover", ALL_FORMS)
 def test_clients_may_use_one_request_id_for_all(handover: str) -> None:
     async def scenario() -> None:
         mock = MockSettings(timing=SLOW)

@@ -56,8 +56,8 @@ class Splice {
     std::string tail_;
 };
 
-// The edits that make of a request the one for a prefill engine (docs/proxy.md): one token, no stream, and
-// kv_transfer_params as given (a JSON value). Valid as long as `kv_transfer_params` is.
+// The edits that make of a request the one for vLLM's prefill engine (docs/proxy.md): one token, no stream,
+// and kv_transfer_params as given (a JSON value). Valid as long as `kv_transfer_params` is.
 std::vector<Edit> prefill_edits(std::string_view kv_transfer_params);
 
 }  // namespace moonpool::json

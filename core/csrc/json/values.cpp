@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "json/digits.hpp"
+#include "json/text.hpp"
 
 namespace moonpool::json {
 
@@ -198,6 +199,24 @@ bool token_ids_of(const Member& member, std::vector<uint32_t>& out) {
     bool sound = take_token_ids(text, out) && (!nested || take(text, ']')) && text.empty();
     if (!sound) out.clear();
     return sound;
+}
+
+bool elements_of(std::string_view array, std::vector<std::string_view>& out) {
+    out.clear();
+    Text text(array);
+    if (!text.take('[')) return false;
+    text.skip_blanks();
+    while (!text.take(']')) {
+        const char* first = text.at();
+        Kind kind = Kind::kNull;
+        bool escaped = false;
+        if (!text.skip_value(kind, escaped, kDepthMax - 1)) return out.clear(), false;
+        out.emplace_back(first, static_cast<size_t>(text.at() - first));
+        text.skip_blanks();
+        text.take(',');
+        text.skip_blanks();
+    }
+    return true;
 }
 
 }  // namespace moonpool::json

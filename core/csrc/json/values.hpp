@@ -36,4 +36,8 @@ void append_string(std::string& out, std::string_view text);
 // exactly one such array. False (out empty): anything else, an empty array too.
 bool token_ids_of(const Member& member, std::vector<uint32_t>& out);
 
+// Replaces out by the elements of an array, each from its first to its last character. False (out empty):
+// another kind of value.
+bool elements_of(std::string_view array, std::vector<std::string_view>& out);
+
 }  // namespace moonpool::json

@@ -57,11 +57,12 @@ class PyRequest {
         const std::optional<std::string>& salt = request_->facts().cache_salt;
         return salt ? text(*salt) : py::none();
     }
-    // The same four objects each time: every decision asks, and looks it up in a set.
+    // The same objects each time: every decision asks, and looks it up in a set.
     py::str kind() const {
         static PyObject* const names[] = {
             PyUnicode_InternFromString("chat"), PyUnicode_InternFromString("completions"),
-            PyUnicode_InternFromString("embeddings"), PyUnicode_InternFromString("other")};
+            PyUnicode_InternFromString("embeddings"), PyUnicode_InternFromString("generate"),
+            PyUnicode_InternFromString("other")};
         return py::reinterpret_borrow<py::str>(names[static_cast<size_t>(request_->kind)]);
     }
     py::object prompt_tokens() const {
@@ -73,6 +74,7 @@ class PyRequest {
         auto prompt = request_->prompt_text();
         return prompt ? text(*prompt) : py::none();
     }
+    std::optional<size_t> prompt_count() const { return request_->prompt_count(); }
     const py::tuple& candidates() const { return candidates_; }
     uint32_t attempt() const { return attempt_; }
     bool gone() const { return request_->gone; }
@@ -96,8 +98,15 @@ class PyRequest {
 
 [[noreturn]] void bad(const char* sentence) { throw py::type_error(sentence); }
 
-std::vector<std::pair<std::string, std::string>> fields_of(py::handle pairs) {
-    std::vector<std::pair<std::string, std::string>> fields;
+using Pairs = std::vector<std::pair<std::string, std::string>>;
+
+relay::Role role_of(const std::string& name) {
+    if (name == "prefill") return relay::Role::kPrefill;
+    return name == "decode" ? relay::Role::kDecode : relay::Role::kBoth;
+}
+
+Pairs fields_of(py::handle pairs) {
+    Pairs fields;
     for (py::handle pair : pairs) {
         auto [name, value] = pair.cast<std::pair<std::string, std::string>>();
         if (!http::is_field_name(name) || !http::is_field_value(value)) {
@@ -121,19 +130,21 @@ Decision decision_of(py::handle value, size_t engines) {
     } else if (PyLong_Check(value.ptr())) {
         decision.is = Decision::Is::kPlan;
         decision.plan.engine = place(value);
-    } else if (PyTuple_Check(value.ptr()) && PyTuple_GET_SIZE(value.ptr()) == 7) {
+    } else if (PyTuple_Check(value.ptr()) && PyTuple_GET_SIZE(value.ptr()) == 8) {
         auto plan = py::reinterpret_borrow<py::tuple>(value);
         decision.is = Decision::Is::kPlan;
         decision.plan.engine = place(plan[0]);
         if (!plan[1].is_none()) decision.plan.prefill = place(plan[1]);
         if (!plan[2].is_none()) {
-            decision.plan.concurrent = true;
+            decision.plan.form = relay::Form::kConcurrent;
             decision.plan.prefill_params = plan[2].cast<std::string>();
             decision.plan.engine_params = plan[3].cast<std::string>();
         }
         decision.plan.headers = fields_of(plan[4]);
         decision.plan.note = plan[5].cast<int64_t>();
         decision.plan.prefill_headers = fields_of(plan[6]);
+        decision.plan.members = plan[7].cast<Pairs>();
+        if (!decision.plan.members.empty()) decision.plan.form = relay::Form::kOneShot;
         if (decision.plan.prefill == decision.plan.engine) bad("a plan prefills where it decodes");
     } else if (PyTuple_Check(value.ptr()) && PyTuple_GET_SIZE(value.ptr()) == 5) {
         auto answer = py::reinterpret_borrow<py::tuple>(value);
@@ -163,10 +174,7 @@ class PyRelay final : public relay::Decider {
           texts_(texts_max) {
         relay::Settings settings;
         for (const auto& [name, host, role] : engines) {
-            settings.engines.push_back({name, host,
-                                        role == "prefill"  ? relay::Role::kPrefill
-                                        : role == "decode" ? relay::Role::kDecode
-                                                           : relay::Role::kBoth});
+            settings.engines.push_back({name, host, role_of(role)});
         }
         take(limits, settings.limits);
         take(deadlines, settings.deadlines);
@@ -210,6 +218,9 @@ class PyRelay final : public relay::Decider {
     }
     void engine_models(size_t place, std::optional<std::vector<std::string>> models) {
         relay_->engine_models(checked(place), std::move(models));
+    }
+    void engine_role(size_t place, const std::string& role) {
+        relay_->engine_role(checked(place), role_of(role));
     }
     void resume(const PyRequest& request, const py::object& decision) {
         relay_->resume(request.id(), decision_of(decision, engines_));
@@ -362,10 +373,12 @@ void bind_relay(py::module_& m) {
         .def_property_readonly("stream", &PyRequest::stream)
         .def_property_readonly("max_tokens", &PyRequest::max_tokens)
         .def_property_readonly("cache_salt", &PyRequest::cache_salt)
-        .def_property_readonly("kind", &PyRequest::kind, "chat, completions, embeddings or other.")
+        .def_property_readonly("kind", &PyRequest::kind, "chat, completions, embeddings, generate or other.")
         .def("prompt_tokens", &PyRequest::prompt_tokens,
-             "Little-endian u32 ids when \"prompt\" is one list of ids, else None.")
-        .def("prompt_text", &PyRequest::prompt_text, "\"prompt\" when it is one string, else None.")
+             "Little-endian u32 ids when the prompt is one list of ids, else None.")
+        .def("prompt_text", &PyRequest::prompt_text, "The prompt when it is one string, else None.")
+        .def("prompt_count", &PyRequest::prompt_count,
+             "How many prompts there are when it is a list of them, else None.")
         .def_property_readonly("candidates", &PyRequest::candidates, "Places of the engines to choose from.")
         .def_property_readonly("attempt", &PyRequest::attempt, "How many plans have failed.")
         .def_property_readonly("gone", &PyRequest::gone, "Whether the client has left.");
@@ -384,6 +397,8 @@ void bind_relay(py::module_& m) {
              py::arg("port"))
         .def("engine_models", &PyRelay::engine_models, py::arg("place"), py::arg("models"),
              "None: it did not say; it may get any request.")
+        .def("engine_role", &PyRelay::engine_role, py::arg("place"), py::arg("role"),
+             "both, prefill or decode: what it turned out to be.")
         .def("resume", &PyRelay::resume, py::arg("request"), py::arg("decision"),
              "The decision about a request for which decide returned None. From any thread.")
         .def("next_text", &PyRelay::next_text,

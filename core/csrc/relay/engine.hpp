@@ -23,10 +23,11 @@ class Leg;
 class Engine {
    public:
     Engine(size_t place, const EngineSettings& settings, const BreakerLimits& limits)
-        : place(place), settings(settings), breaker(limits) {}
+        : place(place), settings(settings), role(settings.role), breaker(limits) {}
 
     const size_t place;
     const EngineSettings settings;
+    Role role;  // as the engine itself says, once it has
     Breaker breaker;
     EngineCounts counts;
     bool healthy = false;

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
 #include <cstring>
 
 #include "http/head_writer.hpp"
 #include "json/scanner.hpp"
 #include "relay/client.hpp"
 #include "relay/engine.hpp"
+#include "relay/one_shot.hpp"
 #include "relay/relay.hpp"
 #include "relay/usage.hpp"
 
@@ -21,10 +23,17 @@ constexpr std::string_view kPrefillParameters =
     R"("remote_block_ids":null,"remote_host":null,"remote_port":null})";
 constexpr std::string_view kParameters = "kv_transfer_params";
 constexpr size_t kSmallBytes = 16 << 10;
+// Of an answer that nobody waits for: enough for what it says of its tokens, or for an error.
+constexpr size_t kKeptBytes = 16 << 10;
+constexpr std::string_view kEventStream = "text/event-stream";
 
 // Answers of a prefill engine that are about the request itself: another engine would say the same.
 bool blames_request(int status) {
     return status >= 400 && status < 500 && status != 408 && status != 425 && status != 429;
+}
+
+bool find_any_usage(const Request& request, std::string_view body, Usage& usage) {
+    return request.kind == Kind::kGenerate ? find_native_usage(body, usage) : find_usage(body, usage);
 }
 
 }  // namespace
@@ -33,7 +42,7 @@ void Exchange::reset(Client& client, std::shared_ptr<Request> request, bool clos
     client_ = &client;
     request_ = std::move(request);
     close_ = close;
-    page_ = taking_chunks_off_ = chunked_ = head_waits_ = false;
+    page_ = taking_chunks_off_ = chunked_ = head_waits_ = merging_ = false;
     tried_.clear();
     why_.clear();
     status_ = 0;
@@ -59,6 +68,13 @@ void Exchange::begin_page(Client& client, std::shared_ptr<Request> request, bool
     state_ = State::kAsking;
     ask_deadline_ = relay_.now + relay_.settings.deadlines.decide_s;
     relay_.ask(*this, Question{request_, {}, 0, true, {}});
+}
+
+void Exchange::release() {
+    request_.reset();
+    for (std::string* text : {&held_, &prefill_answer_}) {
+        if (text->capacity() > kSmallBytes) *text = std::string();
+    }
 }
 
 // Choosing.
@@ -96,6 +112,7 @@ void Exchange::decided(Decision& decision) {
             state_ = State::kOver;
             return client_->answer_page(decision.page);
         }
+        if (decision.page.reason == "no_engine") return refuse(nobody(), Outcome::kFailed);
         observation_.status = static_cast<uint16_t>(decision.page.status);
         observe(Outcome::kRefused);
         return client_->answer_page(decision.page);
@@ -129,14 +146,21 @@ void Exchange::follow(const Plan& plan) {
     }
     observation_.stream = request_->facts().stream;
     Engine& prefill = *relay_.engines[static_cast<size_t>(plan.prefill)];
-    if (!plan.concurrent) {
+    if (plan.form == Form::kTwoStep) {
         state_ = State::kPrefilling;
-        return send_prefill_leg(prefill, kPrefillParameters);
+        return send_prefill_leg(prefill, json::prefill_edits(kPrefillParameters));
     }
     state_ = State::kAnswering;
-    send_prefill_leg(prefill, plan_.prefill_params);
+    std::vector<json::Edit> edits;
+    if (plan_.form == Form::kOneShot) {
+        for (const auto& [name, value] : plan_.members) edits.push_back({json::Edit::kSet, name, value});
+        send_prefill_leg(prefill, edits);
+    } else {
+        send_prefill_leg(prefill, json::prefill_edits(plan_.prefill_params));
+        edits.push_back({json::Edit::kSet, kParameters, plan_.engine_params});
+    }
     // The prefill may have failed at once, and the request be on another way already.
-    if (state_ == State::kAnswering && prefill_.engine == &prefill) hand_over(plan_.engine_params);
+    if (state_ == State::kAnswering && prefill_.engine == &prefill) hand_over(edits);
 }
 
 // Sending.
@@ -157,8 +181,7 @@ void Exchange::send_answer_leg(Engine& engine, std::span<const std::string_view>
     answer_.go(engine);
 }
 
-void Exchange::send_prefill_leg(Engine& engine, std::string_view parameters) {
-    auto edits = json::prefill_edits(parameters);
+void Exchange::send_prefill_leg(Engine& engine, std::span<const json::Edit> edits) {
     prefill_body_.make(request_->facts().object, edits);
     prefill_.body.assign(prefill_body_.pieces().begin(), prefill_body_.pieces().end());
     prefill_.head.clear();
@@ -170,10 +193,9 @@ void Exchange::send_prefill_leg(Engine& engine, std::string_view parameters) {
     prefill_.go(engine);
 }
 
-void Exchange::hand_over(std::string_view parameters) {
-    const json::Edit edit{json::Edit::kSet, kParameters, parameters};
-    answer_body_.make(request_->facts().object, std::span(&edit, 1));
-    observation_.handed_over = plan_.concurrent ? 2 : 1;
+void Exchange::hand_over(std::span<const json::Edit> edits) {
+    answer_body_.make(request_->facts().object, edits);
+    observation_.handed_over = static_cast<uint8_t>(plan_.form);
     state_ = State::kAnswering;
     send_answer_leg(*relay_.engines[static_cast<size_t>(plan_.engine)], answer_body_.pieces());
 }
@@ -185,6 +207,7 @@ void Exchange::not_tried(const Engine& engine) {
 
 // The prefill came to nothing: the engine that answers computes the prompt itself.
 void Exchange::answer_alone() {
+    if (one_shot()) return refuse({502, "engine_failed", why_ + "; try again"}, Outcome::kFailed);
     Engine& engine = *relay_.engines[static_cast<size_t>(plan_.engine)];
     bool tried = std::find(tried_.begin(), tried_.end(), engine.place) != tried_.end();
     if (!engine.healthy || tried) return ask();
@@ -220,7 +243,10 @@ void Exchange::take_prefill(const http::ResponseHead* head, std::string_view bod
         prefill_answer_.append(piece.content);
         if (piece.taken == 0) break;
     }
-    if (prefill_answer_.size() > relay_.settings.limits.prefill_answer_bytes_max) {
+    if (one_shot() && !request_->wants_prompt_logprobs()) {
+        if (prefill_answer_.size() > 2 * kKeptBytes)
+            prefill_answer_.erase(0, prefill_answer_.size() - kKeptBytes);
+    } else if (prefill_answer_.size() > relay_.settings.limits.prefill_answer_bytes_max) {
         return prefill_.failed(Reason::kBadAnswer, "sent a prefill answer that is larger than the limit");
     }
     if (complete) prefill_done();
@@ -229,26 +255,26 @@ void Exchange::take_prefill(const http::ResponseHead* head, std::string_view bod
 void Exchange::prefill_done() {
     Engine& engine = *prefill_.engine;
     auto ended = [&](Prefill how) { ++engine.counts.prefills[static_cast<size_t>(how)]; };
-    if (prefill_status_ < 200 || prefill_status_ >= 300) {
-        ended(prefill_status_ < 500 ? Prefill::kRefused : Prefill::kFailed);
-        why_ = "engine " + engine.settings.name + " answered " + std::to_string(prefill_status_) +
-               " to the prefill";
-        if (blames_request(prefill_status_) && state_ == State::kPrefilling) {
-            prefill_.leave(Verdict::kGood);
-            Page page;
-            page.status = prefill_status_;
-            page.content_type = prefill_type_;
-            page.body = prefill_answer_;
-            page.headers.emplace_back("X-Moonpool-Engine", engine.settings.name);
-            ++engine.counts.answers[4];
-            observation_.status = static_cast<uint16_t>(prefill_status_);
-            observe(Outcome::kAnswered);
-            return client_->answer_page(page);
-        }
-        return prefill_failed(verdict_on_status(prefill_status_), !blames_request(prefill_status_));
+    int status = one_shot() ? status_of_answer(prefill_status_, prefill_answer_) : prefill_status_;
+    if (status < 200 || status >= 300) {
+        ended(status < 500 ? Prefill::kRefused : Prefill::kFailed);
+        why_ = "engine " + engine.settings.name + " answered " + std::to_string(status) + " to the prefill";
+        bool waited_for = state_ == State::kPrefilling || (one_shot() && !answer_.answered);
+        if (blames_request(status) && waited_for) return answer_with_refusal();
+        return prefill_failed(verdict_on_status(status), !blames_request(status));
     }
     observation_.prefill_done = relay_.now;
     engine.counts.prefill.observe(relay_.now - observation_.sent_prefill);
+    if (one_shot()) {
+        Usage usage;
+        if (find_any_usage(*request_, prefill_answer_, usage)) {
+            observation_.prefill_cached_tokens = usage.cached;
+        }
+        reached(Stage::kPrefilled);
+        prefill_.leave(Verdict::kGood);
+        ended(Prefill::kHandedOver);
+        return merging_ ? hand_on_merged() : void();
+    }
     auto& scanned = relay_.scratch_object;
     bool whole = scanned.scan(prefill_answer_);
     const json::Member* usage = whole ? scanned.find("usage") : nullptr;
@@ -263,9 +289,28 @@ void Exchange::prefill_done() {
     }
     ended(Prefill::kHandedOver);
     not_tried(engine);
-    hand_over(parameters->value);
+    const json::Edit edit{json::Edit::kSet, kParameters, parameters->value};
+    hand_over(std::span(&edit, 1));
     if (prefill_answer_.capacity() > kSmallBytes) prefill_answer_ = std::string();
 }
+
+// What the prefill engine says against the request is the answer.
+void Exchange::answer_with_refusal() {
+    Engine& engine = *prefill_.engine;
+    prefill_.leave(Verdict::kGood);
+    answer_.leave(Verdict::kNone);
+    Page page;
+    page.status = prefill_status_;
+    page.content_type = prefill_type_;
+    page.body = prefill_answer_;
+    page.headers.emplace_back("X-Moonpool-Engine", engine.settings.name);
+    ++engine.counts.answers[static_cast<size_t>(prefill_status_ / 100)];
+    observation_.status = static_cast<uint16_t>(prefill_status_);
+    observe(Outcome::kAnswered);
+    client_->answer_page(page);
+}
+
+bool Exchange::again_allowed() const { return observation_.attempts <= relay_.settings.limits.retries_max; }
 
 // Ask again with the rest. When all attempts are used up, or a prefill elsewhere would end no better, the
 // engine of the plan computes the prompt.
@@ -280,7 +325,7 @@ void Exchange::prefill_failed(Verdict verdict, bool elsewhere) {
         }
         observation_.handed_over = 0;
     }
-    if (elsewhere && observation_.attempts <= relay_.settings.limits.retries_max) {
+    if (elsewhere && again_allowed()) {
         ++engine.counts.retries;
         return ask();
     }
@@ -288,15 +333,18 @@ void Exchange::prefill_failed(Verdict verdict, bool elsewhere) {
 }
 
 void Exchange::hand_on(const http::ResponseHead* head, std::string_view body, bool complete) {
+    if (one_shot() && met_nobody(head, body)) return ask_another_pair();
     engine_bytes_ += body.size();
     if (head != nullptr) {
         start_answer(*head);
         head_waits_ = true;
-        if (plan_.concurrent && body.empty() && !complete) {
+        merging_ = is_to_be_merged(*head);
+        if (at_once() && !merging_ && body.empty() && !complete) {
             answer_.answered = false;
             return;
         }
     }
+    if (merging_) return hold(body, complete);
     answer_.answered = true;
     read_usage(body);
     if (taking_chunks_off_) {
@@ -321,6 +369,101 @@ void Exchange::hand_on(const http::ResponseHead* head, std::string_view body, bo
     } else if (!text.empty() || !body.empty()) {
         client_->write(text, body);
     }
+}
+
+// An error of the decode engine's while the prefill engine is at work: what it waited for did not come.
+bool Exchange::met_nobody(const http::ResponseHead* head, std::string_view body) const {
+    if (prefill_.engine == nullptr || observation_.first_byte != 0 || !again_allowed()) return false;
+    int status = head != nullptr ? head->status : status_;
+    size_t event = status == 200 ? body.find("data:") : std::string_view::npos;
+    if (event != std::string_view::npos) status = status_of_answer(status, body.substr(event));
+    return status >= 500;
+}
+
+void Exchange::ask_another_pair() {
+    Engine& engine = *answer_.engine;
+    why_ = "engine " + engine.settings.name + " failed to take over from " + prefill_.engine->settings.name;
+    ++prefill_.engine->counts.retries;
+    ++prefill_.engine->counts.prefills[static_cast<size_t>(Prefill::kFailed)];
+    not_tried(engine);
+    answer_.leave(Verdict::kNone);
+    prefill_.leave(Verdict::kNone);
+    observation_.handed_over = 0;
+    ask();
+}
+
+bool Exchange::is_to_be_merged(const http::ResponseHead& head) {
+    if (!one_shot() || head.status != 200 || !request_->wants_prompt_logprobs()) return false;
+    const http::Field* type = http::find_field(head.fields, "content-type");
+    merging_events_ = type != nullptr && type->value.starts_with(kEventStream);
+    held_.clear();
+    held_whole_ = false;
+    unchunked_ = http::BodyReader(head.framing, head.content_length);
+    return !merging_events_ || head.framing != http::Framing::kLength;  // the length is promised
+}
+
+// Nothing goes to the client before prefill has answered, which SGLang's does when decode begins.
+void Exchange::hold(std::string_view body, bool complete) {
+    answer_.answered = observation_.first_byte != 0;
+    read_usage(body);
+    while (!body.empty()) {
+        auto piece = unchunked_.take(body);
+        held_.append(piece.content);
+        body.remove_prefix(piece.taken);
+        if (piece.taken == 0) break;
+    }
+    held_whole_ = complete;
+    if (held_.size() > relay_.settings.limits.prefill_answer_bytes_max) {
+        return answer_.failed(Reason::kBadAnswer,
+                              "sent an answer with logprobs that is larger than the limit");
+    }
+    if (prefill_.engine == nullptr) hand_on_merged();
+}
+
+void Exchange::hand_on_merged() {
+    if (merging_events_) return hand_on_merged_events();
+    if (!held_whole_) return;
+    Page page;
+    page.status = status_;
+    page.body = with_prompt_logprobs(held_, prefill_answer_);
+    page.headers.emplace_back("X-Moonpool-Engine", answer_.engine->settings.name);
+    page.headers.insert(page.headers.end(), plan_.headers.begin(), plan_.headers.end());
+    answer_.answered = true;
+    body_bytes_ = page.body.size();
+    begun();
+    finish();
+    held_ = prefill_answer_ = std::string();
+    client_->answer_page(page);
+}
+
+void Exchange::hand_on_merged_events() {
+    std::string out = head_waits_ ? head_text_ : std::string();
+    std::string_view left = held_;
+    auto put = [&](const std::string& text) {
+        char size[24];
+        std::snprintf(size, sizeof(size), "%zx\r\n", text.size());
+        if (chunked_) out += size;
+        out += text;
+        if (chunked_) out += "\r\n";
+        body_bytes_ += text.size();
+    };
+    bool any = held_whole_;
+    for (auto event = next_event(left); !event.empty(); event = next_event(left)) {
+        put("data: " + with_prompt_logprobs(event, prefill_answer_) + "\n\n");
+        any = true;
+    }
+    if (!any) return;
+    held_.erase(0, held_.size() - left.size());
+    head_waits_ = false;
+    answer_.answered = true;
+    if (observation_.first_byte == 0) begun();
+    if (!held_whole_) return client_->write(out, {});
+    if (!held_.empty()) put(held_);  // no event: it goes on as it came
+    if (chunked_) out += "0\r\n\r\n";
+    finish();
+    held_ = prefill_answer_ = std::string();
+    client_->write(out, {});
+    client_->exchange_finished(close_);
 }
 
 // The first byte of the body: engines send the head of a stream before they have computed anything.
@@ -356,7 +499,7 @@ void Exchange::start_answer(const http::ResponseHead& head) {
 
 void Exchange::read_usage(std::string_view body) {
     Usage usage;
-    if (!find_usage(body, usage)) return;
+    if (!find_any_usage(*request_, body, usage)) return;
     observation_.prompt_tokens = usage.prompt;
     observation_.completion_tokens = usage.completion;
     if (usage.cached >= 0) observation_.cached_tokens = usage.cached;
@@ -399,7 +542,7 @@ void Exchange::leg_lacks(const char* why) {
 void Exchange::answer_failed(Reason reason, const std::string&) {
     Engine& engine = *answer_.engine;
     if (answer_.answered) {
-        bool between = answer_.between_events();
+        bool between = merging_ || answer_.between_events();
         ++engine.counts.answers[static_cast<size_t>(std::min(status_ / 100, 5))];
         engine.counts.relayed_bytes += engine_bytes_;
         answer_.leave(Verdict::kBad);
@@ -411,10 +554,9 @@ void Exchange::answer_failed(Reason reason, const std::string&) {
     }
     answer_.leave(Verdict::kBad);
     prefill_.leave(Verdict::kNone);
-    if (plan_.concurrent && plan_.prefill >= 0)
-        not_tried(*relay_.engines[static_cast<size_t>(plan_.prefill)]);
+    if (at_once()) not_tried(*relay_.engines[static_cast<size_t>(plan_.prefill)]);
     // A first byte that never came is not tried elsewhere: it took long enough.
-    if (reason != Reason::kFirstByte && observation_.attempts <= relay_.settings.limits.retries_max) {
+    if (reason != Reason::kFirstByte && again_allowed()) {
         ++engine.counts.retries;
         observation_.handed_over = 0;
         return ask();

@@ -9,6 +9,10 @@
 //
 // When both engines are asked at once, the decode engine sends the head of a stream long before it has
 // anything to say. The head waits here, so that until the first byte of the body everything can still change.
+//
+// In the one-shot form (SGLang's) the decode engine can do nothing without the prefill engine: where other
+// forms have it compute the prompt, another pair is asked. A prefill engine's refusal is the client's answer;
+// an error of the decode engine's is, unless it came before the prefill engine has answered.
 #pragma once
 
 #include <memory>
@@ -41,7 +45,7 @@ class Exchange {
     void pause();        // the client reads too slowly
     void resume();
     void sweep(double now);
-    void release() { request_.reset(); }  // after its turn: nothing of the request is held any more
+    void release();  // after its turn: nothing of the request is held any more
     bool over() const { return state_ == State::kOver; }
     bool answering() const { return answer_.answered; }
 
@@ -62,15 +66,24 @@ class Exchange {
     void ask();
     void follow(const Plan& plan);
     void send_answer_leg(Engine& engine, std::span<const std::string_view> body);
-    void send_prefill_leg(Engine& engine, std::string_view parameters);
+    void send_prefill_leg(Engine& engine, std::span<const json::Edit> edits);
     void answer_alone();
     void not_tried(const Engine& engine);
     void take_prefill(const http::ResponseHead* head, std::string_view body, bool complete);
     void prefill_done();
     void prefill_failed(Verdict verdict, bool elsewhere);
-    void hand_over(std::string_view parameters);
+    void answer_with_refusal();
+    void hand_over(std::span<const json::Edit> edits);
+    bool one_shot() const { return plan_.prefill >= 0 && plan_.form == Form::kOneShot; }
+    bool at_once() const { return plan_.prefill >= 0 && plan_.form != Form::kTwoStep; }
     void start_answer(const http::ResponseHead& head);
     void hand_on(const http::ResponseHead* head, std::string_view body, bool complete);
+    bool met_nobody(const http::ResponseHead* head, std::string_view body) const;
+    void ask_another_pair();
+    bool is_to_be_merged(const http::ResponseHead& head);
+    void hold(std::string_view body, bool complete);
+    void hand_on_merged();
+    void hand_on_merged_events();
     void finish();
     void answer_failed(Reason reason, const std::string& why);
     void refuse(http::Refusal refusal, Outcome outcome);
@@ -102,6 +115,9 @@ class Exchange {
     bool chunked_ = false;  // the client gets chunks
     bool taking_chunks_off_ = false;
     bool head_waits_ = false;  // the answer's head goes out with the first byte of its body
+    // Of an answer into which prefill's logprobs are merged: what has come and did not go out.
+    bool merging_ = false, merging_events_ = false, held_whole_ = false;
+    std::string held_;
     http::BodyReader unchunked_;
     std::string head_text_, content_;
     uint64_t body_bytes_ = 0, engine_bytes_ = 0;

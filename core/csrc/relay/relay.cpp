@@ -135,6 +135,10 @@ void Relay::engine_models(size_t place, std::optional<std::vector<std::string>> 
     });
 }
 
+void Relay::engine_role(size_t place, Role role) {
+    post([this, place, role] { engines[place]->role = role; });
+}
+
 void Relay::resume(uint64_t request, Decision decision) {
     post([this, request, decision = std::move(decision)]() mutable {
         auto it = later_.find(request);
@@ -480,11 +484,11 @@ bool Relay::candidates(Request& request, const std::vector<uint16_t>& tried, std
         auto place = static_cast<uint16_t>(engine->place);
         if (std::find(tried.begin(), tried.end(), place) != tried.end()) continue;
         out.push_back(place);
-        if (engine->breaker.allows(now)) works[static_cast<size_t>(engine->settings.role)] = true;
+        if (engine->breaker.allows(now)) works[static_cast<size_t>(engine->role)] = true;
     }
     std::erase_if(out, [&](uint16_t place) {
         const Engine& engine = *engines[place];
-        return works[static_cast<size_t>(engine.settings.role)] && !engine.breaker.allows(now);
+        return works[static_cast<size_t>(engine.role)] && !engine.breaker.allows(now);
     });
     return known;
 }

@@ -8,6 +8,12 @@ namespace {
 
 constexpr size_t kKeptBytesMax = 16 << 10;
 
+// The first character of an array's first element; 0: it has none.
+char first_in(const json::Member& array) {
+    size_t first = array.value.find_first_not_of(" \t\r\n", 1);
+    return first == std::string_view::npos || array.value[first] == ']' ? 0 : array.value[first];
+}
+
 void empty(std::string& text) {
     text.clear();
     if (text.capacity() > kKeptBytesMax) text.shrink_to_fit();
@@ -19,6 +25,7 @@ Kind kind_of_path(std::string_view path) {
     if (path == "/v1/chat/completions") return Kind::kChat;
     if (path == "/v1/completions") return Kind::kCompletions;
     if (path == "/v1/embeddings") return Kind::kEmbeddings;
+    if (path == "/generate") return Kind::kGenerate;
     return Kind::kOther;
 }
 
@@ -40,6 +47,10 @@ const Request::Facts& Request::facts() {
         const json::Member* most = facts_.object.find(name);
         if (most != nullptr && !facts_.max_tokens) facts_.max_tokens = json::integer_of(*most);
     }
+    if (kind == Kind::kGenerate) {
+        if (auto most = json::find_path(body, {"sampling_params", "max_new_tokens"}))
+            facts_.max_tokens = json::integer_of(*most);
+    }
     return facts_;
 }
 
@@ -48,28 +59,51 @@ bool Request::stream_if_read() {
     return read_ && facts_.stream;
 }
 
+// nullptr: there is none.
+const json::Member* Request::prompt() {
+    if (!facts().is_object) return nullptr;
+    if (kind != Kind::kGenerate) return facts_.object.find("prompt");
+    const json::Member* text = facts_.object.find("text");
+    return text != nullptr && text->kind != json::Kind::kNull ? text : facts_.object.find("input_ids");
+}
+
 std::optional<std::vector<uint32_t>> Request::prompt_tokens() {
-    const json::Member* prompt = facts().object.find("prompt");
+    const json::Member* ids_of = prompt();
     std::vector<uint32_t> ids;
-    if (!facts_.is_object || prompt == nullptr || !json::token_ids_of(*prompt, ids)) return std::nullopt;
+    if (ids_of == nullptr || !json::token_ids_of(*ids_of, ids)) return std::nullopt;
     return ids;
 }
 
 bool Request::has_text() {
-    if (kind != Kind::kChat && kind != Kind::kCompletions) return false;
-    if (!facts().is_object) return false;
-    const json::Member* prompt = facts_.object.find("prompt");
-    if (prompt == nullptr || prompt->kind != json::Kind::kArray) {
-        return kind == Kind::kChat || (prompt != nullptr && prompt->kind == json::Kind::kString);
+    if (kind != Kind::kChat && kind != Kind::kCompletions && kind != Kind::kGenerate) return false;
+    const json::Member* text = prompt();
+    if (!facts_.is_object) return false;
+    if (text == nullptr || text->kind != json::Kind::kArray) {
+        return kind == Kind::kChat || (text != nullptr && text->kind == json::Kind::kString);
     }
-    size_t first = prompt->value.find_first_not_of(" \t\r\n", 1);
-    return first != std::string_view::npos && prompt->value[first] == '"';
+    return first_in(*text) == '"';
 }
 
 std::optional<std::string> Request::prompt_text() {
-    const json::Member* prompt = facts().object.find("prompt");
-    if (!facts_.is_object || prompt == nullptr) return std::nullopt;
-    return json::string_of(*prompt);
+    const json::Member* text = prompt();
+    if (text == nullptr) return std::nullopt;
+    return json::string_of(*text);
+}
+
+std::optional<size_t> Request::prompt_count() {
+    if (kind != Kind::kCompletions && kind != Kind::kGenerate) return std::nullopt;
+    const json::Member* all = prompt();
+    if (all == nullptr || all->kind != json::Kind::kArray) return std::nullopt;
+    if (first_in(*all) != '"' && first_in(*all) != '[') return std::nullopt;  // the ids of one
+    std::vector<std::string_view> each;
+    json::elements_of(all->value, each);
+    return each.size();
+}
+
+bool Request::wants_prompt_logprobs() {
+    if (kind != Kind::kGenerate) return false;
+    const json::Member* wants = facts().object.find("return_logprob");
+    return wants != nullptr && (wants->kind == json::Kind::kTrue || wants->kind == json::Kind::kArray);
 }
 
 void Request::clear() {

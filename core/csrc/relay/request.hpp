@@ -16,7 +16,7 @@
 
 namespace moonpool::relay {
 
-enum class Kind : uint8_t { kChat, kCompletions, kEmbeddings, kOther };
+enum class Kind : uint8_t { kChat, kCompletions, kEmbeddings, kGenerate, kOther };
 
 Kind kind_of_path(std::string_view path);
 
@@ -54,31 +54,45 @@ struct Request {
     // Whether it asks for a stream, as far as somebody has read the body already.
     bool stream_if_read();
 
-    // The ids when "prompt" is one list of them. nullopt: it is not.
+    // The member that has the prompt is "prompt", of SGLang's /generate "text" or "input_ids".
+
+    // The ids when it is one list of them. nullopt: it is not.
     std::optional<std::vector<uint32_t>> prompt_tokens();
     // Whether it is to be answered by a model that reads text: a chat, or a completion of text.
     bool has_text();
-    // When "prompt" is one string, its text (UTF-8, unless the client sent other bytes).
+    // When it is one string, its text (UTF-8, unless the client sent other bytes).
     std::optional<std::string> prompt_text();
+    // How many there are when it is a list of prompts. nullopt: it is one.
+    std::optional<size_t> prompt_count();
+    // Whether it is SGLang's /generate, and asks for the logprobs of the prompt, too.
+    bool wants_prompt_logprobs();
 
     // Ready for another request; keeps small buffers.
     void clear();
 
    private:
+    const json::Member* prompt();
+
     std::mutex mutex_;
     bool read_ = false;
     Facts facts_;
 };
 
+// How a prefill engine (Plan::prefill >= 0) and the one that answers work together; the numbers are those of
+// observations.
+enum class Form : uint8_t {
+    kTwoStep = 1,  // prefill computes the prompt, its kv_transfer_params go to engine
+    kConcurrent,   // both at once, each with the kv_transfer_params given (JSON values)
+    kOneShot,      // both at once with the same body, in which `members` (names, JSON values) are set
+};
+
 // What a policy made of a request. Places count from 0 in the order of the settings.
-//   single:      engine alone.
-//   two steps:   prefill >= 0: it computes the prompt, its kv_transfer_params go to engine.
-//   concurrent:  prefill >= 0 and `concurrent`: both at once, each with the parameters given (JSON values).
 struct Plan {
     int engine = -1;
     int prefill = -1;
-    bool concurrent = false;
+    Form form = Form::kTwoStep;
     std::string prefill_params, engine_params;
+    std::vector<std::pair<std::string, std::string>> members;
     std::vector<std::pair<std::string, std::string>>
         prefill_headers;                                       // for prefill, in place of the client's
     std::vector<std::pair<std::string, std::string>> headers;  // for the client, when it asks for them

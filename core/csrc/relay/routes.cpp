@@ -35,7 +35,7 @@ Route route(std::string_view method, std::string_view path, http::Refusal& refus
         if (method == "GET" && path == "/v1/models") return Route::kModels;
         return post || read ? Route::kRelay : wrong_method(method, path, "GET, HEAD, POST", refusal);
     }
-    if (path == "/tokenize" || path == "/detokenize") {
+    if (path == "/tokenize" || path == "/detokenize" || path == "/generate") {
         return post ? Route::kRelay : wrong_method(method, path, "POST", refusal);
     }
     if (path == "/health" || path == "/metrics" || path == "/engines") {
@@ -43,7 +43,7 @@ Route route(std::string_view method, std::string_view path, http::Refusal& refus
     }
     refusal = {404, "unknown_path",
                "there is no " + shown(path) +
-                   " here; try /v1/, /tokenize, /detokenize, /health, /metrics or /engines"};
+                   " here; try /v1/, /generate, /tokenize, /detokenize, /health, /metrics or /engines"};
     return Route::kRefused;
 }
 

@@ -9,6 +9,10 @@ namespace {
 constexpr size_t kLookedAtBytes = 2048;
 constexpr std::string_view kUsage = "\"usage\"";
 
+std::string_view tail_of(std::string_view body) {
+    return body.size() > kLookedAtBytes ? body.substr(body.size() - kLookedAtBytes) : body;
+}
+
 int32_t number_of(std::string_view object, std::string_view quoted_key) {
     size_t at = object.find(quoted_key);
     if (at == std::string_view::npos) return -1;
@@ -29,8 +33,13 @@ Usage usage_of(std::string_view object) {
             number_of(object, "\"completion_tokens\"")};
 }
 
+bool find_native_usage(std::string_view body, Usage& usage) {
+    usage = usage_of(tail_of(body));
+    return usage.prompt >= 0;
+}
+
 bool find_usage(std::string_view body, Usage& usage) {
-    if (body.size() > kLookedAtBytes) body.remove_prefix(body.size() - kLookedAtBytes);
+    body = tail_of(body);
     size_t at = body.rfind(kUsage);
     if (at == std::string_view::npos) return false;
     std::string_view object = body.substr(at + kUsage.size());

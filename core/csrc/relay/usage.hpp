@@ -17,4 +17,7 @@ Usage usage_of(std::string_view object);
 // what stands before: the figures are hints for a policy, and a text that imitates them misleads nobody else.
 bool find_usage(std::string_view body, Usage& usage);
 
+// The same in what SGLang's /generate answers, where the figures stand in "meta_info".
+bool find_native_usage(std::string_view body, Usage& usage);
+
 }  // namespace moonpool::relay

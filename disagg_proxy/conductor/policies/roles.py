@@ -41,7 +41,7 @@ class Roles:
 
 def is_worth_splitting(request: Request, decode: Instance) -> bool:
     """Whether the part of the prompt that the decode instance lacks is long enough for a hand-over. A prompt
-    of unknown length is."""
-    if not request.tokens:
+    of unknown length is, and any where the instance computes none."""
+    if not request.tokens or not decode.alone:
         return True
     return request.tokens - max(request.own_at(decode), request.pool) >= SPLIT_TOKENS_MIN

@@ -80,3 +80,15 @@ TEST_CASE("values: token ids") {
                               "[null]", "[1,null]", "\"1\"", "1", "{}", "[{}]"})
         CHECK_MESSAGE(ids(other).empty(), other);
 }
+
+TEST_CASE("the elements of an array") {
+    std::vector<std::string_view> out;
+    CHECK(elements_of("[]", out));
+    CHECK(out.empty());
+    CHECK(elements_of(R"([ 1 ,"a,]" , [2,[3]],{"b":[]}  ])", out));
+    CHECK(out == std::vector<std::string_view>{"1", R"("a,]")", "[2,[3]]", R"({"b":[]})"});
+    for (std::string_view text : {"{}", "", "[", "[1", "[x]"}) {
+        CHECK_FALSE(elements_of(text, out));
+        CHECK(out.empty());
+    }
+}

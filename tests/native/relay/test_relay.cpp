@@ -133,7 +133,8 @@ class RandomDecider final : public Decider {
                 case 3:
                     if (all.size() > 1) {
                         decision.plan.prefill = all[1];
-                        decision.plan.concurrent = true;
+                        decision.plan.form = chance_() % 2 ? Form::kConcurrent : Form::kOneShot;
+                        decision.plan.members = {{"bootstrap_room", "7"}};
                         decision.plan.prefill_params = decision.plan.engine_params = "{}";
                     }
                     break;

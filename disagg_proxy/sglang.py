@@ -1,0 +1,85 @@
+"""SGLang's engines: what they say of themselves, and how a prefill and a decode engine of theirs meet.
+
+``GET /server_info`` tells the disaggregation mode, so that roles need not be given, and the port of a prefill
+engine's bootstrap server. Both engines get the same request, in which it says where they meet:
+
+    "bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 4611686018427387904
+
+A room is a number that names one prompt's hand-over. Of a batch of prompts each has its own: then all three
+are lists.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+MODES: Mapping[str, str] = {"prefill": "prefill", "decode": "decode"}  # the role; any other mode: both
+PAGE = "/server_info"
+HEALTH_S = 21.0  # SGLang's /health waits up to 20 s for its scheduler before it says 503
+FIRST_ROOMS = 1 << 62  # so that rooms never reach 2^63
+PROMPTS_MAX = 4096  # of one request: each gets a room
+
+
+class ServerInfo(msgspec.Struct):
+    """The members that are looked at; a page without the first is another engine's."""
+
+    disaggregation_mode: str
+    disaggregation_bootstrap_port: int | None = None
+
+
+_info = msgspec.json.Decoder(ServerInfo)
+
+
+def read_server_info(body: bytes) -> ServerInfo | None:
+    """None: this is no such page."""
+    try:
+        info = _info.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError):  # no JSON, no text, nested without end
+        return None
+    port = info.disaggregation_bootstrap_port
+    return info if port is None or 0 < port < 65536 else None
+
+
+class Rooms:
+    """Numbers that no request had before, of this proxy's or, as good as certainly, of another's. They follow
+    each other, so that SGLang's data-parallel ranks, which may be chosen by the room, have turns. On any
+    thread."""
+
+    def __init__(self, first: int | None = None) -> None:
+        self._numbers = itertools.count(secrets.randbelow(FIRST_ROOMS) if first is None else first)
+
+    def take(self) -> int:
+        return next(self._numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where a prefill engine's bootstrap server is, as decode engines are told."""
+
+    host: str
+    port: int
+
+    def members(self, rooms: Rooms, prompts: int | None) -> tuple[tuple[bytes, bytes], ...]:
+        """What both engines find in the request, as JSON. prompts: how many, where they are a list."""
+        host = b'"%b"' % (f"[{self.host}]" if ":" in self.host else self.host).encode()
+        if prompts is None:
+            values = (host, b"%d" % self.port, b"%d" % rooms.take())
+        else:
+            values = (
+                _array([host] * prompts),
+                _array([b"%d" % self.port] * prompts),
+                _array([b"%d" % rooms.take() for _ in range(prompts)]),
+            )
+        return tuple(zip(_NAMES, values, strict=True))
+
+
+_NAMES = (b"bootstrap_host", b"bootstrap_port", b"bootstrap_room")
+
+
+def _array(values: list[bytes]) -> bytes:
+    return b"[" + b",".join(values) + b"]"

@@ -1,0 +1,94 @@
+// What SGLang's engines answer in the one-shot form, and what of a request it turns on.
+#include <doctest/doctest.h>
+
+#include <memory>
+#include <string>
+
+#include "relay/one_shot.hpp"
+#include "relay/request.hpp"
+#include "relay/usage.hpp"
+
+using namespace moonpool::relay;
+
+namespace {
+
+std::unique_ptr<Request> asking(Kind kind, const char* body) {
+    auto request = std::make_unique<Request>();
+    request->kind = kind;
+    request->body = body;
+    return request;
+}
+
+}  // namespace
+
+TEST_CASE("events are taken off a stream one by one") {
+    std::string_view stream = "data: a\n\ndata:b\n\nx\n\ndata: half";
+    CHECK(next_event(stream) == "a");
+    CHECK(next_event(stream) == "b");
+    CHECK(next_event(stream) == "x");
+    CHECK(next_event(stream) == "");
+    CHECK(stream == "data: half");
+}
+
+TEST_CASE("a stream may say in its first event that it failed") {
+    CHECK(status_of_answer(200, R"({"error":{"code":503}})") == 200);
+    CHECK(status_of_answer(200, "data: {\"error\":{\"code\":503}}\n\n") == 503);
+    CHECK(status_of_answer(200, "data: {\"error\":{\"code\":\"x\"}}\n\n") == 500);
+    CHECK(status_of_answer(200, "data: {\"error\":{\"code\":200}}\n\n") == 500);
+    CHECK(status_of_answer(200, "data: {\"error\":{\"code\":503}}\n") == 200);
+    CHECK(status_of_answer(200, "data: {\"error\":null}\n\n") == 200);
+    CHECK(status_of_answer(200, "data: [DONE]\n\n") == 200);
+    CHECK(status_of_answer(404, "no") == 404);
+}
+
+TEST_CASE("prefill's logprobs go in front of decode's") {
+    auto merged = [](const char* decode, const char* prefill) {
+        return with_prompt_logprobs(decode, prefill);
+    };
+    const char* ours = R"({"meta_info":{"input_token_logprobs":[[1,2]],"input_top_logprobs":null}})";
+    const char* theirs = R"({"meta_info":{"input_token_logprobs":[ ],"a":1,"input_top_logprobs":[]},"b":2})";
+    const char* whole =
+        R"({"b":2,"meta_info":{"a":1,"input_top_logprobs":[],"input_token_logprobs":[[1,2]]}})";
+    CHECK(merged(theirs, ours) == whole);
+    CHECK(merged("[1]", ours) == "[1]");
+    CHECK(merged("[{}]", "[{},{}]") == "[{}]");
+    CHECK(merged("[DONE]", "data: {}\n\n") == "[DONE]");
+    for (const char* odd : {"", "no", "{}", R"({"meta_info":1})", "data: half", "data: {}\n\n", "[]"}) {
+        CHECK(merged(theirs, odd) == theirs);
+        CHECK(merged(odd, ours) == odd);
+    }
+}
+
+TEST_CASE("a native request names its prompt in one of two ways") {
+    auto count = [](Kind kind, const char* body) { return asking(kind, body)->prompt_count(); };
+    CHECK(count(Kind::kGenerate, R"({"text":["a","b"]})") == 2);
+    CHECK(count(Kind::kGenerate, R"({"text":null,"input_ids":[[1],[2],[3]]})") == 3);
+    CHECK(count(Kind::kCompletions, R"({"prompt":[ "a" ]})") == 1);
+    CHECK_FALSE(count(Kind::kCompletions, R"({"text":["a"]})"));
+    CHECK_FALSE(count(Kind::kGenerate, R"({"input_ids":[1,2]})"));
+    CHECK_FALSE(count(Kind::kGenerate, R"({"text":[]})"));
+    CHECK_FALSE(count(Kind::kChat, R"({"prompt":["a"]})"));
+    CHECK_FALSE(count(Kind::kGenerate, "no JSON"));
+
+    auto ids = asking(Kind::kGenerate, R"({"input_ids":[1,2],"sampling_params":{"max_new_tokens":9}})");
+    CHECK(ids->prompt_tokens() == std::vector<uint32_t>{1, 2});
+    CHECK(ids->facts().max_tokens == 9);
+    CHECK_FALSE(ids->has_text());
+    auto text = asking(Kind::kGenerate, R"({"text":"a","return_logprob":true})");
+    CHECK(text->prompt_text() == "a");
+    CHECK(text->has_text());
+    CHECK(text->wants_prompt_logprobs());
+    CHECK_FALSE(asking(Kind::kGenerate, R"({"text":"a","return_logprob":false})")->wants_prompt_logprobs());
+    CHECK_FALSE(asking(Kind::kCompletions, R"({"return_logprob":true})")->wants_prompt_logprobs());
+}
+
+TEST_CASE("a native answer tells its tokens") {
+    Usage usage;
+    CHECK(find_native_usage(
+        R"({"text":"\"prompt_tokens\": 1","meta_info":{"prompt_tokens":7,"completion_tokens":2,"cached_tokens":5}})",
+        usage));
+    CHECK(usage.prompt == 7);
+    CHECK(usage.cached == 5);
+    CHECK(usage.completion == 2);
+    CHECK_FALSE(find_native_usage("{}", usage));
+}
