@@ -73,7 +73,7 @@ def soak(requests: int) -> bool:
     """Whether the proxies held no more in the end. Raises Failed, or RuntimeError for a wrong answer."""
     with ExitStack() as stack:
         bed = Bed(stack, None)
-        plain = Watched("plain", *bed.routers(two_steps=False)["ours"])
+        plain = Watched("plain", *bed.routers("")["ours"])
         aware = Watched("aware", *bed.aware(bed.telling))
         ids = prompts.Ids(random.Random(4))
 

@@ -38,24 +38,27 @@ FIRST_BYTE_MS_MAX = 5.0
 
 @dataclass(frozen=True)
 class Work:
-    """A row. share: the most of vllm-router's CPU that meets the target; less: the part of the requests of a
-    round."""
+    """A row. form: of the hand-over from prefill to decode, "" for none; share: the most of the anchor's CPU
+    that meets the target; less: the part of the requests of a round."""
 
     name: str
     prompt_bytes: int
     stream: bool
-    two_steps: bool
+    form: str
     share: float
     less: int = 1
 
 
 WORKS = (
-    Work("answer in one piece", 2 << 10, False, False, 0.35),
-    Work("answer in one piece", 64 << 10, False, False, 0.35, 4),
-    Work("stream of 64 chunks", 2 << 10, True, False, 0.65, 10),
-    Work("prefill and decode, in one piece", 2 << 10, False, True, 0.5, 2),
-    Work("prefill and decode, in one piece", 64 << 10, False, True, 0.35, 4),
+    Work("answer in one piece", 2 << 10, False, "", 0.35),
+    Work("answer in one piece", 64 << 10, False, "", 0.35, 4),
+    Work("stream of 64 chunks", 2 << 10, True, "", 0.65, 10),
+    Work("prefill and decode, in one piece", 2 << 10, False, "two_step", 0.5, 2),
+    Work("prefill and decode, in one piece", 64 << 10, False, "two_step", 0.35, 4),
+    Work("SGLang's prefill and decode, in one piece", 2 << 10, False, "one_shot", 0.5, 2),
+    Work("SGLang's prefill and decode, in one piece", 64 << 10, False, "one_shot", 0.35, 4),
 )
+ANCHORS = {"": "vllm-router", "two_step": "vllm-router", "one_shot": "sglang-router"}
 AWARE_SHARE, AWARE_LESS = 0.5, 2
 ALONE = 400  # prompts
 Requests = Callable[[int], list[bytes]]
@@ -66,14 +69,9 @@ def measure(venv: Path | None, rounds: int, requests: int) -> list[Row]:
     rows = []
     with ExitStack() as stack:
         bed = Bed(stack, venv)
-        for two_steps in (False, True):
-            routers = bed.routers(two_steps=two_steps)
-            rows += [
-                measure_work(work, routers, rounds, requests // work.less)
-                for work in WORKS
-                if work.two_steps is two_steps
-            ]
-        rows += measure_aware(bed, routers, rounds, requests // AWARE_LESS)
+        routers = {form: bed.routers(form) for form in ANCHORS}
+        rows += [measure_work(work, routers[work.form], rounds, requests // work.less) for work in WORKS]
+        rows += measure_aware(bed, routers["two_step"], rounds, requests // AWARE_LESS)
         rows += measure_first_byte(bed, requests // 4)
     return rows
 
@@ -82,9 +80,9 @@ def measure_work(work: Work, routers: dict[str, tuple[Process, int]], rounds: in
     sent = [prompts.plain(work.prompt_bytes, stream=work.stream)] * count
     loads: dict[str, Requests] = dict.fromkeys(routers, lambda number: sent)
     ours, peers = medians(routers, loads, rounds, stream=work.stream)
-    engines = "2 + 2 engines" if work.two_steps else "2 engines"
+    engines = "2 + 2 engines" if work.form else "2 engines"
     what = f"{work.name} [{count} x {work.prompt_bytes >> 10} KiB, {CLIENTS} clients, {engines}], CPU"
-    return row(what, ours, peers, work.share)
+    return row(what, ours, peers, work.share, ANCHORS[work.form])
 
 
 def measure_aware(bed: Bed, routers: dict[str, tuple[Process, int]], rounds: int, count: int) -> list[Row]:
@@ -137,7 +135,7 @@ def alone_us(texts: prompts.Texts) -> float:
 
 
 def measure_first_byte(bed: Bed, count: int) -> list[Row]:
-    _, port = bed.aware(bed.telling, two_steps=False)
+    _, port = bed.aware(bed.telling, form="")
     ids = prompts.Ids(random.Random(3))
     targets = {"direct": [int(engine.url.rsplit(":", 1)[1]) for engine in bed.telling], "ours": [port]}
     found = uvloop.run(first_byte.measure(targets, lambda: ids.request(stream=True), count, FIRST_BYTE_PER_S))
@@ -182,14 +180,19 @@ def medians(
 
 
 def row(
-    what: str, ours: float, peers: dict[str, float | str], share: float | None, beyond: float = 0.0
+    what: str,
+    ours: float,
+    peers: dict[str, float | str],
+    share: float | None,
+    anchor: str = "vllm-router",
+    beyond: float = 0.0,
 ) -> Row:
-    """share: of vllm-router's CPU; None: no target. beyond: microseconds that do not count for it."""
+    """share: of the anchor's CPU; None: no target. beyond: microseconds that do not count for it."""
     if share is None:
         return Row(what, ours, "us", peers, None, "", None)
-    anchor = peers["vllm-router"]
-    met = ours - beyond <= share * anchor if isinstance(anchor, float) else None
-    target = f"<= {share:g}x vllm-router" + (" beyond the tokeniser" if beyond else "")
+    its = peers[anchor]
+    met = ours - beyond <= share * its if isinstance(its, float) else None
+    target = f"<= {share:g}x {anchor}" + (" beyond the tokeniser" if beyond else "")
     return Row(what, ours, "us", peers, None, target, met)
 
 

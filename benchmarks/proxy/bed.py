@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.processes import Process, free_port
-from benchmarks.proxy.routers import PEERS, PEERS_IN_TWO_STEPS, Engine, command, event_options
+from benchmarks.proxy.routers import PEERS_OF, Engine, command, event_options
 
 ENGINES = 4
 
@@ -26,35 +26,32 @@ class Bed:
         self.quiet = [self._engine() for _ in range(ENGINES)]
         self.telling = [self._engine(tells=True) for _ in range(ENGINES)]
 
-    def routers(self, *, two_steps: bool) -> dict[str, tuple[Process, int]]:
-        """All there are, with round robin: processes and ports."""
-        names = ("ours", *(PEERS_IN_TWO_STEPS if two_steps else PEERS))
-        engines = self.quiet if two_steps else self.quiet[:2]
-        found = {name: self._router(name, engines, two_steps=two_steps) for name in names}
+    def routers(self, form: str) -> dict[str, tuple[Process, int]]:
+        """All there are for this form of hand-over ("": none), with round robin: processes and ports."""
+        engines = self.quiet if form else self.quiet[:2]
+        found = {name: self._router(name, engines, form=form) for name in ("ours", *PEERS_OF[form])}
         return {name: router for name, router in found.items() if router is not None}
 
     def aware(
-        self, engines: list[Engine], *options: str | Path, two_steps: bool = True
+        self, engines: list[Engine], *options: str | Path, form: str = "two_step"
     ) -> tuple[Process, int]:
         """Ours, which chooses by where the prefix lies, from the events of the engines."""
         half = ENGINES // 2
         names = [f"engine-{i}" for i in range(ENGINES)]
-        if two_steps:
+        if form:
             names = [f"{role}-{i}" for role in ("prefill", "decode") for i in range(half)]
         events = event_options(engines, names)
-        router = self._router(
-            "ours", engines, "--policy", "conductor", *events, *options, two_steps=two_steps
-        )
+        router = self._router("ours", engines, "--policy", "conductor", *events, *options, form=form)
         assert router is not None
         return router
 
     def _router(
-        self, name: str, engines: list[Engine], *options: str | Path, two_steps: bool
+        self, name: str, engines: list[Engine], *options: str | Path, form: str
     ) -> tuple[Process, int] | None:
         """None where it is not there. options: for ours."""
         port = free_port()
         options = options or ("--policy", "round_robin")
-        words = command(name, port, engines, self._venv, self.folder, two_steps=two_steps, options=options)
+        words = command(name, port, engines, self._venv, self.folder, form=form, options=options)
         return None if words is None else (self._start(words, port, f"{name}-{port}"), port)
 
     def _engine(self, *, tells: bool = False) -> Engine:

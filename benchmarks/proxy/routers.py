@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.processes import free_port
 
 PEERS = ("vllm-router", "sglang-router", "nginx", "haproxy")
-PEERS_IN_TWO_STEPS = ("vllm-router",)
+PEERS_OF = {"": PEERS, "two_step": ("vllm-router",), "one_shot": ("sglang-router",)}
 NGINX = """
 worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log {folder}/nginx.err;
 events {{ worker_connections 1024; }}
@@ -63,16 +63,17 @@ def command(
     venv: Path | None,
     folder: Path,
     *,
-    two_steps: bool,
+    form: str,
     options: tuple[str | Path, ...],
 ) -> list[str | Path] | None:
-    """How a router is started in front of these engines; None where it is not there. In two steps the first
-    half of the engines prefills. options: of ours."""
+    """How a router is started in front of these engines; None where it is not there. form: of the hand-over
+    from the first half of the engines to the others; "": each does all. options: of ours."""
     urls = [engine.url for engine in engines]
     half = len(urls) // 2
     roles = [("--prefill", url) for url in urls[:half]] + [("--decode", url) for url in urls[half:]]
     if name == "ours":
-        ours = [word for pair in roles for word in pair] if two_steps else []
+        ours = [word for pair in roles for word in pair] if form else []
+        ours = [*ours, "--handover", form] if form == "one_shot" else ours
         ours = ours or [word for url in urls for word in ("--engine", url)]
         return [sys.executable, "-m", "moonpool", "proxy", "--port", str(port), *ours, *options]
     if name in ("nginx", "haproxy"):
@@ -82,8 +83,12 @@ def command(
     words: list[str | Path] = [venv / "bin" / name, *(["launch"] if name == "sglang-router" else [])]
     words += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
     words += ["--policy", "round_robin"]
-    if two_steps:
+    if form == "two_step":
         return [*words, "--vllm-pd-disaggregation", *(word for pair in roles for word in pair)]
+    if form == "one_shot":
+        ports = {"--prefill": ("8998",)}  # nobody is there: the engines do not look
+        pairs = [word for option, url in roles for word in (option, url, *ports.get(option, ()))]
+        return [*words, "--pd-disaggregation", *pairs]
     return [*words, "--worker-urls", *urls]
 
 

@@ -18,7 +18,7 @@ from moonpool.disagg_proxy import health
 from moonpool.disagg_proxy.dispatcher import PROMPTS_MAX
 from moonpool.disagg_proxy.mock_engine.server import MockEngine
 from moonpool.disagg_proxy.mock_engine.settings import MockSettings
-from moonpool.disagg_proxy.settings import EngineSpec, HealthChecks, Limits
+from moonpool.disagg_proxy.settings import Deadlines, EngineSpec, HealthChecks, Limits
 from moonpool.disagg_proxy.sglang import Meeting, Rooms, read_server_info
 
 from .harness import Answer, Bed, Behaviour, Exchange, bed, with_deadline
@@ -74,7 +74,7 @@ def rooms_of(exchange: Exchange) -> Any:
 @with_deadline
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/generate"])
 async def test_both_get_the_same_request_at_once(path: str) -> None:
-    async with pair() as b:
+    async with pair(deadlines=Deadlines(linger_s=0.05)) as b:
         b.engines[0].behave = never  # decode's answer waits for none of prefill's
         answer = await b.ask("POST", path, BODY, "X-Request-Id: one\r\n")
         assert answer.body == b'{"engine":"engine-1"}'
@@ -86,6 +86,24 @@ async def test_both_get_the_same_request_at_once(path: str) -> None:
         assert (p.target, p.headers["x-request-id"]) == (path, "one")
         await p.gone.wait()  # nothing is left of it
         assert b.metric("moonpool_proxy_prefills_total", engine="engine-0", outcome="overtaken") == 1
+
+
+@with_deadline
+async def test_prefills_late_answer_leaves_its_connection_as_it_was() -> None:
+    async with pair() as b:
+        prefill, decode = b.engines
+
+        async def late(exchange: Exchange) -> None:
+            await turned(lambda: b.proxy.relay.in_flight(0) == 0)  # the client has its answer
+            await stream(exchange)
+
+        prefill.behave = late
+        for _ in range(3):
+            assert (await b.ask("POST", CHAT, BODY)).status == 200
+            await turned(lambda: b.metric("moonpool_proxy_upstream_connections", engine="engine-0") == 1)
+            while not b.proxy.relay.counters()["engines"][0]["idle"]:
+                await asyncio.sleep(0)
+        assert (prefill.connections, decode.connections) == (1, 1)
 
 
 @with_deadline

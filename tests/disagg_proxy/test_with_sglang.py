@@ -1,10 +1,11 @@
-"""The proxy in front of a real prefill and a real decode server of SGLang: it finds out what they are, asks both
-at once, and its answers are those of Hugging Face for the same weights. The model is in float32, so that they
-are the same to the last token.
+"""The proxy in front of a real prefill and a real decode server of SGLang: it finds out what they are, asks
+both at once, and its answers are those of Hugging Face for the same weights. The model is in float32, so that
+they are the same to the last token.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -13,17 +14,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.connectors.sglang.transfer.installed import install
+from tests.connectors.sglang.transfer.pair import Half
 
 from tests.connectors.sglang import sglang_cpu
 from tests.connectors.sglang.server import PAGE_TOKENS, _free_port, environment
-from tests.connectors.sglang.transfer.installed import install
-from tests.connectors.sglang.transfer.pair import Half
 from tests.disagg_proxy.events.beds import eventually
 from tests.disagg_proxy.test_with_vllm import Address, fetch, metrics, started, text_of, until_ready
 
@@ -36,16 +38,17 @@ REFERENCE = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+count = int(sys.argv[2])
 out = []
 for text in json.load(sys.stdin):
     ids = torch.tensor([list(text.encode())])
     with torch.no_grad():
-        made = model.generate(ids, max_new_tokens=%d, min_new_tokens=%d, do_sample=False, pad_token_id=258)
+        made = model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
         logprobs = model(ids).logits[0].log_softmax(-1)
     told = [float(logprobs[at - 1, ids[0, at]]) for at in range(1, ids.shape[1])]
     out.append((made[0, ids.shape[1] :].tolist(), told))
 json.dump(out, sys.stdout)
-""" % (TOKENS, TOKENS)
+"""
 
 
 class Speaking(Half):
@@ -60,7 +63,11 @@ class Speaking(Half):
             "topic": "kv-events",
         }
         self._command = [flag for flag in self._command if flag != "--skip-tokenizer-init"]
-        self._command += [f"--kv-events-config={json.dumps(events)}", "--served-model-name=tiny", "--dtype=float32"]
+        self._command += [
+            f"--kv-events-config={json.dumps(events)}",
+            "--served-model-name=tiny",
+            "--dtype=float32",
+        ]
         return super()._start()
 
     @property
@@ -88,10 +95,14 @@ class Bed:
         for half in (self.prefill, self.decode):
             eventually(lambda half=half: running(half) == 0, f"{half.log.stem} has no request")
         eventually(
-            lambda: sum(
-                value for (name, _), value in metrics(self.proxy).items() if name == "moonpool_proxy_books_requests"
-            )
-            == 0,
+            lambda: (
+                sum(
+                    value
+                    for (name, _), value in metrics(self.proxy).items()
+                    if name == "moonpool_proxy_books_requests"
+                )
+                == 0
+            ),
             "the books are empty",
         )
 
@@ -119,7 +130,7 @@ def bed() -> Iterator[Bed]:
             halves.append(Speaking(mode, model, place, plugins, place / f"{mode}.log", port))
             stack.callback(halves[-1].close)
         reference = subprocess.run(
-            [python, "-c", REFERENCE, model],
+            [python, "-c", REFERENCE, model, str(TOKENS)],
             input=json.dumps(PROMPTS).encode(),
             env=environment(place),
             stdout=subprocess.PIPE,
@@ -185,7 +196,12 @@ def test_streams(bed: Bed) -> None:
     status, _, content = fetch(bed.proxy, "POST", "/generate", generate(prompt, stream=True))
     events = [line[6:] for line in content.split(b"\n\n") if line.startswith(b"data: {")]
     assert json.loads(events[-1])["output_ids"] == expected
-    chat = {"model": "tiny", "messages": [{"role": "user", "content": prompt}], "max_tokens": 4, "stream": True}
+    chat = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": 4,
+        "stream": True,
+    }
     status, _, content = fetch(bed.proxy, "POST", "/v1/chat/completions", chat)
     assert status == 200
     assert content.endswith(b"data: [DONE]\n\n")
@@ -236,8 +252,6 @@ def test_what_is_predicted_comes_true(bed: Bed) -> None:
 
 def test_clients_that_leave(bed: Bed) -> None:
     """While decode waits, and while it answers."""
-    import http.client
-
     for number in range(6):
         connection = http.client.HTTPConnection(*bed.proxy, timeout=60)
         body = completion(text_of(20 + number, 900), stream=True) | {"max_tokens": 2000}
@@ -251,13 +265,14 @@ def test_clients_that_leave(bed: Bed) -> None:
 
 
 def test_prefill_dies_while_decode_waits(bed: Bed) -> None:
-    """The last test: it is not started again. The client hears of it long before SGLang's decode engine does."""
-    from concurrent.futures import ThreadPoolExecutor
-
+    """The last test: it is not started again. The client hears of it long before SGLang's decode engine
+    does."""
     os.killpg(bed.prefill._process.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as threads:
         asking = threads.submit(fetch, bed.proxy, "POST", "/generate", generate(PROMPTS[3]))
-        eventually(lambda: metrics(bed.proxy)["moonpool_proxy_requests_in_flight", "decode"] == 1, "decode is asked")
+        eventually(
+            lambda: metrics(bed.proxy)["moonpool_proxy_requests_in_flight", "decode"] == 1, "decode is asked"
+        )
         killed_s = time.monotonic()
         os.killpg(bed.prefill._process.pid, signal.SIGKILL)
         status, _, content = asking.result(60)

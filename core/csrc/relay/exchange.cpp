@@ -513,7 +513,8 @@ void Exchange::finish() {
     answer_.leave(verdict_on_status(status_));
     if (prefill_.engine != nullptr) {
         ++prefill_.engine->counts.prefills[static_cast<size_t>(Prefill::kOvertaken)];
-        prefill_.leave(Verdict::kNone);
+        // In one shot prefill has given all it had, and answers, too.
+        one_shot() ? prefill_.leave_drained(Verdict::kNone) : prefill_.leave(Verdict::kNone);
     }
     observe(Outcome::kAnswered);
 }

@@ -133,6 +133,12 @@ void Leg::resume() {
 
 bool Leg::between_events() const { return upstream_ != nullptr && upstream_->between_events(); }
 
+void Leg::leave_drained(Verdict verdict) {
+    if (upstream_ != nullptr) upstream_->drain(*this);
+    upstream_ = nullptr;
+    leave(verdict);
+}
+
 void Leg::leave(Verdict verdict) {
     if (upstream_ != nullptr) upstream_->let_go(*this);
     upstream_ = nullptr;

@@ -33,6 +33,8 @@ class Leg {
 
     void go(Engine& engine);
     void leave(Verdict verdict);
+    // The same, and what the engine still has to say is read and dropped.
+    void leave_drained(Verdict verdict);
     void sweep(double now);
     // The engine has answered no health check since then: give up unless the request made progress.
     void engine_silent(double since);

@@ -272,6 +272,9 @@ void Relay::sweep_engine(Engine& engine) {
     double horizon = now - settings.deadlines.upstream_idle_s;
     while (expired < engine.idle.size() && engine.idle[expired]->idle_since <= horizon) ++expired;
     std::vector<Upstream*> old(engine.idle.begin(), engine.idle.begin() + static_cast<ptrdiff_t>(expired));
+    for (const auto& upstream : engine.open) {
+        if (upstream->drained_until > 0 && now >= upstream->drained_until) old.push_back(upstream.get());
+    }
     for (Upstream* upstream : old) upstream->close();
     if (engine.answered_at == 0 || now - engine.answered_at < settings.deadlines.silent_engine_s) return;
     std::vector<Leg*> legs = engine.legs;

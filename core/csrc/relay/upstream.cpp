@@ -83,7 +83,8 @@ void Upstream::write_more() {
 
 void Upstream::read_some() {
     ssize_t n = ::recv(fd.get(), relay_.scratch.data(), relay_.scratch.size(), 0);
-    if (n > 0 && leg_ != nullptr) return feed({relay_.scratch.data(), static_cast<size_t>(n)});
+    if (n > 0 && (leg_ != nullptr || drained_until > 0))
+        return feed({relay_.scratch.data(), static_cast<size_t>(n)});
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (leg_ == nullptr) return close();  // the engine ended an idle connection, or speaks unasked
     if (n == 0 && headed_ && body_.finish()) return deliver(false, {}, true);
@@ -137,12 +138,13 @@ void Upstream::feed(std::string_view bytes) {
 void Upstream::deliver(bool first, std::string_view body, bool complete) {
     Leg* leg = leg_;
     if (complete) give_back();  // first, so that a pool that is asked next has it
-    leg->received(first ? &parser_.head() : nullptr, body, complete);
+    if (leg != nullptr) leg->received(first ? &parser_.head() : nullptr, body, complete);
 }
 
 void Upstream::give_back() {
     leg_ = nullptr;
     paused_ = false;
+    drained_until = 0;
     if (!parser_.head().keep_alive || unsent_ > 0 ||
         engine_.idle.size() >= relay_.settings.limits.idle_upstreams_max) {
         return close();
@@ -157,13 +159,20 @@ void Upstream::fail_answer(std::string why) {
     Leg* leg = leg_;
     leg_ = nullptr;
     close();
-    leg->failed(Reason::kBadAnswer, std::move(why));
+    if (leg != nullptr) leg->failed(Reason::kBadAnswer, std::move(why));
 }
 
 void Upstream::let_go(Leg& leg) {
     if (leg_ != &leg) return;  // its answer is complete: the connection may be another's by now
     leg_ = nullptr;
     close();
+}
+
+void Upstream::drain(Leg& leg) {
+    if (leg_ != &leg) return;
+    if (connecting_ || unsent_ > 0) return let_go(leg);
+    leg_ = nullptr;
+    drained_until = relay_.now + relay_.settings.deadlines.linger_s;
 }
 
 void Upstream::close() {

@@ -2,7 +2,7 @@
 //
 // Whose it is: the engine's pool while it is idle, a leg's from its start until its answer is complete or the
 // leg lets go. A connection whose leg let go in mid answer is closed at once: that is how an engine learns
-// that nobody waits any more.
+// that nobody waits any more. Or the rest of the answer is read and dropped, for linger_s at most.
 #pragma once
 
 #include <cstddef>
@@ -29,6 +29,8 @@ class Upstream final : public Socket {
     void send(Leg& leg);
     // The leg wants no more: close, whatever the engine is doing.
     void let_go(Leg& leg);
+    // The leg wants no more of an answer that comes anyway.
+    void drain(Leg& leg);
     void close();
     void pause();
     void resume();
@@ -39,6 +41,7 @@ class Upstream final : public Socket {
 
     size_t index = 0;  // among the engine's open ones
     double idle_since = 0;
+    double drained_until = 0;  // 0: it is not being drained
 
    private:
     void finish_connecting();
