@@ -22,7 +22,7 @@ LEARN_EVERY_S = 0.005  # of one model: more samples say nothing new, and would b
 TOLERANCE_TOKENS = 160  # a block of vLLM on a CPU, and a few tokens
 
 _PREFILLED, _BEGUN, _ANSWERED = int(Stage.PREFILLED), int(Stage.BEGUN), int(Outcome.ANSWERED)
-_CONCURRENT = int(Handed.CONCURRENT)  # and behind it ONE_SHOT: both engines are asked at once
+_AT_ONCE = (int(Handed.CONCURRENT), int(Handed.ONE_SHOT))
 
 _log = logging.getLogger("moonpool.proxy")
 
@@ -100,7 +100,7 @@ class Accounts:
             if not observation.stream:
                 return  # the first byte of an answer that comes whole is its end
             self._prefilled(observation, sent, first_s)
-        elif observation.handed_over >= _CONCURRENT and not observation.prefill_done_s:
+        elif observation.handed_over in _AT_ONCE and not observation.prefill_done_s:
             pass  # decode did not wait for its answer: it is still in work
         elif observation.handed_over and observation.prefill_done_s and observation.stream:
             choice.decode.handover_model.observe(sent.asked.tokens, first_s - observation.prefill_done_s)

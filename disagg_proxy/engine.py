@@ -47,7 +47,7 @@ class Engine:
         self.became: Callable[[Engine], None] = lambda engine: None
         self._resolved: tuple[str, int] | None = None
         self._spec = spec
-        self._asks = settings.handover != "two_step"
+        self._asks = settings.handover not in ("two_step", "context_first")
         self.sglang: bool | None = None if self._asks else False
         if settings.handover == "one_shot" and spec.role != "both":
             self._is_sglang(spec.role, None)
@@ -141,7 +141,7 @@ class Engine:
 def bootstrap_of(spec: EngineSpec, settings: ProxySettings) -> Bootstrap | None:
     """The bootstrap page that hand-overs from this engine may be arranged by."""
     place = spec.bootstrap_address
-    if place is None or settings.handover in ("two_step", "one_shot"):
+    if place is None or settings.handover not in ("auto", "concurrent"):
         return None
     if place in settings.shared_bootstraps:
         _log.info(

@@ -3,13 +3,18 @@
     two_step     prefill answers first; what it says of its blocks goes to decode
     concurrent   both are asked at once; they meet under a transfer id, which is made here for each attempt
     one_shot     both are asked at once with the same request, which names a room for them to meet in (SGLang)
+    context_first
+                 prefill answers first; its disaggregated_params and the prompt's ids go to decode
+                 (TensorRT-LLM)
 
 A policy chooses the engines, never the form.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import secrets
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.bootstrap import parameters
-from moonpool.disagg_proxy.conductor.plan import Plan, concurrent, one_shot
+from moonpool.disagg_proxy.conductor.plan import Plan, concurrent, context_first, one_shot
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.metrics import BOUNDS_S, Histogram, buckets
 from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
@@ -40,20 +45,28 @@ _ENDED = int(Stage.ENDED)
 _FORMS = tuple(Handed)
 _TWO_STEP = Handed.TWO_STEP  # an enum's members are slow to look up
 _ONE_SHOT = int(Handed.ONE_SHOT)
+_CONTEXT = b'{"request_type":"context_only","disagg_request_id":%d,"schedule_style":0}'
 
 
 class Handovers:
     """instance: begins each transfer id, so that no other proxy makes the same. ``plan`` may be called on any
     thread; ``observed`` by one at a time."""
 
-    def __init__(self, engines: Sequence[Engine], instance: str = "") -> None:
+    def __init__(self, engines: Sequence[Engine], instance: str = "", *, context_first: bool = False) -> None:
         self.engines = engines
         self.stats: dict[Handed, FormStats] = {form: FormStats() for form in _FORMS if form}
         self._instance = instance or os.urandom(8).hex()
         self._rooms = Rooms()
+        self._context_first = context_first
+        self._contexts = itertools.count(secrets.randbelow(1 << 62))
 
     def plan(self, decode: int, prefill: int, request: ProxyRequest, note: int) -> tuple[Plan, Handed]:
         """The plan for a pair (places), and its form."""
+        if self._context_first:
+            if request.prompt_count() is not None:  # TensorRT-LLM hands over one prompt at a time
+                return Plan(decode, note=note), Handed.NOT
+            number = next(self._contexts)
+            return context_first(prefill, decode, _CONTEXT % number, note=note), Handed.CONTEXT_FIRST
         meeting = self.engines[prefill].meeting
         if meeting is not None:
             if self.engines[decode].alone:  # it would not come
@@ -78,7 +91,7 @@ class Handovers:
         form = _FORMS[seen.handed_over]
         self.stats[form].add(seen)
         bootstrap = self.engines[seen.prefill].bootstrap
-        if form is Handed.ONE_SHOT:
+        if form in (Handed.ONE_SHOT, Handed.CONTEXT_FIRST):
             return
         if bootstrap is not None and (wait_s := wait_of(seen)) is not None:
             at_once = form is Handed.CONCURRENT

@@ -40,6 +40,7 @@ class Handed(IntEnum):
     TWO_STEP = 1
     CONCURRENT = 2
     ONE_SHOT = 3
+    CONTEXT_FIRST = 4
 
 
 class Observation(NamedTuple):

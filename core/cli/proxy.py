@@ -51,7 +51,10 @@ def proxy(
     ] = None,
     handover: Annotated[
         str | None,
-        typer.Option(metavar="FORM", help="From prefill to decode: auto, two_step, concurrent, one_shot."),
+        typer.Option(
+            metavar="FORM",
+            help="From prefill to decode: auto, two_step, concurrent, one_shot, context_first.",
+        ),
     ] = None,
     api_keys_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="API keys of clients, one per line.")

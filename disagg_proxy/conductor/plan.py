@@ -19,7 +19,8 @@ class Plan(NamedTuple):
     prefill:         the place of the engine that computes the prompt before, or None.
     prefill_params:  None: prefill is asked first, and the kv_transfer_params of its answer go to engine.
                      Otherwise both are asked at once, with these kv_transfer_params (JSON)
-    engine_params:   and these.
+    engine_params:   and these. None: prefill is asked first, with prefill_params as its disaggregated_params,
+                     and those of its answer go to engine (TensorRT-LLM).
     members:         both are asked at once with one body: the client's, with these members (name, JSON).
     headers:         for a client that sent X-Moonpool-Decision.
     note:            comes back in the observation of this request (a signed 64-bit number).
@@ -90,6 +91,11 @@ def concurrent(
 ) -> Plan:
     """Both at once; each gets its kv_transfer_params."""
     return Plan(decode, prefill, prefill_params, decode_params, headers, note, prefill_headers)
+
+
+def context_first(prefill: int, decode: int, params: bytes, *, headers: Headers = (), note: int = 0) -> Plan:
+    """prefill computes the prompt; the disaggregated_params of its answer are handed to decode."""
+    return Plan(decode, prefill, params, None, headers, note)
 
 
 def one_shot(prefill: int, decode: int, members: Headers, *, headers: Headers = (), note: int = 0) -> Plan:

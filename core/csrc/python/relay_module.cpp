@@ -136,9 +136,9 @@ Decision decision_of(py::handle value, size_t engines) {
         decision.plan.engine = place(plan[0]);
         if (!plan[1].is_none()) decision.plan.prefill = place(plan[1]);
         if (!plan[2].is_none()) {
-            decision.plan.form = relay::Form::kConcurrent;
+            decision.plan.form = plan[3].is_none() ? relay::Form::kContextFirst : relay::Form::kConcurrent;
             decision.plan.prefill_params = plan[2].cast<std::string>();
-            decision.plan.engine_params = plan[3].cast<std::string>();
+            if (!plan[3].is_none()) decision.plan.engine_params = plan[3].cast<std::string>();
         }
         decision.plan.headers = fields_of(plan[4]);
         decision.plan.note = plan[5].cast<int64_t>();

@@ -8,6 +8,7 @@
 #include "http/head_writer.hpp"
 #include "json/scanner.hpp"
 #include "relay/client.hpp"
+#include "relay/context_first.hpp"
 #include "relay/engine.hpp"
 #include "relay/one_shot.hpp"
 #include "relay/relay.hpp"
@@ -150,6 +151,10 @@ void Exchange::follow(const Plan& plan) {
         state_ = State::kPrefilling;
         return send_prefill_leg(prefill, json::prefill_edits(kPrefillParameters));
     }
+    if (plan.form == Form::kContextFirst) {
+        state_ = State::kPrefilling;
+        return send_prefill_leg(prefill, context_edits(plan_.prefill_params));
+    }
     state_ = State::kAnswering;
     std::vector<json::Edit> edits;
     if (plan_.form == Form::kOneShot) {
@@ -282,6 +287,7 @@ void Exchange::prefill_done() {
     reached(Stage::kPrefilled);
     prefill_.leave(Verdict::kGood);
     if (state_ != State::kPrefilling) return ended(Prefill::kHandedOver);  // concurrent: nobody waits for it
+    if (plan_.form == Form::kContextFirst) return take_context(engine, whole ? &scanned : nullptr);
     const json::Member* parameters = whole ? scanned.find(kParameters) : nullptr;
     if (parameters == nullptr || parameters->kind != json::Kind::kObject) {
         ended(Prefill::kNoParameters);
@@ -292,6 +298,30 @@ void Exchange::prefill_done() {
     const json::Edit edit{json::Edit::kSet, kParameters, parameters->value};
     hand_over(std::span(&edit, 1));
     if (prefill_answer_.capacity() > kSmallBytes) prefill_answer_ = std::string();
+}
+
+// answer: nullptr, it is no JSON.
+void Exchange::take_context(Engine& engine, const json::Object* answer) {
+    std::optional<Context> context = answer == nullptr ? std::nullopt : context_of(*answer);
+    bool got = context.has_value();
+    ++engine.counts.prefills[static_cast<size_t>(got ? Prefill::kHandedOver : Prefill::kNoParameters)];
+    if (!got) return answer_alone();
+    not_tried(engine);
+    if (context->finished) {  // the first token was the last
+        bool stream = request_->facts().stream;
+        ++engine.counts.answers[2];
+        Page page;
+        page.body = stream ? "data: [DONE]\n\n" : context->answer;
+        page.content_type = stream ? kEventStream : "application/json";
+        page.headers.emplace_back("X-Moonpool-Engine", engine.settings.name);
+        observation_.status = 200;
+        observe(Outcome::kAnswered);
+        return client_->answer_page(page);
+    }
+    std::vector<json::Edit> edits{{json::Edit::kSet, kContextMember, context->params}};
+    std::string_view prompt = request_->kind == Kind::kChat ? "prompt_token_ids" : "prompt";
+    if (!context->prompt_ids.empty()) edits.push_back({json::Edit::kSet, prompt, context->prompt_ids});
+    hand_over(edits);
 }
 
 // What the prefill engine says against the request is the answer.

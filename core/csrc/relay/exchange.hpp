@@ -73,9 +73,10 @@ class Exchange {
     void prefill_done();
     void prefill_failed(Verdict verdict, bool elsewhere);
     void answer_with_refusal();
+    void take_context(Engine& engine, const json::Object* answer);
     void hand_over(std::span<const json::Edit> edits);
     bool one_shot() const { return plan_.prefill >= 0 && plan_.form == Form::kOneShot; }
-    bool at_once() const { return plan_.prefill >= 0 && plan_.form != Form::kTwoStep; }
+    bool at_once() const { return one_shot() || (plan_.prefill >= 0 && plan_.form == Form::kConcurrent); }
     void start_answer(const http::ResponseHead& head);
     void hand_on(const http::ResponseHead* head, std::string_view body, bool complete);
     bool met_nobody(const http::ResponseHead* head, std::string_view body) const;

@@ -39,7 +39,8 @@ struct Observation {
     uint8_t outcome = 0;  // Outcome
     uint8_t attempts = 0;
     uint8_t handed_over = 0;  // parameters for a hand-over went to the engine that answered: 1 those of the
-                              // prefill engine's answer, 2 the plan's, 3 the plan's for both
+                              // prefill engine's answer, 2 the plan's, 3 the plan's for both,
+                              // 4 those of the answer, as TensorRT-LLM has them
     uint8_t stream = 0;
     uint8_t stage = 0;    // Stage
     uint8_t sampled = 0;  // somebody wants the trace
