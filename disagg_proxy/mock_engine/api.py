@@ -36,6 +36,13 @@ class Sampling(msgspec.Struct):
     max_new_tokens: int | None = None
 
 
+class DisaggregatedParams(msgspec.Struct):
+    """TensorRT-LLM's; other members are ignored."""
+
+    request_type: str
+    encoded_opaque_state: str = ""
+
+
 class _Body(msgspec.Struct):
     model: str = ""
     messages: list[dict[str, Any]] | None = None
@@ -53,6 +60,8 @@ class _Body(msgspec.Struct):
     bootstrap_host: str = ""
     bootstrap_port: int = 0
     bootstrap_room: int | None = None
+    disaggregated_params: DisaggregatedParams | None = None
+    prompt_token_ids: list[Any] | None = None
 
 
 _body = msgspec.json.Decoder(_Body)
@@ -74,6 +83,7 @@ class Asked:
     native: bool = False
     logprobs: bool = False
     room: tuple[str, int, int] | None = None
+    disaggregated: DisaggregatedParams | None = None
 
 
 def read(path: bytes, body: bytes, answer_tokens: int) -> Asked:
@@ -84,7 +94,7 @@ def read(path: bytes, body: bytes, answer_tokens: int) -> Asked:
         raise BadRequest(f"this body is no request: {error}") from error
     chat, native = path.startswith(b"/v1/chat/"), path == b"/generate"
     limit = asked.max_completion_tokens or asked.max_tokens or answer_tokens
-    prompt = rendered(asked.messages) if chat else asked.prompt
+    prompt = asked.prompt_token_ids or rendered(asked.messages) if chat else asked.prompt
     if native:
         sampling = asked.sampling_params or Sampling()
         limit, prompt = sampling.max_new_tokens or answer_tokens, asked.text or asked.input_ids
@@ -107,6 +117,7 @@ def read(path: bytes, body: bytes, answer_tokens: int) -> Asked:
         native,
         asked.return_logprob,
         None if room is None else (asked.bootstrap_host, asked.bootstrap_port, room),
+        asked.disaggregated_params,
     )
 
 

@@ -15,7 +15,7 @@ import uvloop
 
 from moonpool import _native
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.mock_engine import api, handover, sglang
+from moonpool.disagg_proxy.mock_engine import api, handover, sglang, tensorrt_llm
 from moonpool.disagg_proxy.mock_engine.api import Asked, BadRequest
 from moonpool.disagg_proxy.mock_engine.batch import Batch, Job, State
 from moonpool.disagg_proxy.mock_engine.blocks import Blocks
@@ -104,6 +104,7 @@ class MockEngine:
             asked = api.read(path, body, self.settings.answer_tokens)
             if self.settings.sglang:
                 asked = sglang.arranged(asked, self.settings.sglang, self.rooms)
+            asked = tensorrt_llm.arranged(asked)
         except BadRequest as error:
             self.counts["rooms_reused"] += isinstance(error, sglang.RoomUsed)
             connection.answer(400, api.error(str(error)))
@@ -415,7 +416,10 @@ class Answer:
             self._connection.answer(200, self._native(job.made, last=True))
         else:
             text = "".join(self._words)
-            self._connection.answer(200, api.whole_answer(asked, self._name, text, usage, params))
+            content = api.whole_answer(asked, self._name, text, usage, params)
+            if asked.disaggregated is not None and params is not None:
+                content = tensorrt_llm.context(asked, content)
+            self._connection.answer(200, content)
 
     def _params(self, name: str) -> dict[str, object] | None:
         if self._transfer:
