@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens']
+__all__: list[str] = ['Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -158,6 +158,22 @@ class LoadAnswer:
     @property
     def ok(self) -> bytes:
         ...
+class FetchAnswer:
+    @property
+    def blocks(self) -> int:
+        ...
+    @property
+    def bytes_loaded(self) -> int:
+        ...
+    @property
+    def error(self) -> str:
+        ...
+    @property
+    def lookup_error(self) -> str:
+        ...
+    @property
+    def ok(self) -> bytes:
+        ...
 class SaveAnswer:
     @property
     def bytes_stored(self) -> int:
@@ -176,7 +192,7 @@ class SaveAnswer:
         ...
 class Worker:
     """
-    Threads that run a client's operations; tickets in, answers out by poll().
+    Threads that run a client's operations; tickets in, answers out by poll(). Without threads the caller's own runs them, inside of submit and without the GIL.
     """
     def __init__(self, client: Client, threads: typing.SupportsInt | typing.SupportsIndex = 1, queue_max: typing.SupportsInt | typing.SupportsIndex = 4096) -> None:
         ...
@@ -185,6 +201,8 @@ class Worker:
     def poll(self) -> list:
         ...
     def release(self, pin_id: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def submit_fetch(self, names: bytes, name_size: typing.SupportsInt | typing.SupportsIndex, width: typing.SupportsInt | typing.SupportsIndex, parts: PartTable, indices: typing.Any, columns: typing.Any) -> int:
         ...
     def submit_get_into(self, keys: typing.Any, buffers: typing.Any, verify: bool = False) -> int:
         ...
