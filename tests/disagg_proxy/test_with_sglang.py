@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.connectors.sglang.transfer.installed import install
-from tests.connectors.sglang.transfer.pair import Half
 
 from tests.connectors.sglang import sglang_cpu
 from tests.connectors.sglang.server import PAGE_TOKENS, _free_port, environment
+from tests.connectors.sglang.transfer.installed import install
+from tests.connectors.sglang.transfer.pair import Half
 from tests.disagg_proxy.events.beds import eventually
 from tests.disagg_proxy.test_with_vllm import Address, fetch, metrics, started, text_of, until_ready
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TINY_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "tiny_model.py"
 TOKENS = 8

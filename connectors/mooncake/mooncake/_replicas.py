@@ -126,9 +126,7 @@ class Replicas(Parts):
         if not result or self._copy_at(name, node.address) is None:
             raise NoNode(f"the node at {node.address} took no copy: {result.reason or 'it is full'}")
 
-    def _run(
-        self, kind: TaskType, operation: str, act: Callable[[], None]
-    ) -> tuple[tuple[int, int], int]:
+    def _run(self, kind: TaskType, operation: str, act: Callable[[], None]) -> tuple[tuple[int, int], int]:
         task = self._new_task(kind)
         try:
             act()

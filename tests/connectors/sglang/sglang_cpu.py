@@ -56,8 +56,9 @@ def platform() -> str:
 def register() -> None:
     """Stands in for what torch and SGLang have on CUDA only."""
     import torch
-    from sglang.srt.mem_cache.pool_host import common, mha, mla
+    from sglang.srt.mem_cache.pool_host import base, common, mha, mla
 
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30  # of 10 GB: others run here, too
     for name in ("empty", "zeros", "ones", "full", "tensor", "empty_like", "zeros_like", "arange"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
