@@ -98,8 +98,8 @@ class ObjectTable {
     // The same, passing over objects in open leases, whose memory would not come back.
     bool evict_for_memory();
 
-    // Frees `bytes` in one piece, whose objects were used the longest ago, where evicting by age has left holes
-    // only. False when pinned or leased memory stands in the way everywhere.
+    // Frees `bytes` in one piece, whose objects were used the longest ago, where evicting by age has left
+    // holes only. False when pinned or leased memory stands in the way everywhere.
     bool evict_window(uint64_t bytes);
 
     bool complete(uint32_t slot) const { return slot < used_ && objects_[slot].state == State::kComplete; }
