@@ -216,10 +216,13 @@ class MoonpoolHiCache(compat.Storage):
                 return stored
             names = memory.names(keys)
             pages, columns = memory.places(keys, host_indices)
+            parents = _parents(memory, names, extra_info)
+            # With pools beside it, a page goes as a whole; heads alone are touched together anyway.
+            group_bytes = DIGEST_BYTES if self._sidecars else 0
             started_s = time.perf_counter()
             answer = lanes.saves.run(
                 lambda w: w.submit_save(
-                    names, BLOCK_NAME_BYTES, _parents(memory, names, extra_info), memory.table, pages, columns
+                    names, BLOCK_NAME_BYTES, parents, memory.table, pages, columns, group_bytes
                 )
             )
             self._tally.add("saved_bytes", answer.bytes_stored)
@@ -270,7 +273,8 @@ class MoonpoolHiCache(compat.Storage):
         def save(lanes: Lanes, sidecar: Sidecar, names: list[bytes], parts: list[Parts]) -> list[bool]:
             # As with the KV: the pool evicts a chain from its end, so what is left of it is a prefix.
             parents = [*(sidecar.names(_last_prefix_key(extra_info)) or [b""]), *names[:-1]]
-            answer = _raised(lanes.saves.run(lambda w: w.submit_put(names, parts, parents)))
+            groups = [name[:DIGEST_BYTES] for name in names]  # the KV's too
+            answer = _raised(lanes.saves.run(lambda w: w.submit_put(names, parts, parents, groups=groups)))
             return [bool(result) for result in put_results(*answer)]
 
         return {transfer.name: self._move("save", transfer, save) for transfer in transfers}

@@ -202,12 +202,13 @@ class PyWorker {
         return submit(op);
     }
 
+    // group_bytes: an object's group has the name with which its own begins; 0: no groups
     uint64_t submit_save(const py::bytes& names, size_t name_size, const py::bytes& parents,
                          std::shared_ptr<PartTable> parts, const py::object& indices,
-                         const py::object& columns) {
+                         const py::object& columns, size_t group_bytes) {
         struct Op : Pending {
             std::string names, parents;
-            size_t name_size;
+            size_t name_size, group_bytes;
             std::shared_ptr<PartTable> parts;
             std::vector<uint32_t> indices;
             std::vector<uint16_t> columns;
@@ -226,7 +227,7 @@ class PyWorker {
                     std::string_view parent = above.empty() ? std::string_view() : above[i];
                     // All zero bytes: the first block of a chain, which has no parent.
                     if (parent.find_first_not_of('\0') == std::string_view::npos) parent = {};
-                    items.push_back({keys[i], parent, sources[i]});
+                    items.push_back({keys[i], parent, sources[i], keys[i].substr(0, group_bytes)});
                 }
                 result = client.put(items, PutOptions{});
             }
@@ -255,6 +256,10 @@ class PyWorker {
         if (!op->parents.empty() && op->parents.size() != op->names.size()) {
             raise(Error{Code::kInvalidArgument, "parents must be empty or as long as names"}, "save", peer_);
         }
+        if (group_bytes > name_size) {
+            raise(Error{Code::kInvalidArgument, "group_bytes are more than a name has"}, "save", peer_);
+        }
+        op->group_bytes = group_bytes;
         take_places(indices, columns, n, op->indices, op->columns);
         op->parts = std::move(parts);
         return submit(op);
@@ -470,7 +475,8 @@ void bind_worker(py::module_& m) {
         .def("submit_fetch", &PyWorker::submit_fetch, py::arg("names"), py::arg("name_size"),
              py::arg("width"), py::arg("parts"), py::arg("indices"), py::arg("columns"))
         .def("submit_save", &PyWorker::submit_save, py::arg("names"), py::arg("name_size"),
-             py::arg("parents"), py::arg("parts"), py::arg("indices"), py::arg("columns"))
+             py::arg("parents"), py::arg("parts"), py::arg("indices"), py::arg("columns"),
+             py::arg("group_bytes") = 0)
         .def("submit_put", &PyWorker::submit_put, py::arg("keys"), py::arg("buffers"),
              py::arg("parents") = py::none(), py::arg("replace") = false, py::arg("ack") = true,
              py::arg("timeout_s") = -1.0, py::arg("replicas") = 1, py::arg("nodes") = py::none(),

@@ -246,6 +246,8 @@ def test_a_worker_without_threads(node: Node) -> None:
     assert worker.poll() == []
     with pytest.raises(InvalidArgument):
         worker.submit_save(b"name" * 2, 4, b"odd", _native.PartTable([[]]), [0, 0], [0, 0])
+    with pytest.raises(InvalidArgument, match="group_bytes"):
+        worker.submit_save(b"name" * 2, 4, b"", _native.PartTable([[]]), [0, 0], [0, 0], group_bytes=5)
     worker.close()
     with pytest.raises(Closed, match="this worker is closed"):
         worker.submit_names("exists", [b"nobody"])

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from moonpool import Store
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.sglang import MoonpoolHiCache, compat
 from moonpool.connectors.sglang.sidecars import pages_of, restorable
-from tests.connectors.sglang.conftest import Make, Node
+from moonpool.core.keys import DIGEST_BYTES
+from tests.connectors.sglang.conftest import TOKEN, Make, Node
 from tests.connectors.sglang.fakes import (
     Engine,
     MambaPoolHost,
@@ -108,6 +111,53 @@ def test_a_pool_that_cannot_be_stored(make: Make, node: Node, caplog: pytest.Log
     required = make(pool, {"require_pool": True})
     with pytest.raises(Refused, match="cannot be addressed"):
         required.register_mem_host_pool_v2(MambaPoolHost(layout="layer_first"), "mamba")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_page_is_evicted_as_a_whole(make: Make, node: Node, seed: int) -> None:
+    """KV and states of two ranks, in a node with room for 16 pages: after every call each page has all of
+    its four objects or none, and they are in one group, whichever of them was used last."""
+    print(f"seed {seed}")
+    node.start(4 << 20)
+    source, ranks, pools = random.Random(seed), [], []
+    for rank in range(2):
+        pool = MHATokenToKVPoolHost(layers=1, tokens=64, heads=1, dim=256)  # 64 KiB a page
+        states = MambaPoolHost()
+        states.temporal = np.zeros((12, 16384), np.float32)  # the same
+        ranks.append(make(pool, tp_rank=rank, tp_size=2))
+        ranks[-1].register_mem_host_pool_v2(states, "mamba")
+        pools.append(pool)
+    pages = list(range(3))
+    chains = [page_keys(len(pages), seed=100 * seed + chain) for chain in range(40)]
+    evicted = False
+    with Store(str(node.socket), token=TOKEN, fingerprint=ranks[0]._mark) as store:
+        for chain, keys in enumerate(chains):
+            for rank, pool in zip(ranks, pools, strict=True):
+                assert all(rank.batch_set_v1(keys, pool.slots(*pages)))
+            for rank in ranks:
+                assert rank.batch_set_v2([Transfer("mamba", keys, pages)]) == {"mamba": [True] * len(pages)}
+            used, one = source.choice(chains[max(0, chain - 4) : chain + 1]), source.randrange(2)
+            if source.random() < 0.5:
+                ranks[one].batch_get_v1(used, pools[one].slots(*pages))
+            else:
+                ranks[one].batch_get_v2([Transfer("mamba", used[-1:], [4])])
+            objects = Counter(entry.key[:DIGEST_BYTES].hex() for entry in store.list())
+            assert set(objects.values()) == {4}, objects
+            evicted = evicted or len(objects) < len(pages) * (chain + 1)
+        descriptions = store.stat([entry.key for entry in store.list()])
+        assert all(each is not None and each.copies[0].grouped for each in descriptions)
+    assert evicted
+
+
+def test_plain_pages_are_in_no_group(make: Make, node: Node) -> None:
+    """It would cost a node more than the objects of one page gain, which are used together."""
+    node.start()
+    pool, keys = MHATokenToKVPoolHost(), page_keys(1)
+    backend = make(pool)
+    assert backend.batch_set_v1(keys, pool.slots(0)) == [True]
+    with Store(str(node.socket), token=TOKEN, fingerprint=backend._mark) as store:
+        found = store.stat([entry.key for entry in store.list()])
+    assert [each.copies[0].grouped for each in found if each is not None] == [False] * 2
 
 
 def drafted(make: Make, states: MambaPoolHost) -> MoonpoolHiCache:
