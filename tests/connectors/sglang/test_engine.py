@@ -20,6 +20,7 @@ from tests.connectors.sglang.bed import (
     prompts,
 )
 from tests.connectors.sglang.server import HERE, PAGE_TOKENS, Server, environment
+from tests.connectors.sglang.transfer.installed import install
 from tests.connectors.vllm.processes import Node
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -82,9 +83,10 @@ def test_sglangs_own_host_pools(bed: Bed, node: Node, sglang_python: str) -> Non
 def test_store_flush_hit_and_what_a_lost_node_does(
     bed: Bed, node: Node, start: StartServer, rng: random.Random
 ) -> None:
-    """The short form: one server."""
+    """The short form: one server, with the backend's short name at start and when it is attached."""
+    install(bed.plugin)
     asked = prompts(rng, 3)
-    server, reference = start("server"), HuggingFace(bed, asked)
+    server, reference = start("server", backend="moonpool"), HuggingFace(bed, asked)
     server.wait()
     early, prompt, last = zip(asked, reference.answers(), strict=True)
 
