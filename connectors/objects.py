@@ -23,15 +23,10 @@ def heads_per_object(kv_heads: int) -> int:
     return max(heads for heads in range(1, limit + 1) if common % heads == 0)
 
 
-def check_heads(local_heads: int, kv_heads: int) -> int:
-    """The heads of one object, when a rank's can be cut into such. Raises Refused."""
-    step = heads_per_object(kv_heads)
-    if local_heads % step:
-        raise Refused(
-            f"this rank has {local_heads} of {kv_heads} KV heads, and objects of {step} heads cannot be cut "
-            f"from them; use a tensor-parallel size up to {TP_SIZE_MAX}"
-        )
-    return step
+def heads_of_objects(local_heads: int, kv_heads: int) -> int:
+    """Heads that one object of a rank holds: heads_per_object(), or the largest part of it that divides what
+    a rank of a larger tensor-parallel size has. Only sizes that cut alike share the names of such objects."""
+    return math.gcd(local_heads, heads_per_object(kv_heads))
 
 
 def first_head(kv_heads: int, local_heads: int, tp_rank: int, tp_size: int) -> int:

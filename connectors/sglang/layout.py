@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moonpool.connectors.objects import ROWS_MAX, Refused, Row, append_row, check_heads
+from moonpool.connectors.objects import ROWS_MAX, Refused, Row, append_row, heads_of_objects
 from moonpool.core.keys import Ranges
 
 # The axes of the tensor between (K, V) and the numbers of one head; a slot is a token counted over all pages.
@@ -97,7 +97,7 @@ def object_ranges(layout: PageLayout, *, kv_heads: int, first_head: int) -> tupl
     Layers are cut only as far as a node's limit of parts demands, wherever the pages lie densest or not: page
     size, heads and the pipeline stage alone say how.
     """
-    step = check_heads(layout.heads, kv_heads)
+    step = heads_of_objects(layout.heads, kv_heads)
     rows_per_layer = step * layout.tokens * len(layout.planes)
     if rows_per_layer > ROWS_MAX:
         raise Refused(

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from moonpool.connectors.objects import ROWS_MAX, Refused, Row, append_row, check_heads
+from moonpool.connectors.objects import ROWS_MAX, Refused, Row, append_row, heads_of_objects
 from moonpool.connectors.vllm.facts import layer_number
 from moonpool.connectors.vllm.pool import Rows
 from moonpool.core.keys import Ranges
@@ -133,7 +133,7 @@ def object_ranges(layout: BlockLayout, *, kv_heads: int, first_head: int) -> tup
     """The objects of a block that this worker holds, in the order group, layers, heads. Raises Refused."""
     ranges = []
     for number, group in enumerate(layout.groups):
-        step = check_heads(group.heads, kv_heads)
+        step = heads_of_objects(group.heads, kv_heads)
         ranges += [
             Ranges(number, head, step, group.first_layer, group.layer_count)
             for head in range(first_head, first_head + group.heads, step)

@@ -7,8 +7,8 @@ import pytest
 from moonpool.connectors.objects import (
     Refused,
     append_row,
-    check_heads,
     first_head,
+    heads_of_objects,
     heads_per_object,
     holds_first_copy,
 )
@@ -35,10 +35,16 @@ def test_replicated_heads_are_saved_once() -> None:
         first_head(8, 3, 0, 2)
 
 
-def test_heads_that_cannot_be_cut() -> None:
-    assert check_heads(8, 32) == heads_per_object(32) == 4
-    with pytest.raises(Refused, match="this rank has 2 of 32 KV heads, and objects of 4 heads cannot"):
-        check_heads(2, 32)
+def test_larger_sizes_cut_smaller_objects() -> None:
+    assert heads_of_objects(8, 32) == heads_per_object(32) == 4
+    assert heads_of_objects(2, 32) == 2
+    assert heads_of_objects(1, 16) == 1
+    for kv_heads in range(1, 129):
+        for size in range(1, kv_heads + 1):
+            if kv_heads % size == 0:
+                heads = heads_of_objects(kv_heads // size, kv_heads)
+                assert (kv_heads // size) % heads == 0
+                assert size > 8 or heads == heads_per_object(kv_heads)
 
 
 def test_neighbours_are_one_row() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from moonpool.connectors.objects import Refused, first_head
 from moonpool.connectors.vllm.layout import (
-    BlockLayout,
     all_rows,
     object_ranges,
     read_layout,
@@ -136,12 +135,6 @@ def test_refusals_are_sentences() -> None:
     assert "whole blocks" in refusal(good, block_tokens=12)
     with pytest.raises(Refused, match="registered no KV cache"):
         read_layout({}, [["layers.0"]], TOKENS)
-    with pytest.raises(Refused, match=r"3 heads|cannot be cut"):
-        object_ranges(
-            BlockLayout(read_layout(caches("LBHNC")[0], [NAMES], TOKENS).groups, TOKENS),
-            kv_heads=64,
-            first_head=0,
-        )
 
 
 def test_too_many_rows_are_refused() -> None:
