@@ -148,6 +148,9 @@ class PrefixAnswer:
     @property
     def pin_id(self) -> int:
         ...
+    @property
+    def why(self) -> str:
+        ...
 class LoadAnswer:
     @property
     def bytes_loaded(self) -> int:
@@ -170,6 +173,9 @@ class FetchAnswer:
         ...
     @property
     def lookup_error(self) -> str:
+        ...
+    @property
+    def lookup_why(self) -> str:
         ...
     @property
     def ok(self) -> bytes:

@@ -25,11 +25,12 @@ namespace moonpool::python {
 
 namespace {
 
+// error: why there is no answer; why: there is one, but not of every node that was to be asked.
 struct PrefixAnswer {
     uint64_t blocks = 0;
     uint64_t pin_id = 0;
     py::bytes holders, descriptors;
-    std::string error;
+    std::string error, why;
 };
 
 struct LoadAnswer {
@@ -38,13 +39,13 @@ struct LoadAnswer {
     std::string error;
 };
 
-// blocks: how many leading ones were found; lookup_error: why it is unknown; error: why others of those that
-// were found were not loaded.
+// blocks: how many leading ones were found; lookup_error: why it is unknown; lookup_why: as PrefixAnswer's;
+// error: why others of those that were found were not loaded.
 struct FetchAnswer {
     uint64_t blocks = 0;
     py::bytes ok;
     uint64_t bytes_loaded = 0;
-    std::string lookup_error, error;
+    std::string lookup_error, lookup_why, error;
 };
 
 struct SaveAnswer {
@@ -110,6 +111,7 @@ class PyWorker {
                     return py::cast(a);
                 }
                 a.blocks = result->blocks;
+                a.why = result->why;
                 Handover handover = Client::hand_over(*result);
                 a.holders = py::bytes(handover.holders);
                 a.descriptors = to_bytes(handover.descriptors);
@@ -171,7 +173,7 @@ class PyWorker {
             std::vector<uint32_t> indices;
             std::vector<uint16_t> columns;
             uint64_t blocks = 0;
-            std::string lookup_error;
+            std::string lookup_error, lookup_why;
             LoadReport report;
             void run(Client& client) override {
                 Result<Prefix> prefix = client.longest_prefix(split(names, name_size), width, true);
@@ -180,6 +182,7 @@ class PyWorker {
                     return;
                 }
                 blocks = prefix->blocks;
+                lookup_why = prefix->why;
                 size_t n = std::min({indices.size(), blocks * size_t{width}, prefix->descriptors.size()});
                 if (n == 0) return;
                 Handover found = Client::hand_over(*prefix);
@@ -188,8 +191,8 @@ class PyWorker {
             }
             py::object answer() override {
                 report.ok.resize(indices.size(), 0);
-                return py::cast(
-                    FetchAnswer{blocks, to_bytes(report.ok), report.bytes, lookup_error, report.error});
+                return py::cast(FetchAnswer{blocks, to_bytes(report.ok), report.bytes, lookup_error,
+                                            lookup_why, report.error});
             }
         };
         auto op = std::make_shared<Op>();
@@ -440,7 +443,8 @@ void bind_worker(py::module_& m) {
         .def_readonly("pin_id", &PrefixAnswer::pin_id)
         .def_readonly("holders", &PrefixAnswer::holders)
         .def_readonly("descriptors", &PrefixAnswer::descriptors)
-        .def_readonly("error", &PrefixAnswer::error);
+        .def_readonly("error", &PrefixAnswer::error)
+        .def_readonly("why", &PrefixAnswer::why);
     py::class_<LoadAnswer>(m, "LoadAnswer")
         .def_readonly("ok", &LoadAnswer::ok)
         .def_readonly("bytes_loaded", &LoadAnswer::bytes_loaded)
@@ -450,6 +454,7 @@ void bind_worker(py::module_& m) {
         .def_readonly("ok", &FetchAnswer::ok)
         .def_readonly("bytes_loaded", &FetchAnswer::bytes_loaded)
         .def_readonly("lookup_error", &FetchAnswer::lookup_error)
+        .def_readonly("lookup_why", &FetchAnswer::lookup_why)
         .def_readonly("error", &FetchAnswer::error);
     py::class_<SaveAnswer>(m, "SaveAnswer")
         .def_readonly("stored", &SaveAnswer::stored)
