@@ -17,13 +17,20 @@ import numpy.typing as npt
 
 from moonpool import _native
 from moonpool.connectors.objects import Refused, first_head, holds_first_copy
-from moonpool.connectors.sglang import compat
-from moonpool.connectors.sglang.identity import draft_revision, identity
+from moonpool.connectors.sglang import compat, updates
+from moonpool.connectors.sglang.identity import draft_revision, identity, serves_lora
 from moonpool.connectors.sglang.layout import PageLayout, object_ranges, read_layout, rows
 from moonpool.connectors.sglang.metrics import Tally
-from moonpool.connectors.sglang.pool import Lanes, Pool
+from moonpool.connectors.sglang.pool import NO_POOL, Lanes, Pool
 from moonpool.connectors.sglang.settings import Settings
-from moonpool.connectors.sglang.sidecars import Parts, Sidecar, is_draft, read_sidecar, restorable
+from moonpool.connectors.sglang.sidecars import (
+    Parts,
+    Sidecar,
+    is_draft,
+    read_sidecar,
+    restorable,
+    tells_its_layers,
+)
 from moonpool.core.errors import ConfigError, Error
 from moonpool.core.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges, fingerprint
 from moonpool.core.store import Store
@@ -106,10 +113,8 @@ class MoonpoolHiCache(compat.Storage):
         super().register_mem_pool_host(mem_pool_host)
         try:
             self._join(mem_pool_host)
-        except (Refused, ConfigError, OSError) as error:
-            if self._settings.require_pool:
-                raise
-            self._log.warning("moonpool: this engine serves without the pool: %s", error)
+        except Exception as error:  # also what a newer SGLang's arguments or memory make of our questions
+            self._leave(error)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """A pool beside the KV. If it cannot be stored, nothing is: half a model is of no use."""
@@ -117,17 +122,44 @@ class MoonpoolHiCache(compat.Storage):
         if name == "kv" or self._memory is None:
             return
         try:
+            if self._config.pp_size > 1 and not tells_its_layers(name):
+                raise Refused(
+                    f"the KV of a model with a pool {name!r} does not tell which of the model's layers a "
+                    f"pipeline stage has; use --pp-size 1"
+                )
             draft = draft_revision(compat.server_args()) if is_draft(name) else ""
             page = compat.first_page(host_pool)
             self._sidecars[name] = read_sidecar(name, host_pool, self._config, page, draft)
-        except (Refused, ConfigError, OSError) as error:
+        except Exception as error:
+            self._leave(error)
+
+    def weights_replaced(self) -> None:
+        """Called by ``updates`` before the engine's weights change. Waits for calls under way."""
+        if self._pool is not None:
+            self._log.warning("moonpool: this engine leaves the pool: %s", updates.SENTENCE)
+        try:
             self.close()
-            if self._settings.require_pool:
-                raise
-            self._log.warning("moonpool: this engine serves without the pool: %s", error)
+        except Exception:  # it is left all the same, and SGLang's scheduler would end
+            self._log.exception("moonpool: an unexpected error while the pool was left")
+
+    def _leave(self, error: Exception) -> None:
+        """Called where ``error`` is handled."""
+        self.close()
+        if self._settings.require_pool:
+            raise error
+        kind = "" if isinstance(error, Refused | Error | OSError) else f"{type(error).__name__}: "
+        self._log.warning("moonpool: this engine serves without the pool: %s%s", kind, error)
 
     def _join(self, host: Any) -> None:
         args = compat.server_args()
+        self._check_keys(args)
+        if (updater := compat.weight_updater()) is None:
+            raise Refused(
+                "this SGLang does not have its weights replaced where moonpool looks for it; use SGLang "
+                "0.5.18 to 0.5.23, or a newer moonpool"
+            )
+        updates.watch(updater)
+        updates.follow(self)
         model = compat.model_config(args)
         self._memory = self._read(host, 1 if self._config.is_mla_model else model.get_total_num_kv_heads())
         mark = self._mark = fingerprint(identity(args, model, host))
@@ -144,11 +176,26 @@ class MoonpoolHiCache(compat.Storage):
             socket,
         )
 
+    def _check_keys(self, args: Any) -> None:
+        if compat.keys_have_namespaces():
+            return
+        if serves_lora(args):
+            raise Refused(
+                "the page keys of this SGLang leave LoRA adapters out, so their KV would be taken for each "
+                "other's; start it without --enable-lora and --lora-paths, or use SGLang 0.5.23"
+            )
+        self._log.info("moonpool: the page keys of this SGLang leave cache_salt and extra_key out")
+
     def _read(self, host: Any, kv_heads: int) -> Memory:
         config = self._config
         if config.attn_cp_size > 1 or getattr(config, "dcp_size", 1) > 1:
             raise Refused("the pool does not know context parallelism yet")
         layout = read_layout(host)
+        if config.pp_rank > 0 and layout.first_layer == 0:
+            raise Refused(
+                f"the KV of pipeline stage {config.pp_rank} says that it begins with the model's first "
+                f"layer, so its pages would have the names of stage 0's; use --pp-size 1"
+            )
         split = (kv_heads, layout.heads, config.tp_rank, config.tp_size)
         first = 0 if config.is_mla_model else first_head(*split)
         ranges = object_ranges(layout, kv_heads=kv_heads, first_head=first)
@@ -164,7 +211,7 @@ class MoonpoolHiCache(compat.Storage):
             names = memory.names(keys)
             answer = lanes.lookups.run(lambda w: w.submit_prefix(names, BLOCK_NAME_BYTES, memory.width))
             lanes.lookups.release(answer.pin_id)
-            self._heard(answer.error)
+            self._heard_lookup(answer.error, answer.why, whole=answer.blocks == len(keys))
             self._tally.add("hit_pages", answer.blocks)
             return int(answer.blocks)
 
@@ -186,7 +233,7 @@ class MoonpoolHiCache(compat.Storage):
             found = lanes.loads.run(
                 lambda w: w.submit_fetch(names, BLOCK_NAME_BYTES, memory.width, memory.table, pages, columns)
             )
-            self._heard(found.lookup_error)
+            self._heard_lookup(found.lookup_error, found.lookup_why, whole=found.blocks == len(keys))
             good = memory.whole(found.ok, len(keys))
             loaded = sum(good)
             if found.blocks:
@@ -230,6 +277,7 @@ class MoonpoolHiCache(compat.Storage):
                 self._refused(len(keys), answer.error)
                 return [False] * len(keys)
             self._heard("")
+            self._refusal = ""
             self._tally.add("saved_pages", len(keys))
             self._observe("backup", len(keys), answer.bytes_stored, time.perf_counter() - started_s)
             return stored
@@ -344,7 +392,7 @@ class MoonpoolHiCache(compat.Storage):
                 fingerprint=self._mark,
             ) as store:
                 removed = store.remove_all()
-        except Error as error:
+        except NO_POOL as error:
             self._log.warning("moonpool: the pool was not cleared (%s)", error)
             return False
         self._log.info("moonpool: %d objects of this model were removed from the pool", removed)
@@ -361,14 +409,19 @@ class MoonpoolHiCache(compat.Storage):
     def _call(self, what: str, call: Callable[[Memory, Lanes], Result], otherwise: Result) -> Result:
         """``call`` with the memory and the lanes, or ``otherwise``: the boundary that no error crosses."""
         memory, pool = self._memory, self._pool
-        lanes = None if pool is None else pool.lanes()
-        if memory is None or lanes is None:
-            self._tally.add("unanswered")
-            return otherwise
+        started_s = time.monotonic()
         try:
-            return call(memory, lanes)
+            lanes = None if pool is None else pool.lanes()
+            if memory is None or pool is None or lanes is None:
+                self._tally.add("unanswered")
+                return otherwise
+            result = call(memory, lanes)
+            pool.ended(time.monotonic() - started_s, answered=what != "save" or result != otherwise)
+            return result
         except Error as error:
             self._heard(str(error))
+            if pool is not None:
+                pool.ended(time.monotonic() - started_s, answered=False)
         except Exception:
             self._tally.add("survived_errors")
             self._log.exception("moonpool: an unexpected error in a %s; the engine goes on without", what)
@@ -377,11 +430,21 @@ class MoonpoolHiCache(compat.Storage):
     def _heard(self, error: str) -> None:
         if error:
             self._tally.add("unanswered")
-        if self._pool is not None:
-            self._pool.heard(error)
+        if (pool := self._pool) is not None:
+            pool.heard(error)
+
+    def _heard_lookup(self, error: str, why: str, *, whole: bool) -> None:
+        """why: who did not answer although there is an answer; whole: it has everything that was asked for,
+        so that perhaps nobody but the own node was asked."""
+        if error or not why:
+            self._heard(error)
+        if why:
+            self._tally.add("partly_answered")
+        if (why or not whole) and not error and (pool := self._pool) is not None:
+            pool.heard_in_part(why)
 
     def _refused(self, pages: int, reason: str) -> None:
-        """Said once for each reason, until something else is the matter: a full pool refuses every call."""
+        """Said once for each reason, until a save succeeds: a full pool refuses every call."""
         self._tally.add("refused_pages", pages)
         if reason != self._refusal:
             self._log.warning("moonpool: not all of %d pages were saved (%s)", pages, reason)

@@ -8,8 +8,11 @@ imported.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 from typing import TYPE_CHECKING, Any
+
+from moonpool.connectors.sglang import updates
 
 if TYPE_CHECKING:
 
@@ -85,6 +88,31 @@ def draft_model_config(args: Any) -> Any:
         model_revision=args.speculative_draft_model_revision,
         is_draft_model=True,
     )
+
+
+def keys_have_namespaces() -> bool:
+    """Whether SGLang's page keys tell LoRA adapters and cache salts apart. 0.5.18's are of tokens alone."""
+    try:
+        from sglang.srt.mem_cache import utils
+    except ModuleNotFoundError:
+        return True  # unit tests: the stand-ins follow the newest version
+    return hasattr(utils, "storage_namespace_seed")
+
+
+def weight_updater() -> type | None:
+    """The class that replaces a running model's weights; None where SGLang has none of that name."""
+    try:
+        module = importlib.import_module(updates.MODULE)
+    except ImportError:
+        return None
+    return getattr(module, updates.CLASS, None)
+
+
+def hub_folder(name: str) -> str:
+    """Where the hub's model ``name`` lies on this host. Raises when it does not."""
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(name, local_files_only=True))
 
 
 def logger(name: str) -> logging.Logger:

@@ -2,37 +2,106 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from moonpool.connectors.identity import identity_of, is_dummy, stored_dtype, weights_revision
+from moonpool.connectors.objects import Refused
 from moonpool.connectors.sglang import compat
-from moonpool.core.keys import Json
+from moonpool.connectors.weights import weights_digest
+from moonpool.core.errors import ConfigError
+from moonpool.core.keys import Json, digest_of
+
+# Those that make a model of the files at its path, and of nothing else.
+LOAD_FORMATS = frozenset(
+    (
+        *("auto", "pt", "safetensors", "fastsafetensors", "instanttensor", "npcache", "dummy", "layered"),
+        *("sharded_state", "presharded", "gguf", "expert_pack", "bitsandbytes", "mistral", "runai_streamer"),
+    )
+)
 
 
 def identity(args: Any, model: Any, pool: Any) -> dict[str, Json]:
     """The fields of the fingerprint. args: SGLang's ServerArgs; model: its ModelConfig; pool: the host pool.
 
-    Raises ConfigError when it cannot be told which weights the engine serves.
+    Raises ConfigError or Refused when it cannot be told which weights the engine serves.
     """
     form = ["sglang", "mla" if type(pool).__name__.startswith("MLA") else "k,v"]
     if tag := getattr(pool, "storage_format_tag", None):
         form.append(str(tag))
     if getattr(pool, "target_layer_num", pool.layer_num) != pool.layer_num:  # the last are a draft model's
         form.append(f"draft {draft_revision(args)}")
+    kv_dtype = stored_dtype(getattr(args, "kv_cache_dtype", None), pool.dtype)
+    if scales := getattr(args, "quantization_param_path", None):
+        kv_dtype += f" scales {hashlib.sha256(Path(scales).read_bytes()).hexdigest()}"
+    quantisation = getattr(model, "quantization", None)
+    if torchao := getattr(args, "torchao_config", None):
+        quantisation = f"{quantisation} torchao {torchao}"
+    weights = revision(args, model)
+    if serves_lora(args) and (adapters := adapter_digests(args)):
+        weights += f" adapters {digest_of(adapters)}"
     return identity_of(
         model,
-        quantisation=getattr(model, "quantization", None),
-        revision=revision(args, model),
-        kv_dtype=stored_dtype(getattr(args, "kv_cache_dtype", None), pool.dtype),
+        quantisation=quantisation,
+        revision=weights,
+        kv_dtype=kv_dtype,
         block_tokens=int(pool.page_size),
         form=" ".join(form),
     )
 
 
+def serves_lora(args: Any) -> bool:
+    """Whether requests may name an adapter: --enable-lora, which --lora-paths stands for too."""
+    enabled = getattr(args, "enable_lora", None)
+    return bool(getattr(args, "lora_paths", None)) if enabled is None else bool(enabled)
+
+
+def adapter_digests(args: Any) -> dict[str, Json]:
+    """What lies at the paths of the adapters that are given at start, by name: SGLang's page keys tell these
+    by name and path only. (Those that are loaded later have a random name.) Raises ConfigError, OSError."""
+    digests: dict[str, Json] = {}
+    for name, path in _adapters(getattr(args, "lora_paths", None) or ()):
+        try:
+            folder = Path(path) if Path(path).exists() else Path(compat.hub_folder(path))
+        except Exception as error:  # whatever the hub's client thinks of it
+            raise ConfigError(
+                f"cannot tell which weights the adapter {path!r} stands for ({error}); download it and give "
+                f"the path",
+                operation="fingerprint",
+                key="lora_paths",
+            ) from error
+        settings = folder / "adapter_config.json"
+        scaling = hashlib.sha256(settings.read_bytes() if settings.exists() else b"").hexdigest()
+        digests[f"{name}={path}"] = [weights_digest(folder), scaling]
+    return digests
+
+
+def _adapters(given: Any) -> Iterator[tuple[str, str]]:
+    """(name, path) of each, in any form that ServerArgs has them before and after it is resolved."""
+    if isinstance(given, Mapping):
+        given = [f"{name}={path}" if isinstance(path, str) else path for name, path in given.items()]
+    for each in given:
+        if isinstance(each, str):
+            name, _, path = each.partition("=")
+            yield name, path or name
+        elif isinstance(each, Mapping):
+            yield each["lora_name"], each["lora_path"]
+        else:
+            yield each.lora_name, each.lora_path
+
+
 def revision(args: Any, model: Any) -> str:
-    """Which weights: the hub commit, or a digest over the files of a local path."""
-    if is_dummy(getattr(args, "load_format", "auto")):
+    """Which weights: the hub commit, or a digest over the files of a local path. Raises ConfigError, and
+    Refused for weights that come from elsewhere."""
+    load_format = str(getattr(args, "load_format", "auto")).rpartition(".")[2].lower()
+    if load_format not in LOAD_FORMATS:
+        raise Refused(
+            f"--load-format {load_format} takes weights from elsewhere than the model's path, so it cannot "
+            f"be told which they are"
+        )
+    if is_dummy(load_format):
         return _dummy(args)
     return weights_revision(args.model_path, args.model_path, model.hf_config)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping
 
 from prometheus_client import Counter
@@ -20,6 +21,7 @@ COUNTERS: Mapping[str, str] = {
     "saved_bytes": "Bytes that were stored; what was there already is not counted.",
     "refused_pages": "Pages of calls in which the pool did not take everything.",
     "unanswered": "Calls that the pool did not answer, or for which there was none.",
+    "partly_answered": "Lookups to which not every other host, or not the directory, gave an answer.",
     "survived_errors": "Unexpected exceptions in the backend that the engine was kept safe from.",
 }
 
@@ -36,9 +38,11 @@ class Tally:
     def __init__(self, *, exported: bool) -> None:
         self.values = dict.fromkeys(COUNTERS, 0)
         self._exported = exported
+        self._lock = threading.Lock()
 
     def add(self, counter: str, amount: int = 1) -> None:
         """Adds to one of COUNTERS."""
-        self.values[counter] += amount
+        with self._lock:
+            self.values[counter] += amount
         if self._exported and amount:
             _counters()[counter].inc(amount)

@@ -1,5 +1,6 @@
 """What the entry point ``sglang.srt.plugins`` calls in every process of SGLang. In a server that asks for
-nothing of moonpool it changes nothing.
+nothing of moonpool nothing acts otherwise: the short name's hooks look for that name only, and of replaced
+weights it is only remembered that there were some.
 
 SGLang logs what a plugin raises and goes on without it. So what a server was asked to have and cannot have
 ends its process by SystemExit, which SGLang does not catch. Where SGLang leaves the plugin out
@@ -16,10 +17,11 @@ ASKING = ("MOONPOOL_SGLANG_PD", "MOONPOOL_SGLANG_EMBEDDINGS")
 
 def register() -> None:
     try:
-        from moonpool.connectors.sglang import short_name
+        from moonpool.connectors.sglang import short_name, updates
         from moonpool.connectors.sglang.transfer import hook
 
         short_name.register()
+        updates.watch_loaded()
         hook.register()
     except Exception as error:
         asked = [name for name in ASKING if os.environ.get(name)]

@@ -17,7 +17,10 @@ from moonpool.connectors.sglang.settings import Settings
 from moonpool.core.errors import Error
 
 RETRY_S = 0.5
+REST_S = 5.0
 TIMEOUT_S = 2.0
+# Beside the pool's own: a socket's folder or a token that may not be read, a file that is half written.
+NO_POOL = (Error, OSError, ValueError)
 
 
 class Lane:
@@ -84,21 +87,25 @@ class Pool:
         self._lock = threading.Lock()
         self._lanes: Lanes | None = None
         self._next_s = 0.0
+        self._rests_until_s = float("-inf")
         self._closed = False
-        self._trouble = ""
+        self._trouble = self._part = ""
 
     def open(self, *, required: bool) -> None:
         """Dials once. Raises the error only when the pool is ``required``."""
         with self._lock:
             try:
                 self._lanes = self._dial()
-            except Error as error:
+            except NO_POOL as error:
                 if required:
                     raise
                 self._no_pool(error)
 
     def lanes(self) -> Lanes | None:
-        """The connection, or None. Dials when the last attempt is RETRY_S ago and nobody else is at it."""
+        """The connection, or None. Dials when the last attempt is RETRY_S ago and nobody else is at it. None,
+        too, while it rests after ended()."""
+        if self._clock() < self._rests_until_s:
+            return None
         if self._lanes is not None or self._closed or self._clock() < self._next_s:
             return self._lanes
         if not self._lock.acquire(blocking=False):
@@ -108,7 +115,7 @@ class Pool:
                 self._lanes = self._dial()
                 self._trouble = ""
                 self._log.info("moonpool: joined the pool at %s", self._address)
-        except Error as error:
+        except NO_POOL as error:
             self._no_pool(error)
         finally:
             self._lock.release()
@@ -124,6 +131,24 @@ class Pool:
             self._log.info("moonpool: the pool at %s answers again", self._address)
         self._trouble = error
 
+    def heard_in_part(self, why: str) -> None:
+        """Why a lookup for which more than the own node was asked had no answer from all of them, or ""."""
+        if why and not self._part:
+            self._log.warning(
+                "moonpool: the pool at %s answers in part only (%s); what is not found is computed",
+                self._address,
+                why,
+            )
+        elif self._part and not why:
+            self._log.info("moonpool: the pool at %s answers in full again", self._address)
+        self._part = why
+
+    def ended(self, seconds: float, *, answered: bool = True) -> None:
+        """A call took so long. Somebody in the pool hangs when it was the longest wait and there is trouble;
+        as each call would wait anew, and SGLang makes one after the other, none is made for REST_S."""
+        if seconds >= TIMEOUT_S and not (answered and not self._trouble and not self._part):
+            self._rests_until_s = self._clock() + REST_S
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -131,8 +156,8 @@ class Pool:
         if lanes is not None:
             lanes.close()
 
-    def _no_pool(self, error: Error) -> None:
-        self._next_s = self._clock() + RETRY_S
+    def _no_pool(self, error: Exception) -> None:
+        self._next_s = self._clock() + (REST_S if isinstance(error, TimeoutError) else RETRY_S)
         if not self._trouble:
             self._log.warning(
                 "moonpool: no pool at %s (%s); this engine serves without it and joins when a node appears "

@@ -46,12 +46,18 @@ def is_draft(name: str) -> bool:
     return name.startswith("draft")
 
 
+def tells_its_layers(name: str) -> bool:
+    """Whether the KV beside this pool knows where its pipeline stage begins. That of hybrid models (Mamba,
+    sliding windows, compressed KV) counts its own layers from 0 in every stage."""
+    return name == "indexer" or is_draft(name)
+
+
 def read_sidecar(name: str, pool: Any, config: Any, first_page: Any, draft: str = "") -> Sidecar:
     """first_page: the slots of a page, as SGLang gives them; draft: which weights a draft model's pool is of.
     Raises Refused for a pool whose pages cannot be addressed, and for one that SGLang would not let every
     rank save."""
-    if is_draft(name) and config.is_mla_model and config.tp_size > 1 and "MHA" in type(pool).__name__:
-        raise Refused("SGLang saves only rank 0's part of this draft model's KV, which is cut by heads")
+    if config.is_mla_model and config.tp_size > 1 and "MHA" in type(pool).__name__:
+        raise Refused(f"SGLang saves only rank 0's part of the pool {name!r}, which is cut by heads")
     try:
         (parts,) = pages_of(pool.get_page_buffer_meta(first_page), 1)
     except Exception as error:  # whatever a pool of a kind that we never saw thinks of the question

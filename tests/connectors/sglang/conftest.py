@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from moonpool import _native
-from moonpool.connectors.sglang import MoonpoolHiCache, compat
-from tests.connectors.sglang.fakes import Engine, HostPool, MLATokenToKVPoolHost, StorageConfig
+from moonpool.connectors.sglang import MoonpoolHiCache, compat, updates
+from tests.connectors.sglang.fakes import (
+    Engine,
+    HostPool,
+    MLATokenToKVPoolHost,
+    StorageConfig,
+    WeightUpdater,
+)
 
 TOKEN = b"a token of this test"
 EXTRA = {"backend_name": "moonpool", "interface_v1": 1}
@@ -57,6 +63,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine()
     monkeypatch.setattr(compat, "server_args", lambda: engine)
     monkeypatch.setattr(compat, "model_config", lambda args: args)
+    monkeypatch.setattr(updates, "_replaced", False)
+    monkeypatch.setattr(compat, "weight_updater", lambda: WeightUpdater)
     monkeypatch.setattr(compat, "first_page", lambda pool: range(pool.page_size))
     return engine
 

@@ -155,6 +155,10 @@ class Engine:
     pp_size: int = 1
     dtype: str = "torch.bfloat16"
     quantization: str | None = None
+    quantization_param_path: str | None = None
+    torchao_config: str = ""
+    enable_lora: bool | None = None
+    lora_paths: Any = None
     kv_heads: int = 2
     speculative_algorithm: str | None = None
     speculative_draft_model_path: str | None = None
@@ -169,6 +173,19 @@ class Engine:
 
     def get_total_num_kv_heads(self) -> int:
         return self.kv_heads
+
+
+class WeightUpdater:
+    """SGLang's, which a model runner has one of; each method of those that replace weights."""
+
+    def init_weights_update_group(self) -> None: ...
+
+    def update_weights_from_disk(self, model_path: str, **options: Any) -> str:
+        return model_path
+
+    def receive_weights_from_distributed(self) -> None: ...
+
+    def begin_weight_update(self) -> None: ...
 
 
 def page_keys(count: int, seed: int = 0) -> list[str]:

@@ -4,7 +4,11 @@ byte, what it cannot have is a miss within seconds, and it says why."""
 from __future__ import annotations
 
 import logging
+import os
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +34,7 @@ from tests.connectors.sglang.fakes import (
 )
 from tests.connectors.vllm import processes
 
+HERE = Path(__file__).parent
 PATIENCE_S = 30.0
 
 
@@ -408,7 +413,7 @@ def test_sidecars_are_evicted_from_the_end_of_a_chain(make: Make, node: Node) ->
 
 
 @pytest.mark.parametrize("when", ["at start", "later"])
-def test_without_a_master(make: Make, node: Node, when: str) -> None:
+def test_without_a_master(make: Make, node: Node, caplog: pytest.LogCaptureFixture, when: str) -> None:
     """A node of a cluster whose master is not there, or dies: what this host has is served all the time, and
     what it lacks is a miss at once."""
     master = _native.MasterServer(["127.0.0.1:0"], TOKEN)
@@ -434,5 +439,155 @@ def test_without_a_master(make: Make, node: Node, when: str) -> None:
     for seed in range(20):
         assert loader.batch_exists(page_keys(4, seed=20 + seed)) == 0
         assert not any(loader.batch_get_v1(page_keys(4, seed=20 + seed), target.slots(*range(4))))
+    assert loader.batch_exists(keys) == 8
     assert time.monotonic() - started_s < 10, "questions wait for the dead master"
     assert backend._tally.values["survived_errors"] == loader._tally.values["survived_errors"] == 0
+    if when == "later":  # it is said once, and counted, why there is no hit
+        assert caplog.text.count("answers in part only") == 1
+        assert loader._tally.values["partly_answered"] == 40
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied", "/run/moonpool/node.sock"), ValueError("half written")]
+)
+def test_a_socket_folder_that_may_not_be_read(
+    make: Make,
+    node: Node,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    """What lies beside the socket (its token, its certificate) is refused or broken, at start and later: no
+    call raises, it is said once, and the pool is joined when it is mended."""
+    node.start()
+    monkeypatch.setattr(pools, "RETRY_S", 0.0)
+    usual = pools.Lanes.dial
+
+    def refused(*args: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(pools.Lanes, "dial", refused)
+    source, keys = filled(14), page_keys(2)
+    backend = make(source)
+    for _ in range(3):
+        assert backend.batch_exists(keys) == 0
+        assert backend.batch_get_v1(keys, source.slots(0, 1)) == [False] * 2
+        assert backend.batch_set_v1(keys, source.slots(0, 1)) == [False] * 2
+    assert caplog.text.count("no pool at") == 1
+    assert backend._tally.values["survived_errors"] == 0
+    monkeypatch.setattr(pools.Lanes, "dial", usual)
+    assert backend.batch_set_v1(keys, source.slots(0, 1)) == [True] * 2
+    monkeypatch.setattr(pools.Lanes, "dial", refused)
+    with pytest.raises(type(error)):
+        make(source, {"require_pool": True})
+
+
+def test_an_engine_that_answers_otherwise(
+    make: Make, node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A newer SGLang, whose configuration lacks what is asked for: the server starts, without the pool."""
+    node.start()
+    monkeypatch.delattr(Engine, "get_total_num_kv_heads")
+    source = filled(15)
+    assert make(source).batch_exists(page_keys(1)) == 0
+    assert "serves without the pool: AttributeError: " in caplog.text
+    with pytest.raises(AttributeError):
+        make(source, {"require_pool": True})
+
+
+def test_a_node_that_hangs_holds_a_request_up_once(make: Make, process: processes.Node) -> None:
+    """One question waits for the node, those behind it do not: v2's others, loads, other requests."""
+    source, keys = filled(16), page_keys(4)
+    backend = make(source)
+    for name in ("indexer", "other"):
+        backend.register_mem_host_pool_v2(MambaPoolHost(), name)
+        assert all(backend.batch_set_v2([Transfer(name, keys, list(range(4)))])[name])
+    assert all(backend.batch_set_v1(keys, source.slots(*range(4))))
+    both = [Transfer("indexer", None), Transfer("other", None)]
+    assert backend.batch_exists_v2(keys, both).kv_hit_pages == 4
+    process.pause()
+    started_s = time.monotonic()
+    for _ in range(5):
+        assert backend.batch_exists_v2(keys, both).kv_hit_pages == 0
+        assert backend.batch_get_v2([Transfer(each.name, keys, list(range(4))) for each in both]) == {
+            "indexer": [False] * 4,
+            "other": [False] * 4,
+        }
+        assert backend.batch_get_v1(keys, source.slots(*range(4))) == [False] * 4
+        assert backend.batch_set_v1(keys, source.slots(*range(4))) == [False] * 4
+    assert time.monotonic() - started_s < 2 * pools.TIMEOUT_S
+    process.resume()
+    eventually(lambda: backend.batch_exists_v2(keys, both).kv_hit_pages == 4, "the pool does not come back")
+
+
+def test_a_full_pool_is_said_again(
+    make: Make, node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.start()
+    source, keys = filled(17), page_keys(1)
+    backend = make(source)
+    for _ in range(2):
+        backend._refused(1, "it is full")
+        backend._refused(1, "it is full")
+        assert backend.batch_set_v1(keys, source.slots(0)) == [True]
+    assert caplog.text.count("it is full") == 2
+
+
+@pytest.fixture
+def cluster() -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+    """cluster(*arguments of cluster_process.py) -> (the process, where it serves)"""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "cluster_process.py"), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        return process, process.stdout.readline().strip()
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("who", ["master", "holder"])
+def test_another_host_that_stands_still(
+    make: Make, node: Node, folder: Path, caplog: pytest.LogCaptureFixture, cluster: Any, who: str
+) -> None:
+    """The master, or the node of another host that has the pages, is stopped in the middle of everything:
+    requests are held up once, it is said why there is no hit, and all is found again afterwards."""
+    master, address = cluster("master")
+    holder, socket = cluster("node", str(folder / "holder.sock"), address)
+    node.server = server = _native.Server(
+        str(node.socket), [("default", 16 << 20)], TOKEN, listen=["127.0.0.1:0"], master=address
+    )
+    server.start()
+    eventually(lambda: server.metrics()["master_joined"] == 1, "the node does not join")
+    source, target = filled(18), MHATokenToKVPoolHost()
+    near, far = page_keys(4, seed=1), [page_keys(4, seed=2 + each) for each in range(8)]
+    assert all(make(source).batch_set_v1(near, source.slots(*range(4))))
+    distant = make(source, {"node": socket})
+    for keys in far:
+        assert all(distant.batch_set_v1(keys, source.slots(*range(4))))
+    loader = make(target)
+    eventually(lambda: loader.batch_exists(far[0]) == 4, "the other host's pages are not found")
+    stopped = {"master": master, "holder": holder}[who]
+    os.kill(stopped.pid, signal.SIGSTOP)
+    started_s = time.monotonic()
+    for keys in far:
+        if who == "holder" or keys != far[0]:  # where those of far[0] are is known without the master
+            assert loader.batch_exists(keys) == 0
+        assert right(loader.batch_get_v1(keys, target.slots(*range(4))), target, source) in (0, 4)
+    waited_s = time.monotonic() - started_s
+    print(f"{waited_s:.2f} s")
+    assert waited_s < 3 * pools.TIMEOUT_S
+    assert caplog.text.count("answers in part only") == 1
+    eventually(lambda: loader.batch_exists(near) == 4, "what this host has is not found")
+    os.kill(stopped.pid, signal.SIGCONT)
+    eventually(lambda: loader.batch_exists(far[1]) == 4, "the other host's pages are not found again")
+    assert loader._tally.values["survived_errors"] == 0

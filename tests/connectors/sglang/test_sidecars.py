@@ -77,8 +77,13 @@ def test_ranks_and_shapes_do_not_mix(make: Make, node: Node) -> None:
     assert hybrid(make, MambaPoolHost()).batch_get_v2([Transfer("mamba", keys, [0])]) == {"mamba": [True]}
     other = MambaPoolHost()
     other.conv = np.zeros((12, 7), np.float32)
-    for backend in (hybrid(make, other), hybrid(make, MambaPoolHost(), pp_rank=1, pp_size=2)):
-        assert backend.batch_get_v2([Transfer("mamba", keys, [0])]) == {"mamba": [False]}
+    assert hybrid(make, other).batch_get_v2([Transfer("mamba", keys, [0])]) == {"mamba": [False]}
+    for stage, found in ((0, True), (1, False)):
+        backend = make(MHATokenToKVPoolHost(start_layer=3 * stage), pp_rank=stage, pp_size=2)
+        backend.register_mem_host_pool_v2(MambaPoolHost(), "indexer")
+        if stage == 0:
+            backend.batch_set_v2([Transfer("indexer", keys, [0])])
+        assert backend.batch_get_v2([Transfer("indexer", keys, [0])]) == {"indexer": [found]}
 
 
 def test_what_is_the_same_on_every_rank(make: Make, node: Node) -> None:
@@ -224,7 +229,7 @@ def test_a_draft_model_that_cannot_be_stored(
     engine.speculative_draft_load_format = "dummy"
     latents = make(MLATokenToKVPoolHost(heads=1), tp_size=2)
     latents.register_mem_host_pool_v2(MHATokenToKVPoolHost(), "draft")
-    assert "SGLang saves only rank 0's part of this draft model's KV" in caplog.text
+    assert "SGLang saves only rank 0's part of the pool" in caplog.text
 
 
 def test_wrong_questions_and_no_node(make: Make, node: Node) -> None:
