@@ -85,9 +85,8 @@ def _add_choice(result: object, parser: Any, *args: object, **kwargs: object) ->
 
 def _translate_arguments(arguments: Any, *args: object, **kwargs: object) -> None:
     """Of a ServerArgs before its resolution; ConfigError ends the start, with its sentence."""
-    backend, extra = arguments.hicache_storage_backend, arguments.hicache_storage_backend_extra_config
-    if backend == NAME:
-        translated = translate(backend, extra)
+    if getattr(arguments, "hicache_storage_backend", None) == NAME:
+        translated = translate(NAME, arguments.hicache_storage_backend_extra_config)
         arguments.hicache_storage_backend, arguments.hicache_storage_backend_extra_config = translated
 
 

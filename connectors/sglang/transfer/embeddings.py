@@ -143,7 +143,7 @@ class MoonpoolEmbeddings(EmbeddingStore):
             if self._store is None and time.monotonic() >= self._next_s:
                 try:
                     self._store = self._dial()
-                except Error as error:
+                except (Error, OSError, ValueError) as error:  # a folder or a token that may not be read
                     self._next_s = time.monotonic() + RETRY_S
                     self._heard(str(error))
             return self._store

@@ -172,3 +172,21 @@ def test_without_sglang_it_cannot_be_registered(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(settings.EMBEDDINGS, "1")
     with pytest.raises(SystemExit, match="no embedding cache"):
         hook.register()
+
+
+def test_a_socket_folder_that_may_not_be_read(
+    node: Node, open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.start()
+    monkeypatch.setattr(embeddings, "RETRY_S", 0.0)
+    usual = embeddings.Store
+
+    def refused(*args: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", str(node.socket))
+
+    monkeypatch.setattr(embeddings, "Store", refused)
+    store, memory = open_store(), Memory(bytes(10))
+    assert store.batch_is_exist(["a"]) == store.batch_put(["a"], [memory.address], [10]) == [False]
+    assert caplog.text.count("Permission denied") == 1
+    monkeypatch.setattr(embeddings, "Store", usual)
+    assert store.batch_put(["a"], [memory.address], [10]) == [True]
