@@ -81,8 +81,13 @@ class Server:
         """What `python -m sglang.launch_server` is called with. Raises ConfigError for flags that exclude
         each other, and for a misspelt option of ours among them."""
         for flag in self.flags:
-            if (near := nearest(flag.partition("=")[0], OPTIONS, cutoff=0.88)) is not None:
+            name = flag.partition("=")[0]
+            if (near := nearest(name, OPTIONS, cutoff=0.88)) is not None:
                 raise _wrong(flag, f"is no option; did you mean {near}?")
+            # SGLang takes any beginning of a flag's name, and ours, which stands last, would go before it.
+            shortened = len(STORAGE_BACKEND) < len(name) < len(EXTRA_CONFIG) and EXTRA_CONFIG.startswith(name)
+            if self.kv_pool and shortened:
+                raise _wrong(name, f"must be written out: {EXTRA_CONFIG}")
         made = ["--model-path", self.model]
         if self.kv_pool or self.pd:  # the two of a pair must have one page size
             made += self._unless_given("--page-size", str(PAGE_TOKENS))

@@ -208,6 +208,12 @@ def test_flags_without_the_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean --kv-pool?" in capsys.readouterr().err
 
 
+def test_a_shortened_extra_config_is_not_dropped() -> None:
+    flags = (EXTRA_CONFIG[:-4] + '={"prefetch_threshold":64}',)
+    with pytest.raises(ConfigError, match=f"must be written out: {EXTRA_CONFIG}"):
+        Server("m", kv_pool=True, flags=flags).arguments()
+
+
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["sglang", "--help"]) == 0
     assert "moonpool sglang MODEL --kv-pool --dry-run" in " ".join(capsys.readouterr().out.split())

@@ -27,7 +27,7 @@ from tests.connectors.sglang.server import HERE, environment
 @pytest.mark.parametrize(
     "call",
     [
-        lambda updater: updater.update_weights_from_disk("/another/model"),
+        lambda updater: updater.update_weights_from_disk("another/model"),
         lambda updater: updater.receive_weights_from_distributed(),
         lambda updater: updater.begin_weight_update(),
     ],
@@ -41,7 +41,7 @@ def test_replaced_weights_leave_the_pool(
     assert backend.batch_set_v1(keys, pool.slots(0, 1)) == [True] * 2
     updater = WeightUpdater()  # made before or after: the class is watched
     updater.init_weights_update_group()
-    assert updater.update_weights_from_disk("/same", weight_name_filter=str.isalpha) == "/same"
+    assert updater.update_weights_from_disk("same", weight_name_filter=str.isalpha) == "same"
     assert backend.batch_exists(keys) == 2, "experts that move between ranks change nothing"
     call(updater)
     assert "this engine leaves the pool: the weights of this engine were replaced" in caplog.text
@@ -69,7 +69,7 @@ def test_weights_replaced_before_a_backend_is_attached(
     updates.watch_loaded()
     updates.watch_loaded()
     node.start()
-    Updater().update_weights_from_disk("/another")
+    Updater().update_weights_from_disk("another")
     with pytest.raises(Refused, match="were replaced"):
         make(MHATokenToKVPoolHost(), {"require_pool": True})
 
