@@ -13,6 +13,7 @@ import pytest
 
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.sglang import compat, updates
+from tests.connectors.sglang import sglang_cpu
 from tests.connectors.sglang.conftest import Make, Node
 from tests.connectors.sglang.fakes import (
     Engine,
@@ -184,5 +185,6 @@ def test_stages_that_do_not_tell_their_layers(
 @pytest.mark.slow
 def test_real_sglang(tmp_path: Path, sglang_python: str) -> None:
     """The class that replaces weights is where it is looked for, with what the scheduler calls."""
+    sglang_cpu.install(tmp_path / "plugin")
     command = [sglang_python, str(HERE / "real_updates.py")]
-    subprocess.run(command, env=environment(tmp_path), timeout=110, check=True)
+    subprocess.run(command, env=environment(tmp_path, tmp_path / "plugin"), timeout=110, check=True)
