@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.connectors.sglang import sglang_cpu
 from tests.connectors.sglang.server import HERE, PAGE_TOKENS, environment
@@ -57,15 +59,25 @@ class HuggingFace:
         self._process.stdin = None
 
     def answers(self) -> list[list[int]]:
+        """Its tokens for each prompt."""
+        answers: list[list[int]] = [said["tokens"] for said in self._said]
+        assert len({tuple(answer) for answer in answers}) == len(answers)  # else they would prove nothing
+        return answers
+
+    def logprobs(self) -> list[list[float]]:
+        """Of each prompt's own tokens but the first."""
+        return [said["logprobs"] for said in self._said]
+
+    @functools.cached_property
+    def _said(self) -> list[dict[str, Any]]:
         try:
             output, _ = self._process.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             self._process.kill()
             raise
         assert self._process.returncode == 0
-        answers: list[list[int]] = json.loads(output)
-        assert len({tuple(answer) for answer in answers}) == len(answers)  # else they would prove nothing
-        return answers
+        said: list[dict[str, Any]] = json.loads(output)
+        return said
 
 
 def eventually(true: Callable[[], bool], what: str) -> None:

@@ -1,5 +1,6 @@
 """What Hugging Face says to some prompts, run by a Python with SGLang: ``reference.py MODEL`` reads a JSON
-list of prompts (token ids) and writes the list of 16 greedy tokens for each."""
+list of prompts (token ids) and writes, for each, 16 greedy tokens and the logprobs of the prompt's own tokens
+but the first."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ def main() -> None:
         with torch.no_grad():
             given = torch.tensor([prompt])
             mask = torch.ones_like(given)  # else it would take one of the prompt's ids for padding
+            logprobs = model(given, attention_mask=mask).logits[0].log_softmax(-1)
             ids = model.generate(
                 given, attention_mask=mask, max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0
             )
-        answers.append(ids[0, len(prompt) :].tolist())
+        told = [float(logprobs[at - 1, prompt[at]]) for at in range(1, len(prompt))]
+        answers.append({"tokens": ids[0, len(prompt) :].tolist(), "logprobs": told})
     json.dump(answers, sys.stdout)
 
 

@@ -1,18 +1,25 @@
-"""A real prefill server and a real decode server of SGLang, as processes of the test."""
+"""A real prefill server and a real decode server of SGLang, as processes of the test, and what Hugging Face
+answers in their place."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+import sys
 import threading
 import urllib.error
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.connectors.sglang.bed import Bed, HuggingFace
 from tests.connectors.sglang.reference import MAX_TOKENS
 from tests.connectors.sglang.server import FLAGS, Server, _free_port, environment
+from tests.connectors.sglang.transfer.installed import install
 
 HICACHE = ("--enable-hierarchical-cache", "--hicache-write", "--hicache-storage")
 
@@ -105,6 +112,44 @@ class Pair:
     def abort(self, name: str) -> None:
         for half in (self.prefill, self.decode):
             half.call("POST", "abort_request", {"rid": name})
+
+
+@dataclass
+class Line:
+    """Both servers, prompts, and what Hugging Face says to them; logprobs: as HuggingFace has them."""
+
+    pair: Pair
+    asked: list[list[int]]
+    expected: list[list[int]]
+    logprobs: list[list[float]]
+
+    def answers_all(self) -> None:
+        assert [self.pair.generate(prompt) for prompt in self.asked] == self.expected
+
+    def answers_at_once(self, times: int) -> None:
+        waiting = [self.pair.ask(prompt)[1] for prompt in self.asked * times]
+        assert [one.result()["output_ids"] for one in waiting] == self.expected * times
+
+
+@contextmanager
+def make_line(bed: Bed, asked: list[list[int]], tp_size: int = 1, kind: type[Half] = Half) -> Iterator[Line]:
+    """tp_size: of decode."""
+    plugins, port = (bed.plugin, bed.folder / "moonpool"), _free_port()
+    install(plugins[1])
+    halves = [
+        kind(mode, bed.model, bed.runtime, plugins, bed.folder / f"{mode}.log", port, size)
+        for mode, size in (("prefill", 1), ("decode", tp_size))
+    ]
+    try:
+        reference = HuggingFace(bed, asked)
+        for half in halves:
+            half.wait()
+            assert "moonpool: transfer engine at 127.0.0.1:" in half.logged()
+        yield Line(Pair(*halves), asked, reference.answers(), reference.logprobs())
+    finally:
+        for half in halves:
+            print(half.tail(), file=sys.stderr)
+            half.close()
 
 
 def said(failed: Future[Any]) -> str:

@@ -46,6 +46,10 @@ def run(
     )
 
 
+def server(place: Path) -> tuple[str, ...]:
+    return ("-m", "sglang.launch_server", "--model-path", str(place / "model"), "--device", "cpu")
+
+
 def test_sglangs_own_code(place: Path, runtime: Path) -> None:
     node = Node(runtime).start()
     try:
@@ -68,12 +72,15 @@ def test_sglangs_own_code(place: Path, runtime: Path) -> None:
 
 def test_a_server_ends_with_one_sentence(place: Path, runtime: Path) -> None:
     """Before it has started anything."""
-    server = ("-m", "sglang.launch_server", "--model-path", str(place / "model"), "--device", "cpu")
     flags = ("--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl")
-    ended = run(place, runtime, *server, *flags, MOONPOOL_SGLANG_PD="1")
+    ended = run(place, runtime, *server(place), *flags, MOONPOOL_SGLANG_PD="1")
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].startswith("moonpool: MOONPOOL_SGLANG_PD=1, but --disaggregation")
-    ended = run(place, runtime, *server, MOONPOOL_SGLANG_PD="both")
+
+
+@pytest.mark.heavy
+def test_a_setting_that_says_neither(place: Path, runtime: Path) -> None:
+    ended = run(place, runtime, *server(place), MOONPOOL_SGLANG_PD="both")
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == "moonpool: MOONPOOL_SGLANG_PD: 'both' is neither 1 nor 0"
 

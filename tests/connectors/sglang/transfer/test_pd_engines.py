@@ -1,5 +1,6 @@
 """A prefill and a decode server of real SGLang on CPU, over moonpool's engine. Every answer is held against
-Hugging Face's for the same weights. The first test is the short form; others use the same pair."""
+Hugging Face's for the same weights. The short form is in tests/disagg_proxy/test_with_sglang.py, which has
+such a pair with the proxy in front."""
 
 from __future__ import annotations
 
@@ -9,37 +10,18 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import SEED
-from tests.connectors.sglang.bed import Bed, HuggingFace, make_bed
-from tests.connectors.sglang.server import PAGE_TOKENS, _free_port
-from tests.connectors.sglang.transfer.installed import install
-from tests.connectors.sglang.transfer.pair import Half, Pair, said
+from tests.connectors.sglang.bed import make_bed
+from tests.connectors.sglang.server import PAGE_TOKENS
+from tests.connectors.sglang.transfer.pair import Half, Line, make_line, said
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(900)]
 
 HEARTBEATS_S = 5 * 2  # SGLang's own: one each 5 s, and two that fail
-
-
-@dataclass
-class Line:
-    """Both servers, prompts, and what Hugging Face answers to them."""
-
-    pair: Pair
-    asked: list[list[int]]
-    expected: list[list[int]]
-
-    def answers_all(self) -> None:
-        assert [self.pair.generate(prompt) for prompt in self.asked] == self.expected
-
-    def answers_at_once(self, times: int) -> None:
-        waiting = [self.pair.ask(prompt)[1] for prompt in self.asked * times]
-        assert [one.result()["output_ids"] for one in waiting] == self.expected * times
 
 
 def prompts() -> list[list[int]]:
@@ -53,31 +35,9 @@ def prompts() -> list[list[int]]:
     return [some(7), some(10 * PAGE_TOKENS), some(180), start + some(70), start + some(83)]
 
 
-@contextmanager
-def make_line(bed: Bed, tp_size: int = 1) -> Iterator[Line]:
-    """tp_size: of decode."""
-    plugins, port = (bed.plugin, bed.folder / "moonpool"), _free_port()
-    install(plugins[1])
-    halves = [
-        Half(mode, bed.model, bed.runtime, plugins, bed.folder / f"{mode}.log", port, size)
-        for mode, size in (("prefill", 1), ("decode", tp_size))
-    ]
-    try:
-        asked = prompts()
-        reference = HuggingFace(bed, asked)
-        for half in halves:
-            half.wait()
-            assert "moonpool: transfer engine at 127.0.0.1:" in half.logged()
-        yield Line(Pair(*halves), asked, reference.answers())
-    finally:
-        for half in halves:
-            print(half.tail(), file=sys.stderr)
-            half.close()
-
-
 @pytest.fixture(scope="module")
 def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
-    with make_bed(tmp_path_factory.mktemp("pd")) as bed, make_line(bed) as line:
+    with make_bed(tmp_path_factory.mktemp("pd")) as bed, make_line(bed, prompts()) as line:
         yield line
 
 
@@ -90,7 +50,6 @@ def test_prefill_and_decode(line: Line) -> None:
     line.answers_at_once(3)
 
 
-@pytest.mark.heavy
 def test_aborted_requests_do_not_hold_up_others(line: Line) -> None:
     """One waits for its prefill, the other is being generated."""
     _, lonely = line.pair.ask(line.asked[2], "lonely", prefill=False)
@@ -103,7 +62,6 @@ def test_aborted_requests_do_not_hold_up_others(line: Line) -> None:
     line.answers_all()
 
 
-@pytest.mark.heavy
 def test_prefill_dies_while_a_request_waits_for_it(line: Line) -> None:
     _, orphan = line.pair.ask(line.asked[2], prefill=False)
     time.sleep(1)  # until decode has the request
@@ -119,7 +77,6 @@ def test_prefill_dies_while_a_request_waits_for_it(line: Line) -> None:
     line.answers_all()
 
 
-@pytest.mark.heavy
 def test_decode_dies_while_prefill_may_write_to_it(line: Line) -> None:
     line.pair.ask(line.asked[3], tokens=3000)
     kill(line.pair.decode)
@@ -128,9 +85,8 @@ def test_decode_dies_while_prefill_may_write_to_it(line: Line) -> None:
     line.answers_all()
 
 
-@pytest.mark.heavy
 def test_one_rank_hands_over_to_two(tmp_path: Path) -> None:
     """SGLang then cuts each page by heads: many small slices in a call."""
-    with make_bed(tmp_path) as bed, make_line(bed, tp_size=2) as line:
+    with make_bed(tmp_path) as bed, make_line(bed, prompts(), tp_size=2) as line:
         line.answers_all()
         line.answers_at_once(2)
