@@ -273,10 +273,13 @@ def _refusal(request: ProxyRequest, choice: Choice) -> Answer | None:
     """Why engines that cannot answer alone are not asked; None: they are."""
     if request.kind not in _GENERATES:
         return None  # it needs no cache
-    if choice.prefill is None:
+    if choice.prefill is None or choice.decode.role is Role.PREFILL:
         who = "prefill" if choice.decode.role is Role.DECODE else "decode"
         why = f"no healthy {who} engine is left for {choice.decode.name}, which does not answer alone"
         return refused(503, f"{why}; GET /engines says why, try again soon", "no_engine")
+    if choice.prefill.alone:
+        why = f"{choice.decode.name} is SGLang's, and its prefill engine {choice.prefill.name} is not"
+        return refused(503, f"{why}: give them model names of their own, or a proxy each", "no_engine")
     if (request.prompt_count() or 0) > PROMPTS_MAX:
         why = f"a request has {PROMPTS_MAX} prompts at most; send several"
         return refused(400, why, "too_many_prompts")

@@ -11,7 +11,7 @@ from moonpool.core.addresses import Address
 from moonpool.disagg_proxy.bootstrap import Bootstrap
 from moonpool.disagg_proxy.conductor.liveness import Liveness
 from moonpool.disagg_proxy.settings import BOOTSTRAP_PORT, EngineSpec, ProxySettings
-from moonpool.disagg_proxy.sglang import MODES, Meeting, ServerInfo
+from moonpool.disagg_proxy.sglang import HEALTH_S, MODES, OWN_MEMBERS, Meeting, ServerInfo
 
 if TYPE_CHECKING:
     from moonpool._native import Relay
@@ -27,6 +27,8 @@ class Engine:
     bootstrap: where a prefill engine can be met in the concurrent form; None: nowhere.
     meeting: where it can be met in the one-shot form; None: nowhere.
     sglang:  it is one of SGLang's; None: nobody has asked since it came into the rotation.
+    waits:   its health check may take SGLang's time: it is SGLang's, or was when it was last asked; None:
+             nobody has asked yet.
     alone:   it can answer without another's prefill.
     """
 
@@ -47,10 +49,18 @@ class Engine:
         self.became: Callable[[Engine], None] = lambda engine: None
         self._resolved: tuple[str, int] | None = None
         self._spec = spec
+        self._settings = settings
+        self._warned = False
         self._asks = settings.handover not in ("two_step", "context_first")
         self.sglang: bool | None = None if self._asks else False
+        self.waits: bool | None = None if self._asks else False
         if settings.handover == "one_shot" and spec.role != "both":
             self._is_sglang(spec.role, None)
+
+    def serve_by(self, relay: Relay) -> None:
+        """The data plane that sends it requests."""
+        self.relay = relay
+        self._tell_role()
 
     def load(self) -> int:
         """Requests that are there now."""
@@ -91,7 +101,7 @@ class Engine:
 
     def says(self, info: ServerInfo | None) -> None:
         """What its page /server_info says of it; None: it has none, so it is not SGLang's."""
-        self.sglang = info is not None or not self.alone
+        self.sglang = self.waits = info is not None or not self.alone
         if info is None:
             return
         role = MODES.get(info.disaggregation_mode, "both")
@@ -120,9 +130,34 @@ class Engine:
         if self._spec.bootstrap and self._spec.bootstrap_address is not None:
             host, told = self._spec.bootstrap_address
         self.meeting = Meeting(host, told or port or BOOTSTRAP_PORT) if role == "prefill" else None
-        if self.relay is not None:
-            self.relay.engine_role(self.place, role)
+        self.waits = True
+        self._tell_role()
+        if self.meeting is not None and not self._warned:
+            self._warned = True
+            if far := _may_not_reach((self.meeting.host, self.meeting.port), self._settings):
+                _log.warning(
+                    "%s (%s) would be told to meet engine %s at %s:%d, on this host alone, and then waits in "
+                    "vain; name the engine by an address that decode engines reach, too, or its bootstrap "
+                    "server, --prefill %s#bootstrap=HOST:PORT",
+                    far.name,
+                    far.url,
+                    self.name,
+                    self.meeting.host,
+                    self.meeting.port,
+                    self.url,
+                )
         self.became(self)
+
+    def _tell_role(self) -> None:
+        if self.relay is None:
+            return
+        if self._settings.handover == "context_first":
+            self.relay.engine_role(self.place, self.role, ["disaggregated_params"])
+        elif not self.alone:
+            patience_s = HEALTH_S * self._settings.health.timeouts_max
+            self.relay.engine_role(self.place, self.role, OWN_MEMBERS, patience_s)
+        else:
+            self.relay.engine_role(self.place, self.role)
 
     def _leave(self, why: str) -> None:
         if self.relay is not None:

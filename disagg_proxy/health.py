@@ -61,12 +61,16 @@ class HealthChecker:
     async def check(self) -> None:
         """One check, with its outcome told to the engine."""
         engine, path = self._engine, self._checks.path
-        timeout_s = max(self._checks.timeout_s, HEALTH_S) if engine.sglang else self._checks.timeout_s
+        connect_s = self._checks.timeout_s
+        waits = self.first.done() if engine.waits is None else engine.waits
+        timeout_s = max(connect_s, HEALTH_S) if waits else connect_s
+        began = self._loop.time()
         try:
             async with asyncio.timeout(timeout_s):  # wait_for of 3.11 can swallow a cancellation
-                status, _, peer = await _get(engine.address, path)
+                status, _, peer = await _get(engine.address, path, connect_s)
         except TimeoutError:
-            engine.answered_late(f"GET {path} was not answered within {timeout_s:g} s")
+            took_s = timeout_s if self._loop.time() - began >= timeout_s else connect_s
+            engine.answered_late(f"GET {path} was not answered within {took_s:g} s")
         except OSError as error:
             if _is_ours(error):
                 self._not_checked(error)
@@ -76,12 +80,14 @@ class HealthChecker:
             self._short = False
             if 200 <= status < 300:
                 await self._look_at_models()
-                if engine.sglang is None:
-                    await self._look_at_server_info()
+                if engine.sglang is None and not await self._look_at_server_info():
+                    return engine.answered_late(f"GET {PAGE} was not answered within {HEALTH_S:g} s")
                 engine.answered_well(peer)
                 page = engine.bootstrap if engine.meeting is None else None
                 if page is not None and page.is_due(self._loop.time()):
                     await self._look_at_bootstrap(page)
+            elif waits and status == 503 and self._loop.time() - began >= connect_s:
+                engine.answered_late(f"GET {path} was answered with 503, as its scheduler was silent")
             else:
                 engine.refused(f"GET {path} was answered with {status}")
 
@@ -94,14 +100,18 @@ class HealthChecker:
             return
         self._engine.serves(models_of(body) if status == 200 else None)
 
-    async def _look_at_server_info(self) -> None:
-        """Once, until it leaves the rotation: SGLang's scheduler has a part in the answer."""
+    async def _look_at_server_info(self) -> bool:
+        """Once, until it leaves the rotation: SGLang's scheduler has a part in the answer, so it may be late.
+        False: it was, and what the engine is nobody knows."""
         try:
-            async with asyncio.timeout(self._checks.timeout_s):
+            async with asyncio.timeout(max(self._checks.timeout_s, HEALTH_S)):
                 status, body, _ = await _get(self._engine.address, PAGE)
-        except OSError:  # TimeoutError is one; it is asked again
-            return
+        except TimeoutError:
+            return False
+        except OSError:  # it is asked again
+            return True
         self._engine.says(read_server_info(body) if status == 200 else None)
+        return True
 
     async def _look_at_bootstrap(self, bootstrap: Bootstrap) -> None:
         try:
@@ -159,9 +169,13 @@ async def _ranks_at(
     return ranks
 
 
-async def _get(address: tuple[str, int], path: str) -> tuple[int, bytes, tuple[str, int]]:
-    """Status, body and the peer's address. HTTP/1.0, so that nothing comes in chunks."""
-    reader, writer = await asyncio.open_connection(*address, limit=_HEAD_BYTES_MAX)
+async def _get(
+    address: tuple[str, int], path: str, connect_s: float | None = None
+) -> tuple[int, bytes, tuple[str, int]]:
+    """Status, body and the peer's address. HTTP/1.0, so that nothing comes in chunks. connect_s: for the
+    connection alone."""
+    async with asyncio.timeout(connect_s):
+        reader, writer = await asyncio.open_connection(*address, limit=_HEAD_BYTES_MAX)
     try:
         peer = writer.get_extra_info("peername")[:2]
         writer.write(

@@ -125,7 +125,7 @@ class Proxy:
             refused=self._refused,
         )
         for engine in self.engines:
-            engine.relay = self.relay
+            engine.serve_by(self.relay)
             engine.turned = self._turned
             engine.became = self._dispatcher.became
 

@@ -20,6 +20,7 @@ import msgspec
 
 MODES: Mapping[str, str] = {"prefill": "prefill", "decode": "decode"}  # the role; any other mode: both
 PAGE = "/server_info"
+OWN_MEMBERS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")  # no client may say where to meet
 HEALTH_S = 21.0  # SGLang's /health waits up to 20 s for its scheduler before it says 503
 FIRST_ROOMS = 1 << 62  # so that rooms never reach 2^63
 PROMPTS_MAX = 4096  # of one request: each gets a room
@@ -78,7 +79,7 @@ class Meeting:
         return tuple(zip(_NAMES, values, strict=True))
 
 
-_NAMES = (b"bootstrap_host", b"bootstrap_port", b"bootstrap_room")
+_NAMES = tuple(name.encode() for name in OWN_MEMBERS)
 
 
 def _array(values: list[bytes]) -> bytes:

@@ -668,9 +668,9 @@ class Relay:
         """
         None: it did not say; it may get any request.
         """
-    def engine_role(self, place: typing.SupportsInt | typing.SupportsIndex, role: str) -> None:
+    def engine_role(self, place: typing.SupportsInt | typing.SupportsIndex, role: str, own_members: collections.abc.Sequence[str] = [], patience_s: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> None:
         """
-        both, prefill or decode: what it turned out to be.
+        both, prefill or decode: what it turned out to be. own_members: members of a request that clients cannot set; with any, a body that is no JSON object is refused. patience_s: how long it may answer no health check before its requests are given up, if silent_engine_s is less.
         """
     def engine_state(self, place: typing.SupportsInt | typing.SupportsIndex, healthy: bool, why: str) -> None:
         ...

@@ -88,6 +88,21 @@ async def test_what_the_context_server_says_goes_to_the_generation_server(
 
 
 @with_deadline
+@pytest.mark.parametrize(
+    ("path", "body"), [(COMPLETIONS, {"prompt": ["a", "b"]}), ("/v1/responses", {"input": "a"})]
+)
+async def test_a_clients_own_parameters_go_to_no_server(path: str, body: dict[str, Any]) -> None:
+    async with pair() as b:
+        await ask(b, path, {"disaggregated_params": PARAMS, **body})
+        assert json.loads(b.engines[1].seen[0].body) == body
+        assert (await b.ask("POST", path, b"[" * 600 + b"]" * 600)).status == 400
+        b.engines[0].behave = saying({}, 500)  # the generation server computes the prompt itself
+        answer = await ask(b, COMPLETIONS, {"disaggregated_params": PARAMS, "prompt": "a"})
+        assert answer.engine == "engine-1"
+        assert json.loads(b.engines[1].seen[1].body) == {"prompt": "a"}
+
+
+@with_deadline
 async def test_each_request_has_its_number() -> None:
     async with pair() as b:
         for _ in range(3):

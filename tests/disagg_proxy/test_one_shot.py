@@ -16,10 +16,18 @@ import pytest
 
 from moonpool.disagg_proxy import health
 from moonpool.disagg_proxy.dispatcher import PROMPTS_MAX
+from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.mock_engine.server import MockEngine
 from moonpool.disagg_proxy.mock_engine.settings import MockSettings
-from moonpool.disagg_proxy.settings import Deadlines, EngineSpec, HealthChecks, Limits
-from moonpool.disagg_proxy.sglang import Meeting, Rooms, read_server_info
+from moonpool.disagg_proxy.settings import (
+    BreakerLimits,
+    Deadlines,
+    EngineSpec,
+    HealthChecks,
+    Limits,
+    ProxySettings,
+)
+from moonpool.disagg_proxy.sglang import Meeting, Rooms, ServerInfo, read_server_info
 
 from .harness import Answer, Bed, Behaviour, Exchange, bed, with_deadline
 from .harness import until as turned
@@ -174,6 +182,77 @@ def test_rooms_are_never_used_again() -> None:
     assert dict(meeting.members(rooms, None))[b"bootstrap_host"] == b'"[::1]"'
 
 
+@with_deadline
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        (
+            "/v1/responses",
+            b'{"bootstrap_host":"evil","bootstrap_port":1,"bootstrap_room":2,"a":3}',
+            b'{"a":3}',
+        ),
+        ("/tokenize", b'{"a":3}', b'{"a":3}'),
+        ("/tokenize", b"", b""),
+    ],
+)
+async def test_no_client_says_where_to_meet(path: str, body: bytes, told: bytes) -> None:
+    async with pair() as b:
+        names = ("Host", "PORT", "room", "rid")
+        head = "".join(f"X-Override-Bootstrap-{name}: evil\r\n" for name in names)
+        assert (await b.ask("POST", path, body, head)).status == 200
+        (seen,) = b.engines[1].seen
+        assert json.loads(seen.body or b"0") == json.loads(told or b"0")
+        await b.ask("POST", CHAT, BODY, head)
+        for engine in b.engines:
+            for exchange in engine.seen:
+                assert not any(name.startswith("x-override") for name in exchange.headers)
+
+
+@with_deadline
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+@pytest.mark.parametrize("body", [b'{"a":%b}' % (b"[" * 600 + b"]" * 600), b"\x1f\x8b...", b"[1]"])
+async def test_a_body_that_cannot_be_read_goes_to_neither(path: str, body: bytes) -> None:
+    """orjson, SGLang's, reads nesting that the proxy does not."""
+    async with pair() as b:
+        answer = await b.ask("POST", path, body)
+        assert answer.status == 400
+        assert b"JSON object" in answer.body
+        assert not any(engine.seen for engine in b.engines)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@with_deadline
+async def test_a_broken_policy_lets_nothing_through() -> None:
+    def decide(request: Any) -> Any:
+        raise RuntimeError("broken")
+
+    def prepare(engines: list[Any]) -> None:
+        engines[0].healthy = False
+
+    async with pair(decide=decide, prepare=prepare) as b:
+        await b.ask("POST", CHAT, b'{"bootstrap_host":"evil","a":1}')
+        assert b.engines[1].seen[0].body == b'{"a":1}'
+
+
+@with_deadline
+@pytest.mark.parametrize("embeds", [[[[1.0]], [[2.0]]], [[1.0], [2.0]]])
+async def test_each_prompt_of_embeddings_has_its_room(embeds: Any) -> None:
+    async with pair() as b:
+        await b.ask("POST", "/generate", json.dumps({"text": None, "input_embeds": embeds}).encode())
+        room = rooms_of(b.engines[1].seen[0])
+        assert (len(room) == 2) if isinstance(embeds[0][0], list) else isinstance(room, int)
+
+
+@with_deadline
+async def test_a_body_of_very_many_pieces_arrives_whole() -> None:
+    body = b"{" + b",".join(b'"bootstrap_room":%d,"a%d":1' % (n, n) for n in range(20000)) + b"}"
+    async with pair() as b:
+        await b.ask("POST", CHAT, body)
+        told = json.loads(b.engines[1].seen[0].body)
+        assert len(told) == 20000 + 3
+        assert told["a19999"] == 1
+
+
 # Failures
 
 
@@ -323,6 +402,94 @@ async def test_a_decode_engine_that_waits_in_vain_is_asked_again(streams: bool, 
         assert answer.status == (500 if done and not streams else 200)
         assert (b"KVTransferError" in answer.body) == done
         assert b.engine(2).breaker_closed
+
+
+@with_deadline
+@pytest.mark.parametrize("policy", ["round_robin", "least_load", "prefix_affinity", "conductor"])
+async def test_two_prefill_engines_are_no_pair(policy: str) -> None:
+
+    def prepare(engines: list[Any]) -> None:
+        engines[2].healthy = False
+
+    async with pair("ppd", prepare=prepare, policy=policy) as b:
+        answer = await b.ask("POST", COMPLETIONS, b'{"prompt":[1,2,3]}')
+        assert answer.status == 503
+        assert b"no healthy decode engine is left" in answer.body
+        assert not any(engine.seen for engine in b.engines)
+
+
+@with_deadline
+@pytest.mark.parametrize("policy", ["round_robin", "least_load"])
+async def test_a_decode_engine_that_fails_always_is_found_out(policy: str) -> None:
+    """Its only prefill engine is well, as the other decode engine shows."""
+    async with pair("pdd", policy=policy, breaker=BreakerLimits(failures_max=2, open_s=1e6)) as b:
+        b.engines[0].behave, b.engines[1].behave = never, status(500)
+        for _ in range(20):
+            assert (await b.ask("POST", CHAT, BODY)).engine == "engine-2"
+        assert not b.engine(1).breaker_closed
+        assert b.engine(0).breaker_closed
+        assert b.engine(2).breaker_closed
+        assert 2 <= len(b.engines[1].seen) <= 5
+        assert b.metric("moonpool_proxy_prefills_total", engine="engine-0", outcome="failed") == 0
+
+
+@with_deadline
+async def test_a_prefill_engine_with_which_nobody_gets_on_is_found_out() -> None:
+    async with pair("ppd", breaker=BreakerLimits(failures_max=2, open_s=1e6)) as b:
+        b.engines[0].behave = b.engines[1].behave = never
+
+        async def decode(exchange: Exchange) -> None:
+            with_first = any(rooms_of(each) == rooms_of(exchange) for each in b.engines[0].seen)
+            await (exchange.answer(b"{}", 500) if with_first else exchange.answer(b"{}"))
+
+        async def slowly(exchange: Exchange) -> None:  # prefill's half first
+            room = rooms_of(exchange)
+            halves = [engine.seen for engine in b.engines[:2]]
+            await turned(lambda: any(rooms_of(each) == room for seen in halves for each in seen))
+            await decode(exchange)
+
+        b.engines[2].behave = slowly
+        for _ in range(20):
+            assert (await b.ask("POST", CHAT, BODY)).status == 200
+        assert not b.engine(0).breaker_closed
+        assert b.engine(1).breaker_closed
+        assert b.engine(2).breaker_closed
+
+
+@with_deadline
+@pytest.mark.parametrize("bytes_", [40_000, 100_000])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_long_refusal_arrives_whole(streams: bool, bytes_: int) -> None:
+    said = json.dumps({"error": {"message": "x" * bytes_, "code": 400}}).encode()
+
+    async def in_stream(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.event(said.decode())
+        await exchange.event("[DONE]")
+        await exchange.end_stream()
+
+    async with pair() as b:
+        b.engines[0].behave = in_stream if streams else status(400, said)
+        b.engines[1].behave = never
+        answer = await b.ask("POST", CHAT, STREAM)
+        if streams:
+            assert answer.body.startswith(b"data: " + said + b"\n\n")
+        else:
+            assert (answer.status, answer.body) == (400, said)
+
+
+@with_deadline
+async def test_a_second_prefill_that_cannot_be_reached_fails_at_once() -> None:
+    """Decode's head has come in the attempt before."""
+
+    async def fail(exchange: Exchange) -> None:
+        await turned(lambda: bool(b.engines[0].seen))
+        b.proxy.relay.engine_address(1, "255.255.255.255", 9)  # where nobody can be
+        await exchange.answer(b"{}", 500)
+
+    async with pair("ppd", limits=Limits(retries_max=1)) as b:
+        b.engines[0].behave, b.engines[2].behave = never, fail
+        assert (await b.ask("POST", CHAT, BODY)).status == 502
 
 
 @with_deadline
@@ -487,6 +654,73 @@ async def test_an_error_of_decode_is_not_merged() -> None:
         assert (answer.status, answer.body) == (400, b'{"error":"x"}')
 
 
+LOGPROBS = b'{"text":"x","stream":true,"return_logprob":true}'
+
+
+@with_deadline
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+async def test_too_many_logprobs_are_no_engines_fault(who: str) -> None:
+    large = saying(generated("x" * 5000, OURS))
+    async with pair("ppdd", limits=Limits(prefill_answer_bytes_max=4000)) as b:
+        for engine in b.engines:
+            engine.behave = never
+        for engine in b.engines[:2] if who == "prefill" else b.engines[2:]:
+            engine.behave = large
+        for _ in range(6):
+            answer = await b.ask("POST", "/generate", b'{"text":"x","return_logprob":true}')
+            assert answer.status == 502
+            assert b"logprob_start_len" in answer.body
+        assert sum(len(engine.seen) for engine in b.engines[:2]) == 6
+        assert all(b.engine(place).breaker_closed for place in range(4))
+
+
+@with_deadline
+async def test_a_slow_client_holds_up_a_merged_stream() -> None:
+    """Each event has the prompt's logprobs anew: they are made as the client takes them."""
+    of_prompt = [[-1.5, token, "x" * 50] for token in range(2000)]
+    count = 300
+
+    async def prefill(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.event(json.dumps(generated("p", of_prompt)))
+        await exchange.end_stream()
+
+    async def decode(exchange: Exchange) -> None:
+        await turned(lambda: b.proxy.relay.in_flight(0) == 0)
+        await exchange.begin_stream()
+        events = b"".join(b"data: %b\n\n" % json.dumps(generated(str(n), [])).encode() for n in range(count))
+        await exchange.send(b"%x\r\n%b\r\n" % (len(events), events))
+        await exchange.end_stream()
+
+    async with pair(limits=Limits(write_buffer_bytes_max=65536)) as b:
+        b.engines[0].behave, b.engines[1].behave = prefill, decode
+        client = await b.client()
+        await client.request("POST", "/generate", LOGPROBS)
+        await turned(lambda: b.connection()["write_paused"] == 1)
+        assert b.connection()["unwritten"] < 1 << 20
+        answer = await client.answer()
+        events = [json.loads(line[6:]) for line in answer.body.split(b"\n\n") if line]
+        assert [event["text"] for event in events] == [str(n) for n in range(count)]
+        assert all(event["meta_info"]["input_token_logprobs"] == of_prompt for event in events)
+
+
+@with_deadline
+async def test_a_client_that_leaves_a_merged_stream_ends_it() -> None:
+    async def decode(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        while not exchange.gone.is_set():
+            await exchange.event(json.dumps(generated("d", THEIRS)))
+            await asyncio.sleep(0)
+
+    async with pair(limits=Limits(write_buffer_bytes_max=4096)) as b:
+        b.engines[0].behave, b.engines[1].behave = saying(generated("p", OURS * 1000)), decode
+        client = await b.client()
+        await client.request("POST", "/generate", LOGPROBS)
+        await client.head()
+        client.leave()
+        await b.engines[1].seen[0].gone.wait()
+
+
 # What engines are
 
 
@@ -555,13 +789,13 @@ async def test_sglangs_health_check_may_take_its_time(monkeypatch: pytest.Monkey
     async with bed(2, roles=["prefill", "decode"], handover="one_shot", health=checks) as b:
         engine = b.proxy.engines[0]
 
-        async def slow(address: Any, path: str) -> Any:
+        async def slow(address: Any, path: str, connect_s: float = 0.0) -> Any:
             await asyncio.sleep(0.2 if path == "/health" else 0)  # more than timeout_s
             return 200, b"", engine.address
 
         monkeypatch.setattr(health, "_get", slow)
         for sglang, lates in ((True, 0), (False, 1)):
-            engine.sglang = sglang
+            engine.sglang = engine.waits = sglang
             await health.HealthChecker(engine, checks).check()
             assert engine.liveness.timeouts == lates
 
@@ -749,3 +983,78 @@ def test_configured_engines_need_no_page() -> None:
                 await proxy.close()
 
     play(scenario)
+
+
+@with_deadline
+async def test_an_engine_is_not_used_before_it_has_said_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "HEALTH_S", 0.1)
+    asked: list[str] = []
+
+    async def late(address: Any, path: str, connect_s: float = 0.0) -> Any:
+        asked.append(path)
+        if path == "/server_info":
+            await asyncio.sleep(1e6)
+        return 200, b"", address
+
+    monkeypatch.setattr(health, "_get", late)
+    checks = HealthChecks(interval_s=1e6, timeout_s=0.05)
+    async with bed(1, handover="auto", health=checks) as b:
+        engine = b.proxy.engines[0]
+        assert asked.count("/server_info") == 1
+        assert not engine.liveness.healthy
+        assert "/server_info" in engine.liveness.why
+        assert (await b.ask("POST", CHAT, BODY)).status == 503
+
+
+@with_deadline
+async def test_sglangs_engine_keeps_its_patience_when_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "HEALTH_S", 10.0)
+    page = b'{"disaggregation_mode":"prefill"}'
+    checks = HealthChecks(interval_s=1e6, timeout_s=0.05)
+    async with bed(2, roles=["prefill", "decode"], handover="auto", prepare=paged(page), health=checks) as b:
+        engine = b.proxy.engines[0]
+        engine.refused("GET /health was answered with 503")
+        assert not engine.liveness.healthy
+        real = health._get
+
+        async def slow(address: Any, path: str, connect_s: float | None = None) -> Any:
+            await asyncio.sleep(0.2 if path == "/health" else 0)  # more than timeout_s
+            return await real(address, path, connect_s)
+
+        monkeypatch.setattr(health, "_get", slow)
+        await health.HealthChecker(engine, checks).check()
+        assert engine.liveness.healthy
+
+        async def busy(address: Any, path: str, connect_s: float | None = None) -> Any:
+            await asyncio.sleep(0.2)
+            return 503, b"", address
+
+        monkeypatch.setattr(health, "_get", busy)  # its scheduler has said nothing: one late check, no more
+        await health.HealthChecker(engine, checks).check()
+        assert engine.liveness.healthy
+        assert engine.liveness.timeouts == 1
+
+
+@with_deadline
+async def test_a_bootstrap_server_on_this_host_alone_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+    specs = (
+        EngineSpec("p", "http://localhost:1", role="prefill"),
+        EngineSpec("d", "http://10.0.0.1:1", role="decode"),
+    )
+    engine = Engine(0, specs[0], ProxySettings(engines=specs))
+    for _ in range(2):
+        engine.says(ServerInfo("prefill", 9000))
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert sum("waits in vain" in line for line in said) == 1
+
+
+@with_deadline
+async def test_engines_of_two_kinds_are_no_pair() -> None:
+    def prepare(engines: list[Any]) -> None:
+        engines[1].pages["/server_info"] = b'{"disaggregation_mode":"decode"}'
+
+    async with bed(2, roles=["prefill", "decode"], handover="auto", prepare=prepare) as b:
+        answer = await b.ask("POST", CHAT, BODY)
+        assert answer.status == 503
+        assert b"engine-1 is SGLang's, and its prefill engine engine-0 is not" in answer.body
+        assert not any(engine.seen for engine in b.engines)

@@ -50,6 +50,9 @@ void Splice::make(const Object& object, std::span<const Edit> edits) {
     }
     tail_.append("}");
     pieces_.push_back(tail_);
+    if (pieces_.size() <= kPiecesMax) return;
+    tail_ = joined();
+    pieces_.assign(1, tail_);
 }
 
 size_t Splice::bytes() const {

@@ -219,8 +219,9 @@ class PyRelay final : public relay::Decider {
     void engine_models(size_t place, std::optional<std::vector<std::string>> models) {
         relay_->engine_models(checked(place), std::move(models));
     }
-    void engine_role(size_t place, const std::string& role) {
-        relay_->engine_role(checked(place), role_of(role));
+    void engine_role(size_t place, const std::string& role, std::vector<std::string> own_members,
+                     double patience_s) {
+        relay_->engine_role(checked(place), role_of(role), std::move(own_members), patience_s);
     }
     void resume(const PyRequest& request, const py::object& decision) {
         relay_->resume(request.id(), decision_of(decision, engines_));
@@ -397,8 +398,12 @@ void bind_relay(py::module_& m) {
              py::arg("port"))
         .def("engine_models", &PyRelay::engine_models, py::arg("place"), py::arg("models"),
              "None: it did not say; it may get any request.")
-        .def("engine_role", &PyRelay::engine_role, py::arg("place"), py::arg("role"),
-             "both, prefill or decode: what it turned out to be.")
+        .def(
+            "engine_role", &PyRelay::engine_role, py::arg("place"), py::arg("role"),
+            py::arg("own_members") = std::vector<std::string>(), py::arg("patience_s") = 0.0,
+            "both, prefill or decode: what it turned out to be. own_members: members of a request that "
+            "clients cannot set; with any, a body that is no JSON object is refused. patience_s: how long it "
+            "may answer no health check before its requests are given up, if silent_engine_s is less.")
         .def("resume", &PyRelay::resume, py::arg("request"), py::arg("decision"),
              "The decision about a request for which decide returned None. From any thread.")
         .def("next_text", &PyRelay::next_text,

@@ -28,6 +28,11 @@ class Engine {
     const size_t place;
     const EngineSettings settings;
     Role role;  // as the engine itself says, once it has
+    // Members of a request that nobody but this proxy may set: engines connect to where they say. An engine
+    // that has such gets no body in which they could not be looked for.
+    std::vector<std::string> own_members;
+    double patience_s = 0;  // how long its health checks may take at the least, all that are allowed together
+    uint32_t suspected = 0;  // pairs in a row, of which it was one, that did not come together
     Breaker breaker;
     EngineCounts counts;
     bool healthy = false;
@@ -42,6 +47,8 @@ class Engine {
     bool serves(const std::string& model) const {
         return model.empty() || !models || std::find(models->begin(), models->end(), model) != models->end();
     }
+
+    double silent_s(const Deadlines& limits) const { return std::max(limits.silent_engine_s, patience_s); }
 
     // Connections. All open ones, idle or not; each knows its index.
     std::vector<std::unique_ptr<Upstream>> open;

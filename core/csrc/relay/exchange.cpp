@@ -10,7 +10,6 @@
 #include "relay/client.hpp"
 #include "relay/context_first.hpp"
 #include "relay/engine.hpp"
-#include "relay/one_shot.hpp"
 #include "relay/relay.hpp"
 #include "relay/usage.hpp"
 
@@ -26,6 +25,12 @@ constexpr std::string_view kParameters = "kv_transfer_params";
 constexpr size_t kSmallBytes = 16 << 10;
 // Of an answer that nobody waits for: enough for what it says of its tokens, or for an error.
 constexpr size_t kKeptBytes = 16 << 10;
+// A first event that is no larger is looked at whole: it may be an error.
+constexpr size_t kErrorBytes = 1 << 20;
+// Written at once of events into which logprobs are merged.
+constexpr size_t kMergedBytes = 64 << 10;
+// Pairs in a row that did not come together with one engine: it is taken to be why.
+constexpr uint32_t kSuspectedMax = 3;
 constexpr std::string_view kEventStream = "text/event-stream";
 
 // Answers of a prefill engine that are about the request itself: another engine would say the same.
@@ -43,12 +48,11 @@ void Exchange::reset(Client& client, std::shared_ptr<Request> request, bool clos
     client_ = &client;
     request_ = std::move(request);
     close_ = close;
-    page_ = taking_chunks_off_ = chunked_ = head_waits_ = merging_ = false;
+    page_ = taking_chunks_off_ = chunked_ = paused_ = false;
     tried_.clear();
     why_.clear();
     status_ = 0;
-    body_bytes_ = engine_bytes_ = 0;
-    answer_.answered = prefill_.answered = false;
+    body_bytes_ = 0;
     observation_ = Observation();
     observation_.request = request_->id;
     observation_.arrived = request_->arrived_at;
@@ -136,14 +140,18 @@ void Exchange::follow(const Plan& plan) {
     observation_.decode = plan.engine;
     observation_.prefill = plan.prefill;
     // Nothing of an attempt before this one.
+    answer_.answered = prefill_.answered = false;
+    head_waits_ = merging_ = merging_events_ = held_whole_ = false;
+    held_.clear();
+    logprobs_.reset();
+    engine_bytes_ = 0;
     observation_.sent_prefill = observation_.prefill_done = observation_.sent_decode = 0;
     observation_.prefill_cached_tokens = -1;
     observation_.stream = request_->stream_if_read();
     Engine& engine = *relay_.engines[static_cast<size_t>(plan.engine)];
     if (plan.prefill < 0 || !request_->facts().is_object) {
         observation_.prefill = plan_.prefill = -1;
-        state_ = State::kAnswering;
-        return send_answer_leg(engine, {});
+        return answer_by(engine);
     }
     observation_.stream = request_->facts().stream;
     Engine& prefill = *relay_.engines[static_cast<size_t>(plan.prefill)];
@@ -170,6 +178,23 @@ void Exchange::follow(const Plan& plan) {
 
 // Sending.
 
+// One engine, which gets the request as it came, but for what is not the client's to say.
+void Exchange::answer_by(Engine& engine) {
+    state_ = State::kAnswering;
+    if (engine.own_members.empty() || request_->body.empty()) return send_answer_leg(engine, {});
+    if (!request_->facts().is_object) {
+        return refuse({400, "no_object",
+                       "the engines here, which hand prompts over to each other, take no body but a JSON "
+                       "object, nested " +
+                           std::to_string(json::kDepthMax) + " deep at most"},
+                      Outcome::kRefused);
+    }
+    std::vector<json::Edit> edits;
+    for (const std::string& name : engine.own_members) edits.push_back({json::Edit::kDrop, name});
+    answer_body_.make(request_->facts().object, edits);
+    send_answer_leg(engine, answer_body_.pieces());
+}
+
 void Exchange::send_answer_leg(Engine& engine, std::span<const std::string_view> body) {
     answer_.body.clear();
     if (body.empty()) {
@@ -194,6 +219,7 @@ void Exchange::send_prefill_leg(Engine& engine, std::span<const json::Edit> edit
     relay_.write_request_head(prefill_.head, *request_, engine, prefill_body_.bytes(), &plan_);
     prefill_answer_.clear();
     prefill_status_ = 0;
+    prefill_trimmed_ = false;
     tried_.push_back(static_cast<uint16_t>(engine.place));
     prefill_.go(engine);
 }
@@ -217,8 +243,7 @@ void Exchange::answer_alone() {
     bool tried = std::find(tried_.begin(), tried_.end(), engine.place) != tried_.end();
     if (!engine.healthy || tried) return ask();
     plan_.prefill = -1;
-    state_ = State::kAnswering;
-    send_answer_leg(engine, {});
+    answer_by(engine);
 }
 
 void Exchange::leg_sent(Leg& leg) {
@@ -248,19 +273,36 @@ void Exchange::take_prefill(const http::ResponseHead* head, std::string_view bod
         prefill_answer_.append(piece.content);
         if (piece.taken == 0) break;
     }
-    if (one_shot() && !request_->wants_prompt_logprobs()) {
-        if (prefill_answer_.size() > 2 * kKeptBytes)
-            prefill_answer_.erase(0, prefill_answer_.size() - kKeptBytes);
-    } else if (prefill_answer_.size() > relay_.settings.limits.prefill_answer_bytes_max) {
+    bool logprobs = one_shot() && request_->wants_prompt_logprobs();
+    size_t most = relay_.settings.limits.prefill_answer_bytes_max;
+    if (one_shot() && !logprobs) most = std::max(most, kErrorBytes);
+    if (may_trim_prefill()) {
+        prefill_trimmed_ = true;
+        prefill_answer_.erase(0, prefill_answer_.size() - kKeptBytes);
+    } else if (prefill_answer_.size() > most) {
+        if (logprobs && prefill_status_ == 200) return too_large();
         return prefill_.failed(Reason::kBadAnswer, "sent a prefill answer that is larger than the limit");
     }
     if (complete) prefill_done();
 }
 
+// Whether there is more of an answer that nobody waits for than need be kept. A refusal is the client's.
+bool Exchange::may_trim_prefill() {
+    if (!one_shot() || prefill_answer_.size() <= 2 * kKeptBytes || request_->wants_prompt_logprobs()) {
+        return false;
+    }
+    if (prefill_trimmed_) return true;
+    std::string_view rest = prefill_answer_;
+    bool stream = rest.starts_with("data:");
+    if (stream && rest.size() < kErrorBytes && rest.find("\n\n") == std::string_view::npos) return false;
+    return status_of_answer(prefill_status_, rest) < 300;
+}
+
 void Exchange::prefill_done() {
     Engine& engine = *prefill_.engine;
     auto ended = [&](Prefill how) { ++engine.counts.prefills[static_cast<size_t>(how)]; };
-    int status = one_shot() ? status_of_answer(prefill_status_, prefill_answer_) : prefill_status_;
+    int status = one_shot() && !prefill_trimmed_ ? status_of_answer(prefill_status_, prefill_answer_)
+                                                 : prefill_status_;
     if (status < 200 || status >= 300) {
         ended(status < 500 ? Prefill::kRefused : Prefill::kFailed);
         why_ = "engine " + engine.settings.name + " answered " + std::to_string(status) + " to the prefill";
@@ -413,13 +455,43 @@ bool Exchange::met_nobody(const http::ResponseHead* head, std::string_view body)
 void Exchange::ask_another_pair() {
     Engine& engine = *answer_.engine;
     why_ = "engine " + engine.settings.name + " failed to take over from " + prefill_.engine->settings.name;
-    ++prefill_.engine->counts.retries;
-    ++prefill_.engine->counts.prefills[static_cast<size_t>(Prefill::kFailed)];
-    not_tried(engine);
-    answer_.leave(Verdict::kNone);
-    prefill_.leave(Verdict::kNone);
+    Engine& prefill = *prefill_.engine;
+    ++engine.counts.retries;
+    ++prefill.counts.prefills[static_cast<size_t>(Prefill::kOvertaken)];
+    // Which of the two is why cannot be seen from here, but one that others get on with is not.
+    uint32_t of_answer = ++engine.suspected, of_prefill = ++prefill.suspected;
+    auto verdict = [](uint32_t own, uint32_t other) {
+        return own >= kSuspectedMax && own >= other ? Verdict::kBad : Verdict::kNone;
+    };
+    answer_.leave(verdict(of_answer, of_prefill));
+    prefill_.leave(verdict(of_prefill, of_answer));
+    // Another of each, or of the one of which there is another.
+    bool others = has_another(engine), prefills = has_another(prefill);
+    if (others && !prefills) not_tried(prefill);
+    if (prefills && !others) not_tried(engine);
     observation_.handed_over = 0;
     ask();
+}
+
+// Whether a request may go to another engine of the same role.
+bool Exchange::has_another(const Engine& engine) {
+    std::vector<uint16_t> left;
+    relay_.candidates(*request_, tried_, left);
+    return std::any_of(left.begin(), left.end(),
+                       [&](uint16_t place) { return relay_.engines[place]->role == engine.role; });
+}
+
+// It is the request that asks for so much: no engine is to blame, and another would say the same.
+void Exchange::too_large() {
+    std::string why = "the answer's logprobs take more than " +
+                      std::to_string(relay_.settings.limits.prefill_answer_bytes_max) +
+                      " bytes; ask for fewer of them, or from a later logprob_start_len on";
+    prefill_.leave(Verdict::kNone);
+    answer_.leave(Verdict::kNone);
+    if (observation_.first_byte == 0) return refuse({502, "answer_too_large", why}, Outcome::kFailed);
+    observe(Outcome::kBrokenOff);
+    client_->write(http::error_event("answer_too_large", why, chunked_), {});
+    client_->exchange_finished(true);
 }
 
 bool Exchange::is_to_be_merged(const http::ResponseHead& head) {
@@ -443,19 +515,18 @@ void Exchange::hold(std::string_view body, bool complete) {
         if (piece.taken == 0) break;
     }
     held_whole_ = complete;
-    if (held_.size() > relay_.settings.limits.prefill_answer_bytes_max) {
-        return answer_.failed(Reason::kBadAnswer,
-                              "sent an answer with logprobs that is larger than the limit");
-    }
     if (prefill_.engine == nullptr) hand_on_merged();
+    bool waits = state_ == State::kAnswering && !paused_;
+    if (waits && held_.size() > relay_.settings.limits.prefill_answer_bytes_max) too_large();
 }
 
 void Exchange::hand_on_merged() {
     if (merging_events_) return hand_on_merged_events();
-    if (!held_whole_) return;
+    if (!held_whole_ || held_.size() > relay_.settings.limits.prefill_answer_bytes_max) return;
+    logprobs_.emplace(prefill_answer_);
     Page page;
     page.status = status_;
-    page.body = with_prompt_logprobs(held_, prefill_answer_);
+    page.body = logprobs_->put_into(held_);
     page.headers.emplace_back("X-Moonpool-Engine", answer_.engine->settings.name);
     page.headers.insert(page.headers.end(), plan_.headers.begin(), plan_.headers.end());
     answer_.answered = true;
@@ -466,10 +537,12 @@ void Exchange::hand_on_merged() {
     client_->answer_page(page);
 }
 
+// As much as the client takes: each event carries the prompt's logprobs anew, and those may be megabytes.
 void Exchange::hand_on_merged_events() {
-    std::string out = head_waits_ ? head_text_ : std::string();
+    if (!logprobs_) logprobs_.emplace(prefill_answer_);
+    std::string out;
     std::string_view left = held_;
-    auto put = [&](const std::string& text) {
+    auto put = [&](std::string_view text) {
         char size[24];
         std::snprintf(size, sizeof(size), "%zx\r\n", text.size());
         if (chunked_) out += size;
@@ -477,22 +550,32 @@ void Exchange::hand_on_merged_events() {
         if (chunked_) out += "\r\n";
         body_bytes_ += text.size();
     };
-    bool any = held_whole_;
-    for (auto event = next_event(left); !event.empty(); event = next_event(left)) {
-        put("data: " + with_prompt_logprobs(event, prefill_answer_) + "\n\n");
-        any = true;
+    auto write = [&] {
+        answer_.answered = true;
+        if (observation_.first_byte == 0) begun();
+        std::string_view head = head_waits_ ? std::string_view(head_text_) : std::string_view();
+        head_waits_ = false;
+        client_->write(head, out);
+        out.clear();
+    };
+    while (!paused_) {
+        auto event = next_event(left);
+        if (event.empty()) break;
+        put("data: " + logprobs_->put_into(event) + "\n\n");
+        if (out.size() >= kMergedBytes) write();
+        if (state_ != State::kAnswering) return;  // the client is gone
     }
-    if (!any) return;
     held_.erase(0, held_.size() - left.size());
-    head_waits_ = false;
-    answer_.answered = true;
-    if (observation_.first_byte == 0) begun();
-    if (!held_whole_) return client_->write(out, {});
+    if (paused_ || !held_whole_) return out.empty() ? void() : write();
     if (!held_.empty()) put(held_);  // no event: it goes on as it came
     if (chunked_) out += "0\r\n\r\n";
+    answer_.answered = true;
+    if (observation_.first_byte == 0) begun();
     finish();
     held_ = prefill_answer_ = std::string();
-    client_->write(out, {});
+    logprobs_.reset();
+    client_->write(head_waits_ ? std::string_view(head_text_) : std::string_view(), out);
+    head_waits_ = false;
     client_->exchange_finished(close_);
 }
 
@@ -544,7 +627,11 @@ void Exchange::finish() {
     if (prefill_.engine != nullptr) {
         ++prefill_.engine->counts.prefills[static_cast<size_t>(Prefill::kOvertaken)];
         // In one shot prefill has given all it had, and answers, too.
-        one_shot() ? prefill_.leave_drained(Verdict::kNone) : prefill_.leave(Verdict::kNone);
+        Verdict met = status_ < 500 ? Verdict::kGood : Verdict::kNone;
+        one_shot() ? prefill_.leave_drained(met) : prefill_.leave(Verdict::kNone);
+    }
+    if (one_shot() && status_ < 500) {
+        engine.suspected = relay_.engines[static_cast<size_t>(plan_.prefill)]->suspected = 0;
     }
     observe(Outcome::kAnswered);
 }
@@ -638,9 +725,16 @@ void Exchange::cancel() {
 
 void Exchange::close_after() { close_ = true; }
 
-void Exchange::pause() { answer_.pause(); }
+void Exchange::pause() {
+    paused_ = true;
+    answer_.pause();
+}
 
-void Exchange::resume() { answer_.resume(); }
+void Exchange::resume() {
+    paused_ = false;
+    answer_.resume();
+    if (state_ == State::kAnswering && merging_ && observation_.first_byte != 0) hand_on_merged();
+}
 
 void Exchange::sweep(double now) {
     if (state_ == State::kAsking && now >= ask_deadline_) {

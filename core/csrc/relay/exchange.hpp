@@ -16,6 +16,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,7 @@
 #include "json/splice.hpp"
 #include "relay/leg.hpp"
 #include "relay/observations.hpp"
+#include "relay/one_shot.hpp"
 #include "relay/request.hpp"
 
 namespace moonpool::relay {
@@ -65,10 +67,12 @@ class Exchange {
     void reset(Client& client, std::shared_ptr<Request> request, bool close);
     void ask();
     void follow(const Plan& plan);
+    void answer_by(Engine& engine);
     void send_answer_leg(Engine& engine, std::span<const std::string_view> body);
     void send_prefill_leg(Engine& engine, std::span<const json::Edit> edits);
     void answer_alone();
     void not_tried(const Engine& engine);
+    bool may_trim_prefill();
     void take_prefill(const http::ResponseHead* head, std::string_view body, bool complete);
     void prefill_done();
     void prefill_failed(Verdict verdict, bool elsewhere);
@@ -81,6 +85,8 @@ class Exchange {
     void hand_on(const http::ResponseHead* head, std::string_view body, bool complete);
     bool met_nobody(const http::ResponseHead* head, std::string_view body) const;
     void ask_another_pair();
+    bool has_another(const Engine& engine);
+    void too_large();
     bool is_to_be_merged(const http::ResponseHead& head);
     void hold(std::string_view body, bool complete);
     void hand_on_merged();
@@ -110,6 +116,7 @@ class Exchange {
     json::Splice answer_body_, prefill_body_;
     int prefill_status_ = 0;
     std::string prefill_type_, prefill_answer_;
+    bool prefill_trimmed_ = false;
     http::BodyReader prefill_reader_;
 
     int status_ = 0;
@@ -119,6 +126,8 @@ class Exchange {
     // Of an answer into which prefill's logprobs are merged: what has come and did not go out.
     bool merging_ = false, merging_events_ = false, held_whole_ = false;
     std::string held_;
+    bool paused_ = false;                     // the client reads too slowly
+    std::optional<PromptLogprobs> logprobs_;  // of prefill_answer_
     http::BodyReader unchunked_;
     std::string head_text_, content_;
     uint64_t body_bytes_ = 0, engine_bytes_ = 0;

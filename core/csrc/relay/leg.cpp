@@ -111,7 +111,7 @@ void Leg::sweep(double now) {
 }
 
 void Leg::engine_silent(double since) {
-    if (relay_.now - progress_at_ < relay_.settings.deadlines.silent_engine_s) return;
+    if (relay_.now - progress_at_ < engine->silent_s(relay_.settings.deadlines)) return;
     char text[96];
     std::snprintf(text, sizeof(text), "answers neither this request nor its health checks for %.0f s",
                   relay_.now - std::max(since, progress_at_));
@@ -125,10 +125,10 @@ void Leg::pause() {
 
 void Leg::resume() {
     paused_ = false;
-    if (upstream_ == nullptr || connecting_) return;
+    if (connecting_) return;
     progress_at_ = relay_.now;
     deadline_ = relay_.now + relay_.settings.deadlines.stream_stall_s;
-    upstream_->resume();
+    if (upstream_ != nullptr) upstream_->resume();  // else all of its answer is here, and held back
 }
 
 bool Leg::between_events() const { return upstream_ != nullptr && upstream_->between_events(); }

@@ -2,8 +2,12 @@
 // is the client's, but what it says of the prompt's logprobs only prefill knows. Pure.
 #pragma once
 
+#include <array>
+#include <map>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace moonpool::relay {
 
@@ -15,9 +19,29 @@ std::string_view next_event(std::string_view& stream);
 // so in their first event.
 int status_of_answer(int status, std::string_view answer);
 
-// Puts the logprobs that prefill has of the prompt in front of those of decode, as SGLang's own router does.
-// decode: an answer, of a batch an array of answers, or an event's data; prefill: its whole answer, or its
-// whole stream. Returns decode as it is when either has none.
-std::string with_prompt_logprobs(std::string_view decode, std::string_view prefill);
+// The logprobs that prefill has of the prompt, or of each of a batch: read once, however many events they are
+// put into. Points into the answer it was made of.
+class PromptLogprobs {
+   public:
+    PromptLogprobs() = default;
+    // prefill: its whole answer, of a batch an array of answers, or its whole stream.
+    explicit PromptLogprobs(std::string_view prefill);
+
+    // Puts them in front of those of decode, as SGLang's own router does. decode: an answer, of a batch an
+    // array of answers, or an event's data. Returns decode as it is when either has none.
+    std::string put_into(std::string_view decode) const;
+
+   private:
+    // Of one prompt: what stands between the brackets of each array that tells of it.
+    struct Texts {
+        std::array<std::optional<std::string_view>, 3> of;
+        std::string put_into(std::string_view decode) const;
+    };
+    static Texts texts_of(std::string_view answer);
+
+    bool stream_ = false, batch_ = false;
+    std::vector<Texts> each_;
+    std::map<std::string_view, Texts> of_index_;  // of a stream; "": its events have none
+};
 
 }  // namespace moonpool::relay

@@ -23,6 +23,12 @@ namespace {
 
 constexpr size_t kSpareMax = 512;
 
+// SGLang's engines may be set to believe such a header rather than the body.
+bool is_override(std::string_view name) {
+    constexpr std::string_view kStart = "x-override-";
+    return name.size() >= kStart.size() && http::same_name(name.substr(0, kStart.size()), kStart);
+}
+
 }  // namespace
 
 void Relay::Wake::on_events(uint32_t) {
@@ -135,8 +141,13 @@ void Relay::engine_models(size_t place, std::optional<std::vector<std::string>> 
     });
 }
 
-void Relay::engine_role(size_t place, Role role) {
-    post([this, place, role] { engines[place]->role = role; });
+void Relay::engine_role(size_t place, Role role, std::vector<std::string> own_members, double patience_s) {
+    post([this, place, role, own = std::move(own_members), patience_s]() mutable {
+        Engine& engine = *engines[place];
+        engine.role = role;
+        engine.own_members = std::move(own);
+        engine.patience_s = patience_s;
+    });
 }
 
 void Relay::resume(uint64_t request, Decision decision) {
@@ -276,7 +287,7 @@ void Relay::sweep_engine(Engine& engine) {
         if (upstream->drained_until > 0 && now >= upstream->drained_until) old.push_back(upstream.get());
     }
     for (Upstream* upstream : old) upstream->close();
-    if (engine.answered_at == 0 || now - engine.answered_at < settings.deadlines.silent_engine_s) return;
+    if (engine.answered_at == 0 || now - engine.answered_at < engine.silent_s(settings.deadlines)) return;
     std::vector<Leg*> legs = engine.legs;
     for (Leg* leg : legs) {
         if (leg->engine == &engine) leg->engine_silent(engine.answered_at);
@@ -452,7 +463,12 @@ void Relay::write_request_head(std::string& out, Request& request, const Engine&
     std::array<http::OwnField, 4> own;
     size_t count = 0;
     if (!request.traceparent.empty()) own[count++] = {"traceparent", request.traceparent};
-    std::vector<http::Field*> kept;  // fields of the client that a prefill engine must not see
+    std::vector<http::Field*> kept;  // fields of the client that the engine must not see
+    if (!engine.own_members.empty()) {
+        for (http::Field& field : head.fields) {
+            if (field.forward && is_override(field.name)) kept.push_back(&field);
+        }
+    }
     if (prefill != nullptr) {
         for (const auto& [name, value] : prefill->prefill_headers) {
             if (count < own.size()) own[count++] = {name, value};

@@ -45,7 +45,8 @@ class Relay {
     void engine_state(size_t place, bool healthy);
     void engine_address(size_t place, const sockaddr_storage& address, socklen_t size);
     void engine_models(size_t place, std::optional<std::vector<std::string>> models);
-    void engine_role(size_t place, Role role);
+    // own_members, patience_s: as in Engine.
+    void engine_role(size_t place, Role role, std::vector<std::string> own_members, double patience_s);
     void resume(uint64_t request, Decision decision);
     bool drain(double timeout_s);  // accept no more, finish what runs; whether all did
     void close();                  // end everything now; idempotent

@@ -14,6 +14,16 @@ char first_in(const json::Member& array) {
     return first == std::string_view::npos || array.value[first] == ']' ? 0 : array.value[first];
 }
 
+// Whether it begins as an array of arrays of arrays.
+bool opens_three(std::string_view array) {
+    size_t at = 0;
+    for (int depth = 0; depth < 3; ++depth) {
+        at = array.find_first_not_of(" \t\r\n", at);
+        if (at == std::string_view::npos || array[at++] != '[') return false;
+    }
+    return true;
+}
+
 void empty(std::string& text) {
     text.clear();
     if (text.capacity() > kKeptBytesMax) text.shrink_to_fit();
@@ -93,8 +103,14 @@ std::optional<std::string> Request::prompt_text() {
 std::optional<size_t> Request::prompt_count() {
     if (kind != Kind::kCompletions && kind != Kind::kGenerate) return std::nullopt;
     const json::Member* all = prompt();
+    bool embeddings = kind == Kind::kGenerate && (all == nullptr || all->kind == json::Kind::kNull);
+    if (embeddings && facts_.is_object) all = facts_.object.find("input_embeds");
     if (all == nullptr || all->kind != json::Kind::kArray) return std::nullopt;
-    if (first_in(*all) != '"' && first_in(*all) != '[') return std::nullopt;  // the ids of one
+    if (embeddings) {
+        if (!opens_three(all->value)) return std::nullopt;  // a list of vectors: those of one
+    } else if (first_in(*all) != '"' && first_in(*all) != '[') {
+        return std::nullopt;  // the ids of one
+    }
     std::vector<std::string_view> each;
     json::elements_of(all->value, each);
     return each.size();

@@ -54,7 +54,8 @@ struct Request {
     // Whether it asks for a stream, as far as somebody has read the body already.
     bool stream_if_read();
 
-    // The member that has the prompt is "prompt", of SGLang's /generate "text" or "input_ids".
+    // The member that has the prompt is "prompt", of SGLang's /generate "text" or "input_ids"
+    // (or "input_embeds", of which only the count is looked at).
 
     // The ids when it is one list of them. nullopt: it is not.
     std::optional<std::vector<uint32_t>> prompt_tokens();

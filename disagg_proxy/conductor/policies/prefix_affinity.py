@@ -24,8 +24,8 @@ class PrefixAffinity:
         decode = self._near(request, answering)
         if not computing or not is_worth_splitting(request, decode):
             return self._choice(request, decode, None)
-        apart = [instance for instance in computing if instance is not decode]
         least_busy = min(answering, key=lambda each: (each.in_flight, each.place))
+        apart = [instance for instance in computing if instance is not least_busy]
         return self._choice(request, least_busy, self._near(request, apart)) if apart else Choice(decode)
 
     @staticmethod

@@ -66,6 +66,22 @@ TEST_CASE("splice: the request for a prefill engine") {
     CHECK(edited("{}", prefill_edits("{}")) == R"({"kv_transfer_params":{},"stream":false,"max_tokens":1})");
 }
 
+TEST_CASE("splice: very many pieces are one") {
+    std::string text = "{\"x\":0", expected = text;
+    for (int i = 0; i < 1000; ++i) {
+        text += ",\"a\":1,\"x\":2";
+        expected += ",\"x\":2";
+    }
+    Object object;
+    REQUIRE(object.scan(text += "}"));
+    const Edit edits[] = {{Edit::kDrop, "a"}};
+    Splice splice;
+    splice.make(object, edits);
+    CHECK(splice.pieces().size() <= kPiecesMax);
+    CHECK(splice.joined() == expected + "}");
+    CHECK(splice.bytes() == expected.size() + 1);
+}
+
 TEST_CASE("splice: random objects against a slow model") {
     moonpool::testing::Random random(33);
     const char* keys[] = {"a", "b", "c", "d"};

@@ -43,7 +43,7 @@ TEST_CASE("a stream may say in its first event that it failed") {
 
 TEST_CASE("prefill's logprobs go in front of decode's") {
     auto merged = [](const char* decode, const char* prefill) {
-        return with_prompt_logprobs(decode, prefill);
+        return PromptLogprobs(prefill).put_into(decode);
     };
     const char* ours = R"({"meta_info":{"input_token_logprobs":[[1,2]],"input_top_logprobs":null}})";
     const char* theirs = R"({"meta_info":{"input_token_logprobs":[ ],"a":1,"input_top_logprobs":[]},"b":2})";
@@ -59,6 +59,23 @@ TEST_CASE("prefill's logprobs go in front of decode's") {
     }
 }
 
+TEST_CASE("each prompt of a streamed batch has its own logprobs") {
+    auto event = [](const char* index, const char* ids) {
+        return std::string(R"({"meta_info":{"input_token_logprobs":)") + ids + "}" + index + "}";
+    };
+    std::string one = event(R"(,"index":1)", "[7]"), zero = event(R"(,"index":0)", "[8]");
+    std::string stream = "data: " + one + "\n\ndata: " + zero + "\n\ndata: " + event(R"(,"index":1)", "[9]") +
+                         "\n\ndata: [DONE]\n\n";
+    PromptLogprobs logprobs(stream);
+    for (int round = 0; round < 2; ++round) {
+        CHECK(logprobs.put_into(event(R"(,"index":1)", "[1]")).find("[7,1]") != std::string::npos);
+        CHECK(logprobs.put_into(event(R"(,"index":0)", "[]")).find("[8]") != std::string::npos);
+        CHECK(logprobs.put_into(event(R"(,"index":2)", "[1]")) == event(R"(,"index":2)", "[1]"));
+        CHECK(logprobs.put_into("[DONE]") == "[DONE]");
+    }
+    CHECK(PromptLogprobs("data: half").put_into(one) == one);
+}
+
 TEST_CASE("a native request names its prompt in one of two ways") {
     auto count = [](Kind kind, const char* body) { return asking(kind, body)->prompt_count(); };
     CHECK(count(Kind::kGenerate, R"({"text":["a","b"]})") == 2);
@@ -68,6 +85,10 @@ TEST_CASE("a native request names its prompt in one of two ways") {
     CHECK_FALSE(count(Kind::kGenerate, R"({"input_ids":[1,2]})"));
     CHECK_FALSE(count(Kind::kGenerate, R"({"text":[]})"));
     CHECK_FALSE(count(Kind::kChat, R"({"prompt":["a"]})"));
+    CHECK(count(Kind::kGenerate, R"({"text":null,"input_embeds":[ [[1.5],[2]], [[3]]]})") == 2);
+    CHECK_FALSE(count(Kind::kGenerate, R"({"input_embeds":[[1.5],[2]]})"));
+    CHECK_FALSE(count(Kind::kGenerate, R"({"input_embeds":[]})"));
+    CHECK_FALSE(count(Kind::kGenerate, R"({"text":"a","input_embeds":[[[1]],[[2]]]})"));
     CHECK_FALSE(count(Kind::kGenerate, "no JSON"));
 
     auto ids = asking(Kind::kGenerate, R"({"input_ids":[1,2],"sampling_params":{"max_new_tokens":9}})");
