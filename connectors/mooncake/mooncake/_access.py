@@ -22,7 +22,7 @@ from moonpool.core import paths
 from moonpool.core.addresses import Address, parse_address
 from moonpool.core.config import Config, load
 from moonpool.core.control_tls import control_client, control_settings
-from moonpool.core.errors import ConfigError, Error, InvalidArgument, Unavailable
+from moonpool.core.errors import AuthError, ConfigError, Error, InvalidArgument, Unavailable
 from moonpool.core.keys import Space
 from moonpool.core.node_socket import Claim
 from moonpool.core.reach import Reach, host_id, reach_of_node
@@ -44,6 +44,7 @@ JOIN_TIMEOUT_S = 5.0
 LOOK_AGAIN_S = 0.25
 SSD_SHARE = 0.8  # of what is free where ssd_offload_path lies, at most
 SSD_PATH = "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"
+SSD_LOG = "moonpool.ssd"
 SSD_SIZE = "MOONPOOL_SSD_SIZE"
 SSD_BYTES = "64GiB"  # without that variable
 SMALLEST_ARENA = "1MiB"
@@ -297,6 +298,8 @@ class OwnNode(_Base):
             if joined:
                 self._store = self._open(str(self.socket))
                 return
+            if "token" in why_not:
+                self._raise_if_refused()
             if time.monotonic() > give_up_s:
                 raise Unavailable(
                     f"the master {self.config.cluster.master} has not taken this process in"
@@ -306,6 +309,15 @@ class OwnNode(_Base):
                     peer=self.config.cluster.master,
                 )
             time.sleep(_POLL_S)
+
+    def _raise_if_refused(self) -> None:
+        """Raises AuthError for a wrong token: the node has a sentence only, and would go on trying."""
+        try:
+            self.directory().members()
+        except AuthError:
+            raise
+        except Error:
+            pass
 
 
 def _node_config(settings: Settings) -> Config:
@@ -319,9 +331,7 @@ def _node_config(settings: Settings) -> Config:
         arguments |= {"node__dram": SMALLEST_ARENA, "node__tenants": {settings.tenant: settings.segment}}
     if settings.ssd_path:
         Path(settings.ssd_path).mkdir(parents=True, exist_ok=True)
-        free = int(shutil.disk_usage(settings.ssd_path).free * SSD_SHARE)
-        size = min(parse_size(os.environ.get(SSD_SIZE) or SSD_BYTES), free)
-        arguments["node__ssd"] = [f"{settings.ssd_path}:{size}"]
+        arguments["node__ssd"] = [f"{settings.ssd_path}:{ssd_bytes(Path(settings.ssd_path))}"]
         arguments["node__ssd_clean_share"] = (
             1.0  # all is written as it comes: a reader may drive out anything
         )
@@ -336,6 +346,26 @@ def _node_config(settings: Settings) -> Config:
         arguments["node__advertise"] = str(listen)
         listen = Address(every, listen.port)
     return settings.config(node__listen=str(listen), **arguments)
+
+
+def ssd_bytes(folder: Path) -> int:
+    """The size of the log in ``folder``: what the environment says, as far as the disk goes.
+
+    A log that is there has its blocks already, and forgets all it has when it is made for less. So they count
+    as free, and a disk that others fill meanwhile takes nothing from it.
+    """
+    free = shutil.disk_usage(folder).free
+    most = int(free * SSD_SHARE)
+    try:
+        log = (folder / SSD_LOG).stat()
+    except FileNotFoundError:
+        pass
+    else:
+        has = log.st_blocks * 512
+        most = int((free + has) * SSD_SHARE)
+        if log.st_size - has <= free:
+            most = max(most, log.st_size)
+    return min(parse_size(os.environ.get(SSD_SIZE) or SSD_BYTES), most)
 
 
 def _reach_of(settings: Settings, config: Config) -> Reach:

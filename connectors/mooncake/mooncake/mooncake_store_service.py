@@ -48,7 +48,8 @@ class MooncakeStoreService:
         give_up_s = loop.time() + max_wait_time
         while True:
             code = await asyncio.to_thread(self.store.setup, self.config)
-            if code == Code.OK or code == Code.INVALID_PARAMS or loop.time() >= give_up_s:
+            final = (Code.OK, Code.INVALID_PARAMS, Code.ILLEGAL_CLIENT)  # no later try makes it another
+            if code in final or loop.time() >= give_up_s:
                 return code == Code.OK
             if shutdown_event is not None and shutdown_event.is_set():
                 return False

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mooncake import _access
 from mooncake.engine import TransferEngine
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
@@ -114,7 +117,10 @@ def test_the_token_and_the_master_are_looked_at(
         assert store.put("k", b"v") == -1
     monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN", "another")
     assert MooncakeDistributedStore().setup(HOST, P2P, 0, 0, "tcp", "", master.address) == -601
-    assert MooncakeDistributedStore().setup(HOST, P2P, 16 * MIB, 0, "tcp", "", master.address) < 0
+    monkeypatch.setattr("mooncake._access.JOIN_TIMEOUT_S", 10.0)
+    refused = MooncakeDistributedStore()
+    assert refused.setup(HOST, P2P, 16 * MIB, 0, "tcp", "", master.address) == -601
+    assert refused._waiting is None  # nobody goes on trying
     folder = Path(os.environ["MOONPOOL_RUNTIME_DIR"])
     assert not list(folder.glob(f"node-mooncake-{os.getpid()}-*"))
 
@@ -400,6 +406,99 @@ def test_an_ssd_outlives_its_process(tmp_path: Path, keys: Callable[[int], list[
         assert [store.get(name)[:1] for name in names] == [bytes([i]) for i in range(24)]
     finally:
         store.close()
+        there.close()
+
+
+def test_an_ssd_is_not_made_anew_for_its_own_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: Callable[[int], list[str]]
+) -> None:
+    """On a small disk: the log was given most of what was free, and has all it had at the next start, also
+    when others have filled the rest."""
+    disk, log = 200 * MIB, tmp_path / "moonpool.ssd"
+    others = 0
+
+    def usage(_: object) -> shutil._ntuple_diskusage:
+        used = others + (log.stat().st_blocks * 512 if log.exists() else 0)
+        return shutil._ntuple_diskusage(disk, used, disk - used)
+
+    monkeypatch.setattr("mooncake._access.shutil.disk_usage", usage)
+    names, there = keys(16), MasterProcess()
+    try:
+        for start in range(3):
+            store = MooncakeDistributedStore()
+            given = (HOST, P2P, 16 * MIB, 0, "tcp", "", there.address)
+            assert store.setup(*given, enable_ssd_offload=True, ssd_offload_path=str(tmp_path)) == 0
+            try:
+                if start == 0:
+                    assert [store.put(name, name.encode() * 100) for name in names] == [0] * 16
+                assert [store.get(name) for name in names] == [name.encode() * 100 for name in names]
+            finally:
+                store.close()
+            others = 30 * MIB
+    finally:
+        there.close()
+    assert _access.ssd_bytes(tmp_path) == log.stat().st_size
+    monkeypatch.setenv("MOONPOOL_SSD_SIZE", "32MiB")  # who wants it smaller says so
+    assert _access.ssd_bytes(tmp_path) == 32 * MIB
+
+
+@pytest.mark.parametrize("verb", ["get", "put"])
+def test_a_node_that_is_killed_in_the_middle(
+    verb: str, master: MasterProcess, key: str, keys: Callable[[int], list[str]]
+) -> None:
+    """While a guest's call is under way there: a code or a miss, never other bytes, and no hang; then the
+    guest goes on with the next node."""
+    there = MasterProcess()
+    guest = MooncakeDistributedStore()
+    size = 64 * MIB
+    code = (
+        "import sys; from mooncake.store import MooncakeDistributedStore as S; s = S()\n"
+        f"assert s.setup({HOST!r}, {P2P!r}, {256 * MIB}, 0, 'tcp', '', {there.address!r}) == 0\n"
+        f"assert s.put({key!r}, b'7' * {size}) == 0\n"
+        "print('ready', flush=True); sys.stdin.read()"
+    )
+    nodes = []
+
+    def start() -> None:
+        node = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        nodes.append(node)
+        assert node.stdout is not None
+        assert node.stdout.readline() == b"ready\n"
+
+    data, into = bytes([7]) * size, np.zeros(size, np.uint8)
+    under_way = threading.Event()
+    answers: list[Any] = []
+
+    def call() -> None:
+        for name in keys(1000):
+            under_way.set()
+            if verb == "get":
+                answers.append(guest.get_into(key, into.ctypes.data, size))
+            else:
+                answers.append(guest.put(name, data))
+            if answers[-1] < 0:
+                return
+
+    try:
+        start()
+        assert guest.setup(HOST, P2P, 0, 0, "tcp", "", there.address) == 0
+        caller = threading.Thread(target=call)
+        caller.start()
+        assert under_way.wait(30)
+        until(lambda: answers)  # each call takes long, so that another is under way now
+        nodes[0].kill()
+        caller.join(30)
+        assert not caller.is_alive()
+        assert answers[-1] in ((-704, -200, -900, -901, -800) if verb == "get" else (-200, -900, -901, -800))
+        assert set(answers[:-1]) == {size if verb == "get" else 0}
+        start()
+        until(lambda: guest.get_into(key, into.ctypes.data, size) == size)
+        assert (into == ord("7")).all()
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()
+        guest.close()
         there.close()
 
 
