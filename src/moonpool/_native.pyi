@@ -558,13 +558,13 @@ class Ranges:
         """
     def clear(self) -> None:
         ...
-    def hold(self, addresses: typing.Any, lengths: typing.Any) -> bool:
+    def hold(self, addresses: typing.Any, lengths: typing.Any) -> typing.Any:
         """
-        Whether each (address, length) of the two lists lies in one range. False for anything else than lists of int of the same length, and for empty ones.
+        The (address, length) of the two lists when each lies in one range. None for anything else than lists of int of the same length, and for empty ones.
         """
-    def hold_lists(self, addresses: typing.Any, lengths: typing.Any) -> bool:
+    def hold_lists(self, addresses: typing.Any, lengths: typing.Any) -> typing.Any:
         """
-        The same for lists of such lists.
+        The same for lists of such lists: a pair of copies for each.
         """
     def remove(self, address: typing.SupportsInt | typing.SupportsIndex) -> bool:
         """

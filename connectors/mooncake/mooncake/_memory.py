@@ -101,12 +101,25 @@ class Buffers:
             check_memory(address, length, writable=writable)
         return address, length
 
+    def check_part(self, start: int, offset: int, length: int) -> tuple[int, int]:
+        """Bytes to write in the buffer at ``start``, whose length nobody gave: where it is registered they
+        must lie in it.
+        """
+        if self._ranges.hold([start], [1]) and not self._ranges.hold([start], [offset + length]):
+            raise InvalidArgument(f"{length} bytes from {offset} leave the registered buffer of {start:#x}")
+        return self.check(start + offset, length, writable=True)
+
     def check_all(
         self, addresses: Sequence[int], lengths: Sequence[int], *, writable: bool = False
     ) -> list[tuple[int, int]]:
-        """The same for many; one native call where all are registered. TypeError for what is no number."""
-        if self._ranges.hold(addresses, lengths):
-            return list(zip(addresses, lengths, strict=True))
+        """The same for many; one native call where all are registered. TypeError for what is no number.
+
+        What was checked is what is given back: another thread may change the caller's lists.
+        """
+        pairs: list[tuple[int, int]] | None = self._ranges.hold(addresses, lengths)
+        if pairs is not None:
+            return pairs
+        addresses, lengths = list(addresses), list(lengths)
         same_length(addresses, lengths)
         return [
             self.check(number(address), number(length), writable=writable)
@@ -117,8 +130,10 @@ class Buffers:
         self, addresses: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]], *, writable: bool = False
     ) -> list[Any]:
         """The same for a list of lists."""
-        if self._ranges.hold_lists(addresses, lengths):
-            return list(zip(addresses, lengths, strict=True))  # a pair of lists is one object's parts
+        pairs: list[Any] | None = self._ranges.hold_lists(addresses, lengths)
+        if pairs is not None:
+            return pairs  # a pair of lists is one object's parts
+        addresses, lengths = list(addresses), list(lengths)
         same_length(addresses, lengths)
         return [
             self.check_all(these, those, writable=writable)

@@ -130,13 +130,15 @@ class Parts(Objects):
         return self._copy_ranges(held, pointers, sizes, offsets)
 
     def _copy_ranges(self, held: Any, pointers: list[int], sizes: list[int], offsets: list[int]) -> int:
-        same_length(pointers, sizes, offsets)
-        for size, offset in zip(sizes, offsets, strict=True):
-            inside(offset, size, held.size())
         targets = self._buffers.check_all(pointers, sizes, writable=True)
-        for (address, size), offset in zip(targets, offsets, strict=True):
+        return self._copy_out(held, targets, offsets)
+
+    def _copy_out(self, held: Any, targets: list[tuple[int, int]], offsets: Sequence[int]) -> int:
+        """The bytes from each offset into each (address, length), which was checked."""
+        rows = ranges_inside(targets, offsets, held.size())
+        for address, size, offset in rows:
             ctypes.memmove(address, held.ptr() + offset, size)
-        return sum(sizes)
+        return sum(size for _, size, _ in rows)
 
     def get_into_ranges(
         self,
@@ -146,7 +148,9 @@ class Parts(Objects):
         all_src_offsets: list[list[list[int]]],
         all_sizes: list[list[list[int]]],
     ) -> list[list[list[int]]]:
-        """For each buffer, each of its keys and each range: the bytes that were copied, or a code."""
+        """For each buffer, each of its keys and each range: the bytes that were copied, or a code. A range
+        that begins in a registered buffer and leaves it is INVALID_PARAMS.
+        """
         same_length(buffer_ptrs, all_keys, all_dst_offsets, all_src_offsets, all_sizes)
         answer = []
         for pointer, keys, targets, sources, sizes in zip(
@@ -169,10 +173,12 @@ class Parts(Objects):
         held = handle_of(view)
         if held is None:
             return [int(Code.OBJECT_NOT_FOUND)] * len(sizes)
-        return [
-            self._code("get_into_ranges", partial(self._copy_ranges, held, [pointer + t], [n], [s]))
-            for t, s, n in zip(targets, sources, sizes, strict=True)
-        ]
+
+        def copy(target: int, source: int, size: int) -> int:
+            place = self._buffers.check_part(pointer, number(target), number(size))
+            return self._copy_out(held, [place], [source])
+
+        return self._each("get_into_ranges", copy, targets, sources, sizes)
 
     # ---- objects that are made of parts
 
@@ -209,27 +215,25 @@ class Parts(Objects):
 
         def gather(key: str, pointers: list[int], sizes: list[int], offsets: list[int]) -> int:
             self._open()
-            same_length(pointers, sizes, offsets)
             staged, _ = self._written(key)
-            for size, offset in zip(sizes, offsets, strict=True):
-                inside(offset, size, staged.nbytes)
-            sources = self._buffers.check_all(pointers, sizes)
-            for (address, size), offset in zip(sources, offsets, strict=True):
+            rows = ranges_inside(self._buffers.check_all(pointers, sizes), offsets, staged.nbytes)
+            for address, size, offset in rows:
                 ctypes.memmove(staged.ctypes.data + offset, address, size)
-            return sum(sizes)
+            return sum(size for _, size, _ in rows)
 
         return self._each(
             "batch_put_from_multi_buffer_ranges", gather, keys, all_buffer_ptrs, all_sizes, all_dst_offsets
         )
 
     def batch_put_session_end(self, keys: list[str]) -> list[int]:
-        """Stores what was gathered."""
+        """Stores what was gathered; where that fails the session goes on, and its end may be tried again."""
 
         def end(key: str) -> int:
             self._open()
             staged, config = self._written(key)
             code = self._put("batch_put_session_end", [key], [memoryview(staged)], config)[0]
-            del self._writing[key_of(key)]
+            if not code:
+                self._writing.pop(key_of(key), None)
             return code
 
         return self._each("batch_put_session_end", end, keys)
@@ -255,7 +259,16 @@ class Parts(Objects):
         return [self._code(operation, partial(act, *row)) for row in zip(*columns, strict=True)]
 
 
-def inside(offset: int, size: int, length: int) -> None:
-    """Raises InvalidArgument for a range that is not all in ``length`` bytes."""
-    if number(size) == 0 or number(offset) + size > length:
-        raise InvalidArgument(f"{size} bytes from {offset} are not inside of {length} bytes")
+def ranges_inside(
+    places: Sequence[tuple[int, int]], offsets: Sequence[int], length: int
+) -> list[tuple[int, int, int]]:
+    """(address, size, offset) of each. Raises InvalidArgument for a range that leaves ``length`` bytes.
+
+    Nothing of the caller's lists is looked at again: another thread may change them.
+    """
+    starts = [number(offset) for offset in offsets]
+    same_length(places, starts)
+    for (_, size), start in zip(places, starts, strict=True):
+        if size == 0 or start + size > length:
+            raise InvalidArgument(f"{size} bytes from {start} are not inside of {length} bytes")
+    return [(address, size, start) for (address, size), start in zip(places, starts, strict=True)]

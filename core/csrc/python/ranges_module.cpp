@@ -38,27 +38,48 @@ class Ranges {
         ends_.clear();
     }
 
-    // Whether each pair of the two lists lies in one range. False for what is no list of numbers, for lists
-    // of different lengths and for empty ones.
-    bool hold(const py::object& addresses, const py::object& lengths) {
-        return same_lists(addresses.ptr(), lengths.ptr()) && hold_pairs(addresses.ptr(), lengths.ptr());
+    // The pairs of the two lists when each lies in one range. None for what is no list of numbers, for lists
+    // of different lengths and for empty ones. Another thread may change the lists, so what was looked at is
+    // given back, and callers use nothing else.
+    py::object hold(const py::object& addresses, const py::object& lengths) {
+        if (!same_lists(addresses.ptr(), lengths.ptr())) return py::none();
+        py::list these = copy(addresses.ptr());
+        py::list those = copy(lengths.ptr());
+        if (these.size() != those.size() || !hold_pairs(these.ptr(), those.ptr())) return py::none();
+        py::list pairs(these.size());
+        for (size_t i = 0; i < these.size(); ++i) pairs[i] = py::make_tuple(these[i], those[i]);
+        return pairs;
     }
 
-    // The same for each pair of lists in the two lists.
-    bool hold_lists(const py::object& addresses, const py::object& lengths) {
-        if (!same_lists(addresses.ptr(), lengths.ptr())) return false;
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(addresses.ptr()); ++i) {
-            PyObject* these = PyList_GET_ITEM(addresses.ptr(), i);
-            PyObject* those = PyList_GET_ITEM(lengths.ptr(), i);
-            if (!same_lists(these, those) || !hold_pairs(these, those)) return false;
+    // The same for each pair of lists in the two lists; a pair of lists, copies, for each.
+    py::object hold_lists(const py::object& addresses, const py::object& lengths) {
+        if (!same_lists(addresses.ptr(), lengths.ptr())) return py::none();
+        py::list all = copy(addresses.ptr());
+        py::list all_lengths = copy(lengths.ptr());
+        if (all.size() != all_lengths.size()) return py::none();
+        py::list pairs(all.size());
+        for (size_t i = 0; i < all.size(); ++i) {
+            py::object row = all[i];
+            py::object row_lengths = all_lengths[i];
+            if (!same_lists(row.ptr(), row_lengths.ptr())) return py::none();
+            py::list these = copy(row.ptr());
+            py::list those = copy(row_lengths.ptr());
+            if (these.size() != those.size() || !hold_pairs(these.ptr(), those.ptr())) return py::none();
+            pairs[i] = py::make_tuple(these, those);
         }
-        return true;
+        return pairs;
     }
 
    private:
     static bool same_lists(PyObject* these, PyObject* those) {
         return PyList_CheckExact(these) && PyList_CheckExact(those) && PyList_GET_SIZE(these) > 0 &&
                PyList_GET_SIZE(these) == PyList_GET_SIZE(those);
+    }
+
+    static py::list copy(PyObject* list) {
+        auto made = py::reinterpret_steal<py::list>(PyList_GetSlice(list, 0, PyList_GET_SIZE(list)));
+        if (!made) throw py::error_already_set();
+        return made;
     }
 
     bool hold_pairs(PyObject* addresses, PyObject* lengths) {
@@ -109,10 +130,10 @@ void bind_ranges(py::module_& m) {
         .def("clear", &Ranges::clear)
         .def(
             "hold", &Ranges::hold, py::arg("addresses"), py::arg("lengths"),
-            "Whether each (address, length) of the two lists lies in one range. False for anything else than "
+            "The (address, length) of the two lists when each lies in one range. None for anything else than "
             "lists of int of the same length, and for empty ones.")
         .def("hold_lists", &Ranges::hold_lists, py::arg("addresses"), py::arg("lengths"),
-             "The same for lists of such lists.");
+             "The same for lists of such lists: a pair of copies for each.");
 }
 
 }  // namespace moonpool::python

@@ -131,6 +131,71 @@ def test_ranges_of_many_objects(store: Any, keys: Keys) -> None:
         store.get_into_ranges([first.ctypes.data], [[one]], [[[0]]], [[[0]]], [])
 
 
+def test_a_range_stays_in_its_buffer(store: Any, keys: Keys) -> None:
+    """Neither before it nor, where it is registered, behind it."""
+    (one,) = keys(1)
+    assert store.put(one, b"01234567") == 0
+    into = np.zeros(64, np.uint8)
+    start = into.ctypes.data + 16
+
+    def into_ranges(target: Any) -> Any:
+        return store.get_into_ranges([start], [[one]], [[[target]]], [[[0]]], [[[8]]])
+
+    assert store.register_buffer(start, 16) == 0
+    for target in (-16, -1, 1.5, "0", None):
+        with pytest.raises(TypeError):
+            into_ranges(target)
+    assert [into_ranges(target) for target in (9, 16, 1 << 62, 1 << 64)] == [[[[BAD]]]] * 4
+    assert not into.any()
+    assert into_ranges(np.int64(8)) == [[[8]]]
+    assert into[24:32].tobytes() == b"01234567"
+    assert store.unregister_buffer(start) == 0
+
+
+def test_what_was_checked_is_what_is_used(store: Any, keys: Keys) -> None:
+    """Another thread may change the caller's lists at any time; here an item does when it is looked at."""
+    ranges = store._buffers
+    addresses, lengths = [START, START + 8], [8, 8]
+    assert store.register_buffer(START, 1000) == 0
+    try:
+        pairs = ranges.check_all(addresses, lengths)
+        (columns,) = ranges.check_lists([addresses], [lengths])
+        addresses[:], lengths[:] = [16, 16], [1 << 40]
+        assert pairs == [(START, 8), (START + 8, 8)]
+        assert columns == ([START, START + 8], [8, 8])
+    finally:
+        assert store.unregister_buffer(START) == 0
+
+    class Offset(int):
+        def __index__(self) -> int:
+            offsets[0] = 2
+            return 0
+
+        __int__ = __index__
+
+    (one,) = keys(1)
+    assert store.put(one, b"01234567") == 0
+    into = np.zeros(8, np.uint8)
+    assert store.batch_get_session_start([one]) == [0]
+    offsets = [4, Offset()]
+    at = into.ctypes.data
+    assert store.batch_get_into_multi_buffer_ranges([one], [[at, at + 4]], [[4, 4]], [offsets]) == [8]
+    assert into.tobytes() == b"45670123"
+    assert store.batch_get_session_end([one]) == 0
+
+
+def test_an_end_that_fails_can_be_tried_again(store: Any, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after -200, when there is no room at the moment: the bytes are still there."""
+    assert store.batch_put_session_start([key], [10]) == [0]
+    assert store.batch_put_from_multi_buffer_ranges([key], [[START]], [[10]], [[0]]) == [10]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "_put", lambda *_: [-200])
+        assert store.batch_put_session_end([key]) == [-200]
+    assert store.batch_put_session_end([key]) == [0]
+    assert store.get(key) == SOURCE[:10].tobytes()
+    assert store.batch_put_session_end([key]) == [BAD]
+
+
 def test_a_write_session(store: Any, keys: Keys) -> None:
     one, other = keys(2)
     assert store.batch_put_session_start([one, other], [20, 10]) == [0, 0]
