@@ -192,7 +192,8 @@ class TransferEngine:
 
     def _register(self, address: int, length: int, location: str) -> int:
         engine = self._open()
-        check_memory(number(address), number(length), writable=True)
+        address, length = number(address), number(length)
+        check_memory(address, length, writable=True)
         if any(
             start < address + length and address < start + one.length for start, one in self._all_regions()
         ):
@@ -402,7 +403,7 @@ class TransferEngine:
         length: int,
         notify: TransferNotify | None = None,
     ) -> int:
-        number(buffer), number(remote), number(length)
+        buffer, remote, length = number(buffer), number(remote), number(length)
         verb = verb_of(opcode)
 
         def act() -> int:
@@ -436,10 +437,8 @@ class TransferEngine:
                 if len(lengths):
                     self._open().transfer(Batch(verb, peer, buffers, remotes, lengths), notify=message)
                     return 0
-            except InvalidArgument:  # the address of no bytes may be anything
+            except InvalidArgument:  # the address of no bytes may be anything, a number any kind of number
                 columns = slices(buffers, remotes, lengths)
-                if len(columns[2]) == len(lengths):
-                    raise
                 if columns[2]:
                     self._open().transfer(Batch(verb, peer, *columns), notify=message)
                     return 0
@@ -518,7 +517,8 @@ class TransferEngine:
             if state is TransferState.WAITING:
                 return 0
             with self._lock:
-                self._transfers.pop(batch_id, None)
+                if self._transfers.pop(batch_id, None) is None:
+                    return FAILED  # another thread was told just now
             if state is TransferState.DONE:
                 return 1
             error = transfer.error
@@ -552,8 +552,12 @@ class TransferEngine:
         def act() -> int:
             if len(self._transfers) >= TRANSFERS_MAX:
                 self._forget_ended()
-            columns = slices(buffers, remotes, lengths)
-            transfer = self._open().submit(Batch(verb, self._peer(target), *columns))
+            peer = self._peer(target)
+            try:
+                same_length(buffers, remotes, lengths)
+                transfer = self._open().submit(Batch(verb, peer, buffers, remotes, lengths))
+            except InvalidArgument:
+                transfer = self._open().submit(Batch(verb, peer, *slices(buffers, remotes, lengths)))
             name = next(self._numbers)
             with self._lock:
                 self._transfers[name] = transfer, target
@@ -634,12 +638,12 @@ def listen_address(hostname: str, metadata_server: str) -> str:
 def slices(
     buffers: Sequence[int], remotes: Sequence[int], lengths: Sequence[int]
 ) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    """The columns without slices of no bytes. Raises InvalidArgument for columns of different lengths."""
+    """The columns as plain numbers, without slices of no bytes. Raises InvalidArgument for columns of
+    different lengths, TypeError for what is no number.
+    """
     same_length(buffers, remotes, lengths)
-    if all(lengths):
-        return buffers, remotes, lengths
-    rows = [row for row in zip(buffers, remotes, lengths, strict=True) if number(row[2])]
-    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+    rows = [row for row in zip(buffers, remotes, map(number, lengths), strict=True) if row[2]]
+    return [number(row[0]) for row in rows], [number(row[1]) for row in rows], [row[2] for row in rows]
 
 
 def packed(notify: TransferNotify) -> bytes:

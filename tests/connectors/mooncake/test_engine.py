@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -201,6 +202,39 @@ def test_columns_of_numpy(pair: Pair) -> None:
     columns = [np.array([start, start + 100]) for start in (one.start, other.start)]
     assert one.engine.batch_transfer_sync_write(other.session, *columns, np.array([10, 10])) == 0
     assert (other.array[100:110] == one.array[100:110]).all()
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint64])
+def test_numbers_of_numpy_are_numbers(pair: Pair, kind: Any) -> None:
+    one, other = pair
+    wide = np.int64 if kind is np.int32 else kind  # what an address fits into
+    here, there = wide(one.start), wide(other.start)
+    assert one.engine.transfer_sync_write(other.session, here, there, kind(10)) == 0
+    assert (
+        one.engine.batch_transfer_sync_write(other.session, [here + wide(10)], [there + wide(10)], [kind(10)])
+        == 0
+    )
+    columns = [np.array([start + 20], wide) for start in (here, there)]
+    assert one.engine.batch_transfer_sync_write(other.session, *columns, np.array([10], kind)) == 0
+    assert (other.array[:30] == one.array[:30]).all()
+    number = one.engine.batch_transfer_async_read(other.session, [here], [there], [kind(10)])
+    assert number > 0
+    assert one.engine.get_batch_transfer_status([number]) == 0
+    assert one.engine.transfer_submit_write(other.session, here, there, kind(10)) > 0
+    more = np.zeros(100, np.uint8)
+    assert one.engine.register_memory(wide(more.ctypes.data), kind(100)) == 0
+    assert one.engine.unregister_memory(wide(more.ctypes.data)) == 0
+    with pytest.raises(TypeError):
+        one.engine.batch_transfer_sync_write(other.session, [here], [there], [-1])
+
+
+def test_an_end_is_told_to_one_thread(pair: Pair) -> None:
+    one, other = pair
+    number = one.engine.transfer_submit_write(other.session, one.start, other.start, 10)
+    one.engine._transfers[number][0].wait()
+    with ThreadPoolExecutor(4) as pool:
+        codes = list(pool.map(lambda _: one.engine.transfer_check_status(number), range(4)))
+    assert sorted(codes) == [-1, -1, -1, 1]
 
 
 def test_transfers_that_nobody_looked_at_make_room(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,6 +451,46 @@ def test_a_peer_that_was_replaced_meanwhile(pair: Pair) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_peer_that_is_killed_in_the_middle_of_a_transfer(pair: Pair, verb: str) -> None:
+    """The transfer ends with a code, soon; the engine goes on with others."""
+    one, other = pair
+    slices = 4096
+    process, port, address = start_peer(HOST, 3)
+    session = f"{HOST}:{port}"
+    columns = [one.start] * slices, [address] * slices, [ROOM] * slices  # 256 MiB, one behind the other
+    try:
+        assert one.engine.send_probe(session) == 0
+        number = getattr(one.engine, f"batch_transfer_async_{verb}")(session, *columns)
+        assert number > 0
+        process.kill()
+        codes: list[int] = []
+        until(lambda: codes.append(one.engine.transfer_check_status(number)) or codes[-1] != 0)
+        assert codes[-1] == -1, "the transfer was over before its peer"
+    finally:
+        process.kill()
+        process.communicate()
+    assert one.engine.transfer_sync_read(session, one.start, address, 100) == -1
+    assert one.engine.transfer_sync_write(other.session, one.start, other.start, 100) == 0
+
+
+def test_a_peer_of_another_token(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Moves nothing, and says why."""
+    _, other = pair
+    monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN", "another")
+    stranger = Side()
+    stranger.array[:] = 9
+    try:
+        assert stranger.engine.transfer_sync_write(other.session, stranger.start, other.start, 10) == -1
+        assert "token" in caplog.text
+        assert stranger.engine.send_probe(other.session) == -102
+        assert not other.array.any()
+    finally:
+        assert stranger.engine.unregister_memory(stranger.start) == 0
 
 
 # ---- the small ones beside it
