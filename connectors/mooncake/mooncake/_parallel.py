@@ -6,7 +6,8 @@ A writer with a ``TensorParallelism`` stores its shard under KEY and one suffix 
 otherwise), or "full".
 
 A writer with a partition (an object with rank, size and split_dim) gives the whole tensor, and stores its
-part under KEY__writer_RofN_sdD; readers of "shard" and "full" put the parts together.
+part under KEY__writer_RofN_sdD; readers put the parts together. The parts are objects of their own: a reader
+between two writers' upserts gets some old and some new ones, so upsert under another key what is being read.
 """
 
 from __future__ import annotations
@@ -220,10 +221,17 @@ class Parallel(Tensors):
         config: ReplicateConfig,
         replace: bool,
     ) -> int:
-        """Two (key, value): what parts there are is stored before a part is."""
+        """Two (key, value): what parts there are is stored before a part is. Parts of another cut would never
+        be found, so they are refused."""
         text = json.dumps(manifest[1]).encode()
         if code := self._put(operation, [manifest[0]], [text], config, replace=replace)[0]:
             return code
+        there = None if replace else self._views([manifest[0]])[0]
+        if there is not None and there != text:
+            raise InvalidArgument(
+                f"{tensor[0]!r:.80}: the tensor is stored in other parts ({bytes(there)!r:.80}); an upsert "
+                f"replaces it, or a remove of {manifest[0]!r:.80}"
+            )
         return self._put_tensors(operation, [tensor[0]], [tensor[1]], config, replace=replace)[0]
 
     def _put_parallels(
@@ -276,7 +284,8 @@ class Parallel(Tensors):
             raise InvalidArgument(f"a target's mode is one of {', '.join(MODES)}, not {target.mode!r:.80}")
         wanted = [] if target.parallelism is None else checked(target.parallelism.axes)
         if target.mode == "as_stored":
-            return self.get_tensor(key + suffix(wanted))
+            found = self.get_tensor(key + suffix(wanted))
+            return found if found is not None or wanted else self._written_in_parts(key)
         if target.mode == "shard" and wanted and (exact := self._exact(key, wanted)) is not None:
             return exact
         whole = self._whole(key, [axis for axis in wanted if axis.kind != "tp"])
@@ -295,8 +304,6 @@ class Parallel(Tensors):
 
     def _whole(self, key: str, elsewhere: Sequence[ParallelAxis]) -> Tensor | None:
         """All tensor-parallel shards of one place on the other axes, put together."""
-        import torch
-
         stored = self._manifest(key)
         if stored is None:
             plain = self.get_tensor(key)
@@ -314,23 +321,31 @@ class Parallel(Tensors):
         if any(piece is None for piece in pieces):
             return None
         for size, dim in reversed(cuts):
-            pieces = [torch.cat(pieces[i : i + size], dim) for i in range(0, len(pieces), size)]
+            pieces = [joined(pieces[i : i + size], dim) for i in range(0, len(pieces), size)]
         return pieces[0]
 
     def _written_in_parts(self, key: str) -> Tensor | None:
         """What writers with a partition stored, once all have."""
-        import torch
-
         view = self._views([writers_key(key)])[0]
         if view is None:
             return None
-        size, split_dim = json.loads(bytes(view))
-        parts = [self.get_tensor(Writer(rank, size, split_dim).key(key)) for rank in range(size)]
-        return None if any(part is None for part in parts) else torch.cat(parts, split_dim)
+        try:
+            size, split_dim = json.loads(bytes(view))
+            writers = [Writer.of(Writer(rank, size, split_dim)) for rank in range(min(size, WRITERS_MAX + 1))]
+        except (ValueError, TypeError) as error:
+            raise InvalidArgument(f"{writers_key(key)!r:.80} is no list of parts: {error}") from error
+        parts = [self.get_tensor(writer.key(key)) for writer in writers]
+        return None if any(part is None for part in parts) else joined(parts, split_dim)
 
     def _manifest(self, key: str) -> list[tuple[str, int, int | None]] | None:
         view = self._views([manifest_key(key)])[0]
-        return None if view is None else [(kind, size, dim) for kind, size, dim in json.loads(bytes(view))]
+        if view is None:
+            return None
+        try:
+            axes = [ParallelAxis(kind, 0, index(size), dim) for kind, size, dim in json.loads(bytes(view))]
+            return [(axis.kind, axis.size, axis.split_dim) for axis in checked(axes)]
+        except (ValueError, TypeError) as error:
+            raise InvalidArgument(f"{manifest_key(key)!r:.80} is no list of axes: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -372,8 +387,8 @@ class Writer:
 def checked(axes: Sequence[ParallelAxis]) -> list[ParallelAxis]:
     """Raises InvalidArgument for an axis that cannot be."""
     for axis in axes:
-        if not axis.kind or not 0 <= axis.rank < axis.size:
-            raise InvalidArgument(f"{axis} has no kind, or a rank that is not below its size")
+        if not axis.kind or not 0 <= axis.rank < axis.size <= WRITERS_MAX:
+            raise InvalidArgument(f"{axis} has no kind, a rank that is not below its size, or no such size")
     return list(axes)
 
 
@@ -387,6 +402,16 @@ def manifest_key(key: str) -> str:
 
 def writers_key(key: str) -> str:
     return f"{key}__writer_manifest"
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Raises InvalidArgument for parts that are of different tensors."""
+    import torch
+
+    try:
+        return torch.cat(list(parts), dim)
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise InvalidArgument(f"these parts make no tensor along {dim}: {error}") from error
 
 
 def _byte() -> Any:

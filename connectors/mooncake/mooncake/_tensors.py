@@ -256,7 +256,12 @@ class Tensors(Segments):
                     f"{key!r:.80} is {source.dtype} of {tuple(source.shape)}, not {tensor.dtype} of "
                     f"{tuple(tensor.shape)}"
                 )
-            tensor.detach().copy_(source)  # returns when the bytes are there: pageable memory is staged
+            if tensor.device.type == "meta":
+                raise InvalidArgument("a tensor on meta has no memory")
+            try:
+                tensor.detach().copy_(source)  # returns when the bytes are there: pageable memory is staged
+            except RuntimeError as error:  # expanded, sparse, a device without memory
+                raise InvalidArgument(f"the tensor on {tensor.device} took no bytes: {error}") from error
             return int(source.nbytes)
 
         return self._code("get_tensor_into_cuda", act)
@@ -455,7 +460,8 @@ def read_safetensor(path: Path, wanted: str | None) -> tuple[str, Header, bytes]
 
 
 def shard_key(key: str, rank: int, size: int) -> str:
-    return key if size == 1 else f"{key_of(key).decode()}_tp_{rank}"
+    key_of(key)  # a TypeError for what is none
+    return key if size == 1 else f"{key if isinstance(key, str) else bytes(key).decode()}_tp_{rank}"
 
 
 def shards_of(tensor: Tensor, size: int, dim: int) -> list[Tensor]:

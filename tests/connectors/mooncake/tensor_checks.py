@@ -171,6 +171,10 @@ def shards_of_ranks(store: Store) -> None:
     assert store.put_tensor_with_tp_from("from", at, HEADER + 96, 0, 2) == 0
     assert same(store.get_tensor_with_tp("from", 1, 2), T[2:])
     assert store.batch_put_tensor_with_tp_from(["bad"], [at], [10], 0, 2) == [BAD]
+    for long in ("ä" * 600, "k" * 895 + "ä" * 100):  # also by the name that a caller makes of it
+        assert store.put_tensor_with_tp(long, T, 0, 2, 0) == 0
+        assert same(store.get_tensor_with_tp(long, 1, 2), T[2:])
+        assert same(store.get_tensor(f"{long}_tp_1"), T[2:])
     del array
 
 
@@ -230,6 +234,18 @@ def spread_tensors_badly(store: Store) -> None:
     assert put("x", T, spread(axis("", 0, 2, 0))) == BAD
     assert put("x", None, spread(axis("tp", 0, 2, 0))) == BAD
     assert put("x", T, None, ReplicateConfig(), "a partition") == BAD
+    # A list of parts that somebody else wrote.
+    for i, text in enumerate(
+        (b"[", b"5", b'["2", 0]', b"[99999999999, 0]", b'[1, "x"]', b"[0, 0]", b"[[1]]")
+    ):
+        store.put(f"strange{i}__writer_manifest", text)
+        store.put(f"odd{i}_parallelism", text)
+        for name in (f"strange{i}", f"odd{i}") if text != b"[0, 0]" else (f"strange{i}",):
+            try:
+                store.get_tensor_with_parallelism(name, target("full"))
+                raise AssertionError(f"{text!r} was taken")
+            except moonpool.InvalidArgument:
+                pass
     assert store.batch_put_tensor_with_parallelism(["x", "y"], [T]) == [BAD, BAD]
     assert store.batch_put_tensor_with_parallelism(["y1", "y2"], [T, 5]) == [0, BAD]
     assert store.batch_upsert_tensor_with_parallelism(["y1"], [T + 1], [spread()]) == [0]
@@ -268,7 +284,10 @@ def parts_of_writers(store: Store) -> None:
         assert put("written", T, writer_partition=Partition(rank, 3, 1)) == 0
     assert same(get("written", target("full")), T)
     assert same(get("written", target("shard", spread(axis("tp", 1, 2, 0)))), T[2:])
-    assert get("written") is None
+    assert same(get("written"), T)  # by the name that others store it under
+    assert put("written", T, writer_partition=Partition(0, 2, 1)) == BAD  # another cut: nobody would find it
+    assert store.is_exist("written__writer_0of2_sd1") == 0
+    # Each part is an object of its own: between two writers' upserts there are old and new ones (docs).
     assert store.upsert_tensor_with_parallelism("written", T + 1, writer_partition=Partition(0, 3, 1)) == 0
     assert same(get("written", target("full")), torch.cat([T[:, :2] + 1, T[:, 2:]], 1))
     both = [Partition(0, 1, 0)] * 2
@@ -313,6 +332,10 @@ def straight_into_tensors(store: Store) -> None:
     assert store.batch_get_tensor_into_cuda(["straight"], []) == [BAD]
     store.put("no tensor", b"bytes")
     assert store.get_tensor_into_cuda("no tensor", into) == BAD
+    # Tensors that take no bytes are a code of their own key.
+    nowhere, one_row = torch.zeros(4, 6, device="meta"), torch.zeros(1, 6).expand(4, 6)
+    asked = ["straight"] * 3
+    assert store.batch_get_tensor_into_cuda(asked, [nowhere, one_row, into]) == [BAD, BAD, 96]
 
 
 @check
