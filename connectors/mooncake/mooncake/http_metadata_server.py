@@ -22,6 +22,7 @@ from ._codes import logger
 
 VALUE_BYTES_MAX = 1 << 20
 TOTAL_BYTES_MAX = 256 << 20
+ENTRY_BYTES = 256  # of a value in memory, beside its key and its bytes
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -42,7 +43,7 @@ class MetadataServer:
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self._host, self._port).start()
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # the latter for a port that is none
             await self._runner.cleanup()
             raise ConfigError(
                 f"cannot listen at {self._host}:{self._port}: {error}; give another --port",
@@ -72,10 +73,11 @@ class MetadataServer:
         return said("metadata deleted")
 
     def _put(self, key: str, value: bytes) -> web.Response:
+        size = size_of(key, value)
+        old = self._values.get(key)
+        if self._bytes - (0 if old is None else size_of(key, old)) + size > TOTAL_BYTES_MAX:
+            return said("no room for more metadata", 507)  # and the old value stays
         self._drop(key)
-        size = len(key.encode()) + len(value)
-        if self._bytes + size > TOTAL_BYTES_MAX:
-            return said("no room for more metadata", 507)
         self._values[key] = value
         self._bytes += size
         return said("metadata updated")
@@ -83,7 +85,11 @@ class MetadataServer:
     def _drop(self, key: str) -> None:
         value = self._values.pop(key, None)
         if value is not None:
-            self._bytes -= len(key.encode()) + len(value)
+            self._bytes -= size_of(key, value)
+
+
+def size_of(key: str, value: bytes) -> int:
+    return len(key.encode()) + len(value) + ENTRY_BYTES
 
 
 def said(text: str, status: int = 200) -> web.Response:
