@@ -27,6 +27,7 @@ JOIN_AGAIN_S = 1.0
 NAME_BYTES_MAX = 65_536  # of a key as callers may name it
 KEY_BYTES_MAX = 1024  # of one that the pool takes
 KEPT_BYTES = 896
+DIGEST = b"#sha256:"
 
 
 class Base:
@@ -76,7 +77,7 @@ class Base:
         if type(keys) is list:
             try:
                 return self._ask(lambda store: verb(store, keys))
-            except InvalidArgument:
+            except (InvalidArgument, UnicodeEncodeError):
                 names = keys_of(keys)
                 if names == [as_bytes(key) for key in keys]:
                     raise
@@ -109,7 +110,10 @@ def key_of(key: Any) -> bytes:
     TypeError for anything but str and bytes, InvalidArgument for an empty one and for one over all bounds.
     """
     if isinstance(key, str):
-        key = key.encode()
+        try:
+            key = key.encode()
+        except UnicodeEncodeError as error:
+            raise TypeError(f"a key is text that UTF-8 has: {error}") from error
     elif not isinstance(key, bytes):
         raise TypeError(f"a key is a str, not {type(key).__name__}")
     if not 1 <= len(key) <= NAME_BYTES_MAX:
@@ -119,7 +123,13 @@ def key_of(key: Any) -> bytes:
 
 def shortened(name: bytes) -> bytes:
     """Its first bytes, in which expressions still find things, and what tells it from all others."""
-    return name[:KEPT_BYTES] + b"#sha256:" + sha256(name).hexdigest().encode()
+    return name[:KEPT_BYTES] + DIGEST + sha256(name).hexdigest().encode()
+
+
+def as_named(name: bytes) -> bytes:
+    """What is left of the caller's text in a key of the pool: all of it, or what shortened() keeps."""
+    is_short = len(name) != KEPT_BYTES + len(DIGEST) + 64 or name[KEPT_BYTES:].find(DIGEST) != 0
+    return name if is_short else name[:KEPT_BYTES]
 
 
 def keys_of(keys: Any) -> list[bytes]:
@@ -128,7 +138,7 @@ def keys_of(keys: Any) -> list[bytes]:
     return [key_of(key) for key in keys]
 
 
-__all__ = ["Base", "first_error", "key_of", "keys_of", "number", "same_length"]
+__all__ = ["Base", "as_named", "first_error", "key_of", "keys_of", "number", "same_length"]
 
 
 def first_error(codes: Sequence[int]) -> int:

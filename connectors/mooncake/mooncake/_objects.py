@@ -12,7 +12,7 @@ from moonpool.core.errors import InvalidArgument
 from moonpool.core.store import ROWS_MAX, Store
 from moonpool.core.store_types import EXISTS, STORED, PutResult
 
-from ._base import Base, first_error, key_of, keys_of, number, same_length
+from ._base import Base, as_named, first_error, key_of, keys_of, number, same_length
 from ._codes import Code, code_of, say
 from ._pins import pinned_one
 from ._placement import for_one, wishes
@@ -329,7 +329,8 @@ class Objects(Base):
         return self._code("remove_all", act)
 
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
-        """How many keys the expression was found in and are removed now."""
+        """How many keys the expression was found in and are removed now; of names above 1,024 bytes it is
+        looked for in the first 896."""
 
         if not isinstance(regex_pattern, str):
             raise TypeError(f"an expression is a str, not {regex_pattern!r:.80}")
@@ -342,7 +343,7 @@ class Objects(Base):
             if not regex_pattern:
                 raise InvalidArgument("an empty expression would remove everything; call remove_all()")
             rows = self._ask(lambda store: store.list(limit=ROWS_MAX))
-            names = [row.key for row in rows if found(row.key)]
+            names = [row.key for row in rows if found(as_named(row.key))]
             self._hard_pins.release(names)
             return sum(self._ask(lambda store: store.remove(names))) if names else 0
 

@@ -27,6 +27,7 @@ from moonpool.core.store import ROWS_MAX, Store
 from moonpool.core.tls import server_context
 
 from ._access import NAMESPACE, Access, OwnNode
+from ._base import key_of
 from ._codes import Code, code_of
 
 START_TIMEOUT_S = 10.0
@@ -201,8 +202,9 @@ class MasterPages:
 
 
 def size_in(store: Store, key: str) -> int | None:
-    view = store.get(key) if key else None
-    return None if view is None else view.nbytes
+    """Bytes of an object of the tenant "default", none of which are read."""
+    found = store.stat(key_of(key)) if key else None
+    return None if found is None else found.size
 
 
 def totals(rows: list[NodeRow]) -> dict[str, int]:

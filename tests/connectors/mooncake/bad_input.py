@@ -27,7 +27,7 @@ AT = ARRAY.ctypes.data
 THING = object()
 # ---- of a parameter: what a call works with, and what it must refuse
 
-NO_KEY = [5, None, THING, "", "k" * 70_000, 1.5, [], ["k"]]
+NO_KEY = [5, None, THING, "", "k" * 70_000, "\ud800", 1.5, [], ["k"]]
 NO_KEYS = [5, None, THING, "key", b"key", *([one] for one in NO_KEY)]
 NO_PLACE = [None, "x", THING, -1, 0, 1, 1 << 62, 1 << 64, 1.5, True, [], [AT]]
 NO_SIZE = [None, "8", THING, -1, 0, 1 << 62, 1 << 64, 1.5, []]
@@ -97,14 +97,47 @@ GOOD: dict[str, Any] = {
 # What is made by something else than a call with arguments, or has a test of its own for them.
 APART = {
     "setup", "setup_dummy", "init_all", "initialize", "initialize_ext", "close", "get_local_topology",
-    "create_move_task", "create_copy_task", "query_task", "get_into_ranges", "mount_segment",
+    "query_task", "mount_segment",
     "allocate_and_mount_segment", "alloc_from_mem_pool", "batch_get_tensor_with_parallelism",
     "batch_get_tensor_with_parallelism_into", "batch_replica_clear",
 }  # fmt: skip
 
 
+NO_PLACE_BEHIND = [None, "0", THING, -1, -16, 1 << 47, 1 << 64, 1.5]  # what is no registered buffer
+NO_SEGMENT = [None, 5, THING, "", "x", "127.0.0.1:1", b"127.0.0.1:1"]
+# Where a name means something else than elsewhere: the bad values and the good ones of these methods.
+OTHERWISE: dict[str, tuple[dict[str, list[Any]], dict[str, Any]]] = {
+    "get_into_ranges": (
+        {
+            "buffer_ptrs": BAD["buffer_ptrs"],
+            "all_keys": [None, 5, THING, [5], [None], *lists(NO_KEYS), [["held", "held"]]],
+            "all_dst_offsets": [None, 5, [None], [[5]], *([[[one]]] for one in NO_PLACE_BEHIND), [[[0, 0]]]],
+            "all_src_offsets": [None, 5, [None], *lists(BAD["all_src_offsets"])],
+            "all_sizes": [None, 5, [None], *lists(BAD["all_sizes"])],
+        },
+        {
+            "buffer_ptrs": [AT],
+            "all_keys": [["held"]],
+            "all_dst_offsets": [[[0]]],
+            "all_src_offsets": [[[0]]],
+            "all_sizes": [[[8]]],
+        },
+    ),
+    "create_copy_task": (
+        {"key": NO_KEY, "targets": [*NO_NUMBERS, *lists(NO_SEGMENT), "127.0.0.1:1"]},
+        {"key": "held", "targets": ["127.0.0.1:1"]},
+    ),
+    "create_move_task": (
+        {"key": NO_KEY, "source": NO_SEGMENT, "target": NO_SEGMENT},
+        {"key": "held", "source": "127.0.0.1:1", "target": "127.0.0.1:1"},
+    ),
+}
+
+
 def refuses(answer: Any, method: str, thing: Any) -> bool:
     """A code below 0, or nothing: a read of a bad key is a miss, the number of no transfer is 0."""
+    if method.endswith("_task"):
+        return answer[1] < 0
     if isinstance(answer, (list, tuple)):
         return all(refuses(one, method, thing) for one in answer)
     if isinstance(answer, dict):
@@ -121,14 +154,17 @@ def refuses(answer: Any, method: str, thing: Any) -> bool:
 def calls(method: Any) -> Iterator[tuple[str, Any, dict[str, Any], list[Any]]]:
     """(parameter, its bad value, the arguments by keyword, those by position)"""
     parameters = list(inspect.signature(method).parameters.values())
+    known_bad, known_good = OTHERWISE.get(method.__name__, (BAD, GOOD))
     for bad in parameters:
-        for value in BAD.get(bad.name, ()):
+        for value in known_bad.get(bad.name, ()):
             names: dict[str, Any] = {}
             places: list[Any] = []
             for one in parameters:
-                if one.kind is one.VAR_POSITIONAL or (one.name not in GOOD and one.default is not one.empty):
+                if one.kind is one.VAR_POSITIONAL or (
+                    one.name not in known_good and one.default is not one.empty
+                ):
                     continue
-                given = value if one is bad else GOOD[one.name]
+                given = value if one is bad else known_good[one.name]
                 if one.kind is one.POSITIONAL_ONLY:
                     places.append(given)
                 else:
@@ -161,6 +197,8 @@ def main() -> None:
     wrong = try_all(store, "before setup()")
     assert store.setup("127.0.0.1", "P2PHANDSHAKE", 16 << 20, 0, "tcp", "", sys.argv[1]) == 0
     assert store.put("held", b"12345678") == 0
+    for segments in OTHERWISE["create_copy_task"][1], OTHERWISE["create_move_task"][1]:
+        segments.update({name: store.get_hostname() for name in segments if name == "source"})
     wrong += try_all(store, "when set up")
     assert store.get("held") == b"12345678"
     assert store.is_exist("new") == 0

@@ -111,6 +111,11 @@ def test_the_master_and_its_pages(original_like: tuple[str, str], key: str) -> N
     assert page(f"{url}/get_all_keys", ADMIN_TOKEN).split() == [key]
     assert json.loads(page(f"{url}/query_key?key={key}", ADMIN_TOKEN))["data"] == {"key": key, "size": 5}
     assert status_of(f"{url}/query_key?key=none", ADMIN_TOKEN) == 404
+    long = key + "n" * 2000
+    assert status_of(f"{url}/query_key?key={long}", ADMIN_TOKEN) == 404
+    assert store.put(long, b"123456") == 0
+    assert json.loads(page(f"{url}/query_key?key={long}", ADMIN_TOKEN))["data"]["size"] == 6
+    assert store.remove(long) == 0
     both = json.loads(page(f"{url}/batch_query_keys?keys={key},none", ADMIN_TOKEN))["data"]
     assert (both[key]["ok"], both["none"]["ok"]) == (True, False)
     assert segment in page(f"{url}/query_segment?segment={segment}", ADMIN_TOKEN)

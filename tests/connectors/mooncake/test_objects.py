@@ -351,6 +351,11 @@ def test_remove_by_regex(store: Any, key: str) -> None:
     assert store.remove_by_regex("(") == BAD
     assert store.remove_by_regex("") == BAD
     assert store.remove_by_regex("no such key") == 0
+    # Nothing but the caller's own text is looked at: a long name's digest is none of it.
+    long = key + "n" * 2000
+    assert store.put(long, b"x") == 0
+    assert store.remove_by_regex("sha256|n[0-9a-f]*[0-9a-f]$(?<!n)|#") == 0
+    assert store.remove_by_regex(f"^{key}n+$") == 1
 
 
 def test_remove_all_counts(make_store: Any, keys: Keys) -> None:
