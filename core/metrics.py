@@ -139,6 +139,7 @@ DESCRIPTIONS: dict[str, str] = {
     "ssd_lost_total": "Objects that were evicted before they were written to the SSD.",
     "ssd_not_saved_total": "Objects that the SSD did not take: too large, or no room at the stop.",
     "ssd_promoting": "Objects that are on their way from the SSD into memory.",
+    "ssd_writing": "Objects that are on their way from memory to the SSD.",
     "ssd_promoted_total": "Objects that were brought from the SSD into memory.",
     "ssd_promoted_bytes_total": "Bytes that were brought from the SSD into memory.",
     "ssd_promote_failed_total": "Objects that could not be brought: failed reads, and removals meanwhile.",

@@ -103,6 +103,23 @@ def test_a_node_that_was_stopped_has_its_content_back(bed: Bed) -> None:
     assert counters["integrity"]
 
 
+def test_reading_back_costs_nothing_that_is_not_written(bed: Bed) -> None:
+    """What comes back drives out what is coldest: that must be on the disk by then, though what came back is,
+    too. No faster than the disk, and twice."""
+    node = bed.node()
+    pieces = [range(i, i + 8) for i in range(0, 320, 8)]  # a quarter of the arena is 32 objects
+    with bed.store() as store:
+        for piece in pieces:
+            put(store, piece)
+            until(lambda: node.metric("ssd_writing") == 0)
+        for piece in pieces * 2:
+            check(store, piece)
+            until(lambda: node.metric("ssd_writing") == 0)
+    counters = node.metrics()
+    assert counters["ssd_lost_total"] == 0
+    assert counters["ssd_promoted_total"] >= 320 - 128
+
+
 def test_what_was_written_survives_a_kill(bed: Bed) -> None:
     node = bed.node(**ALL_WRITTEN)
     with bed.store() as store:

@@ -173,7 +173,8 @@ bool SsdTier::wants_cleaning(const Tenant& tenant) const {
     const Pool& pool = *tenant.pool;
     uint64_t clean = pool.free_bytes() + pool.table().counters().saved_bytes + tenant.writing_bytes;
     // Never more than half of the disks: what is written must not drive out what was just written.
-    double wanted = std::min(options_.clean_share * static_cast<double>(pool.capacity()),
+    double share = options_.clean_share * static_cast<double>(pool.capacity());
+    double wanted = std::min(share + static_cast<double>(tenant.promoted_bytes),
                              static_cast<double>(bytes_) / 2 / static_cast<double>(tenants_.size()));
     return static_cast<double>(clean) < wanted;
 }
@@ -185,6 +186,8 @@ void SsdTier::clean(Tenant& tenant) {
         if (!room || !write_next(tenant)) break;
     }
     tenant.resting = looks == kLooksMax;
+    if (tenant.dirty.empty())
+        tenant.promoted_bytes = 0;  // nothing is colder than they are but what is written
     if (flushing_) end_flush();
 }
 
@@ -360,6 +363,7 @@ void SsdTier::promoted(const Hash128& hash, ssd::Outcome outcome) {
                 table.set_scrubbed(slot);
                 ++promoted_total_;
                 promoted_bytes_total_ += p.found.size;
+                p.tenant->promoted_bytes += p.found.size;
             }
         }
     } else {
@@ -370,6 +374,7 @@ void SsdTier::promoted(const Hash128& hash, ssd::Outcome outcome) {
     uint64_t generation = slot == kNoSlot ? 0 : table.generation(slot);
     for (Then& then : p.waiting) then(slot);
     if (slot != kNoSlot) table.unpin(slot, generation);
+    if (!p.tenant->resting) clean(*p.tenant);
 }
 
 // ---- books
@@ -397,6 +402,7 @@ std::vector<std::pair<std::string, uint64_t>> SsdTier::gauges() const {
     rows.emplace_back("ssd_lost_total", lost);
     rows.emplace_back("ssd_not_saved_total", not_saved_total_);
     rows.emplace_back("ssd_promoting", promotions_.size());
+    rows.emplace_back("ssd_writing", writing_);
     rows.emplace_back("ssd_promoted_total", promoted_total_);
     rows.emplace_back("ssd_promoted_bytes_total", promoted_bytes_total_);
     rows.emplace_back("ssd_promote_failed_total", promote_failed_total_);

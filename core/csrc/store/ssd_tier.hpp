@@ -97,6 +97,9 @@ class SsdTier {
         Pool* pool = nullptr;
         std::deque<Dirty> dirty;  // coldest first, roughly: one that was used meanwhile goes to the back
         uint64_t writing_bytes = 0;
+        // That came back from a disk and stand before what is not written yet: each drives out as many bytes
+        // at the cold end.
+        uint64_t promoted_bytes = 0;
         bool resting = false;  // until the next tick: all that was looked at is in use
         std::vector<std::vector<uint32_t>>
             spaces;  // [device][space of the pool] -> space of the log, or kNone
