@@ -2,8 +2,15 @@
 
 #include <algorithm>
 #include <deque>
+#include <iterator>
 
 namespace moonpool {
+
+namespace {
+
+constexpr int kWalkMax = 256;  // objects looked at in a list: a long walk would stall the loop
+
+}  // namespace
 
 ObjectTable::ObjectTable(IndexWriter index, ExtentAllocator& allocator, Leases& leases)
     : index_(std::move(index)),
@@ -82,15 +89,16 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     if (listener_) listener_(space, hash, object_name, true);
     ++counters_.objects;
     counters_.object_bytes += extent.size;
-    unlist(standing(slot));  // of a group, that now is as new as this
     settle(slot, true);
     if (on_commit_) on_commit_(slot);
     return Commit::kStored;
 }
 
-// A use of one member is a use of its group.
+// A use of one member is a use of its group. Whoever calls it settles the object.
 void ObjectTable::use(uint32_t slot) {
     Object& o = objects_[slot];
+    unlist(standing(slot));
+    if (o.group != nullptr) unlist_member(slot);
     o.last_used = ++clock_;
     o.used = true;
     if (o.soft && !o.soft_now && o.state == State::kComplete) pin_softly(slot);
@@ -99,9 +107,6 @@ void ObjectTable::use(uint32_t slot) {
 
 void ObjectTable::touch(uint32_t slot) {
     use(slot);
-    uint32_t at = standing(slot);
-    if (!objects_[at].listed) return;
-    unlist(at);
     settle(slot, true);
 }
 
@@ -206,30 +211,53 @@ bool ObjectTable::evict_one() { return evict(first_evictable(false)); }
 bool ObjectTable::evict_for_memory() { return evict(first_evictable(true)); }
 
 uint32_t ObjectTable::first_evictable(bool for_memory) const {
-    constexpr int kPassMax = 256;
     for (const Order& order : orders_) {
-        uint32_t victim = order.oldest;
-        for (int i = 0; i < kPassMax && victim != kNoSlot; ++i) {
-            bool stays = held_back(victim) || (for_memory && leases_.inside_open(extent(victim)));
-            if (!stays) break;
-            victim = objects_[victim].newer;
+        if (uint32_t victim = first_of(order, for_memory); victim != kNoSlot) return victim;
+    }
+    return first_member(for_memory);
+}
+
+uint32_t ObjectTable::first_of(const Order& order, bool for_memory) const {
+    auto apart = order.apart.begin();
+    uint32_t in_list = order.oldest;
+    for (int i = 0;; ++i) {
+        bool from_apart =
+            apart != order.apart.end() && (in_list == kNoSlot || apart->first < objects_[in_list].last_used);
+        uint32_t victim = from_apart ? apart->second : in_list;
+        if (victim == kNoSlot) return kNoSlot;
+        bool passed = for_memory && i < kWalkMax && leases_.inside_open(extent(victim));
+        if (!held_back(victim) && !passed) return victim;
+        if (i == kWalkMax) return kNoSlot;
+        if (from_apart) {
+            ++apart;
+        } else {
+            in_list = objects_[in_list].newer;
         }
-        if (victim != kNoSlot && !held_back(victim)) return victim;
+    }
+}
+
+// The first that its group keeps, for when there is nothing else.
+uint32_t ObjectTable::first_member(bool for_memory) const {
+    uint32_t victim = oldest_member_;
+    for (int i = 0; i < kWalkMax && victim != kNoSlot; ++i) {
+        bool passed = for_memory && leases_.inside_open(extent(victim));
+        if (objects_[victim].holds == 0 && !passed) return victim;
+        victim = marks_[victim].newer;
     }
     return kNoSlot;
 }
 
-// With its group, but for members that somebody reads or writes: those are left only where a window needs it.
+// With its group; if that cannot go as a whole, then with what of it can, children first. A member that is
+// written to an SSD goes too: its memory comes back when that is done.
 bool ObjectTable::evict(uint32_t victim) {
     if (victim == kNoSlot) return false;
-    if (objects_[victim].group == nullptr) {
-        evict_alone(victim);
-        return true;
-    }
+    const Group* group = objects_[victim].group;
+    bool whole = group != nullptr && group->blocked == 0;
     std::vector<uint32_t> others = mates(victim);
+    if (!whole) std::ranges::sort(others, std::greater{}, [&](uint32_t slot) { return generation(slot); });
     evict_alone(victim);
     for (uint32_t slot : others) {
-        if (objects_[slot].pins == 0 && objects_[slot].holds == 0) evict_alone(slot);
+        if (whole || may_go_alone(slot)) evict_alone(slot);
     }
     return true;
 }
@@ -241,33 +269,33 @@ void ObjectTable::evict_alone(uint32_t victim) {
     remove(victim);
 }
 
+// Free extents and objects without pins, by offset. What is soft-pinned, and parts of a group of which
+// another must stay, are taken where nothing else makes that room.
 bool ObjectTable::evict_window(uint64_t bytes) {
-    return evict_window(bytes, true) || evict_window(bytes, false);
-}
-
-// Free extents and objects without pins, by offset, in runs that touch each other. The window slides over a
-// run; the best is the one whose last use is the longest ago, and of free ones the first: by bytes alone each
-// large object would take the place of the one before it. spare: not what is soft-pinned, and no part of a
-// group of which another must stay.
-bool ObjectTable::evict_window(uint64_t bytes, bool spare) {
-    struct Piece {
-        Extent extent;
-        uint32_t slot;  // kNoSlot: free already
-    };
     std::vector<Piece> pieces;
-    allocator_.for_each([&](Extent e) { pieces.push_back({e, kNoSlot}); });
+    allocator_.for_each([&](Extent e) { pieces.push_back({e, kNoSlot, false}); });
     for (uint32_t slot = 0; slot < used_; ++slot) {
         const Object& o = objects_[slot];
         if (o.state != State::kComplete || o.pins != 0 || o.holds != 0 || extent(slot).size == 0) continue;
-        bool whole = o.group == nullptr || (o.group->blocked == 0 && o.group->held == 0);
-        if (spare && (order_of(slot) != 0 || !whole)) continue;
-        if (!leases_.inside_open(extent(slot))) pieces.push_back({extent(slot), slot});
+        if (leases_.inside_open(extent(slot))) continue;
+        bool whole = o.group == nullptr || o.group->blocked == 0;
+        pieces.push_back({extent(slot), slot, order_of(slot) != 0 || !whole});
     }
     std::sort(pieces.begin(), pieces.end(),
               [](const Piece& a, const Piece& b) { return a.extent.offset < b.extent.offset; });
+    std::vector<Piece> others;
+    std::ranges::copy_if(pieces, std::back_inserter(others), [](const Piece& p) { return !p.spared; });
+    if (evict_window(others, bytes)) return true;
+    return others.size() != pieces.size() && evict_window(pieces, bytes);
+}
 
+// A window slides over runs that touch each other; the best is the one whose last use is the longest ago, and
+// of free ones the first: by bytes alone each large object would take the place of the one before it.
+bool ObjectTable::evict_window(std::span<const Piece> pieces, uint64_t bytes) {
     auto price = [](const Piece& p) { return p.slot == kNoSlot ? 0 : p.extent.size; };
-    auto used = [&](size_t i) { return pieces[i].slot == kNoSlot ? 0 : objects_[pieces[i].slot].last_used; };
+    auto used = [&](size_t i) {
+        return pieces[i].slot == kNoSlot ? 0 : objects_[standing(pieces[i].slot)].last_used;
+    };
     size_t best_begin = 0, best_end = 0;
     std::pair<uint64_t, uint64_t> best{UINT64_MAX, UINT64_MAX};
     uint64_t window_price = 0;
@@ -308,6 +336,9 @@ void ObjectTable::settle(uint32_t slot, bool newest) {
     uint32_t at = slot;
     if (o.group != nullptr) {
         Group& group = *o.group;
+        if (marks_[slot].listed != may_go_alone(slot)) {
+            marks_[slot].listed ? unlist_member(slot) : list_member(slot, newest);
+        }
         if (o.blocks == goes) goes ? --group.blocked : ++group.blocked;
         o.blocks = !goes;
         at = group.first;
@@ -320,32 +351,56 @@ void ObjectTable::settle(uint32_t slot, bool newest) {
 void ObjectTable::list(uint32_t slot, uint8_t which, bool at_newest) {
     Object& o = objects_[slot];
     Order& order = orders_[which];
+    o.listed = true;
+    o.order = which;
     // Where it stands by age. A parent that became a leaf is about as old as the child that just left the old
-    // end; the bound keeps a rare long walk from stalling the loop at the price of a slightly wrong order.
-    constexpr int kWalkMax = 256;
-    uint32_t newer = kNoSlot;
-    if (!at_newest) {
-        newer = order.oldest;
-        for (int i = 0; i < kWalkMax && newer != kNoSlot && objects_[newer].last_used < o.last_used; ++i) {
-            newer = objects_[newer].newer;
-        }
+    // end; what was soft-pinned until now may belong anywhere.
+    at_newest |= order.newest != kNoSlot && objects_[order.newest].last_used < o.last_used;
+    uint32_t newer = at_newest ? kNoSlot : order.oldest;
+    for (int i = 0; newer != kNoSlot && objects_[newer].last_used < o.last_used; ++i) {
+        newer = objects_[newer].newer;
+        if (i < kWalkMax) continue;
+        o.apart = true;
+        order.apart.emplace(o.last_used, slot);
+        return;
     }
     uint32_t older = newer == kNoSlot ? order.newest : objects_[newer].older;
     o.older = older;
     o.newer = newer;
     (older == kNoSlot ? order.oldest : objects_[older].newer) = slot;
     (newer == kNoSlot ? order.newest : objects_[newer].older) = slot;
-    o.listed = true;
-    o.order = which;
 }
 
 void ObjectTable::unlist(uint32_t slot) {
     Object& o = objects_[slot];
     if (!o.listed) return;
+    o.listed = false;
     Order& order = orders_[o.order];
+    if (o.apart) {
+        order.apart.erase({o.last_used, slot});
+        o.apart = false;
+        return;
+    }
     (o.older == kNoSlot ? order.oldest : objects_[o.older].newer) = o.newer;
     (o.newer == kNoSlot ? order.newest : objects_[o.newer].older) = o.older;
-    o.listed = false;
+}
+
+// At one of the ends: about by age, which is enough for what goes last of all.
+void ObjectTable::list_member(uint32_t slot, bool at_newest) {
+    Marks& m = marks_[slot];
+    m.listed = true;
+    m.older = at_newest ? newest_member_ : kNoSlot;
+    m.newer = at_newest ? kNoSlot : oldest_member_;
+    (m.older == kNoSlot ? oldest_member_ : marks_[m.older].newer) = slot;
+    (m.newer == kNoSlot ? newest_member_ : marks_[m.newer].older) = slot;
+}
+
+void ObjectTable::unlist_member(uint32_t slot) {
+    Marks& m = marks_[slot];
+    if (!m.listed) return;
+    m.listed = false;
+    (m.older == kNoSlot ? oldest_member_ : marks_[m.older].newer) = m.newer;
+    (m.newer == kNoSlot ? newest_member_ : marks_[m.newer].older) = m.older;
 }
 
 // ---- groups
@@ -363,8 +418,8 @@ void ObjectTable::join(uint32_t slot, const Hash128& id) {
         marks_[slot].before = first.before;
         marks_[first.before].after = slot;
         first.before = slot;
-        objects_[group.first].last_used = clock_;
         unlist(group.first);  // settle() of this one lists it anew
+        objects_[group.first].last_used = clock_;
     }
     o.group = &group;
 }
@@ -374,6 +429,7 @@ void ObjectTable::leave(uint32_t slot) {
     Group* group = o.group;
     if (group == nullptr) return;
     unlist(group->first);
+    unlist_member(slot);
     if (o.blocks) --group->blocked;
     if (o.holds != 0) --group->held;
     o.blocks = false;
@@ -440,7 +496,7 @@ bool ObjectTable::check_integrity() const {
     std::unordered_map<const Group*, Group> groups;
     uint64_t soft = 0;
     std::vector<Extent> extents;
-    uint64_t complete_count = 0, bytes = 0, saved = 0, detached = 0, pinned = 0, listed = 0;
+    uint64_t complete_count = 0, bytes = 0, saved = 0, detached = 0, pinned = 0, listed = 0, alone = 0;
     for (uint32_t slot = 0; slot < used_; ++slot) {
         const Object& o = objects_[slot];
         if (o.state == State::kFree) continue;
@@ -481,6 +537,8 @@ bool ObjectTable::check_integrity() const {
             objects_[marks_[slot].after].group != o.group) {
             return false;
         }
+        if (marks_[slot].listed != may_go_alone(slot)) return false;
+        alone += marks_[slot].listed;
         Group& books = groups[o.group];
         ++books.members;
         books.blocked += o.blocks;
@@ -496,11 +554,22 @@ bool ObjectTable::check_integrity() const {
         if (mates(group->first).size() + 1 != group->members) return false;
     }
     if (groups.size() != groups_.size() || soft != soft_pins_.size()) return false;
+    uint32_t before = kNoSlot;
+    for (uint32_t slot = oldest_member_; slot != kNoSlot; slot = marks_[slot].newer) {
+        if (!marks_[slot].listed || marks_[slot].older != before || alone-- == 0) return false;
+        before = slot;
+    }
+    if (before != newest_member_ || alone != 0) return false;
     for (uint8_t which = 0; which < orders_.size(); ++which) {
+        for (auto [used, slot] : orders_[which].apart) {
+            const Object& o = objects_[slot];
+            if (!o.listed || !o.apart || o.order != which || o.order != order_of(slot)) return false;
+            if (o.last_used != used || ++listed > used_) return false;
+        }
         uint32_t previous = kNoSlot;
         for (uint32_t slot = orders_[which].oldest; slot != kNoSlot; slot = objects_[slot].newer) {
             const Object& o = objects_[slot];
-            if (!o.listed || o.order != which || o.order != order_of(slot)) return false;
+            if (!o.listed || o.apart || o.order != which || o.order != order_of(slot)) return false;
             if (o.older != previous || ++listed > used_) return false;
             previous = slot;
         }

@@ -11,17 +11,23 @@
 //   a chain
 //     goes leaf first; of a group its first member stands there for all, when that holds for each of them
 //     (but for children in the group itself), so that all go or none;
-//   - soft-pinned objects, and groups with one, stand in a list of their own, which comes last;
+//   - soft-pinned objects, and groups with one, stand in a list of their own, which comes after the other;
+//   - a member that could go but for its group is in a third list. It is for when nothing else can go: a
+//   group
+//     is broken up rather than in the way of what is new. So some object can go as long as not all are
+//     pinned;
 //   - children counts the complete or detached objects whose (parent slot, parent generation) is this object;
 //   - the extents of complete and detached objects are disjoint.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
 #include <memory>
 #include <set>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -93,7 +99,8 @@ class ObjectTable {
 
     void remove(uint32_t slot) { retire(slot, true); }
 
-    // Removes the least recently used leaf without pins, with its group. False when there is none.
+    // Removes the least recently used leaf without pins, with its group; of a group of which another must
+    // stay, what can go, where there is nothing else. False when there is nothing.
     bool evict_one();
     // The same, passing over objects in open leases, whose memory would not come back.
     bool evict_for_memory();
@@ -117,7 +124,9 @@ class ObjectTable {
     uint64_t uses() const { return clock_; }  // so far: commits, touches, pins
     uint64_t oldest_use() const {             // of the next victim
         for (const Order& order : orders_) {
-            if (order.oldest != kNoSlot) return objects_[order.oldest].last_used;
+            uint64_t used = order.apart.empty() ? UINT64_MAX : order.apart.begin()->first;
+            if (order.oldest != kNoSlot) used = std::min(used, objects_[order.oldest].last_used);
+            if (used != UINT64_MAX) return used;
         }
         return clock_;
     }
@@ -138,6 +147,9 @@ class ObjectTable {
     bool soft_pinned(uint32_t slot) const { return objects_[slot].soft_now; }
     bool grouped(uint32_t slot) const { return objects_[slot].group != nullptr; }
     bool held(uint32_t slot) const { return objects_[slot].holds != 0; }
+    uint32_t group_size(uint32_t slot) const {
+        return objects_[slot].group == nullptr ? 1 : objects_[slot].group->members;
+    }
     // The other members of its group.
     std::vector<uint32_t> mates(uint32_t slot) const;
 
@@ -157,10 +169,11 @@ class ObjectTable {
     struct HashOfHash {
         size_t operator()(const Hash128& hash) const { return hash.low; }
     };
-    // An eviction list: orders_[0], and orders_[1] for what is soft-pinned.
+    // What can be evicted, by its last use: orders_[0], and orders_[1] for what is soft-pinned.
     struct Order {
         uint32_t oldest = kNoSlot;
         uint32_t newest = kNoSlot;
+        std::set<std::pair<uint64_t, uint32_t>> apart;  // whose place in the list is far from its ends
     };
     struct Object {
         uint64_t generation;
@@ -181,6 +194,7 @@ class ObjectTable {
         bool used;      // since its soft pin began anew
         bool soft;      // it was put with a soft pin,
         bool soft_now;  // which holds
+        bool apart;     // in its order's set, while it is listed
         Group* group;   // nullptr: none
     };
     static_assert(sizeof(Object) <= 64, "pins and touches of many objects cost a cache line each");
@@ -191,6 +205,9 @@ class ObjectTable {
         uint32_t children_in_group;
         uint32_t soft_ms;
         uint64_t soft_until;
+        uint32_t older;  // while it is listed among the members
+        uint32_t newer;
+        bool listed;
     };
     struct FreeMemory {
         void operator()(void* memory) const { std::free(memory); }
@@ -200,19 +217,25 @@ class ObjectTable {
     void settle(uint32_t slot, bool newest);
     void list(uint32_t slot, uint8_t order, bool newest);
     void unlist(uint32_t slot);
+    void list_member(uint32_t slot, bool newest);
+    void unlist_member(uint32_t slot);
     void use(uint32_t slot);
     uint32_t standing(uint32_t slot) const {
         return objects_[slot].group == nullptr ? slot : objects_[slot].group->first;
     }
     bool held_back(uint32_t slot) const {
         const Object& o = objects_[slot];
-        return o.holds != 0 || (o.group != nullptr && o.group->held != 0);
+        return o.group == nullptr ? o.holds != 0 : o.group->held == o.group->members;
     }
     // Whether nothing but its group keeps it.
     bool may_go(uint32_t slot) const {
         const Object& o = objects_[slot];
         uint32_t inside = o.group == nullptr ? 0 : marks_[slot].children_in_group;
         return o.state == State::kComplete && o.pins == 0 && o.children == inside;
+    }
+    bool may_go_alone(uint32_t slot) const {
+        const Object& o = objects_[slot];
+        return o.state == State::kComplete && o.pins == 0 && o.children == 0;
     }
     uint8_t order_of(uint32_t slot) const {
         const Object& o = objects_[slot];
@@ -222,12 +245,19 @@ class ObjectTable {
     void leave(uint32_t slot);
     void pin_softly(uint32_t slot);
     void unpin_softly(uint32_t slot);
-    bool evict_window(uint64_t bytes, bool spare);
+    struct Piece {
+        Extent extent;
+        uint32_t slot;  // kNoSlot: free already
+        bool spared;
+    };
+    bool evict_window(std::span<const Piece> pieces, uint64_t bytes);
     void evict_alone(uint32_t victim);
     void forget_parent(uint32_t slot);
     void retire(uint32_t slot, bool tell);
     void release(uint32_t slot);  // complete or detached -> free
     uint32_t first_evictable(bool for_memory) const;
+    uint32_t first_of(const Order& order, bool for_memory) const;
+    uint32_t first_member(bool for_memory) const;
     bool evict(uint32_t victim);
 
     IndexWriter index_;
@@ -240,6 +270,7 @@ class ObjectTable {
     std::vector<uint32_t> free_slots_;
     std::unordered_map<uint32_t, std::string> long_names_;
     std::array<Order, 2> orders_;
+    uint32_t oldest_member_ = kNoSlot, newest_member_ = kNoSlot;  // that could go but for their group
     std::unordered_map<Hash128, Group, HashOfHash> groups_;
     std::set<std::pair<uint64_t, uint32_t>> soft_pins_;  // by when they end, and slot
     uint64_t now_ms_ = 0;

@@ -217,9 +217,9 @@ bool SsdTier::write_next(Tenant& tenant) {
     }
     uint64_t bytes = entry.size;
     std::span<const std::byte> data(tenant.pool->data() + entry.offset, bytes);
-    auto done = [this, &tenant, device, next, bytes](ssd::Outcome outcome) {
-        post_([this, &tenant, device, next, bytes, outcome] {
-            written(tenant, device, next.slot, next.generation, bytes, outcome);
+    auto done = [this, &tenant, device, next, hash, bytes](ssd::Outcome outcome) {
+        post_([this, &tenant, device, next, hash, bytes, outcome] {
+            written(tenant, device, next.slot, next.generation, hash, bytes, outcome);
         });
     };
     ssd::Key k = key(tenant, device, entry.space, hash, table.name(next.slot));
@@ -233,10 +233,10 @@ bool SsdTier::write_next(Tenant& tenant) {
     }
     table.hold(next.slot);
     // The rest of its group comes next, so that the ring comes round to all of it at about the same time.
-    if (std::vector<uint32_t> mates = table.mates(next.slot); mates.size() <= kMatesMax) {
-        for (uint32_t mate : mates) {
+    if (!next.with_mate && table.group_size(next.slot) <= kMatesMax) {
+        for (uint32_t mate : table.mates(next.slot)) {
             if (table.saved(mate) || table.held(mate) || table.pins(mate) != 0) continue;
-            tenant.dirty.push_front({mate, table.generation(mate), table.last_used(mate)});
+            tenant.dirty.push_front({mate, table.generation(mate), table.last_used(mate), true});
         }
     }
     ++writing_;
@@ -245,18 +245,17 @@ bool SsdTier::write_next(Tenant& tenant) {
     return true;
 }
 
-void SsdTier::written(Tenant& tenant, size_t device, uint32_t slot, uint64_t generation, uint64_t bytes,
-                      ssd::Outcome outcome) {
+void SsdTier::written(Tenant& tenant, size_t device, uint32_t slot, uint64_t generation, const Hash128& hash,
+                      uint64_t bytes, ssd::Outcome outcome) {
     --writing_;
     writing_bytes_ -= bytes;
     tenant.writing_bytes -= bytes;
     ObjectTable& table = tenant.pool->table();
+    bool there = outcome == ssd::Outcome::kDone && devices_[device]->has(hash);
+    if (there) tell(hash, true);  // though it was evicted meanwhile, with its group
     if (table.complete(slot) && table.generation(slot) == generation) {
-        const IndexEntry& entry = table.entry(slot);
-        Hash128 hash{entry.hash_low, entry.hash_high};
-        if (outcome == ssd::Outcome::kDone && devices_[device]->has(hash)) {
+        if (there) {
             table.set_saved(slot, true);
-            tell(hash, true);
         } else if (!flushing_) {
             tenant.dirty.push_back({slot, generation, table.last_used(slot)});
         } else {

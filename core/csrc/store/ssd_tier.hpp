@@ -92,6 +92,7 @@ class SsdTier {
         uint32_t slot;
         uint64_t generation;
         uint64_t last_used;
+        bool with_mate = false;  // it comes for a mate, which brought the others too
     };
     struct Tenant {
         Pool* pool = nullptr;
@@ -123,8 +124,8 @@ class SsdTier {
     void clean(Tenant& tenant);
     bool wants_cleaning(const Tenant& tenant) const;
     bool write_next(Tenant& tenant);
-    void written(Tenant& tenant, size_t device, uint32_t slot, uint64_t generation, uint64_t bytes,
-                 ssd::Outcome outcome);
+    void written(Tenant& tenant, size_t device, uint32_t slot, uint64_t generation, const Hash128& hash,
+                 uint64_t bytes, ssd::Outcome outcome);
     void gone(const std::vector<Hash128>& hashes);
     void promoted(const Hash128& hash, ssd::Outcome outcome);
     void tell(const Hash128& hash, bool added);
