@@ -21,7 +21,9 @@ from typing import Any
 
 from moonpool.core.errors import InvalidArgument
 
-from ._codes import Code
+from ._codes import Code, code_of
+from ._objects import check_config
+from ._placement import for_each
 from ._tensors import Tensor, Tensors, memory_at, parts_of, shards_of, tensor_over
 from ._values import DEFAULT, ParallelAxis, ReadTarget, ReplicateConfig, TensorParallelism
 
@@ -251,9 +253,14 @@ class Parallel(Tensors):
         if not len(keys) == len(tensors) == len(axes) == len(writers):
             return [int(Code.INVALID_PARAMS)] * len(keys)
         name = "upsert_tensor_with_parallelism" if replace else "put_tensor_with_parallelism"
+        check_config(name, config)
+        try:
+            configs = for_each(config, len(keys))
+        except InvalidArgument as error:
+            return [int(code_of(error, name))] * len(keys)
         return [
             self._put_parallel(name, *row, replace=replace)
-            for row in zip(keys, tensors, axes, [config] * len(keys), writers, strict=True)
+            for row in zip(keys, tensors, axes, configs, writers, strict=True)
         ]
 
     def _put_from_memory(

@@ -19,6 +19,7 @@ from ._base import key_of, keys_of, number, same_length
 from ._codes import Code, code_of
 from ._memory import ADDRESSES
 from ._objects import Objects, check_config, handle_of
+from ._placement import for_each
 from ._values import DEFAULT, ReplicateConfig
 
 SESSIONS_MAX = 65_536
@@ -190,17 +191,21 @@ class Parts(Objects):
             return [int(Code.INVALID_PARAMS)] * len(keys)
         check_config("batch_put_session_start", config)
 
-        def begin(key: str, size: int) -> int:
+        def begin(key: str, size: int, one: ReplicateConfig) -> int:
             self._open()
             name = key_of(key)
             if name in self._writing or not 0 < number(size) < ADDRESSES:
                 raise InvalidArgument(f"{key!r:.80} is being written already, or is given {size} bytes")
             if len(self._writing) >= SESSIONS_MAX:
                 raise TooLarge(f"at most {SESSIONS_MAX} objects are written in sessions at a time")
-            self._writing[name] = np.zeros(size, np.uint8), config
+            self._writing[name] = np.zeros(size, np.uint8), one
             return int(Code.OK)
 
-        return self._each("batch_put_session_start", begin, keys, sizes)
+        try:
+            configs = for_each(config, len(keys))
+        except InvalidArgument as error:
+            return [int(code_of(error, "batch_put_session_start"))] * len(keys)
+        return self._each("batch_put_session_start", begin, keys, sizes, configs)
 
     def batch_put_from_multi_buffer_ranges(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 
 from moonpool.core.errors import InvalidArgument
 
+from ._base import key_of
 from ._values import DEFAULT, ReplicateConfig, SoftPinAction
 
 SOFT_PIN_S = 1800.0  # without soft_pin_ttl_ms
@@ -19,14 +20,31 @@ def wishes(config: ReplicateConfig, keys: int, own: str) -> dict[str, Any]:
     asked: dict[str, Any] = {}
     if nodes := preferred_nodes(config, own):
         asked["node"] = nodes
-    if groups := config.group_ids:
-        if len(groups) not in (1, keys):
-            raise InvalidArgument(f"{len(groups)} group_ids came with {keys} keys")
-        asked["groups"] = [group or None for group in (groups * keys if len(groups) == 1 else groups)]
+    if groups := groups_of(config, keys):
+        asked["groups"] = [_group(group) for group in groups]
     soft = config.with_soft_pin or config.soft_pin_action is SoftPinAction.ENABLE
     if soft and config.soft_pin_action is not SoftPinAction.DISABLE and config.soft_pin_ttl_ms != 0:
         asked["soft_pin_s"] = SOFT_PIN_S if config.soft_pin_ttl_ms is None else config.soft_pin_ttl_ms / 1000
     return asked
+
+
+def groups_of(config: ReplicateConfig, keys: int) -> list[str]:
+    """One for each key, or none at all. Raises InvalidArgument for another number of them."""
+    groups = config.group_ids or []
+    if groups and len(groups) not in (1, keys):
+        raise InvalidArgument(f"{len(groups)} group_ids came with {keys} keys")
+    return list(groups) * keys if len(groups) == 1 else list(groups)
+
+
+def _group(name: str) -> bytes | None:
+    """Ids that are longer than a pool's are shortened as keys are."""
+    return key_of(name) if name else None
+
+
+def for_each(config: ReplicateConfig, keys: int) -> list[ReplicateConfig]:
+    """The same for each key of a call alone. Raises InvalidArgument."""
+    groups_of(config, keys)
+    return [for_one(config, i) for i in range(keys)]
 
 
 def for_one(config: ReplicateConfig, i: int) -> ReplicateConfig:

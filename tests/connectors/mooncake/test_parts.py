@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mooncake.store import ReplicateConfig
 
 from moonpool import InvalidArgument
 
@@ -212,3 +213,13 @@ def test_a_write_session(store: Any, keys: Keys) -> None:
     assert store.batch_put_session_revoke([other, "none"]) == [0, BAD]
     assert store.is_exist(other) == 0
     assert store.batch_put_session_end([other]) == [BAD]
+
+
+def test_groups_of_a_session(store: Any, keys: Any) -> None:
+    names = keys(3)
+    config = ReplicateConfig()
+    config.group_ids = ["one", "two"]
+    assert store.batch_put_session_start(names[:2], [4, 4], config) == [0, 0]
+    assert store.batch_put_session_end(names[:2]) == [0, 0]
+    assert all(store._access.store().stat(name).copies[0].grouped for name in names[:2])
+    assert store.batch_put_session_start(names, [4] * 3, config) == [-600] * 3
