@@ -18,6 +18,8 @@ from moonpool.core.store import (
     REMOVE_BATCH,
     check_replicas,
     check_soft_pin,
+    generations_of,
+    groups_of,
     is_one,
     listed,
     open_client,
@@ -159,7 +161,7 @@ class AsyncStore:
         names: Keys = [keys] if is_one(keys) else keys
         if one:
             buffers, parents = [buffers], None if parents is None else [parents]
-            groups = None if groups is None else [groups]
+        groups = groups_of(keys, groups)
         how = (parents, replace, ack, wait_s, replicas, node, groups, soft_s)
         answer = await self._submit("put", names, as_parts(buffers), *how, held=buffers)
         results: list[PutResult] = put_results(*answer, replicas=replicas)
@@ -243,18 +245,23 @@ class AsyncStore:
         pin.release()
 
     @overload
-    async def remove(self, keys: Key, *, node: str | None = None) -> bool: ...
+    async def remove(self, keys: Key, *, node: str | None = None, generation: int | None = None) -> bool: ...
 
     @overload
-    async def remove(self, keys: Keys, *, node: str | None = None) -> list[bool]: ...
+    async def remove(
+        self, keys: Keys, *, node: str | None = None, generation: Sequence[int] | None = None
+    ) -> list[bool]: ...
 
-    async def remove(self, keys: Key | Keys, *, node: str | None = None) -> Any:
+    async def remove(
+        self, keys: Key | Keys, *, node: str | None = None, generation: int | Sequence[int] | None = None
+    ) -> Any:
         """See Store.remove: a bool, or a list."""
+        wanted = generations_of(keys, node, generation)
         names: Keys = [keys] if is_one(keys) else keys
         if node is None:
             flags = await self._submit("names", "remove", names)
         else:
-            flags = await asyncio.to_thread(self._open_client().remove, names, node)
+            flags = await asyncio.to_thread(self._open_client().remove, names, node, wanted)
         return bool(flags[0]) if is_one(keys) else [bool(flag) for flag in flags]
 
     async def list(

@@ -59,6 +59,27 @@ def is_one(keys: Key | Keys) -> TypeIs[Key]:
     return isinstance(keys, (bytes, str))
 
 
+def generations_of(keys: Key | Keys, node: str | None, given: int | Sequence[int] | None) -> list[int]:
+    """One for each key, or none at all. Raises InvalidArgument for another number, or without a node."""
+    if given is None:
+        return []
+    found = [given] if isinstance(given, int) else list(given)
+    if node is None or isinstance(given, int) != is_one(keys):
+        raise InvalidArgument("remove: a generation is that of one key at one node", operation="remove")
+    if not is_one(keys) and len(found) != len(keys):
+        raise InvalidArgument(f"{len(found)} generations came with {len(keys)} keys", operation="remove")
+    return found
+
+
+def groups_of(keys: Key | Keys, groups: Any) -> Any:
+    """For each key, or None. Raises InvalidArgument for one name with several keys: no letters."""
+    if groups is None or is_one(keys):
+        return None if groups is None else [groups]
+    if isinstance(groups, (str, bytes)):
+        raise InvalidArgument("put: with several keys, groups has one for each of them", operation="put")
+    return groups
+
+
 def open_client(
     node: str | None,
     tenant: str,
@@ -265,7 +286,8 @@ class Store:
         order: the first that takes an object gets it, and copies go to the next ones. Nodes that are unknown,
         away or full are passed over. Without it the own node comes first, and another when that is full.
         groups:   for each key the group that it belongs to, or None. A node evicts all objects of a group
-        that it has, or none while one of them is pinned or has children outside; 1,024 of them at most.
+        that it has, or none while one of them is pinned or has children outside and there is anything else
+        to evict; 1,024 of them at most.
         soft_pin_s: evicted only after all that is not soft-pinned. It ends when nobody used the object for
         one to two times that many seconds (49 days at most), and begins anew with its next use.
         timeout_s: the longest wait without progress, for this call.
@@ -282,7 +304,7 @@ class Store:
         names: Keys = [keys] if is_one(keys) else keys
         if one:
             buffers, parents = [buffers], None if parents is None else [parents]
-            groups = None if groups is None else [groups]
+        groups = groups_of(keys, groups)
         # `buffers` keeps the caller's objects alive: a part may be no more than a tensor's address.
         answer = self._client.put(
             names, as_parts(buffers), parents, replace, ack, wait_s, replicas, node, groups, soft_s
@@ -383,21 +405,29 @@ class Store:
         pin.release()
 
     @overload
-    def remove(self, keys: Key, *, node: str | None = None) -> bool: ...
+    def remove(self, keys: Key, *, node: str | None = None, generation: int | None = None) -> bool: ...
 
     @overload
-    def remove(self, keys: Keys, *, node: str | None = None) -> list[bool]: ...
+    def remove(
+        self, keys: Keys, *, node: str | None = None, generation: Sequence[int] | None = None
+    ) -> list[bool]: ...
 
-    def remove(self, keys: Key | Keys, *, node: str | None = None) -> bool | list[bool]:
+    def remove(
+        self, keys: Key | Keys, *, node: str | None = None, generation: int | Sequence[int] | None = None
+    ) -> bool | list[bool]:
         """Makes objects invisible at once; whoever has them pinned reads on. True: it was there.
 
         node: only that node's copy, in memory and on its SSD; True: it had one. By its address
         ("host:port") or by its name, where one node of the pool has it. Raises InvalidArgument for no or
         several such nodes, Unavailable when it is away.
+        generation: with a node, for each key: only while the copy is that one, as ``stat`` said. False: by
+        now it has another one, or none; one that moved between memory and SSD counts as another. A node of
+        an older release cannot do this: Unavailable.
         """
+        wanted = generations_of(keys, node, generation)
         if is_one(keys):
-            return bool(self._client.remove([keys], node)[0])
-        return [bool(flag) for flag in self._client.remove(keys, node)]
+            return bool(self._client.remove([keys], node, wanted)[0])
+        return [bool(flag) for flag in self._client.remove(keys, node, wanted)]
 
     def list(
         self, prefix: Key = b"", *, pattern: Key | None = None, limit: int = 1000

@@ -206,6 +206,8 @@ def test_counts_over_the_limit(node: NodeProcess) -> None:
         (w.LOOKUP, head),
         (w.LOOKUP, struct.pack("<IBBHI", 0, 0, 0, 1, 0xFFFFFFFF)),
         (w.REMOVE, struct.pack("<II", 0, 16385)),
+        (w.REMOVE, w.remove(0, [b"a"], [1, 2])),
+        (w.REMOVE, w.remove(0, [b"a"]) + b"\1\2\3"),
         (w.TOUCH, struct.pack("<QQI", 0, 0, 0xFFFFFFFF)),
         (w.COMMIT, w.commit(0, [Row(0, 0, 0, b"k" * 1025)])),
         (w.COMMIT, w.commit(0, [Row(0, 0, 0, b"")])),

@@ -191,3 +191,8 @@ def test_marks_that_lie(runtime_dir: Path, marks: bytes) -> None:
     assert node.is_sound()
     assert node.metric("leased_bytes") == 0
     node.close()
+
+
+def test_groups_are_one_for_each_key(store: Store) -> None:
+    with pytest.raises(InvalidArgument, match="one for each"):
+        store.put(["x", "y"], [b"1", b"2"], groups="ab")

@@ -364,3 +364,12 @@ def test_puts_go_elsewhere_when_the_own_node_is_gone(pool: Pool) -> None:
     assert bytes(b.get("k")) == b"new"
     with pytest.raises(Unavailable):
         a.get("never")
+
+
+def test_each_replacement_has_its_copies(pool: Pool) -> None:
+    for name in "ab":
+        pool.node(name)
+    a, b = pool.store("a"), pool.store("b")
+    for i in range(4):
+        assert a.put("k", b"%d" % i, replace=True, replicas=2).replicas == 2
+        assert b.get("k") == b"%d" % i

@@ -236,3 +236,33 @@ def test_a_client_that_lies(runtime_dir: Path, body: bytes) -> None:
     until(lambda: node.metric("connections") == 0)
     assert node.is_sound()
     node.close()
+
+
+def test_a_removal_of_one_generation() -> None:
+    with Store(embedded="16MiB") as store:
+        store.put(["a", "b"], [b"old", b"b"])
+        before = [one.copies[0] for one in store.stat(["a", "b"]) if one is not None]
+        at = before[0].node
+        store.put("a", b"new", replace=True)
+        generations = [copy.generation for copy in before]
+        assert store.remove(["a", "b", "c"], node=at, generation=[*generations, 7]) == [False, True, False]
+        assert store.get("a") == b"new"
+        assert not store.remove("a", node=at, generation=generations[0])
+        now = store.stat("a")
+        assert now is not None
+        assert store.remove("a", node=at, generation=now.copies[0].generation)
+        assert store.stat("a") is None
+        with pytest.raises(InvalidArgument, match="one key at one node"):
+            store.remove("a", generation=1)
+        with pytest.raises(InvalidArgument, match="1 generations came with 2 keys"):
+            store.remove(["a", "b"], node=at, generation=[1])
+
+
+def test_a_node_of_the_release_before_removes_no_one_generation(runtime_dir: Path) -> None:
+    path = runtime_dir / "old.sock"
+    fake, thread, asked = serve(path, NAMES + struct.pack("<I", 3), {})
+    with Store(str(path), token=TOKEN) as store, pytest.raises(Unavailable, match="older release"):
+        store.remove("a", node="old", generation=1)
+    thread.join(10)
+    fake.close()
+    assert w.REMOVE not in [frame.kind for frame in asked]

@@ -8,7 +8,7 @@ import hmac
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,8 +126,9 @@ def touch(objects: int, size: int, slots: list[int]) -> bytes:
     return struct.pack(f"<QQI{len(slots)}I", objects, size, len(slots), *slots)
 
 
-def remove(space: int, names: list[bytes]) -> bytes:
-    return struct.pack("<II", space, len(names)) + b"".join(map(text16, names))
+def remove(space: int, names: list[bytes], generations: Sequence[int] = ()) -> bytes:
+    head = struct.pack("<II", space, len(names)) + b"".join(map(text16, names))
+    return head + struct.pack(f"<{len(generations)}Q", *generations)
 
 
 def by_name(name: bytes, *, room: int, begin: int = 0, how: int = 0) -> bytes:

@@ -137,10 +137,13 @@ py::tuple PyClient::longest_prefix(const py::object& keys, uint32_t width, bool 
     return prefix_answer(unwrap(std::move(prefix), "longest_prefix", peer_), names, width);
 }
 
-py::bytes PyClient::remove(const py::object& keys, const std::optional<std::string>& node) {
+py::bytes PyClient::remove(const py::object& keys, const std::optional<std::string>& node,
+                           const std::vector<uint64_t>& generations) {
     Names names(keys);
+    if (!generations.empty()) check_counts(names.size(), generations.size(), "generations");
     py::gil_scoped_release nogil;
-    auto removed = node ? client_->remove_at(names.views(), *node) : client_->remove(names.views());
+    auto removed =
+        node ? client_->remove_at(names.views(), *node, generations) : client_->remove(names.views());
     py::gil_scoped_acquire gil;
     return to_bytes(unwrap(std::move(removed), "remove", peer_));
 }
@@ -237,7 +240,8 @@ void bind_client(py::module_& m) {
         .def("exists", &PyClient::exists, py::arg("keys"))
         .def("longest_prefix", &PyClient::longest_prefix, py::arg("keys"), py::arg("width") = 1,
              py::arg("pin") = true)
-        .def("remove", &PyClient::remove, py::arg("keys"), py::arg("node") = py::none())
+        .def("remove", &PyClient::remove, py::arg("keys"), py::arg("node") = py::none(),
+             py::arg("generations") = std::vector<uint64_t>())
         .def("list", &PyClient::list, py::arg("prefix"), py::arg("limit"))
         .def("stat", &PyClient::stat)
         .def("describe", &PyClient::describe, py::arg("keys"), py::arg("everywhere") = true);

@@ -78,8 +78,10 @@ class Client {
     Result<std::vector<Presence>> exists(std::span<const std::string_view> names);
     Result<Prefix> longest_prefix(std::span<const std::string_view> names, uint32_t width, bool pin);
     Result<std::vector<uint8_t>> remove(std::span<const std::string_view> names);
-    // Of one node only, by its name or address; copies elsewhere stay.
-    Result<std::vector<uint8_t>> remove_at(std::span<const std::string_view> names, std::string_view node);
+    // Of one node only, by its name or address; copies elsewhere stay. generations: none, or for each name
+    // the one that it is about, as describe() says.
+    Result<std::vector<uint8_t>> remove_at(std::span<const std::string_view> names, std::string_view node,
+                                           std::span<const uint64_t> generations = {});
     // Every copy that the directory knows of, without a use of it. Fails when a miss is not certain.
     // everywhere: false: nobody else is asked about what the own node has.
     Result<std::vector<ObjectState>> describe(std::span<const std::string_view> names, bool everywhere);
@@ -166,6 +168,7 @@ class Client {
     void replicate_some(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
                         std::span<const size_t> which, std::span<const Named> wanted, PutReport& report);
     std::vector<size_t> with_equal_bytes(std::span<const PutItem> items, std::span<const size_t> which);
+    bool held_by_a_suspect(std::string_view name);
     // own_away: the own node could not be told; it drops its copies when it returns.
     void remove_elsewhere(Pool& pool, std::span<const std::string_view> names, bool own_away,
                           std::vector<uint8_t>& removed, std::vector<RemovedManifest>& manifests);

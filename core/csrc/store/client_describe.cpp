@@ -14,13 +14,17 @@ Result<std::vector<ObjectState>> Client::describe(std::span<const std::string_vi
     std::shared_ptr<Pool> others = pool();
     if (!own && (others == nullptr || !no_answer(own.error()))) return own.error();
     std::vector<ObjectState> states(names.size());
-    std::shared_ptr<Session> session = own_.current();
-    for (size_t i = 0; own && i < names.size(); ++i) {
-        if ((*own)[i].where == 0 || session == nullptr) continue;
-        states[i].copies.push_back({session->node_name(), session->host_id(), session->address(), (*own)[i]});
-    }
     // Why a key without a copy may have one all the same.
     std::vector<std::string> doubt(names.size(), own ? "" : own.error().text);
+    std::shared_ptr<Session> session = own_.current();
+    for (size_t i = 0; own && i < names.size(); ++i) {
+        if ((*own)[i].where == 0) continue;
+        if (session == nullptr) {
+            doubt[i] = "the own node went away";
+            continue;
+        }
+        states[i].copies.push_back({session->node_name(), session->host_id(), session->address(), (*own)[i]});
+    }
     if (others != nullptr) {
         std::vector<size_t> which;
         for (size_t i = 0; i < names.size(); ++i) {
@@ -56,7 +60,9 @@ void Client::describe_elsewhere(Pool& pool, std::span<const std::string_view> na
     std::vector<Hash128> asked = hashes(wanted);
     std::vector<std::ptrdiff_t> own_copies;
     for (const ObjectState& state : states) own_copies.push_back(std::ssize(state.copies));
-    Result<LocateAnswer> located = pool.directory->locate(asked);
+    LocateOptions question;
+    question.suspects = true;  // they may have it, and would have to answer before it is a miss
+    Result<LocateAnswer> located = pool.directory->locate(asked, question);
     std::shared_ptr<const Members> members;
     if (located) {
         members = located->members;
@@ -70,8 +76,11 @@ void Client::describe_elsewhere(Pool& pool, std::span<const std::string_view> na
     if (members == nullptr) return;
     std::map<NodeId, Group> groups;
     auto ask = [&](const Member* member, size_t item) {
-        if (member == nullptr || member->state != MemberState::kAlive) return;
-        if (member->identity.incarnation == pool.own) return;
+        if (member == nullptr || member->identity.incarnation == pool.own) return;
+        if (member->state != MemberState::kAlive) {
+            doubt[item] = "the node at " + member->identity.address + " is silent";
+            return;
+        }
         Group& group = groups[member->id];
         group.member = *member;
         if (group.items.empty() || group.items.back() != item) group.items.push_back(item);

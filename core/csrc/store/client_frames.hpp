@@ -61,16 +61,16 @@ class FrameBudget {
 };
 
 // Calls send(begin, end) for runs of names that fit one frame each; stops at the first that is not ok or says
-// stop.
+// stop. beside_bytes: of each name in the frame, beside it.
 template <class Send>
 Status in_frames(const Session& session, std::span<const std::string_view> names, uint32_t multiple,
-                 Send send) {
+                 Send send, uint64_t beside_bytes = 0) {
     FrameBudget budget(session, kLookupHead);
     size_t begin = 0;
     for (size_t i = 0; i < names.size(); i += multiple) {
         uint64_t bytes = 0;
         size_t end = std::min(names.size(), i + multiple);
-        for (size_t j = i; j < end; ++j) bytes += 2 + names[j].size();
+        for (size_t j = i; j < end; ++j) bytes += 2 + names[j].size() + beside_bytes;
         if (kLookupHead + bytes > session.frame_bytes_max()) {
             return Error{Code::kInvalidArgument, "the names of one block have " + std::to_string(bytes) +
                                                      " bytes, over the limit of a frame, " +

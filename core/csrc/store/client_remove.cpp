@@ -23,23 +23,44 @@ Result<std::vector<uint8_t>> Client::remove(std::span<const std::string_view> na
     return flags;
 }
 
-Result<std::vector<uint8_t>> Client::remove_at(std::span<const std::string_view> names,
-                                               std::string_view node) {
+Result<std::vector<uint8_t>> Client::remove_at(std::span<const std::string_view> names, std::string_view node,
+                                               std::span<const uint64_t> generations) {
     Result<Named> at = named(node);
     if (!at) return at.error();
     std::vector<RemovedManifest> manifests;
     Result<std::vector<uint8_t>> removed =
-        (at->node == nullptr ? &own_ : at->node.get())->remove(names, manifests);
+        (at->node == nullptr ? &own_ : at->node.get())->remove(names, manifests, generations);
     if (!removed) return removed;
-    for (const Hash128& hash : hashes(names)) locations_.forget(hash);
-    // The stripes of an object go with the last copy of its manifest.
+    std::vector<Hash128> asked = hashes(names);
+    for (size_t i = 0; i < asked.size(); ++i) {
+        locations_.forget(asked[i]);
+        if ((*removed)[i] != 0 && at->node != nullptr) recent_.forget(asked[i], at->member.id);
+    }
+    // The stripes of an object go with the last copy of its manifest. Whoever may have one is silent now, or
+    // cannot be asked: then they stay.
     std::vector<Manifest> striped;
     for (const RemovedManifest& manifest : manifests) {
-        Result<std::vector<Presence>> left = exists(names.subspan(manifest.item, 1));
-        if (left && left->front() == Presence::kMiss) add_genuine(names[manifest.item], manifest, striped);
+        std::span<const std::string_view> name = names.subspan(manifest.item, 1);
+        Result<std::vector<Presence>> left = exists(name);
+        if (!left || left->front() != Presence::kMiss || held_by_a_suspect(name.front())) continue;
+        add_genuine(name.front(), manifest, striped);
     }
     if (std::shared_ptr<Pool> others = pool(); others != nullptr) remove_stripes(*others, striped);
     return removed;
+}
+
+// Whether the master names a holder that does not answer it, or names nobody because it is away.
+bool Client::held_by_a_suspect(std::string_view name) {
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr) return false;
+    LocateOptions question;
+    question.suspects = true;
+    Result<LocateAnswer> located = others->directory->locate(hashes({&name, 1}), question);
+    if (!located) return true;
+    return std::ranges::any_of(located->keys[0], [&](const Holder& holder) {
+        const Member* member = located->members->find(holder.node);
+        return member != nullptr && member->state != MemberState::kAlive;
+    });
 }
 
 void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> names, bool own_away,
@@ -101,7 +122,11 @@ void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> name
         for (size_t i : group.items) keys.push_back(names[i]);
         Result<std::vector<uint8_t>> flags = Error{Code::kUnavailable, "suspect"};
         std::vector<RemovedManifest> shown;
+        for (size_t i : group.items) recent_.forget(asked[i], group.member.id);
         if (group.member.state == MemberState::kAlive) flags = node(pool, group.member)->remove(keys, shown);
+        for (size_t k = 0; !flags && k < group.items.size(); ++k) {
+            recent_.add(asked[group.items[k]], group.member.id);  // it may have them still
+        }
         std::lock_guard lock(merging);
         for (RemovedManifest& manifest : shown) {
             manifest.item = group.items[manifest.item];

@@ -547,13 +547,28 @@ bool Connection::on_remove(const FrameHeader& header, Reader body) {
     auto n = body.number<uint32_t>();
     if (!body.ok() || !pool_->has_space(space) || n > server_.options_.limits.frame_keys)
         return malformed("is no REMOVE");
+    std::vector<std::string_view> names;
+    for (uint32_t i = 0; i < n && body.ok(); ++i) names.push_back(body.bytes16());
+    bool exact = body.left() != 0;
+    std::vector<uint64_t> generations;
+    for (uint32_t i = 0; exact && i < n && body.ok(); ++i) generations.push_back(body.number<uint64_t>());
+    if (!body.done()) return malformed("is no REMOVE");
+    // Whether this node's copy, whose slot it is if it is in memory, is another generation.
+    auto another = [&](uint32_t i, uint32_t slot) {
+        if (slot != kNoSlot) return pool_->table().generation(slot) != generations[i];
+        auto found = server_.ssd_ == nullptr ? std::nullopt : server_.ssd_->find(*pool_, space, names[i]);
+        return !found || (found->sequence | kOnSsd) != generations[i];
+    };
     size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
     Writer(out_).number(n);
     std::vector<std::byte> manifests;
     for (uint32_t i = 0; i < n; ++i) {
-        std::string_view name = body.bytes16();
-        if (!body.ok()) return malformed("is no REMOVE");
+        std::string_view name = names[i];
         uint32_t slot = pool_->find(space, name);
+        if (exact && another(i, slot)) {
+            Writer(out_).number(kNotRemoved);
+            continue;
+        }
         bool was_there = slot != kNoSlot;
         uint8_t flag = kNotRemoved;
         if (was_there) {
@@ -570,7 +585,6 @@ bool Connection::on_remove(const FrameHeader& header, Reader body) {
         if (was_there && flag == kNotRemoved) flag = kRemoved;
         Writer(out_).number(flag);
     }
-    if (!body.done()) return malformed("is no REMOVE");
     Writer(out_).bytes(manifests.data(), manifests.size());
     finish_frame(out_, at);
     return true;

@@ -40,8 +40,9 @@ enum class PutOutcome : uint8_t {
 
 // What a node can that those of the release before could not, as WELCOME says.
 inline constexpr uint32_t kFeatureDescribe = 1;
-inline constexpr uint32_t kFeatureMarks = 2;  // of COMMIT and PUT
-inline constexpr uint32_t kFeatures = kFeatureDescribe | kFeatureMarks;
+inline constexpr uint32_t kFeatureMarks = 2;      // of COMMIT and PUT
+inline constexpr uint32_t kFeatureRemoveOne = 4;  // REMOVE of one generation
+inline constexpr uint32_t kFeatures = kFeatureDescribe | kFeatureMarks | kFeatureRemoveOne;
 
 // A row of DESCRIBE's answer: one node's copy of an object.
 struct Description {

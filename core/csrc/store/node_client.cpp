@@ -512,19 +512,25 @@ Result<Prefix> NodeClient::longest_prefix(std::span<const std::string_view> name
 }
 
 Result<std::vector<uint8_t>> NodeClient::remove(std::span<const std::string_view> names,
-                                                std::vector<RemovedManifest>& manifests) {
+                                                std::vector<RemovedManifest>& manifests,
+                                                std::span<const uint64_t> generations) {
     Result<std::shared_ptr<Session>> opened = session();
     if (!opened) return opened.error();
     Session& s = **opened;
     if (Status status = check_names(s, names); !status) return status.error();
+    if (!generations.empty() && !s.knows(kFeatureRemoveOne)) {
+        return Error{Code::kUnavailable,
+                     s.peer() + " is of an older release, which removes no one generation"};
+    }
     std::vector<uint8_t> removed;
-    Status status = in_frames(s, names, 1, [&](size_t begin, size_t end) -> Result<bool> {
+    auto ask = [&](size_t begin, size_t end) -> Result<bool> {
         Status sent = s.call(
             Kind::kRemove,
             [&](Writer& w) {
                 w.number(s.space());
                 w.number(static_cast<uint32_t>(end - begin));
                 write_names(w, names.subspan(begin, end - begin));
+                for (size_t i = begin; i < end && !generations.empty(); ++i) w.number(generations[i]);
             },
             [&](Reader& r) {
                 if (r.number<uint32_t>() != end - begin) return false;
@@ -545,7 +551,8 @@ Result<std::vector<uint8_t>> NodeClient::remove(std::span<const std::string_view
             });
         if (!sent) return sent.error();
         return true;
-    });
+    };
+    Status status = in_frames(s, names, 1, ask, generations.empty() ? 0 : sizeof(uint64_t));
     if (!status) return status.error();
     return removed;
 }

@@ -165,9 +165,11 @@ class NodeClient {
     static Result<std::vector<ObjectView>> views(const Pinned& pinned, std::span<const size_t> places);
     Result<std::vector<uint8_t>> exists(std::span<const std::string_view> names);
     Result<Prefix> longest_prefix(std::span<const std::string_view> names, uint32_t width, bool pin);
-    // Appends the manifests that were among them.
+    // Appends the manifests that were among them. generations: of each name, as describe() says it; another
+    // one stays. None: whatever there is.
     Result<std::vector<uint8_t>> remove(std::span<const std::string_view> names,
-                                        std::vector<RemovedManifest>& manifests);
+                                        std::vector<RemovedManifest>& manifests,
+                                        std::span<const uint64_t> generations = {});
     Result<std::vector<ListRow>> list(std::string_view prefix, uint64_t limit);
     Result<std::vector<std::pair<std::string, uint64_t>>> stat();
     // This node's copy of each object, without a use of it; where 0: it has none.

@@ -23,6 +23,18 @@ class RecentCopies {
         slot.at = Clock::now();
         slot.nodes[slot.n++ % slot.nodes.size()] = node;
     }
+    // The node is told to remove its copy.
+    void forget(const Hash128& hash, NodeId node) {
+        std::lock_guard lock(mutex_);
+        if (slots_.empty()) return;
+        Slot& slot = slots_[hash.high % kSlots];
+        if (slot.hash != hash) return;
+        size_t left = 0;
+        for (size_t i = 0; i < std::min(slot.n, slot.nodes.size()); ++i) {
+            if (slot.nodes[i] != node) slot.nodes[left++] = slot.nodes[i];
+        }
+        slot.n = left;
+    }
     // Appends to `out`.
     void find(const Hash128& hash, std::vector<NodeId>& out) {
         std::lock_guard lock(mutex_);
