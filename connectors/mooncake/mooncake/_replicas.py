@@ -6,20 +6,19 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from moonpool import _native
 from moonpool.core.errors import Error, InvalidArgument
-from moonpool.core.store_types import Copy
+from moonpool.core.store import Store
+from moonpool.core.store_types import Copy, ObjectStat, PutStatus
 
 from ._base import key_of, keys_of
-from ._codes import Code, NoNode, code_of
+from ._codes import Code, NoNode, Unsupported, code_of
 from ._parts import Parts
 from ._values import QueryTaskResponse, ReplicaDescriptor, TaskStatus, TaskType
 
-if TYPE_CHECKING:
-    from moonpool import _native
-
 TASKS_MAX = 10_000
+LOOKS_MAX = 8  # at a copy that goes to the SSD or comes back while it is removed
 NO_TASK = (0, 0)
 
 
@@ -65,50 +64,50 @@ class Replicas(Parts):
 
     def create_copy_task(self, key: str, targets: list[str]) -> tuple[tuple[int, int], int]:
         """Copies an object to the nodes at ``targets`` ("host:port", as descriptors name them); the task's id
-        and a code. It is done when this returns; query_task() tells how it ended.
+        and a code. It is done when this returns; query_task() tells how it ended. When the object was removed
+        or replaced meanwhile, the task has failed and left no copy behind.
         """
         try:
             name = key_of(key)
             nodes = self._nodes_at(targets)
             if not targets:
                 raise InvalidArgument("a copy needs a target")
-            if (view := self._views([key])[0]) is None:
+            before = self._ask(lambda store: store.stat(name))
+            if before is None or (view := self._views([key])[0]) is None:
                 return NO_TASK, int(Code.OBJECT_NOT_FOUND)
+            (source,) = self._nodes_at([before.copies[0].address])
+            _in_one_piece(before)
         except Error as error:
             return NO_TASK, int(code_of(error, "create_copy_task"))
-
-        def act() -> None:
-            for node in nodes:
-                self._copy_to(name, view, node)
-
-        return self._run(TaskType.REPLICA_COPY, "create_copy_task", act)
+        return self._run(
+            TaskType.REPLICA_COPY,
+            "create_copy_task",
+            lambda: self._copy(name, view, source, nodes, move=False),
+        )
 
     def create_move_task(self, key: str, source: str, target: str) -> tuple[tuple[int, int], int]:
-        """A copy at ``target``, then none at ``source``; other copies stay. Done when this returns. An object
-        that was replaced meanwhile stays where it is: the task has failed.
+        """A copy at ``target``, then none at ``source``; other copies stay. Done when this returns. When the
+        object at ``source`` was removed or replaced meanwhile, or ``target`` has other bytes under the key,
+        the task has failed: what is there stays, and the copy that it made is gone.
         """
         try:
             name = key_of(key)
-            _, node = self._nodes_at([source, target])
+            origin, node = self._nodes_at([source, target])
             if source == target:
                 raise InvalidArgument("a move needs two segments")
-            before = self._copy_at(name, source)
-            view = self._views([key])[0]
-            if before is None or view is None:
+            before = self._ask(lambda store: store.stat(name))
+            if before is None or source not in [copy.address for copy in before.copies]:
                 return NO_TASK, int(Code.OBJECT_NOT_FOUND)
+            if (view := self._views([key])[0]) is None:
+                return NO_TASK, int(Code.OBJECT_NOT_FOUND)
+            _in_one_piece(before)
         except Error as error:
             return NO_TASK, int(code_of(error, "create_move_task"))
-
-        def act() -> None:
-            self._copy_to(name, view, node)
-            after = self._copy_at(name, source)
-            if after is None:  # evicted
-                return
-            if after.crc32c != before.crc32c or after.size != before.size:
-                raise NoNode(f"the object at {source} was replaced while it was moved")
-            self._ask(lambda store: store.remove(name, node=source))
-
-        return self._run(TaskType.REPLICA_MOVE, "create_move_task", act)
+        return self._run(
+            TaskType.REPLICA_MOVE,
+            "create_move_task",
+            lambda: self._copy(name, view, origin, [node], move=True),
+        )
 
     def _nodes_at(self, segments: list[str]) -> list[_native.Member]:
         by_address = {member.address: member for member in self._open().members()}
@@ -116,15 +115,56 @@ class Replicas(Parts):
             raise InvalidArgument(f"no node of the pool is at {', '.join(unknown)}")
         return [by_address[one] for one in segments]
 
-    def _copy_at(self, name: bytes, segment: str) -> Copy | None:
-        one = self._ask(lambda store: store.stat(name))
-        return next((copy for copy in one.copies if copy.address == segment), None) if one else None
+    def _copy(
+        self,
+        name: bytes,
+        view: memoryview,
+        source: _native.Member,
+        targets: list[_native.Member],
+        *,
+        move: bool,
+    ) -> None:
+        """``view`` at each target, and in a move no longer at the source; raises, and then leaves no
+        copy that it made. The nodes are asked themselves: the directory hears of a change some ms later.
+        """
+        bytes_are = view.nbytes, _native.crc32c(view)
+        made: list[tuple[_native.Member, Copy]] = []
+        try:
+            for target in targets:
+                if (copy := self._copy_to(name, view, bytes_are, target)) is not None:
+                    made.append((target, copy))
+            self._source_is_done(name, bytes_are, source, move=move)
+        except BaseException:
+            for target, copy in made:
+                with self._open().open_at(target) as store:
+                    store.remove(name, node=target.address, generation=copy.generation)
+            raise
 
-    def _copy_to(self, name: bytes, view: memoryview, node: _native.Member) -> None:
-        with self._open().open_at(node) as store:  # from here a put would find the copy that is here
-            result = store.put(name, view, node=node.address)
-        if not result or self._copy_at(name, node.address) is None:
-            raise NoNode(f"the node at {node.address} took no copy: {result.reason or 'it is full'}")
+    def _copy_to(
+        self, name: bytes, view: memoryview, bytes_are: tuple[int, int], target: _native.Member
+    ) -> Copy | None:
+        """The copy there that it made; None: the same bytes were there before. Raises for other bytes."""
+        with self._open().open_at(target) as store:  # from here a put would find the copy that is here
+            result = store.put(name, view, node=target.address)
+            copy = _own(store, name, target)
+        if copy is None:
+            raise NoNode(f"the node at {target.address} took no copy: {result.reason or 'it is full'}")
+        if (copy.size, copy.crc32c) != bytes_are:
+            raise NoNode(f"the node at {target.address} has other bytes under the key, which stay")
+        return copy if result.status is PutStatus.STORED else None
+
+    def _source_is_done(
+        self, name: bytes, bytes_are: tuple[int, int], source: _native.Member, *, move: bool
+    ) -> None:
+        """The source still has what was copied; in a move it has it no longer. Raises when it was changed."""
+        with self._open().open_at(source) as store:
+            for _ in range(LOOKS_MAX):
+                copy = _own(store, name, source)
+                if copy is None or (copy.size, copy.crc32c) != bytes_are:
+                    raise NoNode(f"the object at {source.address} was replaced or removed meanwhile")
+                if not move or store.remove(name, node=source.address, generation=copy.generation):
+                    return
+        raise NoNode(f"the object at {source.address} changes all the time")
 
     def _run(self, kind: TaskType, operation: str, act: Callable[[], None]) -> tuple[tuple[int, int], int]:
         task = self._new_task(kind)
@@ -151,6 +191,18 @@ class Replicas(Parts):
         while len(self._tasks) > TASKS_MAX:
             self._tasks.popitem(last=False)
         return task
+
+
+def _own(store: Store, name: bytes, node: _native.Member) -> Copy | None:
+    """The copy of the node that ``store`` is at."""
+    one = store.stat(name, everywhere=False)
+    return next((copy for copy in one.copies if copy.address == node.address), None) if one else None
+
+
+def _in_one_piece(one: ObjectStat) -> None:
+    """Raises Unsupported for an object that is striped: it lies on all nodes, and no copy of it at one."""
+    if one.size != one.copies[0].size:
+        raise Unsupported("the object is larger than one node takes and lies on all of them")
 
 
 def _now_ms() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,9 +85,10 @@ def test_a_move_task(make_store: Make, key: str, monkeypatch: pytest.MonkeyPatch
     # Replaced in the middle of it: the new bytes stay where they are.
     copy_to = type(one)._copy_to
 
-    def replaced_meanwhile(self: Any, *arguments: Any) -> None:
-        copy_to(self, *arguments)
+    def replaced_meanwhile(self: Any, *arguments: Any) -> Any:
+        made = copy_to(self, *arguments)
         other.upsert(key, b"newer")
+        return made
 
     monkeypatch.setattr(type(one), "_copy_to", replaced_meanwhile)
     task, code = one.create_move_task(key, there, here)
@@ -93,6 +96,95 @@ def test_a_move_task(make_store: Make, key: str, monkeypatch: pytest.MonkeyPatch
     assert (code, answer.status) == (0, TaskStatus.FAILED)
     assert "replaced" in answer.message
     assert until(lambda: one.get(key)) == b"newer"
+
+
+@pytest.mark.parametrize("verb", ["create_move_task", "create_copy_task"])
+def test_a_task_brings_nothing_back(
+    make_store: Make, keys: Any, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """What was replaced or removed before the copy was made stays so, at the target too."""
+    one, other = make_store(), make_store()
+    here, there = one.get_hostname(), other.get_hostname()
+    replaced, removed = keys(2)
+    copy_to = type(one)._copy_to
+    for key, change in (
+        (replaced, lambda: one.upsert(replaced, b"newer")),
+        (removed, lambda: one.remove(removed)),
+    ):
+        one.put(key, b"old bytes")
+        until(lambda key=key: places(one, key) == [here])
+
+        def changed_before(self: Any, *arguments: Any, change: Any = change) -> Any:
+            assert change() == 0
+            return copy_to(self, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(one), "_copy_to", changed_before)
+            where = (here, there) if verb == "create_move_task" else ([there],)
+            task, code = getattr(one, verb)(key, *where)
+        assert (code, one.query_task(task)[0].status) == (0, TaskStatus.FAILED)
+        assert own_bytes(other, key) is None
+    assert (one.get(replaced), one.get(removed)) == (b"newer", b"")
+    assert until(lambda: places(other, replaced) == [here])
+    assert until(lambda: places(other, removed) == [])
+
+
+def own_bytes(store: Any, key: str) -> int | None:
+    """How many the node of this store itself has."""
+    one = store._access.store().stat(key, everywhere=False)
+    copies = [] if one is None else [c for c in one.copies if c.address == store.get_hostname()]
+    return copies[0].size if copies else None
+
+
+def test_a_move_to_other_bytes(make_store: Make, key: str) -> None:
+    one, other = make_store(), make_store()
+    other.put(key, b"others")
+    assert one._access.store().put(key, b"ours")  # two that came at about the same time
+    until(lambda: len(places(one, key)) == 2)
+    task, _ = one.create_move_task(key, one.get_hostname(), other.get_hostname())
+    answer, _ = one.query_task(task)
+    assert answer.status is TaskStatus.FAILED
+    assert "other bytes" in answer.message
+    assert (one.get(key), other.get(key)) == (b"ours", b"others")
+
+
+def test_moves_to_a_busy_node(make_store: Make, keys: Any) -> None:
+    """Its directory entries are some ms late, and it is not asked there whether it has the copy."""
+    one, other = make_store(), make_store()
+    here, there = one.get_hostname(), other.get_hostname()
+    done = threading.Event()
+
+    def busy() -> None:
+        for i in itertools.count():
+            if done.wait(0.002):
+                return
+            other.put(f"busy{i % 100}-{there}", b"x")
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        names = keys(8)
+        one.put_batch(names, [name.encode() for name in names])
+        until(lambda: all(places(one, name) == [here] for name in names))
+        for name in names:
+            task, _ = one.create_move_task(name, here, there)
+            answer, _ = one.query_task(task)
+            assert answer.status is TaskStatus.SUCCESS, answer.message
+            assert own_bytes(one, name) is None
+            assert own_bytes(other, name) == len(name)
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_striped_object_is_at_no_one_node(make_store: Make, key: str) -> None:
+    one, other = make_store(), make_store()
+    assert one.put(key, bytes(40 * MIB)) == 0
+    here, there = one.get_hostname(), other.get_hostname()
+    until(lambda: places(one, key))
+    assert one.create_copy_task(key, [there]) == ((0, 0), -1011)
+    assert one.create_move_task(key, here, there) == ((0, 0), -1011)
+    assert one.get(key) == bytes(40 * MIB)
 
 
 def test_a_preferred_segment(make_store: Make, keys: Any) -> None:
