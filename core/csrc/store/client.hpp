@@ -34,7 +34,7 @@ struct PutOptions {
     int timeout_ms = 0;     // 0: the client's own
     // Where it should rather go, by name or address, the first that takes it; the copies to the next ones.
     // Any that is not to be reached, or has no room, is passed over.
-    std::vector<std::string> nodes;
+    std::vector<std::string> nodes{};
 };
 
 // An object as a whole: its copies, the own node's first. No copy: it is a miss.
