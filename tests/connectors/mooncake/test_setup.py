@@ -376,7 +376,7 @@ def test_ssd_offload(tmp_path: Path, keys: Callable[[int], list[str]]) -> None:
             for i, name in enumerate(names):
                 until(lambda name=name, i=i, size=size: store.put(name, bytes([i]) * size) == 0)
                 written += 1
-                until(lambda n=written: store._ask(lambda one: one.stat())["ssd_written_total"] >= n)
+                until(lambda n=written: store._ask(lambda one: one.stat())["ssd_objects"] >= n)
             assert [store.get(name)[:1] for name in names] == [bytes([i]) for i in range(len(names))]
             assert [store.get(name)[:1] for name in names] == [bytes([i]) for i in range(len(names))]
         assert any(tmp_path.joinpath("ssd").iterdir())
@@ -395,7 +395,7 @@ def test_an_ssd_outlives_its_process(tmp_path: Path, keys: Callable[[int], list[
         f"assert s.setup(*given, enable_ssd_offload=True, ssd_offload_path={str(tmp_path)!r}) == 0\n"
         f"for i, name in enumerate({names!r}):\n"
         f"    assert s.put(name, bytes([i]) * {MIB}) == 0\n"
-        "    while s._access.store().stat()['ssd_written_total'] <= i: time.sleep(0.001)\n"
+        "    while s._access.store().stat()['ssd_objects'] <= i: time.sleep(0.001)\n"
         "s.close()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

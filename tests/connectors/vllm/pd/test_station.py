@@ -115,9 +115,9 @@ def test_another_model_or_engine_is_refused_in_one_sentence() -> None:
         assert "serves another model, other weights" in decode.ended().error
         offer = other_engine.offer([1])
         other_engine.engine_id = "restarted"
-        decode.take(other_engine.offer([1], lease=80, slot=9), [1])
+        decode.take(other_engine.offer([1], lease=80, slot=9), [1], name="second")
         assert "another engine (Q) lives at" in decode.ended().error
-        decode.take(offer, [1])
+        decode.take(offer, [1], name="third")
         assert decode.ended().good == 1
 
 
