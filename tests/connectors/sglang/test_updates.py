@@ -182,6 +182,7 @@ def test_stages_that_do_not_tell_their_layers(
         assert backend.batch_exists(keys) == 0
 
 
+@pytest.mark.sglang
 @pytest.mark.slow
 def test_real_sglang(tmp_path: Path, sglang_python: str) -> None:
     """The class that replaces weights is where it is looked for, with what the scheduler calls."""
