@@ -1,0 +1,105 @@
+"""The fingerprint of an engine's KV: which model, which weights, and how the bytes of a block are ordered.
+Read from the model's own files, since TensorRT-LLM hands a connector its arguments and no model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moonpool.connectors.tensorrt_llm.layout import Memory, Shape
+from moonpool.connectors.weights import weights_digest
+from moonpool.core.errors import ConfigError
+from moonpool.core.keys import Json, digest_of
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NO_MEANING = frozenset(
+    {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype"}
+)
+_POSITIONS = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+)
+
+
+def model_folder(args: Any) -> Path:
+    """Where the model lies on this host. Raises ConfigError when that cannot be told."""
+    path = Path(str(args.model))
+    if path.is_dir():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(
+                str(args.model), revision=getattr(args, "revision", None), local_files_only=True
+            )
+        )
+    except Exception as error:  # of a package that this one does not depend on, with errors of its own
+        raise ConfigError(
+            f"cannot tell which weights {args.model!r} stands for: it is neither a local folder nor a model "
+            f"in the hub's cache ({type(error).__name__}); download it and give the path",
+            operation="fingerprint",
+            key="revision",
+        ) from error
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """The model's config.json. Raises ConfigError."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the model's config cannot be read: {error}", operation="fingerprint", key="model"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{folder / 'config.json'} is no object", operation="fingerprint", key="model")
+    return config
+
+
+def identity(
+    args: Any, folder: Path, config: Mapping[str, Any], memory: Memory, shape: Shape
+) -> dict[str, Json]:
+    """The fields of the fingerprint. Raises ConfigError when it cannot be told which weights are served."""
+    text = config.get("text_config", config)
+    computed = str(getattr(args, "dtype", "auto"))
+    stored = str(config.get("torch_dtype", config.get("dtype", "")))
+    return {
+        "model": digest_of(
+            {
+                "config": {key: value for key, value in config.items() if key not in _NO_MEANING},
+                "dtype": stored if computed == "auto" else computed,
+            }
+        ),
+        "revision": revision(args, folder),
+        "kv_dtype": f"{getattr(args.kv_cache_config, 'dtype', 'auto')} {memory.dtype}",
+        "quantisation": quantisation(args, folder),
+        "block_tokens": memory.tokens,
+        "positions": {name: text.get(name) for name in _POSITIONS},
+        "form": shape.form,
+    }
+
+
+def revision(args: Any, folder: Path) -> str:
+    """Which weights: the hub commit, or a digest over the files of a local path."""
+    if str(getattr(args, "load_format", "auto")).rpartition(".")[2].lower() == "dummy":
+        # Made-up weights are a function of the shapes they are cut into, and of nothing on disk.
+        return f"dummy tp={args.tensor_parallel_size}"
+    if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name):
+        return f"commit {folder.name}"
+    return f"files {weights_digest(folder)}"
+
+
+def quantisation(args: Any, folder: Path) -> Json:
+    """Of the weights: what the checkpoint says beside its config, and what the arguments say."""
+    beside = folder / "hf_quant_config.json"
+    given = getattr(args, "quant_config", None)
+    algorithms = [str(getattr(given, name, None)) for name in ("quant_algo", "kv_cache_quant_algo")]
+    said: Json = json.loads(beside.read_bytes()) if beside.is_file() else None
+    return None if said is None and set(algorithms) == {"None"} else {"file": said, "arguments": algorithms}

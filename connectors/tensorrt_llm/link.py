@@ -1,0 +1,146 @@
+"""What the two halves of rank 0 share: TensorRT-LLM makes both in one process, of one object of arguments,
+and tells neither of the other. On other ranks there is a worker alone.
+
+The scheduler's half promises only what it holds in its hands (``Offer``), and the worker of its process takes
+it from there: TensorRT-LLM has no way to hear that a promised block could not be loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moonpool import _native
+from moonpool.connectors.tensorrt_llm import compat
+from moonpool.connectors.tensorrt_llm.identity import identity, model_folder, read_config
+from moonpool.connectors.tensorrt_llm.layout import Memory, Refused, Shape, model_of, shape_of
+from moonpool.connectors.tensorrt_llm.pool import Connection, Pool, Views
+from moonpool.connectors.tensorrt_llm.settings import Settings
+from moonpool.connectors.tensorrt_llm.staging import Mover, mover_for
+from moonpool.connectors.tensorrt_llm.tokens import Known
+from moonpool.core.errors import ConfigError
+from moonpool.core.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges, fingerprint
+
+LOADING_SHARE = 4  # a quarter of the staging slots is for loads
+SLOTS_MIN = 2
+
+_links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+@dataclass(slots=True)
+class Offer:
+    """The objects of blocks that were promised to a request, block by block, those of all ranks. first: the
+    number of the first block."""
+
+    first: int
+    blocks: int
+    views: Views
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """This rank's memory, once it is registered, and the pool for it."""
+
+    shape: Shape
+    mover: Mover
+    loading: range  # slots
+    saving: range
+    table: _native.PartTable
+    pool: Pool
+    mark: bytes  # the fingerprint
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+class Link:
+    """count: what happened, by name; docs/tensorrt_llm.md lists the names."""
+
+    def __init__(self, llm_args: Any) -> None:
+        """Raises ConfigError for options that are wrong."""
+        self.args = llm_args  # kept, so that its id stays its own
+        self.log = compat.Log()
+        server_url = getattr(getattr(llm_args, "kv_connector_config", None), "server_url", None)
+        self.settings = Settings.read(os.environ, server_url)
+        self.engine: Engine | None = None
+        self.offers: dict[int, Offer] = {}  # that the worker of this process has not taken yet
+        self.known = Known()
+        self.count: Counter[str] = Counter()
+
+    @classmethod
+    def of(cls, llm_args: Any) -> Link:
+        """The one for these arguments in this process."""
+        with _lock:
+            link = _links.get(id(llm_args))
+            if link is None:
+                link = _links[id(llm_args)] = cls(llm_args)
+            return link
+
+    def join(self, read: Callable[[], Memory]) -> None:
+        """The memory is known: connects. An engine that cannot use the pool says why in one sentence and
+        serves without it; with ``require_pool`` it raises."""
+        try:
+            self.engine = self._join(read())
+        except (Refused, ConfigError, OSError) as error:
+            if self.settings.require_pool:
+                raise
+            self.log.warning("this engine serves without the pool: %s", error)
+
+    def _join(self, memory: Memory) -> Engine:
+        args, settings = self.args, self.settings
+        for name in ("pipeline_parallel_size", "context_parallel_size"):
+            if getattr(args, name, 1) > 1:
+                raise Refused(f"the pool does not know {name} above 1")
+        folder = model_folder(args)
+        config = read_config(folder)
+        backend = str(getattr(args, "attn_backend", ""))
+        size = int(args.tensor_parallel_size)
+        shape = shape_of(
+            memory, model_of(config, tp_rank=compat.rank() % size, tp_size=size, backend=backend)
+        )
+        mark = fingerprint(identity(args, folder, config, memory, shape))
+        slots = max(SLOTS_MIN, settings.staging // memory.bytes_per_block)
+        mover = mover_for(memory, slots)
+        loading = max(1, slots // LOADING_SHARE)
+        socket = str(settings.socket())
+        pool = Pool(lambda: Connection.dial(settings, mark), address=socket, log=self.log)
+        pool.open(required=settings.require_pool)
+        self.log.info(
+            "blocks of %d bytes in %d objects (%s), fingerprint %s, tenant %s, namespace %s, pool %s",
+            memory.bytes_per_block,
+            len(shape.columns),
+            shape.form,
+            mark.hex()[:16],
+            settings.tenant,
+            settings.namespace,
+            socket,
+        )
+        address, stride = mover.staging.ctypes.data, mover.staging.shape[1]
+        table = _native.PartTable(
+            [[(address + at, stride, size) for at, size in column.rows] for column in shape.columns]
+        )
+        return Engine(shape, mover, range(loading), range(loading, slots), table, pool, mark)
+
+
+def names(digests: bytes, ranges: tuple[Ranges, ...]) -> bytes:
+    """The names of the objects ``ranges`` of these blocks, block by block."""
+    suffixes = np.frombuffer(b"".join(each.suffix() for each in ranges), np.uint8).reshape(len(ranges), -1)
+    blocks = np.frombuffer(digests, np.uint8).reshape(-1, 1, DIGEST_BYTES)
+    made = np.empty((len(blocks), len(ranges), BLOCK_NAME_BYTES), np.uint8)
+    made[:, :, :DIGEST_BYTES] = blocks
+    made[:, :, DIGEST_BYTES:] = suffixes
+    return made.tobytes()
+
+
+def name_list(digests: bytes, ranges: tuple[Ranges, ...]) -> list[bytes]:
+    """``names``, one by one."""
+    joined = names(digests, ranges)
+    return [joined[at : at + BLOCK_NAME_BYTES] for at in range(0, len(joined), BLOCK_NAME_BYTES)]

@@ -1,0 +1,32 @@
+"""What the scheduler's half tells the workers with each step. Plain values, since they cross processes by
+pickle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Pages = tuple[tuple[int, ...], ...]  # by layer group, then by block; compat.NO_PAGE: none there
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Blocks that were promised to a parked request. digests: 32 bytes each, in the order of the pages."""
+
+    request_id: int
+    digests: bytes
+    pages: Pages
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Blocks that are full when the step ends. previous: the digest of the block before them, or b""."""
+
+    previous: bytes
+    digests: bytes
+    pages: Pages
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    loads: tuple[Load, ...] = field(default=())
+    saves: tuple[Save, ...] = field(default=())

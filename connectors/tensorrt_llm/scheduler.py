@@ -1,0 +1,164 @@
+"""``MoonpoolScheduler``: the half on rank 0. It asks the pool once for each new prompt, holds what it
+promises, and tells the workers what to load and, as blocks become full, what to save.
+
+Runs on the executor's thread. A question waits for the node's answer (its own host, tens of microseconds;
+what lies on another host is fetched before it is promised), at most TIMEOUT_S without progress, and a node
+that does not answer is not asked again for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from moonpool.connectors.tensorrt_llm import compat
+from moonpool.connectors.tensorrt_llm.link import Engine, Link, Offer, name_list
+from moonpool.connectors.tensorrt_llm.messages import Load, Plan, Save
+from moonpool.connectors.tensorrt_llm.tokens import Chain
+from moonpool.core.errors import Error
+
+
+class MoonpoolScheduler(compat.Scheduler):
+    """Made by TensorRT-LLM on rank 0 with its arguments. Raises ConfigError for options that are wrong."""
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        self._link = Link.of(llm_args)
+        self._block_tokens = int(llm_args.kv_cache_config.tokens_per_block)
+        self._chains: dict[int, Chain] = {}
+        self._loads: list[Load] = []
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """(tokens behind the computed ones that the pool has, whether they come later), and the latter
+        always: the request is parked meanwhile. At least one token is left to compute."""
+        try:
+            prompt = compat.prompt_of(request)
+            self._forget(int(request.request_id))
+            if prompt is None:
+                self._link.count["requests_left_out"] += 1
+                return 0, False
+            chain = Chain(prompt.seed, self._block_tokens)
+            chain.extend(prompt.tokens)
+            self._chains[prompt.request_id] = chain
+            usable = min(len(chain.digests), (len(prompt.tokens) - 1) // self._block_tokens)
+            offer = self._ask(chain.digests[:usable], num_computed_tokens // self._block_tokens)
+            chain.saved = self._link.known.leading(chain.digests)
+            if offer is None:
+                return 0, False
+            chain.offer = self._link.offers[prompt.request_id] = offer
+            return (offer.first + offer.blocks) * self._block_tokens - num_computed_tokens, True
+        except Exception as error:  # the engine must survive its connector
+            self._survived("lookup", error)
+            return 0, False
+
+    def update_state_after_alloc(self, request: Any, block_ids: Sequence[int]) -> None:
+        self.update_state_after_alloc_by_layer_group(request, [block_ids])
+
+    def update_state_after_alloc_by_layer_group(
+        self, request: Any, block_ids_by_layer_group: Sequence[Sequence[int]]
+    ) -> None:
+        """The request has its pages. What was promised is loaded into them with the next step: a parked
+        request is in no SchedulerOutput. Pages that it has not got are not loaded."""
+        request_id = int(request.request_id)
+        offer = self._link.offers.get(request_id)
+        if offer is None or self._is_planned(request_id):
+            return
+        last = min(offer.first + offer.blocks, *(len(ids) for ids in block_ids_by_layer_group))
+        last = max(last, offer.first)
+        digests = b"".join(self._chains[request_id].digests[offer.first : last])
+        pages = tuple(tuple(ids[offer.first : last]) for ids in block_ids_by_layer_group)
+        self._loads.append(Load(request_id, digests, pages))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Plan:
+        loads, self._loads = tuple(self._loads), []
+        saves: list[Save] = []
+        try:
+            for data in scheduler_output.new_requests:
+                self._follow(data, saves, new=True)
+            for data in scheduler_output.cached_requests:
+                self._follow(data, saves, new=False)
+        except Exception as error:  # the engine must survive its connector
+            self._survived("save", error)
+        return Plan(loads, tuple(saves))
+
+    def request_finished(self, request: Any, cache_block_ids: Sequence[int]) -> bool:
+        """False: no page is needed any more, see staging.py."""
+        self._forget(int(request.request_id))
+        return False
+
+    def request_finished_by_layer_group(
+        self, request: Any, cache_block_ids_by_layer_group: Sequence[Sequence[int]]
+    ) -> bool:
+        return self.request_finished(request, ())
+
+    def wait_for_initialization(self) -> None:
+        """There is nothing to wait for."""
+
+    def _ask(self, digests: list[bytes], first: int) -> Offer | None:
+        """What the pool has of the blocks from ``first`` on."""
+        engine, count = self._link.engine, self._link.count
+        if engine is None or first >= len(digests):
+            return None
+        connection = engine.pool.connection()
+        if connection is None:
+            count["unanswered"] += 1
+            return None
+        count["lookups"] += 1
+        wanted = digests[first:]
+        ranges = engine.shape.ranges
+        try:
+            views = connection.views(name_list(b"".join(wanted), ranges), len(ranges))
+        except Error as error:
+            count["unanswered"] += 1
+            engine.pool.failed(error)
+            return None
+        engine.pool.answered()
+        blocks = self._right(engine, views) // len(ranges)
+        count["lookup_blocks"] += len(wanted)
+        count["hit_blocks"] += blocks
+        self._link.known.add(wanted[:blocks])
+        self._link.known.forget(wanted[blocks:])
+        return Offer(first, blocks, views[: blocks * len(ranges)]) if blocks else None
+
+    def _right(self, engine: Engine, views: Sequence[memoryview]) -> int:
+        """How many of these objects, from the first on, have the size that this engine's have."""
+        sizes = [column.size for column in engine.shape.columns]
+        for at, view in enumerate(views):
+            if len(view) != sizes[at % len(sizes)]:
+                self._link.log.error("an object of the pool has %d bytes; it is not used", len(view))
+                return at
+        return len(views)
+
+    def _follow(self, data: Any, saves: list[Save], *, new: bool) -> None:
+        """A request is part of the step: what the step makes full is saved."""
+        request_id = int(data.request_id)
+        chain = self._chains.get(request_id)
+        if chain is None:
+            return
+        chain.offer = None  # it runs, so it was loaded
+        if new:
+            chain.pages = []
+        elif self._link.settings.save_decode:
+            chain.extend(data.new_tokens)
+        chain.add_pages(compat.new_pages(data))
+        engine = self._link.engine
+        full = min(
+            (data.computed_position + data.num_scheduled_tokens) // self._block_tokens, len(chain.digests)
+        )
+        if engine is None or full <= chain.saved:
+            return
+        saves.append(Save(chain.previous(chain.saved), *chain.blocks(chain.saved, full)))
+        self._link.known.add(chain.digests[chain.saved : full])
+        chain.saved = full
+
+    def _forget(self, request_id: int) -> None:
+        self._chains.pop(request_id, None)
+        if not self._is_planned(request_id):
+            self._link.offers.pop(request_id, None)
+
+    def _is_planned(self, request_id: int) -> bool:
+        return any(load.request_id == request_id for load in self._loads)
+
+    def _survived(self, what: str, error: Exception) -> None:
+        self._link.count["survived_errors"] += 1
+        self._link.log.error("an unexpected error in a %s (%r); the engine goes on without", what, error)

@@ -1,0 +1,108 @@
+"""Our options. TensorRT-LLM's kv_connector_config takes no keys of ours, so they stand in one environment
+variable, as JSON; its ``server_url``, where the version has it, names the node."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from moonpool.core import paths
+from moonpool.core.errors import ConfigError
+from moonpool.core.units import parse_size
+
+VARIABLE = "MOONPOOL_TENSORRT_LLM"
+STAGING_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """node: socket path, node name, or None for the default socket; tenant, namespace: whose blocks, see
+    docs/keys.md; require_pool: refuse to start without a node, or when this engine cannot use the pool;
+    save_decode: save the blocks of answers, not only of prompts; staging: bytes of host memory, on every
+    rank, between the engine's memory and the pool's."""
+
+    node: str | None = None
+    tenant: str = "default"
+    namespace: str = "default"
+    require_pool: bool = False
+    save_decode: bool = False
+    staging: int = STAGING_BYTES
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str], server_url: str | None = None) -> Settings:
+        """Raises ConfigError for text that is no JSON object, an unknown key (naming the nearest) and a value
+        of the wrong type."""
+        text = environment.get(VARIABLE, "") or "{}"
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise _wrong(VARIABLE, f"is not JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise _wrong(VARIABLE, "must be a JSON object")
+        known = [field.name for field in fields(cls)]
+        for key in given:
+            if key in ("token", "cluster_token"):
+                raise _wrong(
+                    key, f"{key} is not an option; set {paths.TOKEN_FILE_VARIABLE} in the environment"
+                )
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+                raise _wrong(
+                    key,
+                    f"the key {key!r} is not known; "
+                    + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"),
+                )
+        if server_url and given.get("node") is None:
+            given["node"] = server_url.removeprefix("moonpool://")
+        return cls(
+            node=None if given.get("node") is None else _text(given, "node", ""),
+            tenant=_text(given, "tenant", "default"),
+            namespace=_text(given, "namespace", "default"),
+            require_pool=_flag(given, "require_pool"),
+            save_decode=_flag(given, "save_decode"),
+            staging=_size(given.get("staging", STAGING_BYTES)),
+        )
+
+    def socket(self) -> Path:
+        """The Unix socket to connect to. Raises ConfigError for an address of another host."""
+        if self.node is None:
+            return paths.default_node_socket()
+        if "/" in self.node:
+            return paths.check_socket_path(Path(self.node))
+        if ":" in self.node:
+            raise _wrong(
+                "node",
+                f"node is {self.node!r}: an engine uses a node of its own host; give the path of its Unix "
+                f"socket, or leave it out for the default one",
+            )
+        return paths.node_socket(self.node)
+
+
+def _text(given: Mapping[str, Any], key: str, default: str) -> str:
+    value = given.get(key, default)
+    if isinstance(value, str) and value:
+        return value
+    raise _wrong(key, f"{key} must be a non-empty text, not {value!r}")
+
+
+def _flag(given: Mapping[str, Any], key: str) -> bool:
+    value = given.get(key, False)
+    if isinstance(value, bool):
+        return value
+    raise _wrong(key, f"{key} must be true or false, not {value!r}")
+
+
+def _size(value: object) -> int:
+    if isinstance(value, str):
+        return parse_size(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise _wrong("staging", f"staging must be a size such as '512MiB', not {value!r}")
+
+
+def _wrong(key: str, sentence: str) -> ConfigError:
+    return ConfigError(f"{VARIABLE}: {sentence}", operation="config", key=key)

@@ -1,0 +1,84 @@
+"""A request as the scheduler's half knows it: its blocks by their digests, its pages, and what is saved."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moonpool import _native
+from moonpool.connectors.tensorrt_llm.messages import Pages
+from moonpool.core.keys import DIGEST_BYTES
+
+KNOWN_MAX = 1 << 18
+
+
+@dataclass(slots=True)
+class Chain:
+    """saved: blocks that were saved, or are known to be in the pool. pages: by layer group, of all blocks.
+    offer: what was promised, held until it is loaded on every rank."""
+
+    seed: bytes
+    block_tokens: int
+    digests: list[bytes] = field(default_factory=list)
+    saved: int = 0
+    pages: list[list[int]] = field(default_factory=list)
+    offer: Any = None
+    tail: list[int] = field(default_factory=list)  # tokens of the block that is not full
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        self.tail.extend(tokens)
+        full = len(self.tail) - len(self.tail) % self.block_tokens
+        if full:
+            ids = array("I", self.tail[:full])
+            previous = self.digests[-1] if self.digests else b""
+            raw = _native.block_digests(ids, self.block_tokens, b"" if previous else self.seed, previous)
+            self.digests += split(raw)
+            del self.tail[:full]
+
+    def add_pages(self, new: Sequence[Sequence[int]]) -> None:
+        self.pages += [[] for _ in range(len(new) - len(self.pages))]
+        for pages, more in zip(self.pages, new, strict=False):
+            pages += more
+
+    def blocks(self, first: int, last: int) -> tuple[bytes, Pages]:
+        """Digests and pages of the blocks [first, last)."""
+        return b"".join(self.digests[first:last]), tuple(tuple(ids[first:last]) for ids in self.pages)
+
+    def previous(self, first: int) -> bytes:
+        return self.digests[first - 1] if first else b""
+
+
+class Known:
+    """Digests that were in the pool when last heard of, so that a prompt that comes again is not copied out
+    of the engine again. What a lookup misses, or a worker could not save, is forgotten. Any thread."""
+
+    def __init__(self, limit: int = KNOWN_MAX) -> None:
+        self._limit = limit
+        self._digests: OrderedDict[bytes, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, digests: Iterable[bytes]) -> None:
+        with self._lock:
+            for digest in digests:
+                self._digests[digest] = None
+                self._digests.move_to_end(digest)
+            while len(self._digests) > self._limit:
+                self._digests.popitem(last=False)
+
+    def forget(self, digests: Iterable[bytes]) -> None:
+        with self._lock:
+            for digest in digests:
+                self._digests.pop(digest, None)
+
+    def leading(self, digests: Sequence[bytes]) -> int:
+        """How many of them, from the first on, are known."""
+        with self._lock:
+            return next((at for at, one in enumerate(digests) if one not in self._digests), len(digests))
+
+
+def split(digests: bytes) -> list[bytes]:
+    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]

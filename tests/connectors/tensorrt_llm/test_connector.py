@@ -1,0 +1,414 @@
+"""The connector in the recorded life cycle of TensorRT-LLM's executor, against a real node; every answer is
+checked byte by byte (stub_engine.py)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+
+from moonpool.connectors.tensorrt_llm import pool as pools
+from moonpool.core.errors import ConfigError, Error, Unavailable
+from tests.connectors.tensorrt_llm.conftest import MIB, Make, Node
+from tests.connectors.tensorrt_llm.stub_engine import NO_PAGE, Engine
+from tests.core.store_bed import until
+
+LARGE: dict[str, Any] = {"model": {"head_dim": 64}, "head_dim": 64}  # blocks of 24 KiB
+PROMPT = list(range(100, 123))  # 23 tokens: five blocks of 4 and a tail of 3
+
+
+def check(engine: Engine, tokens: list[int], hit: int, **fields: Any) -> None:
+    """The prompt is answered right, with ``hit`` tokens from the pool."""
+    matched, answer = engine.run(tokens, until, **fields)
+    assert answer == engine.expected(tokens)
+    assert matched == hit
+    engine.flush()
+
+
+def counts(engine: Engine) -> Any:
+    return engine.scheduler._link.count
+
+
+def test_a_second_engine_takes_what_the_first_computed(make: Make, node: Node) -> None:
+    node.start()
+    first, second = make(), make()
+    check(first, PROMPT, 0)
+    check(second, PROMPT, 20)
+    check(second, [*PROMPT[:9], 1, 2, 3, 4, 5], 8)  # a common beginning of two blocks
+    check(second, PROMPT[:20], 16)  # one token is left to compute
+    check(second, PROMPT[:3], 0)
+    assert counts(second)["loaded_blocks"] == 5 + 2 + 4
+    assert counts(first)["saved_objects"] == 5 * 8
+
+
+def test_only_what_the_engine_lacks_is_loaded(make: Make, node: Node) -> None:
+    node.start()
+    first, second = make(), make()
+    check(first, PROMPT, 0)
+    check(second, PROMPT, 12, on_device=8)
+    check(second, PROMPT, 20 - 6, on_device=6)  # in the middle of a block
+    check(second, PROMPT, 0, on_device=22)
+
+
+def test_chunked_prefill_saves_as_blocks_become_full(make: Make, node: Node) -> None:
+    node.start()
+    first, second = make(chunk=6), make(chunk=6)
+    request = first.start(PROMPT)
+    first.step([request])
+    first.flush()
+    assert counts(first)["saved_objects"] == 8  # 6 of 23 tokens: one block
+    first.step([request])
+    first.flush()
+    check(second, PROMPT, 12)
+    while request.computed < len(PROMPT):
+        first.step([request])
+    first.finish(request)
+
+
+def test_several_requests_in_a_step(make: Make, node: Node) -> None:
+    node.start()
+    first, second = make(), make()
+    other = [7] * 17
+    both = [first.start(PROMPT), first.start(other)]
+    first.step(both)
+    for request in both:
+        first.finish(request)
+    first.flush()
+    one, two = second.start(PROMPT), second.start(other)
+    loaded = second.step([], [one, two])
+    while len(loaded) < 2:
+        loaded += until(lambda: second.poll([]))
+    assert sorted(loaded) == [one.request_id, two.request_id]
+    second.step([one, two])
+    assert [second.answer(one), second.answer(two)] == [second.expected(PROMPT), second.expected(other)]
+
+
+@pytest.mark.parametrize(("save_decode", "hit"), [(False, 4), (True, 8)])
+def test_answers_are_saved_when_asked_to(make: Make, node: Node, save_decode: bool, hit: int) -> None:
+    node.start()
+    engine = make({"save_decode": save_decode})
+    request = engine.start([1, 2, 3, 4, 5, 6, 7])
+    engine.step([request])
+    for token in (8, 9, 10):
+        request.tokens.append(token)
+        if len(request.tokens) > 4 * len(request.pages[0]):
+            request.pages[0].append(engine.free[0].pop())
+        engine.step([request])
+    engine.finish(request)
+    engine.flush()
+    check(make(), list(range(1, 11)), hit)
+
+
+def test_engines_of_different_tensor_parallel_sizes_share(make: Make, node: Node) -> None:
+    node.start()
+    four, two, one = make(args={"tp_size": 4}), make(args={"tp_size": 2}), make()
+    check(four, PROMPT, 0)
+    check(two, PROMPT, 20)
+    check(one, PROMPT, 20)
+
+
+def test_ranks_that_hold_one_head_save_it_once(make: Make, node: Node) -> None:
+    node.start()
+    shape = {"heads": 1}
+    ranks = make(model=shape, heads=1, args={"tp_size": 2})
+    check(ranks, PROMPT, 0)
+    assert sum(counts_of["saved_objects"] for counts_of in all_counts(ranks)) == 5
+    check(make(model=shape, heads=1), PROMPT, 20)
+
+
+def all_counts(engine: Engine) -> list[Any]:
+    return [worker._link.count for worker, _ in engine.ranks]
+
+
+def test_layer_groups_of_several_regions(make: Make, node: Node) -> None:
+    node.start()
+    first, second = make(groups=2), make(groups=2)
+    check(first, PROMPT, 0)
+    check(second, PROMPT, 20)
+    assert counts(first)["saved_objects"] == 5 * 2  # raw: one object for a page of each group
+    check(make(), PROMPT, 0)  # cut otherwise, so not shared
+
+
+def test_blocks_without_a_page_are_neither_saved_nor_loaded(make: Make, node: Node) -> None:
+    node.start()
+    first, second = make(groups=2), make(groups=2)
+    request = first.start(PROMPT)
+    request.pages[1][3] = NO_PAGE  # the window has passed it before it was saved
+    first.step([request])
+    first.finish(request)
+    first.flush()
+    assert counts(first)["saved_objects"] == 5 + 4
+    request = second.start(PROMPT)
+    assert second.matched == 12
+    second.finish(request)
+    check(first, PROMPT, 12)  # and now the rest is there, too
+    request = second.start(PROMPT)
+    assert second.matched == 20
+    second.finish(request)
+
+
+def test_an_unknown_backend_stores_blocks_as_they_lie(make: Make, node: Node) -> None:
+    node.start()
+    first, second = make(args={"backend": "FLASHINFER"}), make(args={"backend": "FLASHINFER"})
+    check(first, PROMPT, 0)
+    assert counts(first)["saved_objects"] == 5
+    check(second, PROMPT, 20)
+    check(make(), PROMPT, 0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"args": {"dtype": "fp8"}},
+        {"dtype": "float16"},
+        {"model": {"weights": 2}},
+        {"options": {"namespace": "other"}},
+    ],
+    ids=["kv dtype", "memory", "weights", "namespace"],
+)
+def test_who_differs_shares_nothing(make: Make, node: Node, other: dict[str, Any]) -> None:
+    node.start()
+    check(make(), PROMPT, 0)
+    check(make(**other), PROMPT, 0)
+    check(make(), PROMPT, 20)
+
+
+def test_another_block_size_is_a_miss(make: Make, node: Node) -> None:
+    node.start()
+    check(make(), PROMPT, 0)
+    eight = make(args={"tokens": 8})
+    check(eight, PROMPT, 0)
+    check(make(args={"tokens": 8}), PROMPT, 16)
+
+
+def test_salts_are_apart_and_lora_is_left_out(make: Make, node: Node) -> None:
+    node.start()
+    first, second = make(), make()
+    check(first, PROMPT, 0, cache_salt="one")
+    check(second, PROMPT, 0)
+    check(second, PROMPT, 20, cache_salt="one")
+    check(second, PROMPT, 0, cache_salt="two")
+    check(second, PROMPT, 0, lora_task_id=7)
+    assert counts(second)["requests_left_out"] == 1
+    check(first, PROMPT, 0, lora_task_id=7)
+
+
+def test_a_prompt_that_comes_again_is_not_copied_again(make: Make, node: Node) -> None:
+    node.start()
+    engine = make()
+    check(engine, PROMPT, 0)
+    check(engine, PROMPT, 0, on_device=22)
+    assert counts(engine)["existing_objects"] == 0
+
+
+def test_long_prompts_go_through_little_staging(make: Make, node: Node) -> None:
+    node.start()
+    block = 3 * 2 * 8 * 4 * 4 * 2
+    first, second = make(), make({"staging": 8 * block})  # 2 slots for loads, 6 for saves
+    check(first, list(range(60)), 0)
+    check(second, list(range(60)), 56)
+    check(second, [*range(60, 120)], 0)  # 15 blocks, 6 slots
+    assert counts(second)["unsaved_blocks"] == 9
+    check(first, [*range(60, 120)], 24)
+    check(second, [*range(60, 120)], 14 * 4)  # first has saved what second could not
+
+
+# Faults
+
+
+def test_no_node_at_start_and_later(
+    make: Make, node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "REST_S", 0.0)
+    engine = make()
+    check(engine, PROMPT, 0)
+    check(engine, [9] * 12, 0)
+    assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1
+    node.start()
+    check(engine, PROMPT, 0, on_device=22)  # what could not be saved is saved now
+    check(make(), PROMPT, 20)
+
+
+def test_a_pool_that_is_silent_is_left_alone(make: Make, node: Node) -> None:
+    engine = make()
+    check(engine, PROMPT, 0)
+    node.start()
+    check(engine, PROMPT, 0)
+    assert counts(engine)["lookups"] == 0  # within REST_S of the first attempt
+
+
+def test_required_pool(make: Make, node: Node) -> None:
+    with pytest.raises(Unavailable):
+        make({"require_pool": True})
+
+
+def test_a_wrong_token(
+    make: Make, node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.start()
+    monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN", "another token")
+    engine = make()
+    check(engine, PROMPT, 0)
+    assert "token" in caplog.text
+    with pytest.raises(Error, match="token"):
+        make({"require_pool": True})
+
+
+def test_node_killed_after_the_promise(make: Make, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is promised is in the engine's hands: TensorRT-LLM could not be told of a loss any more."""
+    monkeypatch.setattr(pools, "REST_S", 0.0)
+    node.start()
+    first, second = make(), make()
+    check(first, PROMPT, 0)
+    request = second.start(PROMPT)
+    assert second.matched == 20
+    node.kill()
+    loaded = second.step([], [request]) or until(lambda: second.poll([]))
+    assert loaded == [request.request_id]
+    second.step([request])
+    assert second.answer(request) == second.expected(PROMPT)
+    second.finish(request)
+    second.flush()
+    check(second, PROMPT, 0)  # and everything goes on without a pool
+    node.start()
+    until(lambda: second.scheduler._link.engine.pool.connection() and _asks(second))
+    check(second, PROMPT, 0)
+    check(first, PROMPT, 20)
+
+
+def _asks(engine: Engine) -> bool:
+    """Whether the node answers again: the native client tries at most every quarter of a second."""
+    before = counts(engine)["unanswered"]
+    engine.finish(engine.start([5] * 9))
+    return bool(counts(engine)["unanswered"] == before)
+
+
+def test_promised_blocks_cannot_be_evicted(make: Make, node: Node) -> None:
+    node.start(2 * MIB)
+    first, second = make(**LARGE), make(**LARGE)
+    check(first, PROMPT, 0)
+    request = second.start(PROMPT)
+    for salt in range(10):  # more than the pool holds
+        first.run([salt] * 60, until)
+        first.flush()
+    assert node.metrics()["evicted_total"] > 0
+    loaded = second.step([], [request]) or until(lambda: second.poll([]))
+    assert loaded == [request.request_id]
+    second.step([request])
+    assert second.answer(request) == second.expected(PROMPT)
+
+
+def test_node_killed_in_mid_store(make: Make, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "REST_S", 0.0)
+    node.start()
+    engine = make(chunk=8)
+    request = engine.start(PROMPT)
+    engine.step([request])
+    engine.flush()
+    node.kill()
+    while request.computed < len(PROMPT):
+        engine.step([request])
+    assert engine.answer(request) == engine.expected(PROMPT)
+    engine.finish(request)
+    engine.flush()
+    assert counts(engine)["unsaved_blocks"] == 3
+    node.start()
+    until(lambda: _asks(engine))
+    check(engine, PROMPT, 0)
+    check(make(), PROMPT, 20)
+
+
+def test_a_full_pool(make: Make, node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """Everything in it is pinned by promises: saves are refused, counted and said once."""
+    node.start(2 * MIB)
+    first, holder = make(**LARGE), make(**LARGE)
+    held = []
+    for salt in range(100):
+        tokens = [salt] * 8
+        first.run(tokens, until)
+        first.flush()
+        request = holder.start([*tokens, 1])
+        held += [request] if holder.matched else []
+        holder.free[0] += request.pages[0]  # the stub's own pages: they play no part here
+        if counts(first)["refused_objects"]:
+            break
+    assert counts(first)["refused_objects"]
+    assert caplog.text.count("were not saved") == 1
+    check(first, PROMPT, 0)
+    loaded = holder.step([], held)
+    until(lambda: loaded.extend(holder.poll([])) or len(loaded) == len(held))
+    for request in held:
+        holder.scheduler.request_finished(request, [])
+    until(lambda: _room(first))
+
+
+def _room(engine: Engine) -> bool:
+    before = counts(engine)["saved_objects"]
+    engine.run([int(time.monotonic_ns() % 1000)] * 12, until)
+    engine.flush()
+    return bool(counts(engine)["saved_objects"] > before)
+
+
+def test_a_rank_that_cannot_load_stops_the_engine(make: Make, node: Node) -> None:
+    """Another rank's process has to ask the pool itself: what it does not get is never served."""
+    node.start()
+    first, second = make(args={"tp_size": 2}), make(args={"tp_size": 2})
+    check(first, PROMPT, 0)
+    request = second.start(PROMPT)
+    node.kill()
+    with pytest.raises(Error):
+        second.step([], [request]) or until(lambda: second.poll([]))
+
+
+def test_cancelled_while_parked(make: Make, node: Node) -> None:
+    node.start()
+    first, second = make(), make()
+    check(first, PROMPT, 0)
+    request = second.start(PROMPT)
+    second.scheduler.request_finished(request, [])  # before the load has begun
+    loaded = second.step([], [request]) or until(lambda: second.poll([]))
+    assert loaded == [request.request_id]
+    assert not second.scheduler._link.offers
+    assert not second.scheduler._chains
+
+
+def test_a_request_that_never_runs_lets_go_of_its_promise(make: Make, node: Node) -> None:
+    node.start()
+    first, second = make(), make()
+    check(first, PROMPT, 0)
+    link = second.scheduler._link
+    prompt = second.start(PROMPT)
+    second.scheduler._loads.clear()  # as if it had had no pages yet
+    second.scheduler.request_finished(prompt, [])
+    assert not link.offers
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"model": "no/such-model"}, "cannot tell which weights"),
+    ],
+)
+def test_engines_that_cannot_use_the_pool_say_why(
+    make: Make, node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    args: dict[str, Any], sentence: str,
+) -> None:  # fmt: skip
+    from tests.connectors.tensorrt_llm import stub_engine
+
+    node.start()
+    plain = stub_engine.llm_args
+
+    def altered(*given: Any, **more: Any) -> Any:
+        made = plain(*given, **more)
+        vars(made).update(args)
+        return made
+
+    monkeypatch.setattr(stub_engine, "llm_args", altered)
+    engine = make()
+    check(engine, PROMPT, 0)
+    assert sentence in caplog.text
+    with pytest.raises((ConfigError, Exception), match=sentence):
+        make({"require_pool": True})
