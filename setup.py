@@ -1,4 +1,5 @@
-"""Builds ``moonpool._native`` from core/csrc; everything else about the package stands in pyproject.toml.
+"""Builds ``moonpool._native`` and the C library ``libtransfer_engine.so`` from core/csrc; everything else about
+the package stands in pyproject.toml.
 
 Only what changed is compiled: every object keeps the list of headers it was made from (gcc -MMD) beside it in
 build/native-<digest of compiler, flags and Python>, and that folder survives between `pip install .`,
@@ -28,7 +29,12 @@ from setuptools.command.build_ext import build_ext
 from setuptools.extension import Extension
 
 SOURCES = sorted(glob("core/csrc/**/*.cpp", recursive=True))
-HEADERS = sorted(glob("core/csrc/**/*.hpp", recursive=True))
+NATIVE = [name for name in SOURCES if not name.startswith("core/csrc/capi/")]
+# The C library: the transfer engine without Python, made of the same objects.
+CAPI_FOLDERS = ("base", "capi", "engine", "memory", "transport", "wire")
+CAPI = [name for name in SOURCES if name.split("/")[2] in CAPI_FOLDERS]
+INCLUDES = ["core/csrc", "src/moonpool/capi/include"]
+HEADERS = sorted(glob("core/csrc/**/*.hpp", recursive=True) + glob("src/moonpool/capi/include/*.h"))
 FLAGS = ["-O3", "-Wall", "-Wextra", "-pthread", "-MMD"]
 # Warnings of Python's own CFLAGS that only make sense for C; g++ would complain about each of them.
 C_ONLY = {"-Wstrict-prototypes", "-Wmissing-prototypes"}
@@ -48,7 +54,7 @@ def is_stale(target: Path, source: Path) -> bool:
         return True
     made_s = target.stat().st_mtime
     words = re.split(r"\s+", depfile.read_text().replace("\\\n", " ").split(":", 1)[1])
-    for name in {str(source), *(word for word in words if word.startswith("core/"))}:
+    for name in {str(source), *(word for word in words if word.startswith(("core/", "src/")))}:
         path = Path(name)
         if not path.exists() or path.stat().st_mtime >= made_s:
             return True
@@ -57,6 +63,16 @@ def is_stale(target: Path, source: Path) -> bool:
 
 class IncrementalBuild(build_ext):
     """build_ext that compiles stale objects only, several at a time, and then links."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """A C library has the name that programs link, no Python's."""
+        if fullname.rpartition(".")[2].startswith("lib"):
+            return fullname.replace(".", "/") + ".so"
+        return str(super().get_ext_filename(fullname))
+
+    def copy_extensions_to_source(self) -> None:
+        Path("src/moonpool/capi/lib").mkdir(parents=True, exist_ok=True)
+        super().copy_extensions_to_source()
 
     def build_extension(self, ext: Extension) -> None:
         for name in ("compiler", "compiler_so", "compiler_cxx", "compiler_so_cxx"):
@@ -95,20 +111,26 @@ class IncrementalBuild(build_ext):
         )
 
 
+def extension(name: str, sources: list[str]) -> Extension:
+    # All with the same flags, so that they share objects.
+    return Pybind11Extension(
+        name,
+        sources,
+        include_dirs=list(INCLUDES),
+        depends=[*HEADERS, "setup.py"],
+        cxx_std=20,  # with it come -fvisibility=hidden and -g0
+        extra_compile_args=[*FLAGS, *(["-Werror"] if os.environ.get("MOONPOOL_WERROR") == "1" else [])],
+        extra_link_args=["-pthread"],
+    )
+
+
 setup(
     packages=find_packages("src"),  # follows the links core, connectors and disagg_proxy
     package_dir={"": "src"},
-    package_data={"*": ["py.typed", "*.pyi"]},
+    package_data={"*": ["py.typed", "*.pyi"], "moonpool.capi": ["include/*.h"]},
     ext_modules=[
-        Pybind11Extension(
-            "moonpool._native",
-            SOURCES,
-            include_dirs=["core/csrc"],
-            depends=[*HEADERS, "setup.py"],
-            cxx_std=20,  # with it come -fvisibility=hidden and -g0
-            extra_compile_args=[*FLAGS, *(["-Werror"] if os.environ.get("MOONPOOL_WERROR") == "1" else [])],
-            extra_link_args=["-pthread"],
-        )
+        extension("moonpool._native", NATIVE),
+        extension("moonpool.capi.lib.libtransfer_engine", CAPI),
     ],
     cmdclass={"build_ext": IncrementalBuild},
 )

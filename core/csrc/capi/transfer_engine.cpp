@@ -1,0 +1,407 @@
+// The C API of transfer_engine_c.h over Engine: one Handle for each transfer_engine_t, which keeps what this
+// API has and Engine has not: batches, the peers by their names, the last words about an error.
+//
+// What TensorRT-LLM's agent does with the answers shapes them: it takes every status but WAITING, PENDING and
+// FAILED for success, so a transfer that was cancelled, or made no progress, is FAILED here; and it asks for
+// the status of each request in a loop, so an ended transfer is looked at once and kept.
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "capi/message.hpp"
+#include "capi/surroundings.hpp"
+#include "engine/engine.hpp"
+#include "transfer_engine_c.h"
+#include "wire/address.hpp"
+
+#define MOONPOOL_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace moonpool::capi {
+
+namespace {
+
+using transport::Direction;
+using transport::Slice;
+using transport::SliceState;
+
+constexpr int kFailed = -1;
+constexpr int kNotRegistered = -3;
+constexpr int kOverlapped = -7;
+constexpr int kNoPeer = -102;
+constexpr int kInvalid = -600;
+constexpr size_t kBatchesMax = 65536;
+constexpr size_t kBatchRequestsMax = 1u << 20;
+constexpr auto kSayEvery = std::chrono::seconds(1);
+
+// One submit of a batch. `slices`: how its requests ended, once they have.
+struct Submitted {
+    std::optional<uint64_t> ticket;  // none: there were no bytes to move
+    size_t first = 0;
+    std::vector<uint64_t> lengths;
+    std::vector<SliceState> slices;
+    bool ended = false;
+};
+
+struct Batch {
+    size_t size = 0;
+    size_t used = 0;
+    std::vector<Submitted> submits;
+};
+
+class Handle {
+   public:
+    explicit Handle(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
+    ~Handle() { engine_->close(); }
+    Handle(const Handle&) = delete;
+
+    Engine& engine() { return *engine_; }
+
+    int open(const std::string& name);
+    int close_segment(segment_id_t segment);
+    batch_id_t allocate(size_t size);
+    int free_batch(batch_id_t batch);
+    int submit(batch_id_t batch, std::span<const transfer_request_t> requests,
+               const std::optional<std::string>& message);
+    int status(batch_id_t batch, size_t number, transfer_status_t& status);
+
+    // One sentence a second: a caller that asks in a loop must not fill a disk.
+    int say(int code, const std::string& what, const std::string& why);
+
+   private:
+    Batch* find(batch_id_t batch);
+    Status look(Submitted& submitted);
+
+    std::shared_ptr<Engine> engine_;
+    std::mutex mutex_;  // what follows
+    std::map<batch_id_t, Batch> batches_;
+    std::map<std::string, uint32_t> peers_;
+    batch_id_t next_batch_ = 1;
+    std::mutex say_mutex_;
+    std::chrono::steady_clock::time_point said_{};
+};
+
+void print(const std::string& what, const std::string& why) {
+    std::fprintf(stderr, "moonpool: %s: %s\n", what.c_str(), why.c_str());
+}
+
+int Handle::say(int code, const std::string& what, const std::string& why) {
+    std::lock_guard lock(say_mutex_);
+    auto now = std::chrono::steady_clock::now();
+    if (now - said_ >= kSayEvery) {
+        said_ = now;
+        print(what, why);
+    }
+    return code;
+}
+
+int Handle::open(const std::string& name) {
+    std::optional<uint32_t> known;
+    {
+        std::lock_guard lock(mutex_);
+        if (auto found = peers_.find(name); found != peers_.end()) known = found->second;
+    }
+    if (known) {
+        if (engine_->segment(*known)) return static_cast<int>(*known);
+        std::lock_guard lock(mutex_);  // another process is there by now, or nobody
+        (void)engine_->close_segment(*known);
+        peers_.erase(name);
+    }
+    Result<uint32_t> opened = engine_->open(name);
+    if (!opened) return say(kNoPeer, "openSegment", opened.error().text);
+    std::lock_guard lock(mutex_);
+    peers_[name] = *opened;
+    return static_cast<int>(*opened);
+}
+
+int Handle::close_segment(segment_id_t segment) {
+    std::lock_guard lock(mutex_);
+    std::erase_if(peers_, [&](const auto& peer) { return peer.second == static_cast<uint32_t>(segment); });
+    Status closed = engine_->close_segment(static_cast<uint32_t>(segment));
+    return closed ? 0 : say(kInvalid, "closeSegment", closed.error().text);
+}
+
+batch_id_t Handle::allocate(size_t size) {
+    std::lock_guard lock(mutex_);
+    if (size == 0 || size > kBatchRequestsMax || batches_.size() >= kBatchesMax) {
+        say(kInvalid, "allocateBatchID",
+            "a batch has 1 to " + std::to_string(kBatchRequestsMax) + " requests, and there are at most " +
+                std::to_string(kBatchesMax) + " batches");
+        return INVALID_BATCH;
+    }
+    batches_[next_batch_].size = size;
+    return next_batch_++;
+}
+
+Batch* Handle::find(batch_id_t batch) {
+    auto found = batches_.find(batch);
+    return found == batches_.end() ? nullptr : &found->second;
+}
+
+int Handle::free_batch(batch_id_t batch) {
+    std::lock_guard lock(mutex_);
+    Batch* found = find(batch);
+    if (found == nullptr) return say(kInvalid, "freeBatchID", "there is no such batch");
+    for (const Submitted& one : found->submits) {
+        if (one.ticket && !one.ended) (void)engine_->release(*one.ticket);
+    }
+    batches_.erase(batch);
+    return 0;
+}
+
+int Handle::submit(batch_id_t batch, std::span<const transfer_request_t> requests,
+                   const std::optional<std::string>& message) {
+    std::vector<Slice> slices;
+    std::vector<uint32_t> segments;
+    Submitted submitted;
+    for (const transfer_request_t& one : requests) {
+        if (one.opcode != OPCODE_READ && one.opcode != OPCODE_WRITE) {
+            return say(kInvalid, "submitTransfer", "an opcode is 0 or 1, not " + std::to_string(one.opcode));
+        }
+        submitted.lengths.push_back(one.length);
+        if (one.length == 0) continue;
+        segments.push_back(static_cast<uint32_t>(one.target_id));
+        slices.push_back({reinterpret_cast<uint64_t>(one.source), one.target_offset, one.length,
+                          one.opcode == OPCODE_READ ? Direction::kRead : Direction::kWrite});
+    }
+    std::lock_guard lock(mutex_);
+    Batch* found = find(batch);
+    if (found == nullptr) return say(kInvalid, "submitTransfer", "there is no such batch");
+    if (requests.size() > found->size - found->used) {
+        return say(kInvalid, "submitTransfer", "the batch has no room for so many requests");
+    }
+    if (!slices.empty()) {
+        TransferRequest request;
+        request.segments = segments;
+        request.slices = slices;
+        if (message) request.notify = *message;
+        Result<uint64_t> ticket = engine_->submit(request);
+        if (!ticket) return say(kFailed, "submitTransfer", ticket.error().text);
+        submitted.ticket = *ticket;
+    } else if (message && !requests.empty()) {
+        Status told = engine_->notify(static_cast<uint32_t>(requests.front().target_id), *message);
+        if (!told) return say(kFailed, "submitTransferWithNotify", told.error().text);
+    }
+    submitted.first = found->used;
+    submitted.ended = !submitted.ticket;
+    found->used += requests.size();
+    found->submits.push_back(std::move(submitted));
+    return 0;
+}
+
+// Whether it has ended, and how: asked of the engine until it has.
+Status Handle::look(Submitted& submitted) {
+    if (submitted.ended) return success();
+    Result<bool> ended = engine_->wait(*submitted.ticket, 0);
+    if (!ended) return ended.error();
+    if (!*ended) return success();
+    Result<TicketStatus> status = engine_->status(*submitted.ticket);
+    if (!status) return status.error();
+    if (status->state != TicketState::kDone) say(0, "a transfer failed", status->failure.error.text);
+    submitted.slices = std::move(status->slices);
+    submitted.ended = true;
+    return engine_->release(*submitted.ticket);
+}
+
+int Handle::status(batch_id_t batch, size_t number, transfer_status_t& status) {
+    std::lock_guard lock(mutex_);
+    status = {STATUS_FAILED, 0};
+    Batch* found = find(batch);
+    if (found == nullptr) return say(kInvalid, "getTransferStatus", "there is no such batch");
+    for (Submitted& one : found->submits) {
+        if (number < one.first || number - one.first >= one.lengths.size()) continue;
+        if (Status looked = look(one); !looked) return say(kFailed, "getTransferStatus", looked.error().text);
+        size_t place = number - one.first, slice = 0;
+        if (!one.ended) {
+            status.status = STATUS_PENDING;
+            return 0;
+        }
+        for (size_t i = 0; i < place; ++i) slice += one.lengths[i] != 0;
+        bool done = one.lengths[place] == 0 || one.slices[slice] == SliceState::kDone;
+        status = {done ? STATUS_COMPLETED : STATUS_FAILED, done ? one.lengths[place] : 0};
+        return 0;
+    }
+    return say(kInvalid, "getTransferStatus",
+               "the batch has no request " + std::to_string(number) + " that was submitted");
+}
+
+Handle* handle_of(transfer_engine_t engine) { return static_cast<Handle*>(engine); }
+
+bool is_loopback(const std::string& host) {
+    return host == "localhost" || host == "::1" || host.starts_with("127.");
+}
+
+// "host:port" to listen at: the name, with the port given beside it where it has none.
+std::string listen_address(const std::string& name, uint64_t port) {
+    if (name.starts_with('[') ? name.find("]:") != std::string::npos
+                              : std::count(name.begin(), name.end(), ':') == 1) {
+        return name;
+    }
+    bool bare = name.find(':') != std::string::npos && !name.starts_with('[');
+    return (bare ? "[" + name + "]" : name) + ":" + std::to_string(port);
+}
+
+Result<std::shared_ptr<Engine>> create(const std::string& metadata, const std::string& name,
+                                       const std::string& ip, uint64_t port) {
+    if (metadata != "P2PHANDSHAKE") {
+        return Error{Code::kInvalidArgument, "metadata = \"" + metadata +
+                                                 "\": engines find each other by address; pass P2PHANDSHAKE"};
+    }
+    std::string place = !name.empty() ? name : !ip.empty() ? ip : "127.0.0.1";
+    if (port > 65535) return Error{Code::kInvalidArgument, "there is no port " + std::to_string(port)};
+    std::string address = listen_address(place, port);
+    Result<Token> token = cluster_token();
+    if (!token) return token.error();
+    if (!token->chosen && !is_loopback(host_of(address))) {
+        return Error{Code::kAuth, address +
+                                      " can be reached from other hosts, which needs a cluster token: set "
+                                      "MOONPOOL_CLUSTER_TOKEN_FILE, or use 127.0.0.1"};
+    }
+    EngineOptions options{};
+    std::array<char, 256> host{};
+    (void)::gethostname(host.data(), host.size() - 1);
+    options.name = std::string(host.data()) + "-" + std::to_string(::getpid());
+    options.listen = {address};
+    options.token = token->bytes;
+    return Engine::create(options);
+}
+
+char* copied(const std::string& text) { return ::strdup(text.c_str()); }
+
+std::string packed(const notify_msg_t& message) {
+    return pack_message(message.name == nullptr ? "" : message.name,
+                        message.msg == nullptr ? "" : message.msg);
+}
+
+}  // namespace
+
+}  // namespace moonpool::capi
+
+using namespace moonpool;
+using namespace moonpool::capi;
+
+namespace {
+
+std::string given(const char* text) { return text == nullptr ? "" : text; }
+
+}  // namespace
+
+MOONPOOL_EXPORT transfer_engine_t createTransferEngine(const char* metadata, const char* local_server_name,
+                                                       const char* ip, uint64_t port, int) {
+    auto engine = create(given(metadata), given(local_server_name), given(ip), port);
+    if (!engine) {
+        print("createTransferEngine", engine.error().text);
+        return nullptr;
+    }
+    return new Handle(std::move(*engine));
+}
+
+MOONPOOL_EXPORT void destroyTransferEngine(transfer_engine_t engine) { delete handle_of(engine); }
+
+MOONPOOL_EXPORT int getLocalIpAndPort(transfer_engine_t engine, char* buffer, size_t length) {
+    if (engine == nullptr || buffer == nullptr) return kInvalid;
+    const std::string& address = handle_of(engine)->engine().addresses().front();
+    if (address.size() >= length) return handle_of(engine)->say(kInvalid, "getLocalIpAndPort", "no room");
+    std::memcpy(buffer, address.c_str(), address.size() + 1);
+    return 0;
+}
+
+MOONPOOL_EXPORT int registerLocalMemory(transfer_engine_t engine, void* address, size_t length,
+                                        const char* location, int) {
+    if (engine == nullptr) return kInvalid;
+    Handle& handle = *handle_of(engine);
+    uint64_t start = reinterpret_cast<uint64_t>(address);
+    if (Status checked = check_memory(start, length); !checked) {
+        return handle.say(kInvalid, "registerLocalMemory", checked.error().text);
+    }
+    std::string place = given(location);
+    Status done =
+        handle.engine().register_region(start, length, place.empty() || place == "*" ? "cpu:0" : place);
+    return done ? 0 : handle.say(kOverlapped, "registerLocalMemory", done.error().text);
+}
+
+MOONPOOL_EXPORT int unregisterLocalMemory(transfer_engine_t engine, void* address) {
+    if (engine == nullptr) return kInvalid;
+    Status done = handle_of(engine)->engine().deregister_region(reinterpret_cast<uint64_t>(address));
+    return done ? 0 : handle_of(engine)->say(kNotRegistered, "unregisterLocalMemory", done.error().text);
+}
+
+MOONPOOL_EXPORT segment_id_t openSegment(transfer_engine_t engine, const char* segment_name) {
+    return engine == nullptr || segment_name == nullptr ? kInvalid : handle_of(engine)->open(segment_name);
+}
+
+MOONPOOL_EXPORT int closeSegment(transfer_engine_t engine, segment_id_t segment) {
+    return engine == nullptr ? kInvalid : handle_of(engine)->close_segment(segment);
+}
+
+MOONPOOL_EXPORT batch_id_t allocateBatchID(transfer_engine_t engine, size_t size) {
+    return engine == nullptr ? INVALID_BATCH : handle_of(engine)->allocate(size);
+}
+
+MOONPOOL_EXPORT int freeBatchID(transfer_engine_t engine, batch_id_t batch) {
+    return engine == nullptr ? kInvalid : handle_of(engine)->free_batch(batch);
+}
+
+MOONPOOL_EXPORT int submitTransfer(transfer_engine_t engine, batch_id_t batch, transfer_request_t* requests,
+                                   size_t count) {
+    if (engine == nullptr || (requests == nullptr && count != 0)) return kInvalid;
+    return handle_of(engine)->submit(batch, {requests, count}, std::nullopt);
+}
+
+MOONPOOL_EXPORT int submitTransferWithNotify(transfer_engine_t engine, batch_id_t batch,
+                                             transfer_request_t* requests, size_t count,
+                                             notify_msg_t message) {
+    if (engine == nullptr || (requests == nullptr && count != 0)) return kInvalid;
+    return handle_of(engine)->submit(batch, {requests, count}, packed(message));
+}
+
+MOONPOOL_EXPORT int getTransferStatus(transfer_engine_t engine, batch_id_t batch, size_t number,
+                                      transfer_status_t* status) {
+    if (engine == nullptr || status == nullptr) return kInvalid;
+    return handle_of(engine)->status(batch, number, *status);
+}
+
+MOONPOOL_EXPORT int genNotifyInEngine(transfer_engine_t engine, segment_id_t target, notify_msg_t message) {
+    if (engine == nullptr) return kInvalid;
+    Status told = handle_of(engine)->engine().notify(static_cast<uint32_t>(target), packed(message));
+    return told ? 0 : handle_of(engine)->say(kFailed, "genNotifyInEngine", told.error().text);
+}
+
+MOONPOOL_EXPORT notify_msg_t* getNotifsFromEngine(transfer_engine_t engine, int* size) {
+    if (size == nullptr) return nullptr;
+    *size = kInvalid;
+    if (engine == nullptr) return nullptr;
+    auto arrived = handle_of(engine)->engine().notifications();
+    if (!arrived) {
+        handle_of(engine)->say(kFailed, "getNotifsFromEngine", arrived.error().text);
+        *size = kFailed;
+        return nullptr;
+    }
+    *size = static_cast<int>(arrived->size());
+    if (arrived->empty()) return nullptr;
+    auto* messages = static_cast<notify_msg_t*>(std::calloc(arrived->size(), sizeof(notify_msg_t)));
+    for (size_t i = 0; messages != nullptr && i < arrived->size(); ++i) {
+        auto [name, text] = unpack_message((*arrived)[i].first, (*arrived)[i].second);
+        messages[i] = {copied(name), copied(text)};
+    }
+    return messages;
+}
+
+MOONPOOL_EXPORT void freeNotifsMsgBuf(notify_msg_t* messages, int size) {
+    for (int i = 0; messages != nullptr && i < size; ++i) {
+        std::free(messages[i].name);
+        std::free(messages[i].msg);
+    }
+    std::free(messages);
+}

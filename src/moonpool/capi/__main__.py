@@ -1,0 +1,3 @@
+from moonpool.capi import root
+
+print(root())

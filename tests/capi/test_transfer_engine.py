@@ -1,0 +1,218 @@
+"""The C library, driven by a program of C++ that makes TensorRT-LLM's calls (agent.cpp), in two processes.
+The program is compiled against what is shipped: the header and the library, nothing else of this project."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import moonpool
+from moonpool.capi import root
+from tests.core.store_bed import until
+
+AGENT = Path(__file__).with_name("agent.cpp")
+COMPILER = shutil.which(os.environ.get("CXX", "g++").split()[-1])
+MIB = 1 << 20
+TOKEN = "the token of these agents"
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    assert COMPILER is not None
+    made = tmp_path_factory.mktemp("capi") / "agent"
+    lib = root() / "lib"
+    command = [COMPILER, "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{root() / 'include'}", str(AGENT)]
+    subprocess.run(
+        [*command, "-o", str(made), f"-L{lib}", "-ltransfer_engine", f"-Wl,-rpath,{lib}"],
+        check=True,
+        timeout=100,
+    )
+    return made
+
+
+class Agent:
+    def __init__(
+        self, program: Path, name: str, runtime: Path, address: str = "127.0.0.1", token: str = TOKEN
+    ) -> None:
+        environment = {**os.environ, "MOONPOOL_RUNTIME_DIR": str(runtime)}
+        environment.pop("MOONPOOL_CLUSTER_TOKEN_FILE", None)
+        environment.pop("MOONPOOL_CLUSTER_TOKEN", None)
+        if token:
+            environment["MOONPOOL_CLUSTER_TOKEN"] = token
+        self.errors = runtime / f"{name}.err"
+        with open(self.errors, "wb") as errors:
+            self.process = subprocess.Popen(
+                [str(program)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                text=True,
+            )
+        self.address = self.ask(f"create {name} {address}")
+
+    def ask(self, command: str, timeout_s: float = 30.0) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        assert select.select([self.process.stdout], [], [], timeout_s)[0], f"no answer to {command}"
+        return self.process.stdout.readline().rstrip("\n")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def agent(program: Path, tmp_path: Path) -> Iterator[Callable[..., Agent]]:
+    made: list[Agent] = []
+
+    def start(name: str, **more: str) -> Agent:
+        made.append(Agent(program, name, tmp_path, **more))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def test_the_header_is_plain_c() -> None:
+    assert COMPILER is not None
+    header = root() / "include" / "transfer_engine_c.h"
+    command = [COMPILER, "-x", "c", "-std=c99", "-pedantic", "-Wall", "-Werror", "-fsyntax-only", str(header)]
+    subprocess.run(command, check=True, timeout=60)
+
+
+def test_the_folder_is_told() -> None:
+    said = subprocess.run([sys.executable, "-m", "moonpool.capi"], capture_output=True, text=True, timeout=60)
+    assert said.stdout.strip() == str(root())
+    assert (root() / "lib" / "libtransfer_engine.so").is_file()
+
+
+def test_bytes_and_messages(agent: Callable[..., Agent]) -> None:
+    """Context writes to generation, which hears of it and reads something back; 1,000 pieces at once."""
+    context, generation = agent("ctx"), agent("gen")
+    context.ask(f"memory {4 * MIB} 3")
+    remote = generation.ask(f"memory {4 * MIB} 5")
+    context_sum, generation_sum = context.ask(f"sum 0 {MIB}"), generation.ask(f"sum {3 * MIB} {MIB}")
+    assert int(context.ask(f"connect gen {generation.address}")) >= 0
+    assert context.ask(f"write gen 0 {remote} 1024 1000") == f"done {1024 * 1000}"
+    assert generation.ask("messages") == "0"
+    done = context.ask(f"write gen {1024 * 1000} {int(remote) + 1024 * 1000} {MIB - 1024 * 1000} 1 the rest")
+    assert done == f"done {MIB - 1024 * 1000}"
+    assert until(lambda: (said := generation.ask("messages")) != "0" and said) == "1 ctx:the rest"
+    assert generation.ask(f"sum 0 {MIB}") == context_sum
+    assert context.ask(f"read gen {3 * MIB} {int(remote) + 3 * MIB} {MIB} 1") == f"done {MIB}"
+    assert context.ask(f"sum {3 * MIB} {MIB}") == generation_sum
+    assert generation.ask(f"connect ctx {context.address}") == generation.ask(
+        f"connect ctx {context.address}"
+    )
+    assert generation.ask("notify ctx c2F5") == "0"
+    assert generation.ask(f"notify ctx {'x' * 70000}") == "0"
+    assert until(lambda: (said := context.ask("messages")) != "0" and said).startswith("2 gen:c2F5 gen:xxx")
+    assert context.ask("empty gen") == "0 4 0"
+    assert until(lambda: (said := generation.ask("messages")) != "0" and said) == "1 ctx:nothing"
+    assert context.ask("close gen") == "0"
+    assert context.ask("unregister") == "0"
+    assert context.ask("destroy") == "gone"
+
+
+def test_a_peer_that_dies(agent: Callable[..., Agent]) -> None:
+    context, generation = agent("ctx"), agent("gen")
+    context.ask(f"memory {MIB} 3")
+    remote = generation.ask(f"memory {MIB} 5")
+    context.ask(f"connect gen {generation.address}")
+    assert context.ask(f"write gen 0 {remote} 4096 8").startswith("done")
+    generation.close()
+    assert context.ask(f"write gen 0 {remote} 4096 8") == "failed, freed 0"
+    assert context.ask("notify gen anybody?") != "0"
+    assert int(context.ask(f"connect gen {generation.address}")) < 0
+    # Another one at the same address: the old number is of no use, a new one is
+    again = agent("gen", address=generation.address)
+    remote = again.ask(f"memory {MIB} 7")
+    assert int(context.ask(f"connect gen {again.address}")) >= 0
+    assert context.ask(f"write gen 0 {remote} 4096 8").startswith("done")
+    assert again.ask("sum 0 32768") == context.ask("sum 0 32768")
+
+
+def test_memory_that_is_not_there_any_more(agent: Callable[..., Agent]) -> None:
+    context, generation = agent("ctx"), agent("gen")
+    context.ask(f"memory {MIB} 3")
+    remote = int(generation.ask(f"memory {MIB} 5"))
+    context.ask(f"connect gen {generation.address}")
+    assert context.ask(f"write gen 0 {remote + MIB - 100} 200 1").startswith("failed")  # beyond its end
+    assert generation.ask("unregister") == "0"
+    assert context.ask(f"read gen 0 {remote} 4096 1").startswith("failed")
+    assert generation.ask(f"sum 0 {MIB}") == Reference(5).sum(MIB)
+
+
+class Reference:
+    """agent.cpp's memory and its sum."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def bytes(self, length: int) -> bytes:
+        return bytes(((i * 31 + i // 251 + self.seed) * self.seed) & 0xFF for i in range(length))
+
+    def sum(self, length: int) -> str:
+        total = 1469598103934665603
+        for byte in self.bytes(length):
+            total = ((total ^ byte) * 1099511628211) & 0xFFFFFFFFFFFFFFFF
+        return str(total)
+
+
+def test_what_cannot_be_meant(agent: Callable[..., Agent]) -> None:
+    context = agent("ctx")
+    context.ask(f"memory {MIB} 3")
+    assert context.ask("misuse") == "all refused"
+    assert "moonpool: createTransferEngine: " in context.errors.read_text()
+
+
+def test_tokens(agent: Callable[..., Agent]) -> None:
+    context, stranger = agent("ctx"), agent("other", token="another token")
+    assert int(context.ask(f"connect other {stranger.address}")) < 0
+    assert "token" in context.errors.read_text()
+    nobody = agent("nobody", token="")
+    assert nobody.address == "null"
+    assert "MOONPOOL_CLUSTER_TOKEN_FILE" in nobody.errors.read_text()
+
+
+def test_without_a_chosen_token_it_stays_on_loopback(agent: Callable[..., Agent], tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "token").write_text("of this user\n")
+    (tmp_path / "token").chmod(0o600)
+    assert agent("inside", token="").address.startswith("127.0.0.1:")
+    outside = agent("outside", token="", address="0.0.0.0")
+    assert outside.address == "null"
+    assert "needs a cluster token" in outside.errors.read_text()
+    (tmp_path / "token").chmod(0o644)
+    assert agent("open", token="").address == "null"
+
+
+def test_engines_of_python_speak_to_it(agent: Callable[..., Agent]) -> None:
+    """Both sides of moonpool's own API and of the drop-in `mooncake` understand its messages."""
+    generation = agent("gen")
+    remote = int(generation.ask(f"memory {MIB} 5"))
+    with moonpool.TransferEngine("python", token=TOKEN.encode()) as engine:
+        region = engine.allocate(MIB)
+        peer = engine.open(generation.address)
+        engine.read(peer, region.at(0), remote, MIB)
+        assert bytes(region.view) == Reference(5).bytes(MIB)
+        engine.notify(peer, b"\x92\xa4name\xa4text")
+        engine.notify(peer, b"plain")
+        said = until(lambda: (said := generation.ask("messages")) != "0" and said)
+        assert said == "2 name:text python:plain"
+        generation.ask(f"connect py {engine.addresses[0]}")
+        assert generation.ask("notify py back") == "0"
+        assert [one.message for one in until(engine.notifications)] == [b"\x92\xa3gen\xa4back"]

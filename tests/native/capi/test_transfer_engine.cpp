@@ -1,0 +1,93 @@
+// The C API within one process, for the sanitizers; tests/capi drives it from two.
+#include <doctest/doctest.h>
+
+#include <cstdlib>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "capi/message.hpp"
+#include "transfer_engine_c.h"
+
+namespace {
+
+struct Engine {
+    transfer_engine_t self = nullptr;
+    std::string address;
+
+    Engine() {
+        ::setenv("MOONPOOL_CLUSTER_TOKEN", "of this test", 1);
+        self = createTransferEngine("P2PHANDSHAKE", "127.0.0.1", "", 0, 1);
+        ::unsetenv("MOONPOOL_CLUSTER_TOKEN");
+        REQUIRE(self != nullptr);
+        char text[64];
+        REQUIRE(getLocalIpAndPort(self, text, sizeof(text)) == 0);
+        address = text;
+    }
+    ~Engine() { destroyTransferEngine(self); }
+    Engine(const Engine&) = delete;
+};
+
+int wait_for(Engine& engine, batch_id_t batch, size_t number) {
+    transfer_status_t status{STATUS_PENDING, 0};
+    while (status.status == STATUS_PENDING) {
+        REQUIRE(getTransferStatus(engine.self, batch, number, &status) == 0);
+        std::this_thread::yield();
+    }
+    return status.status;
+}
+
+}  // namespace
+
+TEST_CASE("capi: several submits of one batch, threads that look at once, and a batch freed while it runs") {
+    Engine here, there;
+    std::vector<unsigned char> from(1 << 20, 7), to(1 << 20);
+    REQUIRE(registerLocalMemory(here.self, from.data(), from.size(), "*", 1) == 0);
+    REQUIRE(registerLocalMemory(there.self, to.data(), to.size(), "*", 1) == 0);
+    segment_id_t peer = openSegment(here.self, there.address.c_str());
+    REQUIRE(peer >= 0);
+    batch_id_t batch = allocateBatchID(here.self, 8);
+    for (size_t i = 0; i < 8; ++i) {
+        transfer_request_t request{OPCODE_WRITE, from.data() + (i << 17), peer,
+                                   reinterpret_cast<uint64_t>(to.data()) + (i << 17), 1u << 17};
+        std::string text(i * 40, 'x');
+        REQUIRE(submitTransferWithNotify(here.self, batch, &request, 1, {text.data(), text.data()}) == 0);
+    }
+    std::vector<std::thread> lookers;
+    std::vector<int> ends(8);
+    for (size_t i = 0; i < 8; ++i) lookers.emplace_back([&, i] { ends[i] = wait_for(here, batch, i); });
+    for (std::thread& one : lookers) one.join();
+    CHECK(ends == std::vector<int>(8, STATUS_COMPLETED));
+    CHECK(from == to);
+    CHECK(freeBatchID(here.self, batch) == 0);
+
+    int heard = 0;
+    while (heard < 8) {
+        int size = 0;
+        notify_msg_t* messages = getNotifsFromEngine(there.self, &size);
+        for (int i = 0; i < size; ++i) CHECK(std::string(messages[i].name) == messages[i].msg);
+        freeNotifsMsgBuf(messages, size);
+        heard += size;
+        std::this_thread::yield();
+    }
+
+    batch = allocateBatchID(here.self, 1);
+    transfer_request_t whole{OPCODE_READ, from.data(), peer, reinterpret_cast<uint64_t>(to.data()),
+                             to.size()};
+    REQUIRE(submitTransfer(here.self, batch, &whole, 1) == 0);
+    CHECK(freeBatchID(here.self, batch) == 0);
+    CHECK(unregisterLocalMemory(here.self, from.data()) == 0);
+}
+
+TEST_CASE("capi: messages keep every length, and strangers' bytes are text of the peer") {
+    using namespace moonpool::capi;
+    for (size_t length : {0, 1, 31, 32, 255, 256, 65535, 65536}) {
+        std::string text(length, 'y');
+        CHECK(unpack_message("peer", pack_message(text, "t")) ==
+              std::pair<std::string, std::string>(text, "t"));
+    }
+    for (std::string stranger :
+         {std::string(), std::string("plain"), std::string("\x92\xa1"), std::string("\x93\xa1x\xa1y")}) {
+        CHECK(unpack_message("peer", stranger) == std::pair<std::string, std::string>("peer", stranger));
+    }
+}
