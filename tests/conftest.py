@@ -37,7 +37,13 @@ def pytest_report_header() -> list[str]:
 def pytest_configure() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # child processes, engines above all, want their bytecode
     for name in [name for name in os.environ if name.startswith("MOONPOOL_")]:
-        if name not in (SEED_VARIABLE, *ENGINES, "MOONPOOL_CACHE", "MOONPOOL_WERROR"):
+        kept = name.endswith("_PYTHON") or name in (
+            SEED_VARIABLE,
+            *ENGINES,
+            "MOONPOOL_CACHE",
+            "MOONPOOL_WERROR",
+        )
+        if not kept:
             del os.environ[name]  # else a user's settings would change what is tested
 
 

@@ -311,6 +311,8 @@ class Objects(Base):
         return self.batch_remove([key], force)[0]
 
     def batch_remove(self, keys: list[str], force: bool = False) -> list[int]:
+        """Of each key 0 or a code. force: leased ones too, as always here (TorchSpec looks for this word)."""
+
         def act() -> list[int]:
             names = keys_of(keys)
             flags = self._ask(lambda store: store.remove(names)) if names else []
