@@ -1,5 +1,5 @@
-"""Builds ``moonpool._native`` and the C library ``libtransfer_engine.so`` from core/csrc; everything else about
-the package stands in pyproject.toml.
+"""Builds from core/csrc the extension ``moonpool._native``, the C library ``libtransfer_engine.so`` and the
+NIXL plugin ``libplugin_MOONPOOL.so``; everything else about the package stands in pyproject.toml.
 
 Only what changed is compiled: every object keeps the list of headers it was made from (gcc -MMD) beside it in
 build/native-<digest of compiler, flags and Python>, and that folder survives between `pip install .`,
@@ -29,10 +29,13 @@ from setuptools.command.build_ext import build_ext
 from setuptools.extension import Extension
 
 SOURCES = sorted(glob("core/csrc/**/*.cpp", recursive=True))
-NATIVE = [name for name in SOURCES if not name.startswith("core/csrc/capi/")]
-# The C library: the transfer engine without Python, made of the same objects.
+NATIVE = [name for name in SOURCES if not name.startswith(("core/csrc/capi/", "core/csrc/nixl/"))]
+# The C library and the NIXL plugin: the transfer engine without Python, made of the same objects.
 CAPI_FOLDERS = ("base", "capi", "engine", "memory", "transport", "wire")
 CAPI = [name for name in SOURCES if name.split("/")[2] in CAPI_FOLDERS]
+NIXL = [name for name in CAPI if "/capi/" not in name or "surroundings" in name] + sorted(
+    glob("core/csrc/nixl/*.cpp")
+)
 INCLUDES = ["core/csrc", "src/moonpool/capi/include"]
 HEADERS = sorted(glob("core/csrc/**/*.hpp", recursive=True) + glob("src/moonpool/capi/include/*.h"))
 FLAGS = ["-O3", "-Wall", "-Wextra", "-pthread", "-MMD"]
@@ -71,7 +74,8 @@ class IncrementalBuild(build_ext):
         return str(super().get_ext_filename(fullname))
 
     def copy_extensions_to_source(self) -> None:
-        Path("src/moonpool/capi/lib").mkdir(parents=True, exist_ok=True)
+        for folder in ("lib", "nixl"):
+            (Path("src/moonpool/capi") / folder).mkdir(parents=True, exist_ok=True)
         super().copy_extensions_to_source()
 
     def build_extension(self, ext: Extension) -> None:
@@ -131,6 +135,7 @@ setup(
     ext_modules=[
         extension("moonpool._native", NATIVE),
         extension("moonpool.capi.lib.libtransfer_engine", CAPI),
+        extension("moonpool.capi.nixl.libplugin_MOONPOOL", NIXL),
     ],
     cmdclass={"build_ext": IncrementalBuild},
 )

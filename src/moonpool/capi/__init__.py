@@ -1,6 +1,9 @@
-"""Where the C library lies that programs of C and C++ link instead of the original `transfer_engine`:
-``python -m moonpool.capi`` prints the folder with ``lib/libtransfer_engine.so`` and
-``include/transfer_engine_c.h``. docs/tensorrt_llm.md says who needs it."""
+"""What programs of C and C++ use of Moonpool. ``python -m moonpool.capi`` prints the folder with
+
+lib/libtransfer_engine.so, include/transfer_engine_c.h    what they link instead of the original
+                                                          `transfer_engine` (docs/tensorrt_llm.md)
+nixl/libplugin_MOONPOOL.so                                the backend plugin for NIXL (docs/nixl.md)
+"""
 
 from __future__ import annotations
 
@@ -8,5 +11,6 @@ from pathlib import Path
 
 
 def root() -> Path:
-    """The folder that holds ``lib`` and ``include``, as CMake's MOONCAKE_ROOT."""
+    """The folder that holds them; for CMake it is MOONCAKE_ROOT, for NIXL ``nixl`` in it is the
+    NIXL_PLUGIN_DIR."""
     return Path(__file__).resolve().parent

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 SIZE = 1 << 20
+ANSWERS = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what the projects print is not for the other process
 
 
 def say(value: Any) -> None:
-    print(json.dumps(value), flush=True)
+    print(json.dumps(value), file=ANSWERS, flush=True)
 
 
 def hear() -> Any:
@@ -129,8 +131,8 @@ def lmdeploy_take() -> None:
     assert torch.equal(cache, numbers(3))
 
 
-# vllm_omni: MooncakeStoreConnector and MooncakeTransferEngineConnector. What its packages import first is the vLLM
-# that it was made for, and is left out, since another may be installed.
+# vllm_omni: MooncakeStoreConnector and MooncakeTransferEngineConnector. What its packages import first is the
+# vLLM that it was made for, and is left out, since another may be installed.
 
 
 def _omni() -> None:

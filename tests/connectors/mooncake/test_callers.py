@@ -55,16 +55,11 @@ class Caller:
         )
 
     def hear(self, timeout_s: float = 100.0) -> Any:
-        """The next line that is JSON; what else it prints is its own."""
         assert self.process.stdout is not None
-        while True:
-            assert select.select([self.process.stdout], [], [], timeout_s)[0], "it says nothing"
-            line = self.process.stdout.readline()
-            assert line, f"it ended with {self.process.wait()}"
-            try:
-                return json.loads(line)
-            except ValueError:
-                continue
+        assert select.select([self.process.stdout], [], [], timeout_s)[0], "it says nothing"
+        line = self.process.stdout.readline()
+        assert line, f"it ended with {self.process.wait()}"
+        return json.loads(line)
 
     def tell(self, value: Any) -> None:
         assert self.process.stdin is not None
