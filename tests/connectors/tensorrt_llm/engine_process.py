@@ -18,7 +18,8 @@ def main() -> None:
     stub_engine.install(layout=layout)
     connector = importlib.import_module("moonpool.connectors.tensorrt_llm")
     for half in (connector.MoonpoolScheduler, connector.MoonpoolWorker):
-        assert half.__mro__[1].__module__ == stub_engine.__name__, half.__mro__
+        assert half.__mro__[1].__name__ in stub_engine.ABSTRACT, half.__mro__
+        assert half.__mro__[1].__abstractmethods__, half.__mro__  # the stub's, not the stand-in's
     engine = stub_engine.Engine(connector, stub_engine.llm_args(Path(model)))
     answers = []
     for prompt in json.loads(prompts):

@@ -11,6 +11,7 @@ their sum is the answer, so that a wrong byte anywhere changes it.
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import json
 import pickle
@@ -24,6 +25,22 @@ from typing import Any
 import numpy as np
 
 NO_PAGE = -1
+ABSTRACT = {  # what an implementation must have, in every version
+    "KvCacheConnectorWorker": (
+        "register_kv_caches",
+        "start_load_kv",
+        "wait_for_layer_load",
+        "save_kv_layer",
+        "wait_for_save",
+        "get_finished",
+    ),
+    "KvCacheConnectorScheduler": (
+        "build_connector_meta",
+        "get_num_new_matched_tokens",
+        "request_finished",
+        "update_state_after_alloc",
+    ),
+}
 
 
 def install(*, layout: str) -> None:
@@ -47,8 +64,8 @@ def install(*, layout: str) -> None:
         "tensorrt_llm._torch.pyexecutor": {},
     }
     connector = {
-        "KvCacheConnectorWorker": type("KvCacheConnectorWorker", (Base,), {}),
-        "KvCacheConnectorScheduler": type("KvCacheConnectorScheduler", (Base,), {}),
+        name: abc.ABCMeta(name, (Base,), {verb: abc.abstractmethod(lambda self: None) for verb in verbs})
+        for name, verbs in ABSTRACT.items()
     }
     if layout == "new":
         names["tensorrt_llm._torch.pyexecutor.connectors"] = {}

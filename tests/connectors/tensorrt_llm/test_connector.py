@@ -4,13 +4,17 @@ checked byte by byte (stub_engine.py)."""
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import time
 from typing import Any
 
 import pytest
 
+from moonpool import Store
 from moonpool.connectors.tensorrt_llm import pool as pools
 from moonpool.core.errors import ConfigError, Error, Unavailable
+from moonpool.core.keys import block_digests, block_name
 from tests.connectors.tensorrt_llm.conftest import MIB, Make, Node
 from tests.connectors.tensorrt_llm.stub_engine import NO_PAGE, Engine
 from tests.core.store_bed import until
@@ -349,6 +353,42 @@ def _room(engine: Engine) -> bool:
     engine.run([int(time.monotonic_ns() % 1000)] * 12, until)
     engine.flush()
     return bool(counts(engine)["saved_objects"] > before)
+
+
+def test_a_node_that_hangs_is_waited_for_once(
+    make: Make, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "REST_S", 600.0)
+    node.start()
+    first, second = make(), make()
+    check(first, PROMPT, 0)
+    assert node.process is not None
+    node.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, node.process.pid, os.WSTOPPED | os.WNOWAIT)  # until it stands still
+    try:
+        for _ in range(3):
+            matched, answer = second.run(PROMPT, until)
+            assert (matched, answer) == (0, second.expected(PROMPT))
+        assert counts(second)["lookups"] == 1  # the others came within REST_S
+        assert counts(second)["unanswered"] == 3
+    finally:
+        node.process.send_signal(signal.SIGCONT)
+    monkeypatch.setattr(pools, "REST_S", 0.0)
+    second.scheduler._link.engine.pool._next_s = 0.0  # REST_S is over
+    until(lambda: _asks(second))
+    check(second, PROMPT, 20)
+
+
+def test_an_object_of_another_size_is_not_used(make: Make, node: Node) -> None:
+    node.start()
+    first, second = make(), make()
+    check(first, PROMPT, 0)
+    engine = first.scheduler._link.engine
+    name = block_name(block_digests(PROMPT, 4)[2], engine.shape.ranges[3])
+    with Store(str(node.socket), fingerprint=engine.mark) as store:
+        assert store.exists(name)
+        store.put(name, b"too short", replace=True)
+    check(second, PROMPT, 8)
 
 
 def test_a_rank_that_cannot_load_stops_the_engine(make: Make, node: Node) -> None:
