@@ -8,13 +8,14 @@ keep its KV cache in the pool and take what other engines computed. docs/tensorr
     staging      host memory between the engine's and the pool's, and who copies in and out of it
     tokens       a request's blocks by their digests
     identity     the fingerprint: which model, weights and form of bytes
+    limits       engines and prompts that are left alone
     settings     our options, checked
     pool         the connection to the node: made when there is one, lost and found again
     messages     what the scheduler tells the workers
     compat       every difference between TensorRT-LLM's versions
 
 Threads: the executor's calls both halves and waits for one lookup per request, nothing else; each worker has
-a thread for loads and one for saves.
+a thread for loads and one for saves, and one while the node does not answer.
 """
 
 from moonpool.connectors.tensorrt_llm.scheduler import MoonpoolScheduler

@@ -1,5 +1,5 @@
-"""Every difference between the TensorRT-LLM versions that this connector is written for (1.0 to the
-connectors/ folder of 2026), and nothing else.
+"""Every difference between the TensorRT-LLM versions that this connector is written for (from 1.1, the first
+whose connector interface was read, to the connectors/ folder of 2026), and nothing else.
 
 Without TensorRT-LLM (type checks, tests of this folder) the base classes are stand-ins.
 """
@@ -7,11 +7,28 @@ Without TensorRT-LLM (type checks, tests of this folder) the base classes are st
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moonpool.core.keys import chain_seed
+
+# A request with any of these is more than its tokens.
+_MORE_THAN_TOKENS = (
+    "lora_task_id",
+    "multimodal_hashes",
+    "multimodal_embedding",
+    "multimodal_positions",
+    "py_multimodal_data",
+    "prompt_embedding_table",
+    "mrope_rotary_cos_sin",
+    "encoder_tokens",
+    "encoder_input_features",
+    "cross_attention_mask",
+    "skip_cross_attn_blocks",
+)
 
 NO_PAGE = -1  # BAD_PAGE_INDEX: the block has no page in that layer group
 
@@ -55,11 +72,12 @@ class Prompt:
 
 def prompt_of(request: Any) -> Prompt | None:
     """None for a request whose KV its tokens do not name: with LoRA (a number here, which is another adapter
-    elsewhere), images, prompt tables or several beams, and for the engine's own dummies."""
+    elsewhere), images, prompt tables, encoder inputs or several beams, and for the engine's own dummies."""
     if getattr(request, "is_dummy_request", False):
         return None
-    for name in ("lora_task_id", "multimodal_hashes", "multimodal_embedding", "prompt_embedding_table"):
-        if getattr(request, name, None) is not None:
+    for name in _MORE_THAN_TOKENS:
+        value = getattr(request, name, None)
+        if value is not None and not (isinstance(value, dict | list | tuple) and not value):
             return None
     if getattr(getattr(request, "sampling_config", None), "beam_width", 1) != 1:
         return None
@@ -87,6 +105,23 @@ def rank() -> int:
     except ModuleNotFoundError:
         return 0
     return int(mpi_rank())
+
+
+def gather(value: object) -> list[Any]:
+    """What all ranks say. All of them call this at the same point, as they do TensorRT-LLM's own."""
+    try:
+        from tensorrt_llm._utils import mpi_allgather
+    except ImportError:
+        return [value]
+    return list(mpi_allgather(value))
+
+
+def end_all_ranks() -> None:
+    """An exception on one rank would leave the others waiting for it. Does not return."""
+    mpi = sys.modules.get("mpi4py.MPI")  # there where the engine's ranks are MPI's
+    if mpi is not None:
+        mpi.COMM_WORLD.Abort(1)
+    os._exit(1)
 
 
 class Log:

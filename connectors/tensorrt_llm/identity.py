@@ -75,6 +75,7 @@ def identity(
             {
                 "config": {key: value for key, value in config.items() if key not in _NO_MEANING},
                 "dtype": stored if computed == "auto" else computed,
+                "arguments": _arguments(args, shape),
             }
         ),
         "revision": revision(args, folder),
@@ -84,6 +85,32 @@ def identity(
         "positions": {name: text.get(name) for name in _POSITIONS},
         "form": shape.form,
     }
+
+
+def _arguments(args: Any, shape: Shape) -> dict[str, Json]:
+    """What changes the numbers beside the model's files."""
+    cache = args.kv_cache_config
+    found = {
+        "windows": getattr(cache, "max_attention_window", None),
+        "sink": getattr(cache, "sink_token_length", None),
+        "sparse": getattr(args, "sparse_attention_config", None),
+        "overrides": getattr(args, "model_kwargs", None),
+        # Layers of a draft model lie beside the model's own.
+        "speculative": getattr(args, "speculative_config", None) if shape.whole else None,
+    }
+    return {name: _plain(value) for name, value in found.items()}
+
+
+def _plain(value: Any) -> Json:
+    """An argument of TensorRT-LLM's: plain values, or objects of pydantic."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    dumped = getattr(value, "model_dump", None)
+    return {type(value).__name__: _plain(dumped(mode="json"))} if dumped is not None else str(value)
 
 
 def revision(args: Any, folder: Path) -> str:

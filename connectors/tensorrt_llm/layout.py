@@ -56,12 +56,15 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A rank's KV cache. groups: the regions of each layer group."""
+    """A rank's KV cache. groups: the regions of each layer group; described: the engine said what all of it
+    is, and not only showed a tensor; item: bytes of a number, 0 where that is not known."""
 
     tokens: int
     groups: tuple[tuple[Region, ...], ...]
     dtype: str
     device: str
+    described: bool
+    item: int = 0
 
     @property
     def bytes_per_block(self) -> int:
@@ -97,12 +100,13 @@ class Column:
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How this engine's blocks are cut. columns: this rank's; ranges: those of all ranks, in one order;
-    saves: whether no lower rank holds the same bytes."""
+    saves: whether no lower rank holds the same bytes; whole: pages are stored as they lie."""
 
     form: str
     columns: tuple[Column, ...]
     ranges: tuple[Ranges, ...]
     saves: bool
+    whole: bool = False
 
 
 def read_tensor(tensor: Any, tokens: int) -> Memory:
@@ -123,7 +127,7 @@ def read_tensor(tensor: Any, tokens: int) -> Memory:
             for plane, role in enumerate(roles)
         )
     region = Region(tensor.data_ptr(), block * item, strides[0] * item, shape[0], buffers, tensor)
-    return Memory(tokens, ((region,),), _text(tensor.dtype), _text(tensor.device.type))
+    return Memory(tokens, ((region,),), _text(tensor.dtype), _text(tensor.device.type), False, item)
 
 
 def read_layout(layout: Any) -> Memory:
@@ -136,6 +140,7 @@ def read_layout(layout: Any) -> Memory:
         ),
         "bytes",
         _text(layout.groups[0].regions[0].as_tensor().device.type),
+        described=True,
     )
 
 
@@ -175,21 +180,37 @@ def model_of(config: Mapping[str, Any], *, tp_rank: int, tp_size: int, backend: 
 
 
 def shape_of(memory: Memory, model: Model) -> Shape:
-    """How this rank's blocks are cut into objects."""
+    """How this rank's blocks are cut into objects. Raises Refused where a tensor is not exactly the keys and
+    values (or the latents) of all of the model's layers: where layers differ there are several, and one is
+    shown."""
     offsets, buffers = _by_layer(memory)
-    if model.backend == KNOWN_BACKEND and offsets is not None and set(buffers) == set(range(model.layers)):
+    if offsets is not None and set(buffers) == set(range(model.layers)):
         roles = {tuple(sorted(planes)) for planes in buffers.values()}
         sizes = {size for planes in buffers.values() for _, size in planes.values()}
         if len(sizes) == 1:
-            size = sizes.pop()
-            if model.latent and roles == {("key",)} and size % (memory.tokens * model.latent) == 0:
-                return _latents(buffers, model)
+            size, known = sizes.pop(), model.backend == KNOWN_BACKEND
+            if model.latent and roles == {("key",)} and _fits(size, memory.tokens * model.latent, memory):
+                return _latents(buffers, model) if known else _raw(memory, model)
             local = max(1, model.heads // model.tp_size) if model.heads else 0
-            even = local * model.tp_size == model.heads or (local == 1 and model.tp_size % model.heads == 0)
+            even = local and (
+                local * model.tp_size == model.heads or (local == 1 and model.tp_size % model.heads == 0)
+            )
             numbers = local * memory.tokens * model.head_numbers
-            if not model.latent and roles == {("key", "value")} and numbers and even and size % numbers == 0:
-                return _heads(buffers, model, local)
+            if not model.latent and roles == {("key", "value")} and even and _fits(size, numbers, memory):
+                return _heads(buffers, model, local) if known else _raw(memory, model)
+    if not memory.described:
+        raise Refused(
+            "the KV cache that TensorRT-LLM shows is not the keys and values of the layers and heads in "
+            "config.json, so some of it may lie elsewhere"
+        )
     return _raw(memory, model)
+
+
+def _fits(size: int, numbers: int, memory: Memory) -> bool:
+    """Whether a buffer holds that many numbers."""
+    if not numbers:
+        return False
+    return size == numbers * memory.item if memory.item else size % numbers == 0
 
 
 _Planes = dict[str, tuple[int, int]]  # role -> (offset in the block, bytes)
@@ -269,6 +290,7 @@ def _raw(memory: Memory, model: Model) -> Shape:
             for group in range(len(memory.groups))
         ),
         saves=True,
+        whole=True,
     )
 
 

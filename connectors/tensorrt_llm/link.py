@@ -21,11 +21,11 @@ from moonpool import _native
 from moonpool.connectors.tensorrt_llm import compat
 from moonpool.connectors.tensorrt_llm.identity import identity, model_folder, read_config
 from moonpool.connectors.tensorrt_llm.layout import Memory, Refused, Shape, model_of, shape_of
+from moonpool.connectors.tensorrt_llm.limits import Foreign, check
 from moonpool.connectors.tensorrt_llm.pool import Connection, Pool, Views
 from moonpool.connectors.tensorrt_llm.settings import Settings
 from moonpool.connectors.tensorrt_llm.staging import Mover, mover_for
 from moonpool.connectors.tensorrt_llm.tokens import Known
-from moonpool.core.errors import ConfigError
 from moonpool.core.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges, fingerprint
 
 LOADING_SHARE = 4  # a quarter of the staging slots is for loads
@@ -56,6 +56,7 @@ class Engine:
     table: _native.PartTable
     pool: Pool
     mark: bytes  # the fingerprint
+    foreign: Foreign
 
     def close(self) -> None:
         self.pool.close()
@@ -86,21 +87,29 @@ class Link:
 
     def join(self, read: Callable[[], Memory]) -> None:
         """The memory is known: connects. An engine that cannot use the pool says why in one sentence and
-        serves without it; with ``require_pool`` it raises."""
+        serves without it; with ``require_pool`` it raises. All ranks do one or the other: what rank 0
+        promises, all must load."""
+        engine, trouble = None, None
         try:
-            self.engine = self._join(read())
-        except (Refused, ConfigError, OSError) as error:
-            if self.settings.require_pool:
-                raise
-            self.log.warning("this engine serves without the pool: %s", error)
+            engine = self._join(read())
+        except Exception as error:  # of torch and of the engine's own objects, too
+            trouble = error
+        marks = compat.gather(None if engine is None else engine.mark)
+        if engine is not None and set(marks) != {engine.mark}:
+            engine.close()
+            trouble = Refused("another rank of this engine cannot use it, or has other files of the model")
+        if trouble is None:
+            self.engine = engine
+        elif self.settings.require_pool:
+            raise trouble
+        else:
+            self.log.warning("this engine serves without the pool: %s", trouble)
 
     def _join(self, memory: Memory) -> Engine:
         args, settings = self.args, self.settings
-        for name in ("pipeline_parallel_size", "context_parallel_size"):
-            if getattr(args, name, 1) > 1:
-                raise Refused(f"the pool does not know {name} above 1")
         folder = model_folder(args)
         config = read_config(folder)
+        check(args, folder, config, memory)
         backend = str(getattr(args, "attn_backend", ""))
         size = int(args.tensor_parallel_size)
         shape = shape_of(
@@ -127,7 +136,8 @@ class Link:
         table = _native.PartTable(
             [[(address + at, stride, size) for at, size in column.rows] for column in shape.columns]
         )
-        return Engine(shape, mover, range(loading), range(loading, slots), table, pool, mark)
+        foreign = Foreign.of(config)
+        return Engine(shape, mover, range(loading), range(loading, slots), table, pool, mark, foreign)
 
 
 def names(digests: bytes, ranges: tuple[Ranges, ...]) -> bytes:

@@ -10,7 +10,8 @@ Pages = tuple[tuple[int, ...], ...]  # by layer group, then by block; compat.NO_
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks that were promised to a parked request. digests: 32 bytes each, in the order of the pages."""
+    """Blocks that were promised to a parked request. digests: 32 bytes each, in the order of the pages; none
+    where the promise was taken back, and the engine still waits for its end."""
 
     request_id: int
     digests: bytes

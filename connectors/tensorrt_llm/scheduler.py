@@ -26,15 +26,17 @@ class MoonpoolScheduler(compat.Scheduler):
         self._link = Link.of(llm_args)
         self._block_tokens = int(llm_args.kv_cache_config.tokens_per_block)
         self._chains: dict[int, Chain] = {}
-        self._loads: list[Load] = []
+        self._loads: dict[int, Load] = {}  # that the workers have not heard of yet
+        self._loading: set[int] = set()  # requests that they have heard of, until they run
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """(tokens behind the computed ones that the pool has, whether they come later), and the latter
         always: the request is parked meanwhile. At least one token is left to compute."""
         try:
-            prompt = compat.prompt_of(request)
             self._forget(int(request.request_id))
-            if prompt is None:
+            prompt = compat.prompt_of(request)
+            engine = self._link.engine
+            if prompt is None or (engine is not None and engine.foreign.are_in(prompt.tokens)):
                 self._link.count["requests_left_out"] += 1
                 return 0, False
             chain = Chain(prompt.seed, self._block_tokens)
@@ -61,16 +63,17 @@ class MoonpoolScheduler(compat.Scheduler):
         request is in no SchedulerOutput. Pages that it has not got are not loaded."""
         request_id = int(request.request_id)
         offer = self._link.offers.get(request_id)
-        if offer is None or self._is_planned(request_id):
+        if offer is None:
             return
         last = min(offer.first + offer.blocks, *(len(ids) for ids in block_ids_by_layer_group))
         last = max(last, offer.first)
         digests = b"".join(self._chains[request_id].digests[offer.first : last])
         pages = tuple(tuple(ids[offer.first : last]) for ids in block_ids_by_layer_group)
-        self._loads.append(Load(request_id, digests, pages))
+        self._loads[request_id] = Load(request_id, digests, pages)
 
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
-        loads, self._loads = tuple(self._loads), []
+        loads, self._loads = tuple(self._loads.values()), {}
+        self._loading.update(load.request_id for load in loads)
         saves: list[Save] = []
         try:
             for data in scheduler_output.new_requests:
@@ -82,9 +85,13 @@ class MoonpoolScheduler(compat.Scheduler):
         return Plan(loads, tuple(saves))
 
     def request_finished(self, request: Any, cache_block_ids: Sequence[int]) -> bool:
-        """False: no page is needed any more, see staging.py."""
-        self._forget(int(request.request_id))
-        return False
+        """Whether the pages must be kept, until ``get_finished`` of all ranks has named the request: true for
+        one that was cancelled while it was parked, since a rank may be writing into them. A save needs no
+        page any more, see staging.py."""
+        request_id = int(request.request_id)
+        loading = request_id in self._loading or request_id in self._loads
+        self._forget(request_id)
+        return loading
 
     def request_finished_by_layer_group(
         self, request: Any, cache_block_ids_by_layer_group: Sequence[Sequence[int]]
@@ -112,7 +119,6 @@ class MoonpoolScheduler(compat.Scheduler):
             count["unanswered"] += 1
             engine.pool.failed(error)
             return None
-        engine.pool.answered()
         blocks = self._right(engine, views) // len(ranges)
         count["lookup_blocks"] += len(wanted)
         count["hit_blocks"] += blocks
@@ -132,10 +138,11 @@ class MoonpoolScheduler(compat.Scheduler):
     def _follow(self, data: Any, saves: list[Save], *, new: bool) -> None:
         """A request is part of the step: what the step makes full is saved."""
         request_id = int(data.request_id)
+        self._loading.discard(request_id)  # it runs, so it was loaded
         chain = self._chains.get(request_id)
         if chain is None:
             return
-        chain.offer = None  # it runs, so it was loaded
+        chain.offer = None
         if new:
             chain.pages = []
         elif self._link.settings.save_decode:
@@ -152,12 +159,13 @@ class MoonpoolScheduler(compat.Scheduler):
         chain.saved = full
 
     def _forget(self, request_id: int) -> None:
+        """The request has ended, or is asked for anew: its pages and what was promised are void. The engine
+        was told that it is loaded, so the workers still say that it is."""
         self._chains.pop(request_id, None)
-        if not self._is_planned(request_id):
-            self._link.offers.pop(request_id, None)
-
-    def _is_planned(self, request_id: int) -> bool:
-        return any(load.request_id == request_id for load in self._loads)
+        self._link.offers.pop(request_id, None)
+        self._loading.discard(request_id)
+        if request_id in self._loads:
+            self._loads[request_id] = Load(request_id, b"", ())
 
     def _survived(self, what: str, error: Exception) -> None:
         self._link.count["survived_errors"] += 1

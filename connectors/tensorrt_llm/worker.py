@@ -5,6 +5,7 @@ one for loads and one for saves; the executor's thread only hands them over and 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,6 +22,9 @@ from moonpool.connectors.tensorrt_llm.tokens import split
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.keys import BLOCK_NAME_BYTES, DIGEST_BYTES
 
+LOAD_DEADLINE_S = 10.0  # so long a rank asks for promised blocks before it gives the engine up
+ASK_AGAIN_S = 0.1
+
 
 class MoonpoolWorker(compat.Worker):
     """Made by TensorRT-LLM on every rank with its arguments. Raises ConfigError for options that are
@@ -30,10 +34,13 @@ class MoonpoolWorker(compat.Worker):
         super().__init__(llm_args)
         self._link = Link.of(llm_args)
         self._threads = ThreadPoolExecutor(1, "moonpool-load"), ThreadPoolExecutor(1, "moonpool-save")
-        self._lock = threading.Lock()
-        self._started: set[int] = set()
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # what follows, all of it request ids
+        self._running: set[int] = set()  # loads that write into pages, or will
+        self._started: set[int] = set()  # that the engine waits for
         self._loaded: set[int] = set()
-        self._failure: Exception | None = None
+        self._cancelled: set[int] = set()  # whose pages the engine wants back
+        self._failed: dict[int, Exception] = {}
         self._slots: tuple[Slots, Slots] | None = None  # for loads, for saves
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
@@ -53,10 +60,14 @@ class MoonpoolWorker(compat.Worker):
         self._metadata = Plan((), plan.saves)  # the engine may come again with the same one
         for load in plan.loads:
             offer = self._link.offers.pop(load.request_id, None)
-            if engine is None:
-                self._failure = Unavailable("blocks were promised to a rank without a pool", operation="load")
-                return
-            self._threads[0].submit(self._load, engine, load, offer, engine.mover.mark(stream))
+            if not load.digests:
+                self._ended(load.request_id)
+            elif engine is None:
+                self._ended(load.request_id, Unavailable("this rank has no pool", operation="load"))
+            else:
+                with self._lock:
+                    self._running.add(load.request_id)
+                self._threads[0].submit(self._load, engine, load, offer, engine.mover.mark(stream))
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """Nothing: a request runs when all of its layers are there."""
@@ -79,21 +90,33 @@ class MoonpoolWorker(compat.Worker):
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """(requests that nothing is saved of any more, requests that are loaded). Raises when promised blocks
-        could not be loaded: TensorRT-LLM has no other way to hear of it, and must not serve what is not
-        there.
+        """(cancelled requests whose pages nothing here writes into any more, requests that are loaded). When
+        promised blocks could not be loaded, the engine ends: TensorRT-LLM has no other way to hear of it, and
+        must not serve what is not there. With one rank that is an exception; more ranks wait for each other
+        right behind this call, so all of them are ended.
         """
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
             self._started.update(started_loading_req_ids)
-            done = self._started & self._loaded
-            self._started -= done
-            self._loaded -= done
-        return list(finished_gen_req_ids), sorted(done)
+            self._cancelled.update(finished_gen_req_ids)
+            for request_id in self._cancelled & self._failed.keys():  # nobody wants it any more
+                del self._failed[request_id]
+                self._loaded.add(request_id)
+            failure = next(iter(self._failed.values()), None)
+            loaded = self._started & self._loaded
+            self._started -= loaded
+            self._loaded -= loaded
+            free = self._cancelled - self._running
+            self._cancelled -= free
+        if failure is not None:
+            if int(self._llm_args.tensor_parallel_size) > 1:
+                self._link.log.error("promised blocks are not there, so all ranks end (%s)", failure)
+                compat.end_all_ranks()
+            raise failure
+        return sorted(free), sorted(loaded)
 
     def close(self) -> None:
         """For tests: an engine ends with its process."""
+        self._closing.set()
         for threads in self._threads:
             threads.shutdown()
         if self._link.engine is not None:
@@ -113,12 +136,18 @@ class MoonpoolWorker(compat.Worker):
     def _load(self, engine: Engine, load: Load, offer: Offer | None, mark: Any) -> None:
         try:
             self._link.count["loaded_blocks"] += self._move_in(engine, load, offer, mark)
-            with self._lock:
-                self._loaded.add(load.request_id)
+            self._ended(load.request_id)
         except Exception as error:  # said to the engine in get_finished
-            self._link.log.error("promised blocks of request %d were not loaded (%s)", load.request_id, error)
-            with self._lock:
-                self._failure = error
+            self._ended(load.request_id, error)
+
+    def _ended(self, request_id: int, error: Exception | None = None) -> None:
+        """A load; from now on nothing writes into the request's pages."""
+        with self._lock:
+            self._running.discard(request_id)
+            if error is None:
+                self._loaded.add(request_id)
+            else:
+                self._failed[request_id] = error
 
     def _move_in(self, engine: Engine, load: Load, offer: Offer | None, mark: Any) -> int:
         """Raises Error when not all of the blocks are there."""
@@ -154,13 +183,19 @@ class MoonpoolWorker(compat.Worker):
             return [offer.views[block * width + column] for block in range(blocks) for column in own]
         if not blocks:
             return []
-        connection = engine.pool.connection()
-        if connection is None:
-            raise Unavailable("the pool does not answer", operation="load")
-        views = connection.views(name_list(load.digests, ranges), len(ranges))
-        if len(views) < blocks * len(ranges):
-            raise Unavailable("the pool no longer has them", operation="load")
-        return views
+        wanted, deadline_s = name_list(load.digests, ranges), time.monotonic() + LOAD_DEADLINE_S
+        while True:  # whatever one answer was: the objects are held, and giving up costs the engine
+            try:
+                views = engine.pool.reach().views(wanted, len(ranges))
+                if len(views) == len(wanted):
+                    return views
+                error: Error = Unavailable("the pool does not have promised blocks", operation="load")
+            except Error as failure:
+                error = failure
+            with self._lock:
+                cancelled = load.request_id in self._cancelled
+            if cancelled or time.monotonic() > deadline_s or self._closing.wait(ASK_AGAIN_S):
+                raise error
 
     # Saves
 
@@ -233,8 +268,6 @@ class MoonpoolWorker(compat.Worker):
         if answer.refused:
             self._link.known.forget(split(digests))
             self._refused(answer.refused, answer.error)
-        else:
-            engine.pool.answered()
 
     def _unsaved(self, digests: bytes) -> None:
         self._link.count["unsaved_blocks"] += len(digests) // DIGEST_BYTES

@@ -59,7 +59,7 @@ def install(*, layout: str) -> None:
 
     names = {
         "tensorrt_llm": {},
-        "tensorrt_llm._utils": {"mpi_rank": lambda: RANK[0]},
+        "tensorrt_llm._utils": {"mpi_rank": lambda: RANK[0], "mpi_allgather": lambda value: [value]},
         "tensorrt_llm._torch": {},
         "tensorrt_llm._torch.pyexecutor": {},
     }
@@ -137,6 +137,7 @@ class Request:
     tokens: list[int]
     cache_salt: str | None = None
     lora_task_id: int | None = None
+    py_multimodal_data: Any = None
     is_generation_only_request: bool = False
     sampling_config: Any = field(default_factory=lambda: SimpleNamespace(beam_width=1))
     pages: list[list[int]] = field(default_factory=list)
@@ -172,9 +173,16 @@ class SchedulerOutput:
 
 
 def llm_args(
-    model: Path, *, tokens: int = 4, dtype: str = "auto", tp_size: int = 1, backend: str = "TRTLLM"
+    model: Path,
+    *,
+    tokens: int = 4,
+    dtype: str = "auto",
+    tp_size: int = 1,
+    backend: str = "TRTLLM",
+    more: dict[str, Any] | None = None,
 ) -> Any:
-    return SimpleNamespace(
+    """more: further arguments, those of kv_cache_config under "kv_cache"."""
+    args = SimpleNamespace(
         model=str(model),
         dtype="auto",
         load_format="auto",
@@ -184,11 +192,22 @@ def llm_args(
         kv_cache_config=SimpleNamespace(tokens_per_block=tokens, dtype=dtype),
         kv_connector_config=SimpleNamespace(server_url=None),
     )
+    further = dict(more or {})
+    vars(args.kv_cache_config).update(further.pop("kv_cache", {}))
+    vars(args).update(further)
+    return args
 
 
 def write_model(
-    folder: Path, *, heads: int = 8, layers: int = 3, head_dim: int = 4, weights: int = 1
+    folder: Path,
+    *,
+    heads: int = 8,
+    layers: int = 3,
+    head_dim: int = 4,
+    weights: int = 1,
+    more: dict[str, Any] | None = None,
 ) -> Path:
+    """more: further fields of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "num_hidden_layers": layers,
@@ -196,6 +215,7 @@ def write_model(
         "num_key_value_heads": heads,
         "head_dim": head_dim,
         "torch_dtype": "bfloat16",
+        **(more or {}),
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(bytes([weights]) * 4096)
@@ -226,6 +246,10 @@ class Engine:
         self.local = max(1, heads // args.tensor_parallel_size)
         self.free = [list(range(blocks - 1, -1, -1)) for _ in range(groups)]
         self.next_id = 1
+        self.finished: list[int] = []  # for the next get_finished
+        self.kept: dict[int, Request] = {}  # whose pages the connector still uses
+        self.done: dict[int, int] = {}  # loads, by how many ranks have named them
+        self.released: dict[int, int] = {}
         self.ranks = []
         self.scheduler: Any = None
         for rank in range(args.tensor_parallel_size):
@@ -393,16 +417,22 @@ class Engine:
         return self.poll([request.request_id for request in parked])
 
     def poll(self, started: list[int]) -> list[int]:
-        """get_finished of all ranks; what all have returned."""
+        """get_finished of all ranks; what all have returned. Frees the pages that were kept."""
+        finished, self.finished = self.finished, []
         for worker, _ in self.ranks:
-            saved, loaded = worker.get_finished([], started)
-            assert saved == []
-            self.done = getattr(self, "done", {})
-            for request_id in loaded:
-                self.done[request_id] = self.done.get(request_id, 0) + 1
-        ended = [request_id for request_id, ranks in self.done.items() if ranks == len(self.ranks)]
+            for done, ids in zip(
+                (self.released, self.done), worker.get_finished(list(finished), started), strict=True
+            ):
+                for request_id in ids:
+                    done[request_id] = done.get(request_id, 0) + 1
+        for request_id in self._by_all(self.released):
+            self._free(self.kept.pop(request_id))
+        return self._by_all(self.done)
+
+    def _by_all(self, done: dict[int, int]) -> list[int]:
+        ended = [request_id for request_id, ranks in done.items() if ranks == len(self.ranks)]
         for request_id in ended:
-            del self.done[request_id]
+            del done[request_id]
         return ended
 
     def finish(self, request: Request) -> None:
@@ -410,7 +440,13 @@ class Engine:
             asynchronous = self.scheduler.request_finished(request, list(request.pages[0]))
         else:
             asynchronous = self.scheduler.request_finished_by_layer_group(request, request.pages)
-        assert asynchronous is False
+        if asynchronous:
+            self.kept[request.request_id] = request
+            self.finished.append(request.request_id)
+        else:
+            self._free(request)
+
+    def _free(self, request: Request) -> None:
         for group, ids in enumerate(request.pages):
             for page in ids:
                 if page >= 0:

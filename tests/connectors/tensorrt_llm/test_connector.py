@@ -6,14 +6,18 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from typing import Any
 
 import pytest
 
 from moonpool import Store
+from moonpool.connectors.tensorrt_llm import compat, worker
 from moonpool.connectors.tensorrt_llm import pool as pools
-from moonpool.core.errors import ConfigError, Error, Unavailable
+from moonpool.core.errors import Error, Unavailable
 from moonpool.core.keys import block_digests, block_name
 from tests.connectors.tensorrt_llm.conftest import MIB, Make, Node
 from tests.connectors.tensorrt_llm.stub_engine import NO_PAGE, Engine
@@ -225,17 +229,20 @@ def test_long_prompts_go_through_little_staging(make: Make, node: Node) -> None:
 def test_no_node_at_start_and_later(
     make: Make, node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "REST_S", 0.0)
+    monkeypatch.setattr(pools, "REST_MAX_S", 0.02)
+    monkeypatch.setattr(pools, "REST_S", 0.02)
     engine = make()
     check(engine, PROMPT, 0)
     check(engine, [9] * 12, 0)
     assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1
     node.start()
+    until(lambda: _is_up(engine))
     check(engine, PROMPT, 0, on_device=22)  # what could not be saved is saved now
     check(make(), PROMPT, 20)
 
 
-def test_a_pool_that_is_silent_is_left_alone(make: Make, node: Node) -> None:
+def test_a_pool_that_is_silent_is_left_alone(make: Make, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "REST_S", 600.0)
     engine = make()
     check(engine, PROMPT, 0)
     node.start()
@@ -262,7 +269,8 @@ def test_a_wrong_token(
 
 def test_node_killed_after_the_promise(make: Make, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is promised is in the engine's hands: TensorRT-LLM could not be told of a loss any more."""
-    monkeypatch.setattr(pools, "REST_S", 0.0)
+    monkeypatch.setattr(pools, "REST_MAX_S", 0.02)
+    monkeypatch.setattr(pools, "REST_S", 0.02)
     node.start()
     first, second = make(), make()
     check(first, PROMPT, 0)
@@ -277,7 +285,7 @@ def test_node_killed_after_the_promise(make: Make, node: Node, monkeypatch: pyte
     second.flush()
     check(second, PROMPT, 0)  # and everything goes on without a pool
     node.start()
-    until(lambda: second.scheduler._link.engine.pool.connection() and _asks(second))
+    until(lambda: _asks(second))
     check(second, PROMPT, 0)
     check(first, PROMPT, 20)
 
@@ -287,6 +295,11 @@ def _asks(engine: Engine) -> bool:
     before = counts(engine)["unanswered"]
     engine.finish(engine.start([5] * 9))
     return bool(counts(engine)["unanswered"] == before)
+
+
+def _is_up(engine: Engine) -> bool:
+    """Whether the engine knows that the node is there."""
+    return engine.scheduler._link.engine.pool.connection() is not None
 
 
 def test_promised_blocks_cannot_be_evicted(make: Make, node: Node) -> None:
@@ -305,7 +318,8 @@ def test_promised_blocks_cannot_be_evicted(make: Make, node: Node) -> None:
 
 
 def test_node_killed_in_mid_store(make: Make, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "REST_S", 0.0)
+    monkeypatch.setattr(pools, "REST_MAX_S", 0.02)
+    monkeypatch.setattr(pools, "REST_S", 0.02)
     node.start()
     engine = make(chunk=8)
     request = engine.start(PROMPT)
@@ -358,7 +372,8 @@ def _room(engine: Engine) -> bool:
 def test_a_node_that_hangs_is_waited_for_once(
     make: Make, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "REST_S", 600.0)
+    """Others ask it meanwhile, and the executor hears when it answers."""
+    monkeypatch.setattr(pools, "REST_S", 0.02)
     node.start()
     first, second = make(), make()
     check(first, PROMPT, 0)
@@ -366,17 +381,51 @@ def test_a_node_that_hangs_is_waited_for_once(
     node.process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, node.process.pid, os.WSTOPPED | os.WNOWAIT)  # until it stands still
     try:
-        for _ in range(3):
-            matched, answer = second.run(PROMPT, until)
-            assert (matched, answer) == (0, second.expected(PROMPT))
-        assert counts(second)["lookups"] == 1  # the others came within REST_S
-        assert counts(second)["unanswered"] == 3
+        matched, answer = second.run(PROMPT, until)
+        assert (matched, answer) == (0, second.expected(PROMPT))
+        tries = count_tries(second, monkeypatch)
+        while tries() < 2:  # two times a second in which the node says nothing
+            second.finish(second.start(PROMPT))
+        assert counts(second)["lookups"] == 1
     finally:
         node.process.send_signal(signal.SIGCONT)
-    monkeypatch.setattr(pools, "REST_S", 0.0)
-    second.scheduler._link.engine.pool._next_s = 0.0  # REST_S is over
-    until(lambda: _asks(second))
+    until(lambda: _is_up(second))
     check(second, PROMPT, 20)
+
+
+def count_tries(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """How often the node was asked whether it is there, as far as the asking has come back."""
+    tries, ask = [0], pools.Connection.ask
+
+    def counted(connection: pools.Connection) -> None:
+        try:
+            ask(connection)
+        finally:
+            tries[0] += 1
+
+    monkeypatch.setattr(pools.Connection, "ask", counted)
+    return lambda: tries[0]
+
+
+def test_a_pool_that_stays_away_is_asked_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+
+    def dial() -> Any:
+        raise Unavailable("nobody there", operation="connect")
+
+    pool = pools.Pool(dial, address="a node", log=compat.Log())
+
+    class Closed(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            rests.append(timeout)
+            return len(rests) == 8
+
+    pool._closed = Closed()
+    pool.open(required=False)
+    assert pool.connection() is None
+    pool.close()
+    assert rests == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 
 def test_an_object_of_another_size_is_not_used(make: Make, node: Node) -> None:
@@ -391,27 +440,190 @@ def test_an_object_of_another_size_is_not_used(make: Make, node: Node) -> None:
     check(second, PROMPT, 8)
 
 
-def test_a_rank_that_cannot_load_stops_the_engine(make: Make, node: Node) -> None:
-    """Another rank's process has to ask the pool itself: what it does not get is never served."""
+class Ended(BaseException):
+    pass
+
+
+def test_a_rank_that_cannot_load_ends_all_ranks(
+    make: Make, node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another rank's process has to ask the pool itself: what it does not get is never served. The other
+    ranks wait for this one behind get_finished, so an exception would be no end."""
+
+    def end() -> None:
+        raise Ended
+
+    monkeypatch.setattr(compat, "end_all_ranks", end)
+    monkeypatch.setattr(worker, "LOAD_DEADLINE_S", 0.0)
     node.start()
     first, second = make(args={"tp_size": 2}), make(args={"tp_size": 2})
     check(first, PROMPT, 0)
     request = second.start(PROMPT)
     node.kill()
-    with pytest.raises(Error):
+    with pytest.raises(Ended):
         second.step([], [request]) or until(lambda: second.poll([]))
+    assert "all ranks end" in caplog.text
 
 
-def test_cancelled_while_parked(make: Make, node: Node) -> None:
+@pytest.mark.parametrize("mpi", [True, False])
+def test_the_end_of_all_ranks(mpi: bool) -> None:
+    told = """
+import os, sys, types
+from moonpool.connectors.tensorrt_llm import compat
+if sys.argv[1] == "True":
+    world = types.SimpleNamespace(Abort=lambda code: (print("abort", code, flush=True), os._exit(7)))
+    sys.modules["mpi4py.MPI"] = types.SimpleNamespace(COMM_WORLD=world)
+try:
+    compat.end_all_ranks()
+finally:
+    print("still here")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", told, str(mpi)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == ((7, "abort 1\n") if mpi else (1, "")), done.stderr
+
+
+def test_a_rank_outlives_a_pool_that_is_silent_for_a_moment(
+    make: Make, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it failed at before does not count, and one failed answer is no reason to give an engine up."""
+    monkeypatch.setattr(pools, "REST_S", 600.0)
+    node.start()
+    first, second = make(args={"tp_size": 2}), make(args={"tp_size": 2})
+    check(first, PROMPT, 0)
+    other = second.ranks[1][0]._link.engine.pool
+    other.failed("a save that took too long")
+    views, answers = pools.Connection.views, [0]
+
+    def some_views(connection: pools.Connection, names: Any, width: int) -> Any:
+        if connection is not other._connection:
+            return views(connection, names, width)
+        answers[0] += 1
+        if answers[0] == 1:
+            raise Unavailable("in this moment", operation="longest_prefix")
+        return [] if answers[0] == 2 else views(connection, names, width)
+
+    monkeypatch.setattr(pools.Connection, "views", some_views)
+    check(second, PROMPT, 20)
+    assert answers == [3]
+
+
+@pytest.mark.parametrize("others", [None, b"another fingerprint"])
+def test_ranks_use_the_pool_together_or_not_at_all(
+    make: Make, node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, others: Any
+) -> None:
+    node.start()
+    monkeypatch.setattr(compat, "gather", lambda value: [value, others])
+    engine = make()
+    check(engine, PROMPT, 0)
+    assert "another rank" in caplog.text
+    assert counts(engine)["lookups"] == 0
+    with pytest.raises(Exception, match="another rank"):
+        make({"require_pool": True})
+
+
+def test_a_rank_that_fails_says_so_before_it_raises(
+    make: Make, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the others wait for it."""
+    node.start()
+    said: list[Any] = []
+    monkeypatch.setattr(compat, "gather", lambda value: said.append(value) or [value])
+    with pytest.raises(Exception, match="pipeline_parallel_size"):
+        make({"require_pool": True}, args={"more": {"pipeline_parallel_size": 2}})
+    assert said == [None]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_cancelled_while_it_is_loaded(make: Make, node: Node, tp_size: int) -> None:
+    """Its pages are another request's only when no rank writes into them any more."""
+    node.start()
+    first, second = make(args={"tp_size": tp_size}), make(args={"tp_size": tp_size})
+    check(first, PROMPT, 0)
+    gate = threading.Event()
+    second.ranks[-1][0]._threads[0].submit(gate.wait, 60)
+    request = second.start(PROMPT)
+    loaded = second.step([], [request])
+    free = len(second.free[0])
+    second.finish(request)
+    other = second.start([9] * 23)
+    loaded += second.step([other])
+    assert loaded == []
+    assert len(second.free[0]) == free - 6  # those of the other
+    gate.set()
+    assert until(lambda: second.poll([])) == [request.request_id]
+    second.flush()
+    assert second.answer(other) == second.expected([9] * 23)
+    until(lambda: second.poll([]) or len(second.free[0]) == free)
+    assert not second.kept
+    second.finish(other)
+    assert not second.scheduler._chains
+    check(second, PROMPT, 20)
+
+
+def test_cancelled_before_it_is_loaded(make: Make, node: Node) -> None:
     node.start()
     first, second = make(), make()
     check(first, PROMPT, 0)
     request = second.start(PROMPT)
-    second.scheduler.request_finished(request, [])  # before the load has begun
-    loaded = second.step([], [request]) or until(lambda: second.poll([]))
-    assert loaded == [request.request_id]
+    second.finish(request)
+    assert second.step([], [request]) == [request.request_id]
+    second.flush()
+    assert counts(second)["loaded_blocks"] == 0
+    assert not second.kept
     assert not second.scheduler._link.offers
     assert not second.scheduler._chains
+
+
+def test_a_load_that_fails_after_its_request_was_cancelled(
+    make: Make, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody wants the blocks any more, so it is no reason to end the engine."""
+    node.start()
+    first, second = make(args={"tp_size": 2}), make(args={"tp_size": 2})
+    check(first, PROMPT, 0)
+    gate = threading.Event()
+    second.ranks[1][0]._threads[0].submit(gate.wait, 60)
+    request = second.start(PROMPT)
+    second.step([], [request])
+    second.finish(request)
+    second.poll([])
+    node.kill()
+    gate.set()
+    assert until(lambda: second.poll([])) == [request.request_id]
+    assert not second.kept
+    check(second, [9] * 12, 0)
+
+
+def test_a_request_that_is_asked_for_twice_in_a_step(make: Make, node: Node) -> None:
+    """The second time, the engine has more of it: what was planned the first time is void."""
+    node.start()
+    first, second = make(), make()
+    check(first, PROMPT, 0)
+    request = second.start(PROMPT)
+    matched, later = second.scheduler.get_num_new_matched_tokens(request, 8)
+    assert (matched, later) == (12, True)
+    second.free[0] += request.pages[0]
+    request.pages = [[second.free[0].pop(0) for _ in range(6)]]
+    second.compute(request, 0, 8)
+    second.scheduler.update_state_after_alloc(request, list(request.pages[0]))
+    loaded = second.step([], [request]) or until(lambda: second.poll([]))
+    assert loaded == [request.request_id]
+    assert counts(second)["loaded_blocks"] == 3
+    second.step([request])
+    assert second.answer(request) == second.expected(PROMPT)
+
+
+def test_a_promise_that_is_taken_back_still_ends(make: Make, node: Node) -> None:
+    """The engine waits for what it was told once."""
+    node.start()
+    first, second = make(), make()
+    check(first, PROMPT, 0)
+    request = second.start(PROMPT)
+    assert second.scheduler.get_num_new_matched_tokens(request, 22) == (0, False)
+    assert second.step([], [request]) == [request.request_id]
+    assert counts(second)["loaded_blocks"] == 0
 
 
 def test_a_request_that_never_runs_lets_go_of_its_promise(make: Make, node: Node) -> None:
@@ -421,7 +633,7 @@ def test_a_request_that_never_runs_lets_go_of_its_promise(make: Make, node: Node
     link = second.scheduler._link
     prompt = second.start(PROMPT)
     second.scheduler._loads.clear()  # as if it had had no pages yet
-    second.scheduler.request_finished(prompt, [])
+    assert second.scheduler.request_finished(prompt, []) is False
     assert not link.offers
 
 
@@ -430,25 +642,64 @@ def test_a_request_that_never_runs_lets_go_of_its_promise(make: Make, node: Node
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"model": "no/such-model"}, "cannot tell which weights"),
+        ({"enable_attention_dp": True}, "enable_attention_dp"),
     ],
 )
 def test_engines_that_cannot_use_the_pool_say_why(
     make: Make, node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     args: dict[str, Any], sentence: str,
 ) -> None:  # fmt: skip
-    from tests.connectors.tensorrt_llm import stub_engine
-
     node.start()
-    plain = stub_engine.llm_args
-
-    def altered(*given: Any, **more: Any) -> Any:
-        made = plain(*given, **more)
-        vars(made).update(args)
-        return made
-
-    monkeypatch.setattr(stub_engine, "llm_args", altered)
-    engine = make()
+    engine = make(args={"more": args})
     check(engine, PROMPT, 0)
     assert sentence in caplog.text
-    with pytest.raises((ConfigError, Exception), match=sentence):
-        make({"require_pool": True})
+    with pytest.raises(Exception, match=sentence):
+        make({"require_pool": True}, args={"more": args})
+
+
+def test_no_memory_for_staging(
+    make: Make, node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch says so with a RuntimeError."""
+
+    def mover_for(memory: Any, slots: int) -> Any:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr("moonpool.connectors.tensorrt_llm.link.mover_for", mover_for)
+    node.start()
+    check(make(), PROMPT, 0)
+    assert "out of memory" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model_kwargs": {"rope_theta": 1e6}},
+        {"kv_cache": {"sink_token_length": 4}},
+        {"kv_cache": {"max_attention_window": [4096]}, "max_seq_len": 2048},
+    ],
+    ids=["model_kwargs", "sink", "window"],
+)
+def test_arguments_that_change_the_numbers_tell_engines_apart(
+    make: Make, node: Node, more: dict[str, Any]
+) -> None:
+    node.start()
+    check(make(), PROMPT, 0)
+    check(make(args={"more": more}), PROMPT, 0)
+    check(make(args={"more": more}), PROMPT, 20)
+
+
+def test_prompts_with_images_are_left_out(make: Make, node: Node) -> None:
+    """By what they carry, and by the tokens that stand for images: not every version's requests carry it."""
+    node.start()
+    model = {"more": {"vision_config": {}, "image_token_id": 300, "vocab_size": 1000}}
+    engine = make(model=model)
+    check(engine, PROMPT, 0)
+    for tokens, fields in (
+        ([*PROMPT, 300, 1], {}),
+        ([*PROMPT, 1000, 1], {}),
+        (PROMPT, {"py_multimodal_data": {"image": 1}}),
+    ):
+        check(engine, tokens, 0, **fields)
+    assert counts(engine)["requests_left_out"] == 3
+    check(make(model=model), PROMPT, 20, py_multimodal_data={})

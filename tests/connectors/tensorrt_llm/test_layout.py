@@ -86,27 +86,49 @@ def test_latents_are_one_object_of_rank_0() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "tensor", "backend"),
+    ("config", "tensor"),
     [
-        (LLAMA, Tensor(10, 2, 2, 64), "FLASHINFER"),
-        (LLAMA, Tensor(10, 3, 2, 64), "TRTLLM"),  # the layers of a draft model, too
-        (LLAMA, Tensor(10, 2, 2, 72), "TRTLLM"),
-        (LLAMA, Tensor(10, 2, 1, 64), "TRTLLM"),
-        (LLAMA, Tensor(10, 256), "TRTLLM"),
-        ({**LLAMA, "num_key_value_heads": [2, 1]}, Tensor(10, 2, 2, 64), "TRTLLM"),
-        ({}, Tensor(10, 2, 2, 64), "TRTLLM"),
+        (LLAMA, Tensor(10, 2, 2, 32)),
+        (DEEPSEEK, Tensor(10, 2, 1, 64)),
     ],
 )
-def test_what_is_not_understood_is_stored_as_it_lies(
-    config: dict[str, Any], tensor: Tensor, backend: str
-) -> None:
-    memory = read_tensor(tensor, 4)
+def test_an_order_that_is_not_known_is_stored_as_it_lies(config: dict[str, Any], tensor: Tensor) -> None:
+    memory, backend = read_tensor(tensor, 4), "FLASHINFER"
     found = shape(config, memory, rank=1, size=2, backend=backend)
     assert found.form.startswith("tensorrt_llm raw ")
     assert [column.rows for column in found.columns] == [((0, memory.bytes_per_block),)]
     assert [column.ranges for column in found.columns] == [Ranges(0, 1, 1, 0, 0)]
     assert found.ranges == (Ranges(0, 0, 1, 0, 0), Ranges(0, 1, 1, 0, 0))
-    assert found.form != shape(config, memory, size=4, backend=backend).form
+    assert found.whole
+    assert found.form != shape(config, memory, rank=1, size=2).form
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor"),
+    [
+        (LLAMA, Tensor(10, 3, 2, 64)),  # the layers of a draft model, too
+        (LLAMA, Tensor(10, 1, 2, 64)),  # the other layer lies in another pool
+        (LLAMA, Tensor(10, 2, 2, 72)),
+        (LLAMA, Tensor(10, 2, 2, 128)),  # attention DP: all heads, twice what a rank has
+        (LLAMA, Tensor(10, 2, 2, 32)),
+        (LLAMA, Tensor(10, 2, 1, 64)),
+        (LLAMA, Tensor(10, 256)),
+        (DEEPSEEK, Tensor(10, 2, 1, 128)),
+        ({**LLAMA, "num_key_value_heads": [2, 1]}, Tensor(10, 2, 2, 64)),
+        ({}, Tensor(10, 2, 2, 64)),
+    ],
+)
+@pytest.mark.parametrize("backend", ["TRTLLM", "FLASHINFER"])
+def test_a_tensor_that_is_not_all_of_the_model_is_refused(
+    config: dict[str, Any], tensor: Tensor, backend: str
+) -> None:
+    with pytest.raises(Refused, match="elsewhere"):
+        shape(config, read_tensor(tensor, 4), backend=backend)
+
+
+def test_raw_forms_differ_by_how_the_engine_is_cut() -> None:
+    given = read_layout(layout([region(512, [0, 1], ["key", "scale"])]))
+    assert shape(LLAMA, given, rank=1, size=2).form != shape(LLAMA, given, size=4).form
 
 
 def test_blocks_with_gaps_inside_are_refused() -> None:
