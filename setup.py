@@ -115,6 +115,13 @@ class IncrementalBuild(build_ext):
         )
 
 
+def linking(name: str) -> list[str]:
+    """A C library says its name, so that programs look for it by that and not by a path of where they were
+    built; and it needs nothing that whoever loads it must have."""
+    last = name.rpartition(".")[2]
+    return [f"-Wl,-soname,{last}.so", "-Wl,--no-undefined"] if last.startswith("lib") else []
+
+
 def extension(name: str, sources: list[str]) -> Extension:
     # All with the same flags, so that they share objects.
     return Pybind11Extension(
@@ -124,7 +131,7 @@ def extension(name: str, sources: list[str]) -> Extension:
         depends=[*HEADERS, "setup.py"],
         cxx_std=20,  # with it come -fvisibility=hidden and -g0
         extra_compile_args=[*FLAGS, *(["-Werror"] if os.environ.get("MOONPOOL_WERROR") == "1" else [])],
-        extra_link_args=["-pthread"],
+        extra_link_args=["-pthread", *linking(name)],
     )
 
 

@@ -200,6 +200,92 @@ def test_without_a_chosen_token_it_stays_on_loopback(agent: Callable[..., Agent]
     assert agent("open", token="").address == "null"
 
 
+def test_a_token_file_that_is_none(agent: Callable[..., Agent], tmp_path: Path) -> None:
+    """A FIFO without a writer would be waited for."""
+    pipe = tmp_path / "token"
+    tmp_path.chmod(0o700)
+    os.mkfifo(pipe, 0o600)
+    nobody = agent("nobody", token="")
+    assert nobody.address == "null"
+    assert "is empty" in nobody.errors.read_text()
+
+
+def test_programs_need_the_library_by_its_name(program: Path) -> None:
+    """And not by a path of where they were linked."""
+    reader = shutil.which("readelf")
+    if reader is None:
+        pytest.skip("needs readelf")
+    for file, word in ((root() / "lib" / "libtransfer_engine.so", "SONAME"), (program, "NEEDED")):
+        said = subprocess.run([reader, "-dW", str(file)], capture_output=True, text=True, timeout=60).stdout
+        assert any(word in line and "[libtransfer_engine.so]" in line for line in said.splitlines())
+
+
+NO_THREADS = """
+import ctypes, os, resource, sys, threading
+library = ctypes.CDLL(sys.argv[1])
+create = library.createTransferEngine
+create.restype, create.argtypes = ctypes.c_void_p, [ctypes.c_char_p] * 3 + [ctypes.c_uint64, ctypes.c_int]
+library.openSegment.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+library.getLocalIpAndPort.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
+library.registerLocalMemory.argtypes = [
+    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_int]
+library.allocateBatchID.restype = ctypes.c_uint64
+library.allocateBatchID.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+library.submitTransfer.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t]
+library.getTransferStatus.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+library.destroyTransferEngine.argtypes = [ctypes.c_void_p]
+
+class Request(ctypes.Structure):
+    _fields_ = [("opcode", ctypes.c_int), ("source", ctypes.c_void_p), ("target", ctypes.c_int32),
+                ("offset", ctypes.c_uint64), ("length", ctypes.c_uint64)]
+
+class Status(ctypes.Structure):
+    _fields_ = [("status", ctypes.c_int), ("bytes", ctypes.c_uint64)]
+
+engine = create(b"P2PHANDSHAKE", b"127.0.0.1", b"", 0, 1)
+address = ctypes.create_string_buffer(64)
+assert library.getLocalIpAndPort(engine, address, 64) == 0
+size = 8 << 20
+memory = ctypes.create_string_buffer(b"x" * size, 2 * size)
+assert library.registerLocalMemory(engine, ctypes.addressof(memory), 2 * size, b"*", 1) == 0
+peer = library.openSegment(engine, address.value)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+if os.getuid() == 0:
+    os.setresuid(65534, 65534, 65534)  # root has no limits
+try:
+    threading.Thread(target=print).start()
+    print("this host does not limit threads")
+    sys.stdout.flush()
+    os._exit(0)
+except RuntimeError:
+    pass
+assert create(b"P2PHANDSHAKE", b"127.0.0.1", b"", 0, 1) is None
+batch = library.allocateBatchID(engine, 1)
+start = ctypes.addressof(memory)
+request = Request(1, start, peer, start + size, size)
+assert library.submitTransfer(engine, batch, ctypes.byref(request), 1) == 0
+status = Status(1, 0)
+while status.status == 1:
+    assert library.getTransferStatus(engine, batch, 0, ctypes.byref(status)) == 0
+assert (status.status, status.bytes) == (4, size), (status.status, status.bytes)
+assert memory.raw[size : 2 * size] == b"x" * size
+library.destroyTransferEngine(engine)
+print("ok")
+"""
+
+
+def test_a_host_that_allows_no_more_threads() -> None:
+    """An engine is refused with a sentence, what is there goes on, and no exception of C++ comes out."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_THREADS, str(root() / "lib" / "libtransfer_engine.so")],
+        env={**os.environ, "MOONPOOL_CLUSTER_TOKEN": TOKEN}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    if "does not limit" in done.stdout:
+        pytest.skip("threads cannot be limited here")
+    assert done.stdout == "ok\n", done.stderr
+    assert "cannot start a thread" in done.stderr
+
+
 def test_engines_of_python_speak_to_it(agent: Callable[..., Agent]) -> None:
     """Both sides of moonpool's own API and of the drop-in `mooncake` understand its messages."""
     generation = agent("gen")

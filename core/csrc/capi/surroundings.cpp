@@ -1,5 +1,6 @@
 #include "capi/surroundings.hpp"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -37,7 +38,7 @@ Result<std::string> checked(std::string token, const std::string& place) {
 
 Result<std::string> from_file(const std::string& path) {
     std::string place = "the cluster token file " + path;
-    Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // a FIFO would block
     if (file.get() < 0) return os_error("cannot read " + place);
     struct stat info {};
     if (::fstat(file.get(), &info) != 0) return os_error("cannot look at " + place);
@@ -111,6 +112,12 @@ Result<Token> cluster_token() {
                                               : from_file(chosen ? path : shared);
     if (!token) return token.error();
     return Token{std::move(*token), chosen};
+}
+
+bool is_loopback(const std::string& host) {
+    in_addr number{};
+    if (::inet_pton(AF_INET, host.c_str(), &number) == 1) return (ntohl(number.s_addr) >> 24) == 127;
+    return host == "localhost" || host == "::1";
 }
 
 Status check_memory(uint64_t address, uint64_t length) {

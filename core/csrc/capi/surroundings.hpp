@@ -18,6 +18,9 @@ struct Token {
 // on this host share: the same as Moonpool's Python finds.
 Result<Token> cluster_token();
 
+// Whether only this host reaches it: a number of the loopback network, or "localhost".
+bool is_loopback(const std::string& host);
+
 // Fails unless the CPU may read and write all of the range. The kernel is asked, since a caller's wrong
 // pointer, or one to a GPU, must not crash anybody.
 Status check_memory(uint64_t address, uint64_t length);

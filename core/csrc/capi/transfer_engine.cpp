@@ -3,7 +3,8 @@
 //
 // What TensorRT-LLM's agent does with the answers shapes them: it takes every status but WAITING, PENDING and
 // FAILED for success, so a transfer that was cancelled, or made no progress, is FAILED here; and it asks for
-// the status of each request in a loop, so an ended transfer is looked at once and kept.
+// the status of each request in a loop, so an ended transfer is looked at once and kept. Batches of transfers
+// that failed it never frees.
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,9 +13,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <span>
 #include <string>
@@ -42,15 +45,16 @@ constexpr int kOverlapped = -7;
 constexpr int kNoPeer = -102;
 constexpr int kInvalid = -600;
 constexpr size_t kBatchesMax = 65536;
+constexpr size_t kBatchesKept = 4096;  // the last ones, however they ended
 constexpr size_t kBatchRequestsMax = 1u << 20;
 constexpr auto kSayEvery = std::chrono::seconds(1);
 
-// One submit of a batch. `slices`: how its requests ended, once they have.
+// One submit of a batch. `done`: which of its requests went well, once it has ended.
 struct Submitted {
     std::optional<uint64_t> ticket;  // none: there were no bytes to move
     size_t first = 0;
     std::vector<uint64_t> lengths;
-    std::vector<SliceState> slices;
+    std::vector<bool> done;
     bool ended = false;
 };
 
@@ -58,6 +62,13 @@ struct Batch {
     size_t size = 0;
     size_t used = 0;
     std::vector<Submitted> submits;
+    bool refused = false;  // a submit was
+
+    // And its owner has heard of it.
+    bool ended() const {
+        return (refused || !submits.empty()) &&
+               std::all_of(submits.begin(), submits.end(), [](const Submitted& one) { return one.ended; });
+    }
 };
 
 class Handle {
@@ -82,18 +93,29 @@ class Handle {
    private:
     Batch* find(batch_id_t batch);
     Status look(Submitted& submitted);
+    void forget_old();
 
     std::shared_ptr<Engine> engine_;
     std::mutex mutex_;  // what follows
     std::map<batch_id_t, Batch> batches_;
     std::map<std::string, uint32_t> peers_;
     batch_id_t next_batch_ = 1;
+    size_t forget_at_ = kBatchesKept;  // batches
     std::mutex say_mutex_;
     std::chrono::steady_clock::time_point said_{};
 };
 
-void print(const std::string& what, const std::string& why) {
-    std::fprintf(stderr, "moonpool: %s: %s\n", what.c_str(), why.c_str());
+void print(const char* what, const char* why) { std::fprintf(stderr, "moonpool: %s: %s\n", what, why); }
+
+// What a function of the API answers: no C++ exception may reach a caller of C.
+template <class Body, class Answer>
+Answer guarded(const char* what, Answer failed, Body body) noexcept {
+    try {
+        return body();
+    } catch (const std::exception& error) {  // no memory, no threads
+        print(what, error.what());
+        return failed;
+    }
 }
 
 int Handle::say(int code, const std::string& what, const std::string& why) {
@@ -101,7 +123,7 @@ int Handle::say(int code, const std::string& what, const std::string& why) {
     auto now = std::chrono::steady_clock::now();
     if (now - said_ >= kSayEvery) {
         said_ = now;
-        print(what, why);
+        print(what.c_str(), why.c_str());
     }
     return code;
 }
@@ -115,14 +137,17 @@ int Handle::open(const std::string& name) {
     if (known) {
         if (engine_->segment(*known)) return static_cast<int>(*known);
         std::lock_guard lock(mutex_);  // another process is there by now, or nobody
-        (void)engine_->close_segment(*known);
-        peers_.erase(name);
+        if (auto found = peers_.find(name); found != peers_.end() && found->second == *known) {
+            (void)engine_->close_segment(*known);
+            peers_.erase(found);
+        }
     }
     Result<uint32_t> opened = engine_->open(name);
     if (!opened) return say(kNoPeer, "openSegment", opened.error().text);
     std::lock_guard lock(mutex_);
-    peers_[name] = *opened;
-    return static_cast<int>(*opened);
+    auto [place, first] = peers_.try_emplace(name, *opened);
+    if (!first) (void)engine_->close_segment(*opened);  // another thread was faster
+    return static_cast<int>(place->second);
 }
 
 int Handle::close_segment(segment_id_t segment) {
@@ -134,6 +159,7 @@ int Handle::close_segment(segment_id_t segment) {
 
 batch_id_t Handle::allocate(size_t size) {
     std::lock_guard lock(mutex_);
+    if (batches_.size() >= forget_at_) forget_old();
     if (size == 0 || size > kBatchRequestsMax || batches_.size() >= kBatchesMax) {
         say(kInvalid, "allocateBatchID",
             "a batch has 1 to " + std::to_string(kBatchRequestsMax) + " requests, and there are at most " +
@@ -142,6 +168,13 @@ batch_id_t Handle::allocate(size_t size) {
     }
     batches_[next_batch_].size = size;
     return next_batch_++;
+}
+
+void Handle::forget_old() {
+    std::erase_if(batches_, [this](const auto& one) {
+        return one.first + kBatchesKept < next_batch_ && one.second.ended();
+    });
+    forget_at_ = std::max(kBatchesKept, 2 * batches_.size());
 }
 
 Batch* Handle::find(batch_id_t batch) {
@@ -181,6 +214,8 @@ int Handle::submit(batch_id_t batch, std::span<const transfer_request_t> request
     if (requests.size() > found->size - found->used) {
         return say(kInvalid, "submitTransfer", "the batch has no room for so many requests");
     }
+    found->submits.reserve(found->submits.size() + 1);  // nothing may fail once it runs
+    found->refused = true;
     if (!slices.empty()) {
         TransferRequest request;
         request.segments = segments;
@@ -193,8 +228,10 @@ int Handle::submit(batch_id_t batch, std::span<const transfer_request_t> request
         Status told = engine_->notify(static_cast<uint32_t>(requests.front().target_id), *message);
         if (!told) return say(kFailed, "submitTransferWithNotify", told.error().text);
     }
+    found->refused = false;
     submitted.first = found->used;
     submitted.ended = !submitted.ticket;
+    submitted.done.assign(submitted.ended ? submitted.lengths.size() : 0, true);
     found->used += requests.size();
     found->submits.push_back(std::move(submitted));
     return 0;
@@ -209,7 +246,10 @@ Status Handle::look(Submitted& submitted) {
     Result<TicketStatus> status = engine_->status(*submitted.ticket);
     if (!status) return status.error();
     if (status->state != TicketState::kDone) say(0, "a transfer failed", status->failure.error.text);
-    submitted.slices = std::move(status->slices);
+    auto slice = status->slices.begin();
+    for (uint64_t length : submitted.lengths) {
+        submitted.done.push_back(length == 0 || *slice++ == SliceState::kDone);
+    }
     submitted.ended = true;
     return engine_->release(*submitted.ticket);
 }
@@ -222,13 +262,12 @@ int Handle::status(batch_id_t batch, size_t number, transfer_status_t& status) {
     for (Submitted& one : found->submits) {
         if (number < one.first || number - one.first >= one.lengths.size()) continue;
         if (Status looked = look(one); !looked) return say(kFailed, "getTransferStatus", looked.error().text);
-        size_t place = number - one.first, slice = 0;
         if (!one.ended) {
             status.status = STATUS_PENDING;
             return 0;
         }
-        for (size_t i = 0; i < place; ++i) slice += one.lengths[i] != 0;
-        bool done = one.lengths[place] == 0 || one.slices[slice] == SliceState::kDone;
+        size_t place = number - one.first;
+        bool done = one.done[place];
         status = {done ? STATUS_COMPLETED : STATUS_FAILED, done ? one.lengths[place] : 0};
         return 0;
     }
@@ -237,10 +276,6 @@ int Handle::status(batch_id_t batch, size_t number, transfer_status_t& status) {
 }
 
 Handle* handle_of(transfer_engine_t engine) { return static_cast<Handle*>(engine); }
-
-bool is_loopback(const std::string& host) {
-    return host == "localhost" || host == "::1" || host.starts_with("127.");
-}
 
 // "host:port" to listen at: the name, with the port given beside it where it has none.
 std::string listen_address(const std::string& name, uint64_t port) {
@@ -299,103 +334,141 @@ std::string given(const char* text) { return text == nullptr ? "" : text; }
 
 MOONPOOL_EXPORT transfer_engine_t createTransferEngine(const char* metadata, const char* local_server_name,
                                                        const char* ip, uint64_t port, int) {
-    auto engine = create(given(metadata), given(local_server_name), given(ip), port);
-    if (!engine) {
-        print("createTransferEngine", engine.error().text);
+    return guarded("createTransferEngine", transfer_engine_t{}, [&]() -> transfer_engine_t {
+        auto engine = create(given(metadata), given(local_server_name), given(ip), port);
+        if (engine) return new Handle(std::move(*engine));
+        print("createTransferEngine", engine.error().text.c_str());
         return nullptr;
-    }
-    return new Handle(std::move(*engine));
+    });
 }
 
-MOONPOOL_EXPORT void destroyTransferEngine(transfer_engine_t engine) { delete handle_of(engine); }
+MOONPOOL_EXPORT void destroyTransferEngine(transfer_engine_t engine) {
+    (void)guarded("destroyTransferEngine", 0, [&] {
+        delete handle_of(engine);
+        return 0;
+    });
+}
 
 MOONPOOL_EXPORT int getLocalIpAndPort(transfer_engine_t engine, char* buffer, size_t length) {
-    if (engine == nullptr || buffer == nullptr) return kInvalid;
-    const std::string& address = handle_of(engine)->engine().addresses().front();
-    if (address.size() >= length) return handle_of(engine)->say(kInvalid, "getLocalIpAndPort", "no room");
-    std::memcpy(buffer, address.c_str(), address.size() + 1);
-    return 0;
+    return guarded("getLocalIpAndPort", kFailed, [&] {
+        if (engine == nullptr || buffer == nullptr) return kInvalid;
+        const std::string& address = handle_of(engine)->engine().addresses().front();
+        if (address.size() >= length) return handle_of(engine)->say(kInvalid, "getLocalIpAndPort", "no room");
+        std::memcpy(buffer, address.c_str(), address.size() + 1);
+        return 0;
+    });
 }
 
 MOONPOOL_EXPORT int registerLocalMemory(transfer_engine_t engine, void* address, size_t length,
                                         const char* location, int) {
-    if (engine == nullptr) return kInvalid;
-    Handle& handle = *handle_of(engine);
-    uint64_t start = reinterpret_cast<uint64_t>(address);
-    if (Status checked = check_memory(start, length); !checked) {
-        return handle.say(kInvalid, "registerLocalMemory", checked.error().text);
-    }
-    std::string place = given(location);
-    Status done =
-        handle.engine().register_region(start, length, place.empty() || place == "*" ? "cpu:0" : place);
-    return done ? 0 : handle.say(kOverlapped, "registerLocalMemory", done.error().text);
+    return guarded("registerLocalMemory", kFailed, [&] {
+        if (engine == nullptr) return kInvalid;
+        Handle& handle = *handle_of(engine);
+        uint64_t start = reinterpret_cast<uint64_t>(address);
+        if (Status checked = check_memory(start, length); !checked) {
+            return handle.say(kInvalid, "registerLocalMemory", checked.error().text);
+        }
+        std::string place = given(location);
+        Status done =
+            handle.engine().register_region(start, length, place.empty() || place == "*" ? "cpu:0" : place);
+        return done ? 0 : handle.say(kOverlapped, "registerLocalMemory", done.error().text);
+    });
 }
 
 MOONPOOL_EXPORT int unregisterLocalMemory(transfer_engine_t engine, void* address) {
-    if (engine == nullptr) return kInvalid;
-    Status done = handle_of(engine)->engine().deregister_region(reinterpret_cast<uint64_t>(address));
-    return done ? 0 : handle_of(engine)->say(kNotRegistered, "unregisterLocalMemory", done.error().text);
+    return guarded("unregisterLocalMemory", kFailed, [&] {
+        if (engine == nullptr) return kInvalid;
+        Status done = handle_of(engine)->engine().deregister_region(reinterpret_cast<uint64_t>(address));
+        return done ? 0 : handle_of(engine)->say(kNotRegistered, "unregisterLocalMemory", done.error().text);
+    });
 }
 
 MOONPOOL_EXPORT segment_id_t openSegment(transfer_engine_t engine, const char* segment_name) {
-    return engine == nullptr || segment_name == nullptr ? kInvalid : handle_of(engine)->open(segment_name);
+    return guarded("openSegment", kFailed, [&] {
+        return engine == nullptr || segment_name == nullptr ? kInvalid
+                                                            : handle_of(engine)->open(segment_name);
+    });
 }
 
 MOONPOOL_EXPORT int closeSegment(transfer_engine_t engine, segment_id_t segment) {
-    return engine == nullptr ? kInvalid : handle_of(engine)->close_segment(segment);
+    return guarded("closeSegment", kFailed,
+                   [&] { return engine == nullptr ? kInvalid : handle_of(engine)->close_segment(segment); });
 }
 
 MOONPOOL_EXPORT batch_id_t allocateBatchID(transfer_engine_t engine, size_t size) {
-    return engine == nullptr ? INVALID_BATCH : handle_of(engine)->allocate(size);
+    return guarded("allocateBatchID", batch_id_t{INVALID_BATCH},
+                   [&] { return engine == nullptr ? INVALID_BATCH : handle_of(engine)->allocate(size); });
 }
 
 MOONPOOL_EXPORT int freeBatchID(transfer_engine_t engine, batch_id_t batch) {
-    return engine == nullptr ? kInvalid : handle_of(engine)->free_batch(batch);
+    return guarded("freeBatchID", kFailed,
+                   [&] { return engine == nullptr ? kInvalid : handle_of(engine)->free_batch(batch); });
 }
 
 MOONPOOL_EXPORT int submitTransfer(transfer_engine_t engine, batch_id_t batch, transfer_request_t* requests,
                                    size_t count) {
-    if (engine == nullptr || (requests == nullptr && count != 0)) return kInvalid;
-    return handle_of(engine)->submit(batch, {requests, count}, std::nullopt);
+    return guarded("submitTransfer", kFailed, [&] {
+        if (engine == nullptr || (requests == nullptr && count != 0)) return kInvalid;
+        return handle_of(engine)->submit(batch, {requests, count}, std::nullopt);
+    });
 }
 
 MOONPOOL_EXPORT int submitTransferWithNotify(transfer_engine_t engine, batch_id_t batch,
                                              transfer_request_t* requests, size_t count,
                                              notify_msg_t message) {
-    if (engine == nullptr || (requests == nullptr && count != 0)) return kInvalid;
-    return handle_of(engine)->submit(batch, {requests, count}, packed(message));
+    return guarded("submitTransferWithNotify", kFailed, [&] {
+        if (engine == nullptr || (requests == nullptr && count != 0)) return kInvalid;
+        return handle_of(engine)->submit(batch, {requests, count}, packed(message));
+    });
 }
 
 MOONPOOL_EXPORT int getTransferStatus(transfer_engine_t engine, batch_id_t batch, size_t number,
                                       transfer_status_t* status) {
-    if (engine == nullptr || status == nullptr) return kInvalid;
-    return handle_of(engine)->status(batch, number, *status);
+    return guarded("getTransferStatus", kFailed, [&] {
+        if (engine == nullptr || status == nullptr) return kInvalid;
+        return handle_of(engine)->status(batch, number, *status);
+    });
 }
 
 MOONPOOL_EXPORT int genNotifyInEngine(transfer_engine_t engine, segment_id_t target, notify_msg_t message) {
-    if (engine == nullptr) return kInvalid;
-    Status told = handle_of(engine)->engine().notify(static_cast<uint32_t>(target), packed(message));
-    return told ? 0 : handle_of(engine)->say(kFailed, "genNotifyInEngine", told.error().text);
+    return guarded("genNotifyInEngine", kFailed, [&] {
+        if (engine == nullptr) return kInvalid;
+        Status told = handle_of(engine)->engine().notify(static_cast<uint32_t>(target), packed(message));
+        return told ? 0 : handle_of(engine)->say(kFailed, "genNotifyInEngine", told.error().text);
+    });
 }
 
 MOONPOOL_EXPORT notify_msg_t* getNotifsFromEngine(transfer_engine_t engine, int* size) {
     if (size == nullptr) return nullptr;
-    *size = kInvalid;
-    if (engine == nullptr) return nullptr;
-    auto arrived = handle_of(engine)->engine().notifications();
-    if (!arrived) {
-        handle_of(engine)->say(kFailed, "getNotifsFromEngine", arrived.error().text);
-        *size = kFailed;
-        return nullptr;
-    }
-    *size = static_cast<int>(arrived->size());
-    if (arrived->empty()) return nullptr;
-    auto* messages = static_cast<notify_msg_t*>(std::calloc(arrived->size(), sizeof(notify_msg_t)));
-    for (size_t i = 0; messages != nullptr && i < arrived->size(); ++i) {
-        auto [name, text] = unpack_message((*arrived)[i].first, (*arrived)[i].second);
-        messages[i] = {copied(name), copied(text)};
-    }
-    return messages;
+    *size = kFailed;
+    return guarded("getNotifsFromEngine", static_cast<notify_msg_t*>(nullptr), [&]() -> notify_msg_t* {
+        if (engine == nullptr) {
+            *size = kInvalid;
+            return nullptr;
+        }
+        auto arrived = handle_of(engine)->engine().notifications();
+        if (!arrived) {
+            handle_of(engine)->say(kFailed, "getNotifsFromEngine", arrived.error().text);
+            return nullptr;
+        }
+        int count = static_cast<int>(arrived->size());
+        notify_msg_t* messages = nullptr;
+        if (count != 0) {
+            messages = static_cast<notify_msg_t*>(std::calloc(arrived->size(), sizeof(notify_msg_t)));
+            if (messages == nullptr) throw std::bad_alloc();
+        }
+        for (int i = 0; i < count; ++i) {
+            auto [name, text] = unpack_message((*arrived)[static_cast<size_t>(i)].first,
+                                               (*arrived)[static_cast<size_t>(i)].second);
+            messages[i] = {copied(name), copied(text)};
+            if (messages[i].name == nullptr || messages[i].msg == nullptr) {
+                freeNotifsMsgBuf(messages, i + 1);
+                throw std::bad_alloc();
+            }
+        }
+        *size = count;
+        return messages;
+    });
 }
 
 MOONPOOL_EXPORT void freeNotifsMsgBuf(notify_msg_t* messages, int size) {

@@ -7,6 +7,7 @@
 #include <sys/socket.h>
 
 #include <chrono>
+#include <system_error>
 
 #include "transport/transport.hpp"
 
@@ -44,7 +45,11 @@ Result<std::unique_ptr<Loop>> Loop::start(const char* name) {
     event.events = EPOLLIN;
     event.data.fd = loop->wake_.get();
     ::epoll_ctl(loop->epoll_.get(), EPOLL_CTL_ADD, loop->wake_.get(), &event);
-    loop->thread_ = std::thread([raw = loop.get()] { raw->run(); });
+    try {
+        loop->thread_ = std::thread([raw = loop.get()] { raw->run(); });
+    } catch (const std::system_error& error) {
+        return os_error("cannot start a thread", error.code().value());
+    }
     ::pthread_setname_np(loop->thread_.native_handle(), name);
     return loop;
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 
 namespace moonpool::transport {
 
@@ -25,10 +26,19 @@ void Workers::post(bool background, std::function<void()> function) {
     if (idle_ != 0) {
         work_.notify_one();
     } else if (threads_ < threads_max_) {
-        ++threads_;
-        std::thread thread([this] { run(); });
-        ::pthread_setname_np(thread.native_handle(), "moonpool-copy");
-        thread.detach();  // stop() waits for its end
+        try {
+            std::thread thread([this] { run(); });
+            ++threads_;
+            ::pthread_setname_np(thread.native_handle(), "moonpool-copy");
+            thread.detach();                  // stop() waits for its end
+        } catch (const std::system_error&) {  // the host allows no more; the threads that there are do it
+            if (threads_ != 0) return;
+            auto& queue = background ? background_ : foreground_;
+            std::function<void()> alone = std::move(queue.back());
+            queue.pop_back();
+            lock.unlock();
+            alone();
+        }
     }
 }
 

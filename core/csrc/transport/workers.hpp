@@ -21,7 +21,8 @@ class Workers {
     ~Workers() { stop(); }
     Workers(const Workers&) = delete;
 
-    // Runs it on a thread; at once on the caller's own after stop(), so that no function is lost.
+    // Runs it on a thread; at once on the caller's own after stop(), or when the host allows no thread at
+    // all, so that no function is lost.
     void post(bool background, std::function<void()> function);
     // Waits for all that was posted. Idempotent.
     void stop();

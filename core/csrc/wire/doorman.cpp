@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <system_error>
 
 #include "base/hmac.hpp"
 #include "wire/address.hpp"
@@ -93,8 +94,12 @@ Status Doorman::start() {
     watch(wake_.get());
     for (const auto& listener : listeners_) watch(listener->fd.get());
     stopping_ = false;
+    try {
+        thread_ = std::thread([this] { loop(); });
+    } catch (const std::system_error& error) {
+        return os_error("cannot start a thread", error.code().value());
+    }
     running_ = true;
-    thread_ = std::thread([this] { loop(); });
     return success();
 }
 

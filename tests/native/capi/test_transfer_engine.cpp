@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "capi/message.hpp"
+#include "capi/surroundings.hpp"
 #include "transfer_engine_c.h"
 
 namespace {
@@ -77,6 +78,41 @@ TEST_CASE("capi: several submits of one batch, threads that look at once, and a 
     REQUIRE(submitTransfer(here.self, batch, &whole, 1) == 0);
     CHECK(freeBatchID(here.self, batch) == 0);
     CHECK(unregisterLocalMemory(here.self, from.data()) == 0);
+}
+
+TEST_CASE("capi: batches of what failed are forgotten, and no others") {
+    Engine here, there;
+    std::vector<unsigned char> memory(4096);
+    REQUIRE(registerLocalMemory(here.self, memory.data(), memory.size(), "*", 1) == 0);
+    segment_id_t peer = openSegment(here.self, there.address.c_str());
+    batch_id_t unused = allocateBatchID(here.self, 1);
+    transfer_request_t request{OPCODE_READ, memory.data(), peer, 0, memory.size()};  // what nobody registered
+    transfer_status_t status;
+    batch_id_t unheard = allocateBatchID(here.self, 1);
+    REQUIRE(submitTransfer(here.self, unheard, &request, 1) == 0);
+    batch_id_t heard = allocateBatchID(here.self, 1);
+    REQUIRE(submitTransfer(here.self, heard, &request, 1) == 0);
+    CHECK(wait_for(here, heard, 0) == STATUS_FAILED);
+    transfer_request_t refused = request;
+    refused.target_id = 4711;
+    batch_id_t last = 0;
+    for (int i = 0; i < 70000; ++i) {  // more than there may be at a time; TensorRT-LLM frees none of them
+        last = allocateBatchID(here.self, 1);
+        REQUIRE(last != INVALID_BATCH);
+        REQUIRE(submitTransfer(here.self, last, &refused, 1) != 0);
+    }
+    CHECK(getTransferStatus(here.self, heard, 0, &status) != 0);
+    CHECK(wait_for(here, unheard, 0) == STATUS_FAILED);
+    CHECK(submitTransfer(here.self, unused, &request, 1) == 0);
+    CHECK(wait_for(here, unused, 0) == STATUS_FAILED);
+    CHECK(freeBatchID(here.self, last) == 0);
+}
+
+TEST_CASE("capi: which hosts are this one") {
+    using moonpool::capi::is_loopback;
+    for (const char* host : {"127.0.0.1", "127.9.9.9", "localhost", "::1"}) CHECK(is_loopback(host));
+    for (const char* host : {"127.example.org", "128.0.0.1", "127.1", "", "::2"})
+        CHECK_FALSE(is_loopback(host));
 }
 
 TEST_CASE("capi: messages keep every length, and strangers' bytes are text of the peer") {

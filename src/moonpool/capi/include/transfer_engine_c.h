@@ -2,7 +2,7 @@
  * transceiver calls (cache_transceiver_config: {backend: MOONCAKE}). Written from those calls.
  *
  * Engines find each other by address ("P2PHANDSHAKE"); nothing else runs. Functions give 0, or a negative code
- * after one sentence on stderr. Any thread may call. docs/tensorrt_llm.md is the manual.
+ * after one sentence on stderr. Any thread may call, until destroyTransferEngine is called. docs/tensorrt_llm.md is the manual.
  */
 #ifndef MOONPOOL_TRANSFER_ENGINE_C_H
 #define MOONPOOL_TRANSFER_ENGINE_C_H
@@ -69,7 +69,8 @@ segment_id_t openSegment(transfer_engine_t engine, const char* segment_name);
 int closeSegment(transfer_engine_t engine, segment_id_t segment);
 
 /* A batch takes `size` requests, however many submits bring them; a request's number is its place among them.
- * Freeing a batch cancels what of it still runs. */
+ * Freeing a batch cancels what of it still runs: bytes of it may move for a second after that. Of batches that
+ * ended, and whose end was told, the last 4096 are kept when nobody frees them. */
 batch_id_t allocateBatchID(transfer_engine_t engine, size_t size);
 int freeBatchID(transfer_engine_t engine, batch_id_t batch);
 
