@@ -1,7 +1,7 @@
 // The binary interface between NIXL and its backend plugins, version 1 of it, as the wheel of 1.5.1 has it.
 // The wheel ships no headers, so these are declarations of our own, with the wheel's names and order: of what
 // NIXL calls (virtual functions) and of what it looks into (members). docs/nixl.md says how they were checked
-// against the wheel's own plugins. Whatever differs from it shows in the version that NIXL asks a plugin for.
+// against the wheel's own plugins. Other NIXLs have the same version 1 and other classes: host.hpp.
 #pragma once
 
 #include <chrono>

@@ -1,7 +1,12 @@
 // The NIXL backend MOONPOOL: NIXL's agents move bytes of host memory over the transfer engine. What NIXL asks
 // for is what Engine has: registered regions, peers by address, transfers that run by themselves, messages
 // behind the data. NIXL carries the addresses from agent to agent, as "connection info".
+//
+// NIXL catches no exceptions, so each function that it calls does (`guarded`).
+#include "nixl/plugin.hpp"
+
 #include <cstdio>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -11,6 +16,7 @@
 #include "capi/surroundings.hpp"
 #include "engine/engine.hpp"
 #include "nixl/abi.hpp"
+#include "nixl/host.hpp"
 #include "wire/address.hpp"
 
 namespace moonpool::nixl {
@@ -28,26 +34,34 @@ NixlStatus say(NixlStatus status, const std::string& what, const Error& error) {
     return status;
 }
 
+template <class Body>
+NixlStatus guarded(const char* what, Body body) noexcept {
+    try {
+        return body();
+    } catch (const std::exception& error) {  // no memory, no threads
+        std::fprintf(stderr, "moonpool: %s: %s\n", what, error.what());
+        return kNixlBackendError;
+    }
+}
+
 struct Region final : NixlMetadata {
     explicit Region(uint64_t start) : NixlMetadata(true), address(start) {}
     uint64_t address;  // 0: a peer's, of which the address in each descriptor says all
 };
 
 struct Transfer final : NixlRequest {
+    std::string agent;
+    uint32_t segment = 0;
     std::optional<uint64_t> ticket;
     NixlStatus ended = kNixlSuccess;
 };
-
-bool is_loopback(const std::string& host) {
-    return host == "localhost" || host == "::1" || host.starts_with("127.");
-}
 
 Result<std::shared_ptr<Engine>> open_engine(const NixlSetup& setup) {
     auto given = setup.params->find(kListen);
     std::string listen = given == setup.params->end() ? kLoopback : given->second;
     Result<capi::Token> token = capi::cluster_token();
     if (!token) return token.error();
-    if (!token->chosen && !is_loopback(host_of(listen))) {
+    if (!token->chosen && !capi::is_loopback(host_of(listen))) {
         return Error{Code::kAuth, "listen = " + listen +
                                       " can be reached from other hosts, which needs a cluster token: set "
                                       "MOONPOOL_CLUSTER_TOKEN_FILE"};
@@ -82,32 +96,41 @@ class Backend final : public NixlEngine {
 
     NixlStatus register_memory(const NixlNamedRange& range, const NixlMemory& memory,
                                NixlMetadata*& out) override {
-        if (memory != kNixlDram) return kNixlNotSupported;
-        if (Status checked = capi::check_memory(range.address, range.length); !checked) {
-            return say(kNixlInvalid, "registerMem", checked.error());
-        }
-        Status done = engine_->register_region(range.address, range.length, "cpu:0");
-        if (!done) return say(kNixlInvalid, "registerMem", done.error());
-        out = new Region(range.address);
-        return kNixlSuccess;
+        return guarded("registerMem", [&] {
+            if (memory != kNixlDram) return kNixlNotSupported;
+            if (Status checked = capi::check_memory(range.address, range.length); !checked) {
+                return say(kNixlInvalid, "registerMem", checked.error());
+            }
+            auto region = std::make_unique<Region>(range.address);
+            Status done = engine_->register_region(range.address, range.length, "cpu:0");
+            if (!done) return say(kNixlInvalid, "registerMem", done.error());
+            out = region.release();
+            return kNixlSuccess;
+        });
     }
     NixlStatus deregister_memory(NixlMetadata* metadata) override {
-        std::unique_ptr<Region> region(static_cast<Region*>(metadata));
-        Status done = engine_->deregister_region(region->address);
-        return done ? kNixlSuccess : say(kNixlBackendError, "deregisterMem", done.error());
+        return guarded("deregisterMem", [&] {
+            std::unique_ptr<Region> region(static_cast<Region*>(metadata));
+            Status done = engine_->deregister_region(region->address);
+            return done ? kNixlSuccess : say(kNixlBackendError, "deregisterMem", done.error());
+        });
     }
 
     NixlStatus connect(const std::string& agent) override {
-        Result<uint32_t> segment = segment_of(agent);
-        return segment ? kNixlSuccess : say(kNixlDisconnected, "connect " + agent, segment.error());
+        return guarded("connect", [&] {
+            Result<uint32_t> segment = segment_of(agent);
+            return segment ? kNixlSuccess : say(kNixlDisconnected, "connect " + agent, segment.error());
+        });
     }
     NixlStatus disconnect(const std::string& agent) override {
-        std::lock_guard lock(mutex_);
-        auto found = peers_.find(agent);
-        if (found == peers_.end()) return kNixlNotFound;
-        if (found->second.segment) (void)engine_->close_segment(*found->second.segment);
-        if (agent != agent_) peers_.erase(found);
-        return kNixlSuccess;
+        return guarded("disconnect", [&] {
+            std::lock_guard lock(mutex_);
+            auto found = peers_.find(agent);
+            if (found == peers_.end()) return kNixlNotFound;
+            drop(found->second);
+            if (agent != agent_) peers_.erase(found);
+            return kNixlSuccess;
+        });
     }
     NixlStatus unload(NixlMetadata* metadata) override {
         if (auto* region = static_cast<Region*>(metadata); region->address == 0) delete region;
@@ -116,18 +139,28 @@ class Backend final : public NixlEngine {
 
     NixlStatus prepare(const NixlOperation&, const NixlRanges& local, const NixlRanges& remote,
                        const std::string&, NixlRequest*& request, const NixlOptions*) const override {
-        if (local.items.size() != remote.items.size()) return kNixlInvalid;
-        request = new Transfer();
-        return kNixlSuccess;
+        return guarded("prepXfer", [&] {
+            if (local.items.size() != remote.items.size()) return kNixlInvalid;
+            request = new Transfer();
+            return kNixlSuccess;
+        });
     }
     NixlStatus post(const NixlOperation& operation, const NixlRanges& local, const NixlRanges& remote,
                     const std::string& agent, NixlRequest*& request,
-                    const NixlOptions* options) const override;
-    NixlStatus check(NixlRequest* request) const override;
+                    const NixlOptions* options) const override {
+        return guarded("postXfer", [&] {
+            return start(operation, local, remote, agent, static_cast<Transfer&>(*request), options);
+        });
+    }
+    NixlStatus check(NixlRequest* request) const override {
+        return guarded("checkXfer", [&] { return look(static_cast<Transfer&>(*request)); });
+    }
     NixlStatus release(NixlRequest* request) const override {
-        std::unique_ptr<Transfer> transfer(static_cast<Transfer*>(request));
-        if (transfer->ticket) (void)engine_->release(*transfer->ticket);
-        return kNixlSuccess;
+        return guarded("releaseReqH", [&] {
+            std::unique_ptr<Transfer> transfer(static_cast<Transfer*>(request));
+            if (transfer->ticket) (void)engine_->release(*transfer->ticket);
+            return kNixlSuccess;
+        });
     }
 
     NixlStatus public_data(const NixlMetadata*, std::string& out) const override {
@@ -135,24 +168,27 @@ class Backend final : public NixlEngine {
         return kNixlSuccess;
     }
     NixlStatus connection_info(std::string& out) const override {
-        out = engine_->addresses().front();
-        return kNixlSuccess;
+        return guarded("getConnInfo", [&] {
+            out = engine_->addresses().front();
+            return kNixlSuccess;
+        });
     }
     NixlStatus load_connection(const std::string& agent, const std::string& info) override {
-        std::lock_guard lock(mutex_);
-        Peer& peer = peers_[agent];
-        if (peer.segment && peer.address != info) {  // another process of that name
-            (void)engine_->close_segment(*peer.segment);
-            peer.segment.reset();
-        }
-        peer.address = info;
-        return kNixlSuccess;
+        return guarded("loadRemoteConnInfo", [&] {
+            std::lock_guard lock(mutex_);
+            Peer& peer = peers_[agent];
+            drop(peer);  // it may be another process of that name, at the same address, too
+            peer.address = info;
+            return kNixlSuccess;
+        });
     }
     NixlStatus load_remote(const NixlNamedRange&, const NixlMemory& memory, const std::string&,
                            NixlMetadata*& out) override {
-        if (memory != kNixlDram) return kNixlNotSupported;
-        out = new Region(0);
-        return kNixlSuccess;
+        return guarded("loadRemoteMD", [&] {
+            if (memory != kNixlDram) return kNixlNotSupported;
+            out = new Region(0);
+            return kNixlSuccess;
+        });
     }
     NixlStatus load_local(NixlMetadata* metadata, NixlMetadata*& out) override {
         out = metadata;
@@ -160,16 +196,22 @@ class Backend final : public NixlEngine {
     }
 
     NixlStatus messages(NixlMessages& out) override {
-        auto arrived = engine_->notifications();
-        if (!arrived) return say(kNixlBackendError, "getNotifs", arrived.error());
-        for (auto& one : *arrived) out.push_back(std::move(one));
-        return kNixlSuccess;
+        return guarded("getNotifs", [&] {
+            auto arrived = engine_->notifications();
+            if (!arrived) return say(kNixlBackendError, "getNotifs", arrived.error());
+            for (auto& one : *arrived) out.push_back(std::move(one));
+            return kNixlSuccess;
+        });
     }
     NixlStatus send_message(const std::string& agent, const std::string& message) const override {
-        Result<uint32_t> segment = segment_of(agent);
-        if (!segment) return say(kNixlDisconnected, "genNotif", segment.error());
-        Status told = engine_->notify(*segment, message);
-        return told ? kNixlSuccess : say(kNixlDisconnected, "genNotif", told.error());
+        return guarded("genNotif", [&] {
+            Result<uint32_t> segment = segment_of(agent);
+            if (!segment) return say(kNixlDisconnected, "genNotif", segment.error());
+            Status told = engine_->notify(*segment, message);
+            if (told) return kNixlSuccess;
+            lost(agent, *segment);
+            return say(kNixlDisconnected, "genNotif", told.error());
+        });
     }
 
    private:
@@ -178,73 +220,107 @@ class Backend final : public NixlEngine {
         std::optional<uint32_t> segment;
     };
 
-    Result<uint32_t> segment_of(const std::string& agent) const {
+    Result<uint32_t> segment_of(const std::string& agent) const;
+    void drop(Peer& peer) const {
+        if (peer.segment) (void)engine_->close_segment(*peer.segment);
+        peer.segment.reset();
+    }
+    // A peer did not answer: the next one who wants it dials again.
+    void lost(const std::string& agent, uint32_t segment) const {
         std::lock_guard lock(mutex_);
         auto found = peers_.find(agent);
-        if (found == peers_.end())
-            return Error{Code::kInvalidArgument, "the agent " + agent + " is not known"};
-        if (!found->second.segment) {
-            Result<uint32_t> opened = engine_->open(found->second.address);
-            if (!opened) return opened.error();
-            found->second.segment = *opened;
-        }
-        return *found->second.segment;
+        if (found != peers_.end() && found->second.segment == segment) drop(found->second);
     }
+    NixlStatus start(const NixlOperation& operation, const NixlRanges& local, const NixlRanges& remote,
+                     const std::string& agent, Transfer& transfer, const NixlOptions* options) const;
+    NixlStatus look(Transfer& transfer) const;
 
     std::shared_ptr<Engine> engine_;
     mutable std::mutex mutex_;
     mutable std::map<std::string, Peer> peers_;
 };
 
-NixlStatus Backend::post(const NixlOperation& operation, const NixlRanges& local, const NixlRanges& remote,
-                         const std::string& agent, NixlRequest*& request, const NixlOptions* options) const {
-    auto* transfer = static_cast<Transfer*>(request);
-    if (transfer->ticket) {  // posted again
-        (void)engine_->release(*transfer->ticket);
-        transfer->ticket.reset();
+// Dials without the lock: a peer that hangs must not stop the others.
+Result<uint32_t> Backend::segment_of(const std::string& agent) const {
+    std::unique_lock lock(mutex_);
+    auto found = peers_.find(agent);
+    if (found == peers_.end()) return Error{Code::kInvalidArgument, "the agent " + agent + " is not known"};
+    if (found->second.segment) return *found->second.segment;
+    std::string address = found->second.address;
+    lock.unlock();
+    Result<uint32_t> opened = engine_->open(address);
+    if (!opened) return opened.error();
+    lock.lock();
+    found = peers_.find(agent);
+    bool same = found != peers_.end() && found->second.address == address;
+    if (same && !found->second.segment) return *(found->second.segment = *opened);
+    (void)engine_->close_segment(*opened);  // another thread was faster, or it was told of another address
+    if (same) return *found->second.segment;
+    return Error{Code::kUnavailable, "the agent " + agent + " is another by now"};
+}
+
+NixlStatus Backend::start(const NixlOperation& operation, const NixlRanges& local, const NixlRanges& remote,
+                          const std::string& agent, Transfer& transfer, const NixlOptions* options) const {
+    if (transfer.ticket) {  // posted again
+        (void)engine_->release(*transfer.ticket);
+        transfer.ticket.reset();
     }
+    transfer.ended = kNixlBackendError;  // until it is known better
     Result<uint32_t> segment = segment_of(agent);
-    if (!segment) return say(kNixlDisconnected, "postXfer", segment.error());
+    if (!segment) return transfer.ended = say(kNixlDisconnected, "postXfer", segment.error());
     std::vector<Slice> slices;
     slices.reserve(local.items.size());
     for (size_t i = 0; i < local.items.size(); ++i) {
-        if (local.items[i].length != remote.items[i].length) return kNixlInvalid;
+        if (local.items[i].length != remote.items[i].length) return transfer.ended = kNixlInvalid;
         if (local.items[i].length == 0) continue;
         slices.push_back({local.items[i].address, remote.items[i].address, local.items[i].length,
                           operation == kNixlRead ? Direction::kRead : Direction::kWrite});
     }
     bool tells = options != nullptr && options->has_message;
-    if (slices.empty()) return tells ? send_message(agent, options->message) : kNixlSuccess;
+    if (slices.empty()) {
+        return transfer.ended = tells ? send_message(agent, options->message) : kNixlSuccess;
+    }
     TransferRequest moved;
     moved.segments = {&*segment, 1};
     moved.slices = slices;
     if (tells) moved.notify = options->message;
+    transfer.agent = agent;
+    transfer.segment = *segment;
     Result<uint64_t> ticket = engine_->submit(moved);
-    if (!ticket) return say(kNixlBackendError, "postXfer", ticket.error());
-    transfer->ticket = *ticket;
-    return check(request);
+    if (!ticket) return transfer.ended = say(kNixlBackendError, "postXfer", ticket.error());
+    transfer.ticket = *ticket;
+    return look(transfer);
 }
 
-NixlStatus Backend::check(NixlRequest* request) const {
-    auto* transfer = static_cast<Transfer*>(request);
-    if (!transfer->ticket) return transfer->ended;
-    Result<bool> ended = engine_->wait(*transfer->ticket, 0);
+NixlStatus Backend::look(Transfer& transfer) const {
+    if (!transfer.ticket) return transfer.ended;
+    Result<bool> ended = engine_->wait(*transfer.ticket, 0);
     if (!ended) return say(kNixlBackendError, "checkXfer", ended.error());
     if (!*ended) return kNixlInProgress;
-    Result<TicketStatus> status = engine_->status(*transfer->ticket);
-    (void)engine_->release(*transfer->ticket);
-    transfer->ticket.reset();
-    transfer->ended = kNixlSuccess;
+    Result<TicketStatus> status = engine_->status(*transfer.ticket);
+    (void)engine_->release(*transfer.ticket);
+    transfer.ticket.reset();
+    transfer.ended = kNixlSuccess;
     if (!status || status->state != TicketState::kDone) {
-        transfer->ended =
+        lost(transfer.agent, transfer.segment);
+        transfer.ended =
             say(kNixlDisconnected, "a transfer", status ? status->failure.error : status.error());
     }
-    return transfer->ended;
+    return transfer.ended;
+}
+
+NixlEngine* create(const NixlSetup* setup) {
+    Backend* backend = nullptr;
+    (void)guarded("the backend MOONPOOL", [&] {
+        backend = new Backend(*setup);
+        return kNixlSuccess;
+    });
+    return backend;  // none: NIXL says that it cannot be made
 }
 
 NixlPlugin plugin{
     kNixlPluginApi,
-    [](const NixlSetup* setup) -> NixlEngine* { return new Backend(*setup); },
+    create,
     [](NixlEngine* engine) { delete engine; },
     [] { return "MOONPOOL"; },
     [] { return "0.1.0"; },
@@ -256,10 +332,21 @@ NixlPlugin plugin{
 
 }  // namespace
 
+NixlPlugin* plugin_for(const Status& host) {
+    if (host) return &plugin;
+    say(kNixlNotSupported, "the backend MOONPOOL", host.error());
+    return nullptr;
+}
+
 }  // namespace moonpool::nixl
 
 extern "C" __attribute__((visibility("default"))) NixlPlugin* nixl_plugin_init() {
-    return &moonpool::nixl::plugin;
+    NixlPlugin* plugin = nullptr;
+    (void)moonpool::nixl::guarded("the backend MOONPOOL", [&] {
+        plugin = moonpool::nixl::plugin_for(moonpool::nixl::check_loaded());
+        return kNixlSuccess;
+    });
+    return plugin;
 }
 
 extern "C" __attribute__((visibility("default"))) void nixl_plugin_fini() {}

@@ -1,0 +1,80 @@
+"""Which NIXLs the plugin lets itself be loaded by: libraries that export what NIXL's does, or not quite."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moonpool.capi import root
+
+ROOT = Path(__file__).parents[2]
+COMPILER = shutil.which(os.environ.get("CXX", "g++").split()[-1])
+PYTHON = os.environ.get("MOONPOOL_NIXL_PYTHON")
+PLUGIN = root() / "nixl" / "libplugin_MOONPOOL.so"
+LOAD = """
+import ctypes, sys
+for library in sys.argv[2:]:
+    ctypes.CDLL(library)
+start = ctypes.CDLL(sys.argv[1]).nixl_plugin_init
+start.restype = ctypes.c_void_p
+print("taken" if start() else "refused")
+"""
+
+
+def load(*libraries: Path, python: str = sys.executable) -> tuple[str, str]:
+    done = subprocess.run(
+        [python, "-c", LOAD, str(PLUGIN), *map(str, libraries)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return done.stdout.strip(), done.stderr
+
+
+def needed() -> list[str]:
+    """The names in host.cpp, as its compiler sees them."""
+    text = (ROOT / "core/csrc/nixl/host.cpp").read_text()
+    string = re.search(r'#define STRING "(\w+)"', text)
+    assert string is not None
+    table = text[text.index("kNeeded{") : text.index("kOthers{")].replace("STRING", f'"{string[1]}"')
+    table = re.sub(r'"\s*"', "", table)
+    return re.findall(r'"(_ZN\w+)"', table)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("change", ["none", "without the last", "with a function of another"])
+def test_a_library_that_is_nixl_or_not(tmp_path: Path, change: str) -> None:
+    names = needed()
+    assert len(names) == 9
+    if change == "without the last":
+        names.pop()
+    elif change == "with a function of another":
+        names.append("_ZNK17nixlBackendEngine16getGpuSignalSizeERm")
+    source, library = tmp_path / "nixl.cpp", tmp_path / "libnixl.so"
+    source.write_text("".join(f'extern "C" void {name}() {{}}\n' for name in names))
+    assert COMPILER is not None
+    subprocess.run([COMPILER, "-shared", "-fPIC", str(source), "-o", str(library)], check=True, timeout=60)
+    said, why = load(library)
+    assert said == ("taken" if change == "none" else "refused")
+    assert why == "" if change == "none" else "made for NIXL 1.5.1" in why
+
+
+def test_no_library() -> None:
+    said, why = load()
+    assert said == "refused"
+    assert "no libnixl.so is loaded" in why
+
+
+@pytest.mark.skipif(not PYTHON, reason="needs a Python with NIXL: MOONPOOL_NIXL_PYTHON")
+def test_nixl_itself() -> None:
+    assert PYTHON is not None
+    folder = subprocess.run(
+        [PYTHON, "-c", "import nixl_cu12; print(nixl_cu12.__path__[0])"],
+        capture_output=True, text=True, timeout=60, check=True,
+    ).stdout.strip()  # fmt: skip
+    (library,) = Path(folder).parent.glob(".nixl_cu12.mesonpy.libs/libnixl.so")
+    assert load(library, python=PYTHON) == ("taken", "")
