@@ -24,6 +24,14 @@ MIB = 1 << 20
 Make = Callable[..., Engine]
 
 
+class Ended(Exception):
+    """All ranks would have ended."""
+
+
+def ended() -> None:
+    raise Ended
+
+
 class Node:
     """A node in a process of its own."""
 
@@ -69,6 +77,7 @@ def node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     """Not started."""
     monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN", TOKEN)
     monkeypatch.setattr(compat, "rank", lambda: stub_engine.RANK[0])
+    monkeypatch.setattr(compat, "end_all_ranks", ended)
     stub_engine.RANK[0] = 0
     node = Node(folder / "n.sock")
     yield node

@@ -19,7 +19,7 @@ from moonpool.connectors.tensorrt_llm import compat, worker
 from moonpool.connectors.tensorrt_llm import pool as pools
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.keys import block_digests, block_name
-from tests.connectors.tensorrt_llm.conftest import MIB, Make, Node
+from tests.connectors.tensorrt_llm.conftest import MIB, Ended, Make, Node
 from tests.connectors.tensorrt_llm.stub_engine import NO_PAGE, Engine
 from tests.core.store_bed import until
 
@@ -440,20 +440,11 @@ def test_an_object_of_another_size_is_not_used(make: Make, node: Node) -> None:
     check(second, PROMPT, 8)
 
 
-class Ended(BaseException):
-    pass
-
-
 def test_a_rank_that_cannot_load_ends_all_ranks(
     make: Make, node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another rank's process has to ask the pool itself: what it does not get is never served. The other
     ranks wait for this one behind get_finished, so an exception would be no end."""
-
-    def end() -> None:
-        raise Ended
-
-    monkeypatch.setattr(compat, "end_all_ranks", end)
     monkeypatch.setattr(worker, "LOAD_DEADLINE_S", 0.0)
     node.start()
     first, second = make(args={"tp_size": 2}), make(args={"tp_size": 2})
@@ -542,7 +533,7 @@ def test_cancelled_while_it_is_loaded(make: Make, node: Node, tp_size: int) -> N
     first, second = make(args={"tp_size": tp_size}), make(args={"tp_size": tp_size})
     check(first, PROMPT, 0)
     gate = threading.Event()
-    second.ranks[-1][0]._threads[0].submit(gate.wait, 60)
+    second.ranks[-1][0]._threads[0].submit(gate.wait, 10)
     request = second.start(PROMPT)
     loaded = second.step([], [request])
     free = len(second.free[0])
@@ -584,7 +575,7 @@ def test_a_load_that_fails_after_its_request_was_cancelled(
     first, second = make(args={"tp_size": 2}), make(args={"tp_size": 2})
     check(first, PROMPT, 0)
     gate = threading.Event()
-    second.ranks[1][0]._threads[0].submit(gate.wait, 60)
+    second.ranks[1][0]._threads[0].submit(gate.wait, 10)
     request = second.start(PROMPT)
     second.step([], [request])
     second.finish(request)
