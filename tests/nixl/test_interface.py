@@ -69,12 +69,74 @@ def test_no_library() -> None:
     assert "no libnixl.so is loaded" in why
 
 
+def libraries() -> Path:
+    """Of the wheel."""
+    assert PYTHON is not None
+    command = [PYTHON, "-c", "import nixl_cu12; print(nixl_cu12.__path__[0])"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return Path(said.strip()).parent / ".nixl_cu12.mesonpy.libs"
+
+
 @pytest.mark.skipif(not PYTHON, reason="needs a Python with NIXL: MOONPOOL_NIXL_PYTHON")
 def test_nixl_itself() -> None:
     assert PYTHON is not None
-    folder = subprocess.run(
-        [PYTHON, "-c", "import nixl_cu12; print(nixl_cu12.__path__[0])"],
-        capture_output=True, text=True, timeout=60, check=True,
-    ).stdout.strip()  # fmt: skip
-    (library,) = Path(folder).parent.glob(".nixl_cu12.mesonpy.libs/libnixl.so")
-    assert load(library, python=PYTHON) == ("taken", "")
+    assert load(libraries() / "libnixl.so", python=PYTHON) == ("taken", "")
+
+
+NAMES = {  # in abi.hpp and in NIXL
+    "supports_remote": "supportsRemote",
+    "supports_local": "supportsLocal",
+    "supports_messages": "supportsNotif",
+    "memories": "getSupportedMems",
+    "register_memory": "registerMem",
+    "deregister_memory": "deregisterMem",
+    "connect": "connect",
+    "disconnect": "disconnect",
+    "unload": "unloadMD",
+    "prepare": "prepXfer",
+    "post": "postXfer",
+    "check": "checkXfer",
+    "release": "releaseReqH",
+    "view_remote": "prepMemView",
+    "view_local": "prepMemView",
+    "release_view": "releaseMemView",
+    "public_data": "getPublicData",
+    "connection_info": "getConnInfo",
+    "load_connection": "loadRemoteConnInfo",
+    "load_remote": "loadRemoteMD",
+    "load_local": "loadLocalMD",
+    "messages": "getNotifs",
+    "send_message": "genNotif",
+    "query": "queryMem",
+    "estimate": "estimateXferCost",
+}
+READELF = shutil.which("readelf")
+
+
+@pytest.mark.skipif(not PYTHON or not READELF, reason="needs readelf and NIXL: MOONPOOL_NIXL_PYTHON")
+def test_the_order_of_the_virtual_functions() -> None:
+    """In the virtual table of the wheel's UCX engine, word by word; one may have more at its end."""
+    assert READELF is not None
+    plugin = libraries() / "plugins" / "libplugin_UCX.so"
+    said = [
+        subprocess.run(
+            [READELF, what, str(plugin)], capture_output=True, text=True, timeout=60, check=True
+        ).stdout.splitlines()
+        for what in ("-Ws", "-Wr")
+    ]
+    start, size = next(
+        (int(words[1], 16), int(words[2]))
+        for line in said[0]
+        if (words := line.split()) and words[-1] == "_ZTV13nixlUcxEngine"
+    )
+    words = {
+        (int(found[1], 16) - start) // 8: found[2]
+        for line in said[1]
+        if (found := re.match(r"(\w+) +\w+ R_X86_64_64 +\w+ _ZNK?\d+nixl[A-Z]\w*?Engine\d+([a-z]\w*)", line))
+        and start <= int(found[1], 16) < start + size
+    }
+    header = (ROOT / "core/csrc/nixl/abi.hpp").read_text()
+    ours = re.findall(r"virtual [\w:<>]+ (\w+)\(", header[header.index("class NixlEngine") :])
+    assert list(NAMES) == ours
+    for at, name in enumerate(ours, start=4):  # behind an offset, the type and two destructors
+        assert words[at].startswith(NAMES[name]), (at, name)

@@ -246,10 +246,12 @@ Status Handle::look(Submitted& submitted) {
     Result<TicketStatus> status = engine_->status(*submitted.ticket);
     if (!status) return status.error();
     if (status->state != TicketState::kDone) say(0, "a transfer failed", status->failure.error.text);
+    std::vector<bool> done;
     auto slice = status->slices.begin();
     for (uint64_t length : submitted.lengths) {
-        submitted.done.push_back(length == 0 || *slice++ == SliceState::kDone);
+        done.push_back(length == 0 || *slice++ == SliceState::kDone);
     }
+    submitted.done = std::move(done);
     submitted.ended = true;
     return engine_->release(*submitted.ticket);
 }
