@@ -67,6 +67,7 @@ PYBIND11_MODULE(_native, m) {
     bind_server(m);
     bind_client(m);
     bind_worker(m);
+    bind_batch(m);
     bind_directory(m);
     bind_engine(m);
     bind_ssd(m);

@@ -16,6 +16,7 @@ void bind_server(py::module_& m);
 void bind_client(py::module_& m);
 void bind_conductor(py::module_& m);
 void bind_worker(py::module_& m);
+void bind_batch(py::module_& m);
 void bind_directory(py::module_& m);
 void bind_ssd(py::module_& m);
 void bind_tls(py::module_& m);

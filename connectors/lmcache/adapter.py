@@ -1,0 +1,303 @@
+"""The L2 adapter of LMCache's server: ``{"type": "moonpool"}``, or ``{"type": "plugin", "module_path":
+"moonpool.connectors.lmcache.adapter", "class_name": "MoonpoolL2Adapter"}``.
+
+What lookup_and_lock finds is pinned in the pool until it is unlocked: nobody evicts it before it is loaded,
+on whatever node it lies. The pins are the connection's: when this process dies, they end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.logging import init_logger
+from lmcache.v1.distributed.api import EncodedObjectKey, KeyEntry, KeyListPage, MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.memory_management import MemoryObj, TensorMemoryObj
+from lmcache.v1.platform import create_event_notifier
+
+from moonpool import _native
+from moonpool.connectors.lmcache.form import described
+from moonpool.connectors.lmcache.identity import fingerprint, layout_mark, name_of
+from moonpool.connectors.lmcache.lanes import Lane
+from moonpool.connectors.lmcache.locks import Locks
+from moonpool.connectors.lmcache.native import PLUG
+from moonpool.connectors.lmcache.pool import Pool, dial
+from moonpool.connectors.lmcache.settings import Settings
+from moonpool.core.errors import Closed, ConfigError, Error
+
+log = init_logger("lmcache.moonpool.adapter")
+LIST_MAX = 10_000_000
+_STORED, _REFUSED = 0, 2
+
+
+def wire_key(key: ObjectKey) -> str:
+    """LMCache's own text form of a key, the one that native clients see."""
+    text = f"{key.model_name}@{key.kv_rank:08x}@{key.object_group_id:x}@{key.chunk_hash.hex()}"
+    return f"{text}@{key.cache_salt}" if key.cache_salt else text
+
+
+def parse_wire_key(text: str) -> EncodedObjectKey | None:
+    """The inverse; None for a name that is no key (a digest stands for it)."""
+    parts = text.split("@")
+    if len(parts) not in (4, 5):
+        return None
+    try:
+        rank, group = int(parts[1], 16), int(parts[2], 16)
+    except ValueError:
+        return None
+    return EncodedObjectKey(parts[3], parts[0], rank, group, parts[4] if len(parts) == 5 else "")
+
+
+class Names:
+    """How keys are called in the pool.
+
+    With a form the name is the key. Without one the layout stands behind it, since LMCache's key says neither
+    type nor shape: ``KEY@@MARK``. Lookups are told the layout; where they are not, the layouts count that
+    this server has seen for the same model and group.
+    """
+
+    def __init__(self, form: str) -> None:
+        self._marks: dict[tuple[str, int], set[str]] = defaultdict(set)
+        self._plain = bool(form)
+
+    def of(self, key: ObjectKey, layout: MemoryLayoutDesc | MemoryObj) -> str:
+        if self._plain:
+            return name_of(wire_key(key))
+        if isinstance(layout, MemoryLayoutDesc):
+            mark = layout_mark(layout.shapes, layout.dtypes)
+        else:
+            mark = layout_mark(*described(layout))
+        self._marks[key.model_name, key.object_group_id].add(mark)
+        return name_of(f"{wire_key(key)}@@{mark}")
+
+    def all_of(self, key: ObjectKey) -> list[str]:
+        """The name under each layout that was seen."""
+        if self._plain:
+            return [name_of(wire_key(key))]
+        marks = sorted(self._marks.get((key.model_name, key.object_group_id), ()))
+        return [name_of(f"{wire_key(key)}@@{mark}") for mark in marks]
+
+
+class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
+    """options: those of Settings, and ``form`` (see native.MoonpoolClient), which here is needed only with a
+    serde. Eviction is the pool's: no capacity is declared to LMCache.
+
+    Raises ConfigError for wrong options, and with ``require_pool`` Unavailable or AuthError.
+    """
+
+    def __init__(self, options: Mapping[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
+        super().__init__(max_capacity_bytes=0)
+        given = dict(options)
+        form = given.pop("form", "")
+        if not isinstance(form, str):
+            raise ConfigError("LMCache over moonpool: form must be a text", operation="config", key="form")
+        settings = Settings.parse(given, "adapter_params")
+        # l1_memory_desc is not needed: the node's memory is mapped here, not LMCache's there.
+        self._names = Names(form)
+        self._locks = Locks()
+        self._numbers = itertools.count(1)
+        self._guard = threading.Lock()
+        self._sizes: dict[ObjectKey, int] = {}
+        mark = fingerprint(PLUG, {"form": form})
+        self._pool = Pool(
+            lambda: dial(settings, mark),
+            lambda client: None,
+            address=str(settings.socket()),
+            log=log,
+            required=settings.require_pool,
+        )
+        self._stores: Lane[L2StoreResult] = Lane("store", create_event_notifier(), log)
+        self._lookups: Lane[Bitmap] = Lane("lookup", create_event_notifier(), log)
+        self._loads: Lane[Bitmap] = Lane("load", create_event_notifier(), log)
+
+    def get_store_event_fd(self) -> int:
+        return self._stores.notifier.fileno()
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return self._lookups.notifier.fileno()
+
+    def get_load_event_fd(self) -> int:
+        return self._loads.notifier.fileno()
+
+    # Store
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        number = next(self._numbers)
+        self._stores.submit(number, lambda: self._store(keys, objects), L2StoreResult(False, 0))
+        return number
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        return self._stores.take_all()
+
+    def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
+        client = self._pool.client
+        if client is None:
+            return L2StoreResult(False, 0)
+        names = [self._names.of(key, memory) for key, memory in zip(keys, objects, strict=True)]
+        try:
+            outcomes, refusal, *_ = client.put(names, [_bytes_of(memory) for memory in objects])
+        except Error as error:
+            self._pool.heard(str(error))
+            return L2StoreResult(False, 0)
+        self._pool.heard("")
+        if _REFUSED in outcomes:
+            log.warning("moonpool: not all of %d chunks were stored (%s)", len(keys), refusal)
+        held = [i for i, outcome in enumerate(outcomes) if outcome != _REFUSED]
+        sizes = [objects[i].get_size() if outcomes[i] == _STORED else 0 for i in held]
+        with self._guard:
+            self._sizes.update((keys[i], size) for i, size in zip(held, sizes, strict=True) if size)
+        self._notify_keys_stored([keys[i] for i in held], sizes)
+        return L2StoreResult(_REFUSED not in outcomes, sum(sizes))
+
+    # Lookup and lock
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
+    ) -> int:
+        number = next(self._numbers)
+        self._lookups.submit(number, lambda: self._lookup(keys, group_layout_descs), Bitmap(len(keys)))
+        return number
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        return self._lookups.take(task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        self._locks.release(keys)
+
+    def _lookup(self, keys: list[ObjectKey], layouts: Mapping[int, MemoryLayoutDesc]) -> Bitmap:
+        found = Bitmap(len(keys))
+        client = self._pool.client
+        names: list[str] = []
+        owners: list[int] = []
+        for i, key in enumerate(keys):
+            layout = layouts.get(key.object_group_id)
+            candidates = self._names.all_of(key) if layout is None else [self._names.of(key, layout)]
+            names += candidates
+            owners += [i] * len(candidates)
+        if client is None or not names:
+            return found
+        try:
+            flags, pin = client.pin(names)
+        except Error as error:
+            self._pool.heard(str(error))
+            return found
+        self._pool.heard("")
+        hits = sorted({owner for owner, flag in zip(owners, flags, strict=True) if flag == 1})
+        if pin is not None:
+            self._locks.add(pin, [keys[i] for i in hits])
+        found.batched_set(hits)
+        return found
+
+    # Load
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        number = next(self._numbers)
+        self._loads.submit(number, lambda: self._load(keys, objects), Bitmap(len(keys)))
+        return number
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        return self._loads.take(task_id)
+
+    def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
+        loaded = Bitmap(len(keys))
+        under: dict[int, tuple[Any, list[int]]] = {}
+        for i, key in enumerate(keys):
+            pin = self._locks.pin_of(key)
+            under.setdefault(id(pin), (pin, []))[1].append(i)
+        done = []
+        for pin, indices in under.values():
+            sizes = self._read(
+                pin,
+                [self._names.of(keys[i], objects[i]) for i in indices],
+                [_bytes_of(objects[i]) for i in indices],
+            )
+            done += [i for i, n in zip(indices, sizes, strict=True) if n == objects[i].get_size()]
+        loaded.batched_set(done)
+        if done:
+            self._notify_keys_accessed([keys[i] for i in done])
+        return loaded
+
+    def _read(self, pin: _native.Pin | None, names: list[str], into: list[Any]) -> Sequence[int | None]:
+        """The sizes of what was copied; what the pin does not cover is read as it is now."""
+        nothing = [None] * len(names)
+        client = self._pool.client
+        if client is None:
+            return nothing
+        try:
+            if pin is None:
+                return client.get_into(names, into)
+            try:
+                return client.pinned_into(pin, names, into)
+            except Closed:  # unlocked meanwhile
+                return client.get_into(names, into)
+        except Error as error:
+            self._pool.heard(str(error))
+            return nothing
+
+    # The rest
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Gone at once, for all servers of the pool; whoever has them locked reads on."""
+        client = self._pool.client
+        names = [self._names.all_of(key) for key in keys]
+        if client is None or not any(names):
+            return
+        try:
+            client.remove([name for each in names for name in each])
+        except Error as error:
+            self._pool.heard(str(error))
+            return
+        with self._guard:
+            sizes = [self._sizes.pop(key, 0) for key in keys]
+        self._notify_keys_deleted(list(keys), sizes)
+
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> KeyListPage:
+        """Keys in the pool, whichever server stored them, in order of their names; those of several layouts
+        once. The cursor is the last key of the page before."""
+        if page_size <= 0:
+            raise ValueError(f"page_size must be above 0, not {page_size}")
+        client = self._pool.client
+        if client is None:
+            return KeyListPage((), None)
+        prefix = b"" if model_name is None else f"{model_name}@".encode()
+        found = {row[0].decode().partition("@@")[0]: row[1] for row in client.list(prefix, LIST_MAX)}
+        entries = []
+        after = sorted(text for text in found if text > (cursor or ""))
+        for text in after:
+            key = parse_wire_key(text)
+            if key is not None:
+                entries.append((text, KeyEntry(key, found[text])))
+            if len(entries) > page_size:
+                break
+        more = len(entries) > page_size
+        entries = entries[:page_size]
+        return KeyListPage(tuple(entry for _, entry in entries), entries[-1][0] if more else None)
+
+    def report_status(self) -> dict[str, Any]:
+        client = self._pool.client
+        return {
+            "is_healthy": client is not None and client.connected,
+            "type": "moonpool",
+            "locked_keys": len(self._locks),
+        }
+
+    def close(self) -> None:
+        for lane in (self._stores, self._lookups, self._loads):
+            lane.close()
+        self._locks.clear()
+        self._pool.close()
+
+
+def _bytes_of(memory: MemoryObj) -> Any:
+    """Where the bytes lie: an address and a length, or a buffer."""
+    if isinstance(memory, TensorMemoryObj):
+        return memory.data_ptr, memory.get_size()
+    return memory.byte_array

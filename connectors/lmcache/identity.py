@@ -1,0 +1,36 @@
+"""Whose chunks these are: the fingerprint of a space, and the names of objects in it.
+
+LMCache's own key says model, ranks, hash of the tokens, and, in-process only, the type. What else must fit
+before two engines may use each other's bytes stands in the fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from moonpool.core.keys import Json, canonical_json
+
+NAME_BYTES_MAX = 1000  # a node takes 1,024
+
+
+def fingerprint(plug: str, fields: Mapping[str, Json]) -> bytes:
+    """32 bytes over the plug point and what must be equal; plug points have keys of different kinds and never
+    meet."""
+    return hashlib.sha256(canonical_json({"lmcache": plug, **fields})).digest()
+
+
+def name_of(key: str) -> str:
+    """An object's name: LMCache's key as text, or, where that is too long for a name, its SHA-256."""
+    if len(key) * 4 <= NAME_BYTES_MAX or len(key.encode()) <= NAME_BYTES_MAX:
+        return key
+    return f"sha256@{hashlib.sha256(key.encode()).hexdigest()}"
+
+
+def layout_mark(shapes: Sequence[Sequence[int]], dtypes: Sequence[object]) -> str:
+    """16 letters that tell layouts apart: for names where LMCache's key does not say type and shape."""
+    plain: Json = [
+        [str(dtype).removeprefix("torch."), [int(n) for n in shape]]
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    return hashlib.sha256(canonical_json(plain)).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Modules that LMCache finds in its own packages; see plugin.py."""

@@ -1,0 +1,1 @@
+"""What appears in ``lmcache.v1.storage_backend.connector``."""

@@ -1,0 +1,5 @@
+"""LMCache takes every connector adapter that it finds here: this is how ``moonpool://`` gets its meaning."""
+
+from moonpool.connectors.lmcache.remote import MoonpoolAdapter
+
+__all__ = ["MoonpoolAdapter"]

@@ -1,0 +1,72 @@
+"""A thread with a queue, whose ends are told by an event descriptor: one for stores, one for lookups, one for
+loads, so that none waits behind another."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+Answer = TypeVar("Answer")
+
+
+class Notifier(Protocol):
+    def fileno(self) -> int: ...
+    def notify(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Lane(Generic[Answer]):
+    """Jobs run one after the other. Every job gets an answer: ``otherwise`` when it raises, or when the lane
+    is closed before it ran.
+    """
+
+    def __init__(self, name: str, notifier: Notifier, log: logging.Logger) -> None:
+        self.notifier = notifier
+        self._log = log
+        self._guard = threading.Lock()
+        self._answers: dict[int, Answer] = {}
+        self._queue: queue.SimpleQueue[tuple[int, Callable[[], Answer], Answer] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"moonpool-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, number: int, job: Callable[[], Answer], otherwise: Answer) -> None:
+        if self._closed:
+            self._say(number, otherwise)
+        else:
+            self._queue.put((number, job, otherwise))
+
+    def take(self, number: int) -> Answer | None:
+        """The answer, once; None when there is none."""
+        with self._guard:
+            return self._answers.pop(number, None)
+
+    def take_all(self) -> dict[int, Answer]:
+        with self._guard:
+            answers, self._answers = self._answers, {}
+        return answers
+
+    def close(self) -> None:
+        """Waits for the running job, answers the others and closes the descriptor."""
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join()
+        self.notifier.close()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            number, job, otherwise = item
+            try:
+                answer = otherwise if self._closed else job()
+            except Exception:  # the boundary: LMCache's server goes on
+                self._log.exception("moonpool: an unexpected error; the operation counts as failed")
+                answer = otherwise
+            self._say(number, answer)
+
+    def _say(self, number: int, answer: Answer) -> None:
+        with self._guard:
+            self._answers[number] = answer
+        self.notifier.notify()

@@ -1,0 +1,55 @@
+"""The native L2 client for LMCache's server: ``{"type": "native_plugin", "module_path":
+"moonpool.connectors.lmcache.native", "class_name": "MoonpoolClient", "adapter_params": {"form": "..."}}``.
+
+Its methods are C++ (core/csrc/python/batch_module.cpp); only making and closing it is Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmcache.logging import init_logger
+
+from moonpool import _native
+from moonpool.connectors.lmcache.identity import fingerprint
+from moonpool.connectors.lmcache.pool import Pool, dial
+from moonpool.connectors.lmcache.settings import Settings
+from moonpool.core.errors import ConfigError
+
+log = init_logger("lmcache.moonpool.native")
+PLUG = "l2"
+
+
+class MoonpoolClient(_native.BatchClient):
+    """form: what the chunks' bytes are, in any words ("bfloat16"). LMCache tells a native client neither type
+    nor shape, and float16 has the size of bfloat16, so servers share only what was stored under the same
+    form. The other options: see Settings.
+
+    Without a node every operation fails at once until one appears. Raises ConfigError for wrong options, and
+    with ``require_pool`` Unavailable or AuthError.
+    """
+
+    def __init__(self, form: str = "", **options: Any) -> None:
+        settings = Settings.parse(options, "adapter_params")
+        if not form:
+            raise ConfigError(
+                'LMCache over moonpool: adapter_params needs "form": what the bytes of the chunks are, such '
+                'as "bfloat16"; LMCache does not tell a native client, and chunks of another type would be read '
+                "as these",
+                operation="config",
+                key="form",
+            )
+        super().__init__(threads=settings.threads)
+        mark = fingerprint(PLUG, {"form": form})
+        self._pool = Pool(
+            lambda: dial(settings, mark),
+            self.attach,
+            address=str(settings.socket()),
+            log=log,
+            required=settings.require_pool,
+        )
+
+    def close(self) -> None:
+        """Waits for what is being copied; what has not begun never ends."""
+        super().close()
+        self._pool.close()

@@ -1,0 +1,262 @@
+"""The plug points of LMCache's server, through LMCache's own factory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from moonpool.core.errors import ConfigError, Unavailable
+from tests.connectors.lmcache.conftest import Node
+from tests.connectors.lmcache.real.l2 import BY_NAME, BY_PATH, L2, NATIVE, SHAPE, L2Process, key
+from tests.core.store_bed import until
+
+SIZE = SHAPE.numel() * 2
+WAYS = pytest.mark.parametrize(
+    "spec", [BY_NAME, BY_PATH, NATIVE], ids=["moonpool", "plugin", "native_plugin"]
+)
+WITH_PINS = pytest.mark.parametrize("spec", [BY_NAME, {**BY_NAME, "form": "bf16"}], ids=["layouts", "form"])
+Make = Callable[[dict[str, Any]], L2]
+
+
+@pytest.fixture
+def make(node: Node) -> Iterator[Make]:
+    made: list[L2] = []
+
+    def make(spec: dict[str, Any]) -> L2:
+        made.append(L2(spec))
+        return made[-1]
+
+    yield make
+    for adapter in made:
+        adapter.close()
+
+
+@pytest.fixture
+def other() -> Iterator[Callable[[dict[str, Any]], L2Process]]:
+    made: list[L2Process] = []
+
+    def other(spec: dict[str, Any]) -> L2Process:
+        made.append(L2Process(spec))
+        return made[-1]
+
+    yield other
+    for process in made:
+        process.kill()
+
+
+@WAYS
+def test_two_processes_share(
+    spec: dict[str, Any], node: Node, make: Make, other: Callable[[dict[str, Any]], L2Process]
+) -> None:
+    node.start()
+    adapter, process = make(spec), other(spec)
+    assert process.call("lookup", [1, 2, 3]) == [False] * 3
+    assert process.call("store", [1, 2, 3])[0] is True
+    assert adapter.lookup([1, 9, 3]) == [True, False, True]
+    assert adapter.load([1, 9, 3]) == [True, False, True]
+    adapter.unlock([1, 9, 3])
+    assert adapter.store([2, 4])[0] is True
+    assert process.call("lookup", [2, 4]) == [True, True]
+    assert process.call("load", [2, 4]) == [True, True]
+    adapter.delete([2, 4])
+    assert adapter.lookup([1, 2, 3, 4]) == [True, False, True, False]
+    fds = {
+        adapter.adapter.get_store_event_fd(),
+        adapter.adapter.get_lookup_and_lock_event_fd(),
+        adapter.adapter.get_load_event_fd(),
+    }
+    assert len(fds) == 3
+    assert adapter.adapter.report_status()["is_healthy"]
+
+
+def test_the_native_client_and_the_adapter_share_one_form(node: Node, make: Make) -> None:
+    node.start()
+    native, adapter = make(NATIVE), make({**BY_NAME, "form": "bfloat16"})
+    native.store([1])
+    assert adapter.lookup([1]) == adapter.load([1]) == [True]
+    adapter.store([2])
+    assert native.lookup([2]) == native.load([2]) == [True]
+
+
+# Locks are pins
+
+
+@WITH_PINS
+def test_what_is_locked_stays_until_it_is_unlocked(spec: dict[str, Any], node: Node, make: Make) -> None:
+    node.start()
+    adapter, remover = make(spec), make(spec)
+    adapter.store([1, 2, 3])
+    assert adapter.lookup([1, 2, 3]) == [True] * 3
+    assert node.pinned() == 3
+    assert remover.lookup([1]) == [True]  # tells it the layout, too
+    remover.unlock([1])
+    remover.delete([1, 2, 3])
+    assert remover.lookup([1, 2, 3]) == [False] * 3
+    assert adapter.load([1, 2, 3]) == [True] * 3  # readable under its lock, though removed
+    adapter.unlock([1, 2])
+    assert node.pinned() == 3
+    adapter.unlock([3])
+    until(lambda: node.pinned() == 0)
+    assert adapter.load([1, 2, 3]) == [False] * 3
+
+
+@WITH_PINS
+def test_nothing_that_is_locked_is_evicted(spec: dict[str, Any], node: Node, make: Make) -> None:
+    node.start(size=2 << 20)
+    adapter = make(spec)
+    adapter.store([1, 2])
+    assert adapter.lookup([1, 2]) == [True, True]
+    for number in range(100, 500, 10):
+        adapter.store(range(number, number + 10))
+    assert adapter.load([1, 2]) == [True, True]
+    adapter.unlock([1, 2])
+    for number in range(500, 900, 10):
+        adapter.store(range(number, number + 10))
+    assert adapter.lookup([1, 2]) == [False, False]
+
+
+def test_the_locks_of_the_dead_end(
+    node: Node, make: Make, other: Callable[[dict[str, Any]], L2Process]
+) -> None:
+    node.start()
+    process = other(BY_NAME)
+    process.call("store", [1, 2])
+    assert process.call("lookup", [1, 2]) == [True, True]
+    assert node.pinned() == 2
+    process.kill()
+    until(lambda: node.pinned() == 0)
+    assert make(BY_NAME).lookup([1, 2]) == [True, True]
+
+
+def test_close_ends_the_locks(node: Node) -> None:
+    node.start()
+    adapter = L2(BY_NAME)
+    adapter.store([1])
+    adapter.lookup([1])
+    adapter.close()
+    until(lambda: node.pinned() == 0)
+
+
+# The same model, other bytes
+
+
+def test_another_type_is_another_chunk(node: Node, make: Make) -> None:
+    """bfloat16 and float16 have one size, and LMCache's key does not tell them apart."""
+    node.start()
+    first, second = make(BY_NAME), make(BY_NAME)
+    first.store([1])
+    assert second.lookup([1], "float16") == [False]
+    assert second.load([1], "float16") == [False]
+    second.store([1], "float16")
+    assert second.lookup([1], "float16") == second.load([1], "float16") == [True]
+    assert first.load([1]) == [True]
+    assert node.objects() == 2
+    native, other = make(NATIVE), make({**NATIVE, "adapter_params": {"form": "float16"}})
+    native.store([1])
+    assert other.lookup([1]) == other.load([1]) == [False]
+
+
+def test_a_native_client_must_know_the_form(node: Node, make: Make) -> None:
+    with pytest.raises(ConfigError, match="form"):
+        make({**NATIVE, "adapter_params": {}})
+    with pytest.raises(ValueError, match="serde"):
+        make({**BY_NAME, "serde": {"type": "fp8"}})
+
+
+def test_without_a_layout_those_that_were_seen_count(node: Node, make: Make) -> None:
+    node.start()
+    first, second = make(BY_NAME), make(BY_NAME)
+    first.store([1])
+    assert first.lookup([1], None) == [True]
+    assert second.lookup([1], None) == [False]
+    assert second.load([1]) == [True]
+    assert second.lookup([1], None) == [True]
+
+
+# Books
+
+
+def test_what_is_counted_and_listed(node: Node, make: Make) -> None:
+    node.start()
+    first, second = make(BY_NAME), make(BY_NAME)
+    assert first.store([1, 2, 3]) == (True, 3 * SIZE)
+    assert first.store([1, 4]) == (True, SIZE)
+    assert first.adapter.get_usage().total_bytes_used == 4 * SIZE
+    assert first.adapter.get_usage().usage_fraction == -1.0  # no capacity: the pool evicts by itself
+    assert second.lookup([4]) == [True]
+    second.unlock([4])
+    page = second.adapter.list_l2_keys("org/model", page_size=3)
+    rest = second.adapter.list_l2_keys("org/model", page_size=3, cursor=page.next_page_token)
+    assert rest.next_page_token is None
+    listed = [*page.entries, *rest.entries]
+    assert [entry.key.to_object_key() for entry in listed] == [key(number) for number in (1, 2, 3, 4)]
+    assert {entry.size_bytes for entry in listed} == {SIZE}
+    assert second.adapter.list_l2_keys("other").entries == ()
+    with pytest.raises(ValueError, match="page_size"):
+        second.adapter.list_l2_keys(page_size=0)
+    first.delete([1, 2])
+    assert first.adapter.get_usage().total_bytes_used == 2 * SIZE
+
+
+# Faults
+
+
+@WAYS
+def test_no_node_at_start_and_later(spec: dict[str, Any], node: Node, make: Make) -> None:
+    adapter = make(spec)
+    assert adapter.store([1])[0] is False
+    assert adapter.lookup([1]) == adapter.load([1]) == [False]
+    adapter.unlock([1])
+    adapter.delete([1])
+    node.start()
+    assert until(lambda: adapter.store([1])[0])
+    assert adapter.lookup([1]) == adapter.load([1]) == [True]
+
+
+@WAYS
+def test_a_node_that_dies_and_comes_back(spec: dict[str, Any], node: Node, make: Make) -> None:
+    node.start()
+    adapter = make(spec)
+    adapter.store([1, 2])
+    assert adapter.lookup([1, 2]) == [True, True]
+    node.stop()
+    assert adapter.store([3])[0] is False
+    assert adapter.lookup([3]) == [False]
+    adapter.load([1, 2])  # right, or a miss
+    adapter.unlock([1, 2])
+    node.start()
+    assert until(lambda: adapter.store([4])[0])
+    assert adapter.lookup([1, 4]) == [False, True]
+    assert adapter.load([1, 4]) == [False, True]
+
+
+@WAYS
+def test_a_full_pool(spec: dict[str, Any], node: Node, make: Make) -> None:
+    node.start(size=2 << 20)
+    adapter = make(spec)
+    release = node.full()
+    assert adapter.store(range(2, 60))[0] is False
+    assert adapter.lookup(range(2, 60)) == adapter.load(range(2, 60)) == [False] * 58
+    release()
+    assert adapter.store([1])[0]
+    assert adapter.lookup([1]) == adapter.load([1]) == [True]
+
+
+@WAYS
+def test_a_wrong_token(spec: dict[str, Any], node: Node, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.start()
+    monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN", "another token")
+    adapter = make(spec)
+    assert adapter.store([1])[0] is False
+    assert adapter.lookup([1]) == adapter.load([1]) == [False]
+    assert node.objects() == 0
+
+
+@WAYS
+def test_a_pool_that_is_required(spec: dict[str, Any], make: Make) -> None:
+    where = spec if spec["type"] == "moonpool" else spec["adapter_params"]
+    needed = {**where, "require_pool": True}
+    with pytest.raises(Unavailable):
+        make(needed if where is spec else {**spec, "adapter_params": needed})

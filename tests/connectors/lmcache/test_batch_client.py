@@ -1,0 +1,171 @@
+"""moonpool._native.BatchClient, the data plane of two plug points, against a node in this process."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from moonpool import _native
+from moonpool.core.errors import InvalidArgument
+from tests.connectors.lmcache.conftest import TOKEN, Node
+
+MIB = 1 << 20
+SEED = 3
+
+
+class Bed:
+    """A client, and what it said."""
+
+    def __init__(self, client: _native.BatchClient) -> None:
+        self.client = client
+
+    def ended(self, number: int, timeout_s: float = 10) -> tuple[bool, str, list[bool] | None]:
+        """What became of the one batch that is under way."""
+        ready, _, _ = select.select([self.client.event_fd()], [], [], timeout_s)
+        assert ready, f"nothing ended within {timeout_s} s"
+        told: list[Any] = self.client.drain_completions()
+        if not told:  # a piece of it ended
+            return self.ended(number, timeout_s)
+        ((got, ok, error, found),) = told
+        assert got == number
+        return ok, error, found
+
+
+def connected(node: Node) -> _native.Client:
+    client = _native.Client(str(node.socket), TOKEN, fingerprint=b"f", timeout_s=2)
+    client.connect()
+    return client
+
+
+@pytest.fixture
+def bed(node: Node) -> Iterator[Bed]:
+    node.start()
+    batches = _native.BatchClient(threads=3)
+    batches.attach(connected(node))
+    yield Bed(batches)
+    batches.close()
+
+
+def noise(count: int, size: int) -> list[bytes]:
+    print(f"seed {SEED}")
+    source = random.Random(SEED)
+    return [source.randbytes(size) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (5, 1000), (7, 2 * MIB), (2, 5 * MIB)])
+def test_what_was_set_is_there_and_comes_back(bed: Bed, count: int, size: int) -> None:
+    keys, values = [f"m@{i}@ü" for i in range(count)], noise(count, size)
+    assert bed.ended(bed.client.submit_batch_exists(keys)) == (True, "", [False] * count)
+    assert bed.ended(bed.client.submit_batch_set(keys, values)) == (True, "", None)
+    assert bed.ended(bed.client.submit_batch_exists([*keys, "other"])) == (True, "", [True] * count + [False])
+    into = [bytearray(size) for _ in keys]
+    assert bed.ended(bed.client.submit_batch_get(keys, [memoryview(one) for one in into])) == (
+        True,
+        "",
+        [True] * count,
+    )
+    assert into == values
+    assert bed.ended(bed.client.submit_batch_delete([*keys, "other"])) == (True, "", [True] * count + [False])
+    assert bed.ended(bed.client.submit_batch_get(keys, into)) == (True, "", [False] * count)
+
+
+def test_an_object_of_another_size_is_a_miss_and_no_one_elses(bed: Bed) -> None:
+    values = noise(3, 3 * MIB)
+    assert bed.ended(bed.client.submit_batch_set(["a", "b", "c"], values))[0]
+    into = [bytearray(3 * MIB), bytearray(2 * MIB), bytearray(4 * MIB)]
+    assert bed.ended(bed.client.submit_batch_get(["a", "b", "c"], into)) == (True, "", [True, False, False])
+    assert into[0] == values[0]
+
+
+def test_an_object_may_lie_in_parts(bed: Bed) -> None:
+    head, body = b"head", bytes(range(256)) * 10
+    assert bed.ended(bed.client.submit_batch_set(["k"], [[head, body]]))[0]
+    into = [bytearray(4), bytearray(2560)]
+    assert bed.ended(bed.client.submit_batch_get(["k"], [into])) == (True, "", [True])
+    assert into == [head, body]
+
+
+def test_the_eventfd_is_readable_until_all_is_told(bed: Bed) -> None:
+    numbers = {bed.client.submit_batch_exists(["k"]) for _ in range(50)}
+    while numbers:
+        assert select.select([bed.client.event_fd()], [], [], 10)[0]
+        numbers -= {number for number, *_ in bed.client.drain_completions()}
+    assert bed.client.drain_completions() == []
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(bed.client.event_fd())
+
+
+def test_an_empty_batch_ends(bed: Bed) -> None:
+    assert bed.ended(bed.client.submit_batch_set([], [])) == (True, "", None)
+    assert bed.ended(bed.client.submit_batch_exists([])) == (True, "", [])
+
+
+def test_wrong_arguments_raise_and_leave_nothing_behind(bed: Bed) -> None:
+    with pytest.raises(InvalidArgument, match="2 keys came with 1 buffers"):
+        bed.client.submit_batch_set(["a", "b"], [b"x"])
+    with pytest.raises(InvalidArgument, match="no writable"):
+        bed.client.submit_batch_get(["a"], [b"read only"])
+    assert bed.ended(bed.client.submit_batch_exists(["a"]))[2] == [False]
+
+
+def test_a_full_pool_refuses_and_says_why(bed: Bed) -> None:
+    ok, error, found = bed.ended(bed.client.submit_batch_set(["large"], [bytes(32 * MIB)]))
+    assert (ok, found) == (False, None)
+    assert "larger" in error or "arena" in error
+
+
+def test_without_a_node_all_fails_at_once() -> None:
+    bed = Bed(_native.BatchClient())
+    assert not bed.client.attached
+    into = bytearray(1)
+    assert bed.ended(bed.client.submit_batch_set(["k"], [b"x"]))[:2] == (
+        False,
+        "there is no node to connect to",
+    )
+    assert bed.ended(bed.client.submit_batch_get(["k"], [into]))[2] == [False]
+    assert bed.ended(bed.client.submit_batch_exists(["k"]))[0] is False
+    bed.client.close()
+
+
+def test_a_node_that_dies_and_comes_back(bed: Bed, node: Node) -> None:
+    assert bed.ended(bed.client.submit_batch_set(["k"], [b"x"]))[0]
+    node.stop()
+    ok, error, _ = bed.ended(bed.client.submit_batch_set(["l"], [b"x"]))
+    assert not ok
+    assert error
+    assert bed.ended(bed.client.submit_batch_exists(["k"]))[2] == [False]
+    node.start()
+    stored = False
+    for _ in range(200):  # the client tries to connect anew every 0.25 s at first
+        if stored := bed.ended(bed.client.submit_batch_set(["l"], [b"y"]))[0]:
+            break
+        select.select([], [], [], 0.02)
+    assert stored
+    assert bed.ended(bed.client.submit_batch_exists(["k", "l"]))[2] == [False, True]
+
+
+def test_a_full_queue_fails_the_batch_not_the_caller(node: Node) -> None:
+    node.start()
+    batches = _native.BatchClient(threads=1, queue_max=1)
+    batches.attach(connected(node))
+    numbers = [batches.submit_batch_set(["k"], [bytes(MIB)]) for _ in range(50)]
+    told: dict[int, tuple[bool, str]] = {}
+    while len(told) < len(numbers):
+        assert select.select([batches.event_fd()], [], [], 10)[0]
+        told |= {number: (ok, error) for number, ok, error, _ in batches.drain_completions()}
+    assert sorted(told) == numbers
+    assert any(ok for ok, _ in told.values())
+    assert all(ok or "the limit" in error for ok, error in told.values())
+    batches.close()
+
+
+def test_after_close_all_fails(bed: Bed) -> None:
+    bed.client.submit_batch_set(["k"], [bytes(MIB)])
+    bed.client.close()
+    assert bed.client.drain_completions() == []
+    assert bed.ended(bed.client.submit_batch_exists(["k"]))[0] is False
