@@ -1,7 +1,6 @@
-"""One real LMCache engine over one remote backend, for a benchmark: ``engine.py CONFIG.json``.
+"""One real LMCache engine over one remote backend: ``python -m benchmarks.lmcache.engine FD CONFIG.json``.
 
-Runs in the interpreter that has LMCache. Reads commands from stdin, one JSON each line, and answers each with
-one line on the descriptor that CONFIG names; LMCache logs to stdout and stderr.
+Runs in the interpreter that has LMCache; answers JSON lines on the socket FD (see processes.Talker).
 
     {"op": "store", "seed": n}       store() of a new prompt: seconds until it returned, until all is visible
     {"op": "retrieve", "seed": n}    seconds of retrieve(), tokens that came, and whether the bytes are right
@@ -13,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import sys
 import time
 import traceback
@@ -28,7 +28,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.gpu_connector.mock_gpu_connector import MockGPUConnector
 from lmcache.v1.metadata import LMCacheMetadata
 
-VISIBLE_TIMEOUT_S = 30.0
+VISIBLE_TIMEOUT_S = 10.0
 
 
 class CpuCache(MockGPUConnector):  # type: ignore[misc]
@@ -124,15 +124,19 @@ class Engine:
 
 
 def main() -> None:
-    options = json.loads(Path(sys.argv[1]).read_text())
+    descriptor, path = sys.argv[1:]
+    options = json.loads(Path(path).read_text())
     torch.set_num_threads(1)  # copies of many threads disturb the very copies that are measured
-    with os.fdopen(options["answers_fd"], "w", buffering=1) as answers:
+    with socket.socket(fileno=int(descriptor)) as channel, channel.makefile("rw", buffering=1) as lines:
         engine = Engine(options)
-        nbytes = engine.cache.kv.numel() * engine.cache.kv.element_size()
-        print(json.dumps({"bytes": nbytes}), file=answers)
-        for line in sys.stdin:
+        print(json.dumps({"bytes": engine.cache.kv.numel() * engine.cache.kv.element_size()}), file=lines)
+        for line in lines:
             command = json.loads(line)
-            print(json.dumps(getattr(engine, command["op"])(command["seed"])), file=answers)
+            try:
+                answer = getattr(engine, command["op"])(command["seed"])
+            except Exception as error:  # LMCache's own; the benchmark goes on without this backend
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(answer), file=lines)
     LMCacheEngineBuilder.destroy("bench")
 
 

@@ -27,7 +27,7 @@ from moonpool.connectors.lmcache.identity import fingerprint, layout_mark, name_
 from moonpool.connectors.lmcache.lanes import Lane
 from moonpool.connectors.lmcache.locks import Locks
 from moonpool.connectors.lmcache.native import PLUG
-from moonpool.connectors.lmcache.pool import Pool, dial
+from moonpool.connectors.lmcache.pool import Pool
 from moonpool.connectors.lmcache.settings import Settings
 from moonpool.core.errors import Closed, ConfigError, Error
 
@@ -106,7 +106,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._sizes: dict[ObjectKey, int] = {}
         mark = fingerprint(PLUG, {"form": form})
         self._pool = Pool(
-            lambda: dial(settings, mark),
+            lambda: settings.dial(mark, settings.timeout_s),
             lambda client: None,
             address=str(settings.socket()),
             log=log,

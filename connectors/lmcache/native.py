@@ -12,7 +12,7 @@ from lmcache.logging import init_logger
 
 from moonpool import _native
 from moonpool.connectors.lmcache.identity import fingerprint
-from moonpool.connectors.lmcache.pool import Pool, dial
+from moonpool.connectors.lmcache.pool import Pool
 from moonpool.connectors.lmcache.settings import Settings
 from moonpool.core.errors import ConfigError
 
@@ -34,15 +34,15 @@ class MoonpoolClient(_native.BatchClient):
         if not form:
             raise ConfigError(
                 'LMCache over moonpool: adapter_params needs "form": what the bytes of the chunks are, such '
-                'as "bfloat16"; LMCache does not tell a native client, and chunks of another type would be read '
-                "as these",
+                'as "bfloat16"; LMCache does not tell a native client, and chunks of another type would be '
+                "read as these",
                 operation="config",
                 key="form",
             )
         super().__init__(threads=settings.threads)
         mark = fingerprint(PLUG, {"form": form})
         self._pool = Pool(
-            lambda: dial(settings, mark),
+            lambda: settings.dial(mark, settings.timeout_s),
             self.attach,
             address=str(settings.socket()),
             log=log,

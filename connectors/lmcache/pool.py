@@ -8,28 +8,9 @@ import threading
 from collections.abc import Callable
 
 from moonpool import _native
-from moonpool.connectors.lmcache.settings import Settings
-from moonpool.core import paths
-from moonpool.core.control_tls import control_client_of
 from moonpool.core.errors import Error
 
 RETRY_S = 0.5
-
-
-def dial(settings: Settings, fingerprint: bytes) -> _native.Client:
-    """Connects. Raises Unavailable without a node, AuthError when the token does not fit."""
-    socket = str(settings.socket())
-    client = _native.Client(
-        socket,
-        paths.client_token(socket),
-        settings.tenant,
-        settings.namespace,
-        fingerprint,
-        settings.timeout_s,
-        tls=control_client_of(socket),
-    )
-    client.connect()
-    return client
 
 
 class Pool:

@@ -23,7 +23,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from moonpool import _native
 from moonpool.connectors.lmcache.form import HEADER_BYTES_MAX, Form, described, form_of
 from moonpool.connectors.lmcache.identity import fingerprint, name_of
-from moonpool.connectors.lmcache.pool import Pool, dial
+from moonpool.connectors.lmcache.pool import Pool
 from moonpool.connectors.lmcache.settings import SCHEME, Settings
 from moonpool.core.errors import Error
 
@@ -111,7 +111,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         self._batches = _native.BatchClient(threads=settings.threads)
         mark = identity(context.config, context.metadata)
         self._pool = Pool(
-            lambda: dial(settings, mark),
+            lambda: settings.dial(mark, settings.timeout_s),
             self._batches.attach,
             address=str(settings.socket()),
             log=log,

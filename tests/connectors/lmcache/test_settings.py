@@ -28,7 +28,7 @@ def test_a_url_names_node_and_space() -> None:
     settings = Settings.from_url(
         "moonpool://west?tenant=t&namespace=n&require_pool=true&threads=3&timeout_s=0.5"
     )
-    assert settings == Settings("west", "t", "n", True, 3, 0.5)
+    assert settings == Settings("west", True, "t", "n", 3, 0.5)
     assert settings.socket() == paths.node_socket("west")
     assert Settings.from_url("moonpool:///run/n.sock").socket() == Path("/run/n.sock")
 
@@ -44,7 +44,7 @@ def test_options_as_json_has_them() -> None:
     [
         ("moonpool://10.0.0.1:7710", "a node of its own host"),
         ("moonpool://?tennant=t", "did you mean 'tenant'"),
-        ("moonpool://?colour=red", "there are node, tenant"),
+        ("moonpool://?colour=red", "the options are node"),
         ("moonpool://?tenant=", "non-empty"),
         ("moonpool://?tenant=a&tenant=b", "stands twice"),
         ("moonpool://a?node=b", "stands twice"),

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import select
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +18,10 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend import RemoteBackend
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
+from benchmarks.processes import Talker
 from moonpool.connectors.lmcache.remote import MoonpoolConnector
 from tests.core.store_bed import until
 
-ENGINE = Path(__file__).resolve().parents[4] / "benchmarks" / "lmcache" / "engine.py"
 LAYERS, HEADS, HEAD_SIZE = 2, 2, 16
 CONFIG = {"chunk_size": 16, "local_cpu": False, "max_local_cpu_size": 0.01, "remote_url": "moonpool://"}
 
@@ -125,63 +122,33 @@ def expected(number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Ten
 
 
 class EngineProcess:
-    """A real LMCache engine; it is killed at the end, whatever the test left it doing."""
+    """A real LMCache engine (benchmarks/lmcache/engine.py); it is killed at the end, whatever the test left
+    it doing.
+    """
 
     def __init__(self, folder: Path, name: str, lmcache: dict[str, Any], **options: Any) -> None:
-        reader, writer = os.pipe()
-        settings = {
-            "tokens": 120,
-            "layers": LAYERS,
-            "heads": HEADS,
-            "head_size": HEAD_SIZE,
-            "answers_fd": writer,
-            "lmcache": {**CONFIG, **lmcache},
-            **options,
-        }
-        path = folder / f"{name}.json"
-        path.write_text(json.dumps(settings))
-        self.log = folder / f"{name}.log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(ENGINE), str(path)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[writer],
-                text=True,
-            )
-        os.close(writer)
-        self.answers = os.fdopen(reader)
-        self.answer(120)
-
-    def answer(self, timeout_s: float = 60) -> Any:
-        assert select.select([self.answers], [], [], timeout_s)[0], f"no answer\n{self.said()}"
-        line = self.answers.readline()
-        assert line, f"the engine ended with {self.process.wait(10)}\n{self.said()}"
-        return json.loads(line)
+        shape = {"tokens": 120, "layers": LAYERS, "heads": HEADS, "head_size": HEAD_SIZE}
+        config = folder / f"{name}.json"
+        config.write_text(json.dumps({**shape, "lmcache": {**CONFIG, **lmcache}, **options}))
+        self.talker = Talker(
+            sys.executable, "benchmarks.lmcache.engine", [str(config)], folder / f"{name}.log"
+        )
+        self.talker.wait_ready(120)
 
     def tell(self, op: str, seed: int) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"op": op, "seed": seed}) + "\n")
-        self.process.stdin.flush()
+        self.talker.tell({"op": op, "seed": seed})
+
+    def answer(self) -> Any:
+        return self.talker.receive(60)
 
     def call(self, op: str, seed: int) -> Any:
         self.tell(op, seed)
         return self.answer()
 
-    def said(self) -> str:
-        return self.log.read_text(errors="replace")[-8000:]
-
     def end(self) -> None:
         """Gently."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        assert self.process.wait(30) == 0, self.said()
+        self.talker.close()
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.answers.close()
-
-
-Make = Callable[..., Backend]
+        self.talker.process.kill()
+        self.talker.close()

@@ -1,0 +1,112 @@
+"""What each remote backend of LMCache needs: its processes, and what an engine is told.
+
+BACKENDS[name](bed) -> the engine's part of LMCache's configuration. Raises Failed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes import PYTHON, Failed, Process, free_port
+
+POOL_MIB = 2048
+
+
+@dataclass(frozen=True)
+class Bed:
+    """folder: for sockets, files and logs. python: with LMCache. peers_python: with the real Mooncake."""
+
+    folder: Path
+    python: Path
+    peers_python: Path | None
+    stack: ExitStack
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def start(self, name: str, *command: str | Path) -> Process:
+        process = Process(command, self.folder / f"{name}.log", extra=self.environment)
+        self.stack.callback(process.stop)
+        return process
+
+
+def ours(bed: Bed) -> dict[str, Any]:
+    token, path = secrets.token_hex(32), bed.folder / "node.sock"
+    bed.environment.update(MOONPOOL_CLUSTER_TOKEN=token, MOONPOOL_RUNTIME_DIR=str(bed.folder))
+    where = ("--dram", f"{POOL_MIB}MiB", "--socket", str(path), "--http", "off")
+    node = bed.start("node", PYTHON, "-m", "moonpool", "node", *where)
+    node.wait_for_port(socket.AF_UNIX, str(path))
+    return _plugin("moonpool", "moonpool.connectors.lmcache.remote", "MoonpoolAdapter", node=str(path))
+
+
+def in_process(bed: Bed) -> dict[str, Any]:
+    return _plugin("in_process", "benchmarks.lmcache.in_process", "InProcessAdapter")
+
+
+def lm(bed: Bed) -> dict[str, Any]:
+    port = free_port()
+    server = bed.start("lmcache_server", bed.python.with_name("lmcache_server"), "127.0.0.1", str(port))
+    server.wait_for_port(socket.AF_INET, ("127.0.0.1", port))
+    return {"remote_url": f"lm://127.0.0.1:{port}"}
+
+
+def fs(bed: Bed) -> dict[str, Any]:
+    """Files in the page cache of the folder for temporary files."""
+    place = bed.folder / "files"
+    place.mkdir()
+    return {"remote_url": f"fs://{place}"}
+
+
+def mooncakestore(bed: Bed) -> dict[str, Any]:
+    """The real wheel's, with its segment in the engine; save_chunk_meta, without which it is not right at
+    all."""
+    if bed.peers_python is None:
+        raise Failed("no --peers-venv")
+    port = free_port()
+    master = bed.start(
+        "mooncake_master",
+        bed.peers_python.with_name("mooncake_master"),
+        f"--rpc_port={port}",
+        "--rpc_address=127.0.0.1",
+        f"--metrics_port={free_port()}",
+    )
+    master.wait_for_port(socket.AF_INET, ("127.0.0.1", port))
+    # Nothing else of that environment: it has another numpy.
+    packages = bed.folder / "mooncake"
+    packages.mkdir()
+    (there,) = (bed.peers_python.parents[1] / "lib").glob("python3*/site-packages")
+    for path in there.glob("mooncake*"):
+        (packages / path.name).symlink_to(path)
+    bed.environment["PYTHONPATH"] = str(packages)
+    settings = {
+        "local_hostname": "127.0.0.1",
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": f"127.0.0.1:{port}",
+        "protocol": "tcp",
+        "global_segment_size": 1 << 30,
+        "local_buffer_size": 256 << 20,
+        "transfer_timeout": 10,
+        "save_chunk_meta": True,
+    }
+    return {"remote_url": f"mooncakestore://127.0.0.1:{port}", "extra_config": settings}
+
+
+def _plugin(name: str, module: str, class_name: str, **options: object) -> dict[str, Any]:
+    prefix = f"remote_storage_plugin.{name}."
+    extra = {f"{prefix}module_path": module, f"{prefix}class_name": class_name}
+    extra |= {f"{prefix}{key}": str(value) for key, value in options.items()}
+    return {"remote_storage_plugins": [name], "extra_config": extra}
+
+
+BACKENDS: dict[str, Callable[[Bed], dict[str, Any]]] = {
+    "ours": ours,
+    "in_process": in_process,
+    "lm": lm,
+    "fs": fs,
+    "mooncakestore": mooncakestore,
+}
+PEERS = ("lm", "fs", "mooncakestore")

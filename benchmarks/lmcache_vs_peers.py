@@ -1,0 +1,209 @@
+"""LMCache over the pool beside its lm://, fs:// and mooncakestore://, in one run.
+
+    python -m benchmarks.lmcache_vs_peers --lmcache-python PYTHON [--peers-venv DIR] [--quick] [--json FILE]
+
+One real LMCache engine for each backend, all up for the whole run; in each round each of them stores a new
+prompt (134 MB in 16 chunks), retrieves it and looks it up, another one first in each round. The first round
+warms everybody and is not counted; figures are medians. LMCache's own cache in memory is off, so every byte
+goes through the backend, and every byte is compared. The engine's KV cache lies in CPU memory: beside the
+backend's work each figure has LMCache's copy from or to it.
+
+store-visible: from store() until lookup() finds all of it. The limit is LMCache over a dict in its own
+process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import peers
+from benchmarks.lmcache.backends import BACKENDS, PEERS, Bed
+from benchmarks.processes import ROOT, Failed, Talker, end_on_sigterm
+from benchmarks.report import Row, print_table, write_json
+
+TOKENS, CHUNK_TOKENS = 4096, 256
+SHAPE = {"tokens": TOKENS, "layers": 8, "heads": 8, "head_size": 128}
+START_TIMEOUT_S = 120.0
+STORE_GB_S, RETRIEVE_GB_S, TIMES = 1.5, 2.5, 2.0
+
+
+@dataclass
+class Passes:
+    """Of one backend: seconds of what was complete and right, and what was not."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    rounds: int = 0
+    wrong: int = 0
+
+    def median_s(self, what: str) -> float | None:
+        return statistics.median(self.seconds[what]) if self.seconds[what] else None
+
+
+class Run:
+    """The engines of one call."""
+
+    def __init__(self, folder: Path, python: Path, peers_python: Path | None, stack: ExitStack) -> None:
+        self._folder, self._python, self._peers_python, self._stack = folder, python, peers_python, stack
+        self._engines: dict[str, Talker] = {}
+        self.passes: dict[str, Passes] = {}
+        self.missing: dict[str, str] = {}
+        self.prompt_bytes = 0
+
+    def start(self, names: Sequence[str]) -> None:
+        """All engines at once. Raises Failed when ours does not start."""
+        for name in names:
+            prepare = BACKENDS[name]
+            folder = self._folder / name
+            folder.mkdir(mode=0o700)
+            bed = Bed(folder, self._python, self._peers_python, self._stack)
+            try:
+                config = prepare(bed)
+            except (Failed, OSError, ValueError) as error:
+                self._out(name, error)
+                continue
+            self._engines[name] = self._engine(name, folder, config, bed.environment)
+        for name, engine in list(self._engines.items()):
+            try:
+                self.prompt_bytes = engine.receive(START_TIMEOUT_S)["bytes"]
+            except Failed as error:
+                self._out(name, error)
+            else:
+                self.passes[name] = Passes()
+
+    def round(self, number: int) -> None:
+        """Each backend once, another one first each time. Round 0 is not counted. Raises Failed for ours."""
+        names = list(self.passes)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            try:
+                self._pass(name, number)
+            except Failed as error:
+                self._out(name, error)
+
+    def _pass(self, name: str, number: int) -> None:
+        engine, passes = self._engines[name], self.passes[name]
+        told = {op: engine.ask({"op": op, "seed": number}) for op in ("store", "retrieve", "lookup")}
+        right = told["retrieve"]["right"] and all(answer["tokens"] == TOKENS for answer in told.values())
+        figures = [told["store"]["returned_s"], told["store"]["visible_s"], told["retrieve"]["seconds"]]
+        said = ", ".join(f"{seconds * 1e3:.0f} ms" for seconds in figures)
+        print(f"  {name}: {said}{'' if right else ', NOT COMPLETE OR NOT RIGHT'}", file=sys.stderr)
+        if number == 0:
+            return
+        passes.rounds += 1
+        if not right:
+            passes.wrong += 1
+            return
+        passes.seconds["store"].append(told["store"]["visible_s"])
+        passes.seconds["returned"].append(told["store"]["returned_s"])
+        passes.seconds["retrieve"].append(told["retrieve"]["seconds"])
+        passes.seconds["lookup"].append(told["lookup"]["seconds"])
+
+    def _engine(self, name: str, folder: Path, config: dict[str, Any], extra: dict[str, str]) -> Talker:
+        path = folder / "engine.json"
+        cache = {"chunk_size": CHUNK_TOKENS, "local_cpu": False, "max_local_cpu_size": 0.6}
+        path.write_text(json.dumps({**SHAPE, "lmcache": {**cache, **config}}))
+        more = {**extra, "PYTHONHASHSEED": "0"}
+        more["PYTHONPATH"] = ":".join(
+            [str(ROOT / "src"), str(ROOT), *filter(None, [extra.get("PYTHONPATH")])]
+        )
+        engine = Talker(self._python, "benchmarks.lmcache.engine", [str(path)], folder / "engine.log", more)
+        self._stack.callback(engine.close)
+        return engine
+
+    def _out(self, name: str, error: Exception) -> None:
+        if name == "ours":
+            raise Failed(str(error)) from error
+        self.missing[name] = str(error)
+        self.passes.pop(name, None)
+
+
+def rows(run: Run) -> Iterator[Row]:
+    size = f"{run.prompt_bytes / 1e6:.0f} MB in {TOKENS // CHUNK_TOKENS} chunks"
+    for what, text, least in (
+        ("store", "store-visible", STORE_GB_S),
+        ("retrieve", "retrieve", RETRIEVE_GB_S),
+    ):
+        figures = {name: run.prompt_bytes / s / 1e9 for name, s in _medians(run, what).items()}
+        limit = figures.get("in_process")
+        best = max((figures[name] for name in PEERS if name in figures), default=None)
+        enough = figures.get("ours", 0.0) >= min(least, limit or least)
+        met = enough and figures.get("ours", 0.0) >= TIMES * best if best is not None else None
+        yield Row(
+            f"{text} [{size}]",
+            figures.get("ours", 0.0),
+            "GB/s",
+            {name: figures.get(name, "not run") for name in PEERS},
+            limit,
+            f"{least:g} GB/s or the limit, {TIMES:g}x the best",
+            met if enough else False,
+        )
+    for what, text in (("returned", "store() returns"), ("lookup", "lookup of 16 chunks")):
+        figures = {name: s * 1e3 for name, s in _medians(run, what).items()}
+        yield Row(
+            f"{text} [{size}]",
+            figures.get("ours", 0.0),
+            "ms",
+            {name: figures.get(name, "not run") for name in PEERS},
+            figures.get("in_process"),
+            "",
+            None,
+        )
+
+
+def _medians(run: Run, what: str) -> dict[str, float]:
+    found = {name: passes.median_s(what) for name, passes in run.passes.items()}
+    return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lmcache_vs_peers", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--lmcache-python", type=Path, required=True, metavar="PYTHON", help="has LMCache")
+    parser.add_argument(
+        "--peers-venv", type=Path, metavar="DIR", help="environment with the real Mooncake; made if missing"
+    )
+    parser.add_argument("--quick", action="store_true", help="3 counted rounds instead of 9")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(BACKENDS), default=list(BACKENDS), help="default: all"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    options = parser.parse_args()
+    end_on_sigterm()
+    started_s = time.monotonic()
+    peers_python = peers.python(options.peers_venv) if options.peers_venv else None
+    rounds = 3 if options.quick else 9
+    with tempfile.TemporaryDirectory(prefix="moonpool-bench-") as folder, ExitStack() as stack:
+        run = Run(Path(folder), options.lmcache_python.absolute(), peers_python, stack)
+        try:
+            run.start(options.only)
+            for number in range(rounds + 1):
+                run.round(number)
+                print(f"round {number} of {rounds}, {time.monotonic() - started_s:.0f} s", file=sys.stderr)
+        except Failed as error:
+            sys.exit(f"lmcache_vs_peers: {error}")
+    table = list(rows(run))
+    print_table(f"LMCache over remote backends; medians of {rounds} interleaved rounds", table, "in-process")
+    for name, why in run.missing.items():
+        print(f"{name}: not run: {why}")
+    for name, passes in run.passes.items():
+        if passes.wrong:
+            print(f"{name}: {passes.wrong} of {passes.rounds} rounds were not complete and are not counted")
+    if options.json:
+        write_json(options.json, table)
+    met = [row.met for row in table]
+    took_s = time.monotonic() - started_s
+    print(f"{met.count(True)} targets met, {met.count(False)} missed, in {took_s:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
