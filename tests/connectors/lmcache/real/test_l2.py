@@ -130,6 +130,13 @@ def test_the_locks_of_the_dead_end(
     assert make(BY_NAME).lookup([1, 2]) == [True, True]
 
 
+def test_the_server_is_healthy_without_the_pool(node: Node, make: Make) -> None:
+    status = make(BY_NAME).adapter.report_status
+    assert (status()["is_healthy"], status()["pool_connected"]) == (True, False)
+    node.start()
+    until(lambda: status()["pool_connected"])
+
+
 def test_close_ends_the_locks(node: Node) -> None:
     node.start()
     adapter = L2(BY_NAME)
