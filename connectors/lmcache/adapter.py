@@ -282,8 +282,8 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return KeyListPage(tuple(entry for _, entry in entries), entries[-1][0] if more else None)
 
     def report_status(self) -> dict[str, Any]:
-        """Healthy also without the pool: LMCache's server counts the health of all adapters as its own, and it
-        serves without."""
+        """Healthy also without the pool: LMCache's server counts the health of all adapters as its own, and
+        it serves without."""
         client = self._pool.client
         return {
             "is_healthy": True,
