@@ -24,7 +24,7 @@ demo:
 	@$(PYTHON) -m scripts.demo $(if $(ONCE),--once) $(if $(NODES),--nodes '$(NODES)') $(if $(MODEL),--model '$(MODEL)') $(if $(JSON),--json '$(JSON)')
 
 test:
-	@$(PYTHON) -m scripts.test $(if $(filter 0,$(ENGINE)),--no-engine) $(if $(filter 0,$(SGLANG)),--no-sglang) $(if $(filter 1,$(HEAVY)),--heavy) $(if $(filter pytest,$(ONLY)),--only-pytest) --pytest="$(ARGS)"
+	@$(PYTHON) -m scripts.test $(if $(filter 0,$(ENGINE)),--no-engine) $(if $(filter 0,$(SGLANG)),--no-sglang) $(if $(filter 0,$(LMCACHE)),--no-lmcache) $(if $(filter 1,$(HEAVY)),--heavy) $(if $(filter pytest,$(ONLY)),--only-pytest) --pytest="$(ARGS)"
 
 build:
 	@$(PYTHON) -m scripts.build

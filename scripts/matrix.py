@@ -15,8 +15,9 @@ from scripts.environments import ROOT
 from scripts.progress import Progress
 
 VERSIONS = ("vllm-0.30.0", "vllm-0.31.0", "vllm-0.32.0", *(f"sglang-{one}" for one in engine_choice.SGLANG))
-CHOICES = {"vllm": engine_choice.vllm, "sglang": engine_choice.sglang}
-MARKS = {"vllm": "engine", "sglang": "sglang"}
+VERSIONS += (f"lmcache-{engine_choice.LMCACHE_VERSION}",)
+CHOICES = {"vllm": engine_choice.vllm, "sglang": engine_choice.sglang, "lmcache": engine_choice.lmcache}
+MARKS = {"vllm": "engine", "sglang": "sglang", "lmcache": "lmcache"}
 
 
 def main() -> None:
@@ -36,7 +37,7 @@ def main() -> None:
 
 def run(progress: Progress, engine: str, version: str) -> int:
     """pytest's exit code."""
-    needed = {"vllm": system_packages.ENGINE, "sglang": system_packages.SGLANG}[engine]
+    needed = {"vllm": system_packages.ENGINE, "sglang": system_packages.SGLANG, "lmcache": ()}[engine]
     system_packages.require(progress, *system_packages.BUILD, *needed)
     python = environments.engine(progress, CHOICES[engine](version)).python
     env = environments.clean_env() | {f"MOONPOOL_{engine.upper()}_PYTHON": str(python), "HEAVY": "1"}

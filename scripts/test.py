@@ -19,9 +19,10 @@ def main() -> None:
     parser.add_argument("--pytest", default="", help="arguments for pytest (make test ARGS='-k store')")
     parser.add_argument("--only-pytest", action="store_true", help="no lint, no native tests")
     parser.add_argument(
-        "--no-engine", action="store_true", help="skip the tests that start a real vLLM or SGLang"
+        "--no-engine", action="store_true", help="skip the tests with a real vLLM, SGLang or LMCache"
     )
     parser.add_argument("--no-sglang", action="store_true", help="skip the tests that start a real SGLang")
+    parser.add_argument("--no-lmcache", action="store_true", help="skip the tests with a real LMCache")
     parser.add_argument("--heavy", action="store_true", help="the tests marked heavy, too")
     options = parser.parse_args()
     progress = Progress(environments.cache() / "logs" / "test.log")
@@ -44,6 +45,9 @@ def main() -> None:
     if with_sglang:
         sglang = environments.engine(progress, engine_choice.sglang(engine_choice.SGLANG_VERSION))
         env["MOONPOOL_SGLANG_PYTHON"] = str(sglang.python)
+    if not (options.no_engine or options.no_lmcache):
+        lmcache = environments.engine(progress, engine_choice.lmcache(engine_choice.LMCACHE_VERSION))
+        env["MOONPOOL_LMCACHE_PYTHON"] = str(lmcache.python)
     if options.heavy:
         env["HEAVY"] = "1"
 

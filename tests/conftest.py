@@ -20,7 +20,7 @@ from tests.ports import held_ports
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED_VARIABLE = "MOONPOOL_TEST_SEED"
-ENGINES = ("MOONPOOL_VLLM_PYTHON", "MOONPOOL_SGLANG_PYTHON")
+ENGINES = ("MOONPOOL_VLLM_PYTHON", "MOONPOOL_SGLANG_PYTHON", "MOONPOOL_LMCACHE_PYTHON")
 SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(1 << 31))
 
 
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reasons = {"heavy": "takes minutes; `make test HEAVY=1` and `make matrix` run it"}
     if os.environ.get("HEAVY"):
         del reasons["heavy"]
-    for mark, engine in (("engine", "vLLM"), ("sglang", "SGLang")):
+    for mark, engine in (("engine", "vLLM"), ("sglang", "SGLang"), ("lmcache", "LMCache")):
         variable = f"MOONPOOL_{engine.upper()}_PYTHON"
         if not os.environ.get(variable):
             reasons[mark] = f"needs a Python with {engine} in {variable}; `make test` brings one"

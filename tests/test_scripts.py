@@ -160,6 +160,16 @@ def test_sglang_is_installed_in_exact_versions(scripts: ModuleType) -> None:
         assert engine.complete
 
 
+def test_lmcache_is_installed_in_exact_versions(scripts: ModuleType) -> None:
+    choice = importlib.import_module("scripts.engine_choice")
+    engine = choice.lmcache(choice.LMCACHE_VERSION)
+    names = [choice.name_of(line) for line in engine.requirements]
+    assert len(set(names)) == len(names)
+    assert {"torch", "lmcache", "pytest", "pytest-timeout"} <= set(names)
+    assert all(line.count("==") == 1 for line in engine.requirements)
+    assert engine.complete
+
+
 def test_the_matrix_says_which_versions_it_knows(
     scripts: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,16 +13,14 @@ ROOT = HERE.parents[2]
 LIMIT_S = 900
 
 
+@pytest.mark.lmcache
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_with_the_real_lmcache() -> None:
-    python = os.environ.get("MOONPOOL_LMCACHE_PYTHON")
-    if not python:
-        pytest.skip("MOONPOOL_LMCACHE_PYTHON is not set: it names a Python with LMCache, see docs/lmcache.md")
+    python = os.environ["MOONPOOL_LMCACHE_PYTHON"]
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    chosen = [] if os.environ.get("HEAVY") else ["-m", "not slow"]
     run = subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, str(HERE / "real")],
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "real")],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
         timeout=LIMIT_S,

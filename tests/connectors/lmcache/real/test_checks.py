@@ -29,7 +29,9 @@ def passed(*arguments: str, **environment: str) -> dict[str, str]:
     return dict(rows)
 
 
-@pytest.mark.parametrize("mode", ["test_remote", "test_storage_manager"])
+@pytest.mark.parametrize(
+    "mode", ["test_remote", pytest.param("test_storage_manager", marks=pytest.mark.heavy)]
+)
 def test_the_remote_connector(node: Node, mode: str) -> None:
     node.start()
     operations = ("EXISTS (non-exist)", "PUT", "EXISTS (exist)", "GET")
@@ -37,7 +39,11 @@ def test_the_remote_connector(node: Node, mode: str) -> None:
     assert told == dict.fromkeys(operations, "5/5")
 
 
-@pytest.mark.parametrize("spec", [BY_NAME, BY_PATH, NATIVE], ids=["moonpool", "plugin", "native_plugin"])
+@pytest.mark.parametrize(
+    "spec",
+    [BY_NAME, pytest.param(BY_PATH, marks=pytest.mark.heavy), NATIVE],
+    ids=["moonpool", "plugin", "native_plugin"],
+)
 def test_the_l2_adapters(node: Node, spec: dict[str, object]) -> None:
     node.start()
     operations = ("LOOKUP (absent)", "STORE", "LOOKUP (exist)", "LOAD")

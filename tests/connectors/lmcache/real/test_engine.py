@@ -67,6 +67,7 @@ def node_process() -> Iterator[NodeProcess]:
         node.kill()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_node_that_goes_in_the_middle(
     how: signal.Signals, node_process: NodeProcess, start: Start, monkeypatch: pytest.MonkeyPatch
@@ -87,6 +88,7 @@ def test_a_node_that_goes_in_the_middle(
     assert engine.call("store", 3)["returned_s"] < 10
 
 
+@pytest.mark.heavy
 def test_a_node_killed_while_chunks_are_retrieved(
     node_process: NodeProcess, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.connectors.lmcache.real.beds import EngineProcess
 from tests.core.master_bed import MasterProcess, environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(300)]
 
 P2P = Path(__file__).with_name("p2p.py")
 
