@@ -58,7 +58,7 @@ def fs(bed: Bed) -> dict[str, Any]:
     """Files in the page cache of the folder for temporary files."""
     place = bed.folder / "files"
     place.mkdir()
-    return {"remote_url": f"fs://{place}"}
+    return {"remote_url": f"fs://localhost:0{place}"}
 
 
 def mooncakestore(bed: Bed) -> dict[str, Any]:
