@@ -21,7 +21,7 @@ class Settings(PoolOptions):
 
     place: ClassVar[str] = SCHEME
 
-    threads: int = 2
+    threads: int = 4
     timeout_s: float = 2.0
 
     @classmethod
