@@ -6,6 +6,9 @@ the manual.
     remote     the remote connector: chunks between LMCache's host memory and the pool, for in-process engines
     native     the native L2 client, for LMCache's server: no GIL between its memory and the pool
     adapter    the L2 adapter, for LMCache's server: a locked key is pinned in the pool
+    expected   what the chunks of this engine look like
+    lent       chunks in place, as LMCache's memory objects
+    pieces     one batch by several threads
     locks      which keys are pinned, and when a pin ends
     lanes      the threads of the L2 adapter
     form       what stands before the bytes of a chunk, so that none is taken for another's

@@ -29,9 +29,9 @@ class MoonpoolClient(_native.BatchClient):
     with ``require_pool`` Unavailable or AuthError.
     """
 
-    def __init__(self, form: str = "", **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         settings = Settings.parse(options, "adapter_params")
-        if not form:
+        if not settings.form:
             raise ConfigError(
                 'LMCache over moonpool: adapter_params needs "form": what the bytes of the chunks are, such '
                 'as "bfloat16"; LMCache does not tell a native client, and chunks of another type would be '
@@ -40,7 +40,7 @@ class MoonpoolClient(_native.BatchClient):
                 key="form",
             )
         super().__init__(threads=settings.threads)
-        mark = fingerprint(PLUG, {"form": form})
+        mark = fingerprint(PLUG, {"form": settings.form})
         self._pool = Pool(
             lambda: settings.dial(mark, settings.timeout_s),
             self.attach,

@@ -1,5 +1,5 @@
 """The remote connector of LMCache's in-process mode: whole batches between its host memory and the pool, with
-no copy in between, by native threads.
+no copy in between, by native threads; or chunks in place, without even that (lent).
 
 Coroutines run on LMCache's storage loop, ``batched_contains`` and the other plain calls on its lookup
 threads. An error is a miss here: LMCache then computes.
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from lmcache import torch_device_type
 from lmcache.logging import init_logger
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.exceptions import IrrecoverableException
@@ -21,15 +23,20 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorCont
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from moonpool import _native
+from moonpool.connectors.lmcache.expected import Expected, ambiguous
 from moonpool.connectors.lmcache.form import HEADER_BYTES_MAX, Form, described, form_of
 from moonpool.connectors.lmcache.identity import fingerprint, name_of
+from moonpool.connectors.lmcache.lent import Lent
 from moonpool.connectors.lmcache.pool import Pool
 from moonpool.connectors.lmcache.settings import SCHEME, Settings
+from moonpool.connectors.options import wrong
 from moonpool.core.errors import Error
 
 log = init_logger("lmcache.moonpool.remote")
 LIST_MAX = 1_000_000
 FINISH_S = 10.0  # for stores that are under way when the engine ends
+FULL = "@@full"  # behind the name of a full chunk as the fingerprint has it: it needs no header
+LENT_SHARE = 4  # at most one part in so many of the node's memory is pinned by what is lent
 _PLUGIN = f"plugin://{SCHEME}"
 _OPTIONS = "remote_storage_plugin."
 # Where to find our class: LMCache's own options, beside ours under the same prefix.
@@ -46,11 +53,13 @@ class MoonpoolAdapter(ConnectorAdapter):  # type: ignore[misc]
         return bool(super().can_parse(url)) or url == _PLUGIN or url.startswith(f"{_PLUGIN}.")
 
     def create_connector(self, context: ConnectorContext) -> MoonpoolConnector:
-        """Raises IrrecoverableException, which LMCache lets through, for wrong options, and without a node
-        where one is required.
+        """Raises IrrecoverableException, which LMCache lets through, for wrong options, for what cannot be
+        right with any remote backend, and without a node where one is required.
         """
         try:
-            return MoonpoolConnector(context, settings_of(context))
+            settings = settings_of(context)
+            refuse(context.config, context.metadata, settings)
+            return MoonpoolConnector(context, settings)
         except Error as error:
             raise IrrecoverableException(str(error)) from error
 
@@ -73,9 +82,30 @@ def settings_of(context: ConnectorContext) -> Settings:
     return Settings.parse(given, f"{_OPTIONS}{SCHEME}")
 
 
-def identity(config: Any, metadata: Any) -> bytes:
+def refuse(config: Any, metadata: Any, settings: Settings) -> None:
+    """Raises ConfigError where an engine would compute with KV that is not its own."""
+    if config.use_layerwise:
+        raise wrong(
+            "LMCache over moonpool",
+            "use_layerwise",
+            "must be off: LMCache then promises all layers of a chunk as soon as the first one is there, and "
+            "one that is evicted or lost meanwhile would be computed with unread",
+        )
+    if ambiguous([metadata.kv_dtype]) and not settings.form:
+        raise wrong(
+            "LMCache over moonpool",
+            "form",
+            f"is needed: this KV cache is {metadata.kv_dtype}, as which several types of 8 bits are kept; "
+            f'chunks of another one would be read as these; say which, such as "fp8_e4m3"',
+        )
+
+
+def identity(config: Any, metadata: Any, form: str = "") -> bytes:
     """What must be equal before chunks are shared, beside LMCache's own key; the same in all processes of an
-    engine, so nothing that only a worker knows."""
+    engine, so nothing that only a worker knows.
+
+    Blending hashes segments without what stands before them, so its keys can be those of a first chunk."""
+    blending = bool(config.enable_blending)
     return fingerprint(
         "remote",
         {
@@ -85,7 +115,8 @@ def identity(config: Any, metadata: Any) -> bytes:
             "kv_shape": [int(n) for n in metadata.kv_shape],
             "chunk_tokens": int(config.chunk_size),
             "mla": bool(metadata.use_mla),
-            "layerwise": bool(config.use_layerwise),
+            "form": form,
+            "blending": str(config.blend_special_str) if blending else None,
             "serde": str(config.remote_serde),
             "hash": str(config.pre_caching_hash_algorithm),
         },
@@ -101,23 +132,37 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
 
     def __init__(self, context: ConnectorContext, settings: Settings) -> None:
         """Raises Unavailable without a node, AuthError for a wrong token, only where the pool is required."""
-        super().__init__(context.config, context.metadata)
+        config, metadata = context.config, context.metadata
+        super().__init__(config, metadata)
         self._loop: asyncio.AbstractEventLoop = context.loop
-        self._memory = context.local_cpu_backend
+        self._memory = context.local_cpu_backend  # None in a process that only looks up
+        self._expected = Expected(config, metadata)
+        self._form = settings.form
+        self._plain = config.remote_serde == "naive"
+        # LMCache keeps what it gets in its own cache with local_cpu, and blending writes into it.
+        self._may_lend = (
+            torch_device_type == "cpu"
+            and self._plain
+            and not (config.local_cpu or config.enable_blending or config.enable_pd)
+        )
+        self._lent = Lent(0)
         self._waiting: dict[int, asyncio.Future[tuple[bool, str, list[bool] | None]]] = {}
         self._idle = threading.Event()
         self._idle.set()
         self._refusal = ""
         self._batches = _native.BatchClient(threads=settings.threads)
-        mark = identity(context.config, context.metadata)
+        mark = identity(config, metadata, settings.form)
         self._pool = Pool(
             lambda: settings.dial(mark, settings.timeout_s),
-            self._batches.attach,
+            self._joined,
             address=str(settings.socket()),
             log=log,
             required=settings.require_pool,
         )
-        self._memory.close = self._before_memory_is_freed(self._memory.close)
+        if self._memory is not None:
+            self._free_memory = self._memory.close
+            self._close_hook = self._before_memory_is_freed
+            self._memory.close = self._close_hook
         self._loop.call_soon_threadsafe(self._loop.add_reader, self._batches.event_fd(), self._collect)
         log.info(
             "moonpool: chunks of %d bytes, fingerprint %s, tenant %s, namespace %s, pool %s",
@@ -128,16 +173,20 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             settings.socket(),
         )
 
-    def _before_memory_is_freed(self, free: Callable[[], None]) -> Callable[[], None]:
+    def _joined(self, client: _native.Client) -> None:
+        if self._may_lend:
+            self._lent = Lent(client.stat()["arena_bytes"] // LENT_SHARE)
+        self._batches.attach(client)
+
+    def _before_memory_is_freed(self) -> None:
         """LMCache frees its host memory before it closes its remote backends, so this must be hooked: native
         threads may still read from it."""
-
-        def close() -> None:
-            self._idle.wait(FINISH_S)
-            self._batches.close()  # waits for what is being copied now, and drops the rest
-            free()
-
-        return close
+        if self._loop.is_running():
+            with contextlib.suppress(Exception):  # what was handed to the loop before has begun after this
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(1)
+        self._idle.wait(FINISH_S)
+        self._batches.close()  # waits for what is being copied now, and drops the rest
+        self._free_memory()
 
     # Is it there
 
@@ -150,12 +199,12 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         if client is None:
             return 0
         try:
-            flags = client.exists(_names(keys))
+            flags = client.exists(_both_names(keys))
         except Error as error:
             self._pool.heard(str(error))
             return 0
         self._pool.heard("")
-        return next((i for i, flag in enumerate(flags) if flag != 1), len(keys))
+        return _leading([flag == 1 for flag in flags])
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
         return self.batched_contains([key]) == 1
@@ -166,8 +215,8 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
     async def batched_async_contains(
         self, lookup_id: str, keys: builtins.list[CacheEngineKey], pin: bool = False
     ) -> int:
-        _, _, found = await self._ended(self._batches.submit_batch_exists(_names(keys)))
-        return (found or [False]).index(False) if not all(found or [False]) else len(keys)
+        _, _, found = await self._ended(self._batches.submit_batch_exists(_both_names(keys)))
+        return _leading(found or [])
 
     # Put
 
@@ -181,15 +230,39 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         self, keys: Sequence[CacheEngineKey], memory_objs: builtins.list[MemoryObj]
     ) -> None:
         """Stores all that the pool takes. What it refuses, or does not answer, is said once in the log."""
-        parts = [[_form(memory).header(), _bytes_of(memory)] for memory in memory_objs]
+        if self._is_ambiguous():
+            return
+        forms = [_form(memory) for memory in memory_objs]
+        names = [
+            _full_name(key) if form == self._expected.told else _name(key)
+            for key, form in zip(keys, forms, strict=True)
+        ]
+        parts = [
+            _bytes_of(memory) if form == self._expected.told else [form.header(), _bytes_of(memory)]
+            for form, memory in zip(forms, memory_objs, strict=True)
+        ]
+        number = self._batches.submit_batch_set(names, parts)
         for memory in memory_objs:
             memory.ref_count_up()  # ours until the batch has ended, also when the caller is cancelled before
-        ok, error, _ = await self._ended(self._batches.submit_batch_set(_names(keys), parts), memory_objs)
+        ok, error, _ = await self._ended(number, memory_objs)
         for memory in memory_objs:
             memory.ref_count_down()
-        if not ok and error != self._refusal:
-            log.warning("moonpool: not all of %d chunks were stored (%s)", len(keys), error)
-        self._refusal = "" if ok else error
+        self._say_refusal("" if ok else f"not all of {len(keys)} chunks were stored ({error})")
+
+    def _is_ambiguous(self) -> bool:
+        """LMCache may learn of a type that has no name of its own only at its first transfer."""
+        if self._form or not ambiguous(self._expected.dtypes):
+            return False
+        self._say_refusal(
+            "nothing is stored or retrieved: some layers are of a type of 8 bits that LMCache does not name; "
+            'set the option "form" to what they are'
+        )
+        return True
+
+    def _say_refusal(self, text: str) -> None:
+        if text and text != self._refusal:
+            log.warning("moonpool: %s", text)
+        self._refusal = text
 
     # Get
 
@@ -200,16 +273,20 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     async def batched_get(self, keys: builtins.list[CacheEngineKey]) -> builtins.list[MemoryObj | None]:
-        """Of each key its chunk, or None. Full chunks are copied by one native call; what has another form
-        (the last chunk of a prompt, a layer, a compressed one) is looked at first."""
+        """Of each key its chunk, or None. Full chunks by one native call; then, by two for all of them, what
+        has a header: the last chunk of a prompt, compressed ones, and full ones of several groups."""
         found: builtins.list[MemoryObj | None] = [None] * len(keys)
-        if self._pool.client is None:
+        if self._pool.client is None or self._memory is None or self._is_ambiguous():
             return found
-        rest = builtins.list(range(len(keys)))
-        if not any(hasattr(key, "layer_id") for key in keys):
-            rest = await self._get_full(keys, found)
-        for i in rest:
-            found[i] = await self._get_any(keys[i])
+        try:
+            rest = builtins.list(range(len(keys)))
+            if self._plain and self._expected.full() == self._expected.told:
+                rest = await self._get_full(keys, found)
+            if rest:
+                await self._get_rest(keys, rest, found)
+        except BaseException:  # a caller that gives up, most of all
+            _give_back(found)
+            raise
         return found
 
     async def batched_get_non_blocking(
@@ -218,78 +295,102 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         """The leading chunks that are there; the others are given back."""
         found = await self.batched_get(keys)
         first_miss = next((i for i, memory in enumerate(found) if memory is None), len(found))
-        for memory in found[first_miss:]:
-            if memory is not None:
-                memory.ref_count_down()
+        _give_back(found[first_miss:])
         return [memory for memory in found[:first_miss] if memory is not None]
 
     async def _get_full(
         self, keys: builtins.list[CacheEngineKey], found: builtins.list[MemoryObj | None]
     ) -> builtins.list[int]:
         """Fills in full chunks; which keys are still open. What LMCache has no memory for is a miss."""
-        memory_objs = []
-        for _ in keys:
-            memory = self._allocate(self.meta_shapes, self.meta_dtypes, self.meta_fmt)
+        names = [_full_name(key) for key in keys]
+        lent = min(self._lent.room_for(self._expected.told.size), len(names))
+        if lent:
+            views = await self._views(names[:lent])
+            if views is None:
+                return []
+            for i, view in enumerate(views):
+                if view is not None and len(view) == self._expected.told.size:
+                    found[i] = self._lent.lend(view, self._expected.told, self._expected.memory_format)
+        memory_objs: builtins.list[MemoryObj] = []
+        for _ in names[lent:]:
+            memory = self._allocate(
+                self._expected.shapes, self._expected.dtypes, self._expected.memory_format
+            )
             if memory is None:
                 break
             memory_objs.append(memory)
+        places = range(lent, lent + len(memory_objs))
+        if memory_objs:
+            buffers = [_bytes_of(memory) for memory in memory_objs]
+            if not await self._copy([names[i] for i in places], buffers, memory_objs, places, found):
+                return []
+        return [i for i in range(lent + len(memory_objs)) if found[i] is None]
+
+    async def _get_rest(
+        self,
+        keys: builtins.list[CacheEngineKey],
+        rest: builtins.list[int],
+        found: builtins.list[MemoryObj | None],
+    ) -> None:
+        """Chunks with a header; a miss where this engine cannot have stored such a one."""
+        views = await self._views([_name(keys[i]) for i in rest])
+        places, names, buffers, heads, memory_objs = [], [], [], [], []
+        for i, view in zip(rest, views or (), strict=False):
+            form = None if view is None else Form.parse(view[:HEADER_BYTES_MAX], len(view))
+            if form is None or not self._expected.could_be(form):
+                continue
+            memory = self._room_for(form)
+            if memory is None:
+                break
+            into = memory.raw_data if isinstance(memory, BytesBufferMemoryObj) else _bytes_of(memory)
+            places.append(i)
+            names.append(_name(keys[i]))
+            heads.append((bytearray(form.header_bytes), form.header()))
+            buffers.append([heads[-1][0], into])
+            memory_objs.append(memory)
+        del views  # they are pins
         if not memory_objs:
-            return []
-        expected = _form(memory_objs[0]).header()
-        heads = [bytearray(len(expected)) for _ in memory_objs]
-        parts = [[head, _bytes_of(memory)] for head, memory in zip(heads, memory_objs, strict=True)]
-        number = self._batches.submit_batch_get(_names(keys[: len(memory_objs)]), parts)
-        _, _, ok = await self._ended(number, memory_objs)
-        rest = []
-        for i, memory in enumerate(memory_objs):
-            if ok is not None and ok[i] and heads[i] == expected:
+            return
+        await self._copy(names, buffers, memory_objs, places, found)
+        for i, (head, wanted) in zip(places, heads, strict=True):
+            memory = found[i]
+            if memory is not None and head != wanted:  # another one by now
+                memory.ref_count_down()
+                found[i] = None
+
+    async def _copy(
+        self,
+        names: builtins.list[str],
+        buffers: builtins.list[Any],
+        memory_objs: builtins.list[MemoryObj],
+        places: Sequence[int],
+        found: builtins.list[MemoryObj | None],
+    ) -> bool:
+        """Copies each object into its memory and puts that in its place, or gives it back. False: the pool
+        did not answer, so asking for more would only wait."""
+        try:
+            number = self._batches.submit_batch_get(names, buffers)
+        except BaseException:
+            _give_back(memory_objs)
+            raise
+        answered, _, ok = await self._ended(number, memory_objs)
+        for i, memory, came in zip(places, memory_objs, ok or [False] * len(memory_objs), strict=True):
+            if came:
                 found[i] = memory
             else:
                 memory.ref_count_down()
-                rest.append(i)
-        return rest
+        return answered
 
-    async def _get_any(self, key: CacheEngineKey) -> MemoryObj | None:
-        """A chunk of whatever form; None for one that this engine cannot have stored."""
-        form = await self._loop.run_in_executor(None, self._look, name_of(key.to_string()))
-        if form is None or not self._could_be_ours(key, form):
-            return None
-        memory = self._room_for(form)
-        if memory is None:
-            return None
-        head = bytearray(form.header_bytes)
-        into = memory.raw_data if isinstance(memory, BytesBufferMemoryObj) else _bytes_of(memory)
-        number = self._batches.submit_batch_get([name_of(key.to_string())], [[head, into]])
-        _, _, ok = await self._ended(number, [memory])
-        if not ok or not ok[0] or head != form.header():
-            memory.ref_count_down()
-            return None
-        return memory
-
-    def _look(self, name: str) -> Form | None:
-        """Reads a header in place."""
+    async def _views(self, names: builtins.list[str]) -> builtins.list[memoryview | None] | None:
+        """Of each object its bytes in place, pinned as long as that lives; None: the pool did not answer."""
         client = self._pool.client
+        if client is None:
+            return None
         try:
-            view = client.get_views([name])[0] if client is not None else None
+            return builtins.list(await self._loop.run_in_executor(None, client.get_views, names))
         except Error as error:
             self._pool.heard(str(error))
             return None
-        return None if view is None else Form.parse(view[:HEADER_BYTES_MAX], len(view))
-
-    def _could_be_ours(self, key: CacheEngineKey, form: Form) -> bool:
-        """Plain bytes are a serde's, which is in the fingerprint. Tensors must have our types, and our shapes
-        but for the number of tokens."""
-        if form.memory_format in (MemoryFormat.BINARY.value, MemoryFormat.BINARY_BUFFER.value):
-            return True
-        dtypes = [str(dtype).removeprefix("torch.") for dtype in self.meta_dtypes]
-        if hasattr(key, "layer_id"):
-            return len(form.groups) == 1 and form.groups[0][0] == dtypes[0]
-        if form.memory_format != self.meta_fmt.value or [name for name, _ in form.groups] != dtypes:
-            return False
-        return all(
-            len(shape) == 4 and (*shape[:2], shape[3]) == (*ours[:2], ours[3]) and shape[2] <= ours[2]
-            for (_, shape), ours in zip(form.groups, self.meta_shapes, strict=True)
-        )
 
     def _room_for(self, form: Form) -> MemoryObj | None:
         import torch
@@ -316,7 +417,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
     def remove_sync(self, key: CacheEngineKey) -> bool:
         client = self._pool.client
         try:
-            return client is not None and client.remove(_names([key])) == b"\1"
+            return client is not None and b"\1" in client.remove(_both_names([key]))
         except Error as error:
             self._pool.heard(str(error))
             return False
@@ -326,8 +427,12 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         client = self._pool.client
         if client is None:
             return []
-        rows = await self._loop.run_in_executor(None, client.list, b"", LIST_MAX)
-        return [row[0].decode() for row in rows]
+        try:
+            rows = await self._loop.run_in_executor(None, client.list, b"", LIST_MAX)
+        except Error as error:
+            self._pool.heard(str(error))
+            return []
+        return sorted({row[0].decode().removesuffix(FULL) for row in rows})
 
     async def close(self) -> None:
         """Waits for what is being copied; what has not begun is a miss."""
@@ -337,6 +442,9 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             if not future.done():
                 future.set_result((False, "this connector was closed", None))
         self._waiting.clear()
+        self._idle.set()  # whoever frees the memory now need not wait
+        if self._memory is not None and self._memory.close is self._close_hook:
+            self._memory.close = self._free_memory
         await self._loop.run_in_executor(None, self._pool.close)
 
     async def _ended(
@@ -364,8 +472,28 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             self._idle.set()
 
 
-def _names(keys: Sequence[CacheEngineKey]) -> list[str]:
-    return [name_of(key.to_string()) for key in keys]
+def _name(key: CacheEngineKey) -> str:
+    return name_of(key.to_string())
+
+
+def _full_name(key: CacheEngineKey) -> str:
+    return name_of(key.to_string() + FULL)
+
+
+def _both_names(keys: Sequence[CacheEngineKey]) -> list[str]:
+    return [name for key in keys for name in (_full_name(key), _name(key))]
+
+
+def _leading(flags: Sequence[bool]) -> int:
+    """How many leading keys are there, under one name or the other."""
+    either = [full or other for full, other in zip(flags[::2], flags[1::2], strict=True)]
+    return next((i for i, there in enumerate(either) if not there), len(either))
+
+
+def _give_back(found: Sequence[MemoryObj | None]) -> None:
+    for memory in found:
+        if memory is not None:
+            memory.ref_count_down()
 
 
 def _form(memory: MemoryObj) -> Form:

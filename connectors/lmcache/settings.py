@@ -17,12 +17,14 @@ _TRUE = {"1": True, "0": False}
 
 @dataclass(frozen=True, slots=True)
 class Settings(PoolOptions):
-    """threads: that copy; timeout_s: the longest wait without progress."""
+    """threads: that copy; timeout_s: the longest wait without progress; form: what the chunks' bytes are, in
+    any words, where LMCache does not say it."""
 
     place: ClassVar[str] = SCHEME
 
     threads: int = 4
     timeout_s: float = 2.0
+    form: str = ""
 
     @classmethod
     def from_url(cls, url: str) -> Settings:
@@ -67,6 +69,7 @@ class Settings(PoolOptions):
             text(place, "namespace", given.get("namespace", default.namespace)),
             int(threads),
             timeout_s,
+            optional_text(place, "form", given.get("form")) or "",
         )
         settings.socket()
         return settings

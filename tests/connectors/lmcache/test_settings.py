@@ -26,9 +26,9 @@ def test_nothing_is_the_default_node(url: str) -> None:
 
 def test_a_url_names_node_and_space() -> None:
     settings = Settings.from_url(
-        "moonpool://west?tenant=t&namespace=n&require_pool=true&threads=3&timeout_s=0.5"
+        "moonpool://west?tenant=t&namespace=n&require_pool=true&threads=3&timeout_s=0.5&form=fp8_e4m3"
     )
-    assert settings == Settings("west", True, "t", "n", 3, 0.5)
+    assert settings == Settings("west", True, "t", "n", 3, 0.5, "fp8_e4m3")
     assert settings.socket() == paths.node_socket("west")
     assert Settings.from_url("moonpool:///run/n.sock").socket() == Path("/run/n.sock")
 

@@ -110,6 +110,9 @@ class Backend:
         """In LMCache's own order: memory first."""
         self.memory.close()
         self.backend.close()
+        self.stop()
+
+    def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10)
         self.loop.close()

@@ -8,22 +8,24 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lmcache.utils import LayerCacheEngineKey
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.exceptions import IrrecoverableException
 from lmcache.v1.memory_management import BytesBufferMemoryObj, MemoryFormat
+from lmcache.v1.storage_backend import RemoteBackend
 
-from moonpool.connectors.lmcache.remote import identity
+from moonpool.connectors.lmcache.remote import FULL, LENT_SHARE, identity
 from tests.connectors.lmcache.conftest import Node
-from tests.connectors.lmcache.real.beds import Backend
+from tests.connectors.lmcache.real.beds import Backend, expected
 from tests.core.store_bed import until
 
 MIB = 1 << 20
 Make = Callable[..., Backend]
+BY_COPY = {"local_cpu": True}  # LMCache would keep what it gets, so nothing is lent
 
 
 @pytest.fixture
@@ -51,16 +53,17 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
     logger.removeHandler(caplog.handler)
 
 
-def test_nothing_but_the_url(node: Node, make: Make) -> None:
+@pytest.mark.parametrize("options", [{}, BY_COPY], ids=["lent", "copied"])
+def test_nothing_but_the_url(options: dict[str, Any], node: Node, make: Make) -> None:
     node.start()
-    backend = make()
+    backend = make(**options)
     assert backend.contains([1, 2, 3]) == 0
     assert backend.get([1]) == [None]
     backend.put([1, 2, 3])
     assert backend.contains([1, 2, 3, 4]) == 3
     assert backend.contains([1, 9, 3]) == 1
     assert backend.get([1, 2, 3, 4]) == [16, 16, 16, None]
-    assert node.pinned() == 0
+    until(lambda: node.pinned() == 0)
 
 
 def test_the_single_calls(node: Node, make: Make) -> None:
@@ -99,9 +102,10 @@ def test_a_chunk_that_is_not_full(node: Node, make: Make) -> None:
     assert second.get([1, 2, 3, 4]) == [16, 16, 5, None]
 
 
-def test_prefixes_without_waiting(node: Node, make: Make) -> None:
+@pytest.mark.parametrize("options", [{}, BY_COPY], ids=["lent", "copied"])
+def test_prefixes_without_waiting(options: dict[str, Any], node: Node, make: Make) -> None:
     node.start()
-    backend = make()
+    backend = make(**options)
     backend.put([1, 2, 4])
     keys = backend.keys(1, 2, 3, 4)
     connector = backend.connector
@@ -111,24 +115,126 @@ def test_prefixes_without_waiting(node: Node, make: Make) -> None:
     assert len(chunks) == 2
     for chunk in chunks:
         chunk.ref_count_down()
+    until(lambda: node.pinned() == 0)
     assert backend.memory.memory_allocator.pin_allocator.address_manager.get_free_size() == free
 
 
-def test_layers_and_compressed_bytes(node: Node, make: Make) -> None:
+def test_compressed_bytes(node: Node, make: Make) -> None:
     node.start()
     backend = make()
-    shape, dtype = torch.Size([16, 2, 32]), torch.bfloat16
-    layer = LayerCacheEngineKey("org/model", 1, 0, 5, dtype, layer_id=1)
-    chunk = backend.memory.allocate([shape], [dtype], MemoryFormat.KV_T2D)
-    chunk.tensor.fill_(3)
-    backend.run(backend.connector.put(layer, chunk))
-    (found,) = backend.run(backend.connector.batched_get([layer]))
-    assert (found.get_memory_format(), found.tensor.shape) == (MemoryFormat.KV_T2D, shape)
-    assert torch.equal(found.tensor, chunk.tensor)
     (key,) = backend.keys(6)
     backend.run(backend.connector.put(key, BytesBufferMemoryObj(b"compressed")))
     found = backend.run(backend.connector.get(key))
     assert (found.get_memory_format(), bytes(found.byte_array)) == (MemoryFormat.BINARY_BUFFER, b"compressed")
+
+
+def test_what_has_a_header_takes_two_calls_for_all(node: Node, make: Make) -> None:
+    node.start()
+    backend = make(**BY_COPY)
+    backend.put([1, 2, 3, 4], tokens=5)
+    calls = []
+    look = backend.connector._views
+
+    async def views(names: list[str]) -> Any:
+        calls.append(len(names))
+        return await look(names)
+
+    backend.connector._views = views
+    assert backend.get([1, 2, 3, 4]) == [5, 5, 5, 5]
+    assert calls == [4]
+
+
+class Group:
+    """As LMCache describes layers that are moved together."""
+
+    def __init__(self, layers: int, hidden: int, dtype: torch.dtype) -> None:
+        self.num_layers, self.hidden_dim_size, self.dtype = layers, hidden, dtype
+        self.shape_desc = SimpleNamespace(kv_size=2)
+
+
+def test_groups_that_lmcache_learns_of_later(node: Node, make: Make) -> None:
+    """At its first transfer, when the connector exists already."""
+    node.start()
+    first, second, plain = make(), make(), make()
+    groups = [Group(1, 32, torch.bfloat16), Group(1, 8, torch.float32)]
+    for backend in (first, second):
+        backend.metadata.kv_layer_groups_manager = SimpleNamespace(
+            kernel_groups=groups, num_kernel_groups=len(groups)
+        )
+    shapes, dtypes = first.metadata.get_shapes(), first.metadata.get_dtypes()
+    chunk = first.memory.allocate(shapes, dtypes, MemoryFormat.KV_2LTD)
+    chunk.raw_data.fill_(7)
+    (key,) = first.keys(1)
+    first.run(first.connector.put(key, chunk))
+    assert second.contains([1]) == 1
+    found = second.run(second.connector.get(key))
+    assert found.get_shapes() == shapes
+    assert bytes(found.byte_array) == b"\7" * chunk.get_size()
+    assert plain.get([1]) == [None]
+    groups[1].dtype = torch.uint8  # of whatever 8 bits
+    assert second.get([1]) == [None]
+    second.run(second.connector.put(key, chunk))
+    assert 'set the option "form"' in second.connector._refusal
+
+
+# In place
+
+
+def test_chunks_are_lent_in_place(node: Node, make: Make) -> None:
+    node.start()
+    backend = make()
+    backend.put([1, 2])
+    manager = backend.memory.memory_allocator.pin_allocator.address_manager
+    free = manager.get_free_size()
+    chunks = backend.run(backend.connector.batched_get(backend.keys(1, 2)))
+    assert manager.get_free_size() == free
+    assert node.pinned() == 2
+    assert backend.connector._lent.nbytes == 2 * chunks[0].get_size()
+    for number in range(100, 2100, 100):  # more than the pool holds
+        backend.put(range(number, number + 100))
+    for number, chunk in zip((1, 2), chunks, strict=True):
+        wanted = expected(number, chunk.tensor.shape, torch.bfloat16)
+        assert torch.equal(chunk.tensor.view(torch.int16), wanted.view(torch.int16))
+        assert len(chunk.byte_array) == chunk.get_size()
+        chunk.ref_count_down()
+    until(lambda: node.pinned() == 0)
+    assert backend.connector._lent.nbytes == 0
+
+
+def test_what_is_lent_has_a_limit(node: Node, make: Make) -> None:
+    node.start(1 * MIB)
+    backend = make()
+    backend.put(range(100))
+    lendable = MIB // LENT_SHARE // backend.connector.full_chunk_size_bytes
+    assert 0 < lendable < 90
+    chunks = backend.run(backend.connector.batched_get(backend.keys(*range(90))))
+    assert all(chunk is not None for chunk in chunks)
+    assert node.pinned() == lendable
+    for chunk in chunks:
+        chunk.ref_count_down()
+    until(lambda: node.pinned() == 0)
+
+
+@pytest.mark.parametrize("options", [BY_COPY, {"enable_blending": True}])
+def test_nothing_is_lent_to_who_keeps_it_or_writes(options: dict[str, Any], node: Node, make: Make) -> None:
+    node.start()
+    assert make().connector._may_lend
+    assert not make(**options).connector._may_lend
+
+
+def test_lent_chunks_outlive_the_connector(node: Node, make: Make) -> None:
+    node.start()
+    backend = Backend()
+    backend.put([1])
+    (chunk,) = backend.run(backend.connector.batched_get(backend.keys(1)))
+    backend.close()
+    wanted = expected(1, chunk.tensor.shape, torch.bfloat16)
+    assert torch.equal(chunk.tensor.view(torch.int16), wanted.view(torch.int16))
+    chunk.ref_count_down()
+    until(lambda: node.pinned() == 0)
+
+
+# The same keys, other bytes
 
 
 @pytest.mark.parametrize(
@@ -137,6 +243,7 @@ def test_layers_and_compressed_bytes(node: Node, make: Make) -> None:
         {"dtype": torch.float16},
         {"chunk_size": 32},
         {"model": "org/other"},
+        {"enable_blending": True},
         {"extra_config": {"unused": 1}, "remote_url": "moonpool://?namespace=other"},
     ],
 )
@@ -146,6 +253,31 @@ def test_what_is_not_the_same_is_not_there(node: Node, make: Make, other: dict[s
     stranger = make(**other)
     assert stranger.contains([1]) == 0
     assert stranger.get([1]) == [None]
+
+
+def test_types_of_one_byte_need_a_form(node: Node, make: Make) -> None:
+    """vLLM keeps fp8_e4m3 and fp8_e5m2 as uint8, and so does LMCache."""
+    node.start()
+    with pytest.raises(IrrecoverableException, match="several types of 8 bits"):
+        make(dtype=torch.uint8)
+    first = make(dtype=torch.uint8, remote_url="moonpool://?form=fp8_e4m3")
+    same = make(dtype=torch.uint8, remote_url="moonpool://?form=fp8_e4m3")
+    other = make(dtype=torch.uint8, remote_url="moonpool://?form=fp8_e5m2")
+    (key,) = first.keys(1)
+    chunk = first.memory.allocate(
+        first.metadata.get_shapes(), first.metadata.get_dtypes(), MemoryFormat.KV_2LTD
+    )
+    first.run(first.connector.put(key, chunk))
+    assert (same.contains([1]), other.contains([1])) == (1, 0)
+    assert other.run(other.connector.get(key)) is None
+    found = same.run(same.connector.get(key))
+    assert found.get_size() == chunk.get_size()
+    found.ref_count_down()
+
+
+def test_layers_by_themselves_are_refused(node: Node, make: Make) -> None:
+    with pytest.raises(IrrecoverableException, match="use_layerwise must be off"):
+        make(use_layerwise=True)
 
 
 def test_what_serialises_the_chunks_counts() -> None:
@@ -164,11 +296,13 @@ def test_a_form_that_is_not_ours_is_a_miss(node: Node, make: Make) -> None:
     keys = backend.keys(1, 2, 3, 4)
     client = backend.connector._pool.client
     assert client is not None
-    full = backend.chunk(1)
+    size = backend.connector.full_chunk_size_bytes
     names = [key.to_string() for key in keys]
+    full = [name + FULL for name in names]
     other = backend.memory.allocate([torch.Size([2, 2, 16, 32])], [torch.float16], MemoryFormat.KV_2LTD)
     backend.run(backend.connector.put(keys[0], other))
-    client.put(names[1:], [b"", bytes(64 + full.get_size()), bytes(10_000)])
+    client.put(names[1:], [b"", bytes(64 + size), bytes(10_000)])
+    client.put(full[1:], [b"", bytes(64 + size), bytes(size - 1)])
     assert backend.get([1, 2, 3, 4]) == [None] * 4
 
 
@@ -275,7 +409,7 @@ def test_a_wrong_token(
 def test_no_memory_for_what_is_there(node: Node, make: Make) -> None:
     node.start()
     make().put(range(60))
-    small = make(max_local_cpu_size=0.0001)  # room for 26 chunks
+    small = make(max_local_cpu_size=0.0001, **BY_COPY)  # room for 26 chunks
     found = small.get(range(60))
     assert found[0] == 16
     assert None in found
@@ -283,9 +417,12 @@ def test_no_memory_for_what_is_there(node: Node, make: Make) -> None:
     assert small.get(range(5)) == [16] * 5
 
 
-def test_a_caller_that_gives_up_keeps_memory_until_the_end(node: Node, make: Make) -> None:
+@pytest.mark.parametrize("options", [{}, BY_COPY], ids=["lent", "copied"])
+def test_a_caller_that_gives_up_keeps_memory_until_the_end(
+    options: dict[str, Any], node: Node, make: Make
+) -> None:
     node.start()
-    backend = make()
+    backend = make(**options)
     backend.put(range(8))
     manager = backend.memory.memory_allocator.pin_allocator.address_manager
     free = manager.get_free_size()
@@ -300,6 +437,7 @@ def test_a_caller_that_gives_up_keeps_memory_until_the_end(node: Node, make: Mak
 
     backend.run(cancelled())
     until(lambda: manager.get_free_size() == free)
+    until(lambda: node.pinned() == 0)
     chunk = backend.chunk(100)
 
     async def put_cancelled() -> None:
@@ -313,6 +451,86 @@ def test_a_caller_that_gives_up_keeps_memory_until_the_end(node: Node, make: Mak
     backend.run(put_cancelled())
     until(lambda: manager.get_free_size() == free)
     assert backend.get([100]) in ([16], [None])
+
+
+def test_a_caller_that_gives_up_late(node: Node, make: Make) -> None:
+    """While what has a header is looked at, full chunks are there already."""
+    node.start()
+    backend = make(**BY_COPY)
+    backend.put([1])
+    manager = backend.memory.memory_allocator.pin_allocator.address_manager
+    free = manager.get_free_size()
+
+    async def cancelled() -> None:
+        looking = asyncio.Event()
+
+        async def views(names: list[str]) -> None:
+            looking.set()
+            await asyncio.get_running_loop().create_future()
+
+        backend.connector._views = views
+        task = asyncio.ensure_future(backend.connector.batched_get(backend.keys(1, 2)))
+        await looking.wait()
+        assert manager.get_free_size() < free
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    backend.run(cancelled())
+    assert manager.get_free_size() == free
+
+
+def test_a_pool_that_does_not_answer_is_asked_once(node: Node, make: Make) -> None:
+    node.start()
+    backend = make(**BY_COPY)
+    backend.put([1])
+    node.stop()
+    asked = []
+    backend.connector._views = lambda names: asked.append(names)
+    assert backend.get([1, 2]) == [None, None]
+    assert asked == []
+
+
+def test_a_process_that_only_looks_up_has_no_memory(node: Node, make: Make) -> None:
+    """LMCache's scheduler with enable_scheduler_bypass_lookup."""
+    node.start()
+    backend = make()
+    backend.put([1, 2])
+    only = RemoteBackend(backend.config, backend.metadata, backend.loop, None, "cpu")
+    assert only.batched_contains(backend.keys(1, 2, 3)) == 2
+    assert only.batched_get_blocking(backend.keys(1)) == [None]
+    backend.run(only.connection.close())
+
+
+def test_closing_the_backend_alone_leaves_the_memory_as_it_was(node: Node) -> None:
+    node.start()
+    backend = Backend()
+    free = backend.memory.close
+    backend.connector._idle.clear()  # something is under way
+    backend.run(backend.connector.close())
+    assert backend.memory.close != free
+    assert backend.memory.close.__func__ is type(backend.memory).close
+    free()  # the hook of before, which somebody else may have: it waits for nothing
+    backend.backend.close()
+    backend.stop()
+
+
+def test_the_last_store_before_the_end_is_not_lost(node: Node) -> None:
+    """It was handed to LMCache's loop, and has not begun."""
+    node.start()
+    backend = Backend()
+    gate, closing = threading.Event(), threading.Thread(target=backend.close)
+    chunk = backend.chunk(1)
+    backend.loop.call_soon_threadsafe(gate.wait)
+    backend.backend.batched_submit_put_task(backend.keys(1), [chunk])
+    chunk.ref_count_down()
+    closing.start()
+    closing.join(0.2)
+    gate.set()
+    closing.join(30)
+    again = Backend()
+    assert again.get([1]) == [16]
+    again.close()
 
 
 def test_closing_while_chunks_are_stored(node: Node) -> None:

@@ -1,0 +1,65 @@
+"""What the chunks of this engine look like.
+
+LMCache says it twice. When it starts: one tensor of the KV's type and shape; that is in the fingerprint, and
+a process that only looks up knows no more. At its first transfer: the groups of its layers, each with a type
+and a shape of its own. So the live answer is asked for with each batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmcache.v1.memory_management import MemoryFormat
+
+from moonpool.connectors.lmcache.form import Form, form_of
+
+# Engines keep KV of several 8-bit types under these names; bytes of one are garbage as another.
+AMBIGUOUS = ("uint8", "int8")
+_BYTES = (MemoryFormat.BINARY.value, MemoryFormat.BINARY_BUFFER.value)
+
+
+def ambiguous(dtypes: Any) -> bool:
+    """Whether one of these types does not say what its bytes are."""
+    return any(str(dtype).removeprefix("torch.") in AMBIGUOUS for dtype in dtypes)
+
+
+class Expected:
+    """``told``: a full chunk as the fingerprint has it."""
+
+    def __init__(self, config: Any, metadata: Any) -> None:
+        self._metadata = metadata
+        self.memory_format = MemoryFormat.KV_MLA_FMT if metadata.use_mla else MemoryFormat.KV_2LTD
+        layers, two, _, heads, head_size = (int(n) for n in metadata.kv_shape)
+        shape = (two, layers, int(config.chunk_size), heads * head_size)
+        size = two * layers * shape[2] * shape[3] * int(metadata.kv_dtype.itemsize)
+        self.told = form_of(self.memory_format.value, [shape], [metadata.kv_dtype], size)
+
+    @property
+    def shapes(self) -> Any:
+        return self._metadata.get_shapes()
+
+    @property
+    def dtypes(self) -> Any:
+        return self._metadata.get_dtypes()
+
+    def full(self) -> Form:
+        """A full chunk, as it is now known."""
+        shapes, dtypes = self.shapes, self.dtypes
+        size = sum(shape.numel() * int(dtype.itemsize) for shape, dtype in zip(shapes, dtypes, strict=True))
+        return form_of(self.memory_format.value, shapes, dtypes, size)
+
+    def could_be(self, form: Form) -> bool:
+        """Plain bytes are a serde's, which is in the fingerprint. Tensors must have our types, and our shapes
+        but for the number of tokens."""
+        if form.memory_format in _BYTES:
+            return True
+        ours = self.full()
+        if form.memory_format != ours.memory_format or len(form.groups) != len(ours.groups):
+            return False
+        return all(
+            name == our_name
+            and len(shape) == 4
+            and (*shape[:2], shape[3]) == (*our_shape[:2], our_shape[3])
+            and shape[2] <= our_shape[2]
+            for (name, shape), (our_name, our_shape) in zip(form.groups, ours.groups, strict=True)
+        )
