@@ -22,18 +22,25 @@ from lmcache.v1.memory_management import MemoryObj, TensorMemoryObj
 from lmcache.v1.platform import create_event_notifier
 
 from moonpool import _native
+from moonpool.connectors.lmcache.expected import ambiguous
 from moonpool.connectors.lmcache.form import described
 from moonpool.connectors.lmcache.identity import fingerprint, layout_mark, name_of
 from moonpool.connectors.lmcache.lanes import Lane
 from moonpool.connectors.lmcache.locks import Locks
 from moonpool.connectors.lmcache.native import PLUG
+from moonpool.connectors.lmcache.pieces import Pieces
 from moonpool.connectors.lmcache.pool import Pool
 from moonpool.connectors.lmcache.settings import Settings
-from moonpool.core.errors import Closed, ConfigError, Error
+from moonpool.core.errors import Closed, Error
 
 log = init_logger("lmcache.moonpool.adapter")
 LIST_MAX = 10_000_000
+LAYOUTS_MAX = 64  # of one key
 _STORED, _REFUSED = 0, 2
+_AMBIGUOUS = (
+    "moonpool: nothing is stored or found: this KV is of a type of 8 bits that LMCache does not name; set "
+    'the option "form" to what it is, such as "fp8_e4m3"'
+)
 
 
 def wire_key(key: ObjectKey) -> str:
@@ -66,13 +73,17 @@ class Names:
         self._marks: dict[tuple[str, int], set[str]] = defaultdict(set)
         self._plain = bool(form)
 
-    def of(self, key: ObjectKey, layout: MemoryLayoutDesc | MemoryObj) -> str:
+    def of(self, key: ObjectKey, layout: MemoryLayoutDesc | MemoryObj) -> str | None:
+        """None: without a form nobody can say what these bytes are."""
         if self._plain:
             return name_of(wire_key(key))
         if isinstance(layout, MemoryLayoutDesc):
-            mark = layout_mark(layout.shapes, layout.dtypes)
+            shapes, dtypes = layout.shapes, layout.dtypes
         else:
-            mark = layout_mark(*described(layout))
+            shapes, dtypes = described(layout)
+        if ambiguous(dtypes):
+            return None
+        mark = layout_mark(shapes, dtypes)
         self._marks[key.model_name, key.object_group_id].add(mark)
         return name_of(f"{wire_key(key)}@@{mark}")
 
@@ -85,26 +96,23 @@ class Names:
 
 
 class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
-    """options: those of Settings, and ``form`` (see native.MoonpoolClient), which here is needed only with a
-    serde. Eviction is the pool's: no capacity is declared to LMCache.
+    """options: those of Settings; ``form`` (see native.MoonpoolClient) is needed here only with a serde, and
+    for types of 8 bits that have no name of their own. Eviction is the pool's: no capacity is declared to
+    LMCache.
 
     Raises ConfigError for wrong options, and with ``require_pool`` Unavailable or AuthError.
     """
 
     def __init__(self, options: Mapping[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
         super().__init__(max_capacity_bytes=0)
-        given = dict(options)
-        form = given.pop("form", "")
-        if not isinstance(form, str):
-            raise ConfigError("LMCache over moonpool: form must be a text", operation="config", key="form")
-        settings = Settings.parse(given, "adapter_params")
+        settings = Settings.parse(options, "adapter_params")
         # l1_memory_desc is not needed: the node's memory is mapped here, not LMCache's there.
-        self._names = Names(form)
+        self._names = Names(settings.form)
         self._locks = Locks()
         self._numbers = itertools.count(1)
-        self._guard = threading.Lock()
-        self._sizes: dict[ObjectKey, int] = {}
-        mark = fingerprint(PLUG, {"form": form})
+        self._ambiguous_said = threading.Event()
+        self._pieces = Pieces(settings.threads)
+        mark = fingerprint(PLUG, {"form": settings.form})
         self._pool = Pool(
             lambda: settings.dial(mark, settings.timeout_s),
             lambda client: None,
@@ -139,21 +147,36 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         client = self._pool.client
         if client is None:
             return L2StoreResult(False, 0)
-        names = [self._names.of(key, memory) for key, memory in zip(keys, objects, strict=True)]
+        names = [self._named(key, memory) for key, memory in zip(keys, objects, strict=True)]
+        if None in names:
+            return L2StoreResult(False, 0)
+        parts = [_bytes_of(memory) for memory in objects]
         try:
-            outcomes, refusal, *_ = client.put(names, [_bytes_of(memory) for memory in objects])
+            told = self._pieces.run(
+                [memory.get_size() for memory in objects],
+                lambda first, end: client.put(names[first:end], parts[first:end])[:2],
+            )
         except Error as error:
             self._pool.heard(str(error))
             return L2StoreResult(False, 0)
         self._pool.heard("")
+        outcomes = b"".join(piece for piece, _ in told)
         if _REFUSED in outcomes:
+            refusal = next(text for _, text in told if text)
             log.warning("moonpool: not all of %d chunks were stored (%s)", len(keys), refusal)
         held = [i for i, outcome in enumerate(outcomes) if outcome != _REFUSED]
         sizes = [objects[i].get_size() if outcomes[i] == _STORED else 0 for i in held]
-        with self._guard:
-            self._sizes.update((keys[i], size) for i, size in zip(held, sizes, strict=True) if size)
-        self._notify_keys_stored([keys[i] for i in held], sizes)
+        # Of no size: the pool evicts without telling, so what this server stored says nothing about what is
+        # there, and a sum that only grows would be wrong soon.
+        self._notify_keys_stored([keys[i] for i in held], [0] * len(held))
         return L2StoreResult(_REFUSED not in outcomes, sum(sizes))
+
+    def _named(self, key: ObjectKey, layout: MemoryLayoutDesc | MemoryObj) -> str | None:
+        name = self._names.of(key, layout)
+        if name is None and not self._ambiguous_said.is_set():
+            self._ambiguous_said.set()
+            log.warning(_AMBIGUOUS)
+        return name
 
     # Lookup and lock
 
@@ -177,7 +200,8 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         owners: list[int] = []
         for i, key in enumerate(keys):
             layout = layouts.get(key.object_group_id)
-            candidates = self._names.all_of(key) if layout is None else [self._names.of(key, layout)]
+            named = self._names.all_of(key) if layout is None else [self._named(key, layout)]
+            candidates = [name for name in named if name is not None]
             names += candidates
             owners += [i] * len(candidates)
         if client is None or not names:
@@ -212,12 +236,10 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             under.setdefault(id(pin), (pin, []))[1].append(i)
         done = []
         for pin, indices in under.values():
-            sizes = self._read(
-                pin,
-                [self._names.of(keys[i], objects[i]) for i in indices],
-                [_bytes_of(objects[i]) for i in indices],
-            )
-            done += [i for i, n in zip(indices, sizes, strict=True) if n == objects[i].get_size()]
+            named = [(i, self._named(keys[i], objects[i])) for i in indices]
+            read = [(i, name) for i, name in named if name is not None]
+            sizes = self._read(pin, [name for _, name in read], [_bytes_of(objects[i]) for i, _ in read])
+            done += [i for (i, _), n in zip(read, sizes, strict=True) if n == objects[i].get_size()]
         loaded.batched_set(done)
         if done:
             self._notify_keys_accessed([keys[i] for i in done])
@@ -225,37 +247,47 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def _read(self, pin: _native.Pin | None, names: list[str], into: list[Any]) -> Sequence[int | None]:
         """The sizes of what was copied; what the pin does not cover is read as it is now."""
-        nothing = [None] * len(names)
         client = self._pool.client
-        if client is None:
-            return nothing
+        if client is None or not names:
+            return [None] * len(names)
+
+        def piece(first: int, end: int) -> list[int | None]:
+            if pin is not None:
+                try:
+                    return client.pinned_into(pin, names[first:end], into[first:end])
+                except Closed:  # unlocked meanwhile
+                    pass
+            return client.get_into(names[first:end], into[first:end])
+
         try:
-            if pin is None:
-                return client.get_into(names, into)
-            try:
-                return client.pinned_into(pin, names, into)
-            except Closed:  # unlocked meanwhile
-                return client.get_into(names, into)
+            told = self._pieces.run([_size_of(part) for part in into], piece)
         except Error as error:
             self._pool.heard(str(error))
-            return nothing
+            return [None] * len(names)
+        return [size for sizes in told for size in sizes]
 
     # The rest
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Gone at once, for all servers of the pool; whoever has them locked reads on."""
+        """Gone at once, for all servers of the pool, in the layouts that this one has seen, or, when it has
+        seen none, in all. Whoever has them locked reads on."""
         client = self._pool.client
-        names = [self._names.all_of(key) for key in keys]
-        if client is None or not any(names):
+        if client is None:
             return
         try:
-            client.remove([name for each in names for name in each])
+            names = [self._names.all_of(key) or self._stored_names(client, key) for key in keys]
+            if any(names):
+                client.remove([name for each in names for name in each])
         except Error as error:
             self._pool.heard(str(error))
             return
-        with self._guard:
-            sizes = [self._sizes.pop(key, 0) for key in keys]
-        self._notify_keys_deleted(list(keys), sizes)
+        gone = [key for key, each in zip(keys, names, strict=True) if each]
+        self._notify_keys_deleted(gone, [0] * len(gone))
+
+    def _stored_names(self, client: _native.Client, key: ObjectKey) -> list[str]:
+        """As after a restart: no layout was seen yet, so the pool is asked for the names."""
+        rows = client.list(f"{wire_key(key)}@@".encode(), LAYOUTS_MAX)
+        return [row[0].decode() for row in rows]
 
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
@@ -268,7 +300,12 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         if client is None:
             return KeyListPage((), None)
         prefix = b"" if model_name is None else f"{model_name}@".encode()
-        found = {row[0].decode().partition("@@")[0]: row[1] for row in client.list(prefix, LIST_MAX)}
+        try:
+            rows = client.list(prefix, LIST_MAX)
+        except Error as error:
+            self._pool.heard(str(error))
+            return KeyListPage((), None)
+        found = {row[0].decode().partition("@@")[0]: row[1] for row in rows}
         entries = []
         after = sorted(text for text in found if text > (cursor or ""))
         for text in after:
@@ -295,6 +332,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def close(self) -> None:
         for lane in (self._stores, self._lookups, self._loads):
             lane.close()
+        self._pieces.close()
         self._locks.clear()
         self._pool.close()
 
@@ -304,3 +342,7 @@ def _bytes_of(memory: MemoryObj) -> Any:
     if isinstance(memory, TensorMemoryObj):
         return memory.data_ptr, memory.get_size()
     return memory.byte_array
+
+
+def _size_of(part: Any) -> int:
+    return int(part[1]) if isinstance(part, tuple) else memoryview(part).nbytes

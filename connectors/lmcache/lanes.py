@@ -30,14 +30,16 @@ class Lane(Generic[Answer]):
         self._answers: dict[int, Answer] = {}
         self._queue: queue.SimpleQueue[tuple[int, Callable[[], Answer], Answer] | None] = queue.SimpleQueue()
         self._closed = False
+        self._gone = False  # the descriptor
         self._thread = threading.Thread(target=self._run, name=f"moonpool-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, number: int, job: Callable[[], Answer], otherwise: Answer) -> None:
-        if self._closed:
-            self._say(number, otherwise)
-        else:
-            self._queue.put((number, job, otherwise))
+        with self._guard:
+            if not self._closed:
+                self._queue.put((number, job, otherwise))
+                return
+        self._say(number, otherwise)
 
     def take(self, number: int) -> Answer | None:
         """The answer, once; None when there is none."""
@@ -51,10 +53,13 @@ class Lane(Generic[Answer]):
 
     def close(self) -> None:
         """Waits for the running job, answers the others and closes the descriptor."""
-        self._closed = True
-        self._queue.put(None)
+        with self._guard:  # nothing is put behind the None
+            self._closed = True
+            self._queue.put(None)
         self._thread.join()
-        self.notifier.close()
+        with self._guard:
+            self._gone = True
+            self.notifier.close()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -69,4 +74,5 @@ class Lane(Generic[Answer]):
     def _say(self, number: int, answer: Answer) -> None:
         with self._guard:
             self._answers[number] = answer
-        self.notifier.notify()
+            if not self._gone:
+                self.notifier.notify()

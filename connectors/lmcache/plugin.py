@@ -46,8 +46,14 @@ def extend() -> None:
     sys.meta_path.insert(0, OneMoreFolder())
     for name, folder in FOLDERS.items():
         package = sys.modules.get(name)
-        if package is not None:
-            package.__path__.append(folder)
+        if package is None:
+            continue
+        package.__path__.append(folder)
+        # This one has listed its modules already, to be imported when a type is not known.
+        pending = getattr(package, "add_pending_module", None)
+        if pending is not None:
+            for module in Path(folder).glob("*_l2_adapter.py"):
+                pending(f"{name}.{module.stem}")
 
 
 class NoDevice(DeviceSpec):  # type: ignore[misc]

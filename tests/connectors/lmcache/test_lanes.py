@@ -73,3 +73,9 @@ def test_close_waits_for_the_running_job_and_answers_the_rest(lane: Lane[str]) -
     go.set()
     closing.join(10)
     assert lane.take_all() == {1: "done", 2: "otherwise"}
+
+
+def test_after_close_the_answer_is_there_and_nobody_is_told(lane: Lane[str]) -> None:
+    lane.close()
+    lane.submit(1, lambda: "never", "otherwise")  # the descriptor is gone: no error
+    assert lane.take(1) == "otherwise"

@@ -38,7 +38,8 @@ class MoonpoolL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc]
             "Moonpool L2 adapter config fields (all optional):\n"
             "- node (str): socket path or name of a node of this host (default: the default node)\n"
             "- tenant, namespace (str): whose chunks (default 'default')\n"
-            "- form (str): what the stored bytes are; needed with a serde\n"
+            "- form (str): what the stored bytes are; needed with a serde, and for KV that is kept as uint8\n"
+            "- threads (int): that copy (default 4)\n"
             "- require_pool (bool): refuse to start without a node (default false)\n"
             "- timeout_s (float): longest wait without progress (default 2)"
         )

@@ -44,10 +44,11 @@ def memory(number: int | None, dtype: str = "bfloat16") -> TensorMemoryObj:
         generator = torch.Generator().manual_seed(number)
         raw = torch.randint(0, 1 << 15, (SHAPE.numel(),), dtype=torch.int16, generator=generator)
     kind = getattr(torch, dtype)
+    raw = raw.view(torch.uint8)[: SHAPE.numel() * kind.itemsize]
     meta = MemoryObjMetadata(
         SHAPE, kind, raw.data_ptr(), raw.nbytes, 1, fmt=MemoryFormat.KV_2LTD, shapes=[SHAPE], dtypes=[kind]
     )
-    return TensorMemoryObj(raw.view(torch.uint8), meta, parent_allocator=None)
+    return TensorMemoryObj(raw, meta, parent_allocator=None)
 
 
 class L2:
