@@ -8,8 +8,8 @@ warms everybody and is not counted; figures are medians. LMCache's own cache in 
 goes through the backend, and every byte is compared. The engine's KV cache lies in CPU memory: beside the
 backend's work each figure has LMCache's copy from or to it.
 
-store-visible: from store() until lookup() finds all of it. The limit is LMCache over a dict in its own
-process.
+store-visible: from store() until lookup() finds all of it. The limit is LMCache over a backend that
+keeps LMCache's own memory objects: what remains is LMCache's cost.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,23 +78,26 @@ class Engine:
         return [source.randrange(100_000) for _ in range(self.tokens)]
 
     def expected(self, seed: int) -> torch.Tensor:
-        """Other bytes for each seed, and cheap to make: one random row, shifted."""
+        """Other bytes for each seed, and cheap to make: one random row, of which each plane has a form of its
+        own (see planes)."""
         generator = torch.Generator().manual_seed(seed)
         row = torch.randint(
             0, 1 << 15, (self.cache.kv[0, 0].numel(),), dtype=torch.int16, generator=generator
         )
-        return row.view(self.cache.kv.dtype).view(self.cache.kv.shape[2:])
+        return row.view(self.cache.kv.shape[2:])
+
+    def planes(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Keys and values of each layer, and what their bits are xored with: exchanged planes are seen."""
+        return enumerate(self.cache.kv.view(torch.int16).flatten(0, 1))
 
     def fill(self, seed: int) -> None:
         expected = self.expected(seed)
-        for part in self.cache.kv.flatten(0, 1):
-            part.copy_(expected)
+        for number, plane in self.planes():
+            torch.bitwise_xor(expected, number, out=plane)
 
     def is_filled(self, seed: int, tokens: int) -> bool:
-        expected = self.expected(seed)[:tokens].view(torch.int16)
-        return all(
-            torch.equal(part[:tokens].view(torch.int16), expected) for part in self.cache.kv.flatten(0, 1)
-        )
+        expected = self.expected(seed)[:tokens]
+        return all(torch.equal(plane[:tokens] ^ number, expected) for number, plane in self.planes())
 
     def store(self, seed: int) -> dict[str, Any]:
         tokens = self.prompt(seed)

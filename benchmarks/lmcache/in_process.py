@@ -1,13 +1,14 @@
-"""The bound of what a remote backend can do: LMCache's own cost, and one copy into and one out of memory of
-the engine's own process."""
+"""The bound of what a remote backend can do: LMCache's own cost. What it stores is kept where it is, and
+handed back as it is: nothing is copied, and nothing leaves the process."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorContext
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
+
+CHUNKS_MAX = 32  # of LMCache's memory, which has room for about twice as many
 
 
 class InProcessAdapter(ConnectorAdapter):  # type: ignore[misc]
@@ -19,34 +20,31 @@ class InProcessAdapter(ConnectorAdapter):  # type: ignore[misc]
 
 
 class InProcess(RemoteConnector):  # type: ignore[misc]
-    """Slots that are written once before they are used: no page faults. The oldest chunk makes room."""
-
-    SLOTS = 64
+    """The oldest chunk makes room."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context.config, context.metadata)
-        self._memory = context.local_cpu_backend
-        self._slots = torch.ones((self.SLOTS, self.full_chunk_size_bytes), dtype=torch.uint8)
-        self._where: dict[str, int] = {}
-        self._next = 0
+        self._chunks: dict[str, Any] = {}
 
     async def exists(self, key: Any) -> bool:
-        return key.to_string() in self._where
+        return key.to_string() in self._chunks
 
     def exists_sync(self, key: Any) -> bool:
-        return key.to_string() in self._where
+        return key.to_string() in self._chunks
 
     def support_batched_contains(self) -> bool:
         return True
 
     def batched_contains(self, keys: list[Any]) -> int:
-        return next((i for i, key in enumerate(keys) if key.to_string() not in self._where), len(keys))
+        return next((i for i, key in enumerate(keys) if key.to_string() not in self._chunks), len(keys))
 
     async def put(self, key: Any, memory_obj: Any) -> None:
-        slot, self._next = self._next % self.SLOTS, self._next + 1
-        self._where = {name: place for name, place in self._where.items() if place != slot}
-        self._slots[slot].copy_(memory_obj.raw_tensor)
-        self._where[key.to_string()] = slot
+        memory_obj.ref_count_up()
+        if (before := self._chunks.pop(key.to_string(), None)) is not None:
+            before.ref_count_down()
+        self._chunks[key.to_string()] = memory_obj
+        if len(self._chunks) > CHUNKS_MAX:
+            self._chunks.pop(next(iter(self._chunks))).ref_count_down()
 
     def support_batched_put(self) -> bool:
         return True
@@ -56,11 +54,9 @@ class InProcess(RemoteConnector):  # type: ignore[misc]
             await self.put(key, memory)
 
     async def get(self, key: Any) -> Any:
-        slot = self._where.get(key.to_string())
-        if slot is None:
-            return None
-        memory = self._memory.allocate(self.meta_shapes, self.meta_dtypes, self.meta_fmt)
-        memory.raw_tensor.copy_(self._slots[slot])
+        memory = self._chunks.get(key.to_string())
+        if memory is not None:
+            memory.ref_count_up()
         return memory
 
     def support_batched_get(self) -> bool:
@@ -70,7 +66,7 @@ class InProcess(RemoteConnector):  # type: ignore[misc]
         return [await self.get(key) for key in keys]
 
     async def list(self) -> list[str]:
-        return [*self._where]
+        return [*self._chunks]
 
     async def close(self) -> None:
         pass

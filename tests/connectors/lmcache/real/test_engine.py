@@ -77,6 +77,7 @@ def test_a_node_that_goes_in_the_middle(
     monkeypatch.delenv("MOONPOOL_CLUSTER_TOKEN", raising=False)
     engine = start(LARGE_CACHE, **LARGE)
     assert engine.call("store", 1)["tokens"] == 4096
+    assert engine.call("retrieve", 1) | {"seconds": 0} == {"seconds": 0, "tokens": 4096, "right": True}
     engine.tell("store", 2)
     until(lambda: node_process.metrics()["objects"] > 16)  # the second prompt has begun to arrive
     os.kill(node_process.pid, how)
