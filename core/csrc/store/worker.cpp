@@ -66,6 +66,7 @@ void Worker::close() {
         threads_.clear();
         return;
     }
+    std::lock_guard closing(closing_);
     {
         std::lock_guard lock(state_->mutex);
         state_->closing = true;

@@ -29,7 +29,8 @@ class Worker {
     Result<uint64_t> submit(std::function<void()> operation);
     std::vector<uint64_t> poll();
 
-    // Waits for the running operations; those that have not started are dropped.
+    // Waits for the running operations; those that have not started are dropped. Any thread, any time: each
+    // call returns when they have ended.
     void close();
 
     int event_fd() const { return event_.get(); }
@@ -50,6 +51,7 @@ class Worker {
     uint32_t queue_max_;
     uint64_t next_ticket_ = 1;
     std::unique_ptr<State> state_ = std::make_unique<State>();
+    std::mutex closing_;  // a thread is joined once
     std::vector<std::unique_ptr<std::thread>> threads_;
 };
 

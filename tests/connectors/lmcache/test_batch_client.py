@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import select
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -169,3 +171,39 @@ def test_after_close_all_fails(bed: Bed) -> None:
     bed.client.close()
     assert bed.client.drain_completions() == []
     assert bed.ended(bed.client.submit_batch_exists(["k"]))[0] is False
+
+
+def test_closing_twice_at_once(node: Node) -> None:
+    node.start(128 * MIB)
+    for _ in range(10):
+        batches = _native.BatchClient(threads=2)
+        batches.attach(connected(node))
+        batches.submit_batch_set(["a", "b"], [bytes(8 * MIB)] * 2)
+        closing = [threading.Thread(target=batches.close) for _ in range(4)]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def test_closing_while_answers_are_made(node: Node) -> None:
+    """As a finalizer may, which runs whenever Python makes an object."""
+    node.start()
+    batches = _native.BatchClient(threads=1)
+    batches.attach(connected(node))
+    for _ in range(50):
+        batches.submit_batch_exists(["k"])
+    batches.submit_batch_exists(["last"])
+    until_all = select.poll()
+    until_all.register(batches.event_fd(), select.POLLIN)
+    assert until_all.poll(10_000)
+    gc.callbacks.append(close := lambda phase, info: batches.close())
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        batches.drain_completions()
+    finally:
+        gc.callbacks.remove(close)
+        gc.set_threshold(*threshold)
+    assert batches.drain_completions() == []
