@@ -158,7 +158,7 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, bool replace, 
                                                      " parts is over the limit of " +
                                                      std::to_string(s.parts_max()) + " (node.parts_max)"};
         }
-        ahead += total(item.parts);
+        ahead += Session::room_bytes(total(item.parts));
     }
 
     PutReport report;
@@ -169,6 +169,7 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, bool replace, 
         uint32_t crc;
     };
     std::vector<Written> written;
+    std::shared_ptr<Slab> own;
     FrameBudget budget(s, 64);
     const bool marks = has_marks(s, items);
     const auto flags = static_cast<uint8_t>((replace ? kCommitReplace : 0) | (marks ? kCommitMarks : 0));
@@ -219,7 +220,7 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, bool replace, 
     for (size_t i = 0; i < items.size(); ++i) {
         const PutItem& item = items[i];
         uint64_t size = total(item.parts);
-        ahead -= size;
+        ahead -= Session::room_bytes(size);
         if (!replace) {
             // Already there: nothing to copy. The node has the last word on what is not in the index.
             if (std::optional<IndexHit> hit = s.index().find(s.space(), hash_(item.name), item.name)) {
@@ -232,12 +233,12 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, bool replace, 
             if (Status status = commit(); !status) return status.error();
         }
         std::string why;
-        Result<Room> room = s.reserve(size, ahead, why, timeout_ms);
+        Result<Room> room = s.reserve(size, ahead, own, why, timeout_ms);
         if (room && room->slab == nullptr && size != 0 && !written.empty()) {
             // What this call has written so far cannot be evicted before it is committed.
             if (Status status = commit(); !status) return status.error();
             why.clear();
-            room = s.reserve(size, 0, why, timeout_ms);
+            room = s.reserve(size, 0, own, why, timeout_ms);
         }
         if (!room) return room.error();
         if (room->slab == nullptr && size != 0) {

@@ -698,32 +698,56 @@ Result<std::shared_ptr<Slab>> Session::lease(uint64_t min, uint64_t want, std::s
 
 Status Session::make_writable(Extent extent) {
     if (Status status = arena_.protect(extent.offset, extent.size, true); !status) return status;
-    populated_.resize(arena_.size() / kHugePageBytes + 1);
     bool fresh = false;
-    for (uint64_t page = extent.offset / kHugePageBytes; page <= (extent.end() - 1) / kHugePageBytes;
-         ++page) {
-        fresh |= !populated_[page];
-        populated_[page] = true;
+    {
+        std::lock_guard lock(populated_mutex_);
+        populated_.resize(arena_.size() / kHugePageBytes + 1);
+        for (uint64_t page = extent.offset / kHugePageBytes; page <= (extent.end() - 1) / kHugePageBytes;
+             ++page) {
+            fresh |= !populated_[page];
+            populated_[page] = true;
+        }
     }
     if (fresh) arena_.populate_for_write(extent.offset, extent.size);
     return success();
 }
 
-Result<Room> Session::reserve(uint64_t size, uint64_t ahead, std::string& why, int timeout_ms) {
+uint64_t Session::room_bytes(uint64_t size) {
+    return (size + kObjectAlign - 1) / kObjectAlign * kObjectAlign;
+}
+
+Result<Room> Session::reserve(uint64_t size, uint64_t ahead, std::shared_ptr<Slab>& own, std::string& why,
+                              int timeout_ms) {
     if (size == 0) return Room{};
     if (size > object_bytes_max_) {
         why = "an object of " + std::to_string(size) + " bytes is over the limit of " +
               std::to_string(object_bytes_max_) + " bytes (node.object_share_max of the arena)";
         return Room{};
     }
-    uint64_t need = (size + kObjectAlign - 1) / kObjectAlign * kObjectAlign;
+    uint64_t need = room_bytes(size);
+    if (own == nullptr || own->cursor + need > own->extent.size) {
+        own.reset();  // goes back once it is committed, so that what is in it may make room
+        if (need + ahead < slab_bytes_) return reserve_shared(size, ahead, why, timeout_ms);
+        uint64_t want = std::max(need, std::min(need + ahead, slab_bytes_ * kLeaseAheadSlabs));
+        Result<std::shared_ptr<Slab>> slab = lease(need, want, why, timeout_ms);
+        if (!slab) return slab.error();
+        if (*slab == nullptr) return Room{};
+        own = std::move(*slab);
+    }
+    Room room{own, Extent{own->extent.offset + own->cursor, size}};
+    own->cursor += need;
+    return room;
+}
+
+// For what is less than a slab: all threads fill one.
+Result<Room> Session::reserve_shared(uint64_t size, uint64_t ahead, std::string& why, int timeout_ms) {
+    uint64_t need = room_bytes(size);
     std::lock_guard lock(slab_mutex_);
     if (slab_ == nullptr || slab_->cursor + need > slab_->extent.size) {
         // A large object gets a lease of its own; the slab for small ones stays as it is.
         bool own = need > slab_bytes_ / 2 && ahead == 0;
-        uint64_t want = std::max(need, std::clamp(need + ahead, slab_bytes_, slab_bytes_ * kLeaseAheadSlabs));
         if (!own) slab_.reset();  // goes back once its last writer has committed
-        Result<std::shared_ptr<Slab>> slab = lease(need, own ? need : want, why, timeout_ms);
+        Result<std::shared_ptr<Slab>> slab = lease(need, own ? need : slab_bytes_, why, timeout_ms);
         if (!slab) return slab.error();
         if (*slab == nullptr) return Room{};
         if (own) {
@@ -740,7 +764,7 @@ Result<Room> Session::reserve(uint64_t size, uint64_t ahead, std::string& why, i
 void Session::unreserve(Room& room) {
     if (room.slab == nullptr) return;
     std::lock_guard lock(slab_mutex_);
-    uint64_t need = (room.extent.size + kObjectAlign - 1) / kObjectAlign * kObjectAlign;
+    uint64_t need = room_bytes(room.extent.size);
     if (room.slab->extent.offset + room.slab->cursor == room.extent.offset + need) room.slab->cursor -= need;
     room.slab.reset();
 }

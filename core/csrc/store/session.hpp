@@ -115,10 +115,13 @@ class Session {
     // `parse` nothing is waited for.
     Status put(const Build& build, std::span<const Part> parts, const Parse& parse, int timeout_ms);
 
-    // Room for an object of `size` bytes. `ahead`: how many more bytes this call is going to ask for. A
-    // refusal is told in `why` and leaves slab empty.
-    Result<Room> reserve(uint64_t size, uint64_t ahead, std::string& why, int timeout_ms);
-    void unreserve(Room& room);  // it was not committed after all
+    // Room for an object of `size` bytes. `ahead`: how much more room (see room_bytes) the caller is going to
+    // ask for. `own`: empty at first; who asks for much gets a slab of its own there, so that callers lease,
+    // and get fresh pages, beside each other. A refusal is told in `why` and leaves slab empty.
+    Result<Room> reserve(uint64_t size, uint64_t ahead, std::shared_ptr<Slab>& own, std::string& why,
+                         int timeout_ms);
+    static uint64_t room_bytes(uint64_t size);  // of a slab, for an object of `size` bytes
+    void unreserve(Room& room);                 // it was not committed after all
 
     // Tells the node, with the next frame, what was read straight from the arena.
     void note_read(uint32_t slot, uint64_t bytes);
@@ -170,6 +173,7 @@ class Session {
     void take_posted(std::vector<std::byte>& out);
     bool drain(bool wait);
     void flush_posted();
+    Result<Room> reserve_shared(uint64_t size, uint64_t ahead, std::string& why, int timeout_ms);
     Status make_writable(Extent extent);
     Result<std::shared_ptr<Slab>> lease(uint64_t min, uint64_t want, std::string& why, int timeout_ms);
 
@@ -205,7 +209,8 @@ class Session {
     uint64_t read_count_ = 0, read_bytes_ = 0;
 
     std::mutex slab_mutex_;
-    std::shared_ptr<Slab> slab_;
+    std::shared_ptr<Slab> slab_;  // for what is less than a slab
+    std::mutex populated_mutex_;
     std::vector<bool> populated_;  // by huge page: whose page table entries were filled once
 };
 
