@@ -460,6 +460,9 @@ def test_a_caller_that_gives_up_late(node: Node, make: Make) -> None:
     backend.put([1])
     manager = backend.memory.memory_allocator.pin_allocator.address_manager
     free = manager.get_free_size()
+    kept = []  # so that nothing is given back by being forgotten
+    allocate = backend.connector._allocate
+    backend.connector._allocate = lambda *what: kept.append(allocate(*what)) or kept[-1]
 
     async def cancelled() -> None:
         looking = asyncio.Event()
@@ -510,7 +513,11 @@ def test_closing_the_backend_alone_leaves_the_memory_as_it_was(node: Node) -> No
     backend.run(backend.connector.close())
     assert backend.memory.close != free
     assert backend.memory.close.__func__ is type(backend.memory).close
-    free()  # the hook of before, which somebody else may have: it waits for nothing
+    # The hook of before, which somebody else may have: it waits for nothing.
+    freeing = threading.Thread(target=free)
+    freeing.start()
+    freeing.join(5)
+    assert not freeing.is_alive()
     backend.backend.close()
     backend.stop()
 
