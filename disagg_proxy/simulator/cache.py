@@ -1,0 +1,138 @@
+"""Prefix caches of simulated instances, and which of them holds what.
+
+A cache keeps whole blocks by id, least recently used out first; a prompt's blocks are used from the last one
+back to the first, so that a chain loses its end before its beginning and no block stays that nothing leads to.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+_FEW = 24  # bits that are walked one by one; more are written out at once
+
+
+class Cache:
+    """blocks_max: what it holds; 0 keeps nothing."""
+
+    def __init__(self, blocks_max: int) -> None:
+        self.blocks_max = blocks_max
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._blocks
+
+    def keep(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The leading blocks of a prompt, now used. Returns those that are new here and those that went.
+        What does not fit at all is not kept."""
+        kept = self._blocks
+        new = []
+        for block in reversed(blocks[: self.blocks_max]):
+            if block in kept:
+                kept.move_to_end(block)
+            else:
+                kept[block] = None
+                new.append(block)
+        gone = []
+        while len(kept) > self.blocks_max:
+            gone.append(kept.popitem(last=False)[0])
+        return new, gone
+
+    def clear(self) -> list[int]:
+        """All that was there."""
+        gone = list(self._blocks)
+        self._blocks.clear()
+        return gone
+
+
+class Held:
+    """What a prompt's blocks are to the caches: leading ones by place, and in all of them together."""
+
+    __slots__ = ("anywhere", "by_place")
+
+    def __init__(self, by_place: list[int], anywhere: int) -> None:
+        self.by_place = by_place
+        self.anywhere = anywhere
+
+    @property
+    def best(self) -> int:
+        """The place that holds most of them."""
+        return max(range(len(self.by_place)), key=self.by_place.__getitem__)
+
+
+class Caches:
+    """One cache for each place. Who holds a block is a set of bits, so that one question for a prompt costs a
+    few operations a block and not one for each cache."""
+
+    def __init__(self, places: int, blocks_max: int) -> None:
+        self.caches = [Cache(blocks_max) for _ in range(places)]
+        self._holders: dict[int, int] = {}
+
+    def keep(self, place: int, blocks: Sequence[int]) -> None:
+        """This cache has, and used, these leading blocks of a prompt."""
+        new, gone = self.caches[place].keep(blocks)
+        holders, bit = self._holders, 1 << place
+        for block in new:
+            holders[block] = holders.get(block, 0) | bit
+        self._lost(gone, bit)
+
+    def clear(self, place: int) -> None:
+        """The cache is gone with all that it held."""
+        self._lost(self.caches[place].clear(), 1 << place)
+
+    def find(self, blocks: Sequence[int]) -> Held:
+        by_place = [0] * len(self.caches)
+        holders = self._holders.get
+        alive = (1 << len(by_place)) - 1
+        anywhere = 0
+        for count, block in enumerate(blocks):
+            having = holders(block, 0)
+            if not having:
+                break
+            anywhere += 1
+            if alive & ~having:
+                _write(by_place, alive & ~having, count)
+                alive &= having
+        _write(by_place, alive, anywhere)
+        return Held(by_place, anywhere)
+
+    def length(self, place: int, blocks: Sequence[int]) -> int:
+        """How many leading blocks this cache holds."""
+        cache = self.caches[place]
+        return next((count for count, block in enumerate(blocks) if block not in cache), len(blocks))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        held: dict[int, int] = {}
+        for place, cache in enumerate(self.caches):
+            assert len(cache) <= cache.blocks_max
+            for block in cache._blocks:
+                held[block] = held.get(block, 0) | 1 << place
+        assert held == self._holders
+
+    def _lost(self, blocks: Sequence[int], bit: int) -> None:
+        holders = self._holders
+        for block in blocks:
+            left = holders[block] & ~bit
+            if left:
+                holders[block] = left
+            else:
+                del holders[block]
+
+
+def _write(values: list[int], places: int, value: int) -> None:
+    """value to each of these places (a set of bits)."""
+    if not value or not places:
+        return
+    if places.bit_count() > _FEW:
+        for place, bit in enumerate(bin(places)[:1:-1]):
+            if bit == "1":
+                values[place] = value
+        return
+    while places:
+        place = places.bit_length() - 1
+        values[place] = value
+        places ^= 1 << place

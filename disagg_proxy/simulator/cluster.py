@@ -1,0 +1,198 @@
+"""Simulated instances under a real policy.
+
+    arrival -> what the caches hold of it -> policy.choose -> fetch from another's cache -> prefill
+            -> hand-over to decode, layer by layer while prefill runs -> decode -> Results
+
+The policy sees what it sees in the proxy: ``Instance`` objects whose books and models are kept by ``Accounts``
+from observations of the same form. It does not see the machine, nor how long an answer will be.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.accounts import Accounts
+from moonpool.disagg_proxy.conductor.choice import Request
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.policy import Policy
+from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.simulator.cache import Caches
+from moonpool.disagg_proxy.simulator.engine import PrefillEngine, WholeEngine
+from moonpool.disagg_proxy.simulator.events import Events
+from moonpool.disagg_proxy.simulator.job import Job
+from moonpool.disagg_proxy.simulator.links import Links
+from moonpool.disagg_proxy.simulator.machine import MACHINES, Machine
+from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS, Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """prefill, decode, whole: how many instances of each role; whole ones do both. Prefill without decode or
+    whole ones: answers end with their first token.
+
+    pool:         an instance fetches what others' caches hold; else each has its own alone.
+    chunk_tokens: of a prompt that are computed at one time; 0: whole prompts.
+    width:        nodes of a prefill instance, in a pipeline of chunks.
+    layerwise:    KV is handed over while it is computed; else after the whole prompt.
+    """
+
+    prefill: int = 0
+    decode: int = 0
+    whole: int = 0
+    machine: Machine = MACHINES["paper"]
+    pool: bool = True
+    chunk_tokens: int = 8192
+    width: int = 1
+    layerwise: bool = True
+
+    def __post_init__(self) -> None:
+        if min(self.prefill, self.decode, self.whole) < 0 or not self.prefill + self.whole:
+            raise _bad("a cluster needs instances that compute prompts: prefill or whole ones")
+        if self.decode and not self.prefill:
+            raise _bad("decode instances need prefill instances that compute the prompts")
+        if self.width < 1 or self.chunk_tokens < 0 or (self.width > 1 and not self.chunk_tokens):
+            raise _bad("a pipeline has a width of 1 or more, and chunks of some tokens")
+
+
+class Cluster:
+    """done: hears of each request when it is over or refused."""
+
+    def __init__(self, settings: ClusterSettings, policy: Policy, done: Callable[[Job], None]) -> None:
+        self.settings = settings
+        self.events = Events()
+        machine = settings.machine
+        # Where nobody decodes, a policy must not look for somebody who does.
+        computing = Role.PREFILL if settings.decode or settings.whole else Role.BOTH
+        roles = [computing] * settings.prefill + [Role.DECODE] * settings.decode + [Role.BOTH] * settings.whole
+        self.instances = tuple(
+            Instance(place, f"{role.value}-{place}", role, room_tokens=machine.room_tokens)
+            for place, role in enumerate(roles)
+        )
+        self.caches = Caches(len(roles), machine.cache_tokens // BLOCK_TOKENS)
+        self.links = Links(len(roles), machine.link_bytes_s)
+        self.accounts = Accounts(self.instances)
+        self._policy = policy
+        self._done = done
+        self._arrived = 0
+        self.engines = [self._engine(instance) for instance in self.instances]
+
+    def run(self, arrivals: Iterable[Arrival]) -> None:
+        """All of them, to the last token."""
+        for arrival in arrivals:
+            self.events.run_before(arrival.at_s)
+            self._arrive(arrival)
+        self.events.run_before(float("inf"))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant of a part is broken."""
+        self.accounts.check_integrity()
+        self.caches.check_integrity()
+
+    # What engines say
+
+    def computed(self, job: Job) -> None:
+        """By a prefill engine."""
+        decode = self.engines[job.decode_place]
+        if isinstance(decode, PrefillEngine):  # nobody decodes
+            job.first_s = job.done_s = self.events.now_s
+            self.began(job)
+            self.ended(job)
+            return
+        self._observe(job, Stage.PREFILLED, handed=Handed.TWO_STEP)
+        machine = self.settings.machine
+        size = job.arrival.tokens * machine.kv_bytes
+        begun_s = job.begun_s if self.settings.layerwise else self.events.now_s
+        sent_s = self.links.send(job.prefill_place, job.decode_place, size, begun_s)
+        there_s = max(sent_s, self.events.now_s) + machine.handover_s
+        self.events.at(there_s, functools.partial(decode.submit, job))
+
+    def began(self, job: Job) -> None:
+        apart = job.prefill_place != job.decode_place
+        self._observe(job, Stage.BEGUN, handed=Handed.TWO_STEP if apart else Handed.NOT)
+
+    def ended(self, job: Job) -> None:
+        self._observe(job, Stage.ENDED, handed=Handed.NOT)
+        self._done(job)
+
+    # What happens to a request
+
+    def _arrive(self, arrival: Arrival) -> None:
+        now_s = arrival.at_s
+        self._arrived += 1
+        job = Job(self._arrived, arrival)
+        blocks = arrival.full_blocks
+        held = self.caches.find(blocks)
+        asked = Request(
+            arrival.tokens,
+            [count * BLOCK_TOKENS for count in held.by_place],
+            held.anywhere * BLOCK_TOKENS if self.settings.pool else 0,
+        )
+        choice = self._policy.choose(asked, self.instances, now_s)
+        computes = choice.computes
+        job.prefill_place, job.decode_place = computes.place, choice.decode.place
+        predicted = choice.why.get("predicted_ttft_s")
+        job.predicted_ttft_s = float(predicted) if predicted is not None else float("nan")
+        job.own, job.ready_s = asked.own_at(computes), now_s
+        self.accounts.sent(job.name, choice, asked, streams=True, now_s=now_s)
+        if missing := asked.from_pool(computes):
+            job.fetched = missing
+            size = missing * self.settings.machine.kv_bytes
+            job.ready_s = self.links.send(held.best, computes.place, size, now_s)
+            self.caches.keep(computes.place, blocks[: held.anywhere])
+        self.engines[computes.place].submit(job)
+
+    def _engine(self, instance: Instance) -> PrefillEngine | WholeEngine:
+        settings, place = self.settings, instance.place
+        if place < settings.prefill:
+            return PrefillEngine(
+                place,
+                settings.machine,
+                self.events,
+                self.caches,
+                self,
+                width=settings.width,
+                chunk_tokens=settings.chunk_tokens or 1 << 31,
+            )
+        return WholeEngine(
+            place, settings.machine, self.events, self.caches, self, chunk_tokens=settings.chunk_tokens
+        )
+
+    def _observe(self, job: Job, stage: Stage, handed: Handed) -> None:
+        """As the data plane of a proxy would have recorded it."""
+        now_s = self.events.now_s
+        apart = job.prefill_place != job.decode_place
+        self.accounts.learn(
+            Observation(
+                request=job.name,
+                note=1,
+                prefill=job.prefill_place if apart else -1,
+                decode=job.decode_place,
+                arrived_s=job.arrival.at_s,
+                sent_prefill_s=job.arrival.at_s if apart else 0.0,
+                prefill_done_s=job.computed_s if apart else 0.0,
+                sent_decode_s=job.computed_s if apart else job.arrival.at_s,
+                first_byte_s=now_s if stage is Stage.BEGUN else job.first_s,
+                last_byte_s=now_s if stage is Stage.ENDED else 0.0,
+                prompt_tokens=job.arrival.tokens,
+                cached_tokens=job.own + job.fetched,
+                completion_tokens=job.arrival.answer_tokens,
+                prefill_cached_tokens=job.own + job.fetched,
+                status=200,
+                outcome=Outcome.ANSWERED,
+                attempts=1,
+                handed_over=handed,
+                stream=1,
+                stage=stage,
+                sampled=0,
+                trace_id=b"",
+                parent_id=b"",
+                span_id=b"",
+            )
+        )
+
+
+def _bad(sentence: str) -> ConfigError:
+    return ConfigError(sentence, operation="simulate")

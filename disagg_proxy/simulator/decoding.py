@@ -1,0 +1,153 @@
+"""The requests that decode together in a simulated instance, without an event for each token.
+
+A step gives every request one token and takes step_s + step_request_s b + step_token_s c seconds for b
+requests with c tokens in the KV cache, and c grows by b with each step. Between two events (somebody joins or
+leaves) b is constant, so the time of x steps is the quadratic
+
+    T(x) = (step_s + step_request_s b + step_token_s c) x + step_token_s b x^2 / 2
+
+which is solved in either direction. Steps are counted from the start of the instance, so a request ends at a
+step that is known when it joins.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from typing import NamedTuple
+
+from moonpool.disagg_proxy.simulator.machine import Machine
+
+LONGEST_SHARE = 0.1  # a request's gap is the mean of its longest tenth, as in the Mooncake paper
+
+
+class _Stretch(NamedTuple):
+    """Steps from here on took so long each; ``once``: the first of them took this much longer."""
+
+    from_step: float
+    gap_s: float
+    once_s: float
+
+
+class Joined(NamedTuple):
+    end_step: float
+    name: int  # tells requests apart that end at the same step
+    from_step: float
+    context: int
+    first_s: float
+
+
+class Decoding:
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._steps = 0.0
+        self._at_s = 0.0
+        self._context = 0.0
+        self._order: list[Joined] = []
+        self._stretches: deque[_Stretch] = deque()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def context_tokens(self) -> float:
+        return self._context
+
+    def join(self, name: int, context: int, tokens: int, now_s: float) -> None:
+        """context: its tokens in the KV cache; tokens: that it makes after its first, at least 1."""
+        self.advance(now_s)
+        joined = Joined(self._steps + tokens, name, self._steps, context, now_s)
+        heapq.heappush(self._order, joined)
+        self._context += context
+        self._note(0.0)
+
+    def next_s(self) -> float:
+        """When the first of them ends; infinity with none."""
+        if not self._order:
+            return math.inf
+        left = max(self._order[0].end_step - self._steps, 0.0)
+        slope = self._machine.step_token_s * len(self._order)
+        return self._at_s + self._gap_s() * left + slope * left * left / 2
+
+    def pop(self, now_s: float) -> Joined:
+        """The first to end leaves, at ``next_s``."""
+        self.advance(now_s)
+        joined = heapq.heappop(self._order)
+        self._steps = max(self._steps, joined.end_step)
+        self._context -= joined.context + (joined.end_step - joined.from_step)
+        self._note(0.0)
+        return joined
+
+    def advance(self, now_s: float) -> None:
+        """Makes the tokens of the time that has passed."""
+        passed_s = now_s - self._at_s
+        if passed_s <= 0:
+            return
+        self._at_s = now_s
+        if not self._order:
+            return
+        gap_s, slope = self._gap_s(), self._machine.step_token_s * len(self._order)
+        # The root of T(x) = passed_s that keeps its digits when slope is nearly 0.
+        steps = 2 * passed_s / (gap_s + math.sqrt(gap_s * gap_s + 2 * slope * passed_s))
+        self._steps += steps
+        self._context += steps * len(self._order)
+
+    def stall(self, seconds: float, now_s: float, *, step: bool) -> float:
+        """For so long the instance computes something else; step: together with one step, whose token everybody
+        gets at the end. Returns when that is."""
+        self.advance(now_s)
+        if not self._order:
+            self._at_s = now_s + seconds
+            return self._at_s
+        end_s = now_s + seconds + (self._gap_s() if step else 0.0)
+        self._at_s = end_s
+        self._note(seconds)
+        if step:
+            self._steps += 1
+            self._context += len(self._order)
+            self._note(0.0)
+        return end_s
+
+    def gap_s(self, joined: Joined) -> float:
+        """The mean of the longest LONGEST_SHARE of the gaps between this request's tokens."""
+        parts: list[tuple[float, float]] = []  # (gap, how many)
+        until = joined.end_step
+        for stretch in reversed(self._stretches):
+            if stretch.from_step < until:
+                count = until - max(stretch.from_step, joined.from_step)
+                if count > 0:
+                    once = min(count, 1.0) if stretch.once_s else 0.0
+                    if once:
+                        parts.append((stretch.gap_s + stretch.once_s, once))
+                    parts.append((stretch.gap_s, count - once))
+                until = max(stretch.from_step, joined.from_step)
+            if stretch.from_step <= joined.from_step:
+                break
+        parts.sort(reverse=True)
+        wanted = left = max((joined.end_step - joined.from_step) * LONGEST_SHARE, 1.0)
+        total_s = 0.0
+        for gap_s, count in parts:
+            taken = min(count, left)
+            total_s += gap_s * taken
+            left -= taken
+            if left <= 0:
+                break
+        return total_s / max(wanted - left, 1e-9)
+
+    def _gap_s(self) -> float:
+        return self._machine.step_of_s(len(self._order), self._context)
+
+    def _note(self, once_s: float) -> None:
+        """A stretch begins: the gap has changed, or the next step takes longer."""
+        stretches = self._stretches
+        if not self._order:
+            stretches.clear()
+            return
+        if stretches and stretches[-1].from_step == self._steps:
+            once_s += stretches.pop().once_s
+        stretches.append(_Stretch(self._steps, self._gap_s(), once_s))
+        if len(stretches) > 64 and len(stretches) > 8 * len(self._order):
+            oldest = min(joined.from_step for joined in self._order)
+            while len(stretches) > 1 and stretches[1].from_step <= oldest:
+                stretches.popleft()

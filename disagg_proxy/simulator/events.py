@@ -1,0 +1,30 @@
+"""What happens next: callbacks in the order of their times."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+
+class Events:
+    """now_s: of the event that is running. Of equal times the one that was planned first comes first."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.count = 0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._planned = 0
+
+    def at(self, at_s: float, do: Callable[[], None]) -> None:
+        self._planned += 1
+        heapq.heappush(self._heap, (max(at_s, self.now_s), self._planned, do))
+
+    def run_before(self, until_s: float) -> None:
+        """All that happens before this time, and what follows from it; then it is this time."""
+        heap = self._heap
+        while heap and heap[0][0] < until_s:
+            self.now_s, _, do = heapq.heappop(heap)
+            self.count += 1
+            do()
+        if until_s > self.now_s and until_s != float("inf"):
+            self.now_s = until_s

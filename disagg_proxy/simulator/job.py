@@ -1,0 +1,45 @@
+"""One request on its way through simulated instances."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from moonpool.disagg_proxy.simulator.trace import Arrival
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Times in seconds of the simulation, infinity as long as it did not come to that.
+
+    ready_s:  the fetched part of its prompt is there.        begun_s: its prefill began.
+    computed_s: its prefill ended.                            first_s: its first token.
+    done_s:   its last token.                                 gap_s: the mean of its longest tenth of gaps.
+    own, fetched: tokens that were reused, from the instance's own cache and from others'.
+    why_not:  why it was refused, or given up; "" for neither.
+    """
+
+    name: int
+    arrival: Arrival
+    own: int = 0
+    fetched: int = 0
+    ready_s: float = 0.0
+    begun_s: float = math.inf
+    computed_s: float = math.inf
+    first_s: float = math.inf
+    done_s: float = math.inf
+    gap_s: float = 0.0
+    prefill_place: int = -1
+    decode_place: int = -1
+    predicted_ttft_s: float = math.nan
+    why_not: str = ""
+    left: int = field(default=0)  # tokens of the prompt that are still to be computed, chunk by chunk
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.arrival.at_s
+
+    @property
+    def context(self) -> int:
+        """Tokens it needs room for while it decodes."""
+        return self.arrival.tokens + self.arrival.answer_tokens

@@ -1,0 +1,26 @@
+"""The network between simulated instances: each has one link, of the same bandwidth in and out."""
+
+from __future__ import annotations
+
+
+class Links:
+    """Transfers take their turn at the sender and at the receiver: one that finds either busy waits for it.
+    So two that share a link take as long together as they would share it fairly; the first is done sooner."""
+
+    def __init__(self, places: int, bytes_s: float) -> None:
+        self._bytes_s = bytes_s
+        self._out_free_s = [0.0] * places
+        self._in_free_s = [0.0] * places
+        self.sent_bytes = 0
+
+    def wait_s(self, source: int, now_s: float) -> float:
+        """Until this sender could begin with another transfer."""
+        return max(self._out_free_s[source] - now_s, 0.0)
+
+    def send(self, source: int, target: int, size: int, now_s: float) -> float:
+        """Returns when the last byte is there."""
+        begin_s = max(now_s, self._out_free_s[source], self._in_free_s[target])
+        end_s = begin_s + size / self._bytes_s
+        self._out_free_s[source] = self._in_free_s[target] = end_s
+        self.sent_bytes += size
+        return end_s

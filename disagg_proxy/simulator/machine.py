@@ -1,0 +1,86 @@
+"""What a simulated instance can do: seconds of prefill and decode, bytes of KV, sizes of caches, links.
+
+``paper`` is LLaMA3-70B on 8 A800, as the Mooncake paper measured it (FAST '25, figure 14; the fit is within
+1.5 % of its points from 8 k to 128 k tokens).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from moonpool.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Seconds, tokens, bytes a second. All must be finite; counts of tokens positive, the rest not negative.
+
+    prefill of n tokens of which r are reused:
+                  prefill_s + prefill_token_s (n - r) + prefill_token2_s (n^2 - r^2) + reuse_token_s r
+    decode step:  step_s + step_request_s batch + step_token_s (tokens of the batch in the KV cache)
+
+    kv_bytes:     of one token.
+    cache_tokens: of the prefix cache: the memory that an instance gives to the pool.
+    room_tokens:  that decode has room for; who does not fit waits.
+    link_bytes_s: of an instance's network, in each direction.
+    handover_s:   between the end of a prefill and the first step of decode elsewhere, besides what the links
+                  need.
+    """
+
+    prefill_s: float
+    prefill_token_s: float
+    prefill_token2_s: float
+    reuse_token_s: float
+    step_s: float
+    step_request_s: float
+    step_token_s: float
+    kv_bytes: int
+    cache_tokens: int
+    room_tokens: int
+    link_bytes_s: float
+    handover_s: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 1 if field.name in ("kv_bytes", "room_tokens", "link_bytes_s") else 0
+            if not least <= value < float("inf"):
+                raise ConfigError(
+                    f"a machine's {field.name} must be {'positive' if least else 'at least 0'}, not {value}",
+                    operation="simulate",
+                    key=field.name,
+                )
+        if not self.step_s + self.step_request_s > 0:
+            raise ConfigError("a decode step must take some time", operation="simulate", key="step_s")
+
+    def compute_s(self, tokens: int, reused: int = 0) -> float:
+        """Of a prefill, the reused tokens being at hand."""
+        computed_s = self.prefill_token_s * (tokens - reused)
+        squares_s = self.prefill_token2_s * (tokens * tokens - reused * reused)
+        return self.prefill_s + computed_s + squares_s + self.reuse_token_s * reused
+
+    def step_of_s(self, batch: float, context_tokens: float) -> float:
+        return self.step_s + self.step_request_s * batch + self.step_token_s * context_tokens
+
+    def faster(self, times: float) -> Machine:
+        """The same with so many times the compute; links and memory stay."""
+        names = ("prefill_s", "prefill_token_s", "prefill_token2_s", "step_s", "step_request_s", "step_token_s")
+        return replace(self, **{name: getattr(self, name) / times for name in names})
+
+
+MACHINES = {
+    "paper": Machine(
+        prefill_s=0.06,
+        prefill_token_s=1.146e-4,
+        prefill_token2_s=7.194e-10,
+        reuse_token_s=2.4e-6,
+        step_s=0.0262,
+        step_request_s=0.0002,
+        step_token_s=3.6e-8,
+        kv_bytes=327_680,
+        cache_tokens=3_000_000,
+        room_tokens=1_200_000,
+        link_bytes_s=87e9,
+        handover_s=0.02,
+    ),
+}
