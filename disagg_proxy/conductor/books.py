@@ -57,6 +57,7 @@ class Books:
         # Its first is asked for all the time; a dict's lies behind all that were dropped before it.
         self._prefills: OrderedDict[int, _Prefill] = OrderedDict()
         self._prefill_sum_s = 0.0
+        self._prefill_tokens = 0
         self._head_since_s = 0.0
         self._decodes: dict[int, _Decode] = {}
         self._in_both = 0
@@ -70,6 +71,11 @@ class Books:
     @property
     def prefills(self) -> int:
         return len(self._prefills)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of the prompts in line, those that are reused included."""
+        return self._prefill_tokens
 
     @property
     def decodes(self) -> int:
@@ -122,6 +128,7 @@ class Books:
         self._prefills[request] = _Prefill(tokens, own, pool, predicted_s, silent)
         self._in_both += request in self._decodes
         self._prefill_sum_s += predicted_s
+        self._prefill_tokens += tokens
 
     def prefill_ended(self, request: int, now_s: float, *, done: bool = True) -> Prefilled | None:
         """done: it was computed; else the request is gone and nothing can be learnt from it."""
@@ -169,6 +176,7 @@ class Books:
         """The engine is gone, and what it had to do with it."""
         self._prefills.clear()
         self._prefill_sum_s = 0.0
+        self._prefill_tokens = 0
         self._decodes.clear()
         self._in_both = 0
         self._context = 0
@@ -178,6 +186,8 @@ class Books:
         total = sum(prefill.predicted_s for prefill in self._prefills.values())
         if abs(total - self._prefill_sum_s) > 1e-6 * max(1.0, total) and self._prefills:
             raise AssertionError(f"the line is {total} s long, not {self._prefill_sum_s}")
+        if self._prefill_tokens != sum(prefill.tokens for prefill in self._prefills.values()):
+            raise AssertionError("the tokens of the prefills do not add up")
         if self._context != sum(decode.context for decode in self._decodes.values()):
             raise AssertionError("the tokens of the decodes do not add up")
         if self._in_both != len(self._prefills.keys() & self._decodes.keys()):
@@ -187,6 +197,7 @@ class Books:
         prefill = self._prefills.pop(request)
         left_s = self._prefill_sum_s - prefill.predicted_s
         self._prefill_sum_s = left_s if left_s > 0.0 else 0.0
+        self._prefill_tokens -= prefill.tokens
         self._in_both -= request in self._decodes
 
     def _integrate(self, now_s: float) -> None:

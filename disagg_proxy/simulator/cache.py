@@ -65,11 +65,16 @@ class Held:
 
 class Caches:
     """One cache for each place. Who holds a block is a set of bits, so that one question for a prompt costs a
-    few operations a block and not one for each cache."""
+    few operations a block and not one for each cache.
+
+    What is on its way to a place counts for a question about the future (``expected``), as in a proxy's index.
+    """
 
     def __init__(self, places: int, blocks_max: int) -> None:
         self.caches = [Cache(blocks_max) for _ in range(places)]
         self._holders: dict[int, int] = {}
+        self._expected: dict[int, int] = {}
+        self._expected_count: dict[tuple[int, int], int] = {}
 
     def keep(self, place: int, blocks: Sequence[int]) -> None:
         """This cache has, and used, these leading blocks of a prompt."""
@@ -77,26 +82,48 @@ class Caches:
         holders, bit = self._holders, 1 << place
         for block in new:
             holders[block] = holders.get(block, 0) | bit
-        self._lost(gone, bit)
+        _drop(holders, gone, bit)
+
+    def expect(self, place: int, blocks: Sequence[int]) -> None:
+        """A prompt of these blocks is on its way there, until ``arrived``."""
+        bit = 1 << place
+        for block in blocks:
+            count = self._expected_count.get((place, block), 0)
+            self._expected_count[place, block] = count + 1
+            if not count:
+                self._expected[block] = self._expected.get(block, 0) | bit
+
+    def arrived(self, place: int, blocks: Sequence[int]) -> None:
+        bit = 1 << place
+        for block in blocks:
+            count = self._expected_count.pop((place, block)) - 1
+            if count:
+                self._expected_count[place, block] = count
+            else:
+                _drop(self._expected, (block,), bit)
 
     def clear(self, place: int) -> None:
         """The cache is gone with all that it held."""
-        self._lost(self.caches[place].clear(), 1 << place)
+        _drop(self._holders, self.caches[place].clear(), 1 << place)
 
-    def find(self, blocks: Sequence[int]) -> Held:
+    def find(self, blocks: Sequence[int], *, expected: bool = False) -> Held:
+        """expected: by_place counts what is on its way there, too."""
         by_place = [0] * len(self.caches)
         holders = self._holders.get
+        coming = self._expected.get if expected else None
         alive = (1 << len(by_place)) - 1
-        anywhere = 0
+        count = anywhere = 0
         for count, block in enumerate(blocks):
             having = holders(block, 0)
-            if not having:
-                break
-            anywhere += 1
+            anywhere += having != 0 and anywhere == count
+            if coming is not None:
+                having |= coming(block, 0)
             if alive & ~having:
                 _write(by_place, alive & ~having, count)
                 alive &= having
-        _write(by_place, alive, anywhere)
+                if not alive and anywhere <= count:
+                    break
+        _write(by_place, alive, len(blocks))
         return Held(by_place, anywhere)
 
     def length(self, place: int, blocks: Sequence[int]) -> int:
@@ -112,15 +139,19 @@ class Caches:
             for block in cache._blocks:
                 held[block] = held.get(block, 0) | 1 << place
         assert held == self._holders
+        expected: dict[int, int] = {}
+        for place, block in self._expected_count:
+            expected[block] = expected.get(block, 0) | 1 << place
+        assert expected == self._expected
 
-    def _lost(self, blocks: Sequence[int], bit: int) -> None:
-        holders = self._holders
-        for block in blocks:
-            left = holders[block] & ~bit
-            if left:
-                holders[block] = left
-            else:
-                del holders[block]
+
+def _drop(holders: dict[int, int], blocks: Sequence[int], bit: int) -> None:
+    for block in blocks:
+        left = holders[block] & ~bit
+        if left:
+            holders[block] = left
+        else:
+            del holders[block]
 
 
 def _write(values: list[int], places: int, value: int) -> None:

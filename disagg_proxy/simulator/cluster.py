@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.accounts import Accounts
+from moonpool.disagg_proxy.conductor.admission import Admission, ttft_s
 from moonpool.disagg_proxy.conductor.choice import Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policy import Policy
@@ -60,7 +61,13 @@ class ClusterSettings:
 class Cluster:
     """done: hears of each request when it is over or refused."""
 
-    def __init__(self, settings: ClusterSettings, policy: Policy, done: Callable[[Job], None]) -> None:
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        policy: Policy,
+        done: Callable[[Job], None],
+        admission: Admission | None = None,
+    ) -> None:
         self.settings = settings
         self.events = Events()
         machine = settings.machine
@@ -75,6 +82,7 @@ class Cluster:
         self.links = Links(len(roles), machine.link_bytes_s)
         self.accounts = Accounts(self.instances)
         self._policy = policy
+        self._admission = admission
         self._done = done
         self._arrived = 0
         self.engines = [self._engine(instance) for instance in self.instances]
@@ -93,12 +101,24 @@ class Cluster:
 
     # What engines say
 
+    def next(self, job: Job) -> None:
+        blocks, place, now_s = job.arrival.full_blocks, job.prefill_place, self.events.now_s
+        held = self.caches.find(blocks)
+        own = held.by_place[place]
+        job.own, job.ready_s = own * BLOCK_TOKENS, now_s
+        if self.settings.pool and held.anywhere > own:
+            job.fetched = (held.anywhere - own) * BLOCK_TOKENS
+            size = job.fetched * self.settings.machine.kv_bytes
+            job.ready_s = self.links.send(held.best, place, size, now_s)
+            self.caches.keep(place, blocks[: held.anywhere])
+
     def computed(self, job: Job) -> None:
         """By a prefill engine."""
+        self.caches.arrived(job.prefill_place, job.arrival.full_blocks)
         decode = self.engines[job.decode_place]
         if isinstance(decode, PrefillEngine):  # nobody decodes
             job.first_s = job.done_s = self.events.now_s
-            self.began(job)
+            self._observe(job, Stage.BEGUN, handed=Handed.NOT)
             self.ended(job)
             return
         self._observe(job, Stage.PREFILLED, handed=Handed.TWO_STEP)
@@ -111,10 +131,14 @@ class Cluster:
 
     def began(self, job: Job) -> None:
         apart = job.prefill_place != job.decode_place
+        if not apart:
+            self.caches.arrived(job.prefill_place, job.arrival.full_blocks)
         self._observe(job, Stage.BEGUN, handed=Handed.TWO_STEP if apart else Handed.NOT)
 
     def ended(self, job: Job) -> None:
         self._observe(job, Stage.ENDED, handed=Handed.NOT)
+        if self._admission is not None:
+            self._admission.answers.observe(job.done_s - job.first_s)
         self._done(job)
 
     # What happens to a request
@@ -124,7 +148,7 @@ class Cluster:
         self._arrived += 1
         job = Job(self._arrived, arrival)
         blocks = arrival.full_blocks
-        held = self.caches.find(blocks)
+        held = self.caches.find(blocks, expected=True)
         asked = Request(
             arrival.tokens,
             [count * BLOCK_TOKENS for count in held.by_place],
@@ -133,15 +157,15 @@ class Cluster:
         choice = self._policy.choose(asked, self.instances, now_s)
         computes = choice.computes
         job.prefill_place, job.decode_place = computes.place, choice.decode.place
-        predicted = choice.why.get("predicted_ttft_s")
-        job.predicted_ttft_s = float(predicted) if predicted is not None else float("nan")
-        job.own, job.ready_s = asked.own_at(computes), now_s
+        job.predicted_ttft_s = ttft_s(asked, choice, now_s)
+        if self._admission is not None:
+            refusal = self._admission.refuse(asked, choice, self.instances, now_s)
+            if refusal is not None:
+                job.why_not = refusal.reason
+                self._done(job)
+                return
         self.accounts.sent(job.name, choice, asked, streams=True, now_s=now_s)
-        if missing := asked.from_pool(computes):
-            job.fetched = missing
-            size = missing * self.settings.machine.kv_bytes
-            job.ready_s = self.links.send(held.best, computes.place, size, now_s)
-            self.caches.keep(computes.place, blocks[: held.anywhere])
+        self.caches.expect(computes.place, blocks)
         self.engines[computes.place].submit(job)
 
     def _engine(self, instance: Instance) -> PrefillEngine | WholeEngine:

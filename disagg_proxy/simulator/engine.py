@@ -19,6 +19,9 @@ from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS
 
 
 class Outcomes(Protocol):
+    def next(self, job: Job) -> None:
+        """It is the next to be computed: what others hold of its prompt is fetched, until ``job.ready_s``."""
+
     def computed(self, job: Job) -> None:
         """Its prompt is computed, for somebody else."""
 
@@ -63,6 +66,8 @@ class PrefillEngine:
 
     def submit(self, job: Job) -> None:
         self._line.append(job)
+        if len(self._line) == 1:
+            self._outcomes.next(job)
         self._start()
 
     def _start(self) -> None:
@@ -88,6 +93,8 @@ class PrefillEngine:
         through_s = held_s + (self._width - 1) / self._width * whole_s * share
         self._events.at(now_s + through_s, lambda: self._end(job))
         self._events.at(now_s + held_s, self._free)
+        if self._line:
+            self._outcomes.next(self._line[0])
 
     def _end(self, job: Job) -> None:
         job.computed_s = self._events.now_s
@@ -140,6 +147,8 @@ class WholeEngine:
     def submit(self, job: Job) -> None:
         """A prompt to compute, or one whose KV is here."""
         self._line.append(job)
+        if len(self._line) == 1 and job.computed_s == math.inf:
+            self._outcomes.next(job)
         if self._job is None:
             self._go_on()
 
@@ -167,6 +176,8 @@ class WholeEngine:
                 return None
             self._line.popleft()
             self._room -= job.context
+            if self._line and self._line[0].computed_s == math.inf:
+                self._outcomes.next(self._line[0])
             if job.computed_s == math.inf:
                 job.begun_s = self._events.now_s
                 begin_prompt(job, self._caches, self.place)
@@ -224,8 +235,7 @@ class WholeEngine:
 
 
 def begin_prompt(job: Job, caches: Caches, place: int) -> None:
-    """What is reused is what is there now: a prompt before it in line may have left more, or have taken room
-    from what was fetched."""
+    """What is reused is what is here now: room may have been taken from what was fetched."""
     held = caches.length(place, job.arrival.full_blocks) * BLOCK_TOKENS
     job.fetched = min(job.fetched, max(held - job.own, 0))
     job.own = held - job.fetched
