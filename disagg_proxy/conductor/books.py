@@ -57,7 +57,7 @@ class Books:
         # Its first is asked for all the time; a dict's lies behind all that were dropped before it.
         self._prefills: OrderedDict[int, _Prefill] = OrderedDict()
         self._prefill_sum_s = 0.0
-        self._prefill_tokens = 0
+        self._prefill_tokens = self._prefill_rest = 0
         self._head_since_s = 0.0
         self._decodes: dict[int, _Decode] = {}
         self._in_both = 0
@@ -76,6 +76,11 @@ class Books:
     def prefill_tokens(self) -> int:
         """Tokens of the prompts in line, those that are reused included."""
         return self._prefill_tokens
+
+    @property
+    def prefill_rest_tokens(self) -> int:
+        """Those of them that are to be computed."""
+        return self._prefill_rest
 
     @property
     def decodes(self) -> int:
@@ -129,6 +134,7 @@ class Books:
         self._in_both += request in self._decodes
         self._prefill_sum_s += predicted_s
         self._prefill_tokens += tokens
+        self._prefill_rest += tokens - own - pool
 
     def prefill_ended(self, request: int, now_s: float, *, done: bool = True) -> Prefilled | None:
         """done: it was computed; else the request is gone and nothing can be learnt from it."""
@@ -176,7 +182,7 @@ class Books:
         """The engine is gone, and what it had to do with it."""
         self._prefills.clear()
         self._prefill_sum_s = 0.0
-        self._prefill_tokens = 0
+        self._prefill_tokens = self._prefill_rest = 0
         self._decodes.clear()
         self._in_both = 0
         self._context = 0
@@ -198,6 +204,7 @@ class Books:
         left_s = self._prefill_sum_s - prefill.predicted_s
         self._prefill_sum_s = left_s if left_s > 0.0 else 0.0
         self._prefill_tokens -= prefill.tokens
+        self._prefill_rest -= prefill.tokens - prefill.own - prefill.pool
         self._in_both -= request in self._decodes
 
     def _integrate(self, now_s: float) -> None:

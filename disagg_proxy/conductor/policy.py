@@ -12,6 +12,12 @@ from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
 from moonpool.disagg_proxy.conductor.policies.least_load import LeastLoad
 from moonpool.disagg_proxy.conductor.policies.prefix_affinity import PrefixAffinity
+from moonpool.disagg_proxy.conductor.policies.rivals.dynamo_cost import DynamoCost
+from moonpool.disagg_proxy.conductor.policies.rivals.lmetric import LMetric
+from moonpool.disagg_proxy.conductor.policies.rivals.load_balancing import LoadBalancing
+from moonpool.disagg_proxy.conductor.policies.rivals.min_ttft import MinTtft
+from moonpool.disagg_proxy.conductor.policies.rivals.sglang_cache_aware import SGLangCacheAware
+from moonpool.disagg_proxy.conductor.policies.rivals.vllm_kv_aware import VllmKvAware
 from moonpool.disagg_proxy.conductor.policies.round_robin import RoundRobin
 
 
@@ -28,9 +34,15 @@ class Policy(Protocol):
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
     "conductor": Conductor,
+    "dynamo_cost": DynamoCost,
     "least_load": LeastLoad,
+    "lmetric": LMetric,
+    "load_balancing": LoadBalancing,
+    "min_ttft": MinTtft,
     "prefix_affinity": PrefixAffinity,
     "round_robin": RoundRobin,
+    "sglang_cache_aware": SGLangCacheAware,
+    "vllm_kv_aware": VllmKvAware,
 }
 
 

@@ -1,0 +1,21 @@
+"""NVIDIA Dynamo's KV router with its defaults (1.6)."""
+
+from __future__ import annotations
+
+from moonpool.disagg_proxy.conductor.choice import Request
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.policies.rivals.scored import Scored
+
+BLOCK_TOKENS = 64
+POOL_CREDIT = 0.75  # of a block in the host's memory
+
+
+class DynamoCost(Scored):
+    """Prefill blocks that wait there and are to be computed for this request, less the blocks it holds, and the
+    blocks of those that decode there. Among decode instances alone what is held counts for nothing."""
+
+    def cost(self, request: Request, instance: Instance, now_s: float) -> float:
+        books = instance.books
+        held = request.own_at(instance) + POOL_CREDIT * request.from_pool(instance)
+        prefill = max(books.prefill_rest_tokens + request.tokens - held, 0.0)
+        return (prefill + books.context_tokens) / BLOCK_TOKENS

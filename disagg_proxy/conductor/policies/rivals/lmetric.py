@@ -1,0 +1,18 @@
+"""LMetric (arXiv 2603.15202): one product and nothing to tune."""
+
+from __future__ import annotations
+
+from moonpool.disagg_proxy.conductor.choice import Request
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.policies.rivals.scored import Scored
+
+
+class LMetric(Scored):
+    """(Tokens to compute there, this request's included) x (requests there, this one included)."""
+
+    def cost(self, request: Request, instance: Instance, now_s: float) -> float:
+        rest = instance.books.prefill_rest_tokens + request.tokens - request.own_at(instance)
+        return max(rest, 1) * (instance.in_flight + 1)
+
+    def decode_cost(self, request: Request, instance: Instance, now_s: float) -> float:
+        return instance.in_flight

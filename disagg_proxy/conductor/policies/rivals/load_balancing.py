@@ -1,0 +1,14 @@
+"""The Mooncake paper's load balancing: by load, caches left out of account."""
+
+from __future__ import annotations
+
+from moonpool.disagg_proxy.conductor.choice import Request
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.policies.rivals.scored import Scored
+
+
+class LoadBalancing(Scored):
+    """The fewest seconds of prefill in line."""
+
+    def cost(self, request: Request, instance: Instance, now_s: float) -> float:
+        return instance.books.wait_s(now_s)

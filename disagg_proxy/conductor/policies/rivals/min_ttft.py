@@ -1,0 +1,15 @@
+"""Algorithm 1 of the Mooncake paper without its transfer: cache-aware scheduling by local caches alone."""
+
+from __future__ import annotations
+
+from moonpool.disagg_proxy.conductor.choice import Request
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.policies.rivals.scored import Scored
+
+
+class MinTtft(Scored):
+    """The least predicted time to the first token, as if nothing could be fetched."""
+
+    def cost(self, request: Request, instance: Instance, now_s: float) -> float:
+        own = request.own_at(instance)
+        return instance.books.wait_s(now_s) + instance.prefill_model.predict(request.tokens, own)

@@ -1,0 +1,38 @@
+"""sglang-router's ``cache_aware`` with its defaults (0.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.policies.rivals.scored import Scored
+
+SHARE_MIN = 0.3  # of the prompt that must match
+IMBALANCE_MIN = 64  # requests
+IMBALANCE_TIMES = 1.5
+
+
+class SGLangCacheAware(Scored):
+    """The longest match, if it is more than SHARE_MIN of the prompt, else the fewest requests; also those when
+    the numbers of requests are further apart than both limits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._balances = False
+
+    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
+        _, computing, _ = self._roles.of(instances)
+        counts = [each.in_flight for each in computing or instances]
+        apart = max(counts) - min(counts)
+        longest = max(request.own_at(each) for each in computing or instances)
+        self._balances = (apart > IMBALANCE_MIN and max(counts) > IMBALANCE_TIMES * min(counts)) or (
+            longest <= SHARE_MIN * request.tokens
+        )
+        return super().choose(request, instances, now_s)
+
+    def cost(self, request: Request, instance: Instance, now_s: float) -> float:
+        return instance.in_flight if self._balances else -request.own_at(instance)
+
+    def decode_cost(self, request: Request, instance: Instance, now_s: float) -> float:
+        return instance.in_flight

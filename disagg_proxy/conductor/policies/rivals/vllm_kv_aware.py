@@ -1,0 +1,20 @@
+"""vllm-router's ``kv_aware`` with its defaults (0.1.17)."""
+
+from __future__ import annotations
+
+from moonpool.disagg_proxy.conductor.choice import Request
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.policies.rivals.scored import Scored
+
+POOL_CREDIT = 0.6  # of a token in an external store
+
+
+class VllmKvAware(Scored):
+    """Tokens that wait there and are to be computed for this request, with credit for the tier they lie in."""
+
+    def cost(self, request: Request, instance: Instance, now_s: float) -> float:
+        held = request.own_at(instance) + POOL_CREDIT * request.from_pool(instance)
+        return instance.books.prefill_rest_tokens + max(request.tokens - held, 0.0)
+
+    def decode_cost(self, request: Request, instance: Instance, now_s: float) -> float:
+        return instance.in_flight
