@@ -1,0 +1,109 @@
+"""One simulation from its plan, and many of them on several processors."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.conductor.admission import Admission, Look, Objective
+from moonpool.disagg_proxy.conductor.policy import make_policy
+from moonpool.disagg_proxy.simulator.cluster import Cluster, ClusterSettings
+from moonpool.disagg_proxy.simulator.results import Results
+from moonpool.disagg_proxy.simulator.trace import Arrival, Trace, read_trace
+
+TELL_EVERY = 2_000  # requests
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """policy: a name of POLICIES or a class of the user's own. copies, speed, seed: see ``Trace.arrivals``.
+    requests: so many at most; 0: all."""
+
+    trace: Path
+    cluster: ClusterSettings
+    policy: str = "conductor"
+    objective: Objective = Objective()
+    admission: Look | None = None
+    speed: float = 1.0
+    seed: int = 0
+    copies: int = 1
+    requests: int = 0
+
+    def __post_init__(self) -> None:
+        make_policy(self.policy)
+        if not 0 < self.speed < float("inf"):
+            raise ConfigError(f"the speed must be positive, not {self.speed}", operation="simulate")
+        if self.copies < 1 or self.requests < 0:
+            raise ConfigError(
+                "copies are 1 or more, and requests cannot be negative", operation="simulate"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of a plan. cpu_s: that the simulation took; busy_s: that the instances computed prompts, all
+    together; sent_bytes: between instances."""
+
+    plan: Plan
+    results: Results
+    seconds: float
+    cpu_s: float
+    busy_s: float
+    sent_bytes: int
+
+
+def simulate(plan: Plan, trace: Trace | None = None, tell: Callable[[int], None] | None = None) -> Run:
+    """trace: the plan's, where it was read before; tell: hears from time to time how many have arrived."""
+    trace = trace or read_trace(plan.trace)
+    began_s = time.process_time()
+    results = Results()
+    admission = None if plan.admission is None else Admission(plan.objective, plan.admission)
+    cluster = Cluster(plan.cluster, make_policy(plan.policy), results.add, admission)
+    arrivals = trace.arrivals(speed=plan.speed, seed=plan.seed, copies=plan.copies)
+    if plan.requests:
+        arrivals = islice(arrivals, plan.requests)
+    quiet = logging.getLogger("moonpool.proxy")
+    before = quiet.disabled
+    quiet.disabled = True  # it warns of engines that reuse more than was predicted
+    try:
+        cluster.run(_told(arrivals, tell) if tell is not None else arrivals)
+    finally:
+        quiet.disabled = before
+    return Run(
+        plan,
+        results,
+        seconds=cluster.events.now_s,
+        cpu_s=time.process_time() - began_s,
+        busy_s=sum(engine.busy_s for engine in cluster.engines),
+        sent_bytes=cluster.links.sent_bytes,
+    )
+
+
+def simulate_all(
+    plans: Sequence[Plan], *, processes: int = 1, done: Callable[[Run], None] = lambda run: None
+) -> list[Run]:
+    """In the order of the plans; ``done`` hears of each in that order."""
+    runs = []
+    if processes < 2 or len(plans) < 2:
+        for plan in plans:
+            runs.append(simulate(plan))
+            done(runs[-1])
+        return runs
+    with ProcessPoolExecutor(min(processes, len(plans))) as pool:
+        for run in pool.map(simulate, plans):
+            runs.append(run)
+            done(run)
+    return runs
+
+
+def _told(arrivals: Iterator[Arrival], tell: Callable[[int], None]) -> Iterator[Arrival]:
+    for number, arrival in enumerate(arrivals):
+        if number % TELL_EVERY == 0:
+            tell(number)
+        yield arrival
