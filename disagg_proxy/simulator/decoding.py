@@ -30,12 +30,18 @@ class _Stretch(NamedTuple):
     once_s: float
 
 
-class Joined(NamedTuple):
+class _Joined(NamedTuple):
     end_step: float
     name: int  # tells requests apart that end at the same step
     from_step: float
     context: int
-    first_s: float
+
+
+class Left(NamedTuple):
+    """gap_s: the mean of the longest LONGEST_SHARE of the gaps between its tokens."""
+
+    name: int
+    gap_s: float
 
 
 class Decoding:
@@ -44,7 +50,7 @@ class Decoding:
         self._steps = 0.0
         self._at_s = 0.0
         self._context = 0.0
-        self._order: list[Joined] = []
+        self._order: list[_Joined] = []
         self._stretches: deque[_Stretch] = deque()
 
     def __len__(self) -> int:
@@ -57,8 +63,7 @@ class Decoding:
     def join(self, name: int, context: int, tokens: int, now_s: float) -> None:
         """context: its tokens in the KV cache; tokens: that it makes after its first, at least 1."""
         self.advance(now_s)
-        joined = Joined(self._steps + tokens, name, self._steps, context, now_s)
-        heapq.heappush(self._order, joined)
+        heapq.heappush(self._order, _Joined(self._steps + tokens, name, self._steps, context))
         self._context += context
         self._note(0.0)
 
@@ -70,14 +75,15 @@ class Decoding:
         slope = self._machine.step_token_s * len(self._order)
         return self._at_s + self._gap_s() * left + slope * left * left / 2
 
-    def pop(self, now_s: float) -> Joined:
+    def pop(self, now_s: float) -> Left:
         """The first to end leaves, at ``next_s``."""
         self.advance(now_s)
         joined = heapq.heappop(self._order)
         self._steps = max(self._steps, joined.end_step)
         self._context -= joined.context + (joined.end_step - joined.from_step)
+        left = Left(joined.name, self._gap_of(joined))
         self._note(0.0)
-        return joined
+        return left
 
     def advance(self, now_s: float) -> None:
         """Makes the tokens of the time that has passed."""
@@ -109,8 +115,10 @@ class Decoding:
             self._note(0.0)
         return end_s
 
-    def gap_s(self, joined: Joined) -> float:
-        """The mean of the longest LONGEST_SHARE of the gaps between this request's tokens."""
+    def _gap_s(self) -> float:
+        return self._machine.step_of_s(len(self._order), self._context)
+
+    def _gap_of(self, joined: _Joined) -> float:
         parts: list[tuple[float, float]] = []  # (gap, how many)
         until = joined.end_step
         for stretch in reversed(self._stretches):
@@ -134,9 +142,6 @@ class Decoding:
             if left <= 0:
                 break
         return total_s / max(wanted - left, 1e-9)
-
-    def _gap_s(self) -> float:
-        return self._machine.step_of_s(len(self._order), self._context)
 
     def _note(self, once_s: float) -> None:
         """A stretch begins: the gap has changed, or the next step takes longer."""

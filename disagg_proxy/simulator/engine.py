@@ -223,9 +223,9 @@ class WholeEngine:
         """Those whose last token is there."""
         now_s = self._events.now_s
         while self._decoding.next_s() <= now_s + 1e-9:
-            joined = self._decoding.pop(now_s)
-            job = self._jobs.pop(joined.name)
-            job.gap_s = self._decoding.gap_s(joined)
+            left = self._decoding.pop(now_s)
+            job = self._jobs.pop(left.name)
+            job.gap_s = left.gap_s
             self._end(job)
 
     def _end(self, job: Job) -> None:

@@ -1,0 +1,77 @@
+import random
+
+import pytest
+
+from moonpool.disagg_proxy.simulator.cache import Cache, Caches
+
+
+def test_a_chain_loses_its_end_first() -> None:
+    cache = Cache(4)
+    assert cache.keep([1, 2, 3]) == ([3, 2, 1], [])
+    assert cache.keep([1, 9, 8]) == ([8, 9], [3])
+    assert 2 in cache and 3 not in cache
+
+
+def test_what_does_not_fit_is_kept_from_the_front() -> None:
+    cache = Cache(2)
+    new, gone = cache.keep([1, 2, 3, 4])
+    assert (new, gone, len(cache)) == ([2, 1], [], 2)
+    assert Cache(0).keep([1, 2]) == ([], [])
+
+
+def test_a_prompt_is_found_as_far_as_each_place_holds_it() -> None:
+    caches = Caches(4, 100)
+    caches.keep(0, [1, 2, 3])
+    caches.keep(1, [1, 2])
+    caches.keep(2, [1, 7])
+    held = caches.find([1, 2, 3, 4])
+    assert (held.by_place, held.anywhere, held.best) == ([3, 2, 1, 0], 3, 0)
+    assert [caches.length(place, [1, 2, 3, 4]) for place in range(4)] == [3, 2, 1, 0]
+    assert caches.find([]).by_place == [0, 0, 0, 0]
+    caches.clear(0)
+    assert caches.find([1, 2, 3, 4]).anywhere == 2
+    caches.check_integrity()
+
+
+def test_what_is_on_its_way_counts_where_it_goes_until_it_is_there() -> None:
+    caches = Caches(2, 100)
+    caches.keep(0, [1])
+    caches.expect(1, [1, 2, 3])
+    caches.expect(1, [1, 2])
+    assert caches.find([1, 2, 3]).by_place == [1, 0]
+    coming = caches.find([1, 2, 3], expected=True)
+    assert (coming.by_place, coming.anywhere) == ([1, 3], 1)
+    caches.arrived(1, [1, 2, 3])
+    assert caches.find([1, 2, 3], expected=True).by_place == [1, 2]
+    caches.arrived(1, [1, 2])
+    assert caches.find([1, 2, 3], expected=True).by_place == [1, 0]
+    caches.check_integrity()
+
+
+@pytest.mark.parametrize("places", [3, 40])
+def test_sets_of_bits_say_what_a_plain_look_says(places: int, rng: random.Random) -> None:
+    chance = rng
+    caches = Caches(places, 30)
+    coming: list[tuple[int, list[int]]] = []
+    for _ in range(400):
+        chain = [chance.randrange(3) + 3 * depth for depth in range(chance.randrange(1, 12))]
+        place = chance.randrange(places)
+        act = chance.random()
+        if act < 0.5:
+            caches.keep(place, chain)
+        elif act < 0.7:
+            caches.expect(place, chain)
+            coming.append((place, chain))
+        elif act < 0.9 and coming:
+            caches.arrived(*coming.pop(chance.randrange(len(coming))))
+        elif act > 0.98:
+            caches.clear(place)
+        held, later = caches.find(chain), caches.find(chain, expected=True)
+        assert held.by_place == [caches.length(each, chain) for each in range(places)]
+        for each in range(places):
+            there = {block for at, blocks in coming if at == each for block in blocks}
+            wanted = [block in caches.caches[each] or block in there for block in chain]
+            assert later.by_place[each] == (wanted.index(False) if False in wanted else len(chain))
+        somewhere = [any(block in cache for cache in caches.caches) for block in chain]
+        assert held.anywhere == (somewhere.index(False) if False in somewhere else len(chain))
+        caches.check_integrity()
