@@ -19,6 +19,7 @@ from moonpool.core.cli import (
     objects,
     proxy,
     sglang,
+    simulate,
     status,
     up,
     vllm,
@@ -47,7 +48,8 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for module in (node, master, proxy, mock_engine, up, status, objects, bench, configuration, vllm, sglang):
+    serving = (node, master, proxy, mock_engine, up, vllm, sglang)
+    for module in (*serving, status, objects, bench, simulate, configuration):
         module.register(app)
 
     @app.command(epilog="Example:  moonpool version")

@@ -7,8 +7,8 @@
 A request that is refused at once costs nothing, and its client can go elsewhere; one that is let in and fails
 its objective has kept others waiting. To look at the decode instances as they are *now* makes the load of
 prefill and of decode swing against each other, because what is let in arrives there a whole prefill later
-(Mooncake, arXiv 2407.00079, section 7: "early rejection based on prediction"). The paper takes one decode time
-for all; here it is learnt. Pure: ``now_s`` is an argument.
+(Mooncake, arXiv 2407.00079, section 7: "early rejection based on prediction"). The paper takes one decode
+time for all; here it is learnt. Pure: ``now_s`` is an argument.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Admission:
             return Refusal(
                 "ttft",
                 later_s,
-                f"its first token would come after {first_s:.1f} s, and at most {self.objective.ttft_s:g} s are "
+                f"its first token would come after {first_s:.1f} s, and {self.objective.ttft_s:g} s are "
                 f"allowed",
             )
         if self._look is Look.NEVER or self.objective.gap_s == math.inf:
@@ -99,8 +99,8 @@ class Admission:
         the decode instances, so that these are looked at together."""
         decode = choice.decode
         deciding = [each for each in instances if each.role is not Role.PREFILL] or [decode]
-        requests = sum(each.books.decodes for each in deciding)
-        context = sum(each.books.context_tokens for each in deciding)
+        requests: float = sum(each.books.decodes for each in deciding)
+        context: float = sum(each.books.context_tokens for each in deciding)
         if self._look is Look.AHEAD:
             kept = self.answers.left_after(first_s)
             begun, begun_context = 0.0, 0.0

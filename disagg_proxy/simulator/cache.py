@@ -1,7 +1,8 @@
 """Prefix caches of simulated instances, and which of them holds what.
 
 A cache keeps whole blocks by id, least recently used out first; a prompt's blocks are used from the last one
-back to the first, so that a chain loses its end before its beginning and no block stays that nothing leads to.
+back to the first, so that a chain loses its end before its beginning and no block stays that nothing leads
+to.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Caches:
     """One cache for each place. Who holds a block is a set of bits, so that one question for a prompt costs a
     few operations a block and not one for each cache.
 
-    What is on its way to a place counts for a question about the future (``expected``), as in a proxy's index.
+    What is on its way to a place counts for a question about the future (``expected``), as in a proxy's
+    index.
     """
 
     def __init__(self, places: int, blocks_max: int) -> None:

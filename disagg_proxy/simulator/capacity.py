@@ -1,4 +1,4 @@
-"""How much a cluster can take: the greatest speed at which enough requests are served within the objective."""
+"""How much a cluster takes: the greatest speed at which enough requests are within the objective."""
 
 from __future__ import annotations
 

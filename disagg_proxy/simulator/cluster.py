@@ -3,8 +3,8 @@
     arrival -> what the caches hold of it -> policy.choose -> fetch from another's cache -> prefill
             -> hand-over to decode, layer by layer while prefill runs -> decode -> Results
 
-The policy sees what it sees in the proxy: ``Instance`` objects whose books and models are kept by ``Accounts``
-from observations of the same form. It does not see the machine, nor how long an answer will be.
+The policy sees what it sees in the proxy: ``Instance`` objects whose books and models are kept by
+``Accounts`` from observations of the same form. It does not see the machine, nor how long an answer will be.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Cluster:
         machine = settings.machine
         # Where nobody decodes, a policy must not look for somebody who does.
         computing = Role.PREFILL if settings.decode or settings.whole else Role.BOTH
-        roles = [computing] * settings.prefill + [Role.DECODE] * settings.decode + [Role.BOTH] * settings.whole
+        roles = (
+            [computing] * settings.prefill + [Role.DECODE] * settings.decode + [Role.BOTH] * settings.whole
+        )
         self.instances = tuple(
             Instance(place, f"{role.value}-{place}", role, room_tokens=machine.room_tokens)
             for place, role in enumerate(roles)

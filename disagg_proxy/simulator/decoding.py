@@ -100,8 +100,9 @@ class Decoding:
         self._context += steps * len(self._order)
 
     def stall(self, seconds: float, now_s: float, *, step: bool) -> float:
-        """For so long the instance computes something else; step: together with one step, whose token everybody
-        gets at the end. Returns when that is."""
+        """For so long the instance computes something else; step: together with one step, whose token
+        everybody gets at the end. Returns when that is.
+        """
         self.advance(now_s)
         if not self._order:
             self._at_s = now_s + seconds

@@ -64,7 +64,14 @@ class Machine:
 
     def faster(self, times: float) -> Machine:
         """The same with so many times the compute; links and memory stay."""
-        names = ("prefill_s", "prefill_token_s", "prefill_token2_s", "step_s", "step_request_s", "step_token_s")
+        names = (
+            "prefill_s",
+            "prefill_token_s",
+            "prefill_token2_s",
+            "step_s",
+            "step_request_s",
+            "step_token_s",
+        )
         return replace(self, **{name: getattr(self, name) / times for name in names})
 
 

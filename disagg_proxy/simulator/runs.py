@@ -18,6 +18,7 @@ from moonpool.disagg_proxy.simulator.results import Results
 from moonpool.disagg_proxy.simulator.trace import Arrival, Trace, read_trace
 
 TELL_EVERY = 2_000  # requests
+ANY = Objective()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Plan:
     trace: Path
     cluster: ClusterSettings
     policy: str = "conductor"
-    objective: Objective = Objective()
+    objective: Objective = ANY
     admission: Look | None = None
     speed: float = 1.0
     seed: int = 0
@@ -40,9 +41,7 @@ class Plan:
         if not 0 < self.speed < float("inf"):
             raise ConfigError(f"the speed must be positive, not {self.speed}", operation="simulate")
         if self.copies < 1 or self.requests < 0:
-            raise ConfigError(
-                "copies are 1 or more, and requests cannot be negative", operation="simulate"
-            )
+            raise ConfigError("copies are 1 or more, and requests cannot be negative", operation="simulate")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -63,8 +63,8 @@ class Trace:
     def arrivals(self, *, speed: float = 1.0, seed: int = 0, copies: int = 1) -> Iterator[Arrival]:
         """The requests in order, ``speed`` times as fast, rounded times spread evenly at random.
 
-        copies: so many independent groups of users do all of it at the same time; their prompts have nothing in
-        common. Made while it is read, so that a million requests take no memory.
+        copies: so many independent groups of users do all of it at the same time; their prompts have nothing
+        in common. Made while it is read, so that a million requests take no memory.
         """
         chance = random.Random(seed)
         apart = 1 + max((block for row in self.rows for block in row.blocks), default=0)
@@ -78,8 +78,9 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Raises ConfigError that names the file and the line: no JSON, a field that is missing or absurd, ids that
-    do not fit the length, a time before the one above it, no request at all."""
+    """Raises ConfigError that names the file and the line: no JSON, a field that is missing or absurd, ids
+    that do not fit the length, a time before the one above it, no request at all.
+    """
     decode = msgspec.json.Decoder(_Row).decode
     rows: list[Arrival] = []
     first_ms = 0.0
@@ -97,7 +98,9 @@ def read_trace(path: Path) -> Trace:
                 at_s = (row.timestamp - first_ms) / 1000
                 if rows and at_s < rows[-1].at_s:
                     raise _bad(
-                        path, number, f"has timestamp {row.timestamp:g}, before the line above; sort it by time"
+                        path,
+                        number,
+                        f"has timestamp {row.timestamp:g}, before the line above; sort it by time",
                     )
                 wanted = -(-row.input_length // BLOCK_TOKENS)
                 if len(row.hash_ids) != wanted:
@@ -122,8 +125,8 @@ def _quantum_s(rows: Sequence[Arrival]) -> float:
     shared = sum(size for _, size in sizes if size > 1)
     if len(sizes) < 2 or shared * 2 < len(rows):
         return 0.0
-    steps = sorted(later[0] - sooner[0] for sooner, later in zip(sizes, sizes[1:], strict=False))
-    return steps[len(steps) // 2]
+    steps = sorted(later[0] - sooner[0] for sooner, later in pairwise(sizes))
+    return float(steps[len(steps) // 2])
 
 
 def _bad(path: Path, number: int, what: str) -> ConfigError:

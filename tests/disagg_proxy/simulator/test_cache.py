@@ -9,7 +9,8 @@ def test_a_chain_loses_its_end_first() -> None:
     cache = Cache(4)
     assert cache.keep([1, 2, 3]) == ([3, 2, 1], [])
     assert cache.keep([1, 9, 8]) == ([8, 9], [3])
-    assert 2 in cache and 3 not in cache
+    assert 2 in cache
+    assert 3 not in cache
 
 
 def test_what_does_not_fit_is_kept_from_the_front() -> None:

@@ -11,8 +11,9 @@ POOL_CREDIT = 0.75  # of a block in the host's memory
 
 
 class DynamoCost(Scored):
-    """Prefill blocks that wait there and are to be computed for this request, less the blocks it holds, and the
-    blocks of those that decode there. Among decode instances alone what is held counts for nothing."""
+    """Prefill blocks that wait there and are to be computed for this request, less the blocks it holds, and
+    the blocks of those that decode there. Among decode instances alone what is held counts for nothing.
+    """
 
     def cost(self, request: Request, instance: Instance, now_s: float) -> float:
         books = instance.books

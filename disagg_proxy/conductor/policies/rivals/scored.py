@@ -10,8 +10,9 @@ from moonpool.disagg_proxy.conductor.policies.roles import Roles, is_worth_split
 
 
 class Scored:
-    """The least ``cost`` computes; with prefill and decode apart, the least ``decode_cost`` decodes. Of equals the
-    one that was chosen longest ago."""
+    """The least ``cost`` computes; with prefill and decode apart, the least ``decode_cost`` decodes. Of
+    equals the one that was chosen longest ago.
+    """
 
     uses_tokens = True
 

@@ -14,8 +14,9 @@ IMBALANCE_TIMES = 1.5
 
 
 class SGLangCacheAware(Scored):
-    """The longest match, if it is more than SHARE_MIN of the prompt, else the fewest requests; also those when
-    the numbers of requests are further apart than both limits."""
+    """The longest match, if it is more than SHARE_MIN of the prompt, else the fewest requests; also those
+    when the numbers of requests are further apart than both limits.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,217 @@
+"""`moonpool simulate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moonpool.core.cli.options import examples
+
+if TYPE_CHECKING:
+    from moonpool.disagg_proxy.simulator.runs import Plan, Run
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        epilog=examples(
+            "moonpool simulate conversation_trace.jsonl",
+            "moonpool simulate trace.jsonl --policy conductor,dynamo_cost/local --speed 1,1.5,2",
+            "moonpool simulate trace.jsonl --prefill 10 --decode 6 --gap-slo 0.1 --admission ahead",
+            "moonpool simulate trace.jsonl --capacity --ttft-slo 10 --policy conductor,round_robin/local",
+            "moonpool simulate trace.jsonl --sweep-pd 16 --ttft-slo 10 --gap-slo 0.1",
+            "moonpool simulate trace.jsonl --copies 84 --prefill 500 --decode 500 --plot load.html",
+        )
+    )(simulate)
+
+
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="Lines of timestamp, input_length, output_length, hash_ids.")],
+    policy: Annotated[
+        str,
+        typer.Option(metavar="NAME,...", help="As in proxy.policy. NAME/local: without the pool."),
+    ] = "conductor,min_ttft/local,load_balancing/local,round_robin/local",
+    prefill: Annotated[int, typer.Option(min=0, help="Instances that compute prompts.")] = 8,
+    decode: Annotated[
+        int, typer.Option(min=0, help="Instances that make answers; 0: only first tokens are made.")
+    ] = 8,
+    whole: Annotated[int, typer.Option(min=0, help="Instances that do both.")] = 0,
+    speed: Annotated[str, typer.Option(metavar="TIMES,...", help="How much faster requests come.")] = "1",
+    copies: Annotated[int, typer.Option(min=1, help="Groups of users that all do the whole trace.")] = 1,
+    requests: Annotated[int, typer.Option(min=0, help="So many at most; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the arrivals within rounded times.")] = 0,
+    ttft_slo: Annotated[float, typer.Option(min=0.0, help="Seconds to the first token.")] = 30.0,
+    gap_slo: Annotated[
+        float, typer.Option(min=0.0, help="Seconds, mean of the longest tenth of the gaps; 0: any.")
+    ] = 0.0,
+    admission: Annotated[
+        str, typer.Option(metavar="none|never|now|ahead", help="Refuse early; looking at decode when.")
+    ] = "none",
+    machine: Annotated[str, typer.Option(metavar="NAME", help="What instances can do.")] = "paper",
+    faster: Annotated[float, typer.Option(min=1e-3, help="So many times that machine's compute.")] = 1.0,
+    cache_tokens: Annotated[
+        int, typer.Option(min=-1, help="An instance's prefix cache; -1: the machine's.")
+    ] = -1,
+    chunk_tokens: Annotated[int, typer.Option(min=0, help="Of a prompt at one time; 0: all.")] = 8192,
+    width: Annotated[int, typer.Option(min=1, help="Nodes of a prefill instance, in a pipeline.")] = 1,
+    serial: Annotated[bool, typer.Option("--serial", help="Hand KV over after the whole prompt.")] = False,
+    capacity: Annotated[
+        bool, typer.Option("--capacity", help="Find the greatest speed with 90 % within the objective.")
+    ] = False,
+    sweep_pd: Annotated[
+        int, typer.Option(min=0, help="So many instances: which split into prefill and decode is best?")
+    ] = 0,
+    processes: Annotated[int, typer.Option(min=1, help="Simulations at the same time.")] = 1,
+    plot: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Draw it: .png or .html; may be repeated.")
+    ] = None,
+    json: Annotated[str, typer.Option("--json", metavar="FILE|-", help="Write the figures there.")] = "",
+) -> int:
+    """Replay a trace against simulated instances under the proxy's own policies, and compare these.
+
+    TTFT counts from a request's arrival to its first token, hand-over included.
+    """
+    import math
+    import sys
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from moonpool.disagg_proxy.conductor.admission import Look, Objective
+    from moonpool.disagg_proxy.simulator import plots, report
+    from moonpool.disagg_proxy.simulator.cluster import ClusterSettings
+    from moonpool.disagg_proxy.simulator.machine import MACHINES
+    from moonpool.disagg_proxy.simulator.results import Slo
+    from moonpool.disagg_proxy.simulator.runs import Plan
+
+    if machine not in MACHINES:
+        raise typer.BadParameter(f"--machine knows {', '.join(MACHINES)}, not {machine}")
+    looks = {"none": None, **{look.value: look for look in Look}}
+    if admission not in looks:
+        raise typer.BadParameter(f"--admission is one of {', '.join(looks)}, not {admission}")
+    drawn = plot or []
+    plots.check(drawn)
+    of = MACHINES[machine].faster(faster)
+    cluster = ClusterSettings(
+        prefill=prefill,
+        decode=decode,
+        whole=whole,
+        machine=of if cache_tokens < 0 else replace(of, cache_tokens=cache_tokens),
+        chunk_tokens=chunk_tokens,
+        width=width,
+        layerwise=not serial,
+    )
+    slo = Slo(ttft_slo, gap_slo or math.inf)
+    plans = [
+        Plan(
+            trace,
+            replace(cluster, pool=not local),
+            name,
+            Objective(*slo),
+            looks[admission],
+            times,
+            seed,
+            copies,
+            requests,
+        )
+        for times in _numbers(speed, "--speed")
+        for name, local in _policies(policy)
+    ]
+    console = Console(file=sys.stderr if json == "-" else sys.stdout)
+    if capacity:
+        return _capacity(console, plans, slo, json)
+    if sweep_pd:
+        plans = [plan for each in plans for plan in _splits(each, sweep_pd)]
+    runs = _run(console, plans, processes)
+    console.print(report.table(runs, slo), highlight=False)
+    if sweep_pd:
+        best = max(runs, key=lambda run: (run.results.good(slo), -run.results.summary(slo).ttft_mean_s))
+        console.print(f"Best: {report.instances(best.plan)} under {report.label(best.plan)}", highlight=False)
+    for path in drawn:
+        plots.draw(path, runs, slo)
+        console.print(f"drawn: {path}", highlight=False)
+    if json:
+        _write(json, report.as_json(runs, slo))
+    return 0
+
+
+def _run(console: Any, plans: list[Plan], processes: int) -> list[Run]:
+    from moonpool.disagg_proxy.simulator import report
+    from moonpool.disagg_proxy.simulator.runs import simulate_all
+
+    with console.status(f"simulating {len(plans)} runs") as status:
+        count = 0
+
+        def done(run: Run) -> None:
+            nonlocal count
+            count += 1
+            status.update(f"{count} of {len(plans)} done, the last: {report.label(run.plan)}")
+
+        return simulate_all(plans, processes=processes, done=done)
+
+
+def _capacity(console: Any, plans: list[Plan], slo: Any, json: str) -> int:
+    import json as encoder
+
+    from moonpool.disagg_proxy.simulator import report
+    from moonpool.disagg_proxy.simulator.capacity import capacity
+
+    rows = []
+    for plan in plans:
+        with console.status(report.label(plan)) as status:
+            speed = capacity(
+                plan,
+                slo,
+                tried=lambda at, good, status=status, plan=plan: status.update(
+                    f"{report.label(plan)}: {good * 100:.1f} % are good at {at:.3g} times the speed"
+                ),
+            )
+        rows.append({"policy": plan.policy, "pool": plan.cluster.pool, "speed": speed})
+        console.print(f"{report.label(plan):40} {speed:.2f} times the trace's speed", highlight=False)
+    if json:
+        _write(json, encoder.dumps({"runs": rows}, indent=1))
+    return 0
+
+
+def _splits(plan: Plan, total: int) -> list[Plan]:
+    from dataclasses import replace
+
+    if total < 2:
+        raise typer.BadParameter("--sweep-pd needs two instances or more")
+    return [
+        replace(plan, cluster=replace(plan.cluster, prefill=prefill, decode=total - prefill, whole=0))
+        for prefill in range(1, total)
+    ]
+
+
+def _policies(text: str) -> list[tuple[str, bool]]:
+    """(name, without the pool) each."""
+    found = []
+    for one in filter(None, (part.strip() for part in text.split(","))):
+        name, _, where = one.partition("/")
+        if where not in ("", "local"):
+            raise typer.BadParameter(f"--policy takes NAME or NAME/local, not {one}")
+        found.append((name, where == "local"))
+    if not found:
+        raise typer.BadParameter("--policy needs a name")
+    return found
+
+
+def _numbers(text: str, option: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} takes numbers: {error}") from error
+
+
+def _write(path: str, text: str) -> None:
+    from moonpool.core.errors import ConfigError
+
+    if path == "-":
+        print(text)
+        return
+    try:
+        Path(path).write_text(text + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}", operation="simulate") from error

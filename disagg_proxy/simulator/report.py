@@ -1,0 +1,93 @@
+"""A simulation's figures, side by side, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from moonpool.disagg_proxy.simulator.results import Slo, Summary
+from moonpool.disagg_proxy.simulator.runs import Plan, Run
+
+
+def label(plan: Plan) -> str:
+    """What tells this plan from others of the same command."""
+    cluster = plan.cluster
+    parts = [plan.policy if cluster.pool else f"{plan.policy}/local"]
+    if plan.admission is not None:
+        parts.append(f"+{plan.admission.value}")
+    return " ".join(parts)
+
+
+def instances(plan: Plan) -> str:
+    cluster = plan.cluster
+    counts = ((cluster.prefill, "P"), (cluster.decode, "D"), (cluster.whole, "W"))
+    return "+".join(f"{count}{role}" for count, role in counts if count)
+
+
+def table(runs: Sequence[Run], slo: Slo) -> Table:
+    """One row for each run."""
+    within = f"TTFT <= {slo.ttft_s:g} s"
+    if slo.gap_s < math.inf:
+        within += f", gap <= {slo.gap_s * 1000:g} ms"
+    made = Table(caption=f"good: share of all requests within {within}; reused: own cache + fetched")
+    made.add_column("policy", no_wrap=True)
+    for name in ("inst.", "speed", "TTFT s", "p50", "p90", "p99", "gap ms", "reused %", "refused", "good %"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for run in runs:
+        plan, found = run.plan, run.results.summary(slo)
+        made.add_row(
+            label(plan),
+            instances(plan),
+            f"{plan.speed:g}",
+            *(_seconds(value) for value in _ttft(found)),
+            "-" if not found.gap_mean_s > 0 else f"{found.gap_mean_s * 1000:.1f}",
+            f"{found.own * 100:.1f} + {found.fetched * 100:.1f}",
+            str(found.refused),
+            f"{found.good * 100:.1f}",
+        )
+    return made
+
+
+def as_json(runs: Sequence[Run], slo: Slo) -> str:
+    """{"slo": {...}, "runs": [{"plan": ..., the fields of Summary, ...}]}; what is no number is null."""
+    return json.dumps({"slo": _numbers(slo._asdict()), "runs": [_row(run, slo) for run in runs]}, indent=1)
+
+
+def _row(run: Run, slo: Slo) -> dict[str, Any]:
+    plan, cluster = run.plan, run.plan.cluster
+    return {
+        "policy": plan.policy,
+        "pool": cluster.pool,
+        "admission": plan.admission.value if plan.admission is not None else None,
+        "prefill": cluster.prefill,
+        "decode": cluster.decode,
+        "whole": cluster.whole,
+        "speed": plan.speed,
+        "seed": plan.seed,
+        "copies": plan.copies,
+        **_numbers(run.results.summary(slo)._asdict()),
+        "reasons": dict(run.results.reasons),
+        "seconds": run.seconds,
+        "prefill_busy_s": run.busy_s,
+        "sent_bytes": run.sent_bytes,
+        "cpu_s": round(run.cpu_s, 3),
+    }
+
+
+def _ttft(found: Summary) -> tuple[float, ...]:
+    return (found.ttft_mean_s, found.ttft_p50_s, found.ttft_p90_s, found.ttft_p99_s)
+
+
+def _seconds(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
