@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from moonpool.disagg_proxy.simulator.machine import Machine
 
+SAME = 0.005  # gaps that differ by less are one
 LONGEST_SHARE = 0.1  # a request's gap is the mean of its longest tenth, as in the Mooncake paper
 
 
@@ -152,7 +153,10 @@ class Decoding:
             return
         if stretches and stretches[-1].from_step == self._steps:
             once_s += stretches.pop().once_s
-        stretches.append(_Stretch(self._steps, self._gap_s(), once_s))
+        gap_s = self._gap_s()
+        if stretches and not once_s and abs(gap_s - stretches[-1].gap_s) < SAME * gap_s:
+            return
+        stretches.append(_Stretch(self._steps, gap_s, once_s))
         if len(stretches) > 64 and len(stretches) > 8 * len(self._order):
             oldest = min(joined.from_step for joined in self._order)
             while len(stretches) > 1 and stretches[1].from_step <= oldest:
