@@ -159,14 +159,13 @@ def _capacity(console: Any, plans: list[Plan], slo: Any, json: str) -> int:
 
     rows = []
     for plan in plans:
-        with console.status(report.label(plan)) as status:
-            speed = capacity(
-                plan,
-                slo,
-                tried=lambda at, good, status=status, plan=plan: status.update(
-                    f"{report.label(plan)}: {good * 100:.1f} % are good at {at:.3g} times the speed"
-                ),
-            )
+        label = report.label(plan)
+        with console.status(label) as status:
+
+            def tried(at: float, good: float, label: str = label, status: Any = status) -> None:
+                status.update(f"{label}: {good * 100:.1f} % are good at {at:.3g} times the speed")
+
+            speed = capacity(plan, slo, tried=tried)
         rows.append({"policy": plan.policy, "pool": plan.cluster.pool, "speed": speed})
         console.print(f"{report.label(plan):40} {speed:.2f} times the trace's speed", highlight=False)
     if json:

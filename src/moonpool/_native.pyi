@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens']
+__all__: list[str] = ['BatchClient', 'Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -224,6 +224,35 @@ class Worker:
         ...
     @property
     def eventfd(self) -> int:
+        ...
+class BatchClient:
+    """
+    Batches of operations by threads; numbers out, what became of them by an eventfd.
+    """
+    def __init__(self, threads: typing.SupportsInt | typing.SupportsIndex = 2, queue_max: typing.SupportsInt | typing.SupportsIndex = 4096) -> None:
+        ...
+    def attach(self, client: Client) -> None:
+        """
+        From now on this client runs the operations.
+        """
+    def close(self) -> None:
+        ...
+    def drain_completions(self) -> list:
+        """
+        Of each batch that ended: (number, ok, error, of each key whether it was there or None).
+        """
+    def event_fd(self) -> int:
+        ...
+    def submit_batch_delete(self, keys: typing.Any) -> int:
+        ...
+    def submit_batch_exists(self, keys: typing.Any) -> int:
+        ...
+    def submit_batch_get(self, keys: typing.Any, buffers: typing.Any) -> int:
+        ...
+    def submit_batch_set(self, keys: typing.Any, buffers: typing.Any) -> int:
+        ...
+    @property
+    def attached(self) -> bool:
         ...
 class TenantLoad:
     @property

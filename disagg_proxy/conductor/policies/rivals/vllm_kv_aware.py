@@ -10,7 +10,7 @@ POOL_CREDIT = 0.6  # of a token in an external store
 
 
 class VllmKvAware(Scored):
-    """Tokens that wait there and are to be computed for this request, less credit for what lies in the pool."""
+    """Tokens that wait there and those to compute for this request, less credit for what lies in the pool."""
 
     def cost(self, request: Request, instance: Instance, now_s: float) -> float:
         held = request.own_at(instance) + POOL_CREDIT * request.from_pool(instance)
