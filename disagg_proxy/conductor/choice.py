@@ -13,12 +13,19 @@ ANSWER_TOKENS = 256  # taken for the length of an answer whose request does not 
 
 class Request(NamedTuple):
     """tokens: of the prompt, 0 when not known; own: by an instance's place, how many leading tokens lie in
-    its own cache; pool: how many leading tokens the pool holds; answer_tokens: the most it may answer."""
+    its own cache; pool: how many leading tokens the pool holds; answer_tokens: the most it may answer.
+
+    tenant: who asks, "" for nobody in particular; priority: higher is more urgent; session: a conversation
+    whose requests share their beginning, "" when not known.
+    """
 
     tokens: int = 0
     own: Sequence[int] = ()
     pool: int = 0
     answer_tokens: int = ANSWER_TOKENS
+    tenant: str = ""
+    priority: int = 0
+    session: str = ""
 
     def own_at(self, instance: Instance) -> int:
         return self.own[instance.place] if instance.place < len(self.own) else 0
