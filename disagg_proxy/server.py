@@ -26,7 +26,7 @@ from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.dispatcher import ASKED_MAX, Dispatcher
 from moonpool.disagg_proxy.engine import Engine
-from moonpool.disagg_proxy.events.indexes import Indexes
+from moonpool.disagg_proxy.events.indexes import HOLDERS_MAX, Indexes
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from moonpool.disagg_proxy.health import HealthChecker
 from moonpool.disagg_proxy.locality import Locality
@@ -73,7 +73,7 @@ class Proxy:
         self._offer: Offer | None = None
         self.replaced = asyncio.Event()  # another proxy serves at our address
         self.engines = tuple(Engine(place, spec, settings) for place, spec in enumerate(settings.engines))
-        self._indexes = Indexes(holders_max=max(256, len(settings.engines) + len(settings.events)))
+        self._indexes = Indexes()
         told = {source.name for source in settings.events}
         self._locality = Locality(
             self._indexes,
@@ -81,6 +81,14 @@ class Proxy:
             frozenset(engine.place for engine in self.engines if engine.name in told),
         )
         policy = make_policy(settings.policy)
+        holders = len(self.engines) + sum(source.pool for source in settings.events)
+        if policy.uses_tokens and holders > HOLDERS_MAX:
+            raise ConfigError(
+                f"proxy: {holders:,} engines and nodes of the pool, and {settings.policy} looks for "
+                f"prompts at {HOLDERS_MAX:,} at most; take several proxies, or round_robin",
+                operation="config",
+                key="proxy.engines",
+            )
         tokens = _token_source(settings, self.engines) if policy.uses_tokens else None
         self._dispatcher = Dispatcher(
             self.engines,

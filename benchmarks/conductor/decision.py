@@ -1,5 +1,6 @@
 """A whole decision of the proxy, as its data plane asks for it: the ids out of the JSON, the digests, the
-question to the index, the policy (``conductor``), the books. Engines tell their blocks by event streams.
+question to the index, the policy (``conductor``), the books. Engines tell their blocks by event streams, or
+the index is told for them, which is how a thousand fit into one process.
 
 Requests come over a socket and wait until there is a batch of them; then all are decided one after the other,
 on one thread, and its CPU time is what counts. Every prompt is seen for the first time: half of it all share.
@@ -14,12 +15,14 @@ import statistics
 import time
 from contextlib import AsyncExitStack
 
+import msgspec
 import uvloop
 
 from benchmarks.proxy.mock_engine import MockEngine
 from moonpool._native import ProxyRequest
-from moonpool.core.kv_events import BlockStored, KvEvent, Publisher, QueueSource
+from moonpool.core.kv_events import Batch, BlockStored, KvEvent, Publisher, QueueSource
 from moonpool.disagg_proxy.conductor.plan import Decision
+from moonpool.disagg_proxy.events.indexes import MODEL_ANY
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.server import Proxy
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
@@ -30,12 +33,16 @@ READY_TIMEOUT_S = 60.0
 VOCABULARY = 50_000
 
 
-def measure(engines: int, tokens: int, block_tokens: int, blocks_each: int, rounds: int) -> float:
+def measure(
+    engines: int, tokens: int, block_tokens: int, blocks_each: int, rounds: int, *, streams: bool = True
+) -> float:
     """Median over the rounds, microseconds of CPU for one decision. Raises TimeoutError."""
-    return uvloop.run(_measure(engines, tokens, block_tokens, blocks_each, rounds))
+    return uvloop.run(_measure(engines, tokens, block_tokens, blocks_each, rounds, streams))
 
 
-async def _measure(engines: int, tokens: int, block_tokens: int, blocks_each: int, rounds: int) -> float:
+async def _measure(
+    engines: int, tokens: int, block_tokens: int, blocks_each: int, rounds: int, streams: bool
+) -> float:
     rng = random.Random(1)
     shared = _tokens(rng, tokens // 2)
     waiting: asyncio.Queue[ProxyRequest] = asyncio.Queue()
@@ -46,24 +53,31 @@ async def _measure(engines: int, tokens: int, block_tokens: int, blocks_each: in
         return None
 
     async with AsyncExitStack() as stack:
-        specs, sources = [], []
+        specs, sources, told = [], [], []
         for place in range(engines):
             server = await loop.create_server(MockEngine, "127.0.0.1", 0)
             stack.callback(server.close)
             specs.append(EngineSpec(f"e{place}", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
-            queue = QueueSource()
-            stack.callback(queue.close)
-            publisher = Publisher(queue, "tcp://127.0.0.1:0", replay="tcp://127.0.0.1:0")
-            stack.callback(publisher.close)
-            sources.append(EventSource(f"e{place}", publisher.endpoint, publisher.replay))
             depth = max(1, len(shared) // block_tokens - 2 * place)
-            queue.add([_stored(rng, shared[: depth * block_tokens], block_tokens)])
-            queue.add([_stored(rng, _tokens(rng, EVENT_BLOCKS * block_tokens), block_tokens)
-                       for _ in range(blocks_each // EVENT_BLOCKS)])  # fmt: skip
+            told.append([_stored(rng, shared[: depth * block_tokens], block_tokens)])
+            told[-1] += [_stored(rng, _tokens(rng, EVENT_BLOCKS * block_tokens), block_tokens)
+                         for _ in range(blocks_each // EVENT_BLOCKS)]  # fmt: skip
+            if streams:
+                queue = QueueSource()
+                stack.callback(queue.close)
+                publisher = Publisher(queue, "tcp://127.0.0.1:0", replay="tcp://127.0.0.1:0")
+                stack.callback(publisher.close)
+                sources.append(EventSource(f"e{place}", publisher.endpoint, publisher.replay))
+                queue.add(told[-1])
         settings = ProxySettings(port=0, engines=tuple(specs), policy="conductor", events=tuple(sources))
         proxy = Proxy(settings, decide=later)
         stack.push_async_callback(proxy.close)
         port = int((await proxy.open()).rsplit(":", 1)[1])
+        if not streams:
+            index = proxy._indexes.obtain(MODEL_ANY, block_tokens)
+            assert index is not None
+            for place, events in enumerate(told):
+                index.ingest(place, msgspec.msgpack.encode(Batch(time.time(), events)))
         await _until_told(proxy, engines * blocks_each)
         clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(BATCH)]
         found = []
@@ -85,7 +99,7 @@ async def _measure(engines: int, tokens: int, block_tokens: int, blocks_each: in
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(VOCABULARY) for _ in range(count)]
+    return [number % VOCABULARY for number in memoryview(rng.randbytes(4 * count)).cast("I")]
 
 
 def _stored(rng: random.Random, tokens: list[int], block_tokens: int) -> KvEvent:

@@ -8,16 +8,16 @@ import threading
 from moonpool import _native
 
 MODEL_ANY = ""
+HOLDERS_MAX = _native.HOLDERS_MAX  # engines and nodes of the pool, whose places are below it
 
 
 class Indexes:
     """blocks_max: entries of each index (93 to 101 bytes each); indexes_max: beyond it a new model is not
     indexed, and ``refused`` counts it."""
 
-    def __init__(self, *, blocks_max: int = 1 << 20, holders_max: int = 256, indexes_max: int = 16) -> None:
+    def __init__(self, *, blocks_max: int = 1 << 20, indexes_max: int = 16) -> None:
         self.refused = 0
         self._blocks_max = blocks_max
-        self._holders_max = holders_max
         self._indexes_max = indexes_max
         self._lock = threading.Lock()
         self._indexes: dict[tuple[str, int], _native.PrefixIndex] = {}
@@ -32,9 +32,7 @@ class Indexes:
                 if len(self._indexes) >= self._indexes_max or not 0 < block_tokens <= 65_536:
                     self.refused += 1
                     return None
-                index = _native.PrefixIndex(
-                    block_tokens, blocks_max=self._blocks_max, holders_max=self._holders_max
-                )
+                index = _native.PrefixIndex(block_tokens, blocks_max=self._blocks_max)
                 self._indexes[model, block_tokens] = index
                 self._of[model] = (*self._of.get(model, ()), index)
             return index

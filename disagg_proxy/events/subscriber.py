@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from moonpool import _native
 from moonpool.core.errors import Error
-from moonpool.disagg_proxy.events.indexes import Indexes
+from moonpool.disagg_proxy.events.indexes import HOLDERS_MAX, Indexes
 from moonpool.disagg_proxy.events.settings import EventLimits, EventSource
 from moonpool.disagg_proxy.events.stream import Stream
 
@@ -83,6 +83,7 @@ class Subscriber:
         self._clock = clock
         self._wall = wall
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 4 * HOLDERS_MAX)  # events, two that watch them, replays
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()  # of what other threads say: _absent, _stopping
         self._absent: dict[str, float] = {}

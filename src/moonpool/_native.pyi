@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['BatchClient', 'Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens']
+__all__: list[str] = ['BatchClient', 'Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -530,7 +530,7 @@ class PrefixIndex:
     """
     Who holds how many leading blocks of a prompt; of one model and block size.
     """
-    def __init__(self, block_tokens: typing.SupportsInt | typing.SupportsIndex, *, blocks_max: typing.SupportsInt | typing.SupportsIndex = 1048576, holders_max: typing.SupportsInt | typing.SupportsIndex = 256) -> None:
+    def __init__(self, block_tokens: typing.SupportsInt | typing.SupportsIndex, *, blocks_max: typing.SupportsInt | typing.SupportsIndex = 1048576, holders_max: typing.SupportsInt | typing.SupportsIndex = 2048) -> None:
         ...
     def apply(self, holder: typing.SupportsInt | typing.SupportsIndex, tier: typing.SupportsInt | typing.SupportsIndex, stored: typing.Any = b'', removed: typing.Any = b'') -> None:
         """
@@ -763,3 +763,4 @@ def kv_event_block_tokens(payload: typing.Any) -> typing.Any:
     """
     Tokens of a block, as the first event of a batch says that has tokens; None: no event has.
     """
+HOLDERS_MAX: int = 2048

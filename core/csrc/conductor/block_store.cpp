@@ -4,14 +4,6 @@
 
 namespace moonpool {
 
-namespace {
-
-uint32_t holder_of(uint16_t pair) { return pair & 0xff; }
-HoldBits bits_of(uint16_t pair) { return static_cast<HoldBits>(pair >> 8); }
-uint16_t pair_of(uint32_t holder, HoldBits bits) { return static_cast<uint16_t>(bits << 8 | holder); }
-
-}  // namespace
-
 uint32_t BlockStore::find(const uint8_t* key, uint64_t hash) const {
     return table_.find(
         hash, [&](uint32_t row) { return std::memcmp(blocks_[row].digest.data(), key, kKeyBytes) == 0; });
@@ -44,7 +36,7 @@ void BlockStore::set_bits(uint32_t block, uint32_t holder, HoldBits bits) {
     if (!was && bits == 0) return;
     if (!was && b.crowd == kNoRow && b.count == kInlineHolders) join_crowd(b);
     if (b.crowd != kNoRow) {
-        crowds_[b.crowd].set(holder, bits);
+        set_in_crowd(b, holder, bits);
     } else {
         auto end = b.pairs.begin() + b.count;
         auto at = std::find_if(b.pairs.begin(), end, [&](uint16_t p) { return holder_of(p) == holder; });
@@ -60,41 +52,77 @@ void BlockStore::set_bits(uint32_t block, uint32_t holder, HoldBits bits) {
     }
 }
 
+HoldBits BlockStore::Crowd::bits(uint32_t holder) const {
+    for (const Cell& cell : cells) {
+        if (cell.word == holder / 64) return cell.bits(holder % 64);
+    }
+    return 0;
+}
+
+void BlockStore::Crowd::set(uint32_t holder, HoldBits bits) {
+    uint32_t word = holder / 64;
+    auto at = std::find_if(cells.begin(), cells.end(), [&](const Cell& cell) { return cell.word >= word; });
+    if (at == cells.end() || at->word != word) {
+        if (bits == 0) return;
+        auto place = at - cells.begin();
+        cells.reserve(cells.size() + 1);  // by one: there are many crowds, and they grow seldom
+        at = cells.insert(cells.begin() + place, Cell{word, {}});
+    }
+    at->set(holder % 64, bits);
+    if (at->anyone() == 0) cells.erase(at);
+}
+
+bool BlockStore::Crowd::check_integrity() const {
+    for (size_t i = 0; i < cells.size(); ++i) {
+        if (cells[i].anyone() == 0 || cells[i].word >= kHolderWords) return false;
+        if (i > 0 && cells[i].word <= cells[i - 1].word) return false;
+    }
+    return true;
+}
+
+void BlockStore::set_in_crowd(const Block& b, uint32_t holder, HoldBits bits) {
+    Crowd& crowd = crowds_[b.crowd];
+    cells_bytes_ -= crowd.bytes();
+    crowd.set(holder, bits);
+    cells_bytes_ += crowd.bytes();
+}
+
 void BlockStore::join_crowd(Block& b) {
-    uint32_t row = crowds_.take();
-    for (uint16_t i = 0; i < b.count; ++i) crowds_[row].set(holder_of(b.pairs[i]), bits_of(b.pairs[i]));
-    b.crowd = row;
+    b.crowd = crowds_.take();
+    for (uint16_t i = 0; i < b.count; ++i) set_in_crowd(b, holder_of(b.pairs[i]), bits_of(b.pairs[i]));
 }
 
 void BlockStore::leave_crowd(Block& b) {
     const Crowd& crowd = crowds_[b.crowd];
     uint16_t n = 0;
-    for (uint32_t holder = 0; holder < kHoldersMax; ++holder) {
-        if (HoldBits bits = crowd.bits(holder)) b.pairs[n++] = pair_of(holder, bits);
-    }
+    crowd.each([&](uint32_t holder, HoldBits bits) { b.pairs[n++] = pair_of(holder, bits); });
+    cells_bytes_ -= crowd.bytes();
     crowds_.give(b.crowd);
     b.crowd = kNoRow;
 }
 
-HoldersByTier BlockStore::holders(uint32_t block, uint32_t word) const {
+void BlockStore::holders(uint32_t block, std::span<const uint32_t> words, HoldersByTier* out) const {
     const Block& b = blocks_[block];
+    for (uint32_t word : words) out[word] = {};
     if (b.crowd != kNoRow) {
-        const auto& kinds = crowds_[b.crowd].kinds;
-        uint64_t device = kinds[0].words[word] | kinds[3].words[word];
-        uint64_t host = device | kinds[1].words[word];
-        return {device, host, host | kinds[2].words[word]};
+        const auto& cells = crowds_[b.crowd].cells;
+        auto cell = cells.begin();
+        for (uint32_t word : words) {
+            while (cell != cells.end() && cell->word < word) ++cell;
+            if (cell == cells.end()) return;
+            if (cell->word == word) out[word] = cell->by_tier();
+        }
+        return;
     }
-    HoldersByTier out{};
-    for (uint16_t i = 0; i < b.count; ++i) {
+    for (uint16_t i = 0; i < b.count; ++i) {  // also into words that nobody asks for
         uint32_t holder = holder_of(b.pairs[i]);
-        if (holder / 64 != word) continue;
         uint64_t bit = uint64_t{1} << (holder % 64);
+        HoldersByTier& word = out[holder / 64];
         HoldBits bits = bits_of(b.pairs[i]);
-        out[2] |= bit;
-        if ((bits & (kOnDevice | kExpected | kOnHost)) != 0) out[1] |= bit;
-        if ((bits & (kOnDevice | kExpected)) != 0) out[0] |= bit;
+        word[2] |= bit;
+        if ((bits & (kOnDevice | kExpected | kOnHost)) != 0) word[1] |= bit;
+        if ((bits & (kOnDevice | kExpected)) != 0) word[0] |= bit;
     }
-    return out;
 }
 
 bool BlockStore::add_ref(uint32_t block) {
@@ -111,7 +139,7 @@ void BlockStore::release_unused(uint32_t block) {
 }
 
 bool BlockStore::check_integrity() const {
-    uint64_t holds = 0, crowds = 0, in_table = 0;
+    uint64_t holds = 0, crowds = 0, in_table = 0, cells_bytes = 0;
     for (uint32_t row = 0; row < blocks_.end(); ++row) {
         if (!in_use(row)) continue;
         const Block& b = blocks_[row];
@@ -119,20 +147,22 @@ bool BlockStore::check_integrity() const {
         ++in_table;
         holds += b.count;
         uint16_t count = 0;
-        for (uint32_t holder = 0; holder < kHoldersMax; ++holder) {
-            HoldBits held = bits(row, holder);
-            if (held == 0) continue;
-            if ((held & (kTierBits | kExpected)) == 0) return false;  // "used" says nothing alone
+        bool sound = true;
+        each_holder(row, [&](uint32_t holder, HoldBits held) {
             ++count;
-        }
+            // "used" says nothing alone
+            sound = sound && (held & (kTierBits | kExpected)) != 0 && bits(row, holder) == held;
+        });
+        if (!sound) return false;
         if (count != b.count) return false;
         if (b.crowd != kNoRow) {
             ++crowds;
-            if (b.count <= kLeaveCrowd) return false;
+            cells_bytes += crowds_[b.crowd].bytes();
+            if (b.count <= kLeaveCrowd || !crowds_[b.crowd].check_integrity()) return false;
         }
     }
-    return holds == holds_ && crowds == crowds_.used() && in_table == blocks_.used() &&
-           table_.size() == blocks_.used();
+    return holds == holds_ && crowds == crowds_.used() && cells_bytes == cells_bytes_ &&
+           in_table == blocks_.used() && table_.size() == blocks_.used();
 }
 
 }  // namespace moonpool

@@ -69,7 +69,7 @@ Result<std::unique_ptr<PrefixIndex>> PrefixIndex::create(const PrefixIndexOption
         return Error{Code::kInvalidArgument, "an index has room for 1 to 8,388,608 blocks"};
     }
     if (options.holders_max == 0 || options.holders_max > kHoldersMax) {
-        return Error{Code::kInvalidArgument, "an index has 1 to 256 holders"};
+        return Error{Code::kInvalidArgument, "an index has 1 to 2,048 holders"};
     }
     std::random_device random;
     uint64_t secret = uint64_t{random()} << 32 | random();
@@ -460,19 +460,22 @@ PrefixMatch PrefixIndex::match(std::span<const BlockKey> keys) const {
     for (size_t i = 0; i < keys.size(); ++i) hashes[i] = store_.hash(keys[i].data());
     auto unlock = [](QuestionsFirst* lock) { lock->unlock(); };
     lock_.lock_question();
-    std::unique_ptr<QuestionsFirst, decltype(unlock)> held(&lock_, unlock);
+    std::unique_ptr<QuestionsFirst, decltype(unlock)> locked(&lock_, unlock);
 
-    // The holders that had all blocks so far, 64 to a word.
-    std::array<HoldersByTier, kHoldersMax / 64> alive;
-    uint32_t words = 0, holders = 0;
-    for (uint32_t w = 0; w < alive.size(); ++w) {
-        alive[w].fill(present_.words[w]);
+    // The holders that had all blocks so far, 64 to a word; and the words in which somebody still counts.
+    std::array<HoldersByTier, kHolderWords> alive, held;
+    std::array<uint32_t, kHolderWords> words;
+    uint32_t left = 0, holders = 0;
+    bool pool_any = false;
+    for (uint32_t w = 0; w * 64 < options_.holders_max; ++w) {
         if (present_.words[w] == 0) continue;
-        words = w + 1;
+        alive[w].fill(present_.words[w]);
+        words[left++] = w;
         holders = w * 64 + static_cast<uint32_t>(std::bit_width(present_.words[w]));
+        pool_any = pool_any || pool_.words[w] != 0;
     }
+    bool pool_host = pool_any;
     for (auto& row : out.by_tier) row.assign(holders, 0);
-    bool pool_host = pool_.any(), pool_any = pool_host;
     auto end = [&](size_t tier, uint32_t word, uint64_t lost, uint32_t blocks) {
         for (; lost != 0; lost &= lost - 1) {
             out.by_tier[tier][word * 64 + static_cast<uint32_t>(std::countr_zero(lost))] = blocks;
@@ -482,32 +485,35 @@ PrefixMatch PrefixIndex::match(std::span<const BlockKey> keys) const {
     for (size_t i = 0; i < std::min(2 * kAhead, keys.size()); ++i) store_.prefetch_slot(hashes[i]);
     for (size_t i = 0; i < std::min(kAhead, keys.size()); ++i) store_.prefetch_block(hashes[i]);
     uint32_t i = 0;
-    bool anyone = words > 0;
-    // The nodes of the pool together may reach further than any one holder.
-    for (; i < keys.size() && (anyone || pool_any); ++i) {
+    for (; i < keys.size() && left > 0; ++i) {
         if (i + 2 * kAhead < keys.size()) store_.prefetch_slot(hashes[i + 2 * kAhead]);
         if (i + kAhead < keys.size()) store_.prefetch_block(hashes[i + kAhead]);
         uint32_t block = store_.find(keys[i].data(), hashes[i]);
         if (block == kNoRow) break;
-        uint64_t left = 0, in_host = 0, in_pool = 0;
-        for (uint32_t w = 0; w < words; ++w) {
-            HoldersByTier by_tier = store_.holders(block, w);
+        std::span<const uint32_t> asked(words.data(), left);
+        store_.holders(block, asked, held.data());
+        uint64_t in_host = 0, in_pool = 0;
+        for (uint32_t w : asked) {
             for (size_t tier = 0; tier < kKvTiers; ++tier) {
-                uint64_t lost = alive[w][tier] & ~by_tier[tier];
-                if (lost != 0) end(tier, w, lost, i);
-                alive[w][tier] &= by_tier[tier];
+                uint64_t lost = alive[w][tier] & ~held[w][tier];
+                if (lost != 0 && i != 0) end(tier, w, lost, i);
+                alive[w][tier] &= held[w][tier];
             }
-            left |= alive[w][2];
-            in_host |= by_tier[1] & pool_.words[w];
-            in_pool |= by_tier[2] & pool_.words[w];
+            in_host |= held[w][1] & pool_.words[w];
+            in_pool |= held[w][2] & pool_.words[w];
         }
-        anyone = left != 0;
         pool_host = pool_host && in_host != 0;
         pool_any = pool_any && in_pool != 0;
         if (pool_host) out.pool_host = i + 1;
         if (pool_any) out.pool_any = i + 1;
+        // The nodes of the pool together may reach further than any one holder.
+        uint32_t kept = 0;
+        for (uint32_t w : asked) {
+            if (alive[w][2] != 0 || (pool_any && pool_.words[w] != 0)) words[kept++] = w;
+        }
+        left = kept;
     }
-    for (uint32_t w = 0; w < words; ++w) {
+    for (uint32_t w : std::span(words.data(), left)) {
         for (size_t tier = 0; tier < kKvTiers; ++tier) end(tier, w, alive[w][tier], i);
     }
     return out;
@@ -559,9 +565,11 @@ bool PrefixIndex::check_integrity() const {
     for (uint32_t block = 0; block < refs.size(); ++block) {
         if (refs[block] != (store_.in_use(block) ? store_.refs(block) : 0)) return false;
         if (!store_.in_use(block)) continue;
-        for (uint32_t h = 0; h < kHoldersMax; ++h) {
-            if (store_.bits(block, h) != 0 && (h >= holders_.size() || !holders_[h])) return false;
-        }
+        bool known = true;
+        store_.each_holder(block, [&](uint32_t h, HoldBits) {
+            known = known && h < holders_.size() && holders_[h] != nullptr;
+        });
+        if (!known) return false;
     }
     return entries == entries_ && expected == expected_ && entries_ <= options_.blocks_max &&
            expected_ <= expected_max_;

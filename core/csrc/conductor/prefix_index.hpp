@@ -37,8 +37,8 @@ namespace moonpool {
 
 struct PrefixIndexOptions {
     uint32_t block_tokens = 64;
-    uint32_t blocks_max = 1u << 20;  // entries; at most 8 Mi
-    uint32_t holders_max = 256;      // at most 256
+    uint32_t blocks_max = 1u << 20;      // entries; at most 8 Mi
+    uint32_t holders_max = kHoldersMax;  // and no more
 };
 
 // What a batch of events came to, in blocks.

@@ -201,7 +201,7 @@ void bind_conductor(py::module_& m) {
     py::class_<PyPrefixIndex>(m, "PrefixIndex",
                               "Who holds how many leading blocks of a prompt; of one model and block size.")
         .def(py::init<uint32_t, uint32_t, uint32_t>(), py::arg("block_tokens"), py::kw_only(),
-             py::arg("blocks_max") = 1u << 20, py::arg("holders_max") = 256)
+             py::arg("blocks_max") = 1u << 20, py::arg("holders_max") = kHoldersMax)
         .def_property_readonly("block_tokens", &PyPrefixIndex::block_tokens)
         .def("keys", &PyPrefixIndex::keys, py::arg("token_ids"), py::arg("seed") = py::bytes(),
              "The keys of the full blocks of a u32 buffer, 16 bytes each.")
@@ -223,6 +223,7 @@ void bind_conductor(py::module_& m) {
         .def("stats", &PyPrefixIndex::stats, "Counters (*_total) and gauges by name.")
         .def("check_integrity", &PyPrefixIndex::check_integrity, "Recounts everything; for tests.");
 
+    m.attr("HOLDERS_MAX") = kHoldersMax;
     m.def("kv_event_block_tokens", &event_block_tokens, py::arg("payload"),
           "Tokens of a block, as the first event of a batch says that has tokens; None: no event has.");
 }

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.events.indexes import Indexes
+from moonpool.disagg_proxy.events.indexes import HOLDERS_MAX, Indexes
 from moonpool.disagg_proxy.events.settings import EventSource, parse_event_sources
+from moonpool.disagg_proxy.server import Proxy
+from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
 
 
 def test_streams_with_and_without_a_replay() -> None:
@@ -21,6 +25,19 @@ def test_streams_with_and_without_a_replay() -> None:
 def test_what_is_no_stream(texts: list[str]) -> None:
     with pytest.raises(ConfigError, match="events"):
         parse_event_sources(texts)
+
+
+def test_a_fleet_that_is_larger_than_an_index_is_refused_by_policies_that_need_one() -> None:
+    engines = tuple(EngineSpec(f"e{n}", f"http://10.0.{n >> 8}.{n & 255}:1") for n in range(HOLDERS_MAX))
+    node = EventSource("node", "tcp://10.1.0.0:1", pool=True)
+
+    async def make(policy: str, *nodes: EventSource) -> None:
+        await Proxy(ProxySettings(port=0, engines=engines, policy=policy, events=nodes)).close()
+
+    asyncio.run(make("conductor"))
+    asyncio.run(make("round_robin", node))
+    with pytest.raises(ConfigError, match="2,049 engines and nodes"):
+        asyncio.run(make("conductor", node))
 
 
 def test_one_index_of_each_model_and_block_size_and_no_more_than_the_maximum() -> None:

@@ -10,7 +10,10 @@ import msgspec
 import pytest
 
 from moonpool.core.kv_events import AllBlocksCleared, Batch, BlockRemoved
-from moonpool.disagg_proxy.events.settings import EventLimits
+from moonpool.core.processes import allow_many_descriptors
+from moonpool.disagg_proxy.events.indexes import Indexes
+from moonpool.disagg_proxy.events.settings import EventLimits, EventSource
+from moonpool.disagg_proxy.events.subscriber import Subscriber
 from tests.disagg_proxy.events.beds import (
     LIMITS,
     Engine,
@@ -37,6 +40,16 @@ def liar() -> Iterator[Liar]:
     made = Liar()
     yield made
     made.close()
+
+
+def test_a_large_fleet_has_more_streams_than_zmq_has_sockets_unless_told() -> None:
+    allow_many_descriptors()
+    sources = tuple(EventSource(f"e{place}", "ipc:///nonexistent/events") for place in range(400))
+    made = Subscriber(sources, Indexes(), {source.name: place for place, source in enumerate(sources)})
+    try:
+        assert len(made.stats()) == 400
+    finally:
+        made.stop()
 
 
 def test_what_was_said_before_and_what_comes_after(engine: Engine) -> None:
