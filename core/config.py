@@ -274,7 +274,14 @@ SECRETS = ("cluster.token", "cluster.admin_token")
 CHOICES: dict[str, tuple[str, ...]] = {
     "cluster.tls_control": ("off", "on", "mutual"),
     "node.ssd_io": ("auto", "io_uring", "threads"),
-    "proxy.handover": ("auto", "two_step", "concurrent", "one_shot", "context_first"),
+    "proxy.handover": (
+        "auto",
+        "two_step",
+        "concurrent",
+        "one_shot",
+        "context_first",
+        "generation_first",
+    ),
     "log.level": ("debug", "info", "warning", "error"),
     "up.engine.engine": ("vllm",),
     "up.engine.role": ("both", "prefill", "decode"),
@@ -350,7 +357,8 @@ HELP: dict[str, str] = {
     "proxy.policy": "how an engine is chosen: round_robin, least_load, prefix_affinity, conductor, or "
     "package.module:Class; auto: conductor where engines have roles or there are KV events, else round_robin",
     "proxy.handover": "two_step: prefill first, then decode; concurrent: both at once; one_shot: at once "
-    "with the same request (SGLang); context_first: as TensorRT-LLM; auto: what the engines' pages say",
+    "with the same request (SGLang); context_first, generation_first: as TensorRT-LLM; auto: what the "
+    "engines' pages say",
     "proxy.api_keys_file": "file of the API keys of clients, one per line; empty: none is asked for",
     "proxy.access_log": "file that gets a line per request; - is standard output; empty: none",
     "proxy.otlp_endpoint": "collector that gets spans, http://host:4318; empty: where OpenTelemetry's own "

@@ -41,8 +41,7 @@ _log = logging.getLogger("moonpool.proxy")
 
 class Dispatcher:
     """tokens: where ids of text come from, None for nowhere; resume: hands in a decision that comes later;
-    observed: takes what the data plane has recorded; clock: the data plane's; context_first: the
-    engines are TensorRT-LLM's."""
+    observed: takes what the data plane has recorded; clock: the data plane's; handover: the setting."""
 
     def __init__(
         self,
@@ -55,14 +54,14 @@ class Dispatcher:
         resume: Callable[[ProxyRequest, Decision], None],
         observed: Callable[[], bytes],
         clock: Callable[[], float],
-        context_first: bool = False,
+        handover: str = "auto",
     ) -> None:
         self.engines = tuple(engines)
         self.instances = tuple(
             Instance(engine.place, engine.name, Role(engine.role), load=engine.load) for engine in engines
         )
         self.accounts = Accounts(self.instances)
-        self.handovers = Handovers(self.engines, context_first=context_first)
+        self.handovers = Handovers(self.engines, handover=handover)
         self.known = KnownPrompts()
         self.blind = 0
         self.late_errors = 0  # of the policy, about prompts whose ids came later

@@ -12,6 +12,7 @@ from moonpool.disagg_proxy.bootstrap import Bootstrap
 from moonpool.disagg_proxy.conductor.liveness import Liveness
 from moonpool.disagg_proxy.settings import BOOTSTRAP_PORT, EngineSpec, ProxySettings
 from moonpool.disagg_proxy.sglang import HEALTH_S, MODES, OWN_MEMBERS, Meeting, ServerInfo
+from moonpool.disagg_proxy.tensorrt_llm import MEMBER
 
 if TYPE_CHECKING:
     from moonpool._native import Relay
@@ -30,6 +31,8 @@ class Engine:
     waits:   its health check may take SGLang's time: it is SGLang's, or was when it was last asked; None:
              nobody has asked yet.
     alone:   it can answer without another's prefill.
+    context: what generation servers are told of this context server of TensorRT-LLM's (members of an object);
+             None: it has not said how it is met, or nobody asks (asks_context).
     """
 
     def __init__(self, place: int, spec: EngineSpec, settings: ProxySettings) -> None:
@@ -51,7 +54,9 @@ class Engine:
         self._spec = spec
         self._settings = settings
         self._warned = False
-        self._asks = settings.handover not in ("two_step", "context_first")
+        self.context: bytes | None = None
+        self.asks_context = settings.handover == "generation_first" and spec.role == "prefill"
+        self._asks = settings.handover not in ("two_step", "context_first", "generation_first")
         self.sglang: bool | None = None if self._asks else False
         self.waits: bool | None = None if self._asks else False
         if settings.handover == "one_shot" and spec.role != "both":
@@ -98,6 +103,18 @@ class Engine:
             self.models = models
             if self.relay is not None:
                 self.relay.engine_models(self.place, None if models is None else list(models))
+
+    def is_met_by(self, context: bytes | None) -> None:
+        """What the page of a context server says of it now."""
+        if context is None and not self._warned:
+            self._warned = True
+            _log.warning(
+                "context server %s (%s) does not say how it is met (GET /server_info), so it is asked first, "
+                "and the generation server then",
+                self.name,
+                self.url,
+            )
+        self.context = context
 
     def says(self, info: ServerInfo | None) -> None:
         """What its page /server_info says of it; None: it has none, so it is not SGLang's."""
@@ -151,8 +168,8 @@ class Engine:
     def _tell_role(self) -> None:
         if self.relay is None:
             return
-        if self._settings.handover == "context_first":
-            self.relay.engine_role(self.place, self.role, ["disaggregated_params"])
+        if self._settings.handover in ("context_first", "generation_first"):
+            self.relay.engine_role(self.place, self.role, [MEMBER])
         elif not self.alone:
             patience_s = HEALTH_S * self._settings.health.timeouts_max
             self.relay.engine_role(self.place, self.role, OWN_MEMBERS, patience_s)
@@ -166,6 +183,7 @@ class Engine:
             self.bootstrap.engine_left()
         if self._asks:
             self.sglang = None  # what comes back may be another
+        self.context = None
         self.turned(self, False)
         _log.warning("engine %s (%s) leaves the rotation: %s", self.name, self.url, why)
 

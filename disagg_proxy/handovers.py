@@ -6,15 +6,15 @@
     context_first
                  prefill answers first; its disaggregated_params and the prompt's ids go to decode
                  (TensorRT-LLM)
+    generation_first
+                 both are asked at once; decode is told where the prefill engine is met (TensorRT-LLM)
 
 A policy chooses the engines, never the form.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-import secrets
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +25,19 @@ from prometheus_client.registry import Collector
 
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.bootstrap import parameters
-from moonpool.disagg_proxy.conductor.plan import Plan, concurrent, context_first, one_shot
+from moonpool.disagg_proxy.conductor.plan import (
+    Plan,
+    concurrent,
+    context_first,
+    generation_first,
+    one_shot,
+)
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.metrics import BOUNDS_S, Histogram, buckets
 from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
 from moonpool.disagg_proxy.page_watch import wait_of
 from moonpool.disagg_proxy.sglang import Rooms
+from moonpool.disagg_proxy.tensorrt_llm import Numbers, to_context, to_generation
 
 RANK_HEADER = b"X-data-parallel-rank"
 UNTAKEN_TOKENS_MIN = 256  # a shorter prompt may have no whole block
@@ -44,29 +51,26 @@ OUTCOMES: Mapping[int, str] = {
 _ENDED = int(Stage.ENDED)
 _FORMS = tuple(Handed)
 _TWO_STEP = Handed.TWO_STEP  # an enum's members are slow to look up
-_ONE_SHOT = int(Handed.ONE_SHOT)
-_CONTEXT = b'{"request_type":"context_only","disagg_request_id":%d,"schedule_style":0}'
+_TENSORRT_LLM = ("context_first", "generation_first")
+_COUNT_TAKEN = (int(Handed.TWO_STEP), int(Handed.CONCURRENT))
 
 
 class Handovers:
-    """instance: begins each transfer id, so that no other proxy makes the same. ``plan`` may be called on any
-    thread; ``observed`` by one at a time."""
+    """instance: begins each transfer id, so that no other proxy makes the same. handover: the setting.
+    ``plan`` may be called on any thread; ``observed`` by one at a time."""
 
-    def __init__(self, engines: Sequence[Engine], instance: str = "", *, context_first: bool = False) -> None:
+    def __init__(self, engines: Sequence[Engine], instance: str = "", *, handover: str = "auto") -> None:
         self.engines = engines
         self.stats: dict[Handed, FormStats] = {form: FormStats() for form in _FORMS if form}
         self._instance = instance or os.urandom(8).hex()
         self._rooms = Rooms()
-        self._context_first = context_first
-        self._contexts = itertools.count(secrets.randbelow(1 << 62))
+        self._tensorrt_llm = handover in _TENSORRT_LLM
+        self._numbers = Numbers()
 
     def plan(self, decode: int, prefill: int, request: ProxyRequest, note: int) -> tuple[Plan, Handed]:
         """The plan for a pair (places), and its form."""
-        if self._context_first:
-            if request.prompt_count() is not None:  # TensorRT-LLM hands over one prompt at a time
-                return Plan(decode, note=note), Handed.NOT
-            number = next(self._contexts)
-            return context_first(prefill, decode, _CONTEXT % number, note=note), Handed.CONTEXT_FIRST
+        if self._tensorrt_llm:
+            return self._plan_by_number(decode, prefill, request, note)
         meeting = self.engines[prefill].meeting
         if meeting is not None:
             if self.engines[decode].alone:  # it would not come
@@ -84,6 +88,19 @@ class Handovers:
         plan = concurrent(prefill, decode, to_prefill, to_decode, note=note, prefill_headers=own)
         return plan, Handed.CONCURRENT
 
+    def _plan_by_number(
+        self, decode: int, prefill: int, request: ProxyRequest, note: int
+    ) -> tuple[Plan, Handed]:
+        """TensorRT-LLM's. Generation first where the context server says how it is met."""
+        if request.prompt_count() is not None:  # it hands over one prompt at a time
+            return Plan(decode, note=note), Handed.NOT
+        number, context = self._numbers.take(), self.engines[prefill].context
+        to_prefill = to_context(number, generation_first=context is not None)
+        if context is None:
+            return context_first(prefill, decode, to_prefill, note=note), Handed.CONTEXT_FIRST
+        to_decode = to_generation(number, context)
+        return generation_first(prefill, decode, to_prefill, to_decode, note=note), Handed.GENERATION_FIRST
+
     def observed(self, seen: Observation) -> None:
         """A request has ended."""
         if not seen.handed_over or seen.stage != _ENDED:
@@ -91,7 +108,7 @@ class Handovers:
         form = _FORMS[seen.handed_over]
         self.stats[form].add(seen)
         bootstrap = self.engines[seen.prefill].bootstrap
-        if form in (Handed.ONE_SHOT, Handed.CONTEXT_FIRST):
+        if form not in (Handed.TWO_STEP, Handed.CONCURRENT):
             return
         if bootstrap is not None and (wait_s := wait_of(seen)) is not None:
             at_once = form is Handed.CONCURRENT
@@ -101,7 +118,7 @@ class Handovers:
 @dataclass(slots=True)
 class FormStats:
     """Of one form. untaken: long prompts of which the decode engine says that it had nothing, its own cache
-    included (none in one shot: what SGLang's decode engine says it had is what prefill had cached). gap:
+    included (in two steps and concurrently: SGLang's and TensorRT-LLM's say what prefill had cached). gap:
     seconds from the end of a prefill to the first token of a stream, 0 when that came first; first_byte: from
     asking the prefill engine to that token."""
 
@@ -112,7 +129,7 @@ class FormStats:
 
     def add(self, seen: Observation) -> None:
         self.outcomes[OUTCOMES[seen.outcome]] += 1
-        empty = seen.cached_tokens == 0 and seen.handed_over != _ONE_SHOT
+        empty = seen.cached_tokens == 0 and seen.handed_over in _COUNT_TAKEN
         if seen.status == 200 and empty and seen.prompt_tokens >= UNTAKEN_TOKENS_MIN:
             self.untaken += 1
         if not is_timed(seen):

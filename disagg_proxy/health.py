@@ -1,6 +1,6 @@
 """Asks each engine ``GET /health`` again and again, over a new connection each time, so that accepting is
-tested too; and, when it is well, which models it serves, whether it is SGLang's, and of a prefill engine of
-vLLM's its bootstrap page.
+tested too; and, when it is well, which models it serves, whether it is SGLang's, and where a prefill engine
+is met (vLLM's bootstrap page; a context server of TensorRT-LLM's).
 
 One task per engine on the proxy's loop; what an outcome means is decided by ``conductor/liveness.py``.
 """
@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import msgspec
 
+from moonpool.disagg_proxy import tensorrt_llm
 from moonpool.disagg_proxy.bootstrap import RANKS_MAX, Bootstrap, Rank, is_next, read_page
 from moonpool.disagg_proxy.engine import Engine, host_field
 from moonpool.disagg_proxy.settings import HealthChecks
@@ -82,6 +83,8 @@ class HealthChecker:
                 await self._look_at_models()
                 if engine.sglang is None and not await self._look_at_server_info():
                     return engine.answered_late(f"GET {PAGE} was not answered within {HEALTH_S:g} s")
+                if engine.asks_context:
+                    await self._look_at_context()
                 engine.answered_well(peer)
                 page = engine.bootstrap if engine.meeting is None else None
                 if page is not None and page.is_due(self._loop.time()):
@@ -112,6 +115,15 @@ class HealthChecker:
             return True
         self._engine.says(read_server_info(body) if status == 200 else None)
         return True
+
+    async def _look_at_context(self) -> None:
+        """What cannot be read says nothing. Each time: a server that restarts is met elsewhere."""
+        try:
+            async with asyncio.timeout(self._checks.timeout_s):
+                status, body, _ = await _get(self._engine.address, tensorrt_llm.PAGE)
+        except OSError:  # TimeoutError is one
+            return
+        self._engine.is_met_by(tensorrt_llm.read_server_info(body) if status == 200 else None)
 
     async def _look_at_bootstrap(self, bootstrap: Bootstrap) -> None:
         try:

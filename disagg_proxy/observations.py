@@ -41,6 +41,7 @@ class Handed(IntEnum):
     CONCURRENT = 2
     ONE_SHOT = 3
     CONTEXT_FIRST = 4
+    GENERATION_FIRST = 5
 
 
 class Observation(NamedTuple):

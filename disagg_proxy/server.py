@@ -99,7 +99,7 @@ class Proxy:
             resume=self._resume,
             observed=self._observed,
             clock=lambda: self.relay.now(),
-            context_first=settings.handover == "context_first",
+            handover=settings.handover,
         )
         self._tokenises = isinstance(tokens, LocalSource) and decide is None
         self._text_threads: TextThreads | None = None

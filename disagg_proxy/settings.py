@@ -18,7 +18,7 @@ from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.events.settings import EventSource
 
 BOOTSTRAP_PORT = 8998  # where prefill engines have their bootstrap page, unless they are told otherwise
-HANDOVERS = ("auto", "two_step", "concurrent", "one_shot", "context_first")
+HANDOVERS = ("auto", "two_step", "concurrent", "one_shot", "context_first", "generation_first")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _BOOTSTRAP = re.compile(r"(?:([^\s/]+):)?([0-9]{1,5})")
 

@@ -53,7 +53,8 @@ def proxy(
         str | None,
         typer.Option(
             metavar="FORM",
-            help="From prefill to decode: auto, two_step, concurrent, one_shot, context_first.",
+            help="From prefill to decode: auto, two_step, concurrent, one_shot, context_first,"
+            " generation_first.",
         ),
     ] = None,
     api_keys_file: Annotated[

@@ -21,7 +21,8 @@ class Plan(NamedTuple):
                      Otherwise both are asked at once, with these kv_transfer_params (JSON)
     engine_params:   and these. None: prefill is asked first, with prefill_params as its disaggregated_params,
                      and those of its answer go to engine (TensorRT-LLM).
-    members:         both are asked at once with one body: the client's, with these members (name, JSON).
+    members:         both are asked at once with one body: the client's, with these members (name, JSON). With
+                     prefill_params: engine alone gets these, prefill those as its disaggregated_params.
     headers:         for a client that sent X-Moonpool-Decision.
     note:            comes back in the observation of this request (a signed 64-bit number).
     prefill_headers: for prefill, in the place of what the client sent under these names; three at most.
@@ -96,6 +97,20 @@ def concurrent(
 def context_first(prefill: int, decode: int, params: bytes, *, headers: Headers = (), note: int = 0) -> Plan:
     """prefill computes the prompt; the disaggregated_params of its answer are handed to decode."""
     return Plan(decode, prefill, params, None, headers, note)
+
+
+def generation_first(
+    prefill: int,
+    decode: int,
+    prefill_params: bytes,
+    decode_params: bytes,
+    *,
+    headers: Headers = (),
+    note: int = 0,
+) -> Plan:
+    """Both at once; each gets its disaggregated_params."""
+    members = ((b"disaggregated_params", decode_params),)
+    return Plan(decode, prefill, prefill_params, None, headers, note, (), members)
 
 
 def one_shot(prefill: int, decode: int, members: Headers, *, headers: Headers = (), note: int = 0) -> Plan:

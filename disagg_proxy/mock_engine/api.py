@@ -41,6 +41,10 @@ class DisaggregatedParams(msgspec.Struct):
 
     request_type: str
     encoded_opaque_state: str = ""
+    schedule_style: int = 0
+    disagg_request_id: int | None = None
+    ctx_request_id: int | None = None
+    ctx_info_endpoint: str = ""
 
 
 class _Body(msgspec.Struct):

@@ -171,6 +171,9 @@ class MockEngine:
             connection.answer(200, {"object": "list", "data": [model]})
         elif path in (b"/server_info", b"/get_server_info") and self.settings.sglang:
             connection.answer(200, sglang.server_info(self.settings, self.port))
+        elif path == b"/server_info":
+            told = tensorrt_llm.server_info(self.settings.host, self.port, self.engine_id)
+            connection.answer(200, told)
         elif path == b"/query" and not self.settings.sglang:  # the bootstrap page of the concurrent form
             where = f"http://{self.settings.host}:{self.port}"
             connection.answer(200, {"0": {"engine_id": self.engine_id, "worker_addr": {"0": {"0": where}}}})

@@ -227,7 +227,9 @@ def test_an_engine_that_dies_is_forgotten_and_its_requests_go_elsewhere() -> Non
     play(scenario)
 
 
-@pytest.mark.parametrize("handover", ["two_step", "concurrent", "one_shot", "context_first"])
+@pytest.mark.parametrize(
+    "handover", ["two_step", "concurrent", "one_shot", "context_first", "generation_first"]
+)
 def test_clients_that_leave_at_any_moment_leave_nothing(handover: str) -> None:
     """Queued, tokenised, in prefill, between, streaming: whenever it was."""
 

@@ -25,7 +25,7 @@ from moonpool.disagg_proxy.settings import HealthChecks
 from .test_fleet import SEED, Fleet, fleet, play, text_of
 
 FORMS = ("two_step", "concurrent")
-ALL_FORMS = (*FORMS, "one_shot", "context_first")
+ALL_FORMS = (*FORMS, "one_shot", "context_first", "generation_first")
 SELDOM = HealthChecks(interval_s=1e6)  # one check at the start: what happens later is found out by requests
 SLOW_PREFILL = Timing(prefill_s_per_token=1e-4)  # 1,000 tokens: 0.1 s
 SLOW = Timing(step_s=0.005, prefill_s_per_token=5e-5, handover_s_per_token=5e-5)
@@ -70,6 +70,7 @@ def text_for(prompt: str) -> str:
         ("two_step", "two_step"),
         ("one_shot", "one_shot"),
         ("context_first", "context_first"),
+        ("generation_first", "generation_first"),
     ],
 )
 @pytest.mark.parametrize("policy", ["conductor", "round_robin"])
@@ -125,7 +126,7 @@ def test_decode_is_asked_while_prefill_computes() -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("handover", [*FORMS, "context_first"])
+@pytest.mark.parametrize("handover", [*FORMS, "context_first", "generation_first"])
 def test_a_prefill_engine_that_dies(handover: str, streams: bool) -> None:
     """Before its request comes, and in the middle of it; nobody but the request finds out."""
 
@@ -161,7 +162,7 @@ def test_a_decode_engine_that_dies(handover: str) -> None:
         async with fleet("prefill", "decode", "decode", handover=handover, mock=mock, health=SELDOM) as f:
             decodes = [engine for name, engine in f.engines.items() if name.startswith("decode")]
             asking = asyncio.ensure_future(f.ask(PROMPT))
-            if handover in ("concurrent", "one_shot"):
+            if handover in ("concurrent", "one_shot", "generation_first"):
                 await until(lambda: any(decode.batch.running for decode in decodes))
                 dying = next(decode for decode in decodes if decode.batch.running)
             else:

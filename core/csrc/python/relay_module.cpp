@@ -144,7 +144,10 @@ Decision decision_of(py::handle value, size_t engines) {
         decision.plan.note = plan[5].cast<int64_t>();
         decision.plan.prefill_headers = fields_of(plan[6]);
         decision.plan.members = plan[7].cast<Pairs>();
-        if (!decision.plan.members.empty()) decision.plan.form = relay::Form::kOneShot;
+        if (!decision.plan.members.empty()) {
+            bool same = plan[2].is_none();
+            decision.plan.form = same ? relay::Form::kOneShot : relay::Form::kGenerationFirst;
+        }
         if (decision.plan.prefill == decision.plan.engine) bad("a plan prefills where it decodes");
     } else if (PyTuple_Check(value.ptr()) && PyTuple_GET_SIZE(value.ptr()) == 5) {
         auto answer = py::reinterpret_borrow<py::tuple>(value);

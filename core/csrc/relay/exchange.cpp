@@ -165,9 +165,11 @@ void Exchange::follow(const Plan& plan) {
     }
     state_ = State::kAnswering;
     std::vector<json::Edit> edits;
+    for (const auto& [name, value] : plan_.members) edits.push_back({json::Edit::kSet, name, value});
     if (plan_.form == Form::kOneShot) {
-        for (const auto& [name, value] : plan_.members) edits.push_back({json::Edit::kSet, name, value});
         send_prefill_leg(prefill, edits);
+    } else if (plan_.form == Form::kGenerationFirst) {
+        send_prefill_leg(prefill, context_edits(plan_.prefill_params));
     } else {
         send_prefill_leg(prefill, json::prefill_edits(plan_.prefill_params));
         edits.push_back({json::Edit::kSet, kParameters, plan_.engine_params});

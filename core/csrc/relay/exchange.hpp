@@ -80,7 +80,10 @@ class Exchange {
     void take_context(Engine& engine, const json::Object* answer);
     void hand_over(std::span<const json::Edit> edits);
     bool one_shot() const { return plan_.prefill >= 0 && plan_.form == Form::kOneShot; }
-    bool at_once() const { return one_shot() || (plan_.prefill >= 0 && plan_.form == Form::kConcurrent); }
+    bool at_once() const {
+        bool each_its_own = plan_.form == Form::kConcurrent || plan_.form == Form::kGenerationFirst;
+        return one_shot() || (plan_.prefill >= 0 && each_its_own);
+    }
     void start_answer(const http::ResponseHead& head);
     void hand_on(const http::ResponseHead* head, std::string_view body, bool complete);
     bool met_nobody(const http::ResponseHead* head, std::string_view body) const;

@@ -82,10 +82,11 @@ struct Request {
 // How a prefill engine (Plan::prefill >= 0) and the one that answers work together; the numbers are those of
 // observations.
 enum class Form : uint8_t {
-    kTwoStep = 1,   // prefill computes the prompt, its kv_transfer_params go to engine
-    kConcurrent,    // both at once, each with the kv_transfer_params given (JSON values)
-    kOneShot,       // both at once with the same body, in which `members` (names, JSON values) are set
-    kContextFirst,  // prefill computes the prompt, the disaggregated_params of its answer go to engine
+    kTwoStep = 1,      // prefill computes the prompt, its kv_transfer_params go to engine
+    kConcurrent,       // both at once, each with the kv_transfer_params given (JSON values)
+    kOneShot,          // both at once with the same body, in which `members` (names, JSON values) are set
+    kContextFirst,     // prefill computes the prompt, the disaggregated_params of its answer go to engine
+    kGenerationFirst,  // both at once: prefill with the disaggregated_params given, engine with `members` set
 };
 
 // What a policy made of a request. Places count from 0 in the order of the settings.
