@@ -290,6 +290,45 @@ def test_node_killed_after_the_promise(make: Make, node: Node, monkeypatch: pyte
     check(first, PROMPT, 20)
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_node_killed_in_mid_load(
+    make: Make, node: Node, monkeypatch: pytest.MonkeyPatch, tp_size: int
+) -> None:
+    """Between two pieces of one load: what is promised is pinned, and every rank has it in its hands."""
+    node.start()
+    ranks = {"tp_size": tp_size}
+    block = 3 * 2 * 8 * 4 * 4 * 2 // tp_size
+    first, second = make(args=ranks), make({"staging": 8 * block}, args=ranks)  # 2 slots for loads
+    tokens = list(range(60))
+    check(first, tokens, 0)
+    pieces: list[int] = []
+    all_began = threading.Barrier(tp_size, node.kill)
+    for rank_worker, _ in second.ranks:
+        mover = rank_worker._link.engine.mover
+        monkeypatch.setattr(mover, "load", _waiting_once(mover.load, all_began, pieces))
+    request = second.start(tokens)
+    assert second.matched == 56
+    loaded = second.step([], [request]) or until(lambda: second.poll([]))
+    assert loaded == [request.request_id]
+    assert node.process is None
+    assert pieces == [2] * 7 * tp_size
+    second.step([request])
+    assert second.answer(request) == second.expected(tokens)
+
+
+def _waiting_once(load: Any, barrier: threading.Barrier, pieces: list[int]) -> Any:
+    """Waits at the barrier when the first piece is in."""
+    waited = []
+
+    def then(moves: Any, mark: Any) -> None:
+        load(moves, mark)
+        pieces.append(len(moves))
+        if not waited:
+            waited.append(barrier.wait(30))
+
+    return then
+
+
 def _asks(engine: Engine) -> bool:
     """Whether the node answers again: the native client tries at most every quarter of a second."""
     before = counts(engine)["unanswered"]
