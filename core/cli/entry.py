@@ -18,6 +18,7 @@ from moonpool.core.cli import (
     node,
     objects,
     proxy,
+    replay,
     sglang,
     simulate,
     status,
@@ -49,7 +50,7 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     serving = (node, master, proxy, mock_engine, up, vllm, sglang)
-    for module in (*serving, status, objects, bench, simulate, configuration):
+    for module in (*serving, status, objects, bench, simulate, replay, configuration):
         module.register(app)
 
     @app.command(epilog="Example:  moonpool version")

@@ -28,6 +28,19 @@ Namespace = Annotated[str, typer.Option(help="A space of keys within the tenant.
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
+def write_text(path: str, text: str, operation: str) -> None:
+    """To a file, or for "-" to standard output. Raises ConfigError."""
+    from moonpool.core.errors import ConfigError
+
+    if path == "-":
+        print(text)
+        return
+    try:
+        Path(path).write_text(text + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}", operation=operation) from error
+
+
 def examples(*lines: str) -> str:
     """An epilog: each line stands on its own."""
     return "\n\n".join(("Examples:", *lines))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moonpool.core.cli.options import examples
+from moonpool.core.cli.options import examples, write_text
 
 if TYPE_CHECKING:
     from moonpool.disagg_proxy.simulator.runs import Plan, Run
@@ -132,7 +132,7 @@ def simulate(
         plots.draw(path, runs, slo)
         console.print(f"drawn: {path}", highlight=False)
     if json:
-        _write(json, report.as_json(runs, slo))
+        write_text(json, report.as_json(runs, slo), "simulate")
     return 0
 
 
@@ -169,7 +169,7 @@ def _capacity(console: Any, plans: list[Plan], slo: Any, json: str) -> int:
         rows.append({"policy": plan.policy, "pool": plan.cluster.pool, "speed": speed})
         console.print(f"{report.label(plan):40} {speed:.2f} times the trace's speed", highlight=False)
     if json:
-        _write(json, encoder.dumps({"runs": rows}, indent=1))
+        write_text(json, encoder.dumps({"runs": rows}, indent=1), "simulate")
     return 0
 
 
@@ -202,15 +202,3 @@ def _numbers(text: str, option: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
         raise typer.BadParameter(f"{option} takes numbers: {error}") from error
-
-
-def _write(path: str, text: str) -> None:
-    from moonpool.core.errors import ConfigError
-
-    if path == "-":
-        print(text)
-        return
-    try:
-        Path(path).write_text(text + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}", operation="simulate") from error

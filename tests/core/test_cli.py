@@ -28,6 +28,7 @@ COMMANDS = [
     ["bench"],
     ["bench", "transfer"],
     ["bench", "store"],
+    ["replay"],
     ["config"],
     ["config", "show"],
     ["config", "schema"],
