@@ -112,6 +112,10 @@ class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tokenizer: list[str] = []
     events: list[str] = []
     pool_events: list[str] = []
+    peer_listen: str = ""
+    peers: list[str] = []
+    processes: Count = 1
+    process_listen: str = ""
     client_connections_max: Count = 10_000
     head_bytes_max: Size = parse_size("32KiB")
     body_bytes_max: Size = parse_size("64MiB")
@@ -368,6 +372,11 @@ HELP: dict[str, str] = {
     "proxy.events": "KV events of engines, each NAME=tcp://host:port or NAME=tcp://host:port,tcp://host:port "
     "(where they are replayed)",
     "proxy.pool_events": "the same of nodes of the pool",
+    "proxy.peer_listen": "address at which other proxies hear what this one has in flight",
+    "proxy.peers": "those of the other proxies; a name stands for all its addresses",
+    "proxy.processes": "processes that serve at proxy.listen; each takes its share of the clients",
+    "proxy.process_listen": "address at which the first process is reached alone, the next at the next port"
+    " (for /metrics)",
     "proxy.client_connections_max": "the most client connections",
     "proxy.head_bytes_max": "the longest request head",
     "proxy.body_bytes_max": "the longest request body",

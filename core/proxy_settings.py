@@ -10,6 +10,7 @@ from moonpool.core.addresses import parse_address
 from moonpool.core.config import Config, Proxy
 from moonpool.core.reach import require_token
 from moonpool.disagg_proxy.events.settings import parse_event_sources
+from moonpool.disagg_proxy.peers.settings import PeerSettings
 from moonpool.disagg_proxy.settings import Deadlines, HealthChecks, Limits, ProxySettings, parse_engines
 
 Part = TypeVar("Part", Limits, Deadlines, HealthChecks)
@@ -37,6 +38,13 @@ def proxy_settings(config: Config) -> ProxySettings:
             *parse_event_sources(config.proxy.events),
             *parse_event_sources(config.proxy.pool_events, pool=True),
         ),
+        peers=PeerSettings(
+            listen=(config.proxy.peer_listen,) if config.proxy.peer_listen else (),
+            peers=tuple(config.proxy.peers),
+            token=config.read_token() if config.proxy.peer_listen and config.token_is_configured else b"",
+        ),
+        processes=config.proxy.processes,
+        process_listen=config.proxy.process_listen,
         limits=_part(Limits, "", config),
         deadlines=_part(Deadlines, "", config),
         health=_part(HealthChecks, "health_", config),

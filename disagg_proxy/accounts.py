@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.peers.wire import Begun, Change, Gone, Prefilled, Sent
 from moonpool.disagg_proxy.tokens.watch import PredictionWatch
 
 FORGOTTEN_S = 900.0
@@ -32,14 +33,19 @@ class _Sent:
     choice: Choice
     asked: Request
     at_s: float
+    predicted_s: float
+    silent: bool
+    computed: bool = False
+    decoding: bool = False
 
 
 class Accounts:
-    """Not thread safe: the dispatcher's lock guards it."""
+    """Not thread safe: the dispatcher's lock guards it. changed: hears of each change, for other proxies."""
 
     def __init__(self, instances: Sequence[Instance]) -> None:
         self.instances = instances
         self.watches = [PredictionWatch(TOLERANCE_TOKENS) for _ in instances]
+        self.changed: Callable[[Change], None] | None = None
         self._sent: dict[int, _Sent] = {}
         self._learnt_s: dict[object, float] = {}  # by model
 
@@ -56,7 +62,13 @@ class Accounts:
         computes.books.prefill_began(request, asked.tokens, own, pool, predicted_s, now_s, silent=silent)
         if silent:  # when its decode begins will not be heard of either
             choice.decode.books.decode_began(request, asked.tokens, now_s)
-        self._sent[request] = _Sent(choice, asked, now_s)
+        self._sent[request] = sent = _Sent(choice, asked, now_s, predicted_s, silent, decoding=silent)
+        if self.changed is not None:
+            self.changed(_said(request, sent, now_s))
+
+    def in_flight(self, now_s: float) -> list[Change]:
+        """All that was sent and is not over, for a proxy that has heard of none of it."""
+        return [_said(request, sent, now_s) for request, sent in self._sent.items()]
 
     def learn(self, observation: Observation) -> None:
         sent = self._sent.get(observation.request)
@@ -88,6 +100,9 @@ class Accounts:
 
     def _prefilled(self, observation: Observation, sent: _Sent, at_s: float) -> None:
         computes = sent.choice.computes
+        sent.computed = True
+        if self.changed is not None and observation.stage == _PREFILLED:
+            self.changed(Prefilled(observation.request))
         done = computes.books.prefill_ended(observation.request, at_s)
         if done is None or observation.status not in (0, 200):
             return
@@ -106,7 +121,11 @@ class Accounts:
             choice.decode.handover_model.observe(sent.asked.tokens, first_s - observation.prefill_done_s)
         else:
             choice.computes.books.prefill_ended(observation.request, first_s, done=False)
+            sent.computed = True
         choice.decode.books.decode_began(observation.request, sent.asked.tokens, first_s)
+        sent.decoding = True
+        if self.changed is not None:
+            self.changed(Begun(observation.request, sent.computed))
 
     def _ended(self, observation: Observation, sent: _Sent) -> None:
         choice, now_s = sent.choice, observation.last_byte_s
@@ -146,6 +165,27 @@ class Accounts:
         sent = self._sent.pop(request, None)
         if sent is None:
             return
+        if self.changed is not None:
+            self.changed(Gone(request))
         computes, decode = sent.choice.computes.books, sent.choice.decode.books
         computes.prefill_ended(request, now_s, done=False)
         decode.decode_ended(request, 0, now_s)
+
+
+def _said(request: int, sent: _Sent, now_s: float) -> Sent:
+    """A request as other proxies are told of it."""
+    choice, asked = sent.choice, sent.asked
+    computes = choice.computes
+    return Sent(
+        request,
+        computes.name,
+        choice.decode.name,
+        asked.tokens,
+        asked.own_at(computes),
+        asked.from_pool(computes),
+        sent.predicted_s,
+        sent.silent,
+        max(now_s - sent.at_s, 0.0),
+        sent.computed,
+        sent.decoding,
+    )

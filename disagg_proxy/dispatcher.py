@@ -13,6 +13,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -34,6 +35,7 @@ from moonpool.disagg_proxy.tokens.source import KnownPrompts, TextPrompt, TokenS
 UNKNOWN = Request()
 ASKED_MAX = 1024  # prompts that are being tokenised; beyond it a request is routed without its prefix
 TRACEBACKS_MAX = 5
+Result = TypeVar("Result")
 _GENERATES = frozenset(("chat", "completions", "generate"))
 
 _log = logging.getLogger("moonpool.proxy")
@@ -66,6 +68,7 @@ class Dispatcher:
         self.blind = 0
         self.late_errors = 0  # of the policy, about prompts whose ids came later
         self.chosen: Callable[[ProxyRequest, Choice], None] | None = None  # hears of each choice
+        self.placed: Callable[[Instance, Place], None] | None = None  # hears where each prompt went
         self._policy = policy
         # Of a policy that looks at prompts every record is kept account of.
         self._read = observations.read if policy.uses_tokens else observations.read_kept
@@ -149,6 +152,11 @@ class Dispatcher:
             self.accounts.expire(now_s)
         self._locality.expire(now_s)
 
+    def in_books(self, act: Callable[[Accounts, float], Result]) -> Result:
+        """What somebody else has to do with the books, now."""
+        with self._lock:
+            return act(self.accounts, self._clock())
+
     def became(self, engine: Engine) -> None:
         """The engine turned out to be something else than it was given as."""
         instance = self.instances[engine.place]
@@ -209,6 +217,8 @@ class Dispatcher:
             self.accounts.sent(request.id, choice, asked, streams=request.stream, now_s=now_s)
         if place is not None:
             self._locality.sent(place, choice.computes.place, now_s)
+            if self.placed is not None:
+                self.placed(choice.computes, place)
         if self.chosen is not None:
             self.chosen(request, choice)
         return self._plan(request, choice, note=1)

@@ -63,6 +63,12 @@ class Locality:
                 continue  # its blocks have another size
             index.dispatched(engine, chain, now_s, CONFIRMED_WITHIN_S)
 
+    def heard(self, engine: int, block_tokens: int, keys: bytes, now_s: float) -> None:
+        """Another proxy has sent a prompt with these blocks to this engine."""
+        index = self._indexes.obtain(MODEL_ANY, block_tokens)
+        if index is not None:
+            index.dispatched(engine, keys, now_s, CONFIRMED_WITHIN_S)
+
     def forget(self, engine: int) -> None:
         """The engine is gone for now. One that tells is forgotten by its stream, when it must be."""
         if engine in self._told:

@@ -32,6 +32,7 @@ from moonpool.disagg_proxy.health import HealthChecker
 from moonpool.disagg_proxy.locality import Locality
 from moonpool.disagg_proxy.metrics import Counters, look
 from moonpool.disagg_proxy.pages import Pages
+from moonpool.disagg_proxy.peers.exchange import Exchange
 from moonpool.disagg_proxy.settings import (
     BreakerLimits,
     Deadlines,
@@ -62,13 +63,19 @@ class Proxy:
     ``open``, then ``drain``, then ``close``."""
 
     def __init__(
-        self, settings: ProxySettings, decide: Callable[[ProxyRequest], Decision] | None = None
+        self,
+        settings: ProxySettings,
+        decide: Callable[[ProxyRequest], Decision] | None = None,
+        sockets: Sequence[socket.socket] = (),
     ) -> None:
-        """decide: in the place of the settings' policy; called on the data plane's thread."""
+        """decide: in the place of the settings' policy; called on the data plane's thread. sockets: bound
+        already, in the place of the settings' address, and somebody else's to hand over.
+        """
         self._loop = asyncio.get_running_loop()
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
-        self._listening: list[socket.socket] = []
+        self._listening: list[socket.socket] = list(sockets)
+        self._is_one_of_several = bool(sockets)
         self._predecessor: Predecessor | None = None
         self._offer: Offer | None = None
         self.replaced = asyncio.Event()  # another proxy serves at our address
@@ -107,6 +114,11 @@ class Proxy:
         if self._recorder is not None:
             self._dispatcher.chosen = self._recorder.chosen
         self._subscriber = self._listen_to_events() if policy.uses_tokens else None
+        self._exchange: Exchange | None = None
+        if settings.peers.listen and policy.uses_tokens:
+            self._exchange = Exchange(settings.peers, self._dispatcher, self._locality)
+        elif settings.peers.listen:
+            _log.warning("the policy %s keeps no books that proxies could exchange", settings.policy)
         self._pages = Pages(
             self._dispatcher,
             self._locality,
@@ -143,6 +155,8 @@ class Proxy:
         await self._bind()
         if self._subscriber is not None:
             self._subscriber.start()
+        if self._exchange is not None:
+            self._exchange.start()
         pages = [engine.bootstrap for engine in self.engines if engine.bootstrap is not None]
         checkers = [HealthChecker(engine, self._settings.health, pages) for engine in self.engines]
         if self._tokenises:
@@ -162,7 +176,8 @@ class Proxy:
         host, port = self._listening[0].getsockname()[:2]
         if self._predecessor is not None:
             await self._predecessor.release()
-        self._offer = Offer(self._settings.host, port, self._listening, self.replaced.set)
+        if not self._is_one_of_several:
+            self._offer = Offer(self._settings.host, port, self._listening, self.replaced.set)
         if not self._settings.loopback and not self._settings.api_keys_file:
             _log.warning(
                 "the proxy listens on %s without authentication: whoever reaches it may use the engines", host
@@ -182,6 +197,8 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._dispatcher.close()
         await asyncio.to_thread(self.relay.close)
+        if self._exchange is not None:
+            await asyncio.to_thread(self._exchange.stop)
         if self._text_threads is not None:
             await asyncio.to_thread(self._text_threads.join)
         if self._subscriber is not None:
@@ -254,32 +271,23 @@ class Proxy:
             await asyncio.sleep(_OBSERVE_EVERY_S)
             try:
                 self._dispatcher.learn()
+                if self._exchange is not None:
+                    self._exchange.expire(self.relay.now())
             except Exception:  # the deadlines of texts hang on this task
                 _log.exception("what was observed could not be learnt")
             if self._text_threads is not None:
                 self._text_threads.expire()
 
     async def _bind(self) -> None:
+        if self._is_one_of_several:
+            return
         host, port = self._settings.host, self._settings.port
         if self._settings.take_over:
             self._predecessor = await asyncio.to_thread(find_predecessor, host, port)
         if self._predecessor is not None:
             self._listening = self._predecessor.listening
             return
-        try:
-            found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            for family, kind, protocol, _, address in dict.fromkeys(found):
-                listening = socket.socket(family, kind, protocol)
-                self._listening.append(listening)
-                listening.setblocking(False)
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                listening.bind(address)
-                if port == 0:
-                    break  # each would get a port of its own
-        except OSError as error:
-            raise _no_address(host, port, error) from error
+        await asyncio.to_thread(bind, host, port, self._listening)
 
     async def _stop_listening(self) -> None:
         if self._offer is not None:
@@ -289,6 +297,24 @@ class Proxy:
         for listening in self._listening:
             listening.close()
         self._listening.clear()
+
+
+def bind(host: str, port: int, listening: list[socket.socket]) -> None:
+    """Adds a socket for each address of the host. Raises ConfigError; what was bound before is then there."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            one = socket.socket(family, kind, protocol)
+            listening.append(one)
+            one.setblocking(False)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind(address)
+            if port == 0:
+                break  # each would get a port of its own
+    except OSError as error:
+        raise _no_address(host, port, error) from error
 
 
 def _token_source(settings: ProxySettings, engines: Sequence[Engine]) -> TokenSource | LocalSource | None:
@@ -313,6 +339,7 @@ async def serve(
     *,
     ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
+    sockets: Sequence[socket.socket] = (),
 ) -> None:
     """Serve until stop is set (or the task is cancelled), or until another proxy has taken over the address;
     then drain and return.
@@ -320,7 +347,7 @@ async def serve(
     ready: called once with the URL when requests are accepted and every engine was checked once.
     Raises ConfigError when the address cannot be had.
     """
-    proxy = Proxy(settings)
+    proxy = Proxy(settings, sockets=sockets)
     try:
         url = await proxy.open()
         if ready is not None:
@@ -343,16 +370,21 @@ async def _any_of(*events: asyncio.Event) -> None:
             each.cancel()
 
 
-def run(settings: ProxySettings) -> int:
+def run(
+    settings: ProxySettings,
+    *,
+    sockets: Sequence[socket.socket] = (),
+    ready: Callable[[str], None] | None = None,
+) -> int:
     """Run a proxy in this process until SIGTERM or SIGINT. Returns the exit code: 0, or 2 for a setting that
-    is wrong.
+    is wrong. ready: in the place of a printed line.
 
     A second signal ends it without waiting for running requests.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve_until_signal(_fit_open_files(settings)))
+            runner.run(_serve_until_signal(_fit_open_files(settings), sockets, ready))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -367,7 +399,9 @@ def run(settings: ProxySettings) -> int:
     return 0
 
 
-async def _serve_until_signal(settings: ProxySettings) -> None:
+async def _serve_until_signal(
+    settings: ProxySettings, sockets: Sequence[socket.socket], ready: Callable[[str], None] | None
+) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     serving = asyncio.current_task()
@@ -379,12 +413,22 @@ async def _serve_until_signal(settings: ProxySettings) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+
+    def tell(url: str) -> None:
+        print(line(settings, url), flush=True)
+
+    await serve(
+        settings,
+        ready=ready or tell,
+        stop=stop,
+        sockets=sockets,
+    )
+
+
+def line(settings: ProxySettings, url: str) -> str:
+    """What a proxy prints when it serves."""
     engines = ", ".join(f"{engine.name} at {engine.url}" for engine in settings.engines)
-
-    def ready(url: str) -> None:
-        print(f"moonpool proxy: serving on {url} ({settings.policy} over {engines})", flush=True)
-
-    await serve(settings, ready=ready, stop=stop)
+    return f"moonpool proxy: serving on {url} ({settings.policy} over {engines})"
 
 
 def _fit_open_files(settings: ProxySettings) -> ProxySettings:

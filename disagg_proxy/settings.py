@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from moonpool.core.addresses import Address
+from moonpool.core.addresses import Address, parse_address
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.events.settings import EventSource
+from moonpool.disagg_proxy.peers.settings import PeerSettings
 
 BOOTSTRAP_PORT = 8998  # where prefill engines have their bootstrap page, unless they are told otherwise
 HANDOVERS = ("auto", "two_step", "concurrent", "one_shot", "context_first", "generation_first")
@@ -155,6 +156,9 @@ class ProxySettings:
     otlp_endpoint: str = ""  # gets spans, by HTTP; "": where OpenTelemetry's own variables say
     tokenizer: tuple[str, ...] = ()  # MODEL=FOLDER each; (): engines are asked; ("none",): text stays unknown
     events: tuple[EventSource, ...] = ()  # of engines by their names, and of the pool's nodes
+    peers: PeerSettings = field(default_factory=PeerSettings)
+    processes: int = 1  # that serve at one address
+    process_listen: str = ""  # HOST:PORT at which each process is reached alone, at PORT, PORT + 1, ...
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -169,6 +173,10 @@ class ProxySettings:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise _bad("engines", f"two engines are called {twice[0]!r}; give each its own NAME=URL")
         make_policy(self.policy)
+        if not 1 <= self.processes <= 64:
+            raise _bad("processes", f"a proxy has 1 to 64 processes, not {self.processes}")
+        if self.process_listen:
+            parse_address(self.process_listen, "proxy.process_listen")
         self._check_handover()
         for source in self.events:
             if not source.pool and source.name not in names:

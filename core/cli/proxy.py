@@ -14,6 +14,7 @@ def register(app: typer.Typer) -> None:
         epilog=examples(
             "moonpool proxy --engine http://127.0.0.1:8100 --engine http://127.0.0.1:8101",
             "moonpool proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8101",
+            "moonpool proxy --processes 4 --engine http://127.0.0.1:8100",
             "moonpool proxy --listen 127.0.0.1:9000 --engine left=http://127.0.0.1:8100",
         )
     )(proxy)
@@ -76,6 +77,21 @@ def proxy(
     pool_events: Annotated[
         list[str] | None, typer.Option(metavar="NAME=ZMQ", help="KV events of a node of the pool.")
     ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Processes that serve at the address.")
+    ] = None,
+    process_listen: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Reach each of them alone, too: at PORT, PORT + 1, ..."),
+    ] = None,
+    peer_listen: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where other proxies hear what this one has in flight."),
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST:PORT", help="Another proxy's --peer-listen; once for each."),
+    ] = None,
     config: ConfigFile = None,
     token_file: TokenFile = None,
 ) -> int:
@@ -86,7 +102,7 @@ def proxy(
     from moonpool.core.addresses import Address, parse_address
     from moonpool.core.config import load
     from moonpool.core.proxy_settings import proxy_settings
-    from moonpool.disagg_proxy import server
+    from moonpool.disagg_proxy import group, server
 
     if listen is not None and (host is not None or port is not None):
         raise typer.BadParameter("--listen and --host or --port exclude each other")
@@ -107,9 +123,14 @@ def proxy(
             "proxy.pool_events": pool_events or None,
             "proxy.listen": listen,
             "proxy.policy": policy,
+            "proxy.processes": processes,
+            "proxy.process_listen": process_listen,
+            "proxy.peer_listen": peer_listen,
+            "proxy.peers": peer or None,
             "proxy.handover": handover,
             "cluster.token_file": None if token_file is None else str(token_file),
         },
     )
     logs.set_up(settings)
-    return server.run(replace(proxy_settings(settings), take_over=take_over))
+    made = replace(proxy_settings(settings), take_over=take_over)
+    return server.run(made) if made.processes == 1 else group.run(made)

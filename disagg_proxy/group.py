@@ -1,0 +1,255 @@
+"""Several processes that serve at one address: each a whole proxy with the same listening sockets, so that
+the kernel gives each client to one that is free, and what waits in line is lost with none of them.
+
+    this process   binds, hands the sockets out, starts again who dies, passes SIGTERM on
+    process i      a proxy; tells its siblings what it has in flight (peers/), through a socket in a folder
+                   of this user alone
+
+It also hands the sockets to a proxy that takes over, and takes over itself (takeover.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from moonpool.core.addresses import Address, parse_address
+from moonpool.core.backoff import Backoff
+from moonpool.core.errors import ConfigError
+from moonpool.core.processes import die_with_parent
+from moonpool.disagg_proxy import server
+from moonpool.disagg_proxy.settings import ProxySettings
+from moonpool.disagg_proxy.takeover import Offer, Predecessor, find_predecessor
+
+_EXIT_USAGE = 2
+_READY_S = 60.0  # of a process; a first look at its engines
+_spawning = multiprocessing.get_context("spawn")
+_log = logging.getLogger("moonpool.proxy")
+
+
+def run(settings: ProxySettings) -> int:
+    """Until SIGTERM or SIGINT. Returns the exit code: 0, or 2 for a setting that is wrong."""
+    try:
+        return asyncio.run(_Group(settings).run())
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return _EXIT_USAGE
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        return 0
+
+
+class _Child:
+    """One process, and those that took its place."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.process: SpawnProcess | None = None
+        self.served = False
+        self.backoff = Backoff(initial_s=0.5, max_s=30.0, reset_s=60.0)
+
+
+class _Group:
+    def __init__(self, settings: ProxySettings) -> None:
+        self._settings = settings
+        self._listening: list[socket.socket] = []
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._predecessor: Predecessor | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        await self._bind()
+        host, port = self._listening[0].getsockname()[:2]
+        children = [_Child(number) for number in range(self._settings.processes)]
+        offer = None
+        with tempfile.TemporaryDirectory(prefix="moonpool-proxy-") as folder:
+            keepers = [asyncio.ensure_future(self._keep(child, folder)) for child in children]
+            stopped = asyncio.ensure_future(self._stop.wait())
+            try:
+                while not stopped.done() and not all(child.served for child in children):
+                    await asyncio.wait({stopped, *keepers}, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+                    _raise_first(keepers)
+                if not stopped.done():
+                    print(
+                        f"{server.line(self._settings, f'http://{Address(host, port)}')}, "
+                        f"{len(children)} processes",
+                        flush=True,
+                    )
+                    if self._predecessor is not None:
+                        await self._predecessor.release()
+                    offer = Offer(self._settings.host, port, self._listening, self._stop.set)
+                    await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)
+                    _raise_first(keepers)
+            finally:
+                if offer is not None:
+                    await offer.close()
+                if self._predecessor is not None:
+                    self._predecessor.close()
+                for each in self._listening:
+                    each.close()
+                for task in (stopped, *keepers):
+                    task.cancel()
+                await asyncio.gather(stopped, *keepers, return_exceptions=True)
+                await self._end(children)
+        return 0
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    async def _bind(self) -> None:
+        host, port = self._settings.host, self._settings.port
+        if self._settings.take_over:
+            self._predecessor = await asyncio.to_thread(find_predecessor, host, port)
+        if self._predecessor is not None:
+            self._listening = self._predecessor.listening
+            return
+        await asyncio.to_thread(server.bind, host, port, self._listening)
+
+    async def _keep(self, child: _Child, folder: str) -> None:
+        """Starts a process, again and again. Raises ConfigError when it never serves."""
+        failures = 0
+        while True:
+            hears, tells = _spawning.Pipe(duplex=False)
+            child.process = process = _spawning.Process(
+                target=_serve,
+                args=(self._of(child.number, folder), list(self._listening), tells, os.getpid()),
+                name=f"moonpool-proxy-{child.number}",
+            )
+            process.start()  # here: it ends with the thread that has started it
+            tells.close()
+            child.backoff.started(time.monotonic())
+            served = await _says_ready(hears, _READY_S)
+            hears.close()
+            child.served |= served
+            if not served:
+                process.kill()  # it has ended, or hangs
+            await _ended(process)
+            failures = 0 if served else failures + 1
+            if not child.served and (process.exitcode == _EXIT_USAGE or failures >= 3):
+                raise ConfigError(
+                    f"moonpool proxy: process {child.number} ended with {process.exitcode} before it served",
+                    operation="listen",
+                    key="proxy.processes",
+                )
+            again_s = child.backoff.died(time.monotonic()) - time.monotonic()
+            _log.warning(
+                "process %d of the proxy ended with %s; it starts again in %.1f s",
+                child.number,
+                process.exitcode,
+                again_s,
+            )
+            await asyncio.sleep(again_s)
+
+    async def _end(self, children: list[_Child]) -> None:
+        """They drain together; who is not done in time, or at a second signal, is killed."""
+        running = [each.process for each in children if each.process is not None and each.process.is_alive()]
+        for process in running:
+            process.terminate()
+        ended = asyncio.ensure_future(asyncio.gather(*(_ended(process) for process in running)))
+        hurried = asyncio.ensure_future(self._hurry.wait())
+        waits: set[asyncio.Future[Any]] = {ended, hurried}
+        await asyncio.wait(
+            waits,
+            timeout=self._settings.deadlines.drain_s + 5.0,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        hurried.cancel()
+        for process in running:
+            if process.is_alive():
+                process.kill()
+        await asyncio.gather(ended, hurried, return_exceptions=True)
+
+    def _of(self, number: int, folder: str) -> ProxySettings:
+        """What one process is told. Other hosts' proxies are taken to have as many processes as this one."""
+        settings, count = self._settings, self._settings.processes
+        siblings = [f"ipc://{folder}/{each}" for each in range(count)]
+        peers = replace(
+            settings.peers,
+            listen=(siblings[number], *(_next(text, number) for text in settings.peers.listen)),
+            peers=(
+                *(each for each in siblings if each != siblings[number]),
+                *(_next(text, each) for text in settings.peers.peers for each in range(count)),
+            ),
+        )
+        log = settings.access_log
+        return replace(
+            settings,
+            peers=peers,
+            process_listen=settings.process_listen and _next(settings.process_listen, number),
+            access_log=f"{log}.{number}" if log not in ("", "-") else log,
+        )
+
+
+def _serve(
+    settings: ProxySettings,
+    sockets: list[socket.socket],
+    tells: multiprocessing.connection.Connection,
+    parent: int,
+) -> None:
+    """In the new process."""
+    die_with_parent(parent, signal.SIGTERM)
+    if settings.process_listen:
+        address = parse_address(settings.process_listen, "proxy.process_listen")
+        try:
+            server.bind(address.host, address.port, sockets)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            sys.exit(_EXIT_USAGE)
+    sys.exit(server.run(settings, sockets=sockets, ready=lambda _: tells.send(True)))
+
+
+def _next(text: str, number: int) -> str:
+    """The address so many ports further; a free port and a path stay."""
+    if text.startswith("ipc://"):
+        return text
+    address = parse_address(text, "proxy.peer_listen")
+    return str(address._replace(port=address.port + number if address.port else 0))
+
+
+async def _says_ready(hears: multiprocessing.connection.Connection, timeout_s: float) -> bool:
+    """Whether a process said that it serves, before it ended or the time was over."""
+
+    def wait() -> bool:
+        try:
+            return hears.poll(timeout_s) and bool(hears.recv())
+        except EOFError:  # it has ended, and its end of the pipe with it
+            return False
+
+    return await asyncio.to_thread(wait)
+
+
+async def _ended(process: SpawnProcess) -> None:
+    """Also when this is cancelled nothing keeps waiting."""
+    loop = asyncio.get_running_loop()
+    over = asyncio.Event()
+    descriptor = os.dup(process.sentinel)
+    loop.add_reader(descriptor, over.set)
+    try:
+        if process.is_alive():
+            await over.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    process.join()
+
+
+def _raise_first(keepers: Sequence[asyncio.Future[None]]) -> None:
+    for keeper in keepers:
+        if keeper.done():
+            keeper.result()

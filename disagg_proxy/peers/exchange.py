@@ -1,0 +1,83 @@
+"""Joins one proxy's books to the other proxies': what the dispatcher sends is told, what others tell enters
+the books."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from moonpool.disagg_proxy.accounts import FORGOTTEN_S
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.dispatcher import Dispatcher
+from moonpool.disagg_proxy.locality import Locality, Place
+from moonpool.disagg_proxy.peers.link import Link
+from moonpool.disagg_proxy.peers.settings import PeerSettings
+from moonpool.disagg_proxy.peers.shared import Shared
+from moonpool.disagg_proxy.peers.wire import Change, Kind, Placed
+
+KEY_BYTES = 16
+
+log = logging.getLogger("moonpool.proxy")
+
+
+class Exchange:
+    """start, then stop. Raises ConfigError when the address for other proxies cannot be had."""
+
+    def __init__(self, settings: PeerSettings, dispatcher: Dispatcher, locality: Locality) -> None:
+        self._dispatcher = dispatcher
+        self._locality = locality
+        self._now_s = 0.0
+        self.shared = Shared(self._find, self._heard_of_blocks)
+        self.link = Link(settings, hear=self._hear, lost=self._lost, state=self._state)
+        dispatcher.accounts.changed = self.link.tell
+        dispatcher.placed = self._tell_blocks
+
+    def start(self) -> None:
+        self.link.start()
+
+    def stop(self) -> None:
+        """Idempotent."""
+        self._dispatcher.accounts.changed = self._dispatcher.placed = None
+        self.link.stop()
+
+    def expire(self, now_s: float) -> None:
+        """Takes out requests of others that nobody reports any more."""
+        self._dispatcher.in_books(lambda _, now: self.shared.expire(now_s - FORGOTTEN_S, now))
+
+    def _find(self, name: str) -> Instance | None:
+        return next((each for each in self._dispatcher.instances if each.name == name), None)
+
+    # From here to the others
+
+    def _tell_blocks(self, instance: Instance, place: Place) -> None:
+        for index, keys in place.keys:
+            if keys:
+                self.link.tell(Placed(instance.name, index.block_tokens, keys))
+
+    def _state(self, then: Callable[[], None]) -> list[Change]:
+        def look(accounts: object, now_s: float) -> list[Change]:
+            then()  # what waits to be told is in the state already
+            return self._dispatcher.accounts.in_flight(now_s)
+
+        return self._dispatcher.in_books(look)
+
+    # From the others to here, on the link's thread
+
+    def _hear(self, sender: str, kind: Kind, changes: list[Change]) -> None:
+        def enter(accounts: object, now_s: float) -> None:
+            self._now_s = now_s
+            if kind is Kind.STATE:
+                self.shared.replace(sender, changes, now_s)
+            else:
+                self.shared.apply(sender, changes, now_s)
+
+        self._dispatcher.in_books(enter)
+
+    def _lost(self, sender: str) -> None:
+        count = self._dispatcher.in_books(lambda _, now_s: self.shared.gone(sender, now_s))
+        if count:
+            log.warning("%d requests of a proxy that is gone are no longer counted", count)
+
+    def _heard_of_blocks(self, instance: Instance, block_tokens: int, keys: bytes) -> None:
+        if len(keys) % KEY_BYTES == 0:
+            self._locality.heard(instance.place, block_tokens, keys, self._now_s)

@@ -1,0 +1,413 @@
+"""The thread that exchanges messages with the other proxies.
+
+    others <--XPUB-- outbox (deque, filled by any thread, emptied every gather_s)
+    others ---SUB--> hear(sender, kind, changes)
+
+A proxy that subscribes is sent the whole state, and so is one that missed a message: it sees a gap in the
+sequence and subscribes again. Nothing waits for a proxy that does not read: its queue is bounded, and what
+it missed comes back with the state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from moonpool.core.addresses import Address
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.peers.settings import PeerSettings, endpoint
+from moonpool.disagg_proxy.peers.wire import (
+    CHANGES_MAX,
+    VERSION,
+    Change,
+    Head,
+    Kind,
+    decode_changes,
+    decode_head,
+    encode,
+)
+
+_TICK_S = 0.1
+_STOP_TIMEOUT_S = 10.0
+_AT_ONCE = 64  # messages of one proxy before the others get their turn
+_OUTBOX_MAX = 200_000  # changes that wait for the thread; beyond it they are dropped, and a state says all
+
+log = logging.getLogger("moonpool.proxy")
+
+
+@dataclass(slots=True)
+class PeerCounts:
+    """Of one address. missed: gaps in what came; malformed: messages that could not be read."""
+
+    messages: int = 0
+    changes: int = 0
+    states: int = 0
+    missed: int = 0
+    malformed: int = 0
+
+
+@dataclass(slots=True)
+class _Peer:
+    """An address to which we subscribe; all of it belongs to the thread."""
+
+    where: str
+    sub: zmq.Socket[bytes]
+    counts: PeerCounts
+    sender: str = ""  # "": nobody has spoken yet
+    sequence: int = -1
+    whole: bool = False  # a state has come, and every message since
+    twin: bool = False  # another address leads to the same proxy, which is heard there
+    heard_s: float = 0.0
+    asked_s: float = 0.0
+
+
+class Link:
+    """Exchanges from start() to stop().
+
+    hear:  (sender, kind, changes), on this thread; kind STATE replaces all that was known of the sender.
+    lost:  (sender): it is not heard of any more, or it is another one after a restart.
+    state: what this proxy has in flight. It runs ``then`` while nothing can be told.
+    Raises ConfigError when the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        settings: PeerSettings,
+        *,
+        hear: Callable[[str, Kind, list[Change]], None],
+        lost: Callable[[str], None],
+        state: Callable[[Callable[[], None]], list[Change]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = os.urandom(8).hex()
+        self._settings = settings
+        self._hear, self._lost, self._state = hear, lost, state
+        self._clock = clock
+        self._outbox: deque[Change] = deque()
+        self._overflowed = False
+        self._asleep = True
+        self._sequence = 0
+        self._stopping = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator = _authenticate(self._context, settings.token)
+        self._peers: dict[str, _Peer] = {}
+        self._lock = threading.Lock()  # of _peers, for stats
+        self._state_wanted = False
+        self._state_sent_s = self._beat_sent_s = self._resolved_s = -math.inf
+        # Names are looked up beside the exchange: a name server that is silent must not hold it up.
+        self._lookups = ThreadPoolExecutor(1, "proxy-peers-names")
+        self._lookup: Future[set[str] | None] | None = None
+        try:
+            self._pub = self._publish()
+        except (zmq.ZMQError, OSError) as error:
+            self._end()
+            raise ConfigError(
+                f"proxy: other proxies cannot be served at {', '.join(settings.listen)}: {error}; choose "
+                f"another --peer-listen",
+                operation="listen",
+                key="proxy.peer_listen",
+                cause=error,
+            ) from error
+        self._thread = threading.Thread(target=self._run, name="proxy-peers", daemon=True)
+
+    @property
+    def where(self) -> str:
+        """The endpoint that others subscribe to."""
+        return self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread and closes the sockets. May be called twice."""
+        if self._stopping:
+            return
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        if self._thread.ident is None:
+            self._end()
+        else:
+            self._thread.join(_STOP_TIMEOUT_S)
+
+    def tell(self, change: Change) -> None:
+        """On any thread, and cheap: others hear of it within ``gather_s``."""
+        outbox = self._outbox
+        if len(outbox) >= _OUTBOX_MAX:
+            self._overflowed = True
+            return
+        outbox.append(change)
+        if self._asleep and not self._stopping:
+            self._asleep = False
+            os.eventfd_write(self._wake, 1)
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """By address: counters (*_total) and gauges."""
+        now_s = self._clock()
+        with self._lock:
+            peers = list(self._peers.values())
+        return {
+            peer.where: {
+                "connected": float(bool(peer.sender)),
+                "silent_seconds": now_s - peer.heard_s if peer.sender else 0.0,
+                "messages_total": peer.counts.messages,
+                "changes_total": peer.counts.changes,
+                "states_total": peer.counts.states,
+                "missed_total": peer.counts.missed,
+                "malformed_total": peer.counts.malformed,
+            }
+            for peer in peers
+            if peer.sender != self.name and not peer.twin
+        }
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._pub, zmq.POLLIN)
+        known: dict[str, zmq.Socket[bytes]] = {}
+        more = False
+        while not self._stopping:
+            try:
+                self._resolve()
+                subs = {where: peer.sub for where, peer in self._peers.items()}
+                for where in known.keys() - subs.keys():
+                    poller.unregister(known[where])
+                for where in subs.keys() - known.keys():
+                    poller.register(subs[where], zmq.POLLIN)
+                known = subs
+                ready = dict(poller.poll(0 if more else int(_TICK_S * 1000)))
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                    time.sleep(self._settings.gather_s)
+                if self._pub in ready:
+                    self._on_subscriptions()
+                more = False
+                for peer in list(self._peers.values()):
+                    if peer.sub in ready:
+                        more |= self._on_messages(peer)
+                self._say()
+                self._check_silence()
+            except Exception:  # a fault in one message must not end the exchange
+                log.exception("the exchange with other proxies met a fault and goes on")
+        self._end()
+
+    def _say(self) -> None:
+        """What has happened here since the last time."""
+        self._asleep = True  # before the outbox is read: who adds to it behind us wakes us again
+        now_s = self._clock()
+        if self._overflowed:
+            self._overflowed = False
+            self._state_wanted = True
+        if self._state_wanted and now_s - self._state_sent_s >= self._settings.state_s:
+            self._state_wanted = False
+            self._state_sent_s = now_s
+            self._send(Kind.STATE, self._state(self._outbox.clear))
+        while self._outbox:
+            changes = [self._outbox.popleft() for _ in range(min(len(self._outbox), CHANGES_MAX))]
+            self._send(Kind.CHANGES, changes)
+        if now_s - self._beat_sent_s >= self._settings.beat_s:
+            self._send(Kind.CHANGES, [])
+
+    def _send(self, kind: Kind, changes: list[Change]) -> None:
+        self._sequence += 1
+        self._beat_sent_s = self._clock()
+        self._pub.send_multipart(encode(Head(VERSION, self.name, self._sequence, kind), changes))
+
+    def _on_subscriptions(self) -> None:
+        while True:
+            try:
+                said = self._pub.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._state_wanted |= said[:1] == b"\x01"
+
+    def _on_messages(self, peer: _Peer) -> bool:
+        """Returns whether there may be more."""
+        for _ in range(_AT_ONCE):
+            try:
+                frames = peer.sub.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            try:
+                if len(frames) != 2:
+                    raise ValueError(f"a message has 2 frames, not {len(frames)}")
+                self._take(peer, decode_head(frames[0]), frames[1])
+            except ValueError as error:
+                peer.counts.malformed += 1
+                if peer.counts.malformed == 1:
+                    log.warning("another proxy at %s said what cannot be read: %s", peer.where, error)
+        return True
+
+    def _take(self, peer: _Peer, head: Head, body: bytes) -> None:
+        now_s = self._clock()
+        if head.sender == self.name:
+            peer.sender = self.name  # our own address was among those given
+            return
+        if head.sender != peer.sender or peer.twin:
+            if head.sender != peer.sender:
+                self._forget(peer, "has started anew")
+            peer.sender = head.sender
+            peer.twin = any(
+                other.sender == head.sender and not other.twin
+                for other in self._peers.values()
+                if other is not peer
+            )
+        if peer.twin:
+            peer.heard_s = now_s
+            return
+        changes = decode_changes(body)
+        gap = peer.whole and head.sequence != peer.sequence + 1
+        peer.sequence, peer.heard_s = head.sequence, now_s
+        peer.counts.messages += 1
+        peer.counts.changes += len(changes)
+        if head.kind == Kind.STATE:
+            peer.counts.states += 1
+            peer.whole = True
+            self._hear(head.sender, Kind.STATE, changes)
+            return
+        if gap:
+            peer.counts.missed += 1
+            peer.whole = False
+        if peer.whole:
+            if changes:
+                self._hear(head.sender, Kind.CHANGES, changes)
+        elif now_s - peer.asked_s >= self._settings.beat_s:
+            peer.asked_s = now_s
+            peer.sub.unsubscribe(b"")
+            peer.sub.subscribe(b"")
+
+    def _check_silence(self) -> None:
+        now_s = self._clock()
+        for peer in self._peers.values():
+            if peer.sender and peer.sender != self.name and now_s - peer.heard_s > self._settings.silent_s:
+                self._forget(peer, f"was not heard of for {self._settings.silent_s:g} s")
+
+    def _forget(self, peer: _Peer, why: str) -> None:
+        if peer.sender and peer.sender != self.name and not peer.twin:
+            log.warning(
+                "the proxy at %s %s: what it had in flight is not counted until it speaks", peer.where, why
+            )
+            self._lost(peer.sender)
+        peer.sender, peer.whole, peer.twin = "", False, False
+
+    def _resolve(self) -> None:
+        """Connects to addresses that are new, and leaves those that are no more."""
+        now_s = self._clock()
+        if self._lookup is None and now_s - self._resolved_s >= self._settings.resolve_s:
+            self._resolved_s = now_s
+            self._lookup = self._lookups.submit(_endpoints, self._settings.peers)
+        if self._lookup is None or not self._lookup.done():
+            return
+        wanted, self._lookup = self._lookup.result(), None
+        if wanted is None:  # whom we know stays
+            return
+        for where in wanted - self._peers.keys():
+            peer = _Peer(where, self._subscribe(where), PeerCounts(), heard_s=now_s)
+            with self._lock:
+                self._peers[where] = peer
+        for where in self._peers.keys() - wanted:
+            with self._lock:
+                peer = self._peers.pop(where)
+            self._forget(peer, "is no longer among the addresses")
+            peer.sub.close(0)
+
+    def _publish(self) -> zmq.Socket[bytes]:
+        pub = self._context.socket(zmq.XPUB)
+        pub.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._limit(pub, zmq.SNDHWM)
+        if self._settings.token:
+            public, secret = _keys(self._settings.token)
+            pub.curve_server, pub.curve_publickey, pub.curve_secretkey = True, public, secret
+        for text in self._settings.listen:
+            pub.bind(_text(endpoint(text)))
+        return pub
+
+    def _subscribe(self, where: str) -> zmq.Socket[bytes]:
+        sub = self._context.socket(zmq.SUB)
+        self._limit(sub, zmq.RCVHWM)
+        if self._settings.token:
+            public, secret = _keys(self._settings.token)
+            sub.curve_serverkey, sub.curve_publickey, sub.curve_secretkey = public, public, secret
+        sub.connect(where)
+        sub.subscribe(b"")
+        return sub
+
+    def _limit(self, socket_: zmq.Socket[bytes], queue: int) -> None:
+        settings = self._settings
+        socket_.setsockopt(queue, settings.queue_messages_max)
+        socket_.setsockopt(zmq.MAXMSGSIZE, settings.message_bytes_max)
+        socket_.setsockopt(zmq.LINGER, 0)
+        socket_.setsockopt(zmq.IPV6, 1)
+        socket_.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket_.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket_.setsockopt(zmq.HEARTBEAT_IVL, int(settings.beat_s * 1000))
+        socket_.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.silent_s * 1000))
+
+    def _end(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._lookups.shutdown(wait=False, cancel_futures=True)
+        self._context.destroy(0)
+        os.close(self._wake)
+
+
+def _authenticate(context: zmq.Context[zmq.Socket[bytes]], token: bytes) -> ThreadAuthenticator | None:
+    """Lets in only whoever has the token."""
+    if not token:
+        return None
+    allowed, _ = _keys(token)
+
+    class _SameToken:
+        def callback(self, domain: str, key: bytes) -> bool:
+            """key: as text (z85)."""
+            return key == allowed
+
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(domain="*", credentials_provider=_SameToken())
+    return authenticator
+
+
+def _keys(token: bytes) -> tuple[bytes, bytes]:
+    """(public, secret) of CURVE: all proxies of a cluster have the same, made of its token."""
+    secret = z85.encode(hashlib.sha256(b"moonpool proxies\0" + token).digest())
+    return zmq.curve_public(secret), secret
+
+
+def _endpoints(texts: tuple[str, ...]) -> set[str] | None:
+    """All that the addresses stand for; None when a name cannot be looked up."""
+    endpoints = set()
+    for text in texts:
+        address = endpoint(text)
+        if not isinstance(address, Address):
+            endpoints.add(address)
+            continue
+        try:
+            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            log.warning("proxies cannot be found at %s: %s", text, error)
+            return None
+        endpoints |= {_text(Address(str(place[0]), int(place[1]))) for *_, place in found}
+    return endpoints
+
+
+def _text(address: Address | str) -> str:
+    if not isinstance(address, Address):
+        return address
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    return f"tcp://{host}:{address.port}"

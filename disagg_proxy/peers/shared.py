@@ -1,0 +1,169 @@
+"""Brings what other proxies have in flight into the books of this one. Pure: ``now_s`` is an argument.
+
+Their requests get names of their own in the books, negative ones, since a proxy's own begin at 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.peers.wire import Begun, Change, Gone, Placed, Prefilled, Sent
+
+REQUESTS_MAX = 100_000  # of all other proxies together; beyond it new ones are not counted
+TOKENS_MAX = 1 << 40
+PREDICTED_S_MAX = 3600.0
+
+
+@dataclass(slots=True)
+class _Theirs:
+    name: int
+    computes: Instance
+    decode: Instance
+    sent_s: float
+    tokens: int
+    computed: bool = False
+    decoding: bool = False
+
+
+class Shared:
+    """find: the instance of a name, None when this proxy does not know it. placed: hears which blocks an
+    engine will hold, as (instance, tokens a block, keys). Not thread safe."""
+
+    def __init__(
+        self,
+        find: Callable[[str], Instance | None],
+        placed: Callable[[Instance, int, bytes], None] = lambda instance, block_tokens, keys: None,
+    ) -> None:
+        self.unknown = 0  # requests of engines that are not ours, or that were not plausible
+        self._find = find
+        self._placed = placed
+        self._of: dict[str, dict[int, _Theirs]] = {}  # by sender and its name for the request
+        self._count = 0
+        self._last = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def requests_of(self, sender: str) -> int:
+        return len(self._of.get(sender, ()))
+
+    def apply(self, sender: str, changes: Iterable[Change], now_s: float) -> None:
+        """In their order."""
+        theirs = self._of.setdefault(sender, {})
+        for change in changes:
+            if isinstance(change, Sent):
+                self._leave(theirs, change.request, now_s)  # an attempt before this one
+                self._enter(theirs, change, now_s)
+            elif isinstance(change, Prefilled):
+                self._computed(theirs.get(change.request), now_s)
+            elif isinstance(change, Begun):
+                found = theirs.get(change.request)
+                if change.computed:
+                    self._computed(found, now_s)
+                self._decodes(found, now_s)
+            elif isinstance(change, Gone):
+                self._leave(theirs, change.request, now_s)
+            elif isinstance(change, Placed):
+                instance = self._find(change.engine)
+                if instance is None:
+                    self.unknown += 1
+                else:
+                    self._placed(instance, change.block_tokens, change.keys)
+
+    def replace(self, sender: str, state: Iterable[Change], now_s: float) -> None:
+        """All that a sender has in flight. What is known already stays in its place in line."""
+        theirs = self._of.setdefault(sender, {})
+        entries = {entry.request: entry for entry in state if isinstance(entry, Sent)}
+        for request in [each for each in theirs if each not in entries]:
+            self._leave(theirs, request, now_s)
+        for request, entry in entries.items():
+            known = theirs.get(request)
+            if known is not None and (known.computes.name, known.decode.name) != (
+                entry.computes,
+                entry.decode,
+            ):
+                self._leave(theirs, request, now_s)
+                known = None
+            if known is None:
+                self._enter(theirs, entry, now_s)
+                known = theirs.get(request)
+            if entry.computed:
+                self._computed(known, now_s)
+            if entry.decoding:
+                self._decodes(known, now_s)
+
+    def gone(self, sender: str, now_s: float) -> int:
+        """The sender is not heard of any more. Returns how many requests of it were in the books."""
+        theirs = self._of.pop(sender, {})
+        count = len(theirs)
+        for request in list(theirs):
+            self._leave(theirs, request, now_s)
+        return count
+
+    def expire(self, before_s: float, now_s: float) -> None:
+        """Takes out what was sent before that: whoever sent it has forgotten it, too."""
+        for theirs in self._of.values():
+            for request in [each for each, known in theirs.items() if known.sent_s < before_s]:
+                self._leave(theirs, request, now_s)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        if self._count != sum(map(len, self._of.values())):
+            raise AssertionError("the requests of other proxies do not add up")
+
+    def _enter(self, theirs: dict[int, _Theirs], entry: Sent, now_s: float) -> None:
+        computes, decode = self._find(entry.computes), self._find(entry.decode)
+        if computes is None or decode is None or not _is_plausible(entry) or self._count >= REQUESTS_MAX:
+            self.unknown += 1
+            return
+        self._last -= 1
+        sent_s = now_s - entry.age_s
+        theirs[entry.request] = known = _Theirs(self._last, computes, decode, sent_s, entry.tokens)
+        self._count += 1
+        if not entry.computed:
+            computes.books.prefill_began(
+                known.name,
+                entry.tokens,
+                entry.own,
+                entry.pool,
+                entry.predicted_s,
+                sent_s,
+                silent=entry.silent,
+            )
+        if entry.silent:
+            self._decodes(known, now_s)
+
+    @staticmethod
+    def _computed(known: _Theirs | None, now_s: float) -> None:
+        if known is not None and not known.computed:
+            known.computed = True
+            known.computes.books.prefill_ended(known.name, now_s)
+
+    @staticmethod
+    def _decodes(known: _Theirs | None, now_s: float) -> None:
+        if known is not None and not known.decoding:
+            known.decoding = True
+            known.decode.books.decode_began(known.name, known.tokens, now_s)
+
+    def _leave(self, theirs: dict[int, _Theirs], request: int, now_s: float) -> None:
+        known = theirs.pop(request, None)
+        if known is None:
+            return
+        self._count -= 1
+        known.computes.books.prefill_ended(known.name, now_s, done=False)
+        known.decode.books.decode_ended(known.name, 0, now_s)
+
+
+def _is_plausible(entry: Sent) -> bool:
+    """A frame that lies must not make a line of a thousand years."""
+    return (
+        0 <= entry.tokens <= TOKENS_MAX
+        and 0 <= entry.own <= entry.tokens
+        and 0 <= entry.own + entry.pool <= entry.tokens
+        and entry.pool >= 0
+        and 0 <= entry.predicted_s <= PREDICTED_S_MAX
+        and 0 <= entry.age_s < math.inf
+    )

@@ -1,0 +1,230 @@
+"""Proxies that speak to each other, over real sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.peers.link import Link
+from moonpool.disagg_proxy.peers.settings import PeerSettings
+from moonpool.disagg_proxy.peers.wire import VERSION, Change, Gone, Head, Kind, Sent, encode
+
+DEADLINE_S = 20.0
+QUICK = {"gather_s": 0.001, "beat_s": 0.05, "silent_s": 0.6, "resolve_s": 0.1, "state_s": 0.01}
+
+
+class Proxy:
+    """A link, what it has in flight, and what it heard of others: by sender the requests it knows of."""
+
+    def __init__(self, listen: str, *peers: str, token: bytes = b"", **more: float) -> None:
+        self.flight: dict[int, Sent] = {}
+        self.known: dict[str, set[int]] = {}
+        self.changed = threading.Condition()
+        settings = PeerSettings((listen,), peers, token, **{**QUICK, **more})  # type: ignore[arg-type]
+        self.link = Link(settings, hear=self._hear, lost=self._lost, state=self._state)
+
+    def send(self, request: int) -> None:
+        with self.changed:
+            self.flight[request] = sent = Sent(request, "e0", "e0", 5, 0, 0, 1.0, False)
+            self.link.tell(sent)
+
+    def end(self, request: int) -> None:
+        with self.changed:
+            del self.flight[request]
+            self.link.tell(Gone(request))
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, DEADLINE_S), self.known
+
+    def wait_for(self, *known: set[int]) -> None:
+        self.wait(lambda: sorted(map(sorted, self.known.values())) == sorted(map(sorted, known)))
+
+    def _hear(self, sender: str, kind: Kind, changes: list[Change]) -> None:
+        with self.changed:
+            known = self.known.setdefault(sender, set())
+            if kind is Kind.STATE:
+                known.clear()
+            for change in changes:
+                if isinstance(change, Sent):
+                    assert change.request not in known, "told twice"
+                    known.add(change.request)
+                elif isinstance(change, Gone):
+                    known.discard(change.request)
+            self.changed.notify_all()
+
+    def _lost(self, sender: str) -> None:
+        with self.changed:
+            self.known.pop(sender, None)
+            self.changed.notify_all()
+
+    def _state(self, then: Callable[[], None]) -> list[Change]:
+        with self.changed:
+            then()
+            return list(self.flight.values())
+
+
+@contextmanager
+def proxies(*them: Proxy) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in them:
+            stack.callback(each.link.stop)
+            each.link.start()
+        yield
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Callable[[str], str]:
+    folder = Path(os.path.relpath(tmp_path))  # socket paths are short
+    return lambda name: f"ipc://{min(str(folder), str(tmp_path), key=len)}/{name}"
+
+
+def test_each_hears_of_all_others(at: Callable[[str], str]) -> None:
+    names = [at(name) for name in "abc"]
+    three = [Proxy(name, *(other for other in names if other != name)) for name in names]
+    with proxies(*three):
+        for number, proxy in enumerate(three):
+            for request in range(100):
+                proxy.send(request * 10 + number)
+        whole = [{request * 10 + number for request in range(100)} for number in range(3)]
+        for number, proxy in enumerate(three):
+            proxy.wait_for(*(each for other, each in enumerate(whole) if other != number))
+        for request in range(0, 1000, 10):
+            three[0].end(request)
+        three[1].wait_for(set(), whole[2])
+
+
+def test_who_comes_later_is_told_all_and_who_restarts_begins_anew(at: Callable[[str], str]) -> None:
+    a, b = at("a"), at("b")
+    early = Proxy(a, b)
+    with proxies(early):
+        for request in range(3):
+            early.send(request)
+        for _ in range(2):
+            late = Proxy(b, a)
+            with proxies(late):
+                late.send(7)
+                late.wait_for({0, 1, 2})
+                early.wait_for({7})
+            early.wait_for()  # it is silent: nothing of it is counted
+
+
+def test_a_proxy_that_reads_nothing_holds_nobody_up_and_catches_up(at: Callable[[str], str]) -> None:
+    speaker = Proxy(at("a"))
+    stuck = threading.Event()
+    go_on = threading.Event()
+    listener = Proxy(at("b"), at("a"), queue_messages_max=5)
+    heard = listener._hear
+
+    def hear(sender: str, kind: Kind, changes: list[Change]) -> None:
+        if changes and not go_on.is_set():
+            stuck.set()
+            assert go_on.wait(DEADLINE_S)
+        heard(sender, kind, changes)
+
+    listener.link._hear = hear
+    with proxies(speaker, listener):
+        speaker.send(0)
+        assert stuck.wait(DEADLINE_S)
+        for request in range(1, 60_000):  # more than all queues take
+            speaker.send(request)
+        go_on.set()
+        listener.wait_for(set(range(60_000)))
+
+
+def test_only_who_has_the_token_hears(at: Callable[[str], str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+    where = f"127.0.0.1:{port}"
+    token = b"t" * 32
+    speaker = Proxy(where, token=token)
+    same = Proxy(at("b"), where, token=token)
+    other = Proxy(at("c"), where, token=b"u" * 32)
+    none = Proxy(at("d"), where)
+    with proxies(speaker, same, other, none):
+        speaker.send(1)
+        same.wait_for({1})
+        assert not other.known
+        assert not none.known
+
+
+def test_its_own_address_and_two_ways_to_one_proxy_count_once(at: Callable[[str], str]) -> None:
+    a, b, again = at("a"), at("b"), at("again")
+    one = Proxy(a, a, b)
+    two = Proxy(b, a)
+    other = Proxy(at("c"), b)
+    os.symlink(b.removeprefix("ipc://").rpartition("/")[2], again.removeprefix("ipc://"))
+    both = Proxy(at("d"), b, again)
+    with proxies(one, two, other, both):
+        for request in range(10):
+            two.send(request)
+        for each in (one, other, both):
+            each.wait_for(set(range(10)))
+        one.send(3)
+        two.wait_for({3})
+        assert all("connected" in row for row in both.link.stats().values())
+        assert len(both.link.stats()) == 1
+
+
+def test_a_gap_and_nonsense_are_noticed_and_mended(at: Callable[[str], str]) -> None:
+    """A proxy of the test's own that skips a message, then says what cannot be read."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    pub = context.socket(zmq.XPUB)
+    pub.setsockopt(zmq.XPUB_VERBOSE, 1)
+    pub.bind(at("fake"))
+    proxy = Proxy(at("a"), at("fake"), silent_s=DEADLINE_S)
+
+    def say(sequence: int, kind: Kind, *changes: Change) -> None:
+        pub.send_multipart(encode(Head(VERSION, "fake", sequence, kind), list(changes)))
+
+    def sent(request: int) -> Sent:
+        return Sent(request, "e0", "e0", 5, 0, 0, 1.0, False)
+
+    with proxies(proxy):
+        assert pub.poll(int(DEADLINE_S * 1000))
+        assert pub.recv() == b"\x01"
+        say(1, Kind.STATE, sent(1))
+        proxy.wait_for({1})
+        pub.send_multipart([b"nonsense", b""])
+        pub.send_multipart([b"\x94\x01", b"", b"three"])
+        say(3, Kind.CHANGES, sent(3))  # 2 is missing
+        while pub.poll(int(DEADLINE_S * 1000)) and pub.recv() != b"\x01":
+            pass
+        say(4, Kind.STATE, sent(2), sent(3))
+        proxy.wait_for({2, 3})
+        (row,) = proxy.link.stats().values()
+        assert (row["missed_total"], row["malformed_total"], row["states_total"]) == (1, 2, 2)
+    context.destroy(0)
+
+
+def test_a_name_that_leads_nowhere_is_tried_again(at: Callable[[str], str]) -> None:
+    proxy = Proxy(at("a"), "nowhere.invalid:7000", token=b"t" * 32)
+    with proxies(proxy):
+        until_s = time.monotonic() + DEADLINE_S
+        while proxy.link._resolved_s < 0 and time.monotonic() < until_s:
+            threading.Event().wait(0.01)
+        proxy.send(1)
+        assert proxy.link.stats() == {}
+
+
+def test_an_address_that_is_taken_or_open_to_all_is_refused(at: Callable[[str], str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="choose another --peer-listen"):
+            Proxy(where)
+    with pytest.raises(ConfigError, match="--token-file"):
+        PeerSettings(("0.0.0.0:7000",))
+    with pytest.raises(ConfigError, match="--token-file"):
+        PeerSettings(("127.0.0.1:7000",), ("far.example:7000",))
+    with pytest.raises(ConfigError, match="--peer-listen HOST:PORT"):
+        PeerSettings((), ("127.0.0.1:7000",))
+    assert PeerSettings(("0.0.0.0:7000",), ("far.example:7000",), b"t" * 32)

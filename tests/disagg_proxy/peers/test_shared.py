@@ -1,0 +1,208 @@
+"""What other proxies have in flight, in this one's books."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+
+import pytest
+
+from moonpool.disagg_proxy.accounts import Accounts
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.observations import Observation, Outcome, Stage
+from moonpool.disagg_proxy.peers.shared import Shared
+from moonpool.disagg_proxy.peers.wire import (
+    VERSION,
+    Begun,
+    Change,
+    Gone,
+    Head,
+    Kind,
+    Placed,
+    Prefilled,
+    Sent,
+    decode_changes,
+    decode_head,
+    encode,
+)
+
+
+def fleet() -> list[Instance]:
+    roles = [Role.BOTH, Role.BOTH, Role.PREFILL, Role.DECODE]
+    return [Instance(place, f"e{place}", role) for place, role in enumerate(roles)]
+
+
+def shared_of(instances: list[Instance]) -> Shared:
+    return Shared({each.name: each for each in instances}.get)
+
+
+def loads(instances: list[Instance], now_s: float) -> list[tuple[int, int, int, float]]:
+    return [
+        (
+            each.books.prefills,
+            each.books.decodes,
+            each.books.context_tokens,
+            round(each.books.wait_s(now_s), 9),
+        )
+        for each in instances
+    ]
+
+
+def observation(request: int, stage: Stage, at_s: float, *, apart: bool) -> Observation:
+    values = dict.fromkeys(Observation._fields, 0) | {
+        "request": request,
+        "note": 1,
+        "prefill_done_s": at_s if stage is Stage.PREFILLED else 0.0,
+        "first_byte_s": at_s if stage is Stage.BEGUN else 0.0,
+        "last_byte_s": at_s if stage is Stage.ENDED else 0.0,
+        "prompt_tokens": -1,
+        "cached_tokens": -1,
+        "status": 200,
+        "outcome": Outcome.ANSWERED,
+        "handed_over": int(apart),
+        "stream": 1,
+        "stage": stage,
+    }
+    return Observation(**values)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_two_proxies_have_the_same_lines(seed: int) -> None:
+    """Every request through either; told at once, both count the same, and in the end nothing."""
+    random_ = random.Random(seed)
+    print("seed", seed)
+    ours, theirs = fleet(), fleet()
+    accounts, shared = Accounts(ours), shared_of(theirs)
+    now_s = 100.0
+    said: list[Change] = []
+    accounts.changed = said.append
+    running: dict[int, tuple[Stage, bool]] = {}
+    for step in range(400):
+        now_s += random_.random() * 0.1
+        if random_.random() < 0.5 or not running:
+            request, apart, streams = step + 1, random_.random() < 0.5, random_.random() < 0.8
+            choice = (
+                Choice(ours[3], ours[2], 0.3)
+                if apart
+                else Choice(ours[random_.randrange(2)], None, random_.random())
+            )
+            accounts.sent(request, choice, Request(random_.randrange(1, 9999)), streams=streams, now_s=now_s)
+            running[request] = (Stage.PREFILLED if apart else Stage.BEGUN, apart)
+        else:
+            request = random_.choice(list(running))
+            stage, apart = running[request]
+            accounts.learn(observation(request, stage, now_s, apart=apart))
+            if stage is Stage.ENDED:
+                del running[request]
+            else:
+                running[request] = (
+                    Stage.BEGUN if stage is Stage.PREFILLED else Stage.ENDED,
+                    apart,
+                )
+        shared.apply("other", said, now_s)
+        said.clear()
+        assert loads(theirs, now_s) == loads(ours, now_s), step
+        assert len(shared) == len(accounts)
+        shared.check_integrity()
+    late = fleet()  # a proxy that starts now and is told all at once; again, nothing counts twice
+    late_shared = shared_of(late)
+    for _ in range(2):
+        late_shared.replace("other", accounts.in_flight(now_s), now_s)
+        assert [row[1:3] for row in loads(late, now_s)] == [row[1:3] for row in loads(ours, now_s)]
+        # When a prefill of which nobody will hear began is not told, so that some may seem to last longer.
+        assert all(new[0] >= old[0] for new, old in zip(loads(late, now_s), loads(ours, now_s), strict=True))
+        assert len(late_shared) == len(accounts)
+    assert shared.gone("other", now_s) == len(accounts)
+    assert all(row == (0, 0, 0, 0.0) for row in loads(theirs, now_s))
+
+
+def test_a_state_ends_what_it_does_not_name_and_moves_what_went_elsewhere() -> None:
+    instances = fleet()
+    shared = shared_of(instances)
+    first = [Sent(1, "e0", "e0", 100, 0, 0, 1.0, False), Sent(2, "e0", "e0", 100, 0, 0, 1.0, False)]
+    shared.apply("a", first, 10.0)
+    shared.replace("a", [Sent(2, "e1", "e1", 100, 0, 0, 1.0, False)], 10.5)
+    assert [each.books.prefills for each in instances] == [0, 1, 0, 0]
+    shared.replace("a", [], 11.0)
+    assert [each.books.requests for each in instances] == [0, 0, 0, 0]
+
+
+def test_a_long_line_that_is_told_late_is_as_short_as_it_is() -> None:
+    instances = fleet()
+    shared = shared_of(instances)
+    shared.replace("a", [Sent(1, "e0", "e0", 100, 0, 0, 5.0, False, age_s=3.0)], 10.0)
+    assert instances[0].books.wait_s(10.0) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        Sent(1, "e0", "e0", -5, 0, 0, 1.0, False),
+        Sent(1, "e0", "e0", 5, 6, 0, 1.0, False),
+        Sent(1, "e0", "e0", 5, 4, 2, 1.0, False),
+        Sent(1, "e0", "e0", 5, 8, -4, 1.0, False),
+        Sent(1, "e0", "e0", 1 << 50, 0, 0, 1.0, False),
+        Sent(1, "e0", "e0", 5, 0, 0, math.inf, False),
+        Sent(1, "e0", "e0", 5, 0, 0, math.nan, False),
+        Sent(1, "e0", "e0", 5, 0, 0, -1.0, False),
+        Sent(1, "e0", "e0", 5, 0, 0, 1e9, False),
+        Sent(1, "e0", "e0", 5, 0, 0, 1.0, False, age_s=-1.0),
+        Sent(1, "e0", "nobody", 5, 0, 0, 1.0, False),
+        Sent(1, "nobody", "e0", 5, 0, 0, 1.0, False),
+    ],
+)
+def test_what_cannot_be_is_counted_and_left_out(lie: Sent) -> None:
+    instances = fleet()
+    shared = shared_of(instances)
+    shared.apply("a", [lie, Prefilled(1), Begun(1, True), Begun(99, True), Gone(7), Gone(1)], 1.0)
+    assert shared.unknown == 1
+    assert len(shared) == 0
+    assert all(row == (0, 0, 0, 0.0) for row in loads(instances, 1.0))
+
+
+def test_no_proxy_can_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonpool.disagg_proxy.peers.shared.REQUESTS_MAX", 10)
+    shared = shared_of(fleet())
+    shared.apply("a", [Sent(each, "e0", "e0", 5, 0, 0, 1.0, False) for each in range(30)], 1.0)
+    assert (len(shared), shared.unknown) == (10, 20)
+
+
+def test_what_nobody_reports_any_more_ends() -> None:
+    instances = fleet()
+    shared = shared_of(instances)
+    shared.apply("a", [Sent(1, "e0", "e0", 5, 0, 0, 1.0, False)], 1.0)
+    shared.expire(1.0, 2.0)
+    assert len(shared) == 1
+    shared.expire(1.5, 2.0)
+    assert len(shared) == 0
+    assert instances[0].books.requests == 0
+
+
+def test_every_change_comes_through_the_wire() -> None:
+    changes: list[Change] = [
+        Sent(1, "e0", "e1", 5, 3, 2, 1.5, True, 0.5, True, True),
+        Prefilled(1),
+        Begun(1, True),
+        Gone(1),
+        Placed("e0", 64, b"0123456789abcdef"),
+    ]
+    head, body = encode(Head(VERSION, "me", 7, Kind.STATE), changes)
+    assert decode_head(head) == Head(VERSION, "me", 7, Kind.STATE)
+    assert decode_changes(body) == changes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bytes_that_lie_are_refused(seed: int) -> None:
+    random_ = random.Random(seed)
+    print("seed", seed)
+    head, body = encode(Head(VERSION, "me", 7, Kind.CHANGES), [Sent(1, "e0", "e1", 5, 3, 2, 1.5, True)])
+    for _ in range(2000):
+        for whole, decode in ((head, decode_head), (body, decode_changes)):
+            broken = bytearray(whole)
+            broken[random_.randrange(len(broken))] = random_.randrange(256)
+            with contextlib.suppress(ValueError):
+                decode(bytes(broken[: random_.randrange(len(broken) + 1)]))
+    with pytest.raises(ValueError, match="this proxy speaks 1"):
+        decode_head(encode(Head(9, "me", 7, 0), [])[0])
