@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -35,6 +36,7 @@ from moonpool.disagg_proxy.takeover import Offer, Predecessor, find_predecessor
 
 _EXIT_USAGE = 2
 _READY_S = 60.0  # of a process; a first look at its engines
+_END_S = 10.0  # of one that has given up
 _spawning = multiprocessing.get_context("spawn")
 _log = logging.getLogger("moonpool.proxy")
 
@@ -137,8 +139,9 @@ class _Group:
             served = await _says_ready(hears, _READY_S)
             hears.close()
             child.served |= served
-            if not served:
-                process.kill()  # it has ended, or hangs
+            if not served:  # it is about to end, or hangs
+                await _ends_within(process, _END_S)
+                process.kill()
             await _ended(process)
             failures = 0 if served else failures + 1
             if not child.served and (process.exitcode == _EXIT_USAGE or failures >= 3):
@@ -232,6 +235,11 @@ async def _says_ready(hears: multiprocessing.connection.Connection, timeout_s: f
             return False
 
     return await asyncio.to_thread(wait)
+
+
+async def _ends_within(process: SpawnProcess, seconds: float) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(_ended(process), seconds)
 
 
 async def _ended(process: SpawnProcess) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 from prometheus_client.registry import Collector
@@ -55,7 +55,7 @@ class Pages:
         subscriber: Subscriber | None,
         look: Callable[[], Counters],
         policy: str,
-        recorder: Collector | None = None,
+        more: Sequence[Collector] = (),
     ) -> None:
         self._dispatcher = dispatcher
         self._look = look
@@ -65,8 +65,7 @@ class Pages:
         )
         if dispatcher.uses_tokens:
             self._collectors += (ConductorCollector(dispatcher, locality, subscriber),)
-        if recorder is not None:
-            self._collectors += (recorder,)
+        self._collectors += tuple(more)
         self._policy = policy
 
     def answer(self, path: bytes) -> Answer:

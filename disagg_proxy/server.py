@@ -33,6 +33,7 @@ from moonpool.disagg_proxy.locality import Locality
 from moonpool.disagg_proxy.metrics import Counters, look
 from moonpool.disagg_proxy.pages import Pages
 from moonpool.disagg_proxy.peers.exchange import Exchange
+from moonpool.disagg_proxy.peers.metrics import PeerCollector
 from moonpool.disagg_proxy.settings import (
     BreakerLimits,
     Deadlines,
@@ -125,7 +126,10 @@ class Proxy:
             self._subscriber,
             self.counters,
             settings.policy,
-            self._recorder,
+            [
+                *((self._recorder,) if self._recorder is not None else ()),
+                *((PeerCollector(self._exchange),) if self._exchange is not None else ()),
+            ],
         )
         self.relay = Relay(
             engines=[(engine.name, engine.host, engine.role) for engine in self.engines],

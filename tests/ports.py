@@ -19,3 +19,19 @@ def held_ports(count: int) -> Iterator[list[int]]:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.bind(("127.0.0.1", 0))
         yield [int(one.getsockname()[1]) for one in held]
+
+
+@contextmanager
+def held_run(count: int) -> Iterator[int]:
+    """The first of so many ports in a row, held alike."""
+    while True:
+        with ExitStack() as stack, held_ports(1) as (first,):
+            try:
+                for port in range(first + 1, first + count):
+                    one = stack.enter_context(socket.socket())
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    one.bind(("127.0.0.1", port))
+            except (OSError, OverflowError):
+                continue
+            yield first
+            return

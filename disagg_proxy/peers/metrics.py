@@ -1,0 +1,48 @@
+"""What a proxy knows of the others, as Prometheus shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moonpool.disagg_proxy.peers.exchange import Exchange
+
+_TEXTS = {
+    "connected": "Whether the proxy at this address speaks to this one",
+    "silent_seconds": "Since it last spoke",
+    "messages_total": "Messages of it",
+    "changes_total": "Changes in them: requests sent, prefills and answers begun and ended",
+    "states_total": "Whole states among them",
+    "missed_total": "Gaps in its messages; each was followed by a whole state",
+    "malformed_total": "Messages that could not be read",
+}
+
+
+class PeerCollector(Collector):
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._exchange.link.stats()
+        for name, text in _TEXTS.items():
+            family: CounterMetricFamily | GaugeMetricFamily
+            if name.endswith("_total"):
+                family = CounterMetricFamily(
+                    f"moonpool_proxy_peer_{name.removesuffix('_total')}", text, labels=("peer",)
+                )
+            else:
+                family = GaugeMetricFamily(f"moonpool_proxy_peer_{name}", text, labels=("peer",))
+            for where, row in stats.items():
+                family.add_metric((where,), row[name])
+            yield family
+        shared = self._exchange.shared
+        yield GaugeMetricFamily(
+            "moonpool_proxy_peer_requests", "Requests of other proxies in the books", len(shared)
+        )
+        yield CounterMetricFamily(
+            "moonpool_proxy_peer_unknown",
+            "Requests and blocks of other proxies at engines that this one does not know, or that cannot be",
+            shared.unknown,
+        )

@@ -1,0 +1,208 @@
+"""Several processes of a proxy at one address, started by the command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import re
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import moonpool
+from moonpool.core.processes import descendants
+from tests.ports import held_run
+
+from .harness import Client, Exchange, MockEngine, until, with_deadline
+
+CHAT = "/v1/chat/completions"
+_several = functools.partial(with_deadline, deadline_s=120.0)  # several interpreters start in each
+
+
+@dataclass
+class Group:
+    process: asyncio.subprocess.Process
+    port: int
+    own_port: int
+
+    async def ask(self, body: bytes = b'{"model":"m","messages":[]}') -> str:
+        """Which process has answered: a request's id begins with its own digits."""
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
+        answer = await client.ask("POST", CHAT, body)
+        client.leave()
+        assert answer.status == 200, answer.body
+        return answer.headers["x-request-id"].partition("-")[0]
+
+    async def page(self, number: int, path: str) -> str:
+        """A page of one process."""
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.own_port + number))
+        answer = await client.ask("GET", path)
+        client.leave()
+        return answer.body.decode()
+
+    def pids(self) -> list[int]:
+        """Of the processes that serve."""
+        return [
+            entry.pid
+            for entry in descendants(self.process.pid)
+            if b"spawn_main" in Path(f"/proc/{entry.pid}/cmdline").read_bytes()
+        ]
+
+
+@contextlib.asynccontextmanager
+async def group(engine: MockEngine, processes: int, *more: str) -> AsyncIterator[Group]:
+    assert moonpool.__file__ is not None
+    with held_run(processes) as own_port:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "moonpool", "proxy", "--processes", str(processes)),
+            *("--policy", "conductor", "--engine", engine.spec.url, "--tokenizer", "none"),
+            *("--process-listen", f"127.0.0.1:{own_port}", *more),
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(Path(moonpool.__file__).parent.parent)},
+        )
+        try:
+            assert process.stdout is not None
+            line = (await process.stdout.readline()).decode()
+            found = re.match(
+                r"moonpool proxy: serving on http://127\.0\.0\.1:(\d+) .*, (\d+) processes$", line
+            )
+            assert found, line
+            assert int(found[2]) == processes
+            yield Group(process, int(found[1]), own_port)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+@_several
+async def test_all_serve_know_of_each_other_and_end_together() -> None:
+    engine = MockEngine("a")
+    goon = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        if b"long" not in exchange.body:
+            return await exchange.answer(b"{}")
+        await exchange.begin_stream()
+        await exchange.event("first")
+        await goon.wait()
+        await exchange.end_stream()
+
+    engine.behave = answer
+    await engine.start()
+    async with group(engine, 3, "--listen", "127.0.0.1:0") as several:
+        served: Counter[str] = Counter()
+        while len(served) < 3:
+            served.update(await asyncio.gather(*(several.ask() for _ in range(20))))
+        # A request in flight at one of them is in the books of the others.
+        client = Client(*await asyncio.open_connection("127.0.0.1", several.port))
+        await client.request(
+            "POST", CHAT, b'{"model":"m","messages":[],"prompt":[1,2],"stream":true,"user":"long"}'
+        )
+        await client.head()
+        for number in range(3):
+            while True:
+                page = await several.page(number, "/metrics")
+                held = re.search(r'^moonpool_proxy_books_requests\{engine="engine-0"\} (\S+)$', page, re.M)
+                assert held, page
+                if float(held[1]) == 1:
+                    break
+            connected = re.findall(r"^moonpool_proxy_peer_connected\{.*\} (\S+)$", page, re.M)
+            assert connected == ["1.0", "1.0"]
+        pids = several.pids()
+        assert len(pids) == 3
+        several.process.send_signal(signal.SIGTERM)
+        await until(lambda: not _takes(several.port))
+        assert several.process.returncode is None  # an answer is still running
+        goon.set()
+        assert (await client.ended()).endswith(b"0\r\n\r\n")
+        assert await several.process.wait() == 0
+        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    await engine.stop()
+
+
+@_several
+async def test_one_that_is_killed_refuses_nobody_and_comes_back() -> None:
+    engine = MockEngine("a")
+    engine.behave = lambda exchange: exchange.answer(b"{}")
+    await engine.start()
+    async with group(engine, 2, "--listen", "127.0.0.1:0") as several:
+        first = set(several.pids())
+        victim = min(first)
+        os.kill(victim, signal.SIGKILL)
+        for _ in range(200):
+            await several.ask()  # by the other; a connection that nobody took yet is not lost
+        await until(lambda: len(several.pids()) == 2 and victim not in several.pids())
+        served: set[str] = set()
+        while len(served) < 2:
+            served.update(await asyncio.gather(*(several.ask() for _ in range(20))))
+        # Whoever ends the first process ends all.
+        several.process.kill()
+        await several.process.wait()
+        await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in first - {victim}))
+    await engine.stop()
+
+
+@_several
+async def test_a_group_takes_over_from_a_group() -> None:
+    engine = MockEngine("a")
+    engine.behave = lambda exchange: exchange.answer(b"{}")
+    await engine.start()
+    async with group(engine, 2, "--listen", "127.0.0.1:0") as old:
+        failed: list[BaseException] = []
+
+        async def load() -> None:
+            try:
+                while True:
+                    await old.ask()
+            except Exception as error:
+                failed.append(error)
+
+        asking = asyncio.ensure_future(load())
+        async with group(engine, 2, "--listen", f"127.0.0.1:{old.port}", "--take-over") as new:
+            assert new.port == old.port
+            assert await old.process.wait() == 0
+            for _ in range(20):
+                await new.ask()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            assert not failed
+    await engine.stop()
+
+
+@_several
+async def test_an_address_in_use_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert moonpool.__file__ is not None
+        process = await asyncio.create_subprocess_exec(
+            *(
+                sys.executable,
+                "-m",
+                "moonpool",
+                "proxy",
+                "--processes",
+                "2",
+                "--engine",
+                "http://127.0.0.1:9",
+            ),
+            *("--listen", f"127.0.0.1:{port}"),
+            stderr=asyncio.subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(Path(moonpool.__file__).parent.parent)},
+        )
+        _, said = await process.communicate()
+    assert process.returncode == 2
+    assert said.decode().count("\n") == 1
+    assert f"127.0.0.1:{port} is in use" in said.decode()
+
+
+def _takes(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
