@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from moonpool.disagg_proxy.conductor.calibration import Calibration
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
@@ -33,8 +34,12 @@ class _Sent:
     choice: Choice
     asked: Request
     at_s: float
-    predicted_s: float
+    prefill_s: float  # predicted
+    ttft_s: float  # predicted
+    pool: int  # tokens that are fetched
+    ahead_s: float  # of the sender's other fetches
     silent: bool
+    coming: bool  # to another instance than that which computes it
     computed: bool = False
     decoding: bool = False
 
@@ -45,6 +50,8 @@ class Accounts:
     def __init__(self, instances: Sequence[Instance]) -> None:
         self.instances = instances
         self.watches = [PredictionWatch(TOLERANCE_TOKENS) for _ in instances]
+        self.calibration = Calibration()
+        self.nonsense = 0  # observations whose times cannot be
         self.changed: Callable[[Change], None] | None = None
         self._sent: dict[int, _Sent] = {}
         self._learnt_s: dict[object, float] = {}  # by model
@@ -56,13 +63,30 @@ class Accounts:
         """A request goes out; an earlier attempt of it is over."""
         self._leave(request, now_s)
         computes = choice.computes
-        own, pool = asked.own_at(computes), asked.from_pool(computes)
-        predicted_s = choice.prefill_s or computes.prefill_model.predict(asked.tokens, own, pool)
+        own = asked.own_at(computes)
+        pool = asked.from_pool(computes) if choice.fetch else 0
+        holder = asked.holder if pool else None
+        ahead_s = holder.ahead_s(now_s) if holder is not None else 0.0
+        model = computes.prefill_model
+        prefill_s = choice.prefill_s or model.predict(asked.tokens, own, pool, ahead_s)
+        ttft_s = computes.books.wait_s(now_s) + prefill_s
+        if choice.prefill is not None:
+            ttft_s += choice.decode.handover_model.predict(asked.tokens)
         silent = choice.prefill is None and not streams
-        computes.books.prefill_began(request, asked.tokens, own, pool, predicted_s, now_s, silent=silent)
+        computes.books.prefill_began(request, asked.tokens, own, pool, prefill_s, now_s, silent=silent)
+        computes.flow.add(prefill_s, now_s)
+        if holder is not None:
+            holder.asked(model.transfer_s(pool), now_s)
         if silent:  # when its decode begins will not be heard of either
             choice.decode.books.decode_began(request, asked.tokens, now_s)
-        self._sent[request] = sent = _Sent(choice, asked, now_s, predicted_s, silent, decoding=silent)
+        apart = choice.prefill is not None
+        sent = _Sent(
+            choice, asked, now_s, prefill_s, ttft_s, pool, ahead_s, silent, coming=apart, decoding=silent
+        )
+        self._sent[request] = sent
+        if sent.coming:
+            choice.decode.coming += 1
+            choice.decode.coming_tokens += asked.tokens
         if self.changed is not None:
             self.changed(_said(request, sent, now_s))
 
@@ -103,15 +127,22 @@ class Accounts:
         sent.computed = True
         if self.changed is not None and observation.stage == _PREFILLED:
             self.changed(Prefilled(observation.request))
-        done = computes.books.prefill_ended(observation.request, at_s)
-        if done is None or observation.status not in (0, 200):
+        if not self._is_sound(at_s, sent):
+            computes.books.prefill_ended(observation.request, _no_sooner(at_s, sent), done=False)
             return
+        done = computes.books.prefill_ended(observation.request, at_s)
+        if done is None or not done.tokens or observation.status not in (0, 200):
+            return  # of a prompt of unknown length nothing is learnt
         if self._is_wanted(computes.prefill_model, at_s):
-            computes.prefill_model.observe(done.tokens, done.own, done.pool, done.seconds)
+            computes.prefill_model.observe(done.tokens, done.own, done.pool, done.seconds, sent.ahead_s)
 
     def _begun(self, observation: Observation, sent: _Sent) -> None:
         choice, first_s = sent.choice, observation.first_byte_s
-        if choice.prefill is None:
+        sound = not observation.stream or self._is_sound(first_s, sent)
+        if not sound:
+            first_s = _no_sooner(first_s, sent)
+            choice.computes.books.prefill_ended(observation.request, first_s, done=False)
+        elif choice.prefill is None:
             if not observation.stream:
                 return  # the first byte of an answer that comes whole is its end
             self._prefilled(observation, sent, first_s)
@@ -122,6 +153,11 @@ class Accounts:
         else:
             choice.computes.books.prefill_ended(observation.request, first_s, done=False)
             sent.computed = True
+        if sound and observation.stream and sent.asked.tokens and observation.status in (0, 200):
+            computes = choice.computes
+            took_s = first_s - sent.at_s
+            self.calibration.observe(computes.ttft_ratios, computes.name, sent.ttft_s, took_s)
+        _arrived(sent)
         choice.decode.books.decode_began(observation.request, sent.asked.tokens, first_s)
         sent.decoding = True
         if self.changed is not None:
@@ -129,6 +165,9 @@ class Accounts:
 
     def _ended(self, observation: Observation, sent: _Sent) -> None:
         choice, now_s = sent.choice, observation.last_byte_s
+        if now_s and not self._is_sound(now_s, sent):
+            self._leave(observation.request, _no_sooner(now_s, sent))
+            return
         answered = observation.outcome == _ANSWERED
         tokens = observation.completion_tokens if answered else 0
         decoded = choice.decode.books.decode_ended(observation.request, tokens, now_s)
@@ -138,6 +177,13 @@ class Accounts:
         if answered and observation.status == 200:
             self._compare(observation, sent)
         self._leave(observation.request, now_s)
+
+    def _is_sound(self, at_s: float, sent: _Sent) -> bool:
+        """Whether something can have happened then to a request that was sent when it was."""
+        if 0.0 <= at_s - sent.at_s <= FORGOTTEN_S:  # NaN is in no range
+            return True
+        self.nonsense += 1
+        return False
 
     def _is_wanted(self, model: object, at_s: float) -> bool:
         """A sample of this model."""
@@ -167,6 +213,7 @@ class Accounts:
             return
         if self.changed is not None:
             self.changed(Gone(request))
+        _arrived(sent)
         computes, decode = sent.choice.computes.books, sent.choice.decode.books
         computes.prefill_ended(request, now_s, done=False)
         decode.decode_ended(request, 0, now_s)
@@ -182,10 +229,23 @@ def _said(request: int, sent: _Sent, now_s: float) -> Sent:
         choice.decode.name,
         asked.tokens,
         asked.own_at(computes),
-        asked.from_pool(computes),
-        sent.predicted_s,
+        sent.pool,
+        sent.prefill_s,
         sent.silent,
         max(now_s - sent.at_s, 0.0),
         sent.computed,
         sent.decoding,
     )
+
+
+def _no_sooner(at_s: float, sent: _Sent) -> float:
+    """A time that the books can go on from."""
+    return at_s if sent.at_s < at_s < math.inf else sent.at_s
+
+
+def _arrived(sent: _Sent) -> None:
+    """What was coming to the decode instance is there, or comes no more."""
+    if sent.coming:
+        sent.coming = False
+        sent.choice.decode.coming -= 1
+        sent.choice.decode.coming_tokens -= sent.asked.tokens

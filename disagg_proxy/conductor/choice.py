@@ -7,13 +7,15 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.sender import Sender
 
 ANSWER_TOKENS = 256  # taken for the length of an answer whose request does not limit it
 
 
 class Request(NamedTuple):
     """tokens: of the prompt, 0 when not known; own: by an instance's place, how many leading tokens lie in
-    its own cache; pool: how many leading tokens the pool holds; answer_tokens: the most it may answer.
+    its own cache; pool: how many leading tokens the pool holds; holder: who would send them, None when not
+    known; answer_tokens: the most it may answer.
 
     tenant: who asks, "" for nobody in particular; priority: higher is more urgent; session: a conversation
     whose requests share their beginning, "" when not known.
@@ -26,6 +28,7 @@ class Request(NamedTuple):
     tenant: str = ""
     priority: int = 0
     session: str = ""
+    holder: Sender | None = None
 
     def own_at(self, instance: Instance) -> int:
         return self.own[instance.place] if instance.place < len(self.own) else 0
@@ -41,14 +44,15 @@ class Choice(NamedTuple):
 
     prefill: computes the prompt and hands it to decode; None: decode does both.
 
-    prefill_s: predicted seconds of the prompt's computation, without the wait. why: what it was weighed by,
-    for people.
+    prefill_s: predicted seconds of the prompt's fetch and computation, without the wait. why: what it was
+    weighed by, for people. fetch: whether what the pool holds is to be fetched, where the instance obeys.
     """
 
     decode: Instance
     prefill: Instance | None = None
     prefill_s: float = 0.0
     why: Mapping[str, float | int | str] = MappingProxyType({})
+    fetch: bool = True
 
     @property
     def computes(self) -> Instance:

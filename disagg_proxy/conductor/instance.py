@@ -6,7 +6,10 @@ from collections.abc import Callable
 from enum import Enum
 
 from moonpool.disagg_proxy.conductor.books import Books
+from moonpool.disagg_proxy.conductor.calibration import Ratios
+from moonpool.disagg_proxy.conductor.flow import Flow
 from moonpool.disagg_proxy.conductor.prediction import DecodeModel, HandoverModel, PrefillModel
+from moonpool.disagg_proxy.conductor.sender import Sender
 
 
 class Role(Enum):
@@ -18,20 +21,32 @@ class Role(Enum):
 class Instance:
     """place: stable position among all engines. room_tokens: what its KV cache holds; 0: not known. load:
     says how many requests are there, where somebody counts them better than the books. alone: it can answer
-    without another's prefill, or, a prefill engine, by itself.
+    without another's prefill, or, a prefill engine, by itself. coming, coming_tokens: requests, and tokens of
+    their prompts, that others prefill for it. obeys: it computes what it is told not to fetch; others fetch
+    whatever the pool holds.
+
+    ttft_ratios: how well its first tokens are predicted. flow: what comes to it. sender: what others fetch
+    from it. turn: when a policy last chose it, by the policy's own count.
     """
 
     __slots__ = (
         "alone",
         "books",
+        "coming",
+        "coming_tokens",
         "decode_model",
+        "flow",
         "handover_model",
         "load",
         "name",
+        "obeys",
         "place",
         "prefill_model",
         "role",
         "room_tokens",
+        "sender",
+        "ttft_ratios",
+        "turn",
     )
 
     def __init__(
@@ -50,6 +65,12 @@ class Instance:
         self.room_tokens = room_tokens
         self.load = load
         self.books = Books()
+        self.coming = self.coming_tokens = 0
+        self.obeys = False
+        self.turn = -1
+        self.ttft_ratios = Ratios()
+        self.flow = Flow()
+        self.sender = Sender()
         self.prefill_model = PrefillModel()
         self.handover_model = HandoverModel()
         self.decode_model = DecodeModel()

@@ -1,13 +1,16 @@
 """What a request will cost: prefill seconds, hand-over seconds and seconds between tokens, learnt online.
 
-    prefill(n, own, pool)  =  a + b u + c (n^2 - r^2) + f pool      r = own + pool tokens reused, u = n - r
-    hand-over(n)           =  g + h n
-    token gap(batch, ctx)  =  d + e batch + k ctx                   ctx: tokens in the KV cache of the batch
+    prefill        =  a + b u + c (n^2 - r^2)  +  transfer       r = own + pool tokens reused, u = n - r
+    transfer       =  l + f pool + s ahead                       0 where nothing is fetched
+    hand-over(n)   =  g + h n
+    gap(batch, ctx)=  d + e batch + k ctx                        ctx: tokens in the KV cache of the batch
 
 The form of the prefill term is the cost model of the Mooncake paper (FAST '25, section 2.2 of its cost model:
-a linear and a quadratic part of the tokens that are computed); priors are of a mid-sized model on one GPU and
-wide, so that a few tens of requests replace them. Tokens and seconds everywhere; features are scaled to
-thousands and millions so that coefficients are of one order. Pure: no clock.
+a linear and a quadratic part of the tokens that are computed), and l and f are this instance's latency and
+bandwidth towards the pool, as far as its own work does not hide them. ``ahead``: seconds of other fetches
+that the sender has before it (``Sender``); s is how much of them is felt. Priors are of a mid-sized model on
+one GPU and wide, so that a few tens of requests replace them. Tokens and seconds everywhere; features are
+scaled to thousands and millions so that coefficients are of one order. Pure: no clock.
 """
 
 from __future__ import annotations
@@ -19,22 +22,31 @@ _M = 1e-6
 
 
 class PrefillModel:
-    """Seconds that an engine computes before a request's first token, without waiting."""
+    """Seconds that an engine needs before a request's first token, without waiting for its turn."""
 
     def __init__(self) -> None:
-        self.regression = Regression((0.02, 0.1, 0.001, 0.002), (0.1, 0.3, 0.01, 0.02), floor=0.005)
+        self.regression = Regression(
+            (0.02, 0.1, 0.001, 0.005, 0.002, 1.0), (0.1, 0.3, 0.01, 0.02, 0.02, 1.0), floor=0.005
+        )
 
-    def predict(self, tokens: int, own: int = 0, pool: int = 0) -> float:
-        """tokens: of the prompt; own: leading ones in the engine's own cache; pool: those behind them that
-        the pool holds."""
+    def predict(self, tokens: int, own: int = 0, pool: int = 0, ahead_s: float = 0.0) -> float:
+        """tokens: of the prompt; own: leading ones in the engine's own cache; pool: those behind them that it
+        fetches; ahead_s: of the sender's other fetches."""
         # As the features say, without making them: it is asked of every engine for every request.
-        a, b, c, f = self.regression.coefficients
+        a, b, c, _, _, _ = self.regression.coefficients
         reused = own + pool if own + pool < tokens else tokens
-        computed_s = b * _K * (tokens - reused) + c * _M * (tokens * tokens - reused * reused)
-        return a + computed_s + f * _K * (pool if pool < tokens else tokens)
+        seconds = a + b * _K * (tokens - reused) + c * _M * (tokens * tokens - reused * reused)
+        return seconds + self.transfer_s(pool if pool < tokens else tokens, ahead_s) if pool else seconds
 
-    def observe(self, tokens: int, own: int, pool: int, seconds: float) -> float | None:
-        return self.regression.observe(_prefill_features(tokens, own, pool), seconds)
+    def transfer_s(self, pool: int, ahead_s: float = 0.0) -> float:
+        """The part of it that fetching takes."""
+        if not pool:
+            return 0.0
+        _, _, _, latency, token, share = self.regression.coefficients
+        return latency + token * _K * pool + share * ahead_s
+
+    def observe(self, tokens: int, own: int, pool: int, seconds: float, ahead_s: float = 0.0) -> float | None:
+        return self.regression.observe(_prefill_features(tokens, own, pool, ahead_s), seconds)
 
 
 class HandoverModel:
@@ -66,7 +78,9 @@ class DecodeModel:
         return self.regression.observe((1.0, batch, context_tokens * _K), seconds)
 
 
-def _prefill_features(tokens: int, own: int, pool: int) -> tuple[float, float, float, float]:
+def _prefill_features(tokens: int, own: int, pool: int, ahead_s: float) -> tuple[float, ...]:
     reused = min(own + pool, tokens)
     computed = tokens - reused
-    return (1.0, computed * _K, (tokens * tokens - reused * reused) * _M, min(pool, tokens) * _K)
+    fetched = min(pool, tokens)
+    fetches = (1.0, fetched * _K, ahead_s) if fetched else (0.0, 0.0, 0.0)
+    return (1.0, computed * _K, (tokens * tokens - reused * reused) * _M, *fetches)

@@ -1,19 +1,24 @@
 """Least squares that learns while it is used: a linear model with non-negative coefficients, a prior that
-fades with evidence, slow forgetting, and a bound on what one odd sample may do.
+fades with evidence, slow forgetting, and two bounds on what odd samples may do.
 
 The recursion is the Kalman filter of a constant state that drifts a little (Plackett 1950, "Some theorems in
 least squares"; Ljung, "System Identification", ch. 11). Samples far from the prediction count as if they were
-at a bound, as in Huber's loss (Huber 1964). Pure: no clock.
+at a bound, as in Huber's loss (Huber 1964). Those that are absurd, beside the prediction and beside the
+median of the last samples alike, count nothing: an engine that stood still, a clock that jumped. An engine
+that has really changed moves the median with its fifth sample, and is believed. Pure: no clock.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections import deque
 from collections.abc import Sequence
 
 ERROR_SHARE = 0.1  # a sample is expected to lie within this share of its prediction
 OUTLIER_ERRORS = 3.0  # an error counts as no more than so many expected ones
+ABSURD = 5.0  # times the prediction, or as small a part of it, and the same of the median
+RECENT = 9  # samples, of which the median is taken
 MEMORY = 2_000  # after about so many samples the prior spread would be back, were there no new ones
 
 
@@ -22,7 +27,8 @@ class Regression:
 
     prior:  the coefficients before any sample. spread: how far off each may be (standard deviation).
     floor:  the smallest scale of y that matters, in y's unit: errors below a share of it are noise.
-    coefficients: as they are now. samples, refused: how many were learnt from, and how many were no numbers.
+    coefficients: as they are now. samples, odd, refused: how many were learnt from, were absurd, and were no
+    numbers.
 
     Lists of floats, no arrays: with two to four coefficients a call of numpy costs more than all the sums.
     """
@@ -35,7 +41,9 @@ class Regression:
             for row, most in enumerate(self._most)
         ]
         self._floor = floor
+        self._recent: deque[float] = deque(maxlen=RECENT)  # observed over predicted
         self.samples = 0
+        self.odd = 0
         self.refused = 0
 
     def predict(self, features: Sequence[float]) -> float:
@@ -43,13 +51,16 @@ class Regression:
 
     def observe(self, features: Sequence[float], y: float) -> float | None:
         """Learns from one sample. Returns the error of the prediction before, y - predicted; None for a
-        sample that is no set of finite, non-negative numbers, which changes nothing."""
+        sample that changes nothing: no set of finite, non-negative numbers, or absurd."""
         # NaN is in no range.
         if not all(0.0 <= value < math.inf for value in (*features, y)) or not any(features):
             self.refused += 1
             return None
         predicted = self.predict(features)
         error = y - predicted
+        if self._is_absurd(predicted, y):
+            self.odd += 1
+            return None
         covariance = self._covariance
         for place, most in enumerate(self._most):
             covariance[place][place] += most / MEMORY
@@ -79,6 +90,15 @@ class Regression:
                 raise AssertionError(f"the variance {row[place]} is out of bounds")
             if row != [other[place] for other in self._covariance]:
                 raise AssertionError("the covariance is not symmetric")
+
+    def _is_absurd(self, predicted: float, y: float) -> bool:
+        ratio = max(y, self._floor) / max(predicted, self._floor)
+        recent = self._recent
+        recent.append(ratio)
+        if 1 / ABSURD <= ratio <= ABSURD or len(recent) < RECENT:
+            return False
+        median = sorted(recent)[RECENT // 2]
+        return not median / ABSURD <= ratio <= median * ABSURD
 
     def _bound(self) -> None:
         """Without samples along a direction its variance grows; no further than the prior's."""

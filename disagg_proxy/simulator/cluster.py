@@ -80,6 +80,8 @@ class Cluster:
             Instance(place, f"{role.value}-{place}", role, room_tokens=machine.room_tokens)
             for place, role in enumerate(roles)
         )
+        for instance in self.instances:
+            instance.obeys = True
         self.caches = Caches(len(roles), machine.cache_tokens // BLOCK_TOKENS)
         self.links = Links(len(roles), machine.link_bytes_s)
         self.accounts = Accounts(self.instances)
@@ -108,7 +110,7 @@ class Cluster:
         held = self.caches.find(blocks)
         own = held.by_place[place]
         job.own, job.ready_s = own * BLOCK_TOKENS, now_s
-        if self.settings.pool and held.anywhere > own:
+        if job.fetches and held.anywhere > own:
             job.fetched = (held.anywhere - own) * BLOCK_TOKENS
             size = job.fetched * self.settings.machine.kv_bytes
             job.ready_s = self.links.send(held.best, place, size, now_s)
@@ -155,10 +157,12 @@ class Cluster:
             arrival.tokens,
             [count * BLOCK_TOKENS for count in held.by_place],
             held.anywhere * BLOCK_TOKENS if self.settings.pool else 0,
+            holder=self.instances[held.best].sender if self.settings.pool and held.anywhere else None,
         )
         choice = self._policy.choose(asked, self.instances, now_s)
         computes = choice.computes
         job.prefill_place, job.decode_place = computes.place, choice.decode.place
+        job.fetches = self.settings.pool and choice.fetch
         job.predicted_ttft_s = ttft_s(asked, choice, now_s)
         if self._admission is not None:
             refusal = self._admission.refuse(asked, choice, self.instances, now_s)

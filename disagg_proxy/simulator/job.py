@@ -16,6 +16,7 @@ class Job:
     computed_s: its prefill ended.                            first_s: its first token.
     done_s:   its last token.                                 gap_s: the mean of its longest tenth of gaps.
     own, fetched: tokens that were reused, from the instance's own cache and from others'.
+    fetches: whether it is to fetch what others hold.
     why_not:  why it was refused, or given up; "" for neither.
     """
 
@@ -32,6 +33,7 @@ class Job:
     prefill_place: int = -1
     decode_place: int = -1
     predicted_ttft_s: float = math.nan
+    fetches: bool = True
     why_not: str = ""
     left: int = field(default=0)  # tokens of the prompt that are still to be computed, chunk by chunk
 

@@ -1,0 +1,70 @@
+"""How well the time to the first token is predicted: predicted against observed, of each instance and of the
+last requests."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+RATIOS_MAX = 256  # of an instance: the errors of its last requests
+RECENT_MAX = 1024
+FEWEST = 16  # fewer say nothing
+LEAST_S = 0.001  # times below it are one
+LONGEST_S = 900.0  # of a time that can be meant; what takes longer is a clock that jumped
+
+
+class Ratios:
+    """Of one instance: observed over predicted. refused: what was no time."""
+
+    __slots__ = ("_ordered", "_ratios", "observed", "refused")
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=RATIOS_MAX)
+        self._ordered: list[float] = []
+        self.observed = 0
+        self.refused = 0
+
+    def observe(self, predicted_s: float, observed_s: float) -> bool:
+        """False: it is left out, because these are no times."""
+        if not (0.0 <= predicted_s <= LONGEST_S and 0.0 <= observed_s <= LONGEST_S):
+            self.refused += 1
+            return False
+        self._ratios.append(max(observed_s, LEAST_S) / max(predicted_s, LEAST_S))
+        self._ordered = []
+        self.observed += 1
+        return True
+
+    def quantile(self, share: float) -> float:
+        """This share of what was observed lately was at most so many times what had been predicted; 1 as long
+        as too little is known."""
+        if len(self._ratios) < FEWEST:
+            return 1.0
+        ordered = self._ordered = self._ordered or sorted(self._ratios)
+        return ordered[min(math.ceil(share * len(ordered)), len(ordered)) - 1]
+
+    @property
+    def noise(self) -> float:
+        """Half of the predictions are wrong by less than this share of the prediction."""
+        return min(max(self.quantile(0.75) - 1.0, 1.0 - self.quantile(0.25), 0.0), 1.0)
+
+
+class Compared(NamedTuple):
+    predicted_s: float
+    observed_s: float
+    instance: str
+
+
+class Calibration:
+    """Of all requests: the last RECENT_MAX, for whoever draws them."""
+
+    def __init__(self) -> None:
+        self._recent: deque[Compared] = deque(maxlen=RECENT_MAX)
+
+    def observe(self, ratios: Ratios, instance: str, predicted_s: float, observed_s: float) -> None:
+        if ratios.observe(predicted_s, observed_s):
+            self._recent.append(Compared(predicted_s, observed_s, instance))
+
+    def recent(self) -> list[Compared]:
+        """The oldest first. On any thread."""
+        return list(self._recent)

@@ -1,0 +1,61 @@
+"""How much comes to one instance: requests a second and seconds of prefill a second, of the last minute or
+so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+OVER_S = 60.0  # long beside a prefill, short beside the hours of a day
+YOUNG_S = 10.0  # what came to an instance that is younger is taken to have come in so long
+LOAD_MAX = 0.95  # beyond it what is added stays for longer than the load does
+
+
+class Flow:
+    """An exponentially weighted average. A clock that jumps back is taken to stand still."""
+
+    __slots__ = ("_born_s", "_requests", "_to_s", "_work_s")
+
+    def __init__(self) -> None:
+        self._requests = 0.0
+        self._work_s = 0.0
+        self._born_s = math.nan
+        self._to_s = -math.inf
+
+    def add(self, work_s: float, now_s: float) -> None:
+        """A request is sent there whose prefill is predicted to take so long."""
+        if not math.isfinite(self._born_s):
+            self._born_s = self._to_s = now_s
+        left = math.exp(-max(now_s - self._to_s, 0.0) / OVER_S)
+        self._requests = self._requests * left + 1.0
+        self._work_s = self._work_s * left + work_s
+        self._to_s = max(now_s, self._to_s)
+
+    def at(self, now_s: float) -> tuple[float, float]:
+        """(requests a second, seconds of prefill a second)"""
+        if not self._requests:
+            return 0.0, 0.0
+        age_s = max(now_s - self._born_s, YOUNG_S)
+        left = math.exp(-max(now_s - self._to_s, 0.0) / OVER_S)
+        over_s = OVER_S * -math.expm1(-age_s / OVER_S)
+        return self._requests * left / over_s, self._work_s * left / over_s
+
+
+def harm(flows: Sequence[Flow], now_s: float) -> float:
+    """What a second of work does to those who come later, a second that it waits or is waited for: arrivals
+    per second at one of these instances, over the share of the time that is left idle.
+
+    An instance with u seconds of work, to which work comes at random, costs those that come later in all
+    arrivals u^2 / (2 (1 - load)) seconds more than an idle one (the value function of M/G/1 with first come,
+    first served); so x seconds more of it cost them harm x (u + x / 2) with this harm. To add that to a
+    request's own time is one step of policy iteration from a split at random: Hyytia, Penttinen and Aalto,
+    "Size- and state-aware dispatching problem with queue-specific job sizes", European Journal of Operational
+    Research 217 (2012).
+    """
+    requests = load = 0.0
+    for flow in flows:
+        rate, work = flow.at(now_s)
+        requests += rate
+        load += work
+    count = len(flows)
+    return requests / count / (1.0 - min(load / count, LOAD_MAX)) if count else 0.0

@@ -1,0 +1,38 @@
+"""Where a conversation was last."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from moonpool.disagg_proxy.conductor.instance import Instance
+
+SESSIONS_MAX = 65_536
+
+
+class Last(NamedTuple):
+    """tokens: of its prompt, 0 when not known."""
+
+    instance: Instance
+    tokens: int
+
+
+class Sessions:
+    """The SESSIONS_MAX that asked last."""
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[str, Last] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def find(self, session: str) -> Last | None:
+        return self._last.get(session) if session else None
+
+    def keep(self, session: str, instance: Instance, tokens: int) -> None:
+        if not session:
+            return
+        self._last[session] = Last(instance, tokens)
+        self._last.move_to_end(session)
+        if len(self._last) > SESSIONS_MAX:
+            self._last.popitem(last=False)
