@@ -26,6 +26,7 @@ from moonpool.connectors.lmcache.expected import ambiguous
 from moonpool.connectors.lmcache.form import described
 from moonpool.connectors.lmcache.identity import fingerprint, layout_mark, name_of
 from moonpool.connectors.lmcache.lanes import Lane
+from moonpool.connectors.lmcache.listing import Listing
 from moonpool.connectors.lmcache.locks import Locks
 from moonpool.connectors.lmcache.native import PLUG
 from moonpool.connectors.lmcache.pieces import Pieces
@@ -110,6 +111,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._names = Names(settings.form)
         self._locks = Locks()
         self._numbers = itertools.count(1)
+        self._listing = Listing(self._stored)
         self._ambiguous_said = threading.Event()
         self._pieces = Pieces(settings.threads)
         mark = fingerprint(PLUG, {"form": settings.form})
@@ -296,27 +298,22 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         once. The cursor is the last key of the page before."""
         if page_size <= 0:
             raise ValueError(f"page_size must be above 0, not {page_size}")
-        client = self._pool.client
-        if client is None:
-            return KeyListPage((), None)
-        prefix = b"" if model_name is None else f"{model_name}@".encode()
+        prefix = "" if model_name is None else f"{model_name}@"
         try:
-            rows = client.list(prefix, LIST_MAX)
+            rows, more = self._listing.page(prefix, page_size, cursor)
         except Error as error:
             self._pool.heard(str(error))
             return KeyListPage((), None)
+        return KeyListPage(tuple(KeyEntry(parse_wire_key(text), size) for text, size in rows), more)
+
+    def _stored(self, prefix: str) -> list[tuple[str, int]]:
+        """Keys and sizes; what has several layouts once, and no digests."""
+        client = self._pool.client
+        if client is None:
+            return []
+        rows = client.list(prefix.encode(), LIST_MAX)
         found = {row[0].decode().partition("@@")[0]: row[1] for row in rows}
-        entries = []
-        after = sorted(text for text in found if text > (cursor or ""))
-        for text in after:
-            key = parse_wire_key(text)
-            if key is not None:
-                entries.append((text, KeyEntry(key, found[text])))
-            if len(entries) > page_size:
-                break
-        more = len(entries) > page_size
-        entries = entries[:page_size]
-        return KeyListPage(tuple(entry for _, entry in entries), entries[-1][0] if more else None)
+        return [(text, size) for text, size in found.items() if parse_wire_key(text) is not None]
 
     def report_status(self) -> dict[str, Any]:
         """Healthy also without the pool: LMCache's server counts the health of all adapters as its own, and
