@@ -1,5 +1,5 @@
 """An L2 adapter of LMCache's server, driven as its controllers do; in this process, or (as a program) in
-another: ``l2.py JSON`` reads calls from stdin and answers on stdout, a JSON each line."""
+another: ``l2.py FD`` reads calls from stdin and answers on the descriptor FD, a JSON each line."""
 
 from __future__ import annotations
 
@@ -37,26 +37,27 @@ def key(number: int, model: str = "org/model") -> ObjectKey:
     return ObjectKey(number.to_bytes(8, "little"), model, kv_rank=0x01000100)
 
 
-def memory(number: int | None, dtype: str = "bfloat16") -> TensorMemoryObj:
+def memory(number: int | None, dtype: str = "bfloat16", shape: torch.Size = SHAPE) -> TensorMemoryObj:
     """Bytes that are this number's own; None: zeros."""
-    raw = torch.zeros(SHAPE.numel(), dtype=torch.int16)
+    raw = torch.zeros(shape.numel(), dtype=torch.int16)
     if number is not None:
         generator = torch.Generator().manual_seed(number)
-        raw = torch.randint(0, 1 << 15, (SHAPE.numel(),), dtype=torch.int16, generator=generator)
+        raw = torch.randint(0, 1 << 15, (shape.numel(),), dtype=torch.int16, generator=generator)
     kind = getattr(torch, dtype)
-    raw = raw.view(torch.uint8)[: SHAPE.numel() * kind.itemsize]
+    raw = raw.view(torch.uint8)[: shape.numel() * kind.itemsize]
     meta = MemoryObjMetadata(
-        SHAPE, kind, raw.data_ptr(), raw.nbytes, 1, fmt=MemoryFormat.KV_2LTD, shapes=[SHAPE], dtypes=[kind]
+        shape, kind, raw.data_ptr(), raw.nbytes, 1, fmt=MemoryFormat.KV_2LTD, shapes=[shape], dtypes=[kind]
     )
     return TensorMemoryObj(raw, meta, parent_allocator=None)
 
 
 class L2:
-    """One adapter; every call has a deadline."""
+    """One adapter; every call has a deadline. ``chunk_tokens``: of its server."""
 
-    def __init__(self, spec: dict[str, Any], timeout_s: float = 30) -> None:
+    def __init__(self, spec: dict[str, Any], chunk_tokens: int = SHAPE[2], timeout_s: float = 30) -> None:
         config = get_l2_adapter_config_class(spec["type"]).from_dict(spec)
         self.adapter = create_l2_adapter(config)
+        self.shape = torch.Size([*SHAPE[:2], chunk_tokens, SHAPE[3]])
         self.timeout_s = timeout_s
 
     def _wait(self, fd: int) -> None:
@@ -65,7 +66,7 @@ class L2:
 
     def store(self, numbers: Sequence[int], dtype: str = "bfloat16") -> tuple[bool, int]:
         """Whether it went well, and the bytes that were new."""
-        objects = [memory(number, dtype) for number in numbers]
+        objects = [memory(number, dtype, self.shape) for number in numbers]
         task = self.adapter.submit_store_task([key(number) for number in numbers], objects)
         self._wait(self.adapter.get_store_event_fd())
         result = self.adapter.pop_completed_store_tasks()[task]
@@ -73,7 +74,7 @@ class L2:
 
     def lookup(self, numbers: Sequence[int], dtype: str | None = "bfloat16") -> list[bool]:
         """Locks what it finds."""
-        layouts = {} if dtype is None else {0: MemoryLayoutDesc([SHAPE], [getattr(torch, dtype)])}
+        layouts = {} if dtype is None else {0: MemoryLayoutDesc([self.shape], [getattr(torch, dtype)])}
         task = self.adapter.submit_lookup_and_lock_task([key(number) for number in numbers], layouts)
         self._wait(self.adapter.get_lookup_and_lock_event_fd())
         found = self.adapter.query_lookup_and_lock_result(task)
@@ -82,7 +83,7 @@ class L2:
 
     def load(self, numbers: Sequence[int], dtype: str = "bfloat16") -> list[bool]:
         """Looks at the bytes of what came."""
-        objects = [memory(None, dtype) for _ in numbers]
+        objects = [memory(None, dtype, self.shape) for _ in numbers]
         task = self.adapter.submit_load_task([key(number) for number in numbers], objects)
         self._wait(self.adapter.get_load_event_fd())
         found = self.adapter.query_load_result(task)
@@ -90,7 +91,7 @@ class L2:
         loaded = [found.test(i) for i in range(len(numbers))]
         for number, one, came in zip(numbers, objects, loaded, strict=True):
             if came:
-                wanted = memory(number, dtype)
+                wanted = memory(number, dtype, self.shape)
                 assert torch.equal(one.raw_data, wanted.raw_data), f"{number} has other bytes"
         return loaded
 
@@ -105,18 +106,24 @@ class L2:
 
 
 class L2Process:
-    """An L2 in another process; it is killed at the end."""
+    """Adapters in another process, one after the other; it is killed at the end."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
+    def __init__(self) -> None:
         reader, writer = os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(spec), str(writer)],
+            [sys.executable, __file__, str(writer)],
             stdin=subprocess.PIPE,
             pass_fds=[writer],
             text=True,
         )
         os.close(writer)
         self.answers = os.fdopen(reader)
+
+    def open(self, spec: dict[str, Any]) -> L2Process:
+        """An adapter in the place of the one before, in this test's environment."""
+        ours = {name: value for name, value in os.environ.items() if name.startswith("MOONPOOL_")}
+        self.call("open", spec, ours)
+        return self
 
     def tell(self, what: str, *arguments: Any) -> None:
         assert self.process.stdin is not None
@@ -137,12 +144,19 @@ class L2Process:
 
 
 def main() -> None:
-    with os.fdopen(int(sys.argv[2]), "w", buffering=1) as answers:
-        adapter = L2(json.loads(sys.argv[1]))
+    with os.fdopen(int(sys.argv[1]), "w", buffering=1) as answers:
+        adapter = None
         for line in sys.stdin:
             what, arguments = json.loads(line)
-            print(json.dumps(getattr(adapter, what)(*arguments)), file=answers)
-        adapter.close()
+            if what == "open":
+                spec, environment = arguments
+                if adapter is not None:
+                    adapter.close()
+                os.environ.update(environment)
+                adapter, answer = L2(spec), None
+            else:
+                answer = getattr(adapter, what)(*arguments)
+            print(json.dumps(answer), file=answers)
 
 
 if __name__ == "__main__":

@@ -33,25 +33,19 @@ def make(node: Node) -> Iterator[Make]:
         adapter.close()
 
 
-@pytest.fixture
-def other() -> Iterator[Callable[[dict[str, Any]], L2Process]]:
-    made: list[L2Process] = []
-
-    def other(spec: dict[str, Any]) -> L2Process:
-        made.append(L2Process(spec))
-        return made[-1]
-
-    yield other
-    for process in made:
-        process.kill()
+@pytest.fixture(scope="module")
+def process() -> Iterator[L2Process]:
+    """LMCache takes seconds to import."""
+    process = L2Process()
+    yield process
+    process.kill()
 
 
 @WAYS
-def test_two_processes_share(
-    spec: dict[str, Any], node: Node, make: Make, other: Callable[[dict[str, Any]], L2Process]
-) -> None:
+def test_two_processes_share(spec: dict[str, Any], node: Node, make: Make, process: L2Process) -> None:
     node.start()
-    adapter, process = make(spec), other(spec)
+    adapter = make(spec)
+    process.open(spec)
     assert process.call("lookup", [1, 2, 3]) == [False] * 3
     assert process.call("store", [1, 2, 3])[0] is True
     assert adapter.lookup([1, 9, 3]) == [True, False, True]
@@ -117,17 +111,26 @@ def test_nothing_that_is_locked_is_evicted(spec: dict[str, Any], node: Node, mak
     assert adapter.lookup([1, 2]) == [False, False]
 
 
-def test_the_locks_of_the_dead_end(
-    node: Node, make: Make, other: Callable[[dict[str, Any]], L2Process]
-) -> None:
+def test_the_locks_of_the_dead_end_and_its_chunks_stay(node: Node, make: Make) -> None:
     node.start()
-    process = other(BY_NAME)
-    process.call("store", [1, 2])
-    assert process.call("lookup", [1, 2]) == [True, True]
-    assert node.pinned() == 2
-    process.kill()
+    dying = L2Process()
+    try:
+        dying.open(BY_NAME).call("store", [1, 2])
+        assert dying.call("lookup", [1, 2]) == [True, True]
+        assert node.pinned() == 2
+    finally:
+        dying.kill()
     until(lambda: node.pinned() == 0)
-    assert make(BY_NAME).lookup([1, 2]) == [True, True]
+    again = make(BY_NAME)
+    assert again.lookup([1, 2]) == again.load([1, 2]) == [True, True]
+
+
+@WAYS
+def test_a_restart_with_a_warm_pool(spec: dict[str, Any], node: Node, process: L2Process) -> None:
+    node.start()
+    assert process.open(spec).call("store", [1, 2, 3])[0] is True
+    process.open(spec)
+    assert process.call("lookup", [1, 2, 3, 4]) == process.call("load", [1, 2, 3, 4]) == [True] * 3 + [False]
 
 
 def test_the_server_is_healthy_without_the_pool(node: Node, make: Make) -> None:
@@ -163,6 +166,19 @@ def test_another_type_is_another_chunk(node: Node, make: Make) -> None:
     native, other = make(NATIVE), make({**NATIVE, "adapter_params": {"form": "float16"}})
     native.store([1])
     assert other.lookup([1]) == other.load([1]) == [False]
+
+
+@WAYS
+def test_another_chunk_size_is_another_chunk(spec: dict[str, Any], node: Node, make: Make) -> None:
+    """Under one key, which no two chunk sizes have: LMCache hashes tokens."""
+    node.start()
+    first, larger, smaller = make(spec), L2(spec, 2 * SHAPE[2]), L2(spec, SHAPE[2] // 2)
+    first.store([1])
+    for other in (larger, smaller):
+        other.lookup([1])  # the native client's has no size
+        assert other.load([1]) == [False]
+        other.close()
+    assert first.load([1]) == [True]
 
 
 def test_a_native_client_must_know_the_form(node: Node, make: Make) -> None:

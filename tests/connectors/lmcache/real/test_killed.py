@@ -1,0 +1,118 @@
+"""A node that is killed in the middle of a store or a retrieve, for each plug point: an answer soon, right
+bytes or a miss, and the pool is used again when the node is back.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.connectors.lmcache.real.beds import Backend
+from tests.connectors.lmcache.real.l2 import BY_NAME, L2, NATIVE
+from tests.connectors.vllm.processes import Node
+from tests.core.store_bed import until
+
+ANSWER_S = 8.0  # LMCache itself gives up after 10
+
+
+class Remote:
+    """The remote connector, with the calls of an L2."""
+
+    def __init__(self) -> None:
+        self.backend = Backend(chunk_size=64)
+
+    def store(self, numbers: Sequence[int]) -> None:
+        self.backend.put(numbers)
+
+    def load(self, numbers: Sequence[int]) -> list[bool]:
+        """Looks at the bytes of what came."""
+        return [tokens is not None for tokens in self.backend.get(numbers)]
+
+    def close(self) -> None:
+        self.backend.close()
+
+
+def lookup_and_load(l2: L2, numbers: Sequence[int]) -> list[bool]:
+    """As LMCache's server does."""
+    l2.lookup(numbers)
+    loaded = l2.load(numbers)
+    l2.unlock(numbers)
+    return loaded
+
+
+PLUGS: dict[str, Callable[[], Any]] = {
+    "remote": Remote,
+    "moonpool": lambda: L2(BY_NAME),
+    "native_plugin": lambda: L2(NATIVE),
+}
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    with tempfile.TemporaryDirectory(prefix="moonpool-") as path:
+        monkeypatch.setenv("MOONPOOL_RUNTIME_DIR", path)
+        monkeypatch.delenv("MOONPOOL_CLUSTER_TOKEN", raising=False)
+        node = Node(Path(path)).start()
+        yield node
+        node.kill()
+
+
+@pytest.fixture(params=PLUGS)
+def plug(request: pytest.FixtureRequest, node: Node) -> Iterator[Any]:
+    plug = PLUGS[request.param]()
+    yield plug
+    plug.close()
+
+
+def store(plug: Any, numbers: Sequence[int]) -> None:
+    plug.store(numbers)
+
+
+def retrieve(plug: Any, numbers: Sequence[int]) -> None:
+    if isinstance(plug, L2):
+        lookup_and_load(plug, numbers)
+    else:
+        plug.load(numbers)
+
+
+CHUNKS = range(200)
+
+
+@pytest.mark.parametrize("work", [store, retrieve])
+@pytest.mark.parametrize("moment", ["held", "at any time"])
+def test_a_node_killed_in_the_middle(
+    work: Callable[[Any, Sequence[int]], None], moment: str, plug: Any, node: Node, rng: random.Random
+) -> None:
+    plug.store(CHUNKS)
+    started_s = time.monotonic()
+    assert plug.load(CHUNKS) == [True] * len(CHUNKS)
+    usual_s = time.monotonic() - started_s
+    # The second half is not there: what is there may come from shared memory, without the node.
+    first = len(CHUNKS) // 2 if work is retrieve else 1000
+    numbers = range(first, first + len(CHUNKS))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        if moment == "held":  # it waits for the node when that is killed
+            node.pause()
+            working = pool.submit(work, plug, numbers)
+            assert not concurrent.futures.wait([working], 0.1).done
+        else:
+            working = pool.submit(work, plug, numbers)
+            concurrent.futures.wait([working], rng.random() * usual_s)
+        node.kill()
+        working.result(ANSWER_S)
+    retrieve(plug, numbers)  # what is there now: looks at the bytes, too
+    node.start()
+
+    def stored() -> bool:
+        plug.store([5000])
+        return plug.load([5000]) == [True]
+
+    assert until(stored)
+    assert plug.load([0]) == [False]  # its memory went with it
