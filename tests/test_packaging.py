@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WHEEL_BYTES_MAX = 5_000_000
 LINKS = ("core", "connectors", "disagg_proxy")
+# What programs of C and C++ use of the wheel (docs/tensorrt_llm.md, docs/nixl.md).
+C_FILES = (
+    "moonpool/capi/include/transfer_engine_c.h",
+    "moonpool/capi/lib/libtransfer_engine.so",
+    "moonpool/capi/nixl/libplugin_MOONPOOL.so",
+)
 IN_TREE = (
     "build",
     ".git",
@@ -115,6 +122,7 @@ def test_sdist_builds_and_holds_what_the_build_needs(distributions: Path) -> Non
     }
     assert sources <= names
     assert {"LICENSE", "README.md", "setup.py", "pyproject.toml", "src/moonpool/core/__init__.py"} <= names
+    assert "src/moonpool/capi/include/transfer_engine_c.h" in names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".so")]
 
 
@@ -130,7 +138,7 @@ def test_wheel_is_small_works_and_holds_one_package(distributions: Path, tmp_pat
         "moonpool",
         f"moonpool-{moonpool.__version__}.dist-info",
     }
-    assert {"moonpool/py.typed", "moonpool/_native.pyi"} <= set(names)
+    assert {"moonpool/py.typed", "moonpool/_native.pyi", *C_FILES} <= set(names)
     assert not [name for name in names if name.endswith((".cpp", ".hpp", ".pyc"))]
     code = (
         "import moonpool, moonpool._native;"
@@ -139,6 +147,45 @@ def test_wheel_is_small_works_and_holds_one_package(distributions: Path, tmp_pat
     )
     printed = run(sys.executable, "-P", "-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path)).split()
     assert printed == [str(tmp_path / "moonpool" / "__init__.py"), "b'v'"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_c_libraries_of_an_installed_wheel_load(distributions: Path, tmp_path: Path) -> None:
+    """In an environment with nothing else in it: the command of the docs says where they are, they need no
+    Python to be loaded, and they have the names that are looked for."""
+    (path,) = distributions.glob("*.whl")
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps")
+    run(*pip, path, PYTHONPATH="")
+    root = Path(run(python, "-I", "-m", "moonpool.capi", cwd=tmp_path).strip())
+    assert root.is_relative_to(tmp_path / "venv")
+    assert all((root.parents[1] / name).is_file() for name in C_FILES)
+    header = (root / "include" / "transfer_engine_c.h").read_text()
+    functions = re.findall(r"^\w[\w* ]*?[ *](\w+)\(", header, re.M)
+    assert len(functions) == 15
+    compiler = shutil.which(os.environ.get("CXX", "g++").split()[-1])
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    (tmp_path / "load.cpp").write_text(LOAD)
+    run(compiler, tmp_path / "load.cpp", "-ldl", "-o", tmp_path / "load")
+    run(tmp_path / "load", root / "lib" / "libtransfer_engine.so", *functions)
+    run(tmp_path / "load", root / "nixl" / "libplugin_MOONPOOL.so", "nixl_plugin_init", "nixl_plugin_fini")
+
+
+LOAD = """
+#include <dlfcn.h>
+#include <cstdio>
+int main(int count, char** words) {  // LIBRARY NAME...
+    void* library = dlopen(words[1], RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) return std::puts(dlerror()), 1;
+    for (int i = 2; i < count; ++i) {
+        if (dlsym(library, words[i]) == nullptr) return std::puts(dlerror()), 1;
+    }
+    return 0;
+}
+"""
 
 
 @pytest.mark.slow
