@@ -17,6 +17,7 @@ from moonpool.core.cli import (
     mock_engine,
     node,
     objects,
+    plan,
     proxy,
     replay,
     sglang,
@@ -50,7 +51,7 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     serving = (node, master, proxy, mock_engine, up, vllm, sglang)
-    for module in (*serving, status, objects, bench, simulate, replay, configuration):
+    for module in (*serving, status, objects, bench, simulate, replay, plan, configuration):
         module.register(app)
 
     @app.command(epilog="Example:  moonpool version")

@@ -29,6 +29,7 @@ COMMANDS = [
     ["bench", "transfer"],
     ["bench", "store"],
     ["replay"],
+    ["plan"],
     ["config"],
     ["config", "show"],
     ["config", "schema"],

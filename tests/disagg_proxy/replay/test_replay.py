@@ -337,8 +337,8 @@ def test_the_command_reports_draws_and_writes(
         (["--block-tokens", "1000"], "becomes 1 to 512 tokens"),
         (["--speed", "0"], "must be positive"),
         (["--plot", "run.gif"], ".html file"),
-        (["--lines", "not-there/run"], "cannot be written"),
-        (["--api-key-file", "not-there/key"], "cannot be read"),
+        (["--lines", "no/folder/run"], "cannot be written"),
+        (["--api-key-file", "no/folder/key"], "cannot be read"),
     ],
 )
 def test_one_sentence_for_what_is_wrong(
