@@ -6,15 +6,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 
 from moonpool.core.cli.options import examples, write_text
+from moonpool.core.cli.simulate_cache import simulate_cache
 
 if TYPE_CHECKING:
     from moonpool.disagg_proxy.simulator.runs import Plan, Run
 
+RUN = "run"
+TABLE_WIDTH = 140
+
+
+class _Group(typer.core.TyperGroup):
+    """`simulate TRACE` is `simulate run TRACE`, and --help is that of run."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args if args and args[0] in self.commands else [RUN, *args])
+
 
 def register(app: typer.Typer) -> None:
-    app.command(
+    group = typer.Typer(cls=_Group, help="Replay a trace against simulated instances, or simulated caches.")
+    group.command(
+        RUN,
         epilog=examples(
             "moonpool simulate conversation_trace.jsonl",
             "moonpool simulate trace.jsonl --policy conductor,dynamo_cost/local --speed 1,1.5,2",
@@ -22,8 +36,17 @@ def register(app: typer.Typer) -> None:
             "moonpool simulate trace.jsonl --capacity --ttft-slo 10 --policy conductor,round_robin/local",
             "moonpool simulate trace.jsonl --sweep-pd 16 --ttft-slo 10 --gap-slo 0.1",
             "moonpool simulate trace.jsonl --copies 84 --prefill 500 --decode 500 --plot load.html",
-        )
+            "moonpool simulate cache trace.jsonl     hit rate over capacity (see simulate cache --help)",
+        ),
     )(simulate)
+    group.command(
+        "cache",
+        epilog=examples(
+            "moonpool simulate cache conversation_trace.jsonl --plot hits.html",
+            "moonpool simulate cache trace.jsonl --policy lru,s3fifo --blocks 1000,10000 --json -",
+        ),
+    )(simulate_cache)
+    app.add_typer(group, name="simulate")
 
 
 def simulate(
@@ -54,6 +77,9 @@ def simulate(
         int, typer.Option(min=-1, help="An instance's prefix cache; -1: the machine's.")
     ] = -1,
     chunk_tokens: Annotated[int, typer.Option(min=0, help="Of a prompt at one time; 0: all.")] = 8192,
+    eviction: Annotated[
+        str, typer.Option(metavar="NAME", help="What a full prefix cache does; see `simulate cache`.")
+    ] = "lru",
     width: Annotated[int, typer.Option(min=1, help="Nodes of a prefill instance, in a pipeline.")] = 1,
     serial: Annotated[bool, typer.Option("--serial", help="Hand KV over after the whole prompt.")] = False,
     capacity: Annotated[
@@ -73,13 +99,10 @@ def simulate(
     TTFT counts from a request's arrival to its first token, hand-over included.
     """
     import math
-    import sys
     from dataclasses import replace
 
-    from rich.console import Console
-
     from moonpool.disagg_proxy.conductor.admission import Look, Objective
-    from moonpool.disagg_proxy.simulator import plots, report
+    from moonpool.disagg_proxy.simulator import plots, report, run_plots
     from moonpool.disagg_proxy.simulator.cluster import ClusterSettings
     from moonpool.disagg_proxy.simulator.machine import MACHINES
     from moonpool.disagg_proxy.simulator.results import Slo
@@ -101,6 +124,7 @@ def simulate(
         chunk_tokens=chunk_tokens,
         width=width,
         layerwise=not serial,
+        eviction=eviction,
     )
     slo = Slo(ttft_slo, gap_slo or math.inf)
     plans = [
@@ -118,7 +142,7 @@ def simulate(
         for times in _numbers(speed, "--speed")
         for name, local in _policies(policy)
     ]
-    console = Console(file=sys.stderr if json == "-" else sys.stdout)
+    console = make_console(to_stderr=json == "-")
     if capacity:
         return _capacity(console, plans, slo, json)
     if sweep_pd:
@@ -129,7 +153,7 @@ def simulate(
         best = max(runs, key=lambda run: (run.results.good(slo), -run.results.summary(slo).ttft_mean_s))
         console.print(f"Best: {report.instances(best.plan)} under {report.label(best.plan)}", highlight=False)
     for path in drawn:
-        plots.draw(path, runs, slo)
+        run_plots.draw(path, runs, slo)
         console.print(f"drawn: {path}", highlight=False)
     if json:
         write_text(json, report.as_json(runs, slo), "simulate")
@@ -202,3 +226,15 @@ def _numbers(text: str, option: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
         raise typer.BadParameter(f"{option} takes numbers: {error}") from error
+
+
+def make_console(*, to_stderr: bool) -> Any:
+    """Wide enough for the tables where nobody looks at a terminal."""
+    import sys
+
+    from rich.console import Console
+
+    console = Console(file=sys.stderr if to_stderr else sys.stdout)
+    if not console.is_terminal:
+        console.width = TABLE_WIDTH
+    return console

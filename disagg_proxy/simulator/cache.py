@@ -1,52 +1,13 @@
-"""Prefix caches of simulated instances, and which of them holds what.
-
-A cache keeps whole blocks by id, least recently used out first; a prompt's blocks are used from the last one
-back to the first, so that a chain loses its end before its beginning and no block stays that nothing leads
-to.
-"""
+"""Which of the simulated instances' prefix caches (``eviction``) holds what."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from moonpool.disagg_proxy.simulator.eviction.cache import Cache
+from moonpool.disagg_proxy.simulator.eviction.recency import Lru
 
 _FEW = 24  # bits that are walked one by one; more are written out at once
-
-
-class Cache:
-    """blocks_max: what it holds; 0 keeps nothing."""
-
-    def __init__(self, blocks_max: int) -> None:
-        self.blocks_max = blocks_max
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._blocks
-
-    def keep(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The leading blocks of a prompt, now used. Returns those that are new here and those that went.
-        What does not fit at all is not kept."""
-        kept = self._blocks
-        new = []
-        for block in reversed(blocks[: self.blocks_max]):
-            if block in kept:
-                kept.move_to_end(block)
-            else:
-                kept[block] = None
-                new.append(block)
-        gone = []
-        while len(kept) > self.blocks_max:
-            gone.append(kept.popitem(last=False)[0])
-        return new, gone
-
-    def clear(self) -> list[int]:
-        """All that was there."""
-        gone = list(self._blocks)
-        self._blocks.clear()
-        return gone
 
 
 class Held:
@@ -72,15 +33,15 @@ class Caches:
     index.
     """
 
-    def __init__(self, places: int, blocks_max: int) -> None:
-        self.caches = [Cache(blocks_max) for _ in range(places)]
+    def __init__(self, places: int, blocks_max: int, make: Callable[[int], Cache] = Lru) -> None:
+        self.caches = [make(blocks_max) for _ in range(places)]
         self._holders: dict[int, int] = {}
         self._expected: dict[int, int] = {}
         self._expected_count: dict[tuple[int, int], int] = {}
 
-    def keep(self, place: int, blocks: Sequence[int]) -> None:
+    def keep(self, place: int, blocks: Sequence[int], now_s: float) -> None:
         """This cache has, and used, these leading blocks of a prompt."""
-        new, gone = self.caches[place].keep(blocks)
+        new, gone = self.caches[place].keep(blocks, now_s)
         holders, bit = self._holders, 1 << place
         for block in new:
             holders[block] = holders.get(block, 0) | bit
@@ -135,12 +96,14 @@ class Caches:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant is broken."""
-        held: dict[int, int] = {}
-        for place, cache in enumerate(self.caches):
+        for cache in self.caches:
             assert len(cache) <= cache.blocks_max
-            for block in cache._blocks:
-                held[block] = held.get(block, 0) | 1 << place
-        assert held == self._holders
+        for block, places in self._holders.items():
+            assert places
+            assert all(
+                (block in cache) == bool(places >> place & 1) for place, cache in enumerate(self.caches)
+            )
+        assert sum(map(len, self.caches)) == sum(places.bit_count() for places in self._holders.values())
         expected: dict[int, int] = {}
         for place, block in self._expected_count:
             expected[block] = expected.get(block, 0) | 1 << place

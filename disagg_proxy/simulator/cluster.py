@@ -23,6 +23,7 @@ from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Sta
 from moonpool.disagg_proxy.simulator.cache import Caches
 from moonpool.disagg_proxy.simulator.engine import PrefillEngine, WholeEngine
 from moonpool.disagg_proxy.simulator.events import Events
+from moonpool.disagg_proxy.simulator.eviction.study import make_cache
 from moonpool.disagg_proxy.simulator.job import Job
 from moonpool.disagg_proxy.simulator.links import Links
 from moonpool.disagg_proxy.simulator.machine import MACHINES, Machine
@@ -38,6 +39,7 @@ class ClusterSettings:
     chunk_tokens: of a prompt that are computed at one time; 0: whole prompts.
     width:        nodes of a prefill instance, in a pipeline of chunks.
     layerwise:    KV is handed over while it is computed; else after the whole prompt.
+    eviction:     a name of CACHES: what an instance's prefix cache does when it is full.
     """
 
     prefill: int = 0
@@ -48,12 +50,14 @@ class ClusterSettings:
     chunk_tokens: int = 8192
     width: int = 1
     layerwise: bool = True
+    eviction: str = "lru"
 
     def __post_init__(self) -> None:
         if min(self.prefill, self.decode, self.whole) < 0 or not self.prefill + self.whole:
             raise _bad("a cluster needs instances that compute prompts: prefill or whole ones")
         if self.decode and not self.prefill:
             raise _bad("decode instances need prefill instances that compute the prompts")
+        make_cache(self.eviction, 0)
         if self.width < 1 or self.chunk_tokens < 0 or (self.width > 1 and not self.chunk_tokens):
             raise _bad("a pipeline has a width of 1 or more, and chunks of some tokens")
 
@@ -82,7 +86,9 @@ class Cluster:
         )
         for instance in self.instances:
             instance.obeys = True
-        self.caches = Caches(len(roles), machine.cache_tokens // BLOCK_TOKENS)
+        self.caches = Caches(
+            len(roles), machine.cache_tokens // BLOCK_TOKENS, functools.partial(make_cache, settings.eviction)
+        )
         self.links = Links(len(roles), machine.link_bytes_s)
         self.accounts = Accounts(self.instances)
         self._policy = policy
@@ -114,7 +120,7 @@ class Cluster:
             job.fetched = (held.anywhere - own) * BLOCK_TOKENS
             size = job.fetched * self.settings.machine.kv_bytes
             job.ready_s = self.links.send(held.best, place, size, now_s)
-            self.caches.keep(place, blocks[: held.anywhere])
+            self.caches.keep(place, blocks[: held.anywhere], now_s)
 
     def computed(self, job: Job) -> None:
         """By a prefill engine."""

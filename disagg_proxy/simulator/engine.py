@@ -98,7 +98,7 @@ class PrefillEngine:
 
     def _end(self, job: Job) -> None:
         job.computed_s = self._events.now_s
-        self._caches.keep(self.place, job.arrival.full_blocks)
+        self._caches.keep(self.place, job.arrival.full_blocks, self._events.now_s)
         self._outcomes.computed(job)
 
     def _free(self) -> None:
@@ -205,7 +205,7 @@ class WholeEngine:
         if job.left == 0:
             job.computed_s = self._events.now_s
             self._job = None
-            self._caches.keep(self.place, job.arrival.full_blocks)
+            self._caches.keep(self.place, job.arrival.full_blocks, self._events.now_s)
             self._join(job)
         self._go_on()
 

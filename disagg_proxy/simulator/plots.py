@@ -1,25 +1,22 @@
-"""Simulations drawn: what each policy did over time, and how its first tokens spread."""
+"""Pictures, alone as PNG or with a table in a page; what is in them is drawn by who knows it."""
 
 from __future__ import annotations
 
 import base64
 import html
 import io
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.simulator import report
-from moonpool.disagg_proxy.simulator.results import Results, Slo
-from moonpool.disagg_proxy.simulator.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".html")
-BUCKETS = 120  # of the time axis
 
 
 def check(paths: Sequence[Path]) -> None:
@@ -33,90 +30,45 @@ def check(paths: Sequence[Path]) -> None:
         _pyplot()
 
 
-def draw(path: Path, runs: Sequence[Run], slo: Slo) -> None:
-    """A page with a table for .html, the same curves alone for .png."""
-    picture = _draw(runs, slo)
+@contextmanager
+def figure(rows: int) -> Iterator[tuple[Figure, list[Axes]]]:
+    """So many axes, one below the other."""
+    pyplot = _pyplot()
+    made, axes = pyplot.subplots(rows, 1, figsize=(10, 1 + 4 * rows), layout="constrained", squeeze=False)
+    try:
+        yield made, [row[0] for row in axes]
+    finally:
+        pyplot.close(made)
+
+
+def as_png(made: Figure) -> bytes:
+    buffer = io.BytesIO()
+    made.savefig(buffer, format="png", dpi=110)
+    return buffer.getvalue()
+
+
+def write(path: Path, title: str, head: Sequence[str], rows: Sequence[Sequence[str]], picture: bytes) -> None:
+    """A page with a table for .html, the picture alone for .png."""
     try:
         if path.suffix == ".png":
             path.write_bytes(picture)
         else:
-            path.write_text(_page(runs, slo, picture))
+            path.write_text(_page(title, head, rows, picture))
     except OSError as error:
         raise ConfigError(f"the plot cannot be written to {path}: {error}", operation="simulate") from error
 
 
-def over_time(results: Results, seconds: float) -> tuple[list[float], list[float], list[int], list[int]]:
-    """(times, mean TTFT, served, refused), in BUCKETS equal parts by the time of arrival; NaN where nobody
-    was served.
-    """
-    width = max(seconds, 1e-9) / BUCKETS
-    sums, served, refused = [0.0] * BUCKETS, [0] * BUCKETS, [0] * BUCKETS
-    for at_s, ttft_s in zip(results.arrived_s, results.ttft_s, strict=True):
-        place = min(int(at_s / width), BUCKETS - 1)
-        sums[place] += ttft_s
-        served[place] += 1
-    for at_s in results.refused_s:
-        refused[min(int(at_s / width), BUCKETS - 1)] += 1
-    means = [total / count if count else math.nan for total, count in zip(sums, served, strict=True)]
-    return [(place + 0.5) * width for place in range(BUCKETS)], means, served, refused
+def _page(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], picture: bytes) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-
-def _draw(runs: Sequence[Run], slo: Slo) -> bytes:
-    pyplot = _pyplot()
-    figure, (spread, line, refused) = pyplot.subplots(3, 1, figsize=(10, 12), layout="constrained")
-    for run in runs:
-        name = f"{report.label(run.plan)}, {report.instances(run.plan)}, {run.plan.speed:g}x"
-        _spread(spread, run, name)
-        last_s = max((*run.results.arrived_s[-1:], *run.results.refused_s[-1:]), default=1.0)
-        times, means, _, gone = over_time(run.results, last_s)
-        line.plot(times, means, label=name, linewidth=1)
-        refused.plot(times, gone, label=name, linewidth=1)
-    spread.axvline(slo.ttft_s, color="grey", linestyle=":", label="objective")
-    spread.set(xscale="log", xlabel="TTFT, s", ylabel="share of all requests", ylim=(0, 1))
-    line.axhline(slo.ttft_s, color="grey", linestyle=":")
-    line.set(yscale="log", xlabel="time of arrival, s", ylabel="mean TTFT, s")
-    refused.set(xlabel="time of arrival, s", ylabel="refused")
-    spread.legend(fontsize="small")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    pyplot.close(figure)
-    return buffer.getvalue()
-
-
-def _spread(axes: Axes, run: Run, name: str) -> None:
-    """Refused ones never get a first token, so their curve ends below 1."""
-    values = sorted(run.results.ttft_s)
-    step = max(len(values) // 2_000, 1)
-    kept = range(0, len(values), step)
-    total = max(len(run.results), 1)
-    axes.plot([values[at] for at in kept], [(at + 1) / total for at in kept], label=name, linewidth=1)
-
-
-def _page(runs: Sequence[Run], slo: Slo, picture: bytes) -> str:
-    names = ("policy", "instances", "speed", "mean TTFT s", "p90", "reused", "refused", "good")
-    rows = []
-    for run in runs:
-        found = run.results.summary(slo)
-        cells = (
-            report.label(run.plan),
-            report.instances(run.plan),
-            f"{run.plan.speed:g}",
-            f"{found.ttft_mean_s:.3f}",
-            f"{found.ttft_p90_s:.3f}",
-            f"{found.hits:.1%}",
-            str(found.refused),
-            f"{found.good:.1%}",
-        )
-        rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th>{name}</th>" for name in names)
-    title = html.escape(f"{runs[0].plan.trace.name}: {len(runs[0].results)} requests" if runs else "nothing")
+    title = html.escape(title)
     return (
-        "<!doctype html><meta charset=utf-8><title>moonpool simulate</title>"
+        f"<!doctype html><meta charset=utf-8><title>{title}</title>"
         "<style>body{font:14px system-ui;margin:2em}td,th{padding:.2em .8em;text-align:right}"
         "td:first-child,th:first-child{text-align:left}img{max-width:100%}</style>"
-        f"<h1>{title}</h1><table><tr>{head}</tr>{''.join(rows)}</table>"
-        f'<img alt="TTFT by share and over time" src="data:image/png;base64,'
-        f'{base64.b64encode(picture).decode()}">\n'
+        f"<h1>{title}</h1><table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+        f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(picture).decode()}">\n'
     )
 
 

@@ -2,11 +2,12 @@ import random
 
 import pytest
 
-from moonpool.disagg_proxy.simulator.cache import Cache, Caches
+from moonpool.disagg_proxy.simulator.cache import Caches
+from moonpool.disagg_proxy.simulator.eviction.recency import Lru
 
 
 def test_a_chain_loses_its_end_first() -> None:
-    cache = Cache(4)
+    cache = Lru(4)
     assert cache.keep([1, 2, 3]) == ([3, 2, 1], [])
     assert cache.keep([1, 9, 8]) == ([8, 9], [3])
     assert 2 in cache
@@ -14,17 +15,17 @@ def test_a_chain_loses_its_end_first() -> None:
 
 
 def test_what_does_not_fit_is_kept_from_the_front() -> None:
-    cache = Cache(2)
+    cache = Lru(2)
     new, gone = cache.keep([1, 2, 3, 4])
     assert (new, gone, len(cache)) == ([2, 1], [], 2)
-    assert Cache(0).keep([1, 2]) == ([], [])
+    assert Lru(0).keep([1, 2]) == ([], [])
 
 
 def test_a_prompt_is_found_as_far_as_each_place_holds_it() -> None:
     caches = Caches(4, 100)
-    caches.keep(0, [1, 2, 3])
-    caches.keep(1, [1, 2])
-    caches.keep(2, [1, 7])
+    caches.keep(0, [1, 2, 3], 0.0)
+    caches.keep(1, [1, 2], 0.0)
+    caches.keep(2, [1, 7], 0.0)
     held = caches.find([1, 2, 3, 4])
     assert (held.by_place, held.anywhere, held.best) == ([3, 2, 1, 0], 3, 0)
     assert [caches.length(place, [1, 2, 3, 4]) for place in range(4)] == [3, 2, 1, 0]
@@ -36,7 +37,7 @@ def test_a_prompt_is_found_as_far_as_each_place_holds_it() -> None:
 
 def test_what_is_on_its_way_counts_where_it_goes_until_it_is_there() -> None:
     caches = Caches(2, 100)
-    caches.keep(0, [1])
+    caches.keep(0, [1], 0.0)
     caches.expect(1, [1, 2, 3])
     caches.expect(1, [1, 2])
     assert caches.find([1, 2, 3]).by_place == [1, 0]
@@ -59,7 +60,7 @@ def test_sets_of_bits_say_what_a_plain_look_says(places: int, rng: random.Random
         place = chance.randrange(places)
         act = chance.random()
         if act < 0.5:
-            caches.keep(place, chain)
+            caches.keep(place, chain, 0.0)
         elif act < 0.7:
             caches.expect(place, chain)
             coming.append((place, chain))

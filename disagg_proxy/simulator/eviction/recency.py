@@ -1,0 +1,96 @@
+"""By age: least recently used, first in first out, and the pool's batches."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+class Lru:
+    """Least recently used. Of a prompt that does not fit at all, the front is kept."""
+
+    touches = True
+
+    def __init__(self, blocks_max: int) -> None:
+        self.blocks_max = blocks_max
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._blocks
+
+    def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
+        kept = self._blocks
+        new = []
+        for block in reversed(blocks[: self.blocks_max]):
+            if block not in kept:
+                kept[block] = None
+                new.append(block)
+            elif self.touches:
+                kept.move_to_end(block)
+        if len(kept) <= self.blocks_max:
+            return new, []
+        gone = [kept.popitem(last=False)[0] for _ in range(len(kept) - self.blocks_max)]
+        return new, gone
+
+    def clear(self) -> list[int]:
+        gone = list(self._blocks)
+        self._blocks.clear()
+        return gone
+
+
+class Fifo(Lru):
+    """First in, first out: use changes nothing."""
+
+    touches = False
+
+
+class Batches:
+    """As Mooncake's master evicts: above HIGH of the room, SHARE of it at once, those whose last use is
+    longest ago; a prompt's blocks were used at the same time, so that chance decides between them."""
+
+    HIGH = 0.9
+    SHARE = 0.05
+
+    def __init__(self, blocks_max: int) -> None:
+        self.blocks_max = blocks_max
+        self._used: dict[int, int] = {}
+        self._uses = 0
+        self._random = random.Random(blocks_max)
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._used
+
+    def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
+        used = self._used
+        blocks = blocks[: int(self.blocks_max * self.HIGH)]
+        self._uses += 1
+        new = [block for block in blocks if block not in used]
+        for block in blocks:
+            used[block] = self._uses
+        gone: set[int] = set()
+        while len(used) > self.blocks_max * self.HIGH:
+            chance = self._random.random
+            oldest = heapq.nsmallest(
+                max(int(self.SHARE * self.blocks_max), 1),
+                ((use, chance(), block) for block, use in used.items()),
+            )
+            for _, _, block in oldest:
+                del used[block]
+                gone.add(block)
+        if gone:
+            new, fresh = [block for block in new if block not in gone], set(new)
+            gone -= fresh
+        return new, list(gone)
+
+    def clear(self) -> list[int]:
+        gone = list(self._used)
+        self._used.clear()
+        return gone

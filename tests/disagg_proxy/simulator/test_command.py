@@ -1,0 +1,141 @@
+"""`moonpool simulate`, as it is typed."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from moonpool.core.cli.entry import run
+from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS
+
+
+@pytest.fixture
+def trace(tmp_path: Path, rng: random.Random) -> Path:
+    """Two hundred requests of a few users, whose prompts grow."""
+    rows = []
+    prompts: dict[int, list[int]] = {}
+    for number in range(200):
+        user = rng.randrange(12)
+        prompt = prompts.setdefault(user, [0])
+        prompt = prompts[user] = [
+            *prompt,
+            *(1000 + 10 * number + place for place in range(rng.randrange(1, 4))),
+        ]
+        rows.append(
+            {
+                "timestamp": 500 * number,
+                "input_length": len(prompt) * BLOCK_TOKENS - 10,
+                "output_length": rng.randrange(1, 50),
+                "hash_ids": prompt,
+            }
+        )
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_policies_are_compared_in_one_command(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, picture, figures = tmp_path / "runs.html", tmp_path / "runs.png", tmp_path / "runs.json"
+    arguments = ["simulate", str(trace), "--policy", "conductor,round_robin/local", "--prefill", "2"]
+    arguments += ["--decode", "1", "--plot", str(page), "--plot", str(picture), "--json", str(figures)]
+    assert run(arguments) == 0
+    said = capsys.readouterr().out
+    assert "conductor" in said
+    assert "round_robin/local" in said
+    runs = json.loads(figures.read_text())["runs"]
+    assert [(each["policy"], each["pool"], each["requests"]) for each in runs] == [
+        ("conductor", True, 200),
+        ("round_robin", False, 200),
+    ]
+    assert runs[0]["own"] + runs[0]["fetched"] > runs[1]["own"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "<td>round_robin/local</td>" in page.read_text()
+    assert "data:image/png;base64," in page.read_text()
+
+
+def test_json_on_standard_output_stands_alone(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", "run", str(trace), "--policy", "conductor", "--json", "-"]) == 0
+    caught = capsys.readouterr()
+    assert json.loads(caught.out)["runs"][0]["requests"] == 200
+    assert "conductor" in caught.err
+
+
+def test_capacity_and_the_best_split_are_found(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["simulate", str(trace), "--policy", "conductor", "--ttft-slo", "2"]
+    assert run([*base, "--capacity", "--prefill", "1", "--decode", "1", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["speed"] > 0
+    assert run([*base, "--sweep-pd", "4", "--speed", "4"]) == 0
+    said = capsys.readouterr().out
+    assert all(split in said for split in ("1P+3D", "2P+2D", "3P+1D", "Best: "))
+
+
+def test_hit_rate_is_drawn_over_capacity(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, picture, figures = tmp_path / "hits.html", tmp_path / "hits.png", tmp_path / "hits.json"
+    arguments = ["simulate", "cache", str(trace), "--blocks", "200,0,20", "--plot", str(page)]
+    assert run([*arguments, "--plot", str(picture), "--json", str(figures)]) == 0
+    found = json.loads(figures.read_text())
+    assert (found["blocks"], found["requests"], found["block_tokens"]) == ([0, 20, 200], 200, 512)
+    rates = found["hit_rate"]
+    assert {"lru", "fifo", "lfu", "sieve", "s3fifo", "batches", "reuse_index", "clairvoyant"} == set(rates)
+    for none, few, many in rates.values():
+        assert none == 0.0 <= few < many
+    assert all(rate[1] <= rates["clairvoyant"][1] for rate in rates.values())
+    assert "<th>200</th>" in page.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "reuse_index" in capsys.readouterr().out
+
+
+def test_each_instances_cache_can_be_of_another_kind(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--cache-tokens", str(25 * BLOCK_TOKENS), "--prefill", "1", "--decode", "0", "--json", "-"]
+    found = {}
+    for eviction in ("lru", "fifo", "reuse_index"):
+        assert run(["simulate", str(trace), "--policy", "conductor", "--eviction", eviction, *small]) == 0
+        found[eviction] = json.loads(capsys.readouterr().out)["runs"][0]["own"]
+    assert len(set(found.values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "missing argument"),
+        (["--policy", "nobody"], "there is no policy 'nobody'"),
+        (["--eviction", "mru"], "there is no cache 'mru'"),
+        (["--admission", "maybe"], "--admission is one of none"),
+        (["--machine", "abacus"], "--machine knows paper"),
+        (["--speed", "0"], "the speed must be positive"),
+        (["--speed", "fast"], "--speed takes numbers"),
+        (["--prefill", "0", "--decode", "2"], "instances that compute prompts"),
+        (["--width", "2", "--chunk-tokens", "0"], "a pipeline has a width"),
+        (["--sweep-pd", "1"], "--sweep-pd needs two instances"),
+        (["--plot", "load.pdf"], "a plot is a .png or an .html file"),
+        (["--plot", "/nowhere/load.png"], "the folder of /nowhere/load.png does not exist"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(
+    trace: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(trace)] if arguments else []
+    assert run(["simulate", *given, *arguments]) == 2
+    wrong = capsys.readouterr().err
+    assert said in wrong
+    assert wrong.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policy", "mru"], "--policy takes all or names of lru"),
+        (["--blocks", "many"], "--blocks takes whole numbers"),
+        (["--blocks=-5"], "--blocks cannot be negative"),
+    ],
+)
+def test_caches_that_cannot_be_are_refused(
+    trace: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["simulate", "cache", str(trace), *arguments]) == 2
+    assert said in capsys.readouterr().err
