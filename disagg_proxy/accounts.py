@@ -47,14 +47,31 @@ class _Sent:
 class Accounts:
     """Not thread safe: the dispatcher's lock guards it. changed: hears of each change, for other proxies."""
 
-    def __init__(self, instances: Sequence[Instance]) -> None:
-        self.instances = instances
-        self.watches = [PredictionWatch(TOLERANCE_TOKENS) for _ in instances]
+    def __init__(self, instances: Sequence[Instance] = ()) -> None:
+        self.instances: tuple[Instance, ...] = ()  # ordered by place
+        self.watches: dict[int, PredictionWatch] = {}  # by place
         self.calibration = Calibration()
         self.nonsense = 0  # observations whose times cannot be
         self.changed: Callable[[Change], None] | None = None
         self._sent: dict[int, _Sent] = {}
         self._learnt_s: dict[object, float] = {}  # by model
+        for instance in instances:
+            self.join(instance)
+
+    def join(self, instance: Instance) -> None:
+        """There is one more, at a place where none is."""
+        self.instances = tuple(sorted((*self.instances, instance), key=lambda each: each.place))
+        self.watches[instance.place] = PredictionWatch(TOLERANCE_TOKENS)
+
+    def leave(self, place: int) -> None:
+        """The instance there is no more, and no request is there."""
+        left = next((each for each in self.instances if each.place == place), None)
+        if left is None:
+            return
+        self.instances = tuple(each for each in self.instances if each is not left)
+        del self.watches[place]
+        for model in (left.prefill_model, left.decode_model):
+            self._learnt_s.pop(model, None)
 
     def __len__(self) -> int:
         return len(self._sent)
@@ -112,7 +129,9 @@ class Accounts:
 
     def forget(self, place: int) -> None:
         """The engine is gone, and all that was sent there with it."""
-        self.instances[place].books.forget_all()
+        for instance in self.instances:
+            if instance.place == place:
+                instance.books.forget_all()
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant is broken."""
@@ -201,9 +220,10 @@ class Accounts:
             return
         computes = sent.choice.computes
         predicted = max(asked.own_at(computes), asked.pool)
-        sentence = self.watches[computes.place].report(
-            asked.tokens, observation.prompt_tokens, predicted, cached
-        )
+        watch = self.watches.get(computes.place)
+        if watch is None:
+            return
+        sentence = watch.report(asked.tokens, observation.prompt_tokens, predicted, cached)
         if sentence is not None:
             _log.warning("engine %s: %s", computes.name, sentence)
 

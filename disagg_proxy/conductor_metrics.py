@@ -56,8 +56,8 @@ class ConductorCollector(Collector):
             ),
             "prefill_samples_total": ("Prefills that the cost model has learnt from", {}),
         }
-        for instance, watch in zip(accounts.instances, accounts.watches, strict=True):
-            label = (instance.name,)
+        for instance in accounts.instances:
+            label, watch = (instance.name,), accounts.watches[instance.place]
             rows["cache_predictions_total"][1][label] = watch.reports
             rows["cache_predictions_wrong_total"][1][label] = watch.wrong
             rows["books_requests"][1][label] = instance.books.requests

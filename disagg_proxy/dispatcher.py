@@ -42,28 +42,29 @@ _log = logging.getLogger("moonpool.proxy")
 
 
 class Dispatcher:
-    """tokens: where ids of text come from, None for nowhere; resume: hands in a decision that comes later;
-    observed: takes what the data plane has recorded; clock: the data plane's; handover: the setting."""
+    """tokens: where ids of text come from, None for nowhere; places: for engines, which join and leave on
+    the event loop; resume: hands in a decision that comes later; observed: takes what the data plane has
+    recorded; clock: the data plane's; handover: the setting."""
 
     def __init__(
         self,
-        engines: Sequence[Engine],
         policy: Policy,
         locality: Locality,
         tokens: TokenSource | LocalSource | None,
         *,
+        places: int,
         loop: asyncio.AbstractEventLoop,
         resume: Callable[[ProxyRequest, Decision], None],
         observed: Callable[[], bytes],
         clock: Callable[[], float],
         handover: str = "auto",
     ) -> None:
-        self.engines = tuple(engines)
-        self.instances = tuple(
-            Instance(engine.place, engine.name, Role(engine.role), load=engine.load) for engine in engines
-        )
-        self.accounts = Accounts(self.instances)
-        self.handovers = Handovers(self.engines, handover=handover)
+        # By place; one that is leaving has its place until all that was sent there is over.
+        self.at: list[Engine | None] = [None] * places
+        self._instance_at: list[Instance | None] = [None] * places
+        self.engines: tuple[Engine, ...] = ()  # that requests may go to
+        self.accounts = Accounts()
+        self.handovers = Handovers(self.at, handover=handover)
         self.known = KnownPrompts()
         self.blind = 0
         self.late_errors = 0  # of the policy, about prompts whose ids came later
@@ -81,8 +82,11 @@ class Dispatcher:
         self._loop = loop
         self._asking: set[asyncio.Task[None]] = set()
         self._candidates: dict[tuple[int, ...], tuple[tuple[Instance, ...], tuple[Instance, ...]]] = {}
-        for engine in self.engines:
-            self.became(engine)
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """Of all engines, also those that are leaving."""
+        return self.accounts.instances
 
     @property
     def uses_tokens(self) -> bool:
@@ -157,10 +161,33 @@ class Dispatcher:
         with self._lock:
             return act(self.accounts, self._clock())
 
+    def join(self, engine: Engine) -> None:
+        """There is one more engine, at a place where none is."""
+        instance = Instance(engine.place, engine.name, Role(engine.role), load=engine.load)
+        with self._lock:
+            self.accounts.join(instance)
+        self.at[engine.place] = engine
+        self._instance_at[engine.place] = instance
+        self.engines = tuple(sorted((*self.engines, engine), key=lambda each: each.place))
+        self.became(engine)
+
+    def part(self, engine: Engine) -> None:
+        """The engine is leaving: no request goes there any more."""
+        self.engines = tuple(each for each in self.engines if each is not engine)
+
+    def leave(self, engine: Engine) -> None:
+        """All that was sent to the engine is over, and its place is free."""
+        self.learn()
+        with self._lock:
+            self.accounts.leave(engine.place)
+        self.at[engine.place] = self._instance_at[engine.place] = None
+        self._candidates = {}
+
     def became(self, engine: Engine) -> None:
         """The engine turned out to be something else than it was given as."""
-        instance = self.instances[engine.place]
-        instance.role, instance.alone = Role(engine.role), engine.alone
+        instance = self._instance_at[engine.place]
+        if instance is not None:
+            instance.role, instance.alone = Role(engine.role), engine.alone
         self._candidates = {}  # a new one: on another thread somebody may be adding to the old
 
     def forget(self, engine: Engine) -> None:
@@ -208,6 +235,8 @@ class Dispatcher:
 
     def _choose(self, request: ProxyRequest, asked: Request, place: Place | None) -> Decision:
         instances = self._those(request)
+        if not instances:
+            return _nobody()
         with self._lock:
             self._learn(self._observed())
             now_s = self._clock()
@@ -224,7 +253,10 @@ class Dispatcher:
         return self._plan(request, choice, note=1)
 
     def _choose_simply(self, request: ProxyRequest) -> Decision:
-        choice = self._policy.choose(UNKNOWN, self._those(request), request.arrived_s)
+        instances = self._those(request)
+        if not instances:
+            return _nobody()
+        choice = self._policy.choose(UNKNOWN, instances, request.arrived_s)
         if not choice.decode.alone and (refusal := _refusal(request, choice)):
             return refusal
         if self.chosen is not None:
@@ -234,13 +266,15 @@ class Dispatcher:
         return self._plan(request, choice, note=0)
 
     def _those(self, request: ProxyRequest) -> Sequence[Instance]:
-        """The instances that may be chosen; for what is no generation those that answer by themselves."""
+        """The instances that may be chosen; for what is no generation those that answer by themselves. None
+        are left when the client has left and so have the engines."""
         places, known = request.candidates, self._candidates
         found = known.get(places)
         if found is None:
             if len(known) >= 4096:  # one for each set of engines that was seen
                 known.clear()
-            instances = tuple(self.instances[place] for place in places)
+            at = self._instance_at
+            instances = tuple(each for place in places if (each := at[place]) is not None)
             whole = tuple(each for each in instances if each.role is not Role.PREFILL) or instances
             found = known[places] = (instances, whole)
         return found[0] if request.kind in _GENERATES else found[1]
@@ -266,7 +300,8 @@ class Dispatcher:
 
     def _models(self, request: ProxyRequest, model: str) -> Mapping[str, bytes] | None:
         for place in request.candidates:
-            models: Mapping[str, bytes] | None = self.engines[place].models
+            engine = self.at[place]
+            models: Mapping[str, bytes] | None = None if engine is None else engine.models
             if models and model in models:
                 return models
         return None
@@ -276,6 +311,11 @@ class Dispatcher:
             self.accounts.learn(observation)
             if observation.handed_over:
                 self.handovers.observed(observation)
+
+
+def _nobody() -> Answer:
+    why = "the engines that this request might have gone to have left; try again"
+    return refused(503, why, "no_engine")
 
 
 def _refusal(request: ProxyRequest, choice: Choice) -> Answer | None:

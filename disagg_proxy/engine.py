@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from moonpool.core.addresses import Address
 from moonpool.disagg_proxy.bootstrap import Bootstrap
 from moonpool.disagg_proxy.conductor.liveness import Liveness
-from moonpool.disagg_proxy.settings import BOOTSTRAP_PORT, EngineSpec, ProxySettings
+from moonpool.disagg_proxy.settings import BOOTSTRAP_PORT, EngineSpec, ProxySettings, shared_bootstraps
 from moonpool.disagg_proxy.sglang import HEALTH_S, MODES, OWN_MEMBERS, Meeting, ServerInfo
 from moonpool.disagg_proxy.tensorrt_llm import MEMBER
 
@@ -35,7 +35,14 @@ class Engine:
              None: it has not said how it is met, or nobody asks (asks_context).
     """
 
-    def __init__(self, place: int, spec: EngineSpec, settings: ProxySettings) -> None:
+    def __init__(
+        self,
+        place: int,
+        spec: EngineSpec,
+        settings: ProxySettings,
+        specs: Callable[[], Sequence[EngineSpec]] | None = None,
+    ) -> None:
+        """specs: of all engines that are there now, this one too; None: those of the settings."""
         self.place = place
         self.name = spec.name
         self.url = spec.url
@@ -44,14 +51,15 @@ class Engine:
         self.host = host_field(*spec.address)
         self.liveness = Liveness(settings.health.timeouts_max)
         self.models: dict[str, bytes] | None = None
-        self.bootstrap = bootstrap_of(spec, settings)
+        self.specs = specs or (lambda: settings.engines)
+        self.bootstrap = bootstrap_of(spec, settings, self.specs())
         self.meeting: Meeting | None = None
         self.alone = True
         self.relay: Relay | None = None
         self.turned: Callable[[Engine, bool], None] = lambda engine, healthy: None
         self.became: Callable[[Engine], None] = lambda engine: None
         self._resolved: tuple[str, int] | None = None
-        self._spec = spec
+        self.spec = spec
         self._settings = settings
         self._warned = False
         self.context: bytes | None = None
@@ -122,12 +130,12 @@ class Engine:
         if info is None:
             return
         role = MODES.get(info.disaggregation_mode, "both")
-        if role != self._spec.role and self._spec.role != "both":
+        if role != self.spec.role and self.spec.role != "both":
             _log.warning(
                 "engine %s (%s) was given as %s, and says that its disaggregation mode is %s: it is %s",
                 self.name,
                 self.url,
-                self._spec.role,
+                self.spec.role,
                 info.disaggregation_mode,
                 role,
             )
@@ -143,15 +151,15 @@ class Engine:
     def _is_sglang(self, role: str, port: int | None) -> None:
         """port: of its bootstrap server, where it has told."""
         self.role, self.alone = role, role == "both"
-        host, told = self._spec.address[0], None
-        if self._spec.bootstrap and self._spec.bootstrap_address is not None:
-            host, told = self._spec.bootstrap_address
+        host, told = self.spec.address[0], None
+        if self.spec.bootstrap and self.spec.bootstrap_address is not None:
+            host, told = self.spec.bootstrap_address
         self.meeting = Meeting(host, told or port or BOOTSTRAP_PORT) if role == "prefill" else None
         self.waits = True
         self._tell_role()
         if self.meeting is not None and not self._warned:
             self._warned = True
-            if far := _may_not_reach((self.meeting.host, self.meeting.port), self._settings):
+            if far := _may_not_reach((self.meeting.host, self.meeting.port), self.specs()):
                 _log.warning(
                     "%s (%s) would be told to meet engine %s at %s:%d, on this host alone, and then waits in "
                     "vain; name the engine by an address that decode engines reach, too, or its bootstrap "
@@ -191,12 +199,16 @@ class Engine:
         return time.monotonic() if self.relay is None else self.relay.now()
 
 
-def bootstrap_of(spec: EngineSpec, settings: ProxySettings) -> Bootstrap | None:
-    """The bootstrap page that hand-overs from this engine may be arranged by."""
+def bootstrap_of(
+    spec: EngineSpec, settings: ProxySettings, specs: Sequence[EngineSpec] | None = None
+) -> Bootstrap | None:
+    """The bootstrap page that hand-overs from this engine may be arranged by. specs: of all engines; None:
+    those of the settings."""
+    specs = settings.engines if specs is None else specs
     place = spec.bootstrap_address
     if place is None or settings.handover not in ("auto", "concurrent"):
         return None
-    if place in settings.shared_bootstraps:
+    if place in shared_bootstraps(specs):
         _log.info(
             "engine %s: prefill and decode take two steps, because other prefill engines would have their "
             "bootstrap page at %s:%d, too; give each its own, --prefill %s#bootstrap=PORT",
@@ -205,7 +217,7 @@ def bootstrap_of(spec: EngineSpec, settings: ProxySettings) -> Bootstrap | None:
             spec.url,
         )
         return None
-    if far := _may_not_reach(place, settings):
+    if far := _may_not_reach(place, specs):
         _log.warning(
             "engine %s: prefill and decode take two steps, because %s (%s) would be told to meet it at "
             "%s:%d, on this host alone; name the engine by an address that decode engines reach, too, or "
@@ -218,7 +230,7 @@ def bootstrap_of(spec: EngineSpec, settings: ProxySettings) -> Bootstrap | None:
         )
         return None
     expected = bool(spec.bootstrap) or settings.handover == "concurrent"
-    others = {each.bootstrap_address for each in settings.engines} - {place, None}
+    others = {each.bootstrap_address for each in specs} - {place, None}
     return Bootstrap(
         spec.name,
         place,
@@ -228,11 +240,11 @@ def bootstrap_of(spec: EngineSpec, settings: ProxySettings) -> Bootstrap | None:
     )
 
 
-def _may_not_reach(page: tuple[str, int], settings: ProxySettings) -> EngineSpec | None:
+def _may_not_reach(page: tuple[str, int], specs: Sequence[EngineSpec]) -> EngineSpec | None:
     """An engine that answers, and may be on another machine than this one, where alone the page is."""
     if not Address(*page).is_loopback:
         return None
-    answering = (each for each in settings.engines if each.role != "prefill")
+    answering = (each for each in specs if each.role != "prefill")
     return next((each for each in answering if not Address(*each.address).is_loopback), None)
 
 

@@ -56,10 +56,13 @@ _COUNT_TAKEN = (int(Handed.TWO_STEP), int(Handed.CONCURRENT))
 
 
 class Handovers:
-    """instance: begins each transfer id, so that no other proxy makes the same. handover: the setting.
-    ``plan`` may be called on any thread; ``observed`` by one at a time."""
+    """engines: by place, None where there is none. instance: begins each transfer id, so that no other proxy
+    makes the same. handover: the setting. ``plan`` may be called on any thread; ``observed`` by one at a
+    time."""
 
-    def __init__(self, engines: Sequence[Engine], instance: str = "", *, handover: str = "auto") -> None:
+    def __init__(
+        self, engines: Sequence[Engine | None], instance: str = "", *, handover: str = "auto"
+    ) -> None:
         self.engines = engines
         self.stats: dict[Handed, FormStats] = {form: FormStats() for form in _FORMS if form}
         self._instance = instance or os.urandom(8).hex()
@@ -71,13 +74,16 @@ class Handovers:
         """The plan for a pair (places), and its form."""
         if self._tensorrt_llm:
             return self._plan_by_number(decode, prefill, request, note)
-        meeting = self.engines[prefill].meeting
+        giver, taker = self.engines[prefill], self.engines[decode]
+        assert giver is not None
+        assert taker is not None
+        meeting = giver.meeting
         if meeting is not None:
-            if self.engines[decode].alone:  # it would not come
+            if taker.alone:  # it would not come
                 return Plan(decode, note=note), Handed.NOT
             members = meeting.members(self._rooms, request.prompt_count())
             return one_shot(prefill, decode, members, note=note), Handed.ONE_SHOT
-        bootstrap = self.engines[prefill].bootstrap
+        bootstrap = giver.bootstrap
         rank = None if bootstrap is None else bootstrap.take()
         if rank is None:
             return Plan(decode, prefill, None, None, (), note), _TWO_STEP
@@ -94,7 +100,9 @@ class Handovers:
         """TensorRT-LLM's. Generation first where the context server says how it is met."""
         if request.prompt_count() is not None:  # it hands over one prompt at a time
             return Plan(decode, note=note), Handed.NOT
-        number, context = self._numbers.take(), self.engines[prefill].context
+        giver = self.engines[prefill]
+        assert giver is not None
+        number, context = self._numbers.take(), giver.context
         to_prefill = to_context(number, generation_first=context is not None)
         if context is None:
             return context_first(prefill, decode, to_prefill, note=note), Handed.CONTEXT_FIRST
@@ -107,7 +115,8 @@ class Handovers:
             return
         form = _FORMS[seen.handed_over]
         self.stats[form].add(seen)
-        bootstrap = self.engines[seen.prefill].bootstrap
+        giver = self.engines[seen.prefill]
+        bootstrap = None if giver is None else giver.bootstrap
         if form not in (Handed.TWO_STEP, Handed.CONCURRENT):
             return
         if bootstrap is not None and (wait_s := wait_of(seen)) is not None:
@@ -144,7 +153,7 @@ class HandoverCollector(Collector):
         self._handovers = handovers
 
     def collect(self) -> Iterator[Metric]:
-        if not any(engine.role == "prefill" for engine in self._handovers.engines):
+        if not any(engine is not None and engine.role == "prefill" for engine in self._handovers.engines):
             return
         ended = CounterMetricFamily(
             "moonpool_proxy_handovers",
@@ -191,7 +200,7 @@ class HandoverCollector(Collector):
             labels=("engine",),
         )
         for engine in self._handovers.engines:
-            if engine.bootstrap is not None and engine.meeting is None:
+            if engine is not None and engine.bootstrap is not None and engine.meeting is None:
                 up.add_metric((engine.name,), float(engine.bootstrap.up))
                 restarts.add_metric((engine.name,), engine.bootstrap.restarts)
                 stale.add_metric((engine.name,), engine.bootstrap.stale)

@@ -29,15 +29,27 @@ class Place(NamedTuple):
 
 
 class Locality:
-    """engines: how many there are; the pool's nodes come behind them in the indexes. told: places of those
-    that have an event stream, which says itself when its engine must be forgotten. Thread safe."""
+    """Engines join and leave; the pool's nodes have holders of their own in the indexes. Thread safe."""
 
-    def __init__(self, indexes: Indexes, engines: int, told: frozenset[int] = frozenset()) -> None:
+    def __init__(self, indexes: Indexes) -> None:
         self._indexes = indexes
-        self._engines = engines
-        self._told = told
+        self._engines = 0  # all places are below
+        # Places of engines that have an event stream, which says itself when its engine must be forgotten.
+        self._told: frozenset[int] = frozenset()
         # Of the engines that do not tell; those of other block sizes come with the first event.
-        self._guessed = indexes.obtain(MODEL_ANY, BLOCK_TOKENS) if len(told) < engines else None
+        self._guessed: _native.PrefixIndex | None = None
+
+    def join(self, engine: int, *, told: bool) -> None:
+        """There is one more engine. told: it has an event stream."""
+        self._told = self._told | {engine} if told else self._told - {engine}
+        self._engines = max(self._engines, engine + 1)
+        if not told and self._guessed is None:
+            self._guessed = self._indexes.obtain(MODEL_ANY, BLOCK_TOKENS)
+
+    def leave(self, engine: int) -> None:
+        """The engine is no more: its place may become another's."""
+        self._told -= {engine}
+        self.forget(engine)
 
     def is_told(self, engine: int) -> bool:
         """Whether the engine has an event stream."""
@@ -45,13 +57,13 @@ class Locality:
 
     def find(self, ids: bytes, seed: bytes) -> Place:
         """ids: u32 little-endian; seed: of the chain (``seed_of``)."""
-        indexes = self._indexes.of(MODEL_ANY)
+        indexes, engines = self._indexes.of(MODEL_ANY), self._engines
         if len(indexes) == 1:
-            own, pool, chain = indexes[0].look(ids, seed, self._engines)
+            own, pool, chain = indexes[0].look(ids, seed, engines)
             return Place(own, pool, ((indexes[0], chain),))
-        found = [index.look(ids, seed, self._engines) for index in indexes]
+        found = [index.look(ids, seed, engines) for index in indexes]
         return Place(
-            tuple(map(max, zip((0,) * self._engines, *(own for own, _, _ in found), strict=True))),
+            tuple(map(max, zip((0,) * engines, *(own for own, _, _ in found), strict=True))),
             max((pool for _, pool, _ in found), default=0),
             tuple((index, chain) for index, (_, _, chain) in zip(indexes, found, strict=True)),
         )

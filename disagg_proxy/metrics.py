@@ -42,9 +42,12 @@ Histogram = tuple[list[int], float]  # counts between the bounds and above all, 
 
 
 class EngineCounters(msgspec.Struct):
-    """Of one engine. answers: by the first digit of their status. failures: by (stage, reason).
-    disconnects: by stage. prefills: by how they ended."""
+    """Of one engine. leaving: it was removed, and some request is still there. answers: by the first digit of
+    their status. failures: by (stage, reason). disconnects: by stage. prefills: by how they ended."""
 
+    place: int
+    name: str
+    leaving: bool
     healthy: bool
     breaker_closed: bool
     failures_in_a_row: int
@@ -60,11 +63,10 @@ class EngineCounters(msgspec.Struct):
     first_byte: Histogram
     whole: Histogram
     prefill: Histogram
-    name: str = ""
 
 
 class Counters(msgspec.Struct):
-    """What the data plane has counted. whole: whether its invariants hold."""
+    """What the data plane has counted. engines: ordered by place. whole: whether its invariants hold."""
 
     engines: list[EngineCounters]
     rejected: dict[str, int]
@@ -77,12 +79,9 @@ class Counters(msgspec.Struct):
     whole: bool
 
 
-def look(relay: Relay, names: Sequence[str]) -> Counters:
+def look(relay: Relay) -> Counters:
     """The counters of a data plane as they are now."""
-    counters = msgspec.convert(relay.counters(), Counters)
-    for engine, name in zip(counters.engines, names, strict=True):
-        engine.name = name
-    return counters
+    return msgspec.convert(relay.counters(), Counters)
 
 
 def buckets(histogram: Histogram) -> list[tuple[str, float]]:
@@ -102,14 +101,13 @@ class ProxyCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         gauges = self._look()
+        engines = _by_name(gauges.engines)
         yield from _proxy_families(gauges)
-        yield from _engine_counters(gauges.engines)
-        yield from _engine_gauges(gauges.engines)
-        yield _histogram(
-            "time_to_first_byte", "From a whole request to the answer's first byte", gauges.engines
-        )
-        yield _histogram("request", "From a whole request to the answer's last byte", gauges.engines)
-        yield _histogram("prefill", "From asking a prefill engine to its answer", gauges.engines)
+        yield from _engine_counters(engines)
+        yield from _engine_gauges(engines)
+        yield _histogram("time_to_first_byte", "From a whole request to the answer's first byte", engines)
+        yield _histogram("request", "From a whole request to the answer's last byte", engines)
+        yield _histogram("prefill", "From asking a prefill engine to its answer", engines)
 
 
 def exposition(*collectors: Collector) -> bytes:
@@ -118,6 +116,15 @@ def exposition(*collectors: Collector) -> bytes:
     for collector in collectors:
         registry.register(collector)
     return generate_latest(registry)
+
+
+def _by_name(engines: Sequence[EngineCounters]) -> list[EngineCounters]:
+    """One of each name: an engine that is leaving may have a successor of its name, which is shown."""
+    shown: dict[str, EngineCounters] = {}
+    for engine in engines:
+        if not engine.leaving or engine.name not in shown:
+            shown[engine.name] = engine
+    return list(shown.values())
 
 
 def _proxy_families(gauges: Counters) -> Iterator[Metric]:

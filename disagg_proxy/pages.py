@@ -19,7 +19,8 @@ from moonpool.disagg_proxy.metrics import CONTENT_TYPE, Counters, EngineCounters
 
 
 class EngineRow(msgspec.Struct):
-    """One engine in GET /engines. why: the last failure of its health check, "" while healthy."""
+    """One engine in GET /engines. health: also leaving, of one that was removed and still has requests. why:
+    the last failure of its health check, "" while healthy."""
 
     name: str
     url: str
@@ -76,7 +77,8 @@ class Pages:
             counters = self._look()
             rows = [
                 _row(engine, counts)
-                for engine, counts in zip(self._dispatcher.engines, counters.engines, strict=True)
+                for counts in counters.engines
+                if (engine := self._dispatcher.at[counts.place]) is not None
             ]
             return Answer(200, msgspec.json.encode(EnginesPage(self._policy, rows)))
         if path == b"/v1/models":
@@ -99,7 +101,7 @@ def _row(engine: Engine, counts: EngineCounters) -> EngineRow:
         name=engine.name,
         url=engine.url,
         role=engine.role,
-        health=engine.liveness.state.value,
+        health="leaving" if counts.leaving else engine.liveness.state.value,
         why=engine.liveness.why,
         breaker="closed" if counts.breaker_closed else "open",
         in_flight=counts.in_flight,

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 
 import uvloop
@@ -24,11 +25,12 @@ from moonpool._native import ProxyRequest, Relay
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.conductor.policy import make_policy
+from moonpool.disagg_proxy.discovery.source import Found
 from moonpool.disagg_proxy.dispatcher import ASKED_MAX, Dispatcher
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.events.indexes import HOLDERS_MAX, Indexes
 from moonpool.disagg_proxy.events.subscriber import Subscriber
-from moonpool.disagg_proxy.health import HealthChecker
+from moonpool.disagg_proxy.fleet import Fleet
 from moonpool.disagg_proxy.locality import Locality
 from moonpool.disagg_proxy.metrics import Counters, look
 from moonpool.disagg_proxy.pages import Pages
@@ -80,16 +82,10 @@ class Proxy:
         self._predecessor: Predecessor | None = None
         self._offer: Offer | None = None
         self.replaced = asyncio.Event()  # another proxy serves at our address
-        self.engines = tuple(Engine(place, spec, settings) for place, spec in enumerate(settings.engines))
         self._indexes = Indexes()
-        told = {source.name for source in settings.events}
-        self._locality = Locality(
-            self._indexes,
-            len(self.engines),
-            frozenset(engine.place for engine in self.engines if engine.name in told),
-        )
+        self._locality = Locality(self._indexes)
         policy = make_policy(settings.policy)
-        holders = len(self.engines) + sum(source.pool for source in settings.events)
+        holders = settings.places + settings.pool_nodes
         if policy.uses_tokens and holders > HOLDERS_MAX:
             raise ConfigError(
                 f"proxy: {holders:,} engines and nodes of the pool, and {settings.policy} looks for "
@@ -97,12 +93,12 @@ class Proxy:
                 operation="config",
                 key="proxy.engines",
             )
-        tokens = _token_source(settings, self.engines) if policy.uses_tokens else None
+        tokens = _token_source(settings, lambda: self.engines) if policy.uses_tokens else None
         self._dispatcher = Dispatcher(
-            self.engines,
             policy,
             self._locality,
             tokens,
+            places=settings.places,
             loop=self._loop,
             resume=self._resume,
             observed=self._observed,
@@ -132,7 +128,8 @@ class Proxy:
             ],
         )
         self.relay = Relay(
-            engines=[(engine.name, engine.host, engine.role) for engine in self.engines],
+            engines=[],
+            engines_max=settings.places,
             limits=asdict(settings.limits),
             deadlines={
                 name: value for name, value in asdict(settings.deadlines).items() if name != "drain_s"
@@ -147,11 +144,19 @@ class Proxy:
             decide=decide or self._dispatcher.decide,
             page=self._page,
             refused=self._refused,
+            gone=self._gone,
         )
-        for engine in self.engines:
-            engine.serve_by(self.relay)
-            engine.turned = self._turned
-            engine.became = self._dispatcher.became
+        self.fleet = Fleet(
+            settings, self.relay, self._dispatcher, self._locality, self._subscriber, self._recorder
+        )
+        events = {source.name: source for source in settings.events if not source.pool}
+        for spec in settings.engines:
+            self.fleet.join(Found(spec, events.get(spec.name)))
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """That requests may go to, ordered by place."""
+        return self._dispatcher.engines
 
     async def open(self) -> str:
         """Check every engine once, then listen. Returns the URL. Raises ConfigError when the address is not
@@ -161,8 +166,6 @@ class Proxy:
             self._subscriber.start()
         if self._exchange is not None:
             self._exchange.start()
-        pages = [engine.bootstrap for engine in self.engines if engine.bootstrap is not None]
-        checkers = [HealthChecker(engine, self._settings.health, pages) for engine in self.engines]
         if self._tokenises:
             self._text_threads = TextThreads(
                 self.relay.next_text,
@@ -171,9 +174,8 @@ class Proxy:
                 self._dispatcher.told,
                 self.relay.now,
             )
-        self._tasks = [self._loop.create_task(checker.run()) for checker in checkers]
-        self._tasks.append(self._loop.create_task(self._observe_forever()))
-        await asyncio.gather(*(checker.first for checker in checkers))
+        self._tasks = [self._loop.create_task(self._observe_forever())]
+        await self.fleet.start()
         for listening in self._listening:
             listening.listen(_BACKLOG)
             self.relay.listen(listening.fileno())
@@ -199,6 +201,7 @@ class Proxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.fleet.close()
         await self._dispatcher.close()
         await asyncio.to_thread(self.relay.close)
         if self._exchange is not None:
@@ -213,14 +216,13 @@ class Proxy:
 
     def counters(self) -> Counters:
         """What was counted so far."""
-        return look(self.relay, [engine.name for engine in self.engines])
+        return look(self.relay)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of a part is broken."""
         if not self.counters().whole:
             raise AssertionError("an invariant of the data plane is broken")
-        for engine in self.engines:
-            engine.check_integrity()
+        self.fleet.check_integrity()
         self._dispatcher.check_integrity()
 
     def _resume(self, request: ProxyRequest, decision: Decision) -> None:
@@ -235,27 +237,15 @@ class Proxy:
         exporter = exporter_of(self._settings.otlp_endpoint)
         if exporter is None:
             return None
-        names = [engine.name for engine in self.engines]
+        names = [""] * self._settings.places
         return Recorder(exporter, names, self._settings.policy, clock=lambda: self.relay.now())
 
     def _listen_to_events(self) -> Subscriber | None:
-        sources = self._settings.events
-        if not sources:
+        if not self._settings.events:
             return None
-        places = {engine.name: engine.place for engine in self.engines}
-        for source in sources:
-            if source.pool:
-                places[source.name] = len(places)
-        return Subscriber(sources, self._indexes, places)
-
-    def _turned(self, engine: Engine, healthy: bool) -> None:
-        """An engine left the rotation, or came back."""
-        if not healthy:
-            self._dispatcher.forget(engine)
-        if self._subscriber is not None and any(
-            source.name == engine.name for source in self._settings.events
-        ):
-            self._subscriber.in_rotation(engine.name, healthy)
+        pool = tuple(source for source in self._settings.events if source.pool)  # engines bring their own
+        places = {source.name: self._settings.places + number for number, source in enumerate(pool)}
+        return Subscriber(pool, self._indexes, places)
 
     def _page(self, request: ProxyRequest) -> Decision:
         """On the data plane's thread: a page is made on the loop, where it holds up no request."""
@@ -267,7 +257,17 @@ class Proxy:
 
     def _refused(self, place: int, why: str) -> None:
         """On the data plane's thread."""
-        self._loop.call_soon_threadsafe(self.engines[place].refused, why)
+        self._loop.call_soon_threadsafe(self._engine_refused, place, why)
+
+    def _engine_refused(self, place: int, why: str) -> None:
+        engine = self.fleet.engine(place)
+        if engine is not None:
+            engine.refused(why)
+
+    def _gone(self, place: int) -> None:
+        """On the data plane's thread."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self.fleet.gone, place)
 
     async def _observe_forever(self) -> None:
         """Learn from what was observed, also while nobody asks."""
@@ -321,7 +321,9 @@ def bind(host: str, port: int, listening: list[socket.socket]) -> None:
         raise _no_address(host, port, error) from error
 
 
-def _token_source(settings: ProxySettings, engines: Sequence[Engine]) -> TokenSource | LocalSource | None:
+def _token_source(
+    settings: ProxySettings, engines: Callable[[], Sequence[Engine]]
+) -> TokenSource | LocalSource | None:
     """Where the ids of text come from. Raises ConfigError for a tokenizer that cannot be read."""
     if settings.tokenizer == ("none",):
         return None
@@ -331,7 +333,7 @@ def _token_source(settings: ProxySettings, engines: Sequence[Engine]) -> TokenSo
     def urls(model: str) -> list[str]:
         return [
             engine.url.rstrip("/")
-            for engine in engines
+            for engine in engines()
             if engine.liveness.healthy and (engine.models is None or model in engine.models or not model)
         ]
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from moonpool._native import HOLDERS_MAX
 from moonpool.core.addresses import Address, parse_address
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.policy import make_policy
+from moonpool.disagg_proxy.discovery.names import parse_source_name
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 
@@ -159,14 +161,28 @@ class ProxySettings:
     peers: PeerSettings = field(default_factory=PeerSettings)
     processes: int = 1  # that serve at one address
     process_listen: str = ""  # HOST:PORT at which each process is reached alone, at PORT, PORT + 1, ...
+    discovery: tuple[str, ...] = ()  # where further engines are looked for; discovery/names.py
+    discovery_grace_s: float = 10.0  # an engine that is missing there for so long is removed
+    engines_max: int = 1024  # with discovery: at one time, those that are leaving too
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise _bad("port", f"a port is 0 to 65535 (0 = any free one), not {self.port}")
-        if not self.engines:
-            raise _bad("engines", "a proxy needs at least one engine; give --engine http://host:port")
+        for name in self.discovery:
+            parse_source_name(name)
+        if not self.engines and not self.discovery:
+            raise _bad(
+                "engines",
+                "a proxy needs at least one engine; give --engine http://host:port, or --discovery",
+            )
+        if self.engines_max < max(1, len(self.engines)) or self.engines_max > 65535:
+            raise _bad(
+                "engines_max", f"{len(self.engines)} engines are given, and engines_max is {self.engines_max}"
+            )
+        if self.discovery_grace_s < 0:
+            raise _bad("discovery_grace_s", f"discovery_grace_s is 0 or more, not {self.discovery_grace_s}")
         roles = {engine.role for engine in self.engines}
-        if "both" not in roles and len(roles) == 1:
+        if not self.discovery and "both" not in roles and len(roles) == 1:
             missing = "decode" if "prefill" in roles else "prefill"
             raise _bad(missing, f"engines of one role alone; give --{missing} http://host:port, or --engine")
         names = [engine.name for engine in self.engines]
@@ -179,7 +195,7 @@ class ProxySettings:
             parse_address(self.process_listen, "proxy.process_listen")
         self._check_handover()
         for source in self.events:
-            if not source.pool and source.name not in names:
+            if not source.pool and source.name not in names and not self.discovery:
                 raise _bad("events", f"no engine is called {source.name!r}; they are {', '.join(names)}")
             if source.pool and source.name in names:
                 raise _bad("pool_events", f"{source.name!r} is an engine; give the pool's node another name")
@@ -195,16 +211,10 @@ class ProxySettings:
         for part in ("limits", "deadlines", "health", "breaker"):
             _check_positive(part, getattr(self, part))
 
-    @property
-    def shared_bootstraps(self) -> frozenset[tuple[str, int]]:
-        """Bootstrap addresses that stand for several prefill engines: nobody can say whose page that is."""
-        places = Counter(engine.bootstrap_address for engine in self.engines)
-        return frozenset(place for place, count in places.items() if place is not None and count > 1)
-
     def _check_handover(self) -> None:
         if self.handover not in HANDOVERS:
             raise _bad("handover", f"handover is one of {', '.join(HANDOVERS)}, not {self.handover!r}")
-        shared = self.shared_bootstraps
+        shared = shared_bootstraps(self.engines)
         for engine in self.engines:
             place = engine.bootstrap_address
             if place in shared and (engine.bootstrap or self.handover == "concurrent"):
@@ -215,9 +225,27 @@ class ProxySettings:
                 )
 
     @property
+    def pool_nodes(self) -> int:
+        """Whose events are followed."""
+        return sum(source.pool for source in self.events)
+
+    @property
+    def places(self) -> int:
+        """For engines, at one time. Without discovery: as many as there are."""
+        if not self.discovery:
+            return len(self.engines)
+        return max(len(self.engines), min(self.engines_max, HOLDERS_MAX - self.pool_nodes))
+
+    @property
     def loopback(self) -> bool:
         """Whether only this machine can reach the listening address."""
         return Address(self.host, self.port).is_loopback
+
+
+def shared_bootstraps(engines: Iterable[EngineSpec]) -> frozenset[tuple[str, int]]:
+    """Bootstrap addresses that stand for several prefill engines: nobody can say whose page that is."""
+    places = Counter(engine.bootstrap_address for engine in engines)
+    return frozenset(place for place, count in places.items() if place is not None and count > 1)
 
 
 def read_api_keys(path: str) -> list[str]:

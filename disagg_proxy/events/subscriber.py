@@ -85,13 +85,16 @@ class Subscriber:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 4 * HOLDERS_MAX)  # events, two that watch them, replays
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # of what other threads say: _absent, _stopping
+        self._lock = threading.Lock()  # of what other threads say: _absent, _orders, _stopping
         self._absent: dict[str, float] = {}
         self._stopping = False
         self._known_indexes = 0
-        self._links = [
-            self._link(source, places[source.name], (models or {}).get(source.name, "")) for source in sources
-        ]
+        self._orders: list[Callable[[], None]] = []  # for the thread
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._links: tuple[_Link, ...] = ()
+        for source in sources:
+            self._open(source, places[source.name], (models or {}).get(source.name, ""))
         self._thread = threading.Thread(target=self._run, name="kv-event-streams", daemon=True)
 
     def start(self) -> None:
@@ -103,11 +106,19 @@ class Subscriber:
             if self._stopping:
                 return
             self._stopping = True
-        os.eventfd_write(self._wake, 1)
+            self._poke()
         if self._thread.ident is not None:
             self._thread.join(_STOP_TIMEOUT_S)
         else:
             self._close()
+
+    def follow(self, source: EventSource, place: int, model: str = "") -> None:
+        """One more stream, of a name that none has. On any thread."""
+        self._order(lambda: self._open(source, place, model))
+
+    def drop(self, name: str) -> None:
+        """A stream less; what it told is forgotten. On any thread."""
+        self._order(lambda: self._drop(name))
 
     def in_rotation(self, name: str, present: bool) -> None:
         """An engine left the rotation or came back. One that stays away for gone_s is forgotten."""
@@ -116,7 +127,7 @@ class Subscriber:
                 self._absent.pop(name, None)
             else:
                 self._absent.setdefault(name, self._clock())
-        os.eventfd_write(self._wake, 1)
+            self._poke()
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Counters (*_total) and gauges, of each source by name."""
@@ -148,12 +159,24 @@ class Subscriber:
 
     # ---- the thread
 
+    def _order(self, order: Callable[[], None]) -> None:
+        with self._lock:
+            self._orders.append(order)
+            self._poke()
+
+    def _poke(self) -> None:
+        """With the lock held."""
+        if self._wake >= 0:  # else it has ended
+            os.eventfd_write(self._wake, 1)
+
+    def _obey(self) -> None:
+        with self._lock:
+            orders, self._orders = self._orders, []
+        for order in orders:
+            order()
+
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake, zmq.POLLIN)
-        for link in self._links:
-            poller.register(link.sub, zmq.POLLIN)
-            poller.register(link.monitor, zmq.POLLIN)
+        poller = self._poller
         more = False
         while not self._stopping:
             asking = [link.asking for link in self._links if link.asking is not None]
@@ -164,6 +187,7 @@ class Subscriber:
                 poller.unregister(socket)
             if self._wake in ready:
                 os.eventfd_read(self._wake)
+            self._obey()
             more = False
             for link in self._links:
                 if link.monitor in ready:
@@ -295,6 +319,28 @@ class Subscriber:
 
     # ---- sockets
 
+    def _open(self, source: EventSource, place: int, model: str) -> None:
+        try:
+            link = self._link(source, place, model)
+        except zmq.ZMQError as error:
+            log.warning("the events of %s at %s cannot be followed: %s", source.name, source.endpoint, error)
+            return
+        self._links = (*self._links, link)
+        self._poller.register(link.sub, zmq.POLLIN)
+        self._poller.register(link.monitor, zmq.POLLIN)
+
+    def _drop(self, name: str) -> None:
+        link = next((each for each in self._links if each.source.name == name), None)
+        if link is None:
+            return
+        self._links = tuple(each for each in self._links if each is not link)
+        self._poller.unregister(link.sub)
+        self._poller.unregister(link.monitor)
+        self._close_link(link)
+        self.forget(link)
+        with self._lock:
+            self._absent.pop(name, None)
+
     def _link(self, source: EventSource, place: int, model: str) -> _Link:
         sub = self._socket(zmq.SUB)
         sub.setsockopt(zmq.RCVHWM, self._limits.queue_messages_max)
@@ -302,7 +348,13 @@ class Subscriber:
         sub.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         sub.setsockopt_string(zmq.SUBSCRIBE, source.topic)
         monitor = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        sub.connect(source.endpoint)
+        try:
+            sub.connect(source.endpoint)
+        except zmq.ZMQError:
+            sub.disable_monitor()
+            monitor.close(linger=0)
+            sub.close(linger=0)
+            raise
         link = _Link(source, place, model, sub, monitor)
         link.stream = Stream(
             _LinkSink(self, link),
@@ -321,12 +373,17 @@ class Subscriber:
 
     def _close(self) -> None:
         for link in self._links:
-            self._end_asking(link)
-            link.sub.disable_monitor()
-            link.monitor.close(linger=0)
-            link.sub.close(linger=0)
+            self._close_link(link)
         self._context.term()
-        os.close(self._wake)
+        with self._lock:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _close_link(self, link: _Link) -> None:
+        self._end_asking(link)
+        link.sub.disable_monitor()
+        link.monitor.close(linger=0)
+        link.sub.close(linger=0)
 
 
 class _LinkSink:

@@ -39,7 +39,8 @@ _log = logging.getLogger("moonpool.proxy")
 class Recorder(Collector):
     """Any thread may call it. Beyond its maxima spans are lost and counted, never requests held up.
 
-    dropped: records of which no spans were made, because too many waited or one was odd.
+    dropped: records of which no spans were made, because too many waited or one was odd. engines: names by
+    place; a place may become another's, so those that hold when records come go with them.
     exporter: OpenTelemetry's; closed with the recorder. clock: of the records, in seconds; wall: since 1970.
     """
 
@@ -57,13 +58,13 @@ class Recorder(Collector):
         self.dropped = 0
         self._processor: SpanProcessor = BatchSpanProcessor(exporter)
         self._make = Maker()
-        self._engines = tuple(engines)
+        self.engines = tuple(engines)
         self._policy = policy
         self._clock = clock
         self._wall = wall
         self._lock = threading.Lock()
         self._noted: dict[int, Noted] = {}
-        self._records: queue.Queue[bytes | None] = queue.Queue(BATCHES_MAX)
+        self._records: queue.Queue[tuple[bytes, tuple[str, ...]] | None] = queue.Queue(BATCHES_MAX)
         self._thread = threading.Thread(target=self._run, name="moonpool-spans", daemon=True)
         self._thread.start()
 
@@ -85,7 +86,7 @@ class Recorder(Collector):
         """Takes a copy of the data plane's records, and returns them."""
         if records:
             try:
-                self._records.put_nowait(records)
+                self._records.put_nowait((records, self.engines))
             except queue.Full:
                 self.dropped += len(records) // observations.RECORD.size
         return records
@@ -104,13 +105,14 @@ class Recorder(Collector):
 
     def _run(self) -> None:
         told = False
-        while (records := self._records.get()) is not None:
+        while (taken := self._records.get()) is not None:
+            records, engines = taken
             offset_s = self._wall() - self._clock()
             for observation in observations.read(records):
                 if observation.stage != Stage.ENDED:
                     continue
                 try:
-                    self._record(observation, offset_s)
+                    self._record(observation, engines, offset_s)
                 except Exception:  # a policy of the user's own says odd things: other requests have spans
                     self.dropped += 1
                     if not told:
@@ -118,12 +120,12 @@ class Recorder(Collector):
                     told = True
         self._processor.shutdown()  # exports what is left
 
-    def _record(self, observation: Observation, offset_s: float) -> None:
+    def _record(self, observation: Observation, engines: Sequence[str], offset_s: float) -> None:
         with self._lock:
             noted = self._noted.pop(observation.request, None)
         if not observation.sampled:
             return
-        for span in spans_of(observation, noted, self._engines, self._policy):
+        for span in spans_of(observation, noted, engines, self._policy):
             self._processor.on_end(self._make(span, offset_s))
 
 

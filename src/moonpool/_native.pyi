@@ -677,8 +677,12 @@ class Relay:
     """
     The proxy's data plane: one thread that serves all sockets.
     """
-    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], limits: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], deadlines: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], breaker: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], api_keys: collections.abc.Sequence[str], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, spans: bool, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable, texts_max: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
+    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], limits: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], deadlines: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], breaker: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], api_keys: collections.abc.Sequence[str], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, spans: bool, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable, texts_max: typing.SupportsInt | typing.SupportsIndex = 0, engines_max: typing.SupportsInt | typing.SupportsIndex = 0, gone: typing.Any = None) -> None:
         ...
+    def add_engine(self, place: typing.SupportsInt | typing.SupportsIndex, name: str, host: str, role: str = 'both') -> None:
+        """
+        At a free place, below engines_max.
+        """
     def clients(self) -> list:
         """
         What each client's connection is doing.
@@ -720,6 +724,10 @@ class Relay:
     def overdue_text(self, since_s: typing.SupportsFloat | typing.SupportsIndex) -> ProxyRequest | None:
         """
         The first in line, if it came before this time; else None.
+        """
+    def remove_engine(self, place: typing.SupportsInt | typing.SupportsIndex, drain_s: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        """
+        No request goes there any more; those that are there have so long to end. Then gone(place) is called, on the relay's thread: the place is free.
         """
     def resume(self, request: ProxyRequest, decision: typing.Any) -> None:
         """

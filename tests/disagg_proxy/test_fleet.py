@@ -318,7 +318,7 @@ def test_predicted_and_observed_cache_hits_agree() -> None:
                 if number < 5:
                     await f.hear()
             await f.settle()
-            watches = f.proxy._dispatcher.accounts.watches
+            watches = f.proxy._dispatcher.accounts.watches.values()
             assert sum(watch.reports for watch in watches) == 60
             assert sum(watch.wrong for watch in watches) == 0
 

@@ -746,7 +746,7 @@ async def test_a_bootstrap_server_may_be_named() -> None:
     for given, host, port in (("", "127.0.0.1", 9001), ("7000", "127.0.0.1", 7000), ("p.x:1", "p.x", 1)):
         async with bed(2, roles=["prefill", "decode"], handover="auto", prepare=paged(page)) as b:
             engine = b.proxy.engines[0]
-            engine._spec = replace(engine._spec, bootstrap=given)
+            engine.spec = replace(engine.spec, bootstrap=given)
             engine.sglang = None
             await health.HealthChecker(engine, HealthChecks()).check()
             await b.ask("POST", CHAT, BODY)
@@ -872,7 +872,7 @@ def test_generate_goes_where_its_prefix_lies(prompt: dict[str, Any]) -> None:
                 assert why["prompt_tokens"] == tokens
                 assert meta["completion_tokens"] == 3
                 assert (why["own_tokens"] > tokens - 32) == (turn > 0)
-            watches = f.proxy._dispatcher.accounts.watches
+            watches = f.proxy._dispatcher.accounts.watches.values()
             assert sum(watch.reports for watch in watches) == 3
             assert sum(watch.wrong for watch in watches) == 0
 

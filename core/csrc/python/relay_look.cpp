@@ -15,6 +15,9 @@ namespace {
 
 // Of one engine, copied on the relay's thread.
 struct EngineLook {
+    size_t place;
+    std::string name;
+    bool leaving;
     relay::EngineCounts counts;
     bool healthy, breaker_closed;
     uint32_t failures;
@@ -32,9 +35,10 @@ struct Look {
 Look look_at(const relay::Relay& relay) {
     Look look;
     for (const auto& engine : relay.engines) {
-        look.engines.push_back({engine->counts, engine->healthy, engine->breaker.closed(),
-                                engine->breaker.failures(), engine->legs.size(), engine->open.size(),
-                                engine->idle.size()});
+        if (!engine) continue;
+        look.engines.push_back({engine->place, engine->settings.name, engine->leaving(), engine->counts,
+                                engine->healthy, engine->breaker.closed(), engine->breaker.failures(),
+                                engine->legs.size(), engine->open.size(), engine->idle.size()});
     }
     look.rejected.insert(relay.rejected.begin(), relay.rejected.end());
     look.clients = relay.clients().size();
@@ -72,6 +76,9 @@ py::dict row_of(const EngineLook& engine) {
         }
     }
     py::dict row;
+    row["place"] = engine.place;
+    row["name"] = engine.name;
+    row["leaving"] = engine.leaving;
     row["healthy"] = engine.healthy;
     row["breaker_closed"] = engine.breaker_closed;
     row["failures_in_a_row"] = engine.failures;

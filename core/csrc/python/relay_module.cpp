@@ -29,6 +29,7 @@ using relay::Decision;
 using relay::Question;
 
 PyTypeObject* body_view_type = nullptr;
+constexpr size_t kEnginesMax = 65535;  // a place has 16 bits
 
 // One request, for as long as Python keeps it.
 class PyRequest {
@@ -170,10 +171,12 @@ class PyRelay final : public relay::Decider {
             const std::map<std::string, double>& limits, const std::map<std::string, double>& deadlines,
             const std::map<std::string, double>& breaker, std::vector<std::string> api_keys,
             std::string access_log, std::string instance, double retry_after_s, bool spans,
-            py::function decide, py::function page, py::function refused, size_t texts_max)
+            py::function decide, py::function page, py::function refused, size_t texts_max,
+            size_t engines_max, py::object gone)
         : decide_(std::move(decide)),
           page_(std::move(page)),
           refused_(std::move(refused)),
+          gone_(std::move(gone)),
           texts_(texts_max) {
         relay::Settings settings;
         for (const auto& [name, host, role] : engines) {
@@ -187,7 +190,8 @@ class PyRelay final : public relay::Decider {
         settings.instance = std::move(instance);
         settings.spans = spans;
         settings.retry_after_s = retry_after_s;
-        engines_ = settings.engines.size();
+        settings.engines_max = engines_ = std::max(settings.engines.size(), engines_max);
+        if (engines_ > kEnginesMax) bad("a relay has 65535 engines at most");
         auto started = [&] {
             py::gil_scoped_release nogil;
             return relay::Relay::start(std::move(settings), *this);
@@ -200,6 +204,10 @@ class PyRelay final : public relay::Decider {
         py::gil_scoped_release nogil;
         relay_->listen(::dup(fd));
     }
+    void add_engine(size_t place, std::string name, std::string host, const std::string& role) {
+        relay_->add_engine(checked(place), {std::move(name), std::move(host), role_of(role)});
+    }
+    void remove_engine(size_t place, double drain_s) { relay_->remove_engine(checked(place), drain_s); }
     void engine_state(size_t place, bool healthy, const std::string&) {
         relay_->engine_state(checked(place), healthy);
     }
@@ -252,7 +260,7 @@ class PyRelay final : public relay::Decider {
         relay_->skip(seconds);
     }
     double now() const { return relay_->clock(); }
-    uint32_t in_flight(size_t place) const { return relay_->engines[checked(place)]->in_flight; }
+    uint32_t in_flight(size_t place) const { return relay_->in_flight(checked(place)); }
 
     py::bytes take_observations() { return py::bytes(relay_->observations.take()); }
 
@@ -287,6 +295,15 @@ class PyRelay final : public relay::Decider {
             refused_(place, why);
         } catch (py::error_already_set& error) {
             error.discard_as_unraisable("moonpool proxy: refused");
+        }
+        thread_ = PyEval_SaveThread();
+    }
+    void engine_gone(size_t place) override {
+        PyEval_RestoreThread(thread_);
+        try {
+            if (!gone_.is_none()) gone_(place);
+        } catch (py::error_already_set& error) {
+            error.discard_as_unraisable("moonpool proxy: gone");
         }
         thread_ = PyEval_SaveThread();
     }
@@ -350,6 +367,7 @@ class PyRelay final : public relay::Decider {
     }
 
     py::function decide_, page_, refused_;
+    py::object gone_;
     size_t engines_ = 0;
     relay::Texts texts_;
     std::unique_ptr<relay::Relay> relay_;
@@ -387,15 +405,21 @@ void bind_relay(py::module_& m) {
         .def_property_readonly("attempt", &PyRequest::attempt, "How many plans have failed.")
         .def_property_readonly("gone", &PyRequest::gone, "Whether the client has left.");
     py::class_<PyRelay>(m, "Relay", "The proxy's data plane: one thread that serves all sockets.")
-        .def(py::init<const std::vector<std::tuple<std::string, std::string, std::string>>&,
-                      const std::map<std::string, double>&, const std::map<std::string, double>&,
-                      const std::map<std::string, double>&, std::vector<std::string>, std::string,
-                      std::string, double, bool, py::function, py::function, py::function, size_t>(),
-             py::kw_only(), py::arg("engines"), py::arg("limits"), py::arg("deadlines"), py::arg("breaker"),
-             py::arg("api_keys"), py::arg("access_log"), py::arg("instance"), py::arg("retry_after_s"),
-             py::arg("spans"), py::arg("decide"), py::arg("page"), py::arg("refused"),
-             py::arg("texts_max") = 0)
+        .def(
+            py::init<const std::vector<std::tuple<std::string, std::string, std::string>>&,
+                     const std::map<std::string, double>&, const std::map<std::string, double>&,
+                     const std::map<std::string, double>&, std::vector<std::string>, std::string, std::string,
+                     double, bool, py::function, py::function, py::function, size_t, size_t, py::object>(),
+            py::kw_only(), py::arg("engines"), py::arg("limits"), py::arg("deadlines"), py::arg("breaker"),
+            py::arg("api_keys"), py::arg("access_log"), py::arg("instance"), py::arg("retry_after_s"),
+            py::arg("spans"), py::arg("decide"), py::arg("page"), py::arg("refused"),
+            py::arg("texts_max") = 0, py::arg("engines_max") = 0, py::arg("gone") = py::none())
         .def("listen", &PyRelay::listen, py::arg("fd"), "Accept on a listening socket (a copy is kept).")
+        .def("add_engine", &PyRelay::add_engine, py::arg("place"), py::arg("name"), py::arg("host"),
+             py::arg("role") = "both", "At a free place, below engines_max.")
+        .def("remove_engine", &PyRelay::remove_engine, py::arg("place"), py::arg("drain_s"),
+             "No request goes there any more; those that are there have so long to end. Then gone(place) is "
+             "called, on the relay's thread: the place is free.")
         .def("engine_state", &PyRelay::engine_state, py::arg("place"), py::arg("healthy"), py::arg("why"))
         .def("engine_address", &PyRelay::engine_address, py::arg("place"), py::arg("address"),
              py::arg("port"))

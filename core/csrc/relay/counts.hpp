@@ -29,9 +29,9 @@ class Latencies {
 };
 
 // Why an engine failed a request, and how that is called in the metrics.
-enum class Reason : uint8_t { kConnect, kLost, kBadAnswer, kFirstByte, kStalled, kSilent };
-inline constexpr std::array<const char*, 6> kReasons = {"connect",    "lost",    "bad_answer",
-                                                        "first_byte", "stalled", "silent"};
+enum class Reason : uint8_t { kConnect, kLost, kBadAnswer, kFirstByte, kStalled, kSilent, kRemoved };
+inline constexpr std::array<const char*, 7> kReasons = {"connect", "lost",   "bad_answer", "first_byte",
+                                                        "stalled", "silent", "removed"};
 
 // How a prefill that was to be handed over ended. Overtaken: the whole answer was there before it.
 enum class Prefill : uint8_t { kHandedOver, kNoParameters, kRefused, kFailed, kOvertaken };

@@ -1,5 +1,7 @@
 // Engine: all that the relay knows of one engine, and its open connections. The relay's thread alone touches
 // it, but for in_flight, which policies read.
+//
+//     there --remove--> leaving: no request begins --its requests and connections are over--> gone
 #pragma once
 
 #include <sys/socket.h>
@@ -22,8 +24,10 @@ class Leg;
 
 class Engine {
    public:
-    Engine(size_t place, const EngineSettings& settings, const BreakerLimits& limits)
-        : place(place), settings(settings), role(settings.role), breaker(limits) {}
+    // in_flight: outlives the engine, since whoever reads it holds nothing of it.
+    Engine(size_t place, const EngineSettings& settings, const BreakerLimits& limits,
+           std::atomic<uint32_t>& in_flight)
+        : place(place), settings(settings), role(settings.role), breaker(limits), in_flight(in_flight) {}
 
     const size_t place;
     const EngineSettings settings;
@@ -40,7 +44,12 @@ class Engine {
     sockaddr_storage address{};
     socklen_t address_size = 0;
     std::vector<Leg*> legs;  // the requests that are there now; each knows its index
-    std::atomic<uint32_t> in_flight{0};
+    std::atomic<uint32_t>& in_flight;
+
+    // Of one that leaves: when its requests are cut, and how many had been removed with it.
+    double leaves_at = 0;
+    uint64_t removal = 0;
+    bool leaving() const { return removal > 0; }
 
     // The models it said it serves; none: it did not say, so it may serve any.
     std::optional<std::vector<std::string>> models;

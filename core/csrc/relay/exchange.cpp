@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "http/head_writer.hpp"
 #include "json/scanner.hpp"
@@ -48,7 +49,7 @@ void Exchange::reset(Client& client, std::shared_ptr<Request> request, bool clos
     client_ = &client;
     request_ = std::move(request);
     close_ = close;
-    page_ = taking_chunks_off_ = chunked_ = paused_ = false;
+    page_ = taking_chunks_off_ = chunked_ = paused_ = asked_again_ = false;
     tried_.clear();
     why_.clear();
     status_ = 0;
@@ -98,14 +99,27 @@ void Exchange::ask() {
     }
     state_ = State::kAsking;
     ask_deadline_ = relay_.now + relay_.settings.deadlines.decide_s;
+    asked_at_removal_ = relay_.removals();
     relay_.ask(*this, std::move(question));
+}
+
+// While it is being asked for, the answer may name any engine that was there when the question was put.
+bool Exchange::may_use(const Engine& engine) const {
+    if (state_ == State::kOver) return false;
+    if (state_ == State::kAsking) return !page_ && asked_at_removal_ < engine.removal;
+    auto place = static_cast<int>(engine.place);
+    return plan_.engine == place || plan_.prefill == place;
 }
 
 http::Refusal Exchange::nobody() const {
     if (!why_.empty()) {
         return {502, "engine_failed", why_ + ", and no other healthy engine is left; try again"};
     }
-    size_t count = relay_.engines.size();
+    size_t count = relay_.engine_count();
+    if (count == 0) {
+        return {503, "no_engine",
+                "no engine has been discovered yet; GET /engines says where they are looked for"};
+    }
     std::string which =
         count == 1 ? "the only engine is not" : "none of the " + std::to_string(count) + " engines is";
     return {503, "no_engine", which + " healthy now; GET /engines says why, try again soon"};
@@ -122,7 +136,11 @@ void Exchange::decided(Decision& decision) {
         observe(Outcome::kRefused);
         return client_->answer_page(decision.page);
     }
-    if (decision.is == Decision::Is::kPlan && !page_) return follow(decision.plan);
+    if (decision.is == Decision::Is::kPlan && !page_) {
+        if (relay_.are_there(decision.plan)) return follow(decision.plan);
+        relay_.not_wanted(request_->id, decision);  // an engine of it has left meanwhile
+        if (!std::exchange(asked_again_, true)) return ask();
+    }
     if (page_) return refuse({500, "page_failed", "the proxy could not make this page"}, Outcome::kRefused);
     // The policy broke. The proxy goes on: any engine is better than none.
     std::vector<uint16_t> candidates;

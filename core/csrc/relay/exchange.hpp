@@ -49,6 +49,8 @@ class Exchange {
     void sweep(double now);
     void release();  // after its turn: nothing of the request is held any more
     bool over() const { return state_ == State::kOver; }
+    // Whether it is at the engine, which is leaving, or may still go there.
+    bool may_use(const Engine& engine) const;
     bool answering() const { return answer_.answered; }
 
     // What the legs call.
@@ -111,6 +113,8 @@ class Exchange {
     std::shared_ptr<Request> request_;
     bool close_ = false, page_ = false;
     double ask_deadline_ = 0;
+    uint64_t asked_at_removal_ = 0;  // engines that had been removed when the decider was asked
+    bool asked_again_ = false;       // because the answer named an engine that had left
 
     Plan plan_;
     std::vector<uint16_t> tried_;

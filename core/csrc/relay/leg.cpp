@@ -118,6 +118,8 @@ void Leg::engine_silent(double since) {
     failed(Reason::kSilent, text);
 }
 
+void Leg::engine_removed() { failed(Reason::kRemoved, "was removed before its answer was complete"); }
+
 void Leg::pause() {
     paused_ = true;
     if (upstream_ != nullptr && !connecting_) upstream_->pause();

@@ -38,6 +38,8 @@ class Leg {
     void sweep(double now);
     // The engine has answered no health check since then: give up unless the request made progress.
     void engine_silent(double since);
+    // The engine was removed, and its requests have had their time.
+    void engine_removed();
     void pause();
     void resume();
     bool between_events() const;

@@ -41,9 +41,14 @@ Relay::Relay(Settings given, Decider& decider)
       observations(settings.limits.observations_max),
       decider_(decider),
       keys_(settings.api_keys) {
-    for (const EngineSettings& engine : settings.engines) {
-        engines.push_back(std::make_unique<Engine>(engines.size(), engine, settings.breaker));
-        engine_names_.push_back(engine.name);
+    size_t places = std::max(settings.engines_max, settings.engines.size());
+    in_flight_ = std::make_unique<std::atomic<uint32_t>[]>(places);
+    engine_names_.resize(places);
+    engines.resize(places);
+    for (size_t place = 0; place < settings.engines.size(); ++place) {
+        const EngineSettings& engine = settings.engines[place];
+        engines[place] = std::make_unique<Engine>(place, engine, settings.breaker, in_flight_[place]);
+        engine_names_[place] = engine.name;
     }
 }
 
@@ -117,36 +122,61 @@ void Relay::listen(int fd) {
     });
 }
 
+void Relay::add_engine(size_t place, EngineSettings engine) {
+    post([this, place, engine = std::move(engine)] {
+        if (engines[place]) return;  // it is not free
+        engines[place] = std::make_unique<Engine>(place, engine, settings.breaker, in_flight_[place]);
+        engine_names_[place] = engine.name;
+    });
+}
+
+void Relay::remove_engine(size_t place, double drain_s) {
+    post([this, place, drain_s] {
+        Engine* engine = staying(place);
+        if (engine == nullptr) return;
+        engine->healthy = false;
+        engine->removal = ++removals_;
+        engine->leaves_at = now + drain_s;
+        drop_idle(*engine);
+        look_at_models();
+    });
+}
+
 void Relay::engine_state(size_t place, bool healthy) {
     post([this, place, healthy] {
-        Engine& engine = *engines[place];
-        engine.healthy = healthy;
-        if (healthy) engine.answered_at = now;
+        Engine* engine = staying(place);
+        if (engine == nullptr) return;
+        engine->healthy = healthy;
+        if (healthy) engine->answered_at = now;
     });
 }
 
 void Relay::engine_address(size_t place, const sockaddr_storage& address, socklen_t size) {
     post([this, place, address, size] {
-        engines[place]->address = address;
-        engines[place]->address_size = size;
-        drop_idle(*engines[place]);
+        Engine* engine = staying(place);
+        if (engine == nullptr) return;
+        engine->address = address;
+        engine->address_size = size;
+        drop_idle(*engine);
     });
 }
 
 void Relay::engine_models(size_t place, std::optional<std::vector<std::string>> models) {
     post([this, place, models = std::move(models)]() mutable {
-        engines[place]->models = std::move(models);
-        models_known_ =
-            std::any_of(engines.begin(), engines.end(), [](const auto& e) { return e->models.has_value(); });
+        Engine* engine = staying(place);
+        if (engine == nullptr) return;
+        engine->models = std::move(models);
+        look_at_models();
     });
 }
 
 void Relay::engine_role(size_t place, Role role, std::vector<std::string> own_members, double patience_s) {
     post([this, place, role, own = std::move(own_members), patience_s]() mutable {
-        Engine& engine = *engines[place];
-        engine.role = role;
-        engine.own_members = std::move(own);
-        engine.patience_s = patience_s;
+        Engine* engine = staying(place);
+        if (engine == nullptr) return;
+        engine->role = role;
+        engine->own_members = std::move(own);
+        engine->patience_s = patience_s;
     });
 }
 
@@ -274,7 +304,10 @@ void Relay::sweep() {
     for (Client* client : all) {
         if (client->open()) client->sweep(now);
     }
-    for (auto& engine : engines) sweep_engine(*engine);
+    for (auto& engine : engines) {
+        if (engine) sweep_engine(*engine);
+        if (engine && engine->leaving()) sweep_leaving(*engine);
+    }
     for (auto& listener : listeners_) listener->sweep();
 }
 
@@ -287,6 +320,7 @@ void Relay::sweep_engine(Engine& engine) {
         if (upstream->drained_until > 0 && now >= upstream->drained_until) old.push_back(upstream.get());
     }
     for (Upstream* upstream : old) upstream->close();
+    if (engine.leaving()) return;  // nobody checks its health any more
     if (engine.answered_at == 0 || now - engine.answered_at < engine.silent_s(settings.deadlines)) return;
     std::vector<Leg*> legs = engine.legs;
     for (Leg* leg : legs) {
@@ -294,9 +328,46 @@ void Relay::sweep_engine(Engine& engine) {
     }
 }
 
+void Relay::sweep_leaving(Engine& engine) {
+    if (now >= engine.leaves_at) {
+        std::vector<Leg*> legs = engine.legs;
+        for (Leg* leg : legs) {
+            if (leg->engine == &engine) leg->engine_removed();
+        }
+    }
+    if (!engine.legs.empty() || !engine.open.empty()) return;
+    auto uses = [&](const auto& exchange) { return exchange->may_use(engine); };
+    if (std::any_of(exchanges_.begin(), exchanges_.end(), uses)) return;
+    size_t place = engine.place;
+    engine_graves_.push_back(std::move(engines[place]));
+    decider_.engine_gone(place);
+}
+
+Engine* Relay::staying(size_t place) const {
+    Engine* engine = engines[place].get();
+    return engine == nullptr || engine->leaving() ? nullptr : engine;
+}
+
+void Relay::look_at_models() {
+    models_known_ = std::any_of(engines.begin(), engines.end(), [](const auto& engine) {
+        return engine && !engine->leaving() && engine->models.has_value();
+    });
+}
+
+size_t Relay::engine_count() const {
+    return static_cast<size_t>(std::count_if(
+        engines.begin(), engines.end(), [](const auto& engine) { return engine && !engine->leaving(); }));
+}
+
+bool Relay::are_there(const Plan& plan) const {
+    return staying(static_cast<size_t>(plan.engine)) != nullptr &&
+           (plan.prefill < 0 || staying(static_cast<size_t>(plan.prefill)) != nullptr);
+}
+
 // After each turn: what ended in it can go now.
 void Relay::clean() {
     graves_.clear();
+    engine_graves_.clear();
     for (Exchange* exchange : spent_exchanges_) {
         exchange->release();
         spare_exchanges_.push_back(exchange);
@@ -322,7 +393,7 @@ void Relay::end_all() {
     stop_listening();
     while (!clients_.empty()) clients_.back()->abort();
     for (auto& engine : engines) {
-        while (!engine->open.empty()) engine->open.back()->close();
+        while (engine && !engine->open.empty()) engine->open.back()->close();
     }
     questions_.clear();
     clean();
@@ -494,9 +565,11 @@ void Relay::write_request_head(std::string& out, Request& request, const Engine&
 bool Relay::candidates(Request& request, const std::vector<uint16_t>& tried, std::vector<uint16_t>& out) {
     static const std::string kAny;
     const std::string& model = models_known_ && !request.body.empty() ? request.facts().model : kAny;
-    bool known = false;
+    bool known = false, any = false;
     std::array<bool, 3> works{};
     for (auto& engine : engines) {
+        if (!engine || engine->leaving()) continue;
+        any = true;
         if (!engine->serves(model)) continue;
         known = true;
         if (!engine->healthy) continue;
@@ -509,7 +582,7 @@ bool Relay::candidates(Request& request, const std::vector<uint16_t>& tried, std
         const Engine& engine = *engines[place];
         return works[static_cast<size_t>(engine.role)] && !engine.breaker.allows(now);
     });
-    return known;
+    return known || !any;
 }
 
 void Relay::ask(Exchange& exchange, Question question) {
@@ -540,7 +613,8 @@ bool Relay::whole() const {
     size_t budget = 0;
     for (const auto& client : clients_) budget += client->budgeted();
     return budget == held_body_bytes && held_body_bytes <= settings.limits.bodies_bytes_max &&
-           std::all_of(engines.begin(), engines.end(), [](const auto& engine) { return engine->whole(); });
+           std::all_of(engines.begin(), engines.end(),
+                       [](const auto& engine) { return !engine || engine->whole(); });
 }
 
 }  // namespace moonpool::relay

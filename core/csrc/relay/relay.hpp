@@ -42,6 +42,12 @@ class Relay {
 
     // From any thread.
     void listen(int fd);  // takes the descriptor of a listening socket
+    // At a place that is free, below Settings::engines_max.
+    void add_engine(size_t place, EngineSettings engine);
+    // No request goes there any more; those that are there have drain_s to end. Then the decider hears that
+    // the engine is gone.
+    void remove_engine(size_t place, double drain_s);
+    uint32_t in_flight(size_t place) const { return in_flight_[place]; }
     void engine_state(size_t place, bool healthy);
     void engine_address(size_t place, const sockaddr_storage& address, socklen_t size);
     void engine_models(size_t place, std::optional<std::vector<std::string>> models);
@@ -62,8 +68,8 @@ class Relay {
     Poller poller;
     std::vector<char> scratch = std::vector<char>(256 << 10);
     json::Object scratch_object;
-    std::vector<std::unique_ptr<Engine>> engines;
-    std::vector<Client*> ready;  // clients that may go on
+    std::vector<std::unique_ptr<Engine>> engines;  // by place; nullptr: it is free
+    std::vector<Client*> ready;                    // clients that may go on
     size_t held_body_bytes = 0;
     bool draining = false;
     std::unique_ptr<AccessLog> access_log;
@@ -84,6 +90,10 @@ class Relay {
     void adopt(Request& request);
     bool key_fits(const Request& request) const;
     bool models_known() const { return models_known_; }
+    size_t engine_count() const;                     // those that are leaving left out
+    uint64_t removals() const { return removals_; }  // of engines, so far
+    bool are_there(const Plan& plan) const;
+    void not_wanted(uint64_t request, const Decision& decision);
     bool candidates(Request& request, const std::vector<uint16_t>& tried, std::vector<uint16_t>& out);
     void ask(Exchange& exchange, Question question);
     void forget(Exchange& exchange);
@@ -103,10 +113,12 @@ class Relay {
     void decide();
     void sweep();
     void sweep_engine(Engine& engine);
+    void sweep_leaving(Engine& engine);
+    Engine* staying(size_t place) const;
+    void look_at_models();
     void clean();
     void stop_listening();
     void end_all();
-    void not_wanted(uint64_t request, const Decision& decision);
     void look_whether_empty();
     uint64_t random();
 
@@ -118,6 +130,8 @@ class Relay {
     Decider& decider_;
     ApiKeys keys_;
     std::vector<std::string> engine_names_;
+    std::unique_ptr<std::atomic<uint32_t>[]> in_flight_;  // by place
+    uint64_t removals_ = 0;
     bool models_known_ = false;
     uint64_t next_id_ = 1;
     std::array<uint64_t, 2> random_{};
@@ -125,6 +139,7 @@ class Relay {
     std::vector<std::unique_ptr<Listener>> listeners_;
     std::vector<std::unique_ptr<Client>> clients_;  // each knows its index
     std::vector<std::unique_ptr<Socket>> graves_;
+    std::vector<std::unique_ptr<Engine>> engine_graves_;
     std::vector<std::shared_ptr<Request>> spent_requests_, spare_requests_;
     std::vector<std::unique_ptr<Exchange>> exchanges_;
     std::vector<Exchange*> spent_exchanges_, spare_exchanges_;

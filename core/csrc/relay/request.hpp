@@ -135,6 +135,8 @@ class Decider {
     virtual void decide(std::vector<Question>& questions) = 0;
     // An engine refuses connections: it has left the rotation.
     virtual void engine_refused(size_t place, const std::string& why) = 0;
+    // An engine that was removed has left nothing behind: its place is free.
+    virtual void engine_gone(size_t) {}
     virtual void thread_started() {}
     virtual void thread_ending() {}
 };

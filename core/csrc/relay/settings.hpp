@@ -55,6 +55,7 @@ struct BreakerLimits {
 
 struct Settings {
     std::vector<EngineSettings> engines;
+    size_t engines_max = 0;  // places for engines, some of which come later; 0: for those above
     Limits limits;
     Deadlines deadlines;
     BreakerLimits breaker;

@@ -145,7 +145,7 @@ void Upstream::give_back() {
     leg_ = nullptr;
     paused_ = false;
     drained_until = 0;
-    if (!parser_.head().keep_alive || unsent_ > 0 ||
+    if (!parser_.head().keep_alive || unsent_ > 0 || engine_.leaving() ||
         engine_.idle.size() >= relay_.settings.limits.idle_upstreams_max) {
         return close();
     }

@@ -1,0 +1,32 @@
+"""How sources of engines are named in settings: ``KIND`` or ``KIND:REST``. Values only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moonpool.core.errors import ConfigError
+
+KINDS = ("file", "http", "etcd", "kubernetes")
+_EXAMPLES = (
+    "file:/etc/engines.yaml, http, etcd:http://host:2379/moonpool/engines/ or kubernetes:NAMESPACE/app=vllm"
+)
+
+
+class SourceName(NamedTuple):
+    """text: all of it."""
+
+    kind: str
+    rest: str
+    text: str
+
+
+def parse_source_name(text: str) -> SourceName:
+    """Raises ConfigError for what is none."""
+    kind, _, rest = text.partition(":")
+    if kind not in KINDS or (kind == "http") != (not rest) or (kind == "http" and ":" in text):
+        raise ConfigError(
+            f"proxy: engines are discovered by {_EXAMPLES}, not {text!r}",
+            operation="config",
+            key="proxy.discovery",
+        )
+    return SourceName(kind, rest, text)

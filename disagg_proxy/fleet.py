@@ -1,0 +1,207 @@
+"""The engines of one proxy, which may join and leave while it runs: gives each a place and takes all parts
+along that keep something of it.
+
+    free --join--> there --leave--> leaving --its last request is over--> free
+
+A place is a small number that stands for an engine everywhere. It is another's only when nothing that was
+sent to the one before is under way. Everything here runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from moonpool._native import Relay
+from moonpool.disagg_proxy.bootstrap import Bootstrap
+from moonpool.disagg_proxy.discovery.source import Found
+from moonpool.disagg_proxy.dispatcher import Dispatcher
+from moonpool.disagg_proxy.engine import Engine
+from moonpool.disagg_proxy.events.subscriber import Subscriber
+from moonpool.disagg_proxy.health import HealthChecker
+from moonpool.disagg_proxy.locality import Locality
+from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings, shared_bootstraps
+from moonpool.disagg_proxy.tracing.recorder import Recorder
+
+_log = logging.getLogger("moonpool.proxy")
+
+
+class Fleet:
+    """``start`` begins the health checks; engines may join before. ``close`` ends them."""
+
+    def __init__(
+        self,
+        settings: ProxySettings,
+        relay: Relay,
+        dispatcher: Dispatcher,
+        locality: Locality,
+        subscriber: Subscriber | None,
+        recorder: Recorder | None,
+    ) -> None:
+        self._settings = settings
+        self._relay = relay
+        self._dispatcher = dispatcher
+        self._locality = locality
+        self._subscriber = subscriber
+        self._recorder = recorder
+        self._free = list(range(settings.places))
+        self._there: dict[str, tuple[Found, Engine]] = {}
+        self._leaving: dict[int, Engine] = {}  # by place
+        self._pages: list[Bootstrap] = []
+        self._checkers: dict[int, HealthChecker] = {}  # by place
+        self._checks: dict[int, asyncio.Task[None]] = {}
+        self._started = False
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """Those that are there, ordered by place; not those that are leaving."""
+        return self._dispatcher.engines
+
+    @property
+    def leaving(self) -> tuple[Engine, ...]:
+        """Those of which something is still under way."""
+        return tuple(self._leaving.values())
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self._free)
+
+    def find(self, name: str) -> Found | None:
+        """The engine of this name that is there."""
+        there = self._there.get(name)
+        return None if there is None else there[0]
+
+    def engine(self, place: int) -> Engine | None:
+        """The engine that is there; not one that is leaving."""
+        return None if place in self._leaving else self._dispatcher.at[place]
+
+    def join(self, found: Found) -> Engine:
+        """Raises LookupError when the name is taken or no place is free."""
+        spec = found.spec
+        if spec.name in self._there:
+            raise LookupError(f"there is an engine called {spec.name} already")
+        if not self._free:
+            raise LookupError(f"there are {self._settings.places} engines, and no place for {spec.name}")
+        place = heapq.heappop(self._free)
+        specs = (*(each for each in self._specs() if each.name != spec.name), spec)
+        engine = Engine(place, spec, self._settings, lambda: specs)
+        engine.specs = self._specs
+        engine.turned = self._turned
+        engine.became = self._dispatcher.became
+        self._there[spec.name] = found, engine
+        if self._recorder is not None:
+            names = list(self._recorder.engines)
+            names[place] = spec.name
+            self._recorder.engines = tuple(names)
+        self._locality.join(place, told=found.events is not None and self._subscriber is not None)
+        if self._subscriber is not None and found.events is not None:
+            self._subscriber.follow(found.events, place)
+        self._dispatcher.join(engine)
+        self._relay.add_engine(place, engine.name, engine.host, engine.role)
+        engine.serve_by(self._relay)
+        if found.model:
+            engine.serves({found.model: msgspec.json.encode({"id": found.model, "object": "model"})})
+        self._share_pages()
+        if self._started:
+            self._check(engine)
+        return engine
+
+    def leave(self, name: str) -> None:
+        """No request goes to the engine any more; those that are there have drain_s to end. Nothing, when
+        there is none of this name."""
+        there = self._there.pop(name, None)
+        if there is None:
+            return
+        found, engine = there
+        self._leaving[engine.place] = engine
+        self._stop_checking(engine)
+        self._dispatcher.part(engine)
+        if self._subscriber is not None and found.events is not None:
+            self._subscriber.drop(found.events.name)
+        if engine.bootstrap in self._pages:
+            self._pages.remove(engine.bootstrap)
+        self._share_pages()
+        self._relay.remove_engine(engine.place, self._settings.deadlines.drain_s)
+
+    def gone(self, place: int) -> None:
+        """Nothing of the engine that was leaving is under way."""
+        engine = self._leaving.pop(place, None)
+        if engine is None:
+            return
+        self._dispatcher.leave(engine)
+        self._locality.leave(place)
+        heapq.heappush(self._free, place)
+        _log.info("engine %s (%s) is gone", engine.name, engine.url)
+
+    async def start(self) -> None:
+        """Check all engines once, and then again and again."""
+        self._started = True
+        for engine in self.engines:
+            self._check(engine)
+        await asyncio.gather(*(checker.first for checker in self._checkers.values()))
+
+    async def close(self) -> None:
+        tasks = list(self._checks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        places = [*self._free, *self._leaving, *(engine.place for _, engine in self._there.values())]
+        if sorted(places) != list(range(self._settings.places)):
+            raise AssertionError("a place is nobody's, or of two")
+        for engine in self.engines:
+            engine.check_integrity()
+
+    def _specs(self) -> Sequence[EngineSpec]:
+        """Of all engines; those of the settings are all there, or on their way."""
+        specs = {spec.name: spec for spec in self._settings.engines}
+        return tuple((specs | {name: found.spec for name, (found, _) in self._there.items()}).values())
+
+    def _check(self, engine: Engine) -> None:
+        checker = HealthChecker(engine, self._settings.health, self._pages)
+        self._checkers[engine.place] = checker
+        self._checks[engine.place] = asyncio.get_running_loop().create_task(checker.run())
+
+    def _stop_checking(self, engine: Engine) -> None:
+        self._checkers.pop(engine.place, None)
+        task = self._checks.pop(engine.place, None)
+        if task is not None:
+            task.cancel()
+
+    def _share_pages(self) -> None:
+        """Which bootstrap pages there are has changed."""
+        shared = shared_bootstraps(self._specs())
+        addresses = {spec.bootstrap_address for spec in self._specs()}
+        for engine in self.engines:
+            page = engine.bootstrap
+            if page is None:
+                continue
+            if page.address in shared:
+                engine.bootstrap = None
+                if page in self._pages:
+                    self._pages.remove(page)
+                _log.warning(
+                    "engine %s: prefill and decode take two steps, because another prefill engine has come "
+                    "that would have its bootstrap page at %s:%d, too",
+                    engine.name,
+                    *page.address,
+                )
+                continue
+            page.others = frozenset(each for each in addresses if each is not None) - {page.address}
+            if page not in self._pages:
+                self._pages.append(page)
+
+    def _turned(self, engine: Engine, healthy: bool) -> None:
+        """An engine left the rotation, or came back."""
+        if not healthy:
+            self._dispatcher.forget(engine)
+        there = self._there.get(engine.name)
+        events = None if there is None else there[0].events
+        if self._subscriber is not None and events is not None:
+            self._subscriber.in_rotation(events.name, healthy)

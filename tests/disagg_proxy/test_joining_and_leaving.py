@@ -1,0 +1,228 @@
+"""Engines that join and leave a running proxy: no request is lost, none goes to the wrong place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+import pytest
+
+from moonpool._native import ProxyRequest
+from moonpool.disagg_proxy.conductor.plan import Decision
+from moonpool.disagg_proxy.discovery.source import Found
+from moonpool.disagg_proxy.settings import Deadlines, EngineSpec, HealthChecks, ProxySettings
+from tests.disagg_proxy.harness import Bed, Exchange, MockEngine, bed, until, with_deadline
+
+BODY = b'{"model":"m","prompt":"hello"}'
+
+
+async def joined(b: Bed, name: str) -> MockEngine:
+    """One more engine, which is in the rotation."""
+    mock = MockEngine(name)
+    await mock.start()
+    b.engines.append(mock)
+    engine = b.proxy.fleet.join(Found(mock.spec))
+    await until(lambda: engine.liveness.healthy)
+    return mock
+
+
+async def ask(b: Bed) -> str:
+    answer = await b.ask("POST", "/v1/completions", BODY)
+    assert answer.status == 200, answer.body
+    return answer.engine
+
+
+@with_deadline
+async def test_a_proxy_without_engines_says_so_until_one_joins() -> None:
+    async with bed(0, discovery=("http",)) as b:
+        answer = await b.ask("POST", "/v1/completions", BODY)
+        assert answer.status == 503
+        assert "retry-after" in answer.headers
+        error = json.loads(answer.body)["error"]
+        assert error["code"] == "no_engine"
+        assert error["message"].startswith("no engine has been discovered yet")
+        assert (await b.ask("GET", "/health")).status == 503
+        await joined(b, "first")
+        assert await ask(b) == "first"
+        assert (await b.ask("GET", "/health")).status == 200
+
+
+@with_deadline
+async def test_what_runs_on_an_engine_that_leaves_ends_there() -> None:
+    async with bed(1, discovery=("http",), engines_max=2) as b:
+        old, more = b.engines[0], asyncio.Event()
+
+        async def stream(exchange: Exchange) -> None:
+            await exchange.begin_stream()
+            await exchange.event("one")
+            await more.wait()
+            await exchange.event("two")
+            await exchange.end_stream()
+
+        old.behave = stream
+        client = await b.client()
+        await client.request("POST", "/v1/completions", BODY)
+        assert (await client.head()).engine == "engine-0"
+        assert await client.chunk() == b"data: one\n\n"
+        b.proxy.fleet.leave("engine-0")
+        await joined(b, "new")
+        for _ in range(4):
+            assert await ask(b) == "new"
+        rows = {row["name"]: row for row in json.loads((await b.ask("GET", "/engines")).body)["engines"]}
+        assert (rows["engine-0"]["health"], rows["engine-0"]["in_flight"]) == ("leaving", 1)
+        with pytest.raises(LookupError, match="no place"):
+            b.proxy.fleet.join(Found(EngineSpec("third", "http://127.0.0.1:1")))
+        more.set()
+        assert await client.chunk() == b"data: two\n\n"
+        assert await client.chunk() == b""
+        await until(lambda: b.proxy.fleet.has_room)
+        assert [row.name for row in b.counters.engines] == ["new"]
+        await joined(b, "third")  # at the first one's place
+        assert {await ask(b) for _ in range(8)} == {"new", "third"}
+        assert len(old.seen) == 1
+
+
+@with_deadline
+async def test_a_request_that_outlives_the_drain_is_cut_or_goes_elsewhere() -> None:
+    deadlines = Deadlines(drain_s=0.05)
+    async with bed(1, discovery=("http",), deadlines=deadlines) as b:
+        never = asyncio.Event()
+
+        async def hang(exchange: Exchange) -> None:
+            if json.loads(exchange.body).get("stream"):
+                await exchange.begin_stream()
+                await exchange.event("one")
+            await never.wait()
+
+        b.engines[0].behave = hang
+        begun, waiting = await b.client(), await b.client()
+        await begun.request("POST", "/v1/completions", b'{"model":"m","prompt":"x","stream":true}')
+        assert (await begun.head()).status == 200
+        assert await begun.chunk()
+        await waiting.request("POST", "/v1/completions", BODY)
+        await until(lambda: len(b.engines[0].seen) == 2)
+        await joined(b, "other")
+        b.proxy.fleet.leave("engine-0")
+        assert (await waiting.answer()).engine == "other"  # it had sent nothing yet
+        assert b"engine engine-0 was removed before its answer was complete" in await begun.ended()
+        await until(lambda: len(b.counters.engines) == 1)
+
+
+@with_deadline
+async def test_a_decision_for_an_engine_that_has_left_is_made_anew() -> None:
+    """The place is kept while anybody may still name it, so no other engine can be taken for it."""
+    asked: list[ProxyRequest] = []
+
+    def decide(request: ProxyRequest) -> Decision:
+        asked.append(request)
+        return None if len(asked) == 1 else request.candidates[0]
+
+    async with bed(1, discovery=("http",), engines_max=2, decide=decide) as b:
+        client = await b.client()
+        await client.request("POST", "/v1/completions", BODY)
+        await until(lambda: len(asked) == 1)
+        b.proxy.fleet.leave("engine-0")
+        await joined(b, "other")
+        assert await ask(b) == "other"
+        assert not b.proxy.fleet.has_room
+        b.proxy.relay.resume(asked[0], 0)
+        assert (await client.answer()).engine == "other"
+        await until(lambda: b.proxy.fleet.has_room)
+        assert not b.engines[0].seen
+
+
+@with_deadline
+async def test_a_prefill_in_work_is_handed_to_the_decode_engine_that_leaves() -> None:
+    async with bed(
+        2, roles=["prefill", "decode"], discovery=("http",), policy="conductor", tokenizer=("none",)
+    ) as b:
+        prefill, decode = b.engines
+        go = asyncio.Event()
+
+        async def compute(exchange: Exchange) -> None:
+            await go.wait()
+            await exchange.answer(b'{"kv_transfer_params":{"a":1}}')
+
+        prefill.behave = compute
+        client = await b.client()
+        await client.request(
+            "POST", "/v1/completions", b'{"prompt":%b}' % json.dumps(list(range(999))).encode()
+        )
+        await until(lambda: len(prefill.seen) == 1)
+        b.proxy.fleet.leave("engine-1")
+        go.set()
+        assert (await client.answer()).engine == "engine-1"
+        assert json.loads(decode.seen[0].body)["kv_transfer_params"] == {"a": 1}
+        await until(lambda: len(b.counters.engines) == 1)
+
+
+@with_deadline
+async def test_no_request_is_lost_while_engines_join_leave_and_die(rng: random.Random) -> None:
+    """Only what had begun on an engine that died may end early."""
+    health = HealthChecks(interval_s=0.02)
+    async with bed(
+        2, discovery=("http",), engines_max=6, health=health, policy="conductor", tokenizer=("none",)
+    ) as b:
+        there = ["engine-0", "engine-1"]
+        mocks = {mock.name: mock for mock in b.engines}
+        answered, done = 0, asyncio.Event()
+
+        async def clients() -> None:
+            nonlocal answered
+            client = await b.client()
+            while not done.is_set():
+                answer = await client.ask("POST", "/v1/completions", BODY)
+                assert answer.status == 200, answer.body
+                answered += 1
+
+        async def after(count: int) -> None:
+            target = answered + count
+            await until(lambda: answered >= target)
+
+        asking = [asyncio.ensure_future(clients()) for _ in range(16)]
+        for number in range(40):
+            if len(there) < 3 and b.proxy.fleet.has_room:
+                mock = await joined(b, f"later-{number}")
+                mocks[mock.name] = mock
+                there.append(mock.name)
+            else:
+                name = there.pop(rng.randrange(len(there)))
+                if rng.random() < 0.3:
+                    await mocks[name].stop()  # it dies, and only then somebody says that it left
+                b.proxy.fleet.leave(name)
+            await after(rng.randrange(1, 60))
+            b.proxy.check_integrity()
+        done.set()
+        await asyncio.gather(*asking)
+        assert answered > 100
+        await until(lambda: len(b.counters.engines) == len(there))
+
+
+@with_deadline
+async def test_metrics_name_each_engine_once_when_a_successor_has_its_name() -> None:
+    async with bed(1, discovery=("http",)) as b:
+        never = asyncio.Event()
+
+        async def hang(exchange: Exchange) -> None:
+            await never.wait()
+
+        b.engines[0].behave = hang
+        client = await b.client()
+        await client.request("POST", "/v1/completions", BODY)
+        await until(lambda: len(b.engines[0].seen) == 1)
+        b.proxy.fleet.leave("engine-0")
+        await joined(b, "engine-0")
+        text = (await b.ask("GET", "/metrics")).body.decode()
+        assert text.count('\nmoonpool_proxy_requests_in_flight{engine="engine-0"}') == 1
+        assert '\nmoonpool_proxy_requests_in_flight{engine="engine-0"} 0.0' in text
+        client.leave()
+        await until(lambda: len(b.counters.engines) == 1)
+
+
+def test_engines_have_as_many_places_as_the_indexes_have_holders() -> None:
+    some = tuple(EngineSpec(f"e{number}", f"http://h{number}:1") for number in range(3))
+    assert ProxySettings(engines=some).places == 3
+    assert ProxySettings(engines=some, discovery=("http",), engines_max=100).places == 100
+    with pytest.raises(Exception, match="engines_max is 2"):
+        ProxySettings(engines=some, discovery=("http",), engines_max=2)
