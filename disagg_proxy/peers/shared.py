@@ -24,6 +24,7 @@ class _Theirs:
     decode: Instance
     sent_s: float
     tokens: int
+    coming: bool  # to another instance than that which computes it
     computed: bool = False
     decoding: bool = False
 
@@ -121,8 +122,14 @@ class Shared:
             return
         self._last -= 1
         sent_s = now_s - entry.age_s
-        theirs[entry.request] = known = _Theirs(self._last, computes, decode, sent_s, entry.tokens)
+        apart = computes is not decode
+        known = _Theirs(self._last, computes, decode, sent_s, entry.tokens, coming=apart)
+        theirs[entry.request] = known
         self._count += 1
+        if apart:
+            decode.coming += 1
+            decode.coming_tokens += entry.tokens
+        computes.flow.add(entry.predicted_s, now_s)
         if not entry.computed:
             computes.books.prefill_began(
                 known.name,
@@ -146,6 +153,7 @@ class Shared:
     def _decodes(known: _Theirs | None, now_s: float) -> None:
         if known is not None and not known.decoding:
             known.decoding = True
+            _arrived(known)
             known.decode.books.decode_began(known.name, known.tokens, now_s)
 
     def _leave(self, theirs: dict[int, _Theirs], request: int, now_s: float) -> None:
@@ -153,8 +161,17 @@ class Shared:
         if known is None:
             return
         self._count -= 1
+        _arrived(known)
         known.computes.books.prefill_ended(known.name, now_s, done=False)
         known.decode.books.decode_ended(known.name, 0, now_s)
+
+
+def _arrived(known: _Theirs) -> None:
+    """What was coming to the decode instance is there, or comes no more."""
+    if known.coming:
+        known.coming = False
+        known.decode.coming -= 1
+        known.decode.coming_tokens -= known.tokens
 
 
 def _is_plausible(entry: Sent) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moonpool.disagg_proxy.simulator.cache import Cache
+from moonpool.disagg_proxy.simulator.eviction.recency import Lru
 from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS, Trace
 
 
@@ -28,11 +28,11 @@ def endless(trace: Trace) -> float:
 
 
 def _hits(trace: Trace, blocks_max: int) -> float:
-    cache = Cache(blocks_max)
+    cache = Lru(blocks_max)
     reused = tokens = 0
     for row in trace.rows:
         blocks = row.full_blocks
         reused += next((at for at, block in enumerate(blocks) if block not in cache), len(blocks))
         tokens += row.tokens
-        cache.keep(row.blocks[: row.tokens // BLOCK_TOKENS])
+        cache.keep(row.blocks[: row.tokens // BLOCK_TOKENS], row.at_s)
     return reused * BLOCK_TOKENS / tokens

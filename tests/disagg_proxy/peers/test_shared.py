@@ -38,16 +38,15 @@ def shared_of(instances: list[Instance]) -> Shared:
     return Shared({each.name: each for each in instances}.get)
 
 
-def loads(instances: list[Instance], now_s: float) -> list[tuple[int, int, int, float]]:
-    return [
-        (
-            each.books.prefills,
-            each.books.decodes,
-            each.books.context_tokens,
-            round(each.books.wait_s(now_s), 9),
+def loads(instances: list[Instance], now_s: float) -> list[tuple[float, ...]]:
+    rows: list[tuple[float, ...]] = []
+    for each in instances:
+        wait_s = round(each.books.wait_s(now_s), 9)  # first: silent prefills end when somebody asks
+        books = each.books
+        rows.append(
+            (books.prefills, books.decodes, books.context_tokens, each.coming, each.coming_tokens, wait_s)
         )
-        for each in instances
-    ]
+    return rows
 
 
 def observation(request: int, stage: Stage, at_s: float, *, apart: bool) -> Observation:
@@ -110,12 +109,12 @@ def test_two_proxies_have_the_same_lines(seed: int) -> None:
     late_shared = shared_of(late)
     for _ in range(2):
         late_shared.replace("other", accounts.in_flight(now_s), now_s)
-        assert [row[1:3] for row in loads(late, now_s)] == [row[1:3] for row in loads(ours, now_s)]
+        assert [row[1:5] for row in loads(late, now_s)] == [row[1:5] for row in loads(ours, now_s)]
         # When a prefill of which nobody will hear began is not told, so that some may seem to last longer.
         assert all(new[0] >= old[0] for new, old in zip(loads(late, now_s), loads(ours, now_s), strict=True))
         assert len(late_shared) == len(accounts)
     assert shared.gone("other", now_s) == len(accounts)
-    assert all(row == (0, 0, 0, 0.0) for row in loads(theirs, now_s))
+    assert all(row == (0, 0, 0, 0, 0, 0.0) for row in loads(theirs, now_s))
 
 
 def test_a_state_ends_what_it_does_not_name_and_moves_what_went_elsewhere() -> None:
@@ -159,7 +158,7 @@ def test_what_cannot_be_is_counted_and_left_out(lie: Sent) -> None:
     shared.apply("a", [lie, Prefilled(1), Begun(1, True), Begun(99, True), Gone(7), Gone(1)], 1.0)
     assert shared.unknown == 1
     assert len(shared) == 0
-    assert all(row == (0, 0, 0, 0.0) for row in loads(instances, 1.0))
+    assert all(row == (0, 0, 0, 0, 0, 0.0) for row in loads(instances, 1.0))
 
 
 def test_no_proxy_can_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
