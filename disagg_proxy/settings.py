@@ -175,7 +175,8 @@ class ProxySettings:
                 "engines",
                 "a proxy needs at least one engine; give --engine http://host:port, or --discovery",
             )
-        if self.engines_max < max(1, len(self.engines)) or self.engines_max > 65535:
+        least = max(1, len(self.engines) if self.discovery else 0)
+        if not least <= self.engines_max <= 65535:
             raise _bad(
                 "engines_max", f"{len(self.engines)} engines are given, and engines_max is {self.engines_max}"
             )
