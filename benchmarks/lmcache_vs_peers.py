@@ -1,6 +1,7 @@
 """LMCache over the pool beside its lm://, fs:// and mooncakestore://, in one run.
 
     python -m benchmarks.lmcache_vs_peers --lmcache-python PYTHON [--peers-venv DIR] [--quick] [--json FILE]
+                                          [--parts remote l2]
 
 One real LMCache engine for each backend, all up for the whole run; in each round each of them stores a new
 prompt (134 MB in 16 chunks), retrieves it and looks it up, another one first in each round. The first round
@@ -9,7 +10,11 @@ goes through the backend, and every byte is compared. The engine's KV cache lies
 backend's work each figure has LMCache's copy from or to it.
 
 store-visible: from store() until lookup() finds all of it. The limit is LMCache over a backend that
-keeps LMCache's own memory objects: what remains is LMCache's cost.
+keeps LMCache's own memory objects: what remains is LMCache's cost. Beside them "drop-in": LMCache's
+mooncakestore:// over our module of that name, which is no peer.
+
+Part l2: the adapters of LMCache's server, driven as its controllers do, with chunks of the same size in CPU
+memory: ours, our native client, LMCache's fs and fs_native. The real Mooncake's is not in LMCache's wheel.
 """
 
 from __future__ import annotations
@@ -21,14 +26,14 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import peers
-from benchmarks.lmcache.backends import BACKENDS, PEERS, Bed
+from benchmarks.lmcache.backends import L2, L2_PEERS, REMOTE, REMOTE_PEERS, Backends, Bed
 from benchmarks.processes import ROOT, Failed, Talker, end_on_sigterm
 from benchmarks.report import Row, print_table, write_json
 
@@ -36,6 +41,33 @@ TOKENS, CHUNK_TOKENS = 4096, 256
 SHAPE = {"tokens": TOKENS, "layers": 8, "heads": 8, "head_size": 128}
 START_TIMEOUT_S = 120.0
 STORE_GB_S, RETRIEVE_GB_S, TIMES = 1.5, 2.5, 2.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """backends: all; peers: those to beat; others: of ours, beside "ours", with rows of their own."""
+
+    name: str
+    title: str
+    module: str
+    backends: Backends
+    peers: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+
+
+REMOTE_PART = Part(
+    "remote",
+    "LMCache over remote backends",
+    "benchmarks.lmcache.engine",
+    REMOTE,
+    REMOTE_PEERS,
+    beside=("drop-in",),
+)
+L2_PART = Part(
+    "l2", "L2 adapters of LMCache's server", "benchmarks.lmcache.l2", L2, L2_PEERS, others=("native",)
+)
+PARTS = {part.name: part for part in (REMOTE_PART, L2_PART)}
 
 
 @dataclass
@@ -51,19 +83,26 @@ class Passes:
 
 
 class Run:
-    """The engines of one call."""
+    """The engines of one part."""
 
-    def __init__(self, folder: Path, python: Path, peers_python: Path | None, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        python: Path,
+        peers_python: Path | None,
+        stack: ExitStack,
+        part: Part = REMOTE_PART,
+    ) -> None:
+        self.part = part
         self._folder, self._python, self._peers_python, self._stack = folder, python, peers_python, stack
         self._engines: dict[str, Talker] = {}
         self.passes: dict[str, Passes] = {}
         self.missing: dict[str, str] = {}
         self.prompt_bytes = 0
 
-    def start(self, names: Sequence[str]) -> None:
+    def start(self) -> None:
         """All engines at once. Raises Failed when ours does not start."""
-        for name in names:
-            prepare = BACKENDS[name]
+        for name, prepare in self.part.backends.items():
             folder = self._folder / name
             folder.mkdir(mode=0o700)
             bed = Bed(folder, self._python, self._peers_python, self._stack)
@@ -111,12 +150,13 @@ class Run:
     def _engine(self, name: str, folder: Path, config: dict[str, Any], extra: dict[str, str]) -> Talker:
         path = folder / "engine.json"
         cache = {"chunk_size": CHUNK_TOKENS, "local_cpu": False, "max_local_cpu_size": 0.6}
-        path.write_text(json.dumps({**SHAPE, "lmcache": {**cache, **config}}))
+        both = {"lmcache": {**cache, **config}, "l2": config, "chunk_tokens": CHUNK_TOKENS}
+        path.write_text(json.dumps({**SHAPE, **both}))
         more = {**extra, "PYTHONHASHSEED": "0"}
         more["PYTHONPATH"] = ":".join(
             [str(ROOT / "src"), str(ROOT), *filter(None, [extra.get("PYTHONPATH")])]
         )
-        engine = Talker(self._python, "benchmarks.lmcache.engine", [str(path)], folder / "engine.log", more)
+        engine = Talker(self._python, self.part.module, [str(path)], folder / "engine.log", more)
         self._stack.callback(engine.close)
         return engine
 
@@ -128,21 +168,28 @@ class Run:
 
 
 def rows(run: Run) -> Iterator[Row]:
+    for name in ("ours", *run.part.others):
+        yield from _rows(run, name)
+
+
+def _rows(run: Run, ours: str) -> Iterator[Row]:
+    called = "" if ours == "ours" else f", {ours}"
     size = f"{run.prompt_bytes / 1e6:.0f} MB in {TOKENS // CHUNK_TOKENS} chunks"
+    columns = (*run.part.peers, *run.part.beside)
     for what, text, least in (
         ("store", "store-visible", STORE_GB_S),
         ("retrieve", "retrieve", RETRIEVE_GB_S),
     ):
         figures = {name: run.prompt_bytes / s / 1e9 for name, s in _medians(run, what).items()}
         limit = figures.get("in_process")
-        best = max((figures[name] for name in PEERS if name in figures), default=None)
-        enough = figures.get("ours", 0.0) >= min(least, limit or least)
-        met = enough and figures.get("ours", 0.0) >= TIMES * best if best is not None else None
+        best = max((figures[name] for name in run.part.peers if name in figures), default=None)
+        enough = figures.get(ours, 0.0) >= min(least, limit or least)
+        met = enough and figures.get(ours, 0.0) >= TIMES * best if best is not None else None
         yield Row(
-            f"{text} [{size}]",
-            figures.get("ours", 0.0),
+            f"{text}{called} [{size}]",
+            figures.get(ours, 0.0),
             "GB/s",
-            {name: figures.get(name, "not run") for name in PEERS},
+            {name: figures.get(name, "not run") for name in columns},
             limit,
             f"{least:g} GB/s or the limit, {TIMES:g}x the best",
             met if enough else False,
@@ -150,10 +197,10 @@ def rows(run: Run) -> Iterator[Row]:
     for what, text in (("returned", "store() returns"), ("lookup", "lookup of 16 chunks")):
         figures = {name: s * 1e3 for name, s in _medians(run, what).items()}
         yield Row(
-            f"{text} [{size}]",
-            figures.get("ours", 0.0),
+            f"{text}{called} [{size}]",
+            figures.get(ours, 0.0),
             "ms",
-            {name: figures.get(name, "not run") for name in PEERS},
+            {name: figures.get(name, "not run") for name in columns},
             figures.get("in_process"),
             "",
             None,
@@ -173,31 +220,34 @@ def main() -> None:
         "--peers-venv", type=Path, metavar="DIR", help="environment with the real Mooncake; made if missing"
     )
     parser.add_argument("--quick", action="store_true", help="3 counted rounds instead of 9")
-    parser.add_argument(
-        "--only", nargs="+", choices=list(BACKENDS), default=list(BACKENDS), help="default: all"
-    )
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     end_on_sigterm()
     started_s = time.monotonic()
     peers_python = peers.python(options.peers_venv) if options.peers_venv else None
     rounds = 3 if options.quick else 9
-    with tempfile.TemporaryDirectory(prefix="moonpool-bench-") as folder, ExitStack() as stack:
-        run = Run(Path(folder), options.lmcache_python.absolute(), peers_python, stack)
-        try:
-            run.start(options.only)
-            for number in range(rounds + 1):
-                run.round(number)
-                print(f"round {number} of {rounds}, {time.monotonic() - started_s:.0f} s", file=sys.stderr)
-        except Failed as error:
-            sys.exit(f"lmcache_vs_peers: {error}")
-    table = list(rows(run))
-    print_table(f"LMCache over remote backends; medians of {rounds} interleaved rounds", table, "in-process")
-    for name, why in run.missing.items():
-        print(f"{name}: not run: {why}")
-    for name, passes in run.passes.items():
-        if passes.wrong:
-            print(f"{name}: {passes.wrong} of {passes.rounds} rounds were not complete and are not counted")
+    table: list[Row] = []
+    for part in (PARTS[name] for name in options.parts):
+        with tempfile.TemporaryDirectory(prefix="moonpool-bench-") as folder, ExitStack() as stack:
+            run = Run(Path(folder), options.lmcache_python.absolute(), peers_python, stack, part)
+            try:
+                run.start()
+                for number in range(rounds + 1):
+                    run.round(number)
+                    print(
+                        f"round {number} of {rounds}, {time.monotonic() - started_s:.0f} s", file=sys.stderr
+                    )
+            except Failed as error:
+                sys.exit(f"lmcache_vs_peers: {error}")
+        found = list(rows(run))
+        print_table(f"{part.title}; medians of {rounds} interleaved rounds", found, "in-process")
+        for name, why in run.missing.items():
+            print(f"{name}: not run: {why}")
+        for name, passes in run.passes.items():
+            if passes.wrong:
+                print(f"{name}: {passes.wrong} of {passes.rounds} rounds were not complete, not counted")
+        table += found
     if options.json:
         write_json(options.json, table)
     met = [row.met for row in table]
