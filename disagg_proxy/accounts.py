@@ -24,7 +24,7 @@ LEARN_EVERY_S = 0.005  # of one model: more samples say nothing new, and would b
 TOLERANCE_TOKENS = 160  # a block of vLLM on a CPU, and a few tokens
 
 _PREFILLED, _BEGUN, _ANSWERED = int(Stage.PREFILLED), int(Stage.BEGUN), int(Outcome.ANSWERED)
-_AT_ONCE = (int(Handed.CONCURRENT), int(Handed.ONE_SHOT))
+_AT_ONCE = (int(Handed.CONCURRENT), int(Handed.ONE_SHOT), int(Handed.GENERATION_FIRST))
 
 _log = logging.getLogger("moonpool.proxy")
 

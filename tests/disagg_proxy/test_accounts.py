@@ -72,11 +72,12 @@ def test_prefill_and_decode_apart_teach_each_its_own() -> None:
     assert decode.prefill_model.regression.samples == 0
 
 
-def test_a_first_token_that_overtakes_the_prefills_answer_leaves_the_prefill_in_work() -> None:
+@pytest.mark.parametrize("form", [Handed.CONCURRENT, Handed.ONE_SHOT, Handed.GENERATION_FIRST])
+def test_a_first_token_that_overtakes_the_prefills_answer_leaves_the_prefill_in_work(form: Handed) -> None:
     """Concurrently: decode had the prompt, or computed it."""
     accounts, prefill, decode = pair()
     accounts.sent(1, Choice(decode, prefill), Request(tokens=4_000), streams=True, now_s=0.0)
-    seen = BLANK._replace(request=1, prefill=0, decode=1, first_byte_s=0.5, handed_over=Handed.CONCURRENT)
+    seen = BLANK._replace(request=1, prefill=0, decode=1, first_byte_s=0.5, handed_over=form)
     accounts.learn(seen._replace(stage=Stage.BEGUN))
     assert (prefill.in_flight, decode.in_flight) == (1, 1)
     assert decode.handover_model.regression.samples == 0

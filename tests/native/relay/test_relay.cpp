@@ -14,6 +14,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <random>
 #include <string>
 #include <thread>
@@ -133,7 +134,9 @@ class RandomDecider final : public Decider {
                 case 3:
                     if (all.size() > 1) {
                         decision.plan.prefill = all[1];
-                        decision.plan.form = chance_() % 2 ? Form::kConcurrent : Form::kOneShot;
+                        constexpr Form kForms[] = {Form::kConcurrent, Form::kOneShot, Form::kContextFirst,
+                                                   Form::kGenerationFirst};
+                        decision.plan.form = kForms[chance_() % std::size(kForms)];
                         decision.plan.members = {{"bootstrap_room", "7"}};
                         decision.plan.prefill_params = decision.plan.engine_params = "{}";
                     }
