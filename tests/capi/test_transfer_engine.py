@@ -220,8 +220,8 @@ def test_programs_need_the_library_by_its_name(program: Path) -> None:
         assert any(word in line and "[libtransfer_engine.so]" in line for line in said.splitlines())
 
 
-NO_THREADS = """
-import ctypes, os, resource, sys, threading
+LIBRARY = """
+import ctypes, os, resource, signal, sys, threading, time
 library = ctypes.CDLL(sys.argv[1])
 create = library.createTransferEngine
 create.restype, create.argtypes = ctypes.c_void_p, [ctypes.c_char_p] * 3 + [ctypes.c_uint64, ctypes.c_int]
@@ -233,6 +233,7 @@ library.allocateBatchID.restype = ctypes.c_uint64
 library.allocateBatchID.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 library.submitTransfer.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t]
 library.getTransferStatus.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+library.freeBatchID.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
 library.destroyTransferEngine.argtypes = [ctypes.c_void_p]
 
 class Request(ctypes.Structure):
@@ -243,6 +244,8 @@ class Status(ctypes.Structure):
     _fields_ = [("status", ctypes.c_int), ("bytes", ctypes.c_uint64)]
 
 engine = create(b"P2PHANDSHAKE", b"127.0.0.1", b"", 0, 1)
+"""
+NO_THREADS = """
 address = ctypes.create_string_buffer(64)
 assert library.getLocalIpAndPort(engine, address, 64) == 0
 size = 8 << 20
@@ -277,13 +280,57 @@ print("ok")
 def test_a_host_that_allows_no_more_threads() -> None:
     """An engine is refused with a sentence, what is there goes on, and no exception of C++ comes out."""
     done = subprocess.run(
-        [sys.executable, "-c", NO_THREADS, str(root() / "lib" / "libtransfer_engine.so")],
+        [sys.executable, "-c", LIBRARY + NO_THREADS, str(root() / "lib" / "libtransfer_engine.so")],
         env={**os.environ, "MOONPOOL_CLUSTER_TOKEN": TOKEN}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     if "does not limit" in done.stdout:
         pytest.skip("threads cannot be limited here")
     assert done.stdout == "ok\n", done.stderr
     assert "cannot start a thread" in done.stderr
+
+
+HUNG = """
+address, process, remote, size = sys.argv[2].encode(), int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
+memory = ctypes.create_string_buffer(size)
+start = ctypes.addressof(memory)
+assert library.registerLocalMemory(engine, start, size, b"*", 1) == 0
+peer = library.openSegment(engine, address)
+batch = library.allocateBatchID(engine, 1)
+os.kill(process, signal.SIGSTOP)
+request = Request(1, start, peer, remote, size)
+assert library.submitTransfer(engine, batch, ctypes.byref(request), 1) == 0
+freed = []
+freeing = threading.Thread(target=lambda: freed.append(library.freeBatchID(engine, batch)))
+began = time.monotonic()
+freeing.start()
+longest = 0.0
+while freeing.is_alive():
+    asked = time.monotonic()
+    other = library.allocateBatchID(engine, 1)
+    assert library.freeBatchID(engine, other) == 0
+    longest = max(longest, time.monotonic() - asked)
+took = time.monotonic() - began
+os.kill(process, signal.SIGCONT)
+assert freed == [0]
+library.destroyTransferEngine(engine)
+print(f"{took} {longest}")
+"""
+
+
+def test_a_batch_of_a_peer_that_hangs_is_freed_and_others_do_not_wait(agent: Callable[..., Agent]) -> None:
+    generation = agent("gen")
+    size = 64 * MIB
+    remote = generation.ask(f"memory {size} 5")
+    place = [generation.address, str(generation.process.pid), remote, str(size)]
+    done = subprocess.run(
+        [sys.executable, "-c", LIBRARY + HUNG, str(root() / "lib" / "libtransfer_engine.so"), *place],
+        env={**os.environ, "MOONPOOL_CLUSTER_TOKEN": TOKEN}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    took_s, longest_s = map(float, done.stdout.split())
+    print(f"freed after {took_s:.3f} s, others waited {longest_s:.3f} s at most")
+    assert longest_s < took_s / 2
+    assert took_s < 10
 
 
 def test_engines_of_python_speak_to_it(agent: Callable[..., Agent]) -> None:

@@ -92,6 +92,7 @@ class Handle {
 
    private:
     Batch* find(batch_id_t batch);
+    int check_room(batch_id_t batch, size_t count);
     Status look(Submitted& submitted);
     void forget_old();
 
@@ -183,18 +184,30 @@ Batch* Handle::find(batch_id_t batch) {
 }
 
 int Handle::free_batch(batch_id_t batch) {
-    std::lock_guard lock(mutex_);
-    Batch* found = find(batch);
-    if (found == nullptr) return say(kInvalid, "freeBatchID", "there is no such batch");
-    for (const Submitted& one : found->submits) {
+    std::unique_lock lock(mutex_);
+    auto freed = batches_.extract(batch);
+    if (freed.empty()) return say(kInvalid, "freeBatchID", "there is no such batch");
+    lock.unlock();  // what still runs takes up to a second to end, and others must not wait for it
+    for (const Submitted& one : freed.mapped().submits) {
         if (one.ticket && !one.ended) (void)engine_->release(*one.ticket);
     }
-    batches_.erase(batch);
+    return 0;
+}
+
+// Looked at before the requests are: a count that is no batch's may be no array's either.
+int Handle::check_room(batch_id_t batch, size_t count) {
+    Batch* found = find(batch);
+    if (found == nullptr) return say(kInvalid, "submitTransfer", "there is no such batch");
+    if (count > found->size - found->used) {
+        return say(kInvalid, "submitTransfer", "the batch has no room for so many requests");
+    }
     return 0;
 }
 
 int Handle::submit(batch_id_t batch, std::span<const transfer_request_t> requests,
                    const std::optional<std::string>& message) {
+    std::unique_lock lock(mutex_);
+    if (int wrong = check_room(batch, requests.size())) return wrong;
     std::vector<Slice> slices;
     std::vector<uint32_t> segments;
     Submitted submitted;
@@ -208,12 +221,17 @@ int Handle::submit(batch_id_t batch, std::span<const transfer_request_t> request
         slices.push_back({reinterpret_cast<uint64_t>(one.source), one.target_offset, one.length,
                           one.opcode == OPCODE_READ ? Direction::kRead : Direction::kWrite});
     }
-    std::lock_guard lock(mutex_);
-    Batch* found = find(batch);
-    if (found == nullptr) return say(kInvalid, "submitTransfer", "there is no such batch");
-    if (requests.size() > found->size - found->used) {
-        return say(kInvalid, "submitTransfer", "the batch has no room for so many requests");
+    if (slices.empty() && message && !requests.empty()) {
+        lock.unlock();  // a peer that hangs is waited for
+        Status told = engine_->notify(static_cast<uint32_t>(requests.front().target_id), *message);
+        lock.lock();
+        if (int wrong = check_room(batch, requests.size())) return wrong;  // freed, or filled, meanwhile
+        if (!told) {
+            find(batch)->refused = true;
+            return say(kFailed, "submitTransferWithNotify", told.error().text);
+        }
     }
+    Batch* found = find(batch);
     found->submits.reserve(found->submits.size() + 1);  // nothing may fail once it runs
     found->refused = true;
     if (!slices.empty()) {
@@ -224,9 +242,6 @@ int Handle::submit(batch_id_t batch, std::span<const transfer_request_t> request
         Result<uint64_t> ticket = engine_->submit(request);
         if (!ticket) return say(kFailed, "submitTransfer", ticket.error().text);
         submitted.ticket = *ticket;
-    } else if (message && !requests.empty()) {
-        Status told = engine_->notify(static_cast<uint32_t>(requests.front().target_id), *message);
-        if (!told) return say(kFailed, "submitTransferWithNotify", told.error().text);
     }
     found->refused = false;
     submitted.first = found->used;

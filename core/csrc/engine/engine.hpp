@@ -124,7 +124,9 @@ class Engine {
     Result<uint64_t> submit(const TransferRequest& request);  // a ticket
     Result<bool> wait(uint64_t ticket, int timeout_ms);       // whether it has ended
     Result<TicketStatus> status(uint64_t ticket);
-    Status cancel(uint64_t ticket);        // begins nothing new of it; ended at the latest a second later
+    // Begins nothing new of it. Ended at the latest a second later, or when dialling a peer that hangs is
+    // over.
+    Status cancel(uint64_t ticket);
     Status release(uint64_t ticket);       // forgets it, having cancelled it when it still runs
     Result<std::vector<uint64_t>> poll();  // tickets that ended since the last call
     int event_fd() const;                  // readable when poll() or notifications() has something

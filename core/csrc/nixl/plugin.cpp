@@ -266,6 +266,7 @@ NixlStatus Backend::start(const NixlOperation& operation, const NixlRanges& loca
         transfer.ticket.reset();
     }
     transfer.ended = kNixlBackendError;  // until it is known better
+    if (local.items.size() != remote.items.size()) return transfer.ended = kNixlInvalid;
     Result<uint32_t> segment = segment_of(agent);
     if (!segment) return transfer.ended = say(kNixlDisconnected, "postXfer", segment.error());
     std::vector<Slice> slices;
@@ -295,16 +296,22 @@ NixlStatus Backend::start(const NixlOperation& operation, const NixlRanges& loca
 NixlStatus Backend::look(Transfer& transfer) const {
     if (!transfer.ticket) return transfer.ended;
     Result<bool> ended = engine_->wait(*transfer.ticket, 0);
-    if (!ended) return say(kNixlBackendError, "checkXfer", ended.error());
+    if (!ended) {  // the engine is closed: said once, whoever asks in a loop
+        transfer.ticket.reset();
+        return transfer.ended = say(kNixlBackendError, "checkXfer", ended.error());
+    }
     if (!*ended) return kNixlInProgress;
     Result<TicketStatus> status = engine_->status(*transfer.ticket);
     (void)engine_->release(*transfer.ticket);
     transfer.ticket.reset();
     transfer.ended = kNixlSuccess;
     if (!status || status->state != TicketState::kDone) {
-        lost(transfer.agent, transfer.segment);
-        transfer.ended =
-            say(kNixlDisconnected, "a transfer", status ? status->failure.error : status.error());
+        Error why = status ? status->failure.error : status.error();
+        // Where the memory is wrong, and the peer is there, dialling again would not help, and others use the
+        // segment.
+        bool there = why.code == Code::kInvalidArgument && engine_->segment(transfer.segment);
+        if (!there) lost(transfer.agent, transfer.segment);
+        transfer.ended = say(kNixlDisconnected, "a transfer", why);
     }
     return transfer.ended;
 }

@@ -80,6 +80,35 @@ TEST_CASE("capi: several submits of one batch, threads that look at once, and a 
     CHECK(unregisterLocalMemory(here.self, from.data()) == 0);
 }
 
+TEST_CASE("capi: a batch is looked at before the requests are, and a message alone takes its place in it") {
+    Engine here, there;
+    segment_id_t peer = openSegment(here.self, there.address.c_str());
+    batch_id_t batch = allocateBatchID(here.self, 2);
+    transfer_request_t nothing{OPCODE_WRITE, nullptr, peer, 0, 0};
+    char text[] = "text";
+    CHECK(submitTransfer(here.self, batch, &nothing, SIZE_MAX / sizeof(nothing)) < 0);  // there is but one
+    CHECK(submitTransfer(here.self, batch + 1, &nothing, SIZE_MAX / sizeof(nothing)) < 0);
+    CHECK(submitTransferWithNotify(here.self, batch, &nothing, 1, {text, text}) == 0);
+    CHECK(wait_for(here, batch, 0) == STATUS_COMPLETED);
+    nothing.target_id = 4711;
+    CHECK(submitTransferWithNotify(here.self, batch, &nothing, 1, {text, text}) < 0);
+    transfer_status_t status;
+    CHECK(getTransferStatus(here.self, batch, 1, &status) < 0);
+    nothing.target_id = peer;
+    CHECK(submitTransferWithNotify(here.self, batch, &nothing, 1, {text, text}) == 0);
+    CHECK(submitTransferWithNotify(here.self, batch, &nothing, 1, {text, text}) < 0);  // it is full
+    int heard = 0;
+    while (heard < 2) {
+        int size = 0;
+        notify_msg_t* messages = getNotifsFromEngine(there.self, &size);
+        freeNotifsMsgBuf(messages, size);
+        heard += size;
+        std::this_thread::yield();
+    }
+    CHECK(heard == 2);
+    CHECK(freeBatchID(here.self, batch) == 0);
+}
+
 TEST_CASE("capi: batches of what failed are forgotten, and no others") {
     Engine here, there;
     std::vector<unsigned char> memory(4096);

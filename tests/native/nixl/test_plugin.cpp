@@ -135,6 +135,17 @@ TEST_CASE("nixl: another process at the same address is met, whether or not its 
     CHECK(write(one, "other", *other, 1) == kNixlSuccess);
 }
 
+TEST_CASE("nixl: a transfer of memory that is not there does not end the connection that others use") {
+    Agent one("one");
+    auto other = std::make_unique<Agent>("other");
+    CHECK(one.engine->load_connection("other", other->address) == kNixlSuccess);
+    CHECK(write(one, "other", one, 1) == kNixlDisconnected);  // that memory is not other's
+    CHECK(write(one, "other", *other, 1) == kNixlSuccess);
+    CHECK(write(one, "other", one, 1) == kNixlDisconnected);
+    other.reset();
+    CHECK(one.engine->connect("other") == kNixlSuccess);  // nobody has to be dialled
+}
+
 TEST_CASE("nixl: a peer that hangs stops nobody else") {
     Agent one("one"), other("other");
     Fd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -174,6 +185,8 @@ TEST_CASE("nixl: a transfer of nothing, posted where another failed, has not fai
     CHECK(one.engine->load_connection("other", other.address) == kNixlSuccess);
     CHECK(one.engine->post(kNixlRead, none, none, "other", request, nullptr) == kNixlSuccess);
     CHECK(one.engine->check(request) == kNixlSuccess);
+    CHECK(one.engine->post(kNixlRead, local, none, "other", request, nullptr) == kNixlInvalid);
+    CHECK(one.engine->check(request) == kNixlInvalid);
     CHECK(one.engine->release(request) == kNixlSuccess);
 }
 

@@ -69,8 +69,9 @@ segment_id_t openSegment(transfer_engine_t engine, const char* segment_name);
 int closeSegment(transfer_engine_t engine, segment_id_t segment);
 
 /* A batch takes `size` requests, however many submits bring them; a request's number is its place among them.
- * Freeing a batch cancels what of it still runs: bytes of it may move for a second after that. Of batches that
- * ended, and whose end was told, the last 4096 are kept when nobody frees them. */
+ * Freeing a batch cancels what of it still runs, and waits until none of its bytes moves any more: up to a
+ * second, and up to 5 when the peer hangs; other calls do not wait for that. Of batches that ended, and whose end
+ * was told, the last 4096 are kept when nobody frees them. */
 batch_id_t allocateBatchID(transfer_engine_t engine, size_t size);
 int freeBatchID(transfer_engine_t engine, batch_id_t batch);
 
