@@ -38,6 +38,7 @@ class _Sent:
     ttft_s: float  # predicted
     pool: int  # tokens that are fetched
     ahead_s: float  # of the sender's other fetches
+    queued: bool  # others were computed before
     silent: bool
     coming: bool  # to another instance than that which computes it
     computed: bool = False
@@ -85,8 +86,10 @@ class Accounts:
         holder = asked.holder if pool else None
         ahead_s = holder.ahead_s(now_s) if holder is not None else 0.0
         model = computes.prefill_model
-        prefill_s = choice.prefill_s or model.predict(asked.tokens, own, pool, ahead_s)
-        ttft_s = computes.books.wait_s(now_s) + prefill_s
+        wait_s = computes.books.wait_s(now_s)
+        queued = wait_s > 0.0
+        prefill_s = choice.prefill_s or model.predict(asked.tokens, own, pool, ahead_s, queued=queued)
+        ttft_s = wait_s + prefill_s
         if choice.prefill is not None:
             ttft_s += choice.decode.handover_model.predict(asked.tokens)
         silent = choice.prefill is None and not streams
@@ -98,7 +101,17 @@ class Accounts:
             choice.decode.books.decode_began(request, asked.tokens, now_s)
         apart = choice.prefill is not None
         sent = _Sent(
-            choice, asked, now_s, prefill_s, ttft_s, pool, ahead_s, silent, coming=apart, decoding=silent
+            choice,
+            asked,
+            now_s,
+            prefill_s,
+            ttft_s,
+            pool,
+            ahead_s,
+            queued,
+            silent,
+            coming=apart,
+            decoding=silent,
         )
         self._sent[request] = sent
         if sent.coming:
@@ -153,7 +166,9 @@ class Accounts:
         if done is None or not done.tokens or observation.status not in (0, 200):
             return  # of a prompt of unknown length nothing is learnt
         if self._is_wanted(computes.prefill_model, at_s):
-            computes.prefill_model.observe(done.tokens, done.own, done.pool, done.seconds, sent.ahead_s)
+            computes.prefill_model.observe(
+                done.tokens, done.own, done.pool, done.seconds, sent.ahead_s, queued=sent.queued
+            )
 
     def _begun(self, observation: Observation, sent: _Sent) -> None:
         choice, first_s = sent.choice, observation.first_byte_s

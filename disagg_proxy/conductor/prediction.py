@@ -1,16 +1,18 @@
 """What a request will cost: prefill seconds, hand-over seconds and seconds between tokens, learnt online.
 
-    prefill        =  a + b u + c (n^2 - r^2)  +  transfer       r = own + pool tokens reused, u = n - r
-    transfer       =  l + f pool + s ahead                       0 where nothing is fetched
-    hand-over(n)   =  g + h n
-    gap(batch, ctx)=  d + e batch + k ctx                        ctx: tokens in the KV cache of the batch
+    prefill         =  a + b u + c (n^2 - r^2)  +  transfer      r = own + pool tokens reused, u = n - r
+    transfer        =  l + f pool + s ahead                      of a request that need not wait
+                       q pool                                    of one that waits, and is fetched meanwhile
+    hand-over(n)    =  g + h n
+    gap(batch, ctx) =  d + e batch + k ctx                       ctx: tokens in the KV cache of the batch
 
 The form of the prefill term is the cost model of the Mooncake paper (FAST '25, section 2.2 of its cost model:
-a linear and a quadratic part of the tokens that are computed), and l and f are this instance's latency and
-bandwidth towards the pool, as far as its own work does not hide them. ``ahead``: seconds of other fetches
-that the sender has before it (``Sender``); s is how much of them is felt. Priors are of a mid-sized model on
-one GPU and wide, so that a few tens of requests replace them. Tokens and seconds everywhere; features are
-scaled to thousands and millions so that coefficients are of one order. Pure: no clock.
+a linear and a quadratic part of the tokens that are computed). l and f are this instance's latency and
+bandwidth towards the pool; q is what cannot be hidden behind the prompts before it; ``ahead``: seconds of
+other fetches that the sender has before it (``Sender``), s how much of them is felt. Priors are of a
+mid-sized model on one GPU and wide, so that a few tens of requests replace them. Tokens and seconds
+everywhere; features are scaled to thousands and millions so that coefficients are of one order. Pure: no
+clock.
 """
 
 from __future__ import annotations
@@ -26,27 +28,41 @@ class PrefillModel:
 
     def __init__(self) -> None:
         self.regression = Regression(
-            (0.02, 0.1, 0.001, 0.005, 0.002, 1.0), (0.1, 0.3, 0.01, 0.02, 0.02, 1.0), floor=0.005
+            (0.02, 0.1, 0.001, 0.005, 0.002, 0.001, 1.0), (0.1, 0.3, 0.01, 0.1, 0.3, 0.3, 1.0), floor=0.005
         )
 
-    def predict(self, tokens: int, own: int = 0, pool: int = 0, ahead_s: float = 0.0) -> float:
+    def predict(
+        self, tokens: int, own: int = 0, pool: int = 0, ahead_s: float = 0.0, *, queued: bool = False
+    ) -> float:
         """tokens: of the prompt; own: leading ones in the engine's own cache; pool: those behind them that it
-        fetches; ahead_s: of the sender's other fetches."""
+        fetches; ahead_s: of the sender's other fetches; queued: others are computed before."""
         # As the features say, without making them: it is asked of every engine for every request.
-        a, b, c, _, _, _ = self.regression.coefficients
+        a, b, c, latency, token, hidden, share = self.regression.coefficients
         reused = own + pool if own + pool < tokens else tokens
         seconds = a + b * _K * (tokens - reused) + c * _M * (tokens * tokens - reused * reused)
-        return seconds + self.transfer_s(pool if pool < tokens else tokens, ahead_s) if pool else seconds
+        fetched = pool if pool < tokens else tokens
+        if not fetched:
+            return seconds
+        if queued:
+            return seconds + hidden * _K * fetched
+        return seconds + latency + token * _K * fetched + share * ahead_s
 
-    def transfer_s(self, pool: int, ahead_s: float = 0.0) -> float:
-        """The part of it that fetching takes."""
-        if not pool:
-            return 0.0
-        _, _, _, latency, token, share = self.regression.coefficients
-        return latency + token * _K * pool + share * ahead_s
+    def transfer_s(self, pool: int) -> float:
+        """Of so many tokens with nothing before them and nothing to hide behind."""
+        _, _, _, latency, token, hidden, _ = self.regression.coefficients
+        return latency + max(token, hidden) * _K * pool if pool else 0.0
 
-    def observe(self, tokens: int, own: int, pool: int, seconds: float, ahead_s: float = 0.0) -> float | None:
-        return self.regression.observe(_prefill_features(tokens, own, pool, ahead_s), seconds)
+    def observe(
+        self,
+        tokens: int,
+        own: int,
+        pool: int,
+        seconds: float,
+        ahead_s: float = 0.0,
+        *,
+        queued: bool = False,
+    ) -> float | None:
+        return self.regression.observe(_prefill_features(tokens, own, pool, ahead_s, queued), seconds)
 
 
 class HandoverModel:
@@ -78,9 +94,14 @@ class DecodeModel:
         return self.regression.observe((1.0, batch, context_tokens * _K), seconds)
 
 
-def _prefill_features(tokens: int, own: int, pool: int, ahead_s: float) -> tuple[float, ...]:
+def _prefill_features(tokens: int, own: int, pool: int, ahead_s: float, queued: bool) -> tuple[float, ...]:
     reused = min(own + pool, tokens)
     computed = tokens - reused
-    fetched = min(pool, tokens)
-    fetches = (1.0, fetched * _K, ahead_s) if fetched else (0.0, 0.0, 0.0)
+    fetched = min(pool, tokens) * _K
+    if not fetched:
+        fetches: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    elif queued:
+        fetches = (0.0, 0.0, fetched, 0.0)
+    else:
+        fetches = (1.0, fetched, 0.0, ahead_s)
     return (1.0, computed * _K, (tokens * tokens - reused * reused) * _M, *fetches)

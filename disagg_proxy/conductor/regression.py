@@ -1,8 +1,8 @@
 """Least squares that learns while it is used: a linear model with non-negative coefficients, a prior that
 fades with evidence, slow forgetting, and two bounds on what odd samples may do.
 
-The recursion is the Kalman filter of a constant state that drifts a little (Plackett 1950, "Some theorems in
-least squares"; Ljung, "System Identification", ch. 11). Samples far from the prediction count as if they were
+The recursion is least squares with exponential forgetting (Plackett 1950, "Some theorems in least squares";
+Ljung, "System Identification", ch. 11). Samples far from the prediction count as if they were
 at a bound, as in Huber's loss (Huber 1964). Those that are absurd, beside the prediction and beside the
 median of the last samples alike, count nothing: an engine that stood still, a clock that jumped. An engine
 that has really changed moves the median with its fifth sample, and is believed. Pure: no clock.
@@ -19,7 +19,8 @@ ERROR_SHARE = 0.1  # a sample is expected to lie within this share of its predic
 OUTLIER_ERRORS = 3.0  # an error counts as no more than so many expected ones
 ABSURD = 5.0  # times the prediction, or as small a part of it, and the same of the median
 RECENT = 9  # samples, of which the median is taken
-MEMORY = 2_000  # after about so many samples the prior spread would be back, were there no new ones
+MEMORY = 250  # a sample that is so many samples old counts for a third (1/e) of the last one
+FADES = 1 / (1 - 1 / MEMORY)
 
 
 class Regression:
@@ -58,17 +59,17 @@ class Regression:
             return None
         predicted = self.predict(features)
         error = y - predicted
-        if self._is_absurd(predicted, y):
-            self.odd += 1
-            return None
         covariance = self._covariance
-        for place, most in enumerate(self._most):
-            covariance[place][place] += most / MEMORY
         reach = [_dot(row, features) for row in covariance]
         variance = _dot(features, reach) + (ERROR_SHARE * max(predicted, self._floor)) ** 2
         # The bound is wide while little is known, and narrow later.
         bound = OUTLIER_ERRORS * math.sqrt(variance)
-        step = min(max(error, -bound), bound) / variance
+        if self._is_absurd(predicted, y) and abs(error) > ABSURD * bound:
+            self.odd += 1
+            return None
+        if abs(error) > bound:  # it moves as far as the bound does, and leaves as much to be learnt
+            variance *= abs(error) / bound
+        step = error / variance
         self.coefficients = tuple(
             max(value + by * step, 0.0) for value, by in zip(self.coefficients, reach, strict=True)
         )
@@ -76,7 +77,7 @@ class Regression:
             gain = by / variance
             row = covariance[place]
             for other in range(place + 1):
-                row[other] = covariance[other][place] = row[other] - gain * reach[other]
+                row[other] = covariance[other][place] = (row[other] - gain * reach[other]) * FADES
         self._bound()
         self.samples += 1
         return error

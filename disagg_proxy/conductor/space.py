@@ -4,7 +4,7 @@ from __future__ import annotations
 
 OVER_TOKENS = 10_000_000.0  # what was stored longer ago counts less and less
 YOUNG_TOKENS = 1_000_000.0  # until about so many are stored caches are not full, and nothing is driven out
-LAST = 0.5  # what goes is what was used longest ago: worth something between nothing and the average
+LAST = 0.25  # what goes was used longest ago: worth more than nothing, and far less than the average
 
 
 class Space:

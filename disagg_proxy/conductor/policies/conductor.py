@@ -31,7 +31,8 @@ EQUAL_S = 0.001
 EQUAL_GAP_S = 0.00005
 PRIORITY_MOST = 4  # beyond it a priority weighs no more, either way
 HARM_EVERY_S = 1.0  # it is an average over a minute
-TRY_AFTER = 32  # fetches that were not worth it; the next one is made, so that a mistake is found out
+TRY_AFTER = 32  # fetches that were not worth it; then one is made, so that a mistake is found out
+TRY_MOST = 1024  # so many, when the last tries were no mistake
 _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 _K = 1e-3
 _M = 1e-6
@@ -64,6 +65,7 @@ class Conductor:
         self._harm_at_s = -math.inf
         self._harm_of: Sequence[Instance] = ()
         self._unfetched = 0
+        self._try_after = TRY_AFTER
 
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
         answering, computing, together = self._roles.of(instances)
@@ -89,7 +91,7 @@ class Conductor:
         later = self._harm_now(instances, now_s)
         urgency = 2.0 ** max(min(request.priority, PRIORITY_MOST), -PRIORITY_MOST)
         chance = self._space.chance * _K
-        tries = self._unfetched >= TRY_AFTER
+        tries = self._unfetched >= self._try_after
         known = len(owned)
         found = []
         least = math.inf
@@ -99,21 +101,24 @@ class Conductor:
             if not request.tokens and last is not None and instance is last.instance:
                 own = tokens
             # PrefillModel.predict, written out: most of a decision is this loop.
-            a, b, c, latency, token, share = instance.prefill_model.regression.coefficients
+            a, b, c, latency, token, hidden, share = instance.prefill_model.regression.coefficients
             rest = tokens - own
             prefill_s = a + b * _K * rest + c * _M * (tokens * tokens - own * own)
             transfer_s = 0.0
             pull = in_pool - own
             fetches = pull > 0
+            wait_s = instance.books.wait_s(now_s)
             if fetches:
-                pull_s = latency + token * _K * pull + share * ahead_s
+                # Also a fetch that hides behind others takes its time on the links.
+                pull_s = latency + (token if token > hidden else hidden) * _K * pull + share * ahead_s
                 saved_s = b * _K * pull + c * _M * (in_pool * in_pool - own * own)
                 if pull_s < saved_s or tries or not instance.obeys:
-                    transfer_s = pull_s
-                    prefill_s += pull_s - saved_s
+                    transfer_s = (
+                        hidden * _K * pull if wait_s else latency + token * _K * pull + share * ahead_s
+                    )
+                    prefill_s += transfer_s - saved_s
                 else:
                     fetches = False
-            wait_s = instance.books.wait_s(now_s)
             ttft_s = wait_s + prefill_s
             cost = urgency * ttft_s + later * prefill_s * (wait_s + 0.5 * prefill_s) + chance * b * rest
             if cost < least:
@@ -172,6 +177,14 @@ class Conductor:
         """Of instances that are equal otherwise: the fewest requests, then who was chosen longest ago."""
         return min(instances, key=lambda each: (each.in_flight, each.turn))
 
+    def _count_fetch(self, fetches: bool) -> None:
+        if not fetches:
+            self._unfetched += 1
+        elif self._unfetched >= self._try_after:
+            self._unfetched, self._try_after = 0, min(self._try_after * 2, TRY_MOST)
+        else:
+            self._unfetched, self._try_after = 0, TRY_AFTER
+
     @staticmethod
     def _gap_s(request: Request, instance: Instance) -> float:
         books = instance.books
@@ -193,8 +206,8 @@ class Conductor:
         self._turn += 1
         computes.turn = decode.turn = self._turn
         in_pool = request.from_pool(computes)
-        if in_pool:
-            self._unfetched = 0 if best.fetches else self._unfetched + 1
+        if in_pool and computes.obeys:
+            self._count_fetch(best.fetches)
         stored = request.tokens - best.own
         self._space.observe(stored, best.own + (in_pool if best.fetches else 0))
         self._sessions.keep(request.session, computes, request.tokens)
