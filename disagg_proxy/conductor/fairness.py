@@ -1,0 +1,68 @@
+"""Whose turn it is among requests that wait: each tenant gets the same service, whoever asks more.
+
+Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): a tenant's
+counter grows by the tokens that are computed for it, those of answers counting twice, divided by its weight;
+the tenant with the least counter is next. A tenant that comes back after a while begins where the others are,
+so that nobody saves up. Where nothing waits nobody is treated unfairly, and this changes nothing. Pure: no
+clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+IDLE_MAX = 256  # tenants of whom nothing waits
+ANSWER_WEIGHT = 2.0  # a token of an answer to one of a prompt, as in the paper
+
+
+class Fairness:
+    """weights: by tenant, 1 for the others; positive. priorities come before it, and arrival behind it:
+    ``rank``."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._weights = dict(weights or {})
+        for tenant, weight in self._weights.items():
+            if not 0 < weight < math.inf:
+                raise ValueError(f"the weight of the tenant {tenant!r} must be positive, not {weight}")
+        self._served: dict[str, float] = {}
+        self._waiting: Counter[str] = Counter()
+        self._last = 0.0  # of the last one that waited
+
+    def served(self, tenant: str) -> float:
+        """Its counter: weighted tokens."""
+        return self._served.get(tenant, 0.0)
+
+    def waits(self, tenant: str) -> None:
+        """One more request of this tenant waits."""
+        if not self._waiting[tenant]:
+            self._served[tenant] = max(self.served(tenant), self._least())
+        self._waiting[tenant] += 1
+
+    def goes(self, tenant: str) -> None:
+        """One of them waits no more: it was sent, or its client left."""
+        if self._waiting[tenant] > 1:
+            self._waiting[tenant] -= 1
+        elif tenant in self._waiting:
+            self._last = self.served(tenant)
+            del self._waiting[tenant]
+            if len(self._served) > 2 * len(self._waiting) + IDLE_MAX:
+                least = self._least()  # where the others would begin anyway
+                self._served = {
+                    name: value
+                    for name, value in self._served.items()
+                    if value > least or name in self._waiting
+                }
+
+    def _least(self) -> float:
+        return min(map(self.served, self._waiting), default=self._last)
+
+    def charge(self, tenant: str, prompt: int, answer: int = 0) -> None:
+        """Tokens that were, or are to be, computed for it. What is less than nothing is not counted."""
+        tokens = max(prompt, 0) + ANSWER_WEIGHT * max(answer, 0)
+        self._served[tenant] = self.served(tenant) + tokens / self._weights.get(tenant, 1.0)
+
+    def rank(self, tenant: str, priority: int, arrived_s: float) -> tuple[float, float, float]:
+        """The least goes first."""
+        return (-priority, self.served(tenant), arrived_s)

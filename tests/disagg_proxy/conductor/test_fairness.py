@@ -1,0 +1,82 @@
+"""Tenants that wait get the same service, by their weights, and nobody saves up."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from moonpool.disagg_proxy.conductor.fairness import IDLE_MAX, Fairness
+
+SEED = 20261121
+
+
+def serve(fairness: Fairness, sizes: dict[str, int], count: int) -> dict[str, int]:
+    """Everybody always has a request waiting; so many are served. Tokens by tenant."""
+    served = dict.fromkeys(sizes, 0)
+    for tenant in sizes:
+        fairness.waits(tenant)
+    for turn in range(count):
+        tenant = min(sizes, key=lambda each: fairness.rank(each, 0, turn))
+        fairness.waits(tenant)
+        fairness.goes(tenant)
+        fairness.charge(tenant, sizes[tenant])
+        served[tenant] += sizes[tenant]
+    return served
+
+
+def test_tenants_with_longer_prompts_get_no_more_tokens() -> None:
+    served = serve(Fairness(), {"short": 100, "long": 10_000}, 5_000)
+    assert served["short"] == pytest.approx(served["long"], abs=10_000)
+
+
+def test_a_weight_is_a_share() -> None:
+    served = serve(Fairness({"much": 3.0}), {"much": 500, "little": 500}, 4_000)
+    assert served["much"] / served["little"] == pytest.approx(3.0, rel=0.05)
+
+
+def test_who_comes_later_begins_where_the_others_are() -> None:
+    fairness = Fairness()
+    fairness.waits("old")
+    fairness.charge("old", 1_000_000)
+    fairness.waits("new")
+    assert fairness.served("new") == 1_000_000
+    fairness.charge("new", 10, answer=10)
+    assert fairness.served("new") == 1_000_030
+    assert fairness.rank("old", 0, 5.0) < fairness.rank("new", 0, 1.0)
+
+
+def test_an_idle_cluster_gives_nobody_a_lead() -> None:
+    fairness = Fairness()
+    fairness.waits("a")
+    fairness.charge("a", 500)
+    fairness.goes("a")
+    fairness.waits("b")
+    fairness.waits("a")
+    assert fairness.served("b") == fairness.served("a") == 500
+
+
+def test_priorities_come_first_and_arrival_last() -> None:
+    fairness = Fairness()
+    fairness.charge("a", 10)
+    assert fairness.rank("a", 1, 9.0) < fairness.rank("b", 0, 1.0)
+    assert fairness.rank("b", 0, 1.0) < fairness.rank("b", 0, 2.0)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_is_positive(weight: float) -> None:
+    with pytest.raises(ValueError, match="weight of the tenant"):
+        Fairness({"a": weight})
+
+
+def test_tenants_that_never_come_back_leave_nothing_behind() -> None:
+    fairness, chance = Fairness(), random.Random(SEED)
+    for number in range(20_000):
+        name = f"t{number}"
+        fairness.waits(name)
+        fairness.charge(name, chance.randrange(1_000))
+        fairness.goes(name)
+    assert len(fairness._served) <= IDLE_MAX + 1
+    fairness.goes("nobody")
+    fairness.charge("nobody", -5, answer=-5)
+    assert fairness.served("nobody") == 0.0
