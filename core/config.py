@@ -116,6 +116,9 @@ class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     peers: list[str] = []
     processes: Count = 1
     process_listen: str = ""
+    discovery: list[str] = []
+    discovery_grace_s: Duration = 10.0
+    engines_max: Count = 1024
     client_connections_max: Count = 10_000
     head_bytes_max: Size = parse_size("32KiB")
     body_bytes_max: Size = parse_size("64MiB")
@@ -377,6 +380,10 @@ HELP: dict[str, str] = {
     "proxy.processes": "processes that serve at proxy.listen; each takes its share of the clients",
     "proxy.process_listen": "address at which the first process is reached alone, the next at the next port"
     " (for /metrics)",
+    "proxy.discovery": "where further engines are looked for: file:PATH, http, etcd:URL/PREFIX, "
+    "kubernetes:NAMESPACE/LABELS",
+    "proxy.discovery_grace_s": "how long an engine may be missing there before it is removed",
+    "proxy.engines_max": "the most engines with proxy.discovery",
     "proxy.client_connections_max": "the most client connections",
     "proxy.head_bytes_max": "the longest request head",
     "proxy.body_bytes_max": "the longest request body",

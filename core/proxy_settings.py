@@ -45,6 +45,9 @@ def proxy_settings(config: Config) -> ProxySettings:
         ),
         processes=config.proxy.processes,
         process_listen=config.proxy.process_listen,
+        discovery=tuple(config.proxy.discovery),
+        discovery_grace_s=config.proxy.discovery_grace_s,
+        engines_max=config.proxy.engines_max,
         limits=_part(Limits, "", config),
         deadlines=_part(Deadlines, "", config),
         health=_part(HealthChecks, "health_", config),
@@ -55,12 +58,13 @@ def policy_of(proxy: Proxy, roles: Iterable[str] = ()) -> str:
     """What ``proxy.policy`` means for the engines that [proxy] names and for others in these roles.
 
     "auto": engines of their own for prefill and decode want a policy that knows when a hand-over pays, and
-    streams of KV events are there to be looked at.
+    streams of KV events are there to be looked at. Engines that are discovered may be and have all of that.
     """
     if proxy.policy != "auto":
         return proxy.policy
     apart = proxy.prefill or proxy.decode or any(role != "both" for role in roles)
-    return "conductor" if apart or proxy.events or proxy.pool_events else "round_robin"
+    looks = apart or proxy.events or proxy.pool_events or proxy.discovery
+    return "conductor" if looks else "round_robin"
 
 
 def _part(kind: type[Part], prefix: str, config: Config) -> Part:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -62,7 +62,8 @@ class Dispatcher:
         # By place; one that is leaving has its place until all that was sent there is over.
         self.at: list[Engine | None] = [None] * places
         self._instance_at: list[Instance | None] = [None] * places
-        self.engines: tuple[Engine, ...] = ()  # that requests may go to
+        self.engines: tuple[Engine, ...] = ()  # that requests may go to, ordered by place
+        self._instances: tuple[Instance, ...] = ()  # theirs
         self.accounts = Accounts()
         self.handovers = Handovers(self.at, handover=handover)
         self.known = KnownPrompts()
@@ -85,8 +86,8 @@ class Dispatcher:
 
     @property
     def instances(self) -> tuple[Instance, ...]:
-        """Of all engines, also those that are leaving."""
-        return self.accounts.instances
+        """Of the engines, ordered by place."""
+        return self._instances
 
     @property
     def uses_tokens(self) -> bool:
@@ -168,12 +169,12 @@ class Dispatcher:
             self.accounts.join(instance)
         self.at[engine.place] = engine
         self._instance_at[engine.place] = instance
-        self.engines = tuple(sorted((*self.engines, engine), key=lambda each: each.place))
+        self._set_engines((*self.engines, engine))
         self.became(engine)
 
     def part(self, engine: Engine) -> None:
         """The engine is leaving: no request goes there any more."""
-        self.engines = tuple(each for each in self.engines if each is not engine)
+        self._set_engines(each for each in self.engines if each is not engine)
 
     def leave(self, engine: Engine) -> None:
         """All that was sent to the engine is over, and its place is free."""
@@ -182,6 +183,11 @@ class Dispatcher:
             self.accounts.leave(engine.place)
         self.at[engine.place] = self._instance_at[engine.place] = None
         self._candidates = {}
+
+    def _set_engines(self, engines: Iterable[Engine]) -> None:
+        self.engines = tuple(sorted(engines, key=lambda each: each.place))
+        at = self._instance_at
+        self._instances = tuple(each for engine in self.engines if (each := at[engine.place]) is not None)
 
     def became(self, engine: Engine) -> None:
         """The engine turned out to be something else than it was given as."""

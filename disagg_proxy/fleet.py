@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -55,6 +55,7 @@ class Fleet:
         self._checkers: dict[int, HealthChecker] = {}  # by place
         self._checks: dict[int, asyncio.Task[None]] = {}
         self._started = False
+        self.freed: Callable[[], None] = lambda: None  # a place has become free
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -67,8 +68,9 @@ class Fleet:
         return tuple(self._leaving.values())
 
     @property
-    def has_room(self) -> bool:
-        return bool(self._free)
+    def room(self) -> int:
+        """Engines that may join now."""
+        return len(self._free)
 
     def find(self, name: str) -> Found | None:
         """The engine of this name that is there."""
@@ -136,13 +138,20 @@ class Fleet:
         self._locality.leave(place)
         heapq.heappush(self._free, place)
         _log.info("engine %s (%s) is gone", engine.name, engine.url)
+        self.freed()
 
     async def start(self) -> None:
         """Check all engines once, and then again and again."""
         self._started = True
         for engine in self.engines:
             self._check(engine)
-        await asyncio.gather(*(checker.first for checker in self._checkers.values()))
+        await self.checked()
+
+    async def checked(self) -> None:
+        """Until each engine that is there now was checked once, or has left."""
+        first = [checker.first for checker in self._checkers.values()]
+        if first:
+            await asyncio.wait(first)
 
     async def close(self) -> None:
         tasks = list(self._checks.values())
@@ -169,7 +178,9 @@ class Fleet:
         self._checks[engine.place] = asyncio.get_running_loop().create_task(checker.run())
 
     def _stop_checking(self, engine: Engine) -> None:
-        self._checkers.pop(engine.place, None)
+        checker = self._checkers.pop(engine.place, None)
+        if checker is not None:
+            checker.first.cancel()
         task = self._checks.pop(engine.place, None)
         if task is not None:
             task.cancel()

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from moonpool.disagg_proxy.conductor.plan import Answer, error_body
 from moonpool.disagg_proxy.conductor_metrics import ConductorCollector
+from moonpool.disagg_proxy.discovery.follower import Follower, SourceRow
 from moonpool.disagg_proxy.dispatcher import Dispatcher
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.events.subscriber import Subscriber
@@ -35,15 +36,19 @@ class EngineRow(msgspec.Struct):
     models: list[str] | None
 
 
-class EnginesPage(msgspec.Struct):
+class EnginesPage(msgspec.Struct, omit_defaults=True):
+    """discovery: the sources of engines, where there are any."""
+
     policy: str
     engines: list[EngineRow]
+    discovery: list[SourceRow] = []
 
 
-class HealthPage(msgspec.Struct):
+class HealthPage(msgspec.Struct, omit_defaults=True):
     status: str
     engines_healthy: int
     engines: int
+    discovery: list[SourceRow] = []
 
 
 class Pages:
@@ -57,6 +62,7 @@ class Pages:
         look: Callable[[], Counters],
         policy: str,
         more: Sequence[Collector] = (),
+        follower: Follower | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._look = look
@@ -67,6 +73,9 @@ class Pages:
         if dispatcher.uses_tokens:
             self._collectors += (ConductorCollector(dispatcher, locality, subscriber),)
         self._collectors += tuple(more)
+        if follower is not None:
+            self._collectors += (follower,)
+        self._follower = follower
         self._policy = policy
 
     def answer(self, path: bytes) -> Answer:
@@ -80,7 +89,7 @@ class Pages:
                 for counts in counters.engines
                 if (engine := self._dispatcher.at[counts.place]) is not None
             ]
-            return Answer(200, msgspec.json.encode(EnginesPage(self._policy, rows)))
+            return Answer(200, msgspec.json.encode(EnginesPage(self._policy, rows, self._sources())))
         if path == b"/v1/models":
             return Answer(
                 200,
@@ -91,9 +100,14 @@ class Pages:
     def _health(self) -> Answer:
         healthy, total = self._dispatcher.healthy_count, len(self._dispatcher.engines)
         if healthy:
-            return Answer(200, msgspec.json.encode(HealthPage("ok", healthy, total)))
+            return Answer(200, msgspec.json.encode(HealthPage("ok", healthy, total, self._sources())))
         why = f"none of {total} engines is healthy; GET /engines says why"
+        if not total:
+            why = "no engine has been discovered yet; GET /engines says where they are looked for"
         return Answer(503, error_body(503, why, "no_engine"))
+
+    def _sources(self) -> list[SourceRow]:
+        return [] if self._follower is None else self._follower.rows()
 
 
 def _row(engine: Engine, counts: EngineCounters) -> EngineRow:

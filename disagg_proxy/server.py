@@ -25,7 +25,10 @@ from moonpool._native import ProxyRequest, Relay
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.conductor.policy import make_policy
+from moonpool.disagg_proxy.discovery.follower import Follower
+from moonpool.disagg_proxy.discovery.members import Members
 from moonpool.disagg_proxy.discovery.source import Found
+from moonpool.disagg_proxy.discovery.sources import make_sources
 from moonpool.disagg_proxy.dispatcher import ASKED_MAX, Dispatcher
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.events.indexes import HOLDERS_MAX, Indexes
@@ -116,17 +119,6 @@ class Proxy:
             self._exchange = Exchange(settings.peers, self._dispatcher, self._locality)
         elif settings.peers.listen:
             _log.warning("the policy %s keeps no books that proxies could exchange", settings.policy)
-        self._pages = Pages(
-            self._dispatcher,
-            self._locality,
-            self._subscriber,
-            self.counters,
-            settings.policy,
-            [
-                *((self._recorder,) if self._recorder is not None else ()),
-                *((PeerCollector(self._exchange),) if self._exchange is not None else ()),
-            ],
-        )
         self.relay = Relay(
             engines=[],
             engines_max=settings.places,
@@ -152,6 +144,19 @@ class Proxy:
         events = {source.name: source for source in settings.events if not source.pool}
         for spec in settings.engines:
             self.fleet.join(Found(spec, events.get(spec.name)))
+        self._follower = self._follow()
+        self._pages = Pages(
+            self._dispatcher,
+            self._locality,
+            self._subscriber,
+            self.counters,
+            settings.policy,
+            [
+                *((self._recorder,) if self._recorder is not None else ()),
+                *((PeerCollector(self._exchange),) if self._exchange is not None else ()),
+            ],
+            self._follower,
+        )
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -176,6 +181,9 @@ class Proxy:
             )
         self._tasks = [self._loop.create_task(self._observe_forever())]
         await self.fleet.start()
+        if self._follower is not None:
+            await self._follower.start()
+            await self.fleet.checked()
         for listening in self._listening:
             listening.listen(_BACKLOG)
             self.relay.listen(listening.fileno())
@@ -201,6 +209,8 @@ class Proxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._follower is not None:
+            await self._follower.close()
         await self.fleet.close()
         await self._dispatcher.close()
         await asyncio.to_thread(self.relay.close)
@@ -223,6 +233,8 @@ class Proxy:
         if not self.counters().whole:
             raise AssertionError("an invariant of the data plane is broken")
         self.fleet.check_integrity()
+        if self._follower is not None:
+            self._follower.check_integrity()
         self._dispatcher.check_integrity()
 
     def _resume(self, request: ProxyRequest, decision: Decision) -> None:
@@ -240,8 +252,24 @@ class Proxy:
         names = [""] * self._settings.places
         return Recorder(exporter, names, self._settings.policy, clock=lambda: self.relay.now())
 
+    def _follow(self) -> Follower | None:
+        """None: the engines are those of the settings. Raises ConfigError for a source that cannot be."""
+        settings = self._settings
+        if not settings.discovery:
+            return None
+        sources = make_sources(settings.discovery)
+        members = Members(
+            [source.name for source in sources],
+            fixed=settings.engines,
+            grace_s=settings.discovery_grace_s,
+            engines_max=settings.places,
+        )
+        follower = Follower(sources, members, self.fleet)
+        self.fleet.freed = follower.look
+        return follower
+
     def _listen_to_events(self) -> Subscriber | None:
-        if not self._settings.events:
+        if not self._settings.events and not self._settings.discovery:
             return None
         pool = tuple(source for source in self._settings.events if source.pool)  # engines bring their own
         places = {source.name: self._settings.places + number for number, source in enumerate(pool)}

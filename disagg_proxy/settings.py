@@ -57,7 +57,7 @@ class EngineSpec:
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise _bad("engines", f"{self.url!r} is no URL: {error}") from error
-        if parts.scheme != "http" or not host:
+        if parts.scheme != "http" or not host or not _is_host(host):
             raise _bad("engines", f"an engine's URL looks like http://host:port, not {self.url!r}")
         if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
             raise _bad(
@@ -289,6 +289,14 @@ def parse_engines(texts: Iterable[str], role: str = "both") -> tuple[EngineSpec,
             name, url = f"{kind}-{place}", text
         specs.append(EngineSpec(name, url, role, bootstrap))
     return tuple(specs)
+
+
+def _is_host(host: str) -> bool:
+    """Whether a name can be asked for at all."""
+    try:
+        return 0 < len(host.encode("idna")) < 254 and not any(each.isspace() for each in host)
+    except UnicodeError:
+        return False
 
 
 def _check_positive(part: str, values: Limits | Deadlines | HealthChecks | BreakerLimits) -> None:

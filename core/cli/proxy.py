@@ -16,6 +16,7 @@ def register(app: typer.Typer) -> None:
             "moonpool proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8101",
             "moonpool proxy --processes 4 --engine http://127.0.0.1:8100",
             "moonpool proxy --listen 127.0.0.1:9000 --engine left=http://127.0.0.1:8100",
+            "moonpool proxy --discovery file:/etc/moonpool/engines.yaml",
         )
     )(proxy)
 
@@ -77,6 +78,13 @@ def proxy(
     pool_events: Annotated[
         list[str] | None, typer.Option(metavar="NAME=ZMQ", help="KV events of a node of the pool.")
     ] = None,
+    discovery: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Find engines while it runs: file:PATH, http, etcd:URL/PREFIX, kubernetes:NAMESPACE/LABELS.",
+        ),
+    ] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, max=64, help="Processes that serve at the address.")
     ] = None,
@@ -121,6 +129,7 @@ def proxy(
             "proxy.tokenizer": tokenizer or None,
             "proxy.events": events or None,
             "proxy.pool_events": pool_events or None,
+            "proxy.discovery": discovery or None,
             "proxy.listen": listen,
             "proxy.policy": policy,
             "proxy.processes": processes,

@@ -76,7 +76,7 @@ async def test_what_runs_on_an_engine_that_leaves_ends_there() -> None:
         more.set()
         assert await client.chunk() == b"data: two\n\n"
         assert await client.chunk() == b""
-        await until(lambda: b.proxy.fleet.has_room)
+        await until(lambda: b.proxy.fleet.room)
         assert [row.name for row in b.counters.engines] == ["new"]
         await joined(b, "third")  # at the first one's place
         assert {await ask(b) for _ in range(8)} == {"new", "third"}
@@ -125,10 +125,10 @@ async def test_a_decision_for_an_engine_that_has_left_is_made_anew() -> None:
         b.proxy.fleet.leave("engine-0")
         await joined(b, "other")
         assert await ask(b) == "other"
-        assert not b.proxy.fleet.has_room
+        assert not b.proxy.fleet.room
         b.proxy.relay.resume(asked[0], 0)
         assert (await client.answer()).engine == "other"
-        await until(lambda: b.proxy.fleet.has_room)
+        await until(lambda: b.proxy.fleet.room)
         assert not b.engines[0].seen
 
 
@@ -182,7 +182,7 @@ async def test_no_request_is_lost_while_engines_join_leave_and_die(rng: random.R
 
         asking = [asyncio.ensure_future(clients()) for _ in range(16)]
         for number in range(40):
-            if len(there) < 3 and b.proxy.fleet.has_room:
+            if len(there) < 3 and b.proxy.fleet.room:
                 mock = await joined(b, f"later-{number}")
                 mocks[mock.name] = mock
                 there.append(mock.name)

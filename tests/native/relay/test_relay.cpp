@@ -11,10 +11,15 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <iterator>
+#include <mutex>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -158,9 +163,26 @@ class RandomDecider final : public Decider {
         }
     }
     void engine_refused(size_t, const std::string&) override {}
+    void engine_gone(size_t place) override {
+        std::lock_guard lock(mutex_);
+        gone_.push_back(place);
+        changed_.notify_one();
+    }
+
+    // The next place that has become free, or none within ten seconds.
+    std::optional<size_t> next_gone() {
+        std::unique_lock lock(mutex_);
+        if (!changed_.wait_for(lock, std::chrono::seconds(10), [this] { return !gone_.empty(); })) return {};
+        size_t place = gone_.front();
+        gone_.pop_front();
+        return place;
+    }
 
    private:
     std::mt19937 chance_{7};
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::deque<size_t> gone_;
 };
 
 void visit(const sockaddr_in& address, unsigned seed) {
@@ -350,6 +372,62 @@ TEST_CASE("an access log that nobody reads keeps a bound and ends") {
     size_t whole = said.rfind('\n') + 1;
     size_t line = said.find('\n') + 1;
     CHECK(whole % line == 0);  // each as long as the first
+}
+
+TEST_CASE("engines join and leave in a storm, and each place is free again") {
+    MockEngine first, second, third;
+    const std::array<const MockEngine*, 3> engines{&first, &second, &third};
+    RandomDecider decider;
+    Settings settings;
+    settings.engines_max = 4;
+    settings.breaker.failures_max = 1u << 30;
+    settings.deadlines.sweep_s = 0.002;
+    settings.deadlines.linger_s = 0.02;
+    auto started = Relay::start(settings, decider);
+    REQUIRE(started.ok());
+    Relay& relay = **started;
+    decider.relay = &relay;
+    size_t joined = 0;
+    auto join = [&](size_t place) {
+        const MockEngine& engine = *engines[joined++ % engines.size()];
+        sockaddr_storage address{};
+        std::memcpy(&address, &engine.address, sizeof(engine.address));
+        relay.add_engine(place, {"e" + std::to_string(joined), "h", Role::kBoth});
+        relay.engine_address(place, address, sizeof(engine.address));
+        relay.engine_models(place, std::vector<std::string>{"m"});
+        relay.engine_state(place, true);
+    };
+    for (size_t place = 0; place < 3; ++place) join(place);
+    sockaddr_in address{};
+    Fd listener = listening(address);
+    relay.listen(::dup(listener.get()));
+    std::vector<std::thread> visitors;
+    std::atomic<unsigned> visiting{4};
+    for (unsigned seed = 0; seed < 4; ++seed) {
+        visitors.emplace_back([&, seed] {
+            visit(address, seed);
+            --visiting;
+        });
+    }
+    std::mt19937 chance(11);
+    bool all_came = true;
+    for (size_t round = 0; visiting > 0 && all_came; ++round) {
+        relay.remove_engine(round % 3, chance() % 2 ? 0.01 : 10.0);
+        auto place = decider.next_gone();
+        all_came = place == round % 3;
+        if (all_came) join(*place);
+        CHECK(relay.in_flight(round % 3) < 5);
+        relay.call([&] { CHECK(relay.whole()); });
+    }
+    for (auto& visitor : visitors) visitor.join();
+    CHECK(all_came);
+    CHECK(joined > 3);
+    CHECK(relay.drain(10));
+    relay.call([&] {
+        CHECK(relay.whole());
+        CHECK(relay.engine_count() == 3);
+    });
+    relay.close();
 }
 
 TEST_CASE("a storm of clients, engines and plans leaves nothing behind") {

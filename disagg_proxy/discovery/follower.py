@@ -1,0 +1,209 @@
+"""Makes a fleet follow what sources of engines say."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence, Set
+from typing import Protocol
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moonpool.disagg_proxy.discovery.members import Members, SourceState
+from moonpool.disagg_proxy.discovery.source import Found, Source
+
+FIRST_S = 5.0  # the start of a proxy waits so long for the first answers of its sources
+RESTART_S = 1.0  # before a source that broke is begun anew
+
+_log = logging.getLogger("moonpool.proxy")
+
+
+class Fleet(Protocol):
+    """What follows; disagg_proxy/fleet.py."""
+
+    @property
+    def room(self) -> int: ...
+
+    def join(self, found: Found) -> object: ...
+
+    def leave(self, name: str) -> None: ...
+
+
+class SourceRow(msgspec.Struct):
+    """A source in GET /engines and GET /health. state: waiting (for its first answer), ok, or lost: then what
+    it said last stays true, and why says what is wrong. age_s: of what it said last."""
+
+    name: str
+    state: str
+    why: str
+    engines: int
+    age_s: float | None
+
+
+class Follower(Collector):
+    """All on one event loop. ``start``, then ``close``; ``look`` when the fleet has got room."""
+
+    def __init__(self, sources: Sequence[Source], members: Members, fleet: Fleet) -> None:
+        self._sources = sources
+        self._members = members
+        self._fleet = fleet
+        self._loop = asyncio.get_running_loop()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard = asyncio.Event()
+        self._told: set[str] = set()  # sources of which the log knows that they are lost
+        self._refused_told: dict[str, int] = {}
+        self.joined = self.left = 0
+
+    async def start(self) -> None:
+        """Returns when each source has said something, or FIRST_S seconds have passed."""
+        self._tasks = [self._loop.create_task(self._run(source)) for source in self._sources]
+        try:
+            async with asyncio.timeout(FIRST_S):
+                while any(state.at_s is None and not state.failures for state in self._states()):
+                    self._heard.clear()
+                    await self._heard.wait()
+        except TimeoutError:
+            _log.warning("not all sources of engines have answered within %g s; the proxy serves", FIRST_S)
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def look(self) -> None:
+        """Does what is to be done now, and looks again when something may be."""
+        changes = self._members.changes(self._loop.time(), self._fleet.room)
+        for name, why in changes.leave:
+            self.left += 1
+            _log.info("engine %s leaves: %s", name, why)
+            self._fleet.leave(name)
+        for found in changes.join:
+            self.joined += 1
+            _log.info("engine %s (%s, %s) joins", found.name, found.spec.url, found.spec.role)
+            self._fleet.join(found)
+        self._tell_refused()
+        due_s = self._members.next_s()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if due_s is None else self._loop.call_at(due_s, self.look)
+
+    def rows(self) -> list[SourceRow]:
+        """Of each source."""
+        now_s = self._loop.time()
+        return [
+            SourceRow(
+                state.name,
+                "waiting" if state.at_s is None and not state.failures else "lost" if state.why else "ok",
+                state.why,
+                len(state.engines),
+                None if state.at_s is None else round(now_s - state.at_s, 3),
+            )
+            for state in self._states()
+        ]
+
+    def collect(self) -> Iterator[Metric]:
+        rows = {row.name: row for row in self.rows()}
+        up = GaugeMetricFamily(
+            "moonpool_proxy_discovery_up",
+            "1 while the source says what there is; else what it said last is taken to be true",
+            labels=("source",),
+        )
+        age = GaugeMetricFamily(
+            "moonpool_proxy_discovery_age_seconds", "Since the source last said", labels=("source",)
+        )
+        engines = GaugeMetricFamily(
+            "moonpool_proxy_discovery_engines", "Engines that the source offers", labels=("source",)
+        )
+        updates = CounterMetricFamily(
+            "moonpool_proxy_discovery_updates", "Times at which it said", labels=("source",)
+        )
+        failures = CounterMetricFamily(
+            "moonpool_proxy_discovery_failures", "Times at which it could not", labels=("source",)
+        )
+        for state in self._states():
+            label, row = (state.name,), rows[state.name]
+            up.add_metric(label, float(row.state == "ok"))
+            if row.age_s is not None:
+                age.add_metric(label, row.age_s)
+            engines.add_metric(label, row.engines)
+            updates.add_metric(label, state.updates)
+            failures.add_metric(label, state.failures)
+        yield from (up, age, engines, updates, failures)
+        refused = GaugeMetricFamily(
+            "moonpool_proxy_discovery_refused",
+            "Engines that are offered and not taken, by reason",
+            labels=("reason",),
+        )
+        for reason in ("duplicate", "no_room"):
+            refused.add_metric((reason,), self._members.refused[reason])
+        yield refused
+        yield GaugeMetricFamily(
+            "moonpool_proxy_discovery_missing",
+            "Engines that their source does not name, for less than discovery_grace_s",
+            self._members.missing,
+        )
+        yield CounterMetricFamily("moonpool_proxy_engines_joined", "Engines that joined", self.joined)
+        yield CounterMetricFamily("moonpool_proxy_engines_left", "Engines that left", self.left)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        self._members.check_integrity()
+
+    def _states(self) -> Sequence[SourceState]:
+        return tuple(self._members.sources.values())
+
+    async def _run(self, source: Source) -> None:
+        listener = _Listener(self, source.name)
+        while True:
+            try:
+                await source.run(listener)
+            except Exception as error:  # what a source did not think of: the others go on, and so does it
+                _log.exception("the source of engines %s broke; it begins anew", source.name)
+                listener.failed(f"it broke: {type(error).__name__}: {error}")
+            await asyncio.sleep(RESTART_S)
+
+    def _found(self, source: str, engines: Sequence[Found], ended: Set[str]) -> None:
+        self._members.found(source, engines, ended, self._loop.time())
+        if source in self._told:
+            self._told.discard(source)
+            _log.info("%s says again which engines there are: %d", source, len(engines))
+        self._heard.set()
+        self.look()
+
+    def _failed(self, source: str, why: str) -> None:
+        self._members.failed(source, why)
+        if source not in self._told:
+            self._told.add(source)
+            kept = len(self._members.sources[source].engines)
+            _log.warning("%s: %s; the %d engines that it named last stay", source, why, kept)
+        self._heard.set()
+
+    def _tell_refused(self) -> None:
+        """Each time that there are more than before."""
+        for reason, sentence in (
+            ("duplicate", "%d engines are offered under a name or at an address that another has: left out"),
+            ("no_room", "%d engines are offered beyond those that there is room for (engines_max): left out"),
+        ):
+            count = self._members.refused[reason]
+            if count > self._refused_told.get(reason, 0):
+                _log.warning(sentence, count)
+            self._refused_told[reason] = count
+
+
+class _Listener:
+    """What one source tells."""
+
+    def __init__(self, follower: Follower, source: str) -> None:
+        self._follower = follower
+        self._source = source
+
+    def found(self, engines: Sequence[Found], ended: Set[str] = frozenset()) -> None:
+        self._follower._found(self._source, engines, ended)
+
+    def failed(self, why: str) -> None:
+        self._follower._failed(self._source, why)

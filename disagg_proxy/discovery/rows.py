@@ -1,0 +1,41 @@
+"""An engine as files and etcd write it: one small table of text."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.discovery.source import Found
+from moonpool.disagg_proxy.events.settings import EventSource
+from moonpool.disagg_proxy.settings import EngineSpec
+
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+class Row(msgspec.Struct, forbid_unknown_fields=True):
+    """url: the engine's root. name: of its own, or made of host and port. role, bootstrap: as in EngineSpec.
+    events, replay: endpoints of its KV events, "" for none. model: what it serves, "": it will say."""
+
+    url: str
+    name: str = ""
+    role: str = "both"
+    bootstrap: str | int = ""
+    events: str = ""
+    replay: str = ""
+    model: str = ""
+
+    def found(self, name: str = "") -> Found:
+        """name: where the row has none. Raises ConfigError for what cannot be meant."""
+        called = self.name or name or name_of(self.url)
+        spec = EngineSpec(called, self.url, self.role, str(self.bootstrap))
+        if self.replay and not self.events:
+            raise ConfigError(f"{called} has a replay endpoint and no events", operation="discovery")
+        events = EventSource(called, self.events, self.replay) if self.events else None
+        return Found(spec, events, self.model)
+
+
+def name_of(text: str) -> str:
+    """A name made of a URL's host and port, or of any text; at most 64 characters."""
+    return _NO_NAME.sub("-", text.removeprefix("http://").rstrip("/")).strip("-")[-64:]

@@ -1,0 +1,18 @@
+"""Makes the sources that a proxy's settings name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonpool.disagg_proxy.discovery.file_source import FileSource
+from moonpool.disagg_proxy.discovery.names import SourceName, parse_source_name
+from moonpool.disagg_proxy.discovery.source import Source
+
+
+def make_sources(names: Sequence[str]) -> tuple[Source, ...]:
+    """In their order. Raises ConfigError for a name that means nothing."""
+    return tuple(_make(parse_source_name(name)) for name in dict.fromkeys(names))
+
+
+def _make(name: SourceName) -> Source:
+    return FileSource(name.rest)
