@@ -175,10 +175,9 @@ class ProxySettings:
                 "engines",
                 "a proxy needs at least one engine; give --engine http://host:port, or --discovery",
             )
-        least = max(1, len(self.engines) if self.discovery else 0)
-        if not least <= self.engines_max <= 65535:
+        if self.discovery and not len(self.engines) <= self.engines_max <= 65535:
             raise _bad(
-                "engines_max", f"{len(self.engines)} engines are given, and engines_max is {self.engines_max}"
+                "engines_max", f"{len(self.engines)} engines are given, {self.engines_max} may be there"
             )
         if self.discovery_grace_s < 0:
             raise _bad("discovery_grace_s", f"discovery_grace_s is 0 or more, not {self.discovery_grace_s}")

@@ -45,7 +45,7 @@ class Exchange:
         self._dispatcher.in_books(lambda _, now: self.shared.expire(now_s - FORGOTTEN_S, now))
 
     def _find(self, name: str) -> Instance | None:
-        return next((each for each in self._dispatcher.accounts.instances if each.name == name), None)
+        return next((each for each in self._dispatcher.instances if each.name == name), None)
 
     # From here to the others
 

@@ -224,5 +224,5 @@ def test_engines_have_as_many_places_as_the_indexes_have_holders() -> None:
     some = tuple(EngineSpec(f"e{number}", f"http://h{number}:1") for number in range(3))
     assert ProxySettings(engines=some).places == 3
     assert ProxySettings(engines=some, discovery=("http",), engines_max=100).places == 100
-    with pytest.raises(Exception, match="engines_max is 2"):
+    with pytest.raises(Exception, match="3 engines are given, 2 may be there"):
         ProxySettings(engines=some, discovery=("http",), engines_max=2)
