@@ -72,6 +72,7 @@ PYBIND11_MODULE(_native, m) {
     bind_engine(m);
     bind_ssd(m);
     bind_conductor(m);
+    bind_books(m);
     bind_parsers(m);
     bind_ranges(m);
     bind_relay(m);

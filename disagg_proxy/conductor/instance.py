@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-from moonpool.disagg_proxy.conductor.books import Books
+from moonpool._native import Books
 from moonpool.disagg_proxy.conductor.calibration import Ratios
 from moonpool.disagg_proxy.conductor.flow import Flow
 from moonpool.disagg_proxy.conductor.prediction import DecodeModel, HandoverModel, PrefillModel

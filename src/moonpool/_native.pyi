@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['BatchClient', 'Client', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens']
+__all__: list[str] = ['BatchClient', 'Books', 'Client', 'Decoded', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -574,6 +574,98 @@ class PrefixIndex:
         """
     @property
     def block_tokens(self) -> int:
+        ...
+class Prefilled:
+    """
+    A prefill has ended.
+    """
+    @property
+    def own(self) -> int:
+        ...
+    @property
+    def pool(self) -> int:
+        ...
+    @property
+    def predicted_s(self) -> float:
+        ...
+    @property
+    def seconds(self) -> float:
+        """
+        How long the engine had it in work, the wait before it left out.
+        """
+    @property
+    def tokens(self) -> int:
+        ...
+class Decoded:
+    """
+    A request has ended; batch and context are averages over its time.
+    """
+    @property
+    def batch(self) -> float:
+        ...
+    @property
+    def context_tokens(self) -> float:
+        ...
+    @property
+    def gap_s(self) -> float:
+        """
+        Between two of its tokens.
+        """
+class Books:
+    """
+    What one engine has to do: prefills in line, requests that decode. Requests are named by integers; a call about one that is not known changes nothing. Times are seconds of one clock.
+    """
+    def __init__(self) -> None:
+        ...
+    def check_integrity(self) -> None:
+        """
+        Raises AssertionError when an invariant is broken.
+        """
+    def decode_began(self, request: typing.SupportsInt | typing.SupportsIndex, context: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    def decode_ended(self, request: typing.SupportsInt | typing.SupportsIndex, tokens: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex) -> Decoded | None:
+        """
+        tokens: how many were made, the first included; 0 when unknown.
+        """
+    def forget_all(self) -> None:
+        """
+        The engine is gone, and what it had to do with it.
+        """
+    def prefill_began(self, request: typing.SupportsInt | typing.SupportsIndex, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.SupportsInt | typing.SupportsIndex, pool: typing.SupportsInt | typing.SupportsIndex, predicted_s: typing.SupportsFloat | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex, *, silent: bool = False) -> None:
+        """
+        silent: its end will not be heard of, so it is taken to last as long as predicted.
+        """
+    def prefill_ended(self, request: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex, *, done: bool = True) -> Prefilled | None:
+        """
+        done: it was computed; else the request is gone and nothing can be learnt from it.
+        """
+    def wait_s(self, now_s: typing.SupportsFloat | typing.SupportsIndex) -> float:
+        """
+        Seconds until a prefill that came now would begin.
+        """
+    @property
+    def context_tokens(self) -> int:
+        """
+        Tokens in the KV cache of the requests that decode now, as far as known.
+        """
+    @property
+    def decodes(self) -> int:
+        ...
+    @property
+    def prefill_rest_tokens(self) -> int:
+        """
+        Those of them that are to be computed.
+        """
+    @property
+    def prefill_tokens(self) -> int:
+        """
+        Tokens of the prompts in line, those that are reused included.
+        """
+    @property
+    def prefills(self) -> int:
+        ...
+    @property
+    def requests(self) -> int:
         ...
 class Ranges:
     """

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from moonpool.disagg_proxy.conductor.books import Books
+from moonpool._native import Books
+from tests.disagg_proxy.conductor import plain_books
 
 
 def test_a_line_is_as_long_as_its_prefills_less_what_the_first_has_had() -> None:
@@ -74,22 +75,47 @@ def test_batch_and_context_are_averages_over_the_time_of_a_request() -> None:
     assert books.context_tokens == 3_000
 
 
-def test_random_stories_keep_the_books_straight() -> None:
-    for seed in range(30):
-        rng = random.Random(seed)
-        print("seed", seed)
-        books, now_s = Books(), 0.0
+READ = ("prefills", "prefill_tokens", "prefill_rest_tokens", "decodes", "requests", "context_tokens")
+
+
+def values(ended: object, names: tuple[str, ...]) -> tuple[object, ...] | None:
+    return None if ended is None else tuple(getattr(ended, name) for name in names)
+
+
+def test_random_stories_are_told_as_by_plain_python(rng: random.Random) -> None:
+    for _ in range(30):
+        books, plain, now_s = Books(), plain_books.Books(), 0.0
         for _ in range(300):
             now_s += rng.choice((0.0, rng.random(), -0.01))
             request = rng.randrange(12)
-            match rng.randrange(4):
+            match rng.randrange(40):
                 case 0:
-                    books.prefill_began(request, 10, 0, 0, rng.random(), now_s)
-                case 1:
-                    books.prefill_ended(request, now_s, done=rng.random() < 0.8)
-                case 2:
-                    books.decode_began(request, rng.randrange(1_000), now_s)
+                    books.forget_all()
+                    plain.forget_all()
+                case each if each < 12:
+                    tokens, own, pool = (rng.randrange(500) for _ in range(3))
+                    began = (tokens, own, pool, rng.random(), now_s)
+                    silent = rng.random() < 0.3
+                    books.prefill_began(request, *began, silent=silent)
+                    plain.prefill_began(request, *began, silent=silent)
+                case each if each < 20:
+                    done = rng.random() < 0.8
+                    names = ("tokens", "own", "pool", "seconds", "predicted_s")
+                    assert values(books.prefill_ended(request, now_s, done=done), names) == values(
+                        plain.prefill_ended(request, now_s, done=done), names
+                    )
+                case each if each < 30:
+                    context = rng.randrange(1_000)
+                    books.decode_began(request, context, now_s)
+                    plain.decode_began(request, context, now_s)
                 case _:
-                    books.decode_ended(request, rng.randrange(5), now_s)
-            assert books.wait_s(now_s) >= 0
+                    tokens = rng.randrange(5)
+                    names = ("batch", "context_tokens", "gap_s")
+                    assert values(books.decode_ended(request, tokens, now_s), names) == values(
+                        plain.decode_ended(request, tokens, now_s), names
+                    )
+            if rng.random() < 0.8:
+                assert books.wait_s(now_s) == plain.wait_s(now_s) >= 0
+            assert values(books, READ) == values(plain, READ)
             books.check_integrity()
+            plain.check_integrity()

@@ -1,9 +1,4 @@
-"""What one engine has to do, as far as the proxy sent it there: prefills in line, requests that decode.
-
-An engine is taken to prefill in the order of arrival. Its line is counted in seconds, not in requests: the
-sum of the predicted prefills, less what the first of them has already had. The ends of prefills correct it,
-so that a prediction that was wrong does not add up. Pure: ``now_s`` is an argument.
-"""
+"""The books of one engine in plain Python: what the native ones must say, too."""
 
 from __future__ import annotations
 
