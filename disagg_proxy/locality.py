@@ -7,6 +7,7 @@ stream is known by what was sent to it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -57,16 +58,12 @@ class Locality:
 
     def find(self, ids: bytes, seed: bytes) -> Place:
         """ids: u32 little-endian; seed: of the chain (``seed_of``)."""
-        indexes, engines = self._indexes.of(MODEL_ANY), self._engines
-        if len(indexes) == 1:
-            own, pool, chain = indexes[0].look(ids, seed, engines)
-            return Place(own, pool, ((indexes[0], chain),))
-        found = [index.look(ids, seed, engines) for index in indexes]
-        return Place(
-            tuple(map(max, zip((0,) * engines, *(own for own, _, _ in found), strict=True))),
-            max((pool for _, pool, _ in found), default=0),
-            tuple((index, chain) for index, (_, _, chain) in zip(indexes, found, strict=True)),
-        )
+        own, most, keys, engines = b"", 0, [], self._engines
+        for index in self._indexes.of(MODEL_ANY):
+            own, pool, chain = index.look(ids, seed, engines, own)
+            most = max(most, pool)
+            keys.append((index, chain))
+        return Place(array("I", own), most, tuple(keys))
 
     def sent(self, place: Place, engine: int, now_s: float) -> None:
         """The prompt goes to this engine, which will hold it."""

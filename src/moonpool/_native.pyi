@@ -562,9 +562,9 @@ class PrefixIndex:
         """
         The keys of the full blocks of a u32 buffer, 16 bytes each.
         """
-    def look(self, token_ids: typing.Any, seed: bytes, holders: typing.SupportsInt | typing.SupportsIndex) -> tuple:
+    def look(self, token_ids: typing.Any, seed: bytes, holders: typing.SupportsInt | typing.SupportsIndex, others: typing.Any = b'') -> tuple:
         """
-        (tokens on the device by holder, of the first so many; tokens in the pool; keys), in one.
+        (tokens on the device by holder, u32, of the first so many; tokens in the pool; keys), in one. others: tokens that other indexes know, the larger count.
         """
     def match(self, keys: typing.Any) -> PrefixMatch:
         ...

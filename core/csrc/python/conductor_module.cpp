@@ -5,6 +5,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <span>
@@ -79,18 +80,24 @@ class PyPrefixIndex {
     }
 
     // keys() and match() in one, with what a decision wants to know.
-    py::tuple look(const py::object& token_ids, const py::bytes& seed, size_t holders) const {
+    py::tuple look(const py::object& token_ids, const py::bytes& seed, size_t holders,
+                   const py::object& others) const {
         ArrayOf<uint32_t> tokens(token_ids, "token_ids");
         py::bytes keys = chain(tokens.span(), seed);
         ArrayOf<BlockKey> array(keys, "keys");
         PrefixMatch match = index_->match(keys_of(array));
         const std::vector<uint32_t>& device = match.by_tier[static_cast<size_t>(KvTier::kDevice)];
-        py::tuple own(holders);
-        for (size_t i = 0; i < holders; ++i) {
-            own[i] = py::int_(i < device.size() ? size_t{device[i]} * index_->block_tokens() : 0);
+        ArrayOf<uint32_t> known(others, "others");
+        if (known.span().size() > holders) {
+            raise(Error{Code::kInvalidArgument, "others has more holders than are asked for"}, "look");
+        }
+        std::vector<uint32_t> own(known.span().begin(), known.span().end());
+        own.resize(holders);
+        for (size_t i = 0; i < std::min(holders, device.size()); ++i) {
+            own[i] = std::max(own[i], device[i] * index_->block_tokens());
         }
         py::int_ pool(size_t{match.pool_any} * index_->block_tokens());
-        return py::make_tuple(std::move(own), std::move(pool), std::move(keys));
+        return py::make_tuple(to_bytes(own), std::move(pool), std::move(keys));
     }
 
     void forget(uint32_t holder) {
@@ -206,7 +213,9 @@ void bind_conductor(py::module_& m) {
         .def("keys", &PyPrefixIndex::keys, py::arg("token_ids"), py::arg("seed") = py::bytes(),
              "The keys of the full blocks of a u32 buffer, 16 bytes each.")
         .def("look", &PyPrefixIndex::look, py::arg("token_ids"), py::arg("seed"), py::arg("holders"),
-             "(tokens on the device by holder, of the first so many; tokens in the pool; keys), in one.")
+             py::arg("others") = py::bytes(),
+             "(tokens on the device by holder, u32, of the first so many; tokens in the pool; keys), in one. "
+             "others: tokens that other indexes know, the larger count.")
         .def("ingest", &PyPrefixIndex::ingest, py::arg("holder"), py::arg("payload"), py::kw_only(),
              py::arg("pool") = false,
              "Takes one batch of KV events; pool: its hashes are digests. Raises ProtocolError.")
