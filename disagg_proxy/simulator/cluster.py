@@ -26,6 +26,7 @@ from moonpool.disagg_proxy.simulator.events import Events
 from moonpool.disagg_proxy.simulator.eviction.study import make_cache
 from moonpool.disagg_proxy.simulator.job import Job
 from moonpool.disagg_proxy.simulator.links import Links
+from moonpool.disagg_proxy.simulator.loads import Loads
 from moonpool.disagg_proxy.simulator.machine import MACHINES, Machine
 from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS, Arrival
 
@@ -90,6 +91,7 @@ class Cluster:
             len(roles), machine.cache_tokens // BLOCK_TOKENS, functools.partial(make_cache, settings.eviction)
         )
         self.links = Links(len(roles), machine.link_bytes_s)
+        self.loads = Loads()
         self.accounts = Accounts(self.instances)
         self._policy = policy
         self._admission = admission
@@ -101,6 +103,8 @@ class Cluster:
         """All of them, to the last token."""
         for arrival in arrivals:
             self.events.run_before(arrival.at_s)
+            if arrival.at_s >= self.loads.next_s:
+                self._look(arrival.at_s)
             self._arrive(arrival)
         self.events.run_before(float("inf"))
 
@@ -179,6 +183,12 @@ class Cluster:
         self.accounts.sent(job.name, choice, asked, streams=True, now_s=now_s)
         self.caches.expect(computes.place, blocks)
         self.engines[computes.place].submit(job)
+
+    def _look(self, now_s: float) -> None:
+        """How loaded prefill and decode are."""
+        waits_s = [each.books.wait_s(now_s) for each in self.instances if each.role is not Role.DECODE]
+        gaps_s = [engine.gap_s(now_s) for engine in self.engines if isinstance(engine, WholeEngine)]
+        self.loads.add(now_s, sum(waits_s) / max(len(waits_s), 1), sum(gaps_s) / max(len(gaps_s), 1))
 
     def _engine(self, instance: Instance) -> PrefillEngine | WholeEngine:
         settings, place = self.settings, instance.place

@@ -61,6 +61,11 @@ class Decoding:
     def context_tokens(self) -> float:
         return self._context
 
+    def current_gap_s(self, now_s: float) -> float:
+        """0 with nobody."""
+        self.advance(now_s)
+        return self._gap_s() if self._order else 0.0
+
     def join(self, name: int, context: int, tokens: int, now_s: float) -> None:
         """context: its tokens in the KV cache; tokens: that it makes after its first, at least 1."""
         self.advance(now_s)

@@ -144,6 +144,10 @@ class WholeEngine:
     def running(self) -> int:
         return len(self._jobs)
 
+    def gap_s(self, now_s: float) -> float:
+        """Between two tokens of those that decode now; 0 with none."""
+        return self._decoding.current_gap_s(now_s)
+
     def submit(self, job: Job) -> None:
         """A prompt to compute, or one whose KV is here."""
         self._line.append(job)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from moonpool.disagg_proxy.simulator.results import Slo, Summary
+from moonpool.disagg_proxy.simulator.results import Results, Slo, Summary
 from moonpool.disagg_proxy.simulator.runs import Plan, Run
 
 
@@ -46,7 +46,7 @@ def table(runs: Sequence[Run], slo: Slo) -> Table:
             *(_seconds(value) for value in _ttft(found)),
             "-" if not found.gap_mean_s > 0 else f"{found.gap_mean_s * 1000:.1f}",
             f"{found.own * 100:.1f} + {found.fetched * 100:.1f}",
-            str(found.refused),
+            refused(run.results),
             f"{found.good * 100:.1f}",
         )
     return made
@@ -58,7 +58,7 @@ def as_json(runs: Sequence[Run], slo: Slo) -> str:
 
 
 def _row(run: Run, slo: Slo) -> dict[str, Any]:
-    plan, cluster = run.plan, run.plan.cluster
+    plan, cluster, found = run.plan, run.plan.cluster, run.results.summary(slo)
     return {
         "policy": plan.policy,
         "pool": cluster.pool,
@@ -69,13 +69,21 @@ def _row(run: Run, slo: Slo) -> dict[str, Any]:
         "speed": plan.speed,
         "seed": plan.seed,
         "copies": plan.copies,
-        **_numbers(run.results.summary(slo)._asdict()),
+        **_numbers(found._asdict()),
+        "computed": found.computed,
         "reasons": dict(run.results.reasons),
         "seconds": run.seconds,
         "prefill_busy_s": run.busy_s,
         "sent_bytes": run.sent_bytes,
+        "load_correlation": _number(run.loads.correlation()),
         "cpu_s": round(run.cpu_s, 3),
     }
+
+
+def refused(results: Results) -> str:
+    """How many, and why."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(results.reasons.items()))
+    return reasons or "0"
 
 
 def _ttft(found: Summary) -> tuple[float, ...]:
@@ -87,7 +95,8 @@ def _seconds(value: float) -> str:
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
+    return {name: _number(value) for name, value in values.items()}
+
+
+def _number(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,13 +1,15 @@
-"""What became of the requests of a simulation, in a few bytes each."""
+"""What became of the requests of a simulation, in bounded memory."""
 
 from __future__ import annotations
 
 import math
-from array import array
 from collections import Counter
 from typing import NamedTuple
 
 from moonpool.disagg_proxy.simulator.job import Job
+from moonpool.disagg_proxy.simulator.sample import Sample
+
+KEPT_MAX = 250_000
 
 
 class Slo(NamedTuple):
@@ -20,9 +22,10 @@ class Slo(NamedTuple):
 class Summary(NamedTuple):
     """Shares are of all requests, refused ones included; seconds are of those that were served.
 
-    own, fetched:    share of the prompts' tokens that was reused.
+    own, fetched:    share of the prompts' tokens that came from the instance's own cache and from others'.
     good:            share that was served within the objective.
-    error_p50_s:     half of the predictions of the first token were at most so far off; NaN without any.
+    error_*_s:       so far off were the predictions of the first token, half, 90 % and 99 % of them at most;
+    bias_s:          observed minus predicted, the mean. NaN without any prediction.
     """
 
     requests: int
@@ -37,38 +40,58 @@ class Summary(NamedTuple):
     fetched: float
     good: float
     error_p50_s: float
+    error_p90_s: float
+    error_p99_s: float
+    bias_s: float
 
     @property
     def hits(self) -> float:
         return self.own + self.fetched
 
+    @property
+    def computed(self) -> float:
+        """Share of the prompts' tokens that nobody held."""
+        return 1 - self.hits
+
 
 class Results:
-    """``add`` takes each request when it is over. arrived_s, ttft_s, gap_s, predicted_s: one value for each
-    request that was served, in the order of their ends."""
+    """``add`` takes each request when it is over. Counts and means are of all; quantiles, shares and curves
+    of at most KEPT_MAX of them, drawn by chance, so that a million take no more memory than that.
 
-    def __init__(self) -> None:
-        self.arrived_s = array("d")
-        self.ttft_s = array("d")
-        self.gap_s = array("d")
-        self.predicted_s = array("d")
-        self.refused_s = array("d")  # when those came that were refused
+    arrived_s, ttft_s, gap_s, predicted_s: one value for each request that was served and is kept.
+    """
+
+    def __init__(self, kept_max: int = KEPT_MAX) -> None:
+        self._served = Sample(4, kept_max)
+        self._refused = Sample(1, kept_max)
+        self.arrived_s, self.ttft_s, self.gap_s, self.predicted_s = self._served.columns
+        (self.refused_s,) = self._refused.columns  # when those came that were refused
         self.reasons: Counter[str] = Counter()
+        self.last_s = 0.0  # the last arrival
         self._tokens = self._own = self._fetched = 0
+        self._ttft_sum_s = self._gap_sum_s = 0.0
 
     def __len__(self) -> int:
-        return len(self.ttft_s) + len(self.refused_s)
+        return self._served.count + self._refused.count
+
+    @property
+    def served(self) -> int:
+        return self._served.count
+
+    @property
+    def refused(self) -> int:
+        return self._refused.count
 
     def add(self, job: Job) -> None:
         arrival = job.arrival
+        self.last_s = max(self.last_s, arrival.at_s)
         if job.why_not:
-            self.refused_s.append(arrival.at_s)
+            self._refused.add((arrival.at_s,))
             self.reasons[job.why_not] += 1
             return
-        self.arrived_s.append(arrival.at_s)
-        self.ttft_s.append(job.ttft_s)
-        self.gap_s.append(job.gap_s)
-        self.predicted_s.append(job.predicted_ttft_s)
+        self._served.add((arrival.at_s, job.ttft_s, job.gap_s, job.predicted_ttft_s))
+        self._ttft_sum_s += job.ttft_s
+        self._gap_sum_s += job.gap_s
         self._tokens += arrival.tokens
         self._own += job.own
         self._fetched += job.fetched
@@ -76,36 +99,38 @@ class Results:
     def good(self, slo: Slo) -> int:
         """How many were served within it."""
         pairs = zip(self.ttft_s, self.gap_s, strict=True)
-        return sum(ttft_s <= slo.ttft_s and gap_s <= slo.gap_s for ttft_s, gap_s in pairs)
+        kept = sum(ttft_s <= slo.ttft_s and gap_s <= slo.gap_s for ttft_s, gap_s in pairs)
+        return round(kept * self.served / max(len(self.ttft_s), 1))
 
     def summary(self, slo: Slo) -> Summary:
         ttft_s, gap_s = sorted(self.ttft_s), sorted(self.gap_s)
-        errors_s = sorted(
-            abs(ttft - predicted)
+        off_s = [
+            ttft - predicted
             for ttft, predicted in zip(self.ttft_s, self.predicted_s, strict=True)
             if predicted == predicted
-        )
+        ]
+        errors_s = sorted(map(abs, off_s))
         tokens = max(self._tokens, 1)
+        served = self.served or math.nan
         return Summary(
             requests=len(self),
-            refused=len(self.refused_s),
-            ttft_mean_s=_mean(ttft_s),
+            refused=self.refused,
+            ttft_mean_s=self._ttft_sum_s / served,
             ttft_p50_s=quantile(ttft_s, 0.5),
             ttft_p90_s=quantile(ttft_s, 0.9),
             ttft_p99_s=quantile(ttft_s, 0.99),
-            gap_mean_s=_mean(gap_s),
+            gap_mean_s=self._gap_sum_s / served,
             gap_p90_s=quantile(gap_s, 0.9),
             own=self._own / tokens,
             fetched=self._fetched / tokens,
             good=self.good(slo) / max(len(self), 1),
             error_p50_s=quantile(errors_s, 0.5),
+            error_p90_s=quantile(errors_s, 0.9),
+            error_p99_s=quantile(errors_s, 0.99),
+            bias_s=math.fsum(off_s) / len(off_s) if off_s else math.nan,
         )
 
 
 def quantile(ordered: list[float], share: float) -> float:
     """The smallest value that this share of them does not exceed; NaN of none."""
     return ordered[min(math.ceil(share * len(ordered)), len(ordered)) - 1] if ordered else math.nan
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan

@@ -14,6 +14,7 @@ from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.admission import Admission, Look, Objective
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.simulator.cluster import Cluster, ClusterSettings
+from moonpool.disagg_proxy.simulator.loads import Loads
 from moonpool.disagg_proxy.simulator.results import Results
 from moonpool.disagg_proxy.simulator.trace import Arrival, Trace, read_trace
 
@@ -47,10 +48,11 @@ class Plan:
 @dataclass(frozen=True, slots=True)
 class Run:
     """What came of a plan. cpu_s: that the simulation took; busy_s: that the instances computed prompts, all
-    together; sent_bytes: between instances."""
+    together; sent_bytes: between instances. loads: how loaded they were over time."""
 
     plan: Plan
     results: Results
+    loads: Loads
     seconds: float
     cpu_s: float
     busy_s: float
@@ -77,6 +79,7 @@ def simulate(plan: Plan, trace: Trace | None = None, tell: Callable[[int], None]
     return Run(
         plan,
         results,
+        cluster.loads,
         seconds=cluster.events.now_s,
         cpu_s=time.process_time() - began_s,
         busy_s=sum(engine.busy_s for engine in cluster.engines),

@@ -10,7 +10,7 @@ queue: ``Trace.arrivals``.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -49,16 +49,28 @@ class Arrival(NamedTuple):
 
 
 class Trace:
-    """rows: by time, times in seconds from the first one on."""
+    """rows: by time, times in seconds from the first one on; gone through once here and once for each use, so
+    that a file need not be held in memory. seconds: from the first to the last."""
 
-    def __init__(self, name: str, rows: Sequence[Arrival]) -> None:
+    def __init__(self, name: str, rows: Iterable[Arrival]) -> None:
         self.name = name
         self.rows = rows
-        self.seconds = rows[-1].at_s if rows else 0.0
-        self.quantum_s = _quantum_s(rows)
+        self.seconds = 0.0
+        self._count = 0
+        self._blocks_end = 1
+        sizes: list[tuple[float, int]] = []  # (time, requests)
+        for at_s, group in groupby(rows, key=lambda row: row.at_s):
+            size = 0
+            for row in group:
+                size += 1
+                self._blocks_end = max(self._blocks_end, max(row.blocks, default=0) + 1)
+            sizes.append((at_s, size))
+            self._count += size
+            self.seconds = at_s
+        self.quantum_s = _quantum_s(sizes)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self._count
 
     def arrivals(self, *, speed: float = 1.0, seed: int = 0, copies: int = 1) -> Iterator[Arrival]:
         """The requests in order, ``speed`` times as fast, rounded times spread evenly at random.
@@ -67,7 +79,7 @@ class Trace:
         in common. Made while it is read, so that a million requests take no memory.
         """
         chance = random.Random(seed)
-        apart = 1 + max((block for row in self.rows for block in row.blocks), default=0)
+        apart = self._blocks_end
         for at_s, group in groupby(self.rows, key=lambda row: row.at_s):
             rows = [(row, copy) for row in group for copy in range(copies)]
             spread = sorted((chance.random() * self.quantum_s, place) for place in range(len(rows)))
@@ -77,53 +89,63 @@ class Trace:
                 yield Arrival((at_s + later_s) / speed, row.tokens, row.answer_tokens, blocks)
 
 
+class _File:
+    """The rows of a trace file, read anew each time somebody goes through them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __iter__(self) -> Iterator[Arrival]:
+        path = self._path
+        decode = msgspec.json.Decoder(_Row).decode
+        first_ms = last_ms = -1.0
+        try:
+            with path.open("rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    if not line.strip():
+                        continue
+                    try:
+                        row = decode(line)
+                    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                        raise _bad(path, number, f"is no request of a trace: {error}") from error
+                    if first_ms < 0:
+                        first_ms = row.timestamp
+                    if row.timestamp < last_ms:
+                        raise _bad(
+                            path,
+                            number,
+                            f"has timestamp {row.timestamp:g}, before the line above; sort it by time",
+                        )
+                    last_ms = row.timestamp
+                    wanted = -(-row.input_length // BLOCK_TOKENS)
+                    if len(row.hash_ids) != wanted:
+                        raise _bad(
+                            path,
+                            number,
+                            f"has {len(row.hash_ids)} hash_ids; {row.input_length} tokens are {wanted} "
+                            f"blocks of {BLOCK_TOKENS}",
+                        )
+                    at_s = (last_ms - first_ms) / 1000
+                    yield Arrival(at_s, row.input_length, row.output_length, row.hash_ids)
+        except OSError as error:
+            raise ConfigError(f"the trace {path} cannot be read: {error}", operation="simulate") from error
+
+
 def read_trace(path: Path) -> Trace:
     """Raises ConfigError that names the file and the line: no JSON, a field that is missing or absurd, ids
     that do not fit the length, a time before the one above it, no request at all.
     """
-    decode = msgspec.json.Decoder(_Row).decode
-    rows: list[Arrival] = []
-    first_ms = 0.0
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = decode(line)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                    raise _bad(path, number, f"is no request of a trace: {error}") from error
-                if not rows:
-                    first_ms = row.timestamp
-                at_s = (row.timestamp - first_ms) / 1000
-                if rows and at_s < rows[-1].at_s:
-                    raise _bad(
-                        path,
-                        number,
-                        f"has timestamp {row.timestamp:g}, before the line above; sort it by time",
-                    )
-                wanted = -(-row.input_length // BLOCK_TOKENS)
-                if len(row.hash_ids) != wanted:
-                    raise _bad(
-                        path,
-                        number,
-                        f"has {len(row.hash_ids)} hash_ids; {row.input_length} tokens are {wanted} blocks of "
-                        f"{BLOCK_TOKENS}",
-                    )
-                rows.append(Arrival(at_s, row.input_length, row.output_length, tuple(row.hash_ids)))
-    except OSError as error:
-        raise ConfigError(f"the trace {path} cannot be read: {error}", operation="simulate") from error
-    if not rows:
+    trace = Trace(path.stem, _File(path))
+    if not len(trace):
         raise ConfigError(f"the trace {path} has no request", operation="simulate")
-    return Trace(path.stem, rows)
+    return trace
 
 
-def _quantum_s(rows: Sequence[Arrival]) -> float:
+def _quantum_s(sizes: Sequence[tuple[float, int]]) -> float:
     """What times were rounded to: the median step between different times, where most requests share theirs
-    with another; else 0."""
-    sizes = [(at_s, sum(1 for _ in group)) for at_s, group in groupby(rows, key=lambda row: row.at_s)]
+    with another; else 0. sizes: (time, how many requests)."""
     shared = sum(size for _, size in sizes if size > 1)
-    if len(sizes) < 2 or shared * 2 < len(rows):
+    if len(sizes) < 2 or shared * 2 < sum(size for _, size in sizes):
         return 0.0
     steps = sorted(later[0] - sooner[0] for sooner, later in pairwise(sizes))
     return float(steps[len(steps) // 2])

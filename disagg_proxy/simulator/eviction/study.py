@@ -64,11 +64,11 @@ def hit_rate(rows: Sequence[Arrival], question: Question) -> float:
 
 def study(trace: Trace, questions: Sequence[Question], *, processes: int = 1) -> Iterator[float]:
     """The hit rates in the order of the questions, as they come."""
-    ask = partial(hit_rate, trace.rows)
+    rows = list(trace.rows)
     if processes < 2:
-        yield from map(ask, questions)
+        yield from map(partial(hit_rate, rows), questions)
         return
-    with ProcessPoolExecutor(processes, initializer=_take, initargs=(trace.rows,)) as pool:
+    with ProcessPoolExecutor(processes, initializer=_take, initargs=(rows,)) as pool:
         yield from pool.map(_ask, questions)
 
 

@@ -93,10 +93,10 @@ def test_hit_rate_is_drawn_over_capacity(
 def test_each_instances_cache_can_be_of_another_kind(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--cache-tokens", str(25 * BLOCK_TOKENS), "--prefill", "1", "--decode", "0", "--json", "-"]
     found = {}
-    for eviction in ("lru", "fifo", "reuse_index"):
+    for eviction in ("lru", "fifo"):
         assert run(["simulate", str(trace), "--policy", "conductor", "--eviction", eviction, *small]) == 0
         found[eviction] = json.loads(capsys.readouterr().out)["runs"][0]["own"]
-    assert len(set(found.values())) == 3
+    assert found["lru"] > found["fifo"]
 
 
 @pytest.mark.parametrize(

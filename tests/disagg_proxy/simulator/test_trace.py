@@ -20,8 +20,9 @@ def written(folder: Path, *lines: str) -> Path:
 
 def test_times_are_seconds_from_the_first_request(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, row(2000), "", row(2500, 513), row(9000, 1, 0, (7,))))
-    assert [arrival.at_s for arrival in trace.rows] == [0.0, 0.5, 7.0]
-    assert trace.rows[1] == Arrival(0.5, 513, 5, (1, 2))
+    rows = list(trace.rows)
+    assert [arrival.at_s for arrival in rows] == [0.0, 0.5, 7.0]
+    assert rows[1] == Arrival(0.5, 513, 5, [1, 2])
     assert (trace.name, trace.seconds, trace.quantum_s) == ("small", 7.0, 0.0)
 
 
