@@ -113,7 +113,7 @@ def test_each_instances_cache_can_be_of_another_kind(trace: Path, capsys: pytest
         (["--width", "2", "--chunk-tokens", "0"], "a pipeline has a width"),
         (["--sweep-pd", "1"], "--sweep-pd needs two instances"),
         (["--plot", "load.pdf"], "a plot is a .png or an .html file"),
-        (["--plot", "/nowhere/load.png"], "the folder of /nowhere/load.png does not exist"),
+        (["--plot", "not-there/load.png"], "the folder of not-there/load.png does not exist"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(
