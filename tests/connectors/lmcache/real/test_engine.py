@@ -54,8 +54,15 @@ def test_a_second_process_retrieves_what_the_first_stored(node: Node, start: Sta
     answer = second.call("retrieve", 1)  # its writer is gone
     assert (answer["tokens"], answer["right"]) == (TOKENS, True)
     assert second.call("retrieve", 2)["tokens"] == 0
-    again = start()  # a restart with a warm pool
-    answer = again.call("retrieve", 1)
+
+
+@pytest.mark.heavy  # the short form is in test_remote.py
+def test_a_restart_with_a_warm_pool(node: Node, start: Start) -> None:
+    node.start()
+    first = start(PARTIAL)
+    assert first.call("store", 1)["tokens"] == TOKENS
+    first.end()
+    answer = start().call("retrieve", 1)
     assert (answer["tokens"], answer["right"]) == (FULL, True)
 
 

@@ -522,6 +522,18 @@ def test_closing_the_backend_alone_leaves_the_memory_as_it_was(node: Node) -> No
     backend.stop()
 
 
+def test_a_restart_with_a_warm_pool(node: Node) -> None:
+    node.start()
+    first = Backend()
+    first.put([1, 2])
+    first.put([3], tokens=5)
+    first.close()
+    again = Backend()
+    assert again.contains([1, 2, 3, 4]) == 3
+    assert again.get([1, 2, 3, 4]) == [16, 16, 5, None]
+    again.close()
+
+
 def test_the_last_store_before_the_end_is_not_lost(node: Node) -> None:
     """It was handed to LMCache's loop, and has not begun."""
     node.start()
