@@ -27,10 +27,12 @@ SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(1 <<
 def pytest_report_header() -> list[str]:
     vllm = os.environ.get("MOONPOOL_VLLM_PYTHON", "none: the tests marked engine are skipped")
     sglang = os.environ.get("MOONPOOL_SGLANG_PYTHON", "none: the tests marked sglang are skipped")
+    lmcache = os.environ.get("MOONPOOL_LMCACHE_PYTHON", "none: the tests marked lmcache are skipped")
     return [
         f"seed: {SEED} (repeat with {SEED_VARIABLE}={SEED})",
         f"vLLM: {vllm}",
         f"SGLang: {sglang}",
+        f"LMCache: {lmcache}",
     ]
 
 
