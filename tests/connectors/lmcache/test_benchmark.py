@@ -19,8 +19,8 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT))
     bench = importlib.import_module("benchmarks.lmcache_vs_peers")
 
-    def table(seconds: dict[str, tuple[float, float]]) -> Any:
-        run = bench.Run(Path(), Path(), None, ExitStack())
+    def table(seconds: dict[str, tuple[float, float]], part: str = "remote") -> Any:
+        run = bench.Run(Path(), Path(), None, ExitStack(), bench.PARTS[part])
         run.prompt_bytes = BYTES
         for name, (store, retrieve) in seconds.items():
             run.passes[name] = bench.Passes()
@@ -61,3 +61,10 @@ def test_figures_are_medians_beside_all_peers(rows: Any) -> None:
 )
 def test_targets(rows: Any, seconds: dict[str, tuple[float, float]], met: list[bool | None]) -> None:
     assert [row.met for row in rows(seconds)[:2]] == met
+
+
+def test_the_adapters_have_two_forms_and_no_multiple(rows: Any) -> None:
+    table = rows({"ours": (0.5, 0.3), "native": (0.7, 0.25), "fs": (0.4, 0.2)}, "l2")
+    assert [row.met for row in table] == [True, True, None, None, False, True, None, None]
+    assert "native" in table[4].work
+    assert table[4].peers == {"fs": 2.5, "fs_native": "not run"}
