@@ -129,7 +129,7 @@ class Run:
         for name in names[number % len(names) :] + names[: number % len(names)]:
             try:
                 self._pass(name, number)
-            except Failed as error:
+            except (Failed, OSError) as error:  # OSError: it ended before it was asked
                 self._out(name, error)
 
     def _pass(self, name: str, number: int) -> None:
