@@ -11,7 +11,8 @@ _FEW = 24  # bits that are walked one by one; more are written out at once
 
 
 class Held:
-    """What a prompt's blocks are to the caches: leading ones by place, and in all of them together."""
+    """What a prompt's blocks are to the caches: leading ones by place, times ``find``'s unit, and in all of them
+    together."""
 
     __slots__ = ("anywhere", "by_place")
 
@@ -22,7 +23,7 @@ class Held:
     @property
     def best(self) -> int:
         """The place that holds most of them."""
-        return max(range(len(self.by_place)), key=self.by_place.__getitem__)
+        return self.by_place.index(max(self.by_place))
 
 
 class Caches:
@@ -69,8 +70,8 @@ class Caches:
         """The cache is gone with all that it held."""
         _drop(self._holders, self.caches[place].clear(), 1 << place)
 
-    def find(self, blocks: Sequence[int], *, expected: bool = False) -> Held:
-        """expected: by_place counts what is on its way there, too."""
+    def find(self, blocks: Sequence[int], *, expected: bool = False, unit: int = 1) -> Held:
+        """expected: by_place counts what is on its way there, too. unit: what by_place counts a block as."""
         by_place = [0] * len(self.caches)
         holders = self._holders.get
         coming = self._expected.get if expected else None
@@ -82,11 +83,11 @@ class Caches:
             if coming is not None:
                 having |= coming(block, 0)
             if alive & ~having:
-                _write(by_place, alive & ~having, count)
+                _write(by_place, alive & ~having, count * unit)
                 alive &= having
                 if not alive and anywhere <= count:
                     break
-        _write(by_place, alive, len(blocks))
+        _write(by_place, alive, len(blocks) * unit)
         return Held(by_place, anywhere)
 
     def length(self, place: int, blocks: Sequence[int]) -> int:

@@ -162,10 +162,10 @@ class Cluster:
         self._arrived += 1
         job = Job(self._arrived, arrival)
         blocks = arrival.full_blocks
-        held = self.caches.find(blocks, expected=True)
+        held = self.caches.find(blocks, expected=True, unit=BLOCK_TOKENS)
         asked = Request(
             arrival.tokens,
-            [count * BLOCK_TOKENS for count in held.by_place],
+            held.by_place,
             held.anywhere * BLOCK_TOKENS if self.settings.pool else 0,
             holder=self.instances[held.best].sender if self.settings.pool and held.anywhere else None,
         )

@@ -36,6 +36,7 @@ class _Joined(NamedTuple):
     name: int  # tells requests apart that end at the same step
     from_step: float
     context: int
+    before_s: float  # of a stall that the next step pays for: what was over when it joined
 
 
 class Left(NamedTuple):
@@ -69,7 +70,9 @@ class Decoding:
     def join(self, name: int, context: int, tokens: int, now_s: float) -> None:
         """context: its tokens in the KV cache; tokens: that it makes after its first, at least 1."""
         self.advance(now_s)
-        heapq.heappush(self._order, _Joined(self._steps + tokens, name, self._steps, context))
+        last = self._stretches[-1] if self._stretches else None
+        before_s = last.once_s if last is not None and last.from_step == self._steps else 0.0
+        heapq.heappush(self._order, _Joined(self._steps + tokens, name, self._steps, context, before_s))
         self._context += context
         self._note(0.0)
 
@@ -132,9 +135,14 @@ class Decoding:
             if stretch.from_step < until:
                 count = until - max(stretch.from_step, joined.from_step)
                 if count > 0:
-                    once = min(count, 1.0) if stretch.once_s else 0.0
+                    once_s = stretch.once_s
+                    if stretch.from_step == joined.from_step:
+                        once_s -= joined.before_s
+                    elif stretch.from_step < joined.from_step:
+                        once_s = 0.0  # it was not there yet
+                    once = min(count, 1.0) if once_s > 0 else 0.0
                     if once:
-                        parts.append((stretch.gap_s + stretch.once_s, once))
+                        parts.append((stretch.gap_s + once_s, once))
                     parts.append((stretch.gap_s, count - once))
                 until = max(stretch.from_step, joined.from_step)
             if stretch.from_step <= joined.from_step:

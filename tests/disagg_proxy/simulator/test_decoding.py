@@ -83,6 +83,21 @@ def test_a_stall_is_one_long_gap_for_all() -> None:
     assert gap_s == pytest.approx((0.51 + 9 * 0.01) / 10)
 
 
+@pytest.mark.parametrize("later_s", [0.0, 0.014])
+def test_who_comes_after_a_stall_does_not_pay_for_it(later_s: float) -> None:
+    """As does a request whose own prompt was what the others waited for."""
+    decoding = Decoding(EVEN)
+    decoding.join(1, 100, 100, 0.0)
+    now_s = decoding.stall(0.5, 0.1, step=False)
+    decoding.advance(now_s + later_s)
+    decoding.join(2, 100, 50, now_s + later_s)
+    decoding.stall(0.2, now_s + later_s, step=False)
+    ends = drain(decoding)
+    assert ends[2][1] == pytest.approx((0.21 + 4 * 0.01) / 5)
+    total_s = 0.51 + 0.2 + 9 * 0.01 if not later_s else 0.51 + 0.21 + 8 * 0.01
+    assert ends[1][1] == pytest.approx(total_s / 10)
+
+
 def test_a_stall_with_a_step_gives_a_token_at_its_end() -> None:
     decoding = Decoding(EVEN)
     decoding.join(1, 100, 10, 0.0)
