@@ -11,8 +11,9 @@ _FEW = 24  # bits that are walked one by one; more are written out at once
 
 
 class Held:
-    """What a prompt's blocks are to the caches: leading ones by place, times ``find``'s unit, and in all of them
-    together."""
+    """What a prompt's blocks are to the caches: leading ones by place, times ``find``'s unit, and in all of
+    them together.
+    """
 
     __slots__ = ("anywhere", "by_place")
 
