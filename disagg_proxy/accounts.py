@@ -43,6 +43,7 @@ class _Sent:
     coming: bool  # to another instance than that which computes it
     computed: bool = False
     decoding: bool = False
+    sound: bool = True  # the time of its first token can be
 
 
 class Accounts:
@@ -172,8 +173,8 @@ class Accounts:
 
     def _begun(self, observation: Observation, sent: _Sent) -> None:
         choice, first_s = sent.choice, observation.first_byte_s
-        sound = not observation.stream or self._is_sound(first_s, sent)
-        if not sound:
+        sent.sound = not observation.stream or self._is_sound(first_s, sent)
+        if not sent.sound:
             first_s = _no_sooner(first_s, sent)
             choice.computes.books.prefill_ended(observation.request, first_s, done=False)
         elif choice.prefill is None:
@@ -187,7 +188,7 @@ class Accounts:
         else:
             choice.computes.books.prefill_ended(observation.request, first_s, done=False)
             sent.computed = True
-        if sound and observation.stream and sent.asked.tokens and observation.status in (0, 200):
+        if sent.sound and observation.stream and sent.asked.tokens and observation.status in (0, 200):
             computes = choice.computes
             took_s = first_s - sent.at_s
             self.calibration.observe(computes.ttft_ratios, computes.name, sent.ttft_s, took_s)
@@ -203,7 +204,7 @@ class Accounts:
             self._leave(observation.request, _no_sooner(now_s, sent))
             return
         answered = observation.outcome == _ANSWERED
-        tokens = observation.completion_tokens if answered else 0
+        tokens = observation.completion_tokens if answered and sent.sound else 0
         decoded = choice.decode.books.decode_ended(observation.request, tokens, now_s)
         decode_model = choice.decode.decode_model
         if decoded is not None and observation.stream and self._is_wanted(decode_model, now_s):

@@ -11,6 +11,7 @@ from moonpool.disagg_proxy.dispatcher import Dispatcher
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from moonpool.disagg_proxy.locality import Locality
 
+QUANTILES = (0.1, 0.5, 0.9, 0.99)
 Values = dict[tuple[str, ...], float]  # by the values of the labels
 
 
@@ -33,7 +34,13 @@ class ConductorCollector(Collector):
                 "Prompts whose tokens were, or were not, known from before",
                 getattr(dispatcher.known, outcome),
             )
+        yield CounterMetricFamily(
+            "moonpool_proxy_impossible_times",
+            "Observations whose times cannot be: a clock jumped; nothing was learnt from them",
+            dispatcher.accounts.nonsense,
+        )
         yield from self._engines()
+        yield from self._predictions()
         for name, value in sorted(self._locality.stats().items()):
             yield _family(
                 f"moonpool_proxy_index_{name}", "Of the prefix index; docs/events.md", (), {(): value}
@@ -55,6 +62,8 @@ class ConductorCollector(Collector):
                 {},
             ),
             "prefill_samples_total": ("Prefills that the cost model has learnt from", {}),
+            "prefill_odd_samples_total": ("Prefills that took absurdly long or short: not learnt from", {}),
+            "fetched_token_seconds": ("Learnt: to fetch a token from the pool, latency left out", {}),
         }
         for instance in accounts.instances:
             label, watch = (instance.name,), accounts.watches[instance.place]
@@ -62,9 +71,33 @@ class ConductorCollector(Collector):
             rows["cache_predictions_wrong_total"][1][label] = watch.wrong
             rows["books_requests"][1][label] = instance.books.requests
             rows["books_context_tokens"][1][label] = instance.books.context_tokens
-            rows["prefill_samples_total"][1][label] = instance.prefill_model.regression.samples
+            model = instance.prefill_model
+            rows["prefill_samples_total"][1][label] = model.regression.samples
+            rows["prefill_odd_samples_total"][1][label] = model.regression.odd + model.regression.refused
+            rows["fetched_token_seconds"][1][label] = (model.transfer_s(1001) - model.transfer_s(1)) / 1000
         for name, (text, values) in rows.items():
             yield _family(f"moonpool_proxy_{name}", text, ("engine",), values)
+
+    def _predictions(self) -> Iterator[Metric]:
+        """Of the time to the first token: predicted against observed."""
+        ratios = GaugeMetricFamily(
+            "moonpool_proxy_ttft_observed_over_predicted",
+            "Time to the first token, observed over predicted: quantiles of an engine's last 256 requests",
+            labels=("engine", "quantile"),
+        )
+        counts = CounterMetricFamily(
+            "moonpool_proxy_ttft_predictions",
+            "Predictions of the time to the first token that were compared with what was observed",
+            labels=("engine",),
+        )
+        for instance in self._dispatcher.accounts.instances:
+            counts.add_metric((instance.name,), instance.ttft_ratios.observed)
+            if not instance.ttft_ratios.observed:
+                continue
+            for share in QUANTILES:
+                ratios.add_metric((instance.name, str(share)), instance.ttft_ratios.quantile(share))
+        yield ratios
+        yield counts
 
     @staticmethod
     def _streams(subscriber: Subscriber) -> Iterator[Metric]:

@@ -3,9 +3,9 @@ fades with evidence, slow forgetting, and two bounds on what odd samples may do.
 
 The recursion is least squares with exponential forgetting (Plackett 1950, "Some theorems in least squares";
 Ljung, "System Identification", ch. 11). Samples far from the prediction count as if they were
-at a bound, as in Huber's loss (Huber 1964). Those that are absurd, beside the prediction and beside the
-median of the last samples alike, count nothing: an engine that stood still, a clock that jumped. An engine
-that has really changed moves the median with its fifth sample, and is believed. Pure: no clock.
+at a bound, as in Huber's loss (Huber 1964), and those that are absurd count nothing: an engine that stood
+still, a clock that jumped. What has really changed moves the median of the last samples; when that is twice
+the prediction, or half of it, what was learnt is open again as at the beginning. Pure: no clock.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Sequence
 
 ERROR_SHARE = 0.1  # a sample is expected to lie within this share of its prediction
 OUTLIER_ERRORS = 3.0  # an error counts as no more than so many expected ones
-ABSURD = 5.0  # times the prediction, or as small a part of it, and the same of the median
-RECENT = 9  # samples, of which the median is taken
+ABSURD = 5.0  # times the prediction, or as small a part of it, and times the bound
+CHANGED = 2.0  # times the prediction, or as small a part of it, is the median of the last samples
+RECENT = 15  # of them
 MEMORY = 250  # a sample that is so many samples old counts for a third (1/e) of the last one
 FADES = 1 / (1 - 1 / MEMORY)
 
@@ -37,10 +38,7 @@ class Regression:
     def __init__(self, prior: Sequence[float], spread: Sequence[float], *, floor: float) -> None:
         self.coefficients = tuple(float(value) for value in prior)
         self._most = [float(value) ** 2 for value in spread]
-        self._covariance = [
-            [most if row == column else 0.0 for column in range(len(self._most))]
-            for row, most in enumerate(self._most)
-        ]
+        self._open()
         self._floor = floor
         self._recent: deque[float] = deque(maxlen=RECENT)  # observed over predicted
         self.samples = 0
@@ -59,12 +57,13 @@ class Regression:
             return None
         predicted = self.predict(features)
         error = y - predicted
+        believed = self._is_believed(predicted, y)
         covariance = self._covariance
         reach = [_dot(row, features) for row in covariance]
         variance = _dot(features, reach) + (ERROR_SHARE * max(predicted, self._floor)) ** 2
         # The bound is wide while little is known, and narrow later.
         bound = OUTLIER_ERRORS * math.sqrt(variance)
-        if self._is_absurd(predicted, y) and abs(error) > ABSURD * bound:
+        if not believed and abs(error) > ABSURD * bound:
             self.odd += 1
             return None
         if abs(error) > bound:  # it moves as far as the bound does, and leaves as much to be learnt
@@ -92,14 +91,22 @@ class Regression:
             if row != [other[place] for other in self._covariance]:
                 raise AssertionError("the covariance is not symmetric")
 
-    def _is_absurd(self, predicted: float, y: float) -> bool:
+    def _is_believed(self, predicted: float, y: float) -> bool:
+        """Whether it is not absurd; opens again what was learnt where too many are like it."""
         ratio = max(y, self._floor) / max(predicted, self._floor)
         recent = self._recent
         recent.append(ratio)
-        if 1 / ABSURD <= ratio <= ABSURD or len(recent) < RECENT:
-            return False
-        median = sorted(recent)[RECENT // 2]
-        return not median / ABSURD <= ratio <= median * ABSURD
+        if len(recent) == RECENT and not 1 / CHANGED <= sorted(recent)[RECENT // 2] <= CHANGED:
+            recent.clear()
+            self._open()
+        return 1 / ABSURD <= ratio <= ABSURD or len(recent) < RECENT
+
+    def _open(self) -> None:
+        """As little is known as the prior says."""
+        self._covariance = [
+            [most if row == column else 0.0 for column in range(len(self._most))]
+            for row, most in enumerate(self._most)
+        ]
 
     def _bound(self) -> None:
         """Without samples along a direction its variance grows; no further than the prior's."""
