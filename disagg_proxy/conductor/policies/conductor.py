@@ -31,8 +31,8 @@ EQUAL_S = 0.001
 EQUAL_GAP_S = 0.00005
 PRIORITY_MOST = 4  # beyond it a priority weighs no more, either way
 HARM_EVERY_S = 1.0  # it is an average over a minute
-TRY_AFTER = 32  # fetches that were not worth it; then one is made, so that a mistake is found out
-TRY_MOST = 1024  # so many, when the last tries were no mistake
+TRY_SHARE = 0.02  # of requests' time, that fetches may cost which seem not worth it: to find out a mistake
+TRY_MOST = 20.0  # times a request's time that may be saved up for that
 _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 _K = 1e-3
 _M = 1e-6
@@ -48,9 +48,10 @@ class _Found(NamedTuple):
     own: int
     fetches: bool
     instance: Instance
+    lost_s: float  # by fetching rather than computing
 
 
-_Row = tuple[float, float, float, float, int, bool, Instance]  # a _Found, sooner made
+_Row = tuple[float, float, float, float, int, bool, Instance, float]  # a _Found, sooner made
 
 
 class Conductor:
@@ -64,8 +65,7 @@ class Conductor:
         self._harm = 0.0
         self._harm_at_s = -math.inf
         self._harm_of: Sequence[Instance] = ()
-        self._unfetched = 0
-        self._try_after = TRY_AFTER
+        self._spare_s = 0.0  # for tries
 
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
         answering, computing, together = self._roles.of(instances)
@@ -91,7 +91,7 @@ class Conductor:
         later = self._harm_now(instances, now_s)
         urgency = 2.0 ** max(min(request.priority, PRIORITY_MOST), -PRIORITY_MOST)
         chance = self._space.chance * _K
-        tries = self._unfetched >= self._try_after
+        spare_s = self._spare_s
         known = len(owned)
         found = []
         least = math.inf
@@ -104,7 +104,7 @@ class Conductor:
             a, b, c, latency, token, hidden, share = instance.prefill_model.regression.coefficients
             rest = tokens - own
             prefill_s = a + b * _K * rest + c * _M * (tokens * tokens - own * own)
-            transfer_s = 0.0
+            transfer_s = lost_s = 0.0
             pull = in_pool - own
             fetches = pull > 0
             wait_s = instance.books.wait_s(now_s)
@@ -112,18 +112,20 @@ class Conductor:
                 # Also a fetch that hides behind others takes its time on the links.
                 pull_s = latency + (token if token > hidden else hidden) * _K * pull + share * ahead_s
                 saved_s = b * _K * pull + c * _M * (in_pool * in_pool - own * own)
-                if pull_s < saved_s or tries or not instance.obeys:
+                if pull_s < saved_s + spare_s or not instance.obeys:
                     transfer_s = (
                         hidden * _K * pull if wait_s else latency + token * _K * pull + share * ahead_s
                     )
                     prefill_s += transfer_s - saved_s
+                    if pull_s > saved_s:
+                        lost_s = pull_s - saved_s
                 else:
                     fetches = False
             ttft_s = wait_s + prefill_s
             cost = urgency * ttft_s + later * prefill_s * (wait_s + 0.5 * prefill_s) + chance * b * rest
             if cost < least:
                 least = cost
-            found.append((cost, ttft_s, prefill_s, transfer_s, own, fetches, instance))
+            found.append((cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s))
         best, reason = self._best(found, least, last)
         return _Found._make(best), reason
 
@@ -177,13 +179,10 @@ class Conductor:
         """Of instances that are equal otherwise: the fewest requests, then who was chosen longest ago."""
         return min(instances, key=lambda each: (each.in_flight, each.turn))
 
-    def _count_fetch(self, fetches: bool) -> None:
-        if not fetches:
-            self._unfetched += 1
-        elif self._unfetched >= self._try_after:
-            self._unfetched, self._try_after = 0, min(self._try_after * 2, TRY_MOST)
-        else:
-            self._unfetched, self._try_after = 0, TRY_AFTER
+    def _count(self, best: _Found) -> None:
+        """What may be spent on tries, and what was."""
+        self._spare_s = min(self._spare_s + TRY_SHARE * best.ttft_s, TRY_MOST * best.ttft_s)
+        self._spare_s = max(self._spare_s - best.lost_s, 0.0)
 
     @staticmethod
     def _gap_s(request: Request, instance: Instance) -> float:
@@ -207,7 +206,7 @@ class Conductor:
         computes.turn = decode.turn = self._turn
         in_pool = request.from_pool(computes)
         if in_pool and computes.obeys:
-            self._count_fetch(best.fetches)
+            self._count(best)
         stored = request.tokens - best.own
         self._space.observe(stored, best.own + (in_pool if best.fetches else 0))
         self._sessions.keep(request.session, computes, request.tokens)

@@ -1,0 +1,259 @@
+"""The conductor's policy, case by case: each term of its cost decides where it should."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from moonpool.disagg_proxy.accounts import Accounts
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.policies.conductor import TRY_SHARE, Conductor
+from moonpool.disagg_proxy.conductor.sender import Sender
+
+SEED = 20261121
+KEYS = {
+    "predicted_ttft_s", "predicted_gap_s", "wait_s", "transfer_s", "prefill_s", "handover_s", "prompt_tokens",
+    "own_tokens", "pool_tokens", "reason",
+}  # fmt: skip
+
+
+def fleet(count: int, role: Role = Role.BOTH) -> tuple[Instance, ...]:
+    instances = tuple(Instance(place, f"e{place}", role) for place in range(count))
+    for instance in instances:
+        instance.obeys = True
+    return instances
+
+
+def busy(instance: Instance, seconds: float, request: int = 1_000) -> None:
+    instance.books.prefill_began(request, 1, 0, 0, seconds, now_s=0.0)
+
+
+def loaded(instances: tuple[Instance, ...], load: float) -> None:
+    """A request a second came to each, for the last minutes."""
+    for instance in instances:
+        for number in range(-600, 0):
+            instance.flow.add(load, float(number))
+
+
+def fetches_at(instance: Instance, token_s: float) -> None:
+    """It has learnt that a fetched token costs so much, in whichever way."""
+    chance = random.Random(SEED)
+    for number in range(300):
+        tokens = chance.randrange(2_000, 20_000)
+        pool = chance.randrange(1_000, tokens) if number % 2 else 0
+        computed_s = 0.02 + 1e-4 * (tokens - pool)
+        instance.prefill_model.observe(tokens, 0, pool, computed_s + token_s * pool, queued=number % 4 == 1)
+
+
+def test_why_says_what_was_weighed_and_adds_up() -> None:
+    engines = fleet(2)
+    busy(engines[0], 0.5)
+    busy(engines[1], 0.4)
+    choice = Conductor().choose(Request(8_000, (1_000, 2_000), 6_000), engines, 0.0)
+    why = choice.why
+    assert set(why) == KEYS
+    assert (why["own_tokens"], why["pool_tokens"], why["prompt_tokens"]) == (2_000, 4_000, 8_000)
+    parts = [float(why[name]) for name in ("wait_s", "transfer_s", "prefill_s", "handover_s")]
+    assert sum(parts) == pytest.approx(float(why["predicted_ttft_s"]))
+    assert parts[1] > 0
+    assert choice.prefill_s == pytest.approx(parts[1] + parts[2])
+    model = choice.decode.prefill_model
+    assert choice.prefill_s == pytest.approx(model.predict(8_000, 2_000, 4_000, queued=True))
+    assert why["reason"] == "least_time"
+
+
+def test_affinity_grows_with_the_load() -> None:
+    """The same match against the same wait: worth it when others come soon, and not when nobody does."""
+    request = Request(10_000, (5_000, 0))
+    for load, place in ((0.0, 1), (0.9, 0)):
+        engines = fleet(2)
+        if load:
+            loaded(engines, load)
+        busy(engines[0], 0.6)
+        choice = Conductor().choose(request, engines, 0.0)
+        assert choice.decode.place == place, load
+        assert choice.why["reason"] == ("spares_others" if place == 0 else "least_time")
+
+
+def test_a_match_is_no_reason_to_wait_for_ever() -> None:
+    engines = fleet(2)
+    loaded(engines, 0.9)
+    busy(engines[0], 30.0)
+    assert Conductor().choose(Request(10_000, (9_000, 0)), engines, 0.0).decode.place == 1
+
+
+def test_the_urgent_care_less_for_others() -> None:
+    request = Request(10_000, (5_000, 0))
+    places = []
+    for priority in (-4, 0, 4):
+        engines = fleet(2)
+        loaded(engines, 0.7)
+        busy(engines[0], 0.6)
+        chosen = Conductor().choose(request._replace(priority=priority), engines, 0.0)
+        places.append(chosen.decode.place)
+    assert places == [0, 0, 1]
+
+
+def test_a_fetch_that_takes_longer_than_to_compute_is_not_made() -> None:
+    for token_s, fetches in ((1e-6, True), (1e-3, False)):
+        engines = fleet(1)
+        fetches_at(engines[0], token_s)
+        choice = Conductor().choose(Request(10_000, (0,), 9_000), engines, 0.0)
+        assert choice.fetch is fetches
+        assert (float(choice.why["transfer_s"]) > 0) is fetches
+        assert choice.prefill_s == pytest.approx(0.02 + 1e-4 * (1_000 if fetches else 10_000), rel=0.2)
+
+
+def test_who_fetches_whatever_he_is_told_is_predicted_so() -> None:
+    engines = fleet(1)
+    fetches_at(engines[0], 1e-3)
+    engines[0].obeys = False
+    choice = Conductor().choose(Request(10_000, (0,), 9_000), engines, 0.0)
+    assert choice.fetch
+    assert choice.prefill_s == pytest.approx(9.1, rel=0.2)
+
+
+def test_a_sender_that_has_much_to_send_is_spared() -> None:
+    engines, sender = fleet(1), Sender()
+    request = Request(10_000, (0,), 9_000, holder=sender)
+    assert Conductor().choose(request, engines, 0.0).fetch
+    sender.asked(60.0, 0.0)
+    assert not Conductor().choose(request, engines, 0.0).fetch
+    assert Conductor().choose(request, engines, 59.9).fetch  # all of it has left
+
+
+def test_what_was_directed_to_be_fetched_is_ahead_of_the_next_fetch() -> None:
+    engines = fleet(2)
+    accounts, policy, sender = Accounts(engines), Conductor(), Sender()
+    request = Request(10_000, (0, 0), 9_000, holder=sender)
+    choice = policy.choose(request, engines, 0.0)
+    accounts.sent(1, choice, request, streams=True, now_s=0.0)
+    alone_s = float(choice.why["transfer_s"])
+    assert sender.ahead_s(0.0) == pytest.approx(alone_s)
+    second = policy.choose(request, engines, 0.0)
+    assert second.decode is not choice.decode
+    assert float(second.why["transfer_s"]) == pytest.approx(2 * alone_s)
+
+
+def test_a_mistaken_refusal_to_fetch_is_found_out() -> None:
+    """Once in a while it is tried: a link that became fast is used again."""
+    engines = fleet(1)
+    fetches_at(engines[0], 1e-3)
+    policy, request, fetched = Conductor(), Request(10_000, (0,), 9_000), 0
+    for _ in range(6_000):
+        choice = policy.choose(request, engines, 0.0)
+        fetched += choice.fetch
+        pool = 9_000 if choice.fetch else 0
+        engines[0].prefill_model.observe(10_000, 0, pool, 0.02 + 1e-4 * (10_000 - pool) + 1e-6 * pool)
+    assert fetched > 1_000
+
+
+def test_tries_of_a_slow_link_cost_little() -> None:
+    engines = fleet(1)
+    fetches_at(engines[0], 1e-3)
+    policy, request, fetched = Conductor(), Request(10_000, (0,), 9_000), 0
+    for _ in range(3_000):
+        choice = policy.choose(request, engines, 0.0)
+        fetched += choice.fetch
+        pool = 9_000 if choice.fetch else 0
+        engines[0].prefill_model.observe(10_000, 0, pool, 0.02 + 1e-4 * (10_000 - pool) + 1e-3 * pool)
+    assert 1 <= fetched * 8.1 <= 3_000 * 1.02 * TRY_SHARE * 1.5
+
+
+def test_a_copy_costs_the_room_that_it_takes() -> None:
+    """Two that are as soon done: the one where fewer tokens have to be stored, though its line is longer."""
+    engines = fleet(2)
+    request = Request(10_000, (9_000, 0), 9_000)
+    policy = Conductor()
+    saved_s = 0.0
+    for reused in (False, True):
+        if reused:
+            for _ in range(2_000):
+                policy._space.observe(10_000, 10_000)
+            busy(engines[0], saved_s * 1.2)
+        choices = [policy.choose(request, (engine,), 0.0) for engine in engines]
+        saved_s = float(choices[1].why["predicted_ttft_s"]) - float(choices[0].why["predicted_ttft_s"])
+        assert policy.choose(request, engines, 0.0).decode.place == 0
+
+
+def test_a_session_stays_while_predictions_cannot_tell() -> None:
+    engines, policy = fleet(3), Conductor()
+    request = Request(2_000, session="s")
+    first = policy.choose(request, engines, 0.0).decode
+    others = [engine for engine in engines if engine is not first]
+    first.books.decode_began(1, 10, 0.0)  # busier by a request, which would be reason enough to go
+    assert policy.choose(request._replace(session="t"), engines, 0.0).decode is not first
+    choice = policy.choose(request, engines, 0.0)
+    assert (choice.decode, choice.why["reason"]) == (first, "session")
+    for _ in range(64):  # predictions are off by half
+        first.ttft_ratios.observe(1.0, 0.5)
+        first.ttft_ratios.observe(1.0, 1.5)
+    least_s = float(choice.why["predicted_ttft_s"])
+    busy(first, least_s * 0.3)
+    assert policy.choose(request, engines, 0.0).decode is first
+    busy(first, least_s * 10, request=1_001)
+    assert policy.choose(request, engines, 0.0).decode in others
+
+
+def test_a_session_whose_prompt_is_not_known_goes_where_its_last_one_is() -> None:
+    engines, policy = fleet(3), Conductor()
+    first = policy.choose(Request(8_000, session="s"), engines, 0.0).decode
+    busy(first, first.prefill_model.predict(8_000) * 0.5)
+    assert policy.choose(Request(session="s"), engines, 0.0).decode is first
+    assert policy.choose(Request(), engines, 0.0).decode is not first
+
+
+def test_a_session_whose_engine_left_goes_elsewhere() -> None:
+    engines, policy = fleet(2), Conductor()
+    first = policy.choose(Request(2_000, session="s"), engines, 0.0).decode
+    left = tuple(engine for engine in engines if engine is not first)
+    again = Instance(first.place, "new at its place")
+    busy(again, 5.0)
+    assert policy.choose(Request(2_000, session="s"), (*left, again), 0.0).decode is left[0]
+
+
+def test_decode_counts_what_is_coming_there() -> None:
+    prefill, one, other = Instance(0, "p", Role.PREFILL), *fleet(3, Role.DECODE)[1:]
+    accounts, policy, engines = Accounts((prefill, one, other)), Conductor(), (prefill, one, other)
+    chosen = []
+    for number in range(8):
+        choice = policy.choose(Request(5_000), engines, 0.0)
+        accounts.sent(number, choice, Request(5_000), streams=True, now_s=0.0)
+        chosen.append(choice.decode.place)
+    assert chosen.count(1) == chosen.count(2) == 4
+    one.room_tokens = 24_000
+    assert policy.choose(Request(5_000), engines, 0.0).decode is other
+    accounts.expire(1e6)
+    assert one.coming == one.coming_tokens == other.coming == 0
+
+
+def test_random_fleets_get_sound_choices() -> None:
+    chance = random.Random(SEED)
+    print("seed", SEED)
+    for _ in range(300):
+        roles = [chance.choice(list(Role)) for _ in range(chance.randrange(1, 9))]
+        engines = tuple(Instance(place, str(place), role) for place, role in enumerate(roles))
+        for engine in engines:
+            engine.obeys = chance.random() < 0.5
+            if chance.random() < 0.5:
+                busy(engine, chance.random() * 5)
+        policy = Conductor()
+        for now_s in (0.0, 5.0, -3.0, 1e9):
+            tokens = chance.choice((0, 10, 5_000, 200_000))
+            own = [chance.randrange(tokens + 1) for _ in engines[: chance.randrange(len(engines) + 1)]]
+            choice: Choice = policy.choose(
+                Request(
+                    tokens,
+                    own,
+                    chance.randrange(tokens + 1),
+                    priority=chance.choice((-99, 0, 99)),
+                    session=chance.choice(("", "a", "b")),
+                ),
+                engines,
+                now_s,
+            )
+            assert choice.computes in engines
+            assert choice.prefill_s >= 0
+            assert float(choice.why["predicted_ttft_s"]) >= choice.prefill_s
