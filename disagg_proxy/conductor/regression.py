@@ -69,9 +69,8 @@ class Regression:
         if abs(error) > bound:  # it moves as far as the bound does, and leaves as much to be learnt
             variance *= abs(error) / bound
         step = error / variance
-        self.coefficients = tuple(
-            max(value + by * step, 0.0) for value, by in zip(self.coefficients, reach, strict=True)
-        )
+        moved = tuple(value + by * step for value, by in zip(self.coefficients, reach, strict=True))
+        self.coefficients = moved if min(moved) >= 0.0 else self._within(moved)
         for place, by in enumerate(reach):
             gain = by / variance
             row = covariance[place]
@@ -90,6 +89,29 @@ class Regression:
                 raise AssertionError(f"the variance {row[place]} is out of bounds")
             if row != [other[place] for other in self._covariance]:
                 raise AssertionError("the covariance is not symmetric")
+
+    def _within(self, moved: Sequence[float]) -> tuple[float, ...]:
+        """These coefficients with none below 0: one after the other is held there, and what goes with it
+        moves as far as it is known to."""
+        values = list(moved)
+        covariance = [list(row) for row in self._covariance]
+        held: set[int] = set()
+        while (least := min(values)) < 0.0:
+            place = values.index(least)
+            row, variance = covariance[place], covariance[place][place]
+            gains = [
+                0.0 if other in held or not variance else row[other] / variance for other in range(len(row))
+            ]
+            values = [value - least * gain for value, gain in zip(values, gains, strict=True)]
+            values[place] = 0.0
+            held.add(place)
+            for other, gain in enumerate(gains):
+                covariance[other] = [
+                    value - gain * by for value, by in zip(covariance[other], row, strict=True)
+                ]
+            for other in held:
+                values[other] = max(values[other], 0.0)
+        return tuple(values)
 
     def _is_believed(self, predicted: float, y: float) -> bool:
         """Whether it is not absurd; opens again what was learnt where too many are like it."""

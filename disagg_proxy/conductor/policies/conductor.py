@@ -109,18 +109,17 @@ class Conductor:
             fetches = pull > 0
             wait_s = instance.books.wait_s(now_s)
             if fetches:
-                # Also a fetch that hides behind others takes its time on the links.
-                pull_s = latency + (token if token > hidden else hidden) * _K * pull + share * ahead_s
+                transfer_s = pull_s = latency + token * _K * pull + share * ahead_s
+                if wait_s:  # it hides behind others, and takes its time on the links nevertheless
+                    transfer_s = hidden * _K * pull
+                    pull_s = transfer_s if transfer_s > pull_s else pull_s
                 saved_s = b * _K * pull + c * _M * (in_pool * in_pool - own * own)
                 if pull_s < saved_s + spare_s or not instance.obeys:
-                    transfer_s = (
-                        hidden * _K * pull if wait_s else latency + token * _K * pull + share * ahead_s
-                    )
                     prefill_s += transfer_s - saved_s
                     if pull_s > saved_s:
                         lost_s = pull_s - saved_s
                 else:
-                    fetches = False
+                    transfer_s, fetches = 0.0, False
             ttft_s = wait_s + prefill_s
             cost = urgency * ttft_s + later * prefill_s * (wait_s + 0.5 * prefill_s) + chance * b * rest
             if cost < least:
