@@ -119,6 +119,7 @@ class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     discovery: list[str] = []
     discovery_grace_s: Duration = 10.0
     engines_max: Count = 1024
+    discovery_keys_file: str = ""
     client_connections_max: Count = 10_000
     head_bytes_max: Size = parse_size("32KiB")
     body_bytes_max: Size = parse_size("64MiB")
@@ -384,6 +385,8 @@ HELP: dict[str, str] = {
     "kubernetes:NAMESPACE/LABELS",
     "proxy.discovery_grace_s": "how long an engine may be missing there before it is removed",
     "proxy.engines_max": "the most engines with proxy.discovery",
+    "proxy.discovery_keys_file": "keys of those who may register engines over HTTP, one per line; empty: "
+    "those of proxy.api_keys_file",
     "proxy.client_connections_max": "the most client connections",
     "proxy.head_bytes_max": "the longest request head",
     "proxy.body_bytes_max": "the longest request body",

@@ -48,6 +48,7 @@ def proxy_settings(config: Config) -> ProxySettings:
         discovery=tuple(config.proxy.discovery),
         discovery_grace_s=config.proxy.discovery_grace_s,
         engines_max=config.proxy.engines_max,
+        discovery_keys_file=config.proxy.discovery_keys_file,
         limits=_part(Limits, "", config),
         deadlines=_part(Deadlines, "", config),
         health=_part(HealthChecks, "health_", config),

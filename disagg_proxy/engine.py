@@ -51,6 +51,7 @@ class Engine:
         self.host = host_field(*spec.address)
         self.liveness = Liveness(settings.health.timeouts_max)
         self.models: dict[str, bytes] | None = None
+        self.named: dict[str, bytes] | None = None  # models that whoever named it said; it may say otherwise
         self.specs = specs or (lambda: settings.engines)
         self.bootstrap = bootstrap_of(spec, settings, self.specs())
         self.meeting: Meeting | None = None
@@ -106,7 +107,8 @@ class Engine:
             self._leave(why)
 
     def serves(self, models: dict[str, bytes] | None) -> None:
-        """What its /v1/models says now."""
+        """What its /v1/models says now; None: nothing."""
+        models = self.named if models is None else models
         if models != self.models:
             self.models = models
             if self.relay is not None:

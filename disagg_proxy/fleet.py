@@ -106,7 +106,9 @@ class Fleet:
         self._relay.add_engine(place, engine.name, engine.host, engine.role)
         engine.serve_by(self._relay)
         if found.model:
-            engine.serves({found.model: msgspec.json.encode({"id": found.model, "object": "model"})})
+            row = msgspec.json.encode({"id": found.model, "object": "model"})
+            engine.named = {found.model: row}
+            engine.serves(None)
         self._share_pages()
         if self._started:
             self._check(engine)

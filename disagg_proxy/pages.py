@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 from prometheus_client.registry import Collector
 
+from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.plan import Answer, error_body
 from moonpool.disagg_proxy.conductor_metrics import ConductorCollector
 from moonpool.disagg_proxy.discovery.follower import Follower, SourceRow
+from moonpool.disagg_proxy.discovery.registry_pages import RegistryPages
 from moonpool.disagg_proxy.dispatcher import Dispatcher
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.events.subscriber import Subscriber
@@ -63,6 +65,7 @@ class Pages:
         policy: str,
         more: Sequence[Collector] = (),
         follower: Follower | None = None,
+        registry: RegistryPages | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._look = look
@@ -76,10 +79,14 @@ class Pages:
         if follower is not None:
             self._collectors += (follower,)
         self._follower = follower
+        self._registry = registry
         self._policy = policy
 
-    def answer(self, path: bytes) -> Answer:
+    def answer(self, request: ProxyRequest) -> Answer:
         """The page at a path of the proxy's own."""
+        path = request.path
+        if self._registry is not None and request.method == b"POST":
+            return self._registry.answer(path, request.headers("authorization"), bytes(request.body))
         if path == b"/metrics":
             return Answer(200, exposition(*self._collectors), CONTENT_TYPE)
         if path == b"/engines":

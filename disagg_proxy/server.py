@@ -27,6 +27,9 @@ from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.discovery.follower import Follower
 from moonpool.disagg_proxy.discovery.members import Members
+from moonpool.disagg_proxy.discovery.queries import Queries
+from moonpool.disagg_proxy.discovery.registry import Keys, Registry
+from moonpool.disagg_proxy.discovery.registry_pages import RegistryPages, SubscribedStreams
 from moonpool.disagg_proxy.discovery.source import Found
 from moonpool.disagg_proxy.discovery.sources import make_sources
 from moonpool.disagg_proxy.dispatcher import ASKED_MAX, Dispatcher
@@ -137,6 +140,7 @@ class Proxy:
             page=self._page,
             refused=self._refused,
             gone=self._gone,
+            registry=settings.registers,
         )
         self.fleet = Fleet(
             settings, self.relay, self._dispatcher, self._locality, self._subscriber, self._recorder
@@ -144,6 +148,7 @@ class Proxy:
         events = {source.name: source for source in settings.events if not source.pool}
         for spec in settings.engines:
             self.fleet.join(Found(spec, events.get(spec.name)))
+        self._registry = self._register()
         self._follower = self._follow()
         self._pages = Pages(
             self._dispatcher,
@@ -156,6 +161,7 @@ class Proxy:
                 *((PeerCollector(self._exchange),) if self._exchange is not None else ()),
             ],
             self._follower,
+            self._registry_pages(),
         )
 
     @property
@@ -252,12 +258,33 @@ class Proxy:
         names = [""] * self._settings.places
         return Recorder(exporter, names, self._settings.policy, clock=lambda: self.relay.now())
 
+    def _register(self) -> Registry | None:
+        """None: engines cannot register."""
+        settings = self._settings
+        if not settings.registers:
+            return None
+        first = settings.places + settings.pool_nodes
+        streams = SubscribedStreams(self._subscriber, first, HOLDERS_MAX - first)
+        there = self.fleet.find
+        return Registry(streams, clock=self._loop.time, is_there=lambda name: there(name) is not None)
+
+    def _registry_pages(self) -> RegistryPages | None:
+        registry = self._registry
+        if registry is None:
+            return None
+        settings = self._settings
+        askers = Keys(read_api_keys(settings.api_keys_file))
+        registrars = Keys(read_api_keys(settings.discovery_keys_file or settings.api_keys_file))
+        queries = Queries(self._indexes, lambda: self.engines, registry.publishers.values)
+        return RegistryPages(registry, queries, registrars, askers)
+
     def _follow(self) -> Follower | None:
         """None: the engines are those of the settings. Raises ConfigError for a source that cannot be."""
         settings = self._settings
         if not settings.discovery:
             return None
-        sources = make_sources(settings.discovery)
+        registry = self._registry
+        sources = make_sources(settings.discovery, registry)
         members = Members(
             [source.name for source in sources],
             fixed=settings.engines,
@@ -281,7 +308,7 @@ class Proxy:
         return None
 
     def _make_page(self, request: ProxyRequest) -> None:
-        self.relay.resume(request, self._pages.answer(request.path))
+        self.relay.resume(request, self._pages.answer(request))
 
     def _refused(self, place: int, why: str) -> None:
         """On the data plane's thread."""

@@ -164,12 +164,15 @@ class ProxySettings:
     discovery: tuple[str, ...] = ()  # where further engines are looked for; discovery/names.py
     discovery_grace_s: float = 10.0  # an engine that is missing there for so long is removed
     engines_max: int = 1024  # with discovery: at one time, those that are leaving too
+    discovery_keys_file: str = ""  # of who may register, where not those of api_keys_file
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise _bad("port", f"a port is 0 to 65535 (0 = any free one), not {self.port}")
         for name in self.discovery:
             parse_source_name(name)
+        if self.registers:
+            self._check_registers()
         if not self.engines and not self.discovery:
             raise _bad(
                 "engines",
@@ -211,6 +214,18 @@ class ProxySettings:
         for part in ("limits", "deadlines", "health", "breaker"):
             _check_positive(part, getattr(self, part))
 
+    def _check_registers(self) -> None:
+        if not self.loopback and not self.api_keys_file and not self.discovery_keys_file:
+            raise _bad(
+                "discovery",
+                "whoever reaches the proxy could register an engine and read prompts; give "
+                "--discovery-keys-file with keys of those who may",
+            )
+        if self.processes > 1:
+            raise _bad(
+                "discovery", "an engine registers at one process; take --processes 1, or another source"
+            )
+
     def _check_handover(self) -> None:
         if self.handover not in HANDOVERS:
             raise _bad("handover", f"handover is one of {', '.join(HANDOVERS)}, not {self.handover!r}")
@@ -223,6 +238,11 @@ class ProxySettings:
                     f"several prefill engines would have their bootstrap page at {place[0]}:{place[1]}; give "
                     f"each its own: --prefill {engine.url}#bootstrap=PORT",
                 )
+
+    @property
+    def registers(self) -> bool:
+        """Whether engines may register over HTTP."""
+        return "http" in self.discovery
 
     @property
     def pool_nodes(self) -> int:

@@ -17,6 +17,7 @@ def register(app: typer.Typer) -> None:
             "moonpool proxy --processes 4 --engine http://127.0.0.1:8100",
             "moonpool proxy --listen 127.0.0.1:9000 --engine left=http://127.0.0.1:8100",
             "moonpool proxy --discovery file:/etc/moonpool/engines.yaml",
+            "moonpool proxy --discovery http --discovery-keys-file /etc/moonpool/registrars",
         )
     )(proxy)
 
@@ -85,6 +86,10 @@ def proxy(
             help="Find engines while it runs: file:PATH, http, etcd:URL/PREFIX, kubernetes:NAMESPACE/LABELS.",
         ),
     ] = None,
+    discovery_keys_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Keys of who may register engines over HTTP, one per line."),
+    ] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, max=64, help="Processes that serve at the address.")
     ] = None,
@@ -130,6 +135,7 @@ def proxy(
             "proxy.events": events or None,
             "proxy.pool_events": pool_events or None,
             "proxy.discovery": discovery or None,
+            "proxy.discovery_keys_file": discovery_keys_file,
             "proxy.listen": listen,
             "proxy.policy": policy,
             "proxy.processes": processes,

@@ -9,10 +9,14 @@ from moonpool.disagg_proxy.discovery.names import SourceName, parse_source_name
 from moonpool.disagg_proxy.discovery.source import Source
 
 
-def make_sources(names: Sequence[str]) -> tuple[Source, ...]:
-    """In their order. Raises ConfigError for a name that means nothing."""
-    return tuple(_make(parse_source_name(name)) for name in dict.fromkeys(names))
+def make_sources(names: Sequence[str], registry: Source | None = None) -> tuple[Source, ...]:
+    """In their order; registry: the one that is called http. Raises ConfigError for a name that means
+    nothing."""
+    return tuple(_make(parse_source_name(name), registry) for name in dict.fromkeys(names))
 
 
-def _make(name: SourceName) -> Source:
+def _make(name: SourceName, registry: Source | None) -> Source:
+    if name.kind == "http":
+        assert registry is not None
+        return registry
     return FileSource(name.rest)

@@ -769,7 +769,7 @@ class Relay:
     """
     The proxy's data plane: one thread that serves all sockets.
     """
-    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], limits: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], deadlines: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], breaker: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], api_keys: collections.abc.Sequence[str], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, spans: bool, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable, texts_max: typing.SupportsInt | typing.SupportsIndex = 0, engines_max: typing.SupportsInt | typing.SupportsIndex = 0, gone: typing.Any = None) -> None:
+    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], limits: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], deadlines: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], breaker: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], api_keys: collections.abc.Sequence[str], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, spans: bool, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable, texts_max: typing.SupportsInt | typing.SupportsIndex = 0, engines_max: typing.SupportsInt | typing.SupportsIndex = 0, gone: typing.Any = None, registry: bool = False) -> None:
         ...
     def add_engine(self, place: typing.SupportsInt | typing.SupportsIndex, name: str, host: str, role: str = 'both') -> None:
         """

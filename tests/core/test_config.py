@@ -251,7 +251,7 @@ def test_the_proxys_keys_are_those_of_its_settings_with_the_same_defaults() -> N
     known = {"listen", "engines", "prefill", "decode", "policy", "handover", "api_keys_file"}
     known |= {"access_log", "otlp_endpoint", "tokenizer", "events", "pool_events"}
     known |= {"processes", "process_listen", "peer_listen", "peers"}
-    known |= {"discovery", "discovery_grace_s", "engines_max"}
+    known |= {"discovery", "discovery_grace_s", "engines_max", "discovery_keys_file"}
     known |= {f"health_{name}" for name in HealthChecks.__dataclass_fields__}
     known |= set(Limits.__dataclass_fields__) | set(Deadlines.__dataclass_fields__)
     assert set(config.Proxy.__struct_fields__) <= known

@@ -172,7 +172,7 @@ class PyRelay final : public relay::Decider {
             const std::map<std::string, double>& breaker, std::vector<std::string> api_keys,
             std::string access_log, std::string instance, double retry_after_s, bool spans,
             py::function decide, py::function page, py::function refused, size_t texts_max,
-            size_t engines_max, py::object gone)
+            size_t engines_max, py::object gone, bool registry)
         : decide_(std::move(decide)),
           page_(std::move(page)),
           refused_(std::move(refused)),
@@ -189,6 +189,7 @@ class PyRelay final : public relay::Decider {
         settings.access_log = std::move(access_log);
         settings.instance = std::move(instance);
         settings.spans = spans;
+        settings.registry = registry;
         settings.retry_after_s = retry_after_s;
         settings.engines_max = engines_ = std::max(settings.engines.size(), engines_max);
         if (engines_ > kEnginesMax) bad("a relay has 65535 engines at most");
@@ -405,15 +406,16 @@ void bind_relay(py::module_& m) {
         .def_property_readonly("attempt", &PyRequest::attempt, "How many plans have failed.")
         .def_property_readonly("gone", &PyRequest::gone, "Whether the client has left.");
     py::class_<PyRelay>(m, "Relay", "The proxy's data plane: one thread that serves all sockets.")
-        .def(
-            py::init<const std::vector<std::tuple<std::string, std::string, std::string>>&,
-                     const std::map<std::string, double>&, const std::map<std::string, double>&,
-                     const std::map<std::string, double>&, std::vector<std::string>, std::string, std::string,
-                     double, bool, py::function, py::function, py::function, size_t, size_t, py::object>(),
-            py::kw_only(), py::arg("engines"), py::arg("limits"), py::arg("deadlines"), py::arg("breaker"),
-            py::arg("api_keys"), py::arg("access_log"), py::arg("instance"), py::arg("retry_after_s"),
-            py::arg("spans"), py::arg("decide"), py::arg("page"), py::arg("refused"),
-            py::arg("texts_max") = 0, py::arg("engines_max") = 0, py::arg("gone") = py::none())
+        .def(py::init<const std::vector<std::tuple<std::string, std::string, std::string>>&,
+                      const std::map<std::string, double>&, const std::map<std::string, double>&,
+                      const std::map<std::string, double>&, std::vector<std::string>, std::string,
+                      std::string, double, bool, py::function, py::function, py::function, size_t, size_t,
+                      py::object, bool>(),
+             py::kw_only(), py::arg("engines"), py::arg("limits"), py::arg("deadlines"), py::arg("breaker"),
+             py::arg("api_keys"), py::arg("access_log"), py::arg("instance"), py::arg("retry_after_s"),
+             py::arg("spans"), py::arg("decide"), py::arg("page"), py::arg("refused"),
+             py::arg("texts_max") = 0, py::arg("engines_max") = 0, py::arg("gone") = py::none(),
+             py::arg("registry") = false)
         .def("listen", &PyRelay::listen, py::arg("fd"), "Accept on a listening socket (a copy is kept).")
         .def("add_engine", &PyRelay::add_engine, py::arg("place"), py::arg("name"), py::arg("host"),
              py::arg("role") = "both", "At a free place, below engines_max.")

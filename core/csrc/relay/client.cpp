@@ -237,7 +237,7 @@ void Client::serve() {
     relay_.adopt(*request_);
     bool close = last();
     http::Refusal refusal;
-    Route chosen = route(request_->head.method, request_->head.path, refusal);
+    Route chosen = route(request_->head.method, request_->head.path, refusal, relay_.settings.registry);
     if (chosen == Route::kRefused) return refuse_request(refusal, close);
     if (chosen != Route::kPage && !relay_.key_fits(*request_)) {
         return refuse_request({401, "invalid_api_key",

@@ -27,9 +27,13 @@ Route wrong_method(std::string_view method, std::string_view path, const char* a
     return Route::kRefused;
 }
 
+bool is_registry(std::string_view path) {
+    return path == "/register" || path == "/unregister" || path == "/query" || path == "/query_by_hash";
+}
+
 }  // namespace
 
-Route route(std::string_view method, std::string_view path, http::Refusal& refusal) {
+Route route(std::string_view method, std::string_view path, http::Refusal& refusal, bool registry) {
     const bool post = method == "POST", read = method == "GET" || method == "HEAD";
     if (path.starts_with("/v1/")) {
         if (method == "GET" && path == "/v1/models") return Route::kModels;
@@ -40,6 +44,9 @@ Route route(std::string_view method, std::string_view path, http::Refusal& refus
     }
     if (path == "/health" || path == "/metrics" || path == "/engines") {
         return read ? Route::kPage : wrong_method(method, path, "GET, HEAD", refusal);
+    }
+    if (registry && is_registry(path)) {
+        return post ? Route::kPage : wrong_method(method, path, "POST", refusal);
     }
     refusal = {404, "unknown_path",
                "there is no " + shown(path) +

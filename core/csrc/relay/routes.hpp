@@ -11,7 +11,8 @@ namespace moonpool::relay {
 enum class Route { kRelay, kPage, kModels, kRefused };
 
 // kModels: GET /v1/models, which the proxy answers once it knows its engines' models. kRefused: `refusal`
-// says why (404, 405).
-Route route(std::string_view method, std::string_view path, http::Refusal& refusal);
+// says why (404, 405). registry: the paths under which engines register exist, too; they look at keys
+// themselves.
+Route route(std::string_view method, std::string_view path, http::Refusal& refusal, bool registry = false);
 
 }  // namespace moonpool::relay

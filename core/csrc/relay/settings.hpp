@@ -63,6 +63,7 @@ struct Settings {
     std::string access_log;             // a path, "-" for standard output, "" for none
     std::string instance;  // random hexadecimal digits: the start of request ids that are made here
     double retry_after_s = 1;
+    bool registry = false;  // engines may register; relay/routes.hpp
     bool spans = false;  // each request is a span of its own, which engines are told in place of the client's
 };
 

@@ -80,6 +80,13 @@ TEST_CASE("paths and methods") {
     CHECK(route("HEAD", "/v1/models", refusal) == Route::kRelay);
     CHECK(route("HEAD", "/metrics", refusal) == Route::kPage);
     CHECK(route("POST", "/tokenize", refusal) == Route::kRelay);
+    for (const char* path : {"/register", "/unregister", "/query", "/query_by_hash"}) {
+        CHECK(route("POST", path, refusal, true) == Route::kPage);
+        CHECK(route("GET", path, refusal, true) == Route::kRefused);
+        CHECK(refusal.status == 405);
+        CHECK(route("POST", path, refusal) == Route::kRefused);
+        CHECK(refusal.status == 404);
+    }
     for (auto [method, path, status] : {std::tuple{"GET", "/", 404},
                                         {"POST", "/v1", 404},
                                         {"POST", "/sleep", 404},

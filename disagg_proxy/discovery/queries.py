@@ -1,0 +1,146 @@
+"""Answers of ``POST /query``: who has how much of a prompt, in the form of Mooncake's conductor.
+
+    {"<tenant>": {"<instance>": {"longest_matched", "GPU", "DP": {"<rank>": ...}, "CPU", "DISK"}}}
+
+All are tokens, of whole blocks, from the prompt's start. GPU: on the device; CPU: on the device or in the
+host's memory, DISK: anywhere, each 0 when it adds nothing to the tier before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Annotated, NamedTuple
+
+import msgspec
+import numpy as np
+
+from moonpool import _native
+from moonpool.core.keys import chain_seed
+from moonpool.disagg_proxy.conductor.plan import Answer, refused
+from moonpool.disagg_proxy.discovery.registry import TENANT, Name, Publisher, Text
+from moonpool.disagg_proxy.engine import Engine
+from moonpool.disagg_proxy.events.indexes import MODEL_ANY, Indexes
+
+QUERY_BYTES_MAX = 16 << 20
+Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class _Query(msgspec.Struct):
+    model: Text
+    token_ids: list[Id]
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+    lora_name: Text | None = None
+    lora_id: int | None = None
+    tenant_id: Name = TENANT
+    instance_id: Name | None = None
+    cache_salt: Text | None = None
+
+
+class _Holder(NamedTuple):
+    """Of one rank of an instance. salt: of all that it holds; None: it has each request's own."""
+
+    instance: str
+    rank: int
+    place: int
+    salt: str | None
+
+
+class Queries:
+    """On the event loop. engines: that are there; publishers: registered ones."""
+
+    def __init__(
+        self,
+        indexes: Indexes,
+        engines: Callable[[], Iterable[Engine]],
+        publishers: Callable[[], Iterable[Publisher]],
+    ) -> None:
+        self._indexes = indexes
+        self._engines = engines
+        self._publishers = publishers
+
+    def by_tokens(self, body: bytes) -> Answer:
+        """The answer to POST /query."""
+        if len(body) > QUERY_BYTES_MAX:
+            return refused(413, f"a query has {QUERY_BYTES_MAX} bytes at most", "query")
+        try:
+            asked = msgspec.json.decode(body, type=_Query)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            return refused(400, str(error), "query")
+        if asked.lora_id is not None:
+            return refused(400, "give lora_name in the place of lora_id, which names nothing here", "query")
+        ids = np.array(asked.token_ids, "<u4").tobytes()
+        index = self._index(asked.block_size)
+        matches: dict[str | None, _Match] = {}
+        rows: dict[str, dict[int, tuple[int, int, int]]] = {}
+        for holder in self._holders(asked):
+            if asked.instance_id not in (None, holder.instance):
+                continue
+            salt = asked.cache_salt if holder.salt is None else None
+            if salt not in matches:
+                matches[salt] = _Match(index, ids, chain_seed(asked.lora_name or None, salt or None))
+            rows.setdefault(holder.instance, {})[holder.rank] = matches[salt].of(holder.place)
+        said = {name: _row(ranks, asked.block_size) for name, ranks in rows.items()}
+        return Answer(200, msgspec.json.encode({asked.tenant_id: said}))
+
+    def _index(self, block_size: int) -> _native.PrefixIndex | None:
+        for index in self._indexes.of(MODEL_ANY):
+            if index.block_tokens == block_size:
+                return index
+        return None
+
+    def _holders(self, asked: _Query) -> Iterator[_Holder]:
+        registered: dict[str, Publisher] = {}
+        for each in self._publishers():
+            told = each.told
+            if each.found is not None:
+                registered[each.found.name] = each
+            elif each.holder is not None and told.tenant_id == asked.tenant_id and _fits(each, asked):
+                yield _Holder(told.instance_id, told.dp_rank, each.holder, told.additionalsalt or None)
+        for engine in self._engines():
+            if engine.models is not None and not {asked.model, asked.lora_name or ""} & engine.models.keys():
+                continue
+            known = registered.get(engine.name)
+            if (TENANT if known is None else known.told.tenant_id) != asked.tenant_id:
+                continue
+            if known is None:
+                yield _Holder(engine.name, 0, engine.place, None)
+            elif _fits(known, asked):
+                salt = known.told.additionalsalt or None
+                yield _Holder(engine.name, known.told.dp_rank, engine.place, salt)
+
+
+class _Match:
+    """Of one prompt. index: None: nobody has blocks of this size."""
+
+    def __init__(self, index: _native.PrefixIndex | None, ids: bytes, seed: bytes) -> None:
+        self._tiers: list[memoryview[int]] = []
+        if index is not None:
+            match = index.match(index.keys(ids, seed))
+            self._tiers = [memoryview(each).cast("I") for each in (match.device, match.host, match.blocks)]
+
+    def of(self, place: int) -> tuple[int, int, int]:
+        """Leading blocks on the device, there or in the host's memory, anywhere."""
+        if not self._tiers:
+            return 0, 0, 0
+        device, host, anywhere = (each[place] if place < len(each) else 0 for each in self._tiers)
+        return device, host, anywhere
+
+
+def _fits(publisher: Publisher, asked: _Query) -> bool:
+    told = publisher.told
+    if told.modelname and asked.model != told.modelname:
+        return False
+    if (told.lora_name or "") not in ("", asked.lora_name or ""):
+        return False
+    return not told.additionalsalt or told.additionalsalt == asked.cache_salt
+
+
+def _row(ranks: Mapping[int, tuple[int, int, int]], block: int) -> dict[str, object]:
+    device, host, anywhere = (max(tiers) * block for tiers in zip(*ranks.values(), strict=True))
+    return {
+        "longest_matched": anywhere,
+        "GPU": device,
+        "DP": {str(rank): tiers[2] * block for rank, tiers in sorted(ranks.items())},
+        "CPU": host if host > device else 0,
+        "DISK": anywhere if anywhere > host else 0,
+    }
