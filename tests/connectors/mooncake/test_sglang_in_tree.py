@@ -20,6 +20,7 @@ WHOLE = FULL_PAGES * PAGE_TOKENS
 
 
 @pytest.mark.sglang
+@pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_prompt_comes_back_from_the_drop_in(
