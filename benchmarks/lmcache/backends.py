@@ -112,7 +112,7 @@ def _mooncakestore(port: int) -> dict[str, Any]:
         "metadata_server": "P2PHANDSHAKE",
         "master_server_address": f"127.0.0.1:{port}",
         "protocol": "tcp",
-        "global_segment_size": 1 << 30,
+        "global_segment_size": POOL_MIB << 20,
         "local_buffer_size": 256 << 20,
         "transfer_timeout": 10,
         "save_chunk_meta": True,
