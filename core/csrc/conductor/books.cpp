@@ -23,7 +23,7 @@ double Books::wait_s(double now_s) {
     return 0;
 }
 
-void Books::prefill_began(uint64_t request, int64_t tokens, int64_t own, int64_t pool, double predicted_s,
+void Books::prefill_began(int64_t request, int64_t tokens, int64_t own, int64_t pool, double predicted_s,
                           double now_s, bool silent) {
     auto [at, is_new] = prefills_.try_emplace(request, Prefill{tokens, own, pool, predicted_s, silent});
     if (!is_new) return;
@@ -42,7 +42,7 @@ void Books::prefill_began(uint64_t request, int64_t tokens, int64_t own, int64_t
     prefill_rest_ += tokens - own - pool;
 }
 
-std::optional<Prefilled> Books::prefill_ended(uint64_t request, double now_s, bool done) {
+std::optional<Prefilled> Books::prefill_ended(int64_t request, double now_s, bool done) {
     auto at = prefills_.find(request);
     if (at == prefills_.end()) return std::nullopt;
     const Prefill& prefill = at->second;
@@ -56,7 +56,7 @@ std::optional<Prefilled> Books::prefill_ended(uint64_t request, double now_s, bo
     return ended;
 }
 
-void Books::decode_began(uint64_t request, int64_t context, double now_s) {
+void Books::decode_began(int64_t request, int64_t context, double now_s) {
     if (decodes_.contains(request)) return;
     integrate(now_s);
     decodes_[request] = Decode{context, now_s, batch_integral_, context_integral_};
@@ -64,7 +64,7 @@ void Books::decode_began(uint64_t request, int64_t context, double now_s) {
     context_ += context;
 }
 
-std::optional<Decoded> Books::decode_ended(uint64_t request, int64_t tokens, double now_s) {
+std::optional<Decoded> Books::decode_ended(int64_t request, int64_t tokens, double now_s) {
     auto at = decodes_.find(request);
     if (at == decodes_.end()) return std::nullopt;
     integrate(now_s);
@@ -97,7 +97,7 @@ void Books::drop(Line::value_type& dropped) {
     prefill_sum_s_ = left_s > 0 ? left_s : 0;
     prefill_tokens_ -= prefill.tokens;
     prefill_rest_ -= prefill.tokens - prefill.own - prefill.pool;
-    uint64_t request = dropped.first;
+    int64_t request = dropped.first;
     in_both_ -= decodes_.count(request);
     prefills_.erase(request);
 }

@@ -46,13 +46,13 @@ class Books {
     double wait_s(double now_s);
 
     // What happens. silent: its end will not be heard of, so it is taken to last as long as predicted.
-    void prefill_began(uint64_t request, int64_t tokens, int64_t own, int64_t pool, double predicted_s,
+    void prefill_began(int64_t request, int64_t tokens, int64_t own, int64_t pool, double predicted_s,
                        double now_s, bool silent);
     // done: it was computed; else the request is gone and nothing can be learnt from it.
-    std::optional<Prefilled> prefill_ended(uint64_t request, double now_s, bool done);
-    void decode_began(uint64_t request, int64_t context, double now_s);
+    std::optional<Prefilled> prefill_ended(int64_t request, double now_s, bool done);
+    void decode_began(int64_t request, int64_t context, double now_s);
     // tokens: how many were made, the first included; 0 when unknown.
-    std::optional<Decoded> decode_ended(uint64_t request, int64_t tokens, double now_s);
+    std::optional<Decoded> decode_ended(int64_t request, int64_t tokens, double now_s);
     // The engine is gone, and what it had to do with it.
     void forget_all();
 
@@ -62,7 +62,7 @@ class Books {
    private:
     struct Prefill;
     // The line goes through the map's own nodes, which stay where they are.
-    using Line = std::unordered_map<uint64_t, Prefill>;
+    using Line = std::unordered_map<int64_t, Prefill>;
     struct Prefill {
         int64_t tokens = 0, own = 0, pool = 0;
         double predicted_s = 0;
@@ -82,7 +82,7 @@ class Books {
     double prefill_sum_s_ = 0;
     int64_t prefill_tokens_ = 0, prefill_rest_ = 0;
     double head_since_s_ = 0;
-    std::unordered_map<uint64_t, Decode> decodes_;
+    std::unordered_map<int64_t, Decode> decodes_;
     size_t in_both_ = 0;
     int64_t context_ = 0;
     double batch_integral_ = 0, context_integral_ = 0;

@@ -15,7 +15,7 @@ TEST_CASE("books: random stories keep them straight") {
         double now_s = 0;
         for (int step = 0; step < 400; ++step) {
             now_s += random.one_in(3) ? -0.01 : static_cast<double>(random.below(1000)) / 1000;
-            uint64_t request = random.below(12);
+            auto request = static_cast<int64_t>(random.below(12)) - 6;
             auto tokens = static_cast<int64_t>(random.below(1000));
             double seconds = static_cast<double>(random.below(1000)) / 1000;
             switch (random.below(16)) {
