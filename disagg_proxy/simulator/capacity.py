@@ -12,13 +12,22 @@ from moonpool.disagg_proxy.simulator.trace import read_trace
 ENOUGH = 0.9
 NEAR = 0.01  # the answer's relative accuracy
 SPEED_MAX = 1024.0
+SPEED_MIN = 0.01  # times the speed to begin with
 
 
 def capacity(
-    plan: Plan, slo: Slo, *, enough: float = ENOUGH, tried: Callable[[float, float], None] = lambda *_: None
+    plan: Plan,
+    slo: Slo,
+    *,
+    enough: float = ENOUGH,
+    near: float = NEAR,
+    step: float = 2.0,
+    tried: Callable[[float, float], None] = lambda *_: None,
 ) -> float:
-    """By bisection, as if more speed were never better; plan.speed is where it begins. tried: hears of each
-    speed and the share that was good there. 0: not even at a hundredth of that."""
+    """By bisection, as if more speed were never better. plan.speed is where it begins; from there it goes up
+    or down by ``step``, small where that speed is nearly known. near: the answer's relative accuracy. tried:
+    hears of each speed and the share that was good there. 0: not even at SPEED_MIN of that.
+    """
     trace = read_trace(plan.trace)
 
     def good(speed: float) -> bool:
@@ -26,14 +35,18 @@ def capacity(
         tried(speed, share)
         return share >= enough
 
-    low, high = 0.0, plan.speed
-    while good(high):
-        low, high = high, high * 2
-        if high > SPEED_MAX:
-            return low
-    while high - low > NEAR * high:
-        if low == 0.0 and high < plan.speed / 100:
-            return 0.0
-        middle = (low + high) / 2 if low else high / 2
+    low = high = plan.speed
+    if good(low):
+        while good(high := high * step):
+            low, step = high, step * step
+            if high > SPEED_MAX:
+                return low
+    else:
+        while not good(low := low / step):
+            high, step = low, step * step
+            if low < SPEED_MIN * plan.speed:
+                return 0.0
+    while high - low > near * high:
+        middle = (low + high) / 2
         low, high = (middle, high) if good(middle) else (low, middle)
     return low

@@ -82,6 +82,11 @@ class Results:
     def refused(self) -> int:
         return self._refused.count
 
+    @property
+    def ttft_mean_s(self) -> float:
+        """NaN when nobody was served."""
+        return self._ttft_sum_s / (self.served or math.nan)
+
     def add(self, job: Job) -> None:
         arrival = job.arrival
         self.last_s = max(self.last_s, arrival.at_s)
@@ -111,15 +116,14 @@ class Results:
         ]
         errors_s = sorted(map(abs, off_s))
         tokens = max(self._tokens, 1)
-        served = self.served or math.nan
         return Summary(
             requests=len(self),
             refused=self.refused,
-            ttft_mean_s=self._ttft_sum_s / served,
+            ttft_mean_s=self.ttft_mean_s,
             ttft_p50_s=quantile(ttft_s, 0.5),
             ttft_p90_s=quantile(ttft_s, 0.9),
             ttft_p99_s=quantile(ttft_s, 0.99),
-            gap_mean_s=self._gap_sum_s / served,
+            gap_mean_s=self._gap_sum_s / (self.served or math.nan),
             gap_p90_s=quantile(gap_s, 0.9),
             own=self._own / tokens,
             fetched=self._fetched / tokens,

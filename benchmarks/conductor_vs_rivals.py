@@ -1,0 +1,55 @@
+"""The conductor beside other routers' policies, in the simulator, on public traces: every target in one
+command.
+
+    python -m benchmarks.conductor_vs_rivals --trace-dir DIR [--quick] [--processes N] [--json FILE]
+
+DIR holds conversation_trace.jsonl and synthetic_trace.jsonl as published with the Mooncake paper (FAST '25)
+at github.com/kvcache-ai/Mooncake, folder FAST25-release/traces; MOONPOOL_TRACES names it, too. A figure from
+here proves as much as the simulator's model does (docs/simulator.md). The same seed gives the same figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.conductor import capacity, end_to_end, first_token, hit_rate, scale
+from benchmarks.conductor.bed import PUBLISHED, Bed
+from benchmarks.report import Row, print_table, write_json
+
+PARTS: dict[str, Callable[[Bed], list[Row]]] = {
+    "first_token": first_token.rows,
+    "capacity": capacity.rows,
+    "end_to_end": end_to_end.rows,
+    "hit_rate": hit_rate.rows,
+    "scale": scale.rows,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--trace-dir", type=Path, metavar="DIR", default=os.environ.get("MOONPOOL_TRACES"))
+    parser.add_argument("--quick", action="store_true", help="under 50 s: 3,000 requests, one seed")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="simulations at the same time")
+    parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,...", help=", ".join(PARTS))
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    if options.trace_dir is None:
+        parser.error(f"--trace-dir is needed; the traces are published at {PUBLISHED}")
+    parts = options.parts.split(",")
+    if set(parts) - set(PARTS):
+        parser.error(f"--parts knows {', '.join(PARTS)}")
+    bed = Bed(Path(options.trace_dir), quick=options.quick, processes=options.processes)
+    rows = []
+    for name in parts:
+        found = PARTS[name](bed)
+        print_table(name.replace("_", " "), found, "limit")
+        rows += found
+    if options.json is not None:
+        write_json(options.json, rows)
+
+
+if __name__ == "__main__":
+    main()
