@@ -91,7 +91,7 @@ _PAPER = Machine(
 )
 
 # The same model in FP8 on 8 H100 SXM, from the vendors' figures, not measured: 1,979 TFLOPS of FP8 for 312 of
-# BF16; HBM of 3.35 TB/s for 2.04, and weights of half the size; KV stays BF16. The host's link is PCIe 5 for 4,
+# BF16; HBM of 3.35 TB/s for 2.04, and weights of half the size; KV stays BF16. The host has PCIe 5 for 4,
 # the network 8 x 400 Gbit/s, of which the paper measured 190 GB/s. The room grows by the weights' 70 GB.
 _FLOPS = 1979 / 312
 _HBM = 3.35 / 2.04
