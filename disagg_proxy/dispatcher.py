@@ -24,6 +24,7 @@ from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Choice, Reques
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, Plan, refused
 from moonpool.disagg_proxy.conductor.policy import Policy
+from moonpool.disagg_proxy.conductor.sender import Sender
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.handovers import Handovers
 from moonpool.disagg_proxy.locality import Locality, Place, seed_of
@@ -67,6 +68,7 @@ class Dispatcher:
         self.accounts = Accounts()
         self.handovers = Handovers(self.at, handover=handover)
         self.known = KnownPrompts()
+        self._pool = Sender()  # all of its nodes: which of them would send is the master's choice
         self.blind = 0
         self.late_errors = 0  # of the policy, about prompts whose ids came later
         self.chosen: Callable[[ProxyRequest, Choice], None] | None = None  # hears of each choice
@@ -237,7 +239,8 @@ class Dispatcher:
         seed = seed_of(request.cache_salt, model, self._models(request, model))
         place = self._locality.find(ids, seed)
         answer_tokens = request.max_tokens or ANSWER_TOKENS
-        return self._choose(request, Request(len(ids) // 4, place.own, place.pool, answer_tokens), place)
+        asked = Request(len(ids) // 4, place.own, place.pool, answer_tokens, holder=self._pool)
+        return self._choose(request, asked, place)
 
     def _choose(self, request: ProxyRequest, asked: Request, place: Place | None) -> Decision:
         instances = self._those(request)

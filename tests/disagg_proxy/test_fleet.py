@@ -285,6 +285,13 @@ def test_the_time_of_a_prefill_ends_with_the_first_token_not_with_the_head() -> 
             assert 0.05 - early_s <= model.predict(1_000) <= max(took_s)
             whole_s = f.proxy.counters().engines[0].first_byte[1]
             assert 10 * (0.05 - early_s) <= whole_s <= sum(took_s)
+            compared = f.proxy._dispatcher.accounts.calibration.recent()
+            assert [each.instance for each in compared] == [f.proxy._dispatcher.instances[0].name] * 10
+            async with f.session.get(f.url + "/metrics") as page:
+                text = await page.text()
+            name = compared[0].instance
+            assert f'moonpool_proxy_ttft_predictions_total{{engine="{name}"}} 10.0' in text
+            assert f'moonpool_proxy_ttft_observed_over_predicted{{engine="{name}",quantile="0.9"}}' in text
 
     play(scenario)
 
