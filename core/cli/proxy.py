@@ -18,6 +18,7 @@ def register(app: typer.Typer) -> None:
             "moonpool proxy --listen 127.0.0.1:9000 --engine left=http://127.0.0.1:8100",
             "moonpool proxy --discovery file:/etc/moonpool/engines.yaml",
             "moonpool proxy --discovery http --discovery-keys-file /etc/moonpool/registrars",
+            "moonpool proxy --discovery etcd:http://127.0.0.1:2379/moonpool/engines/",
         )
     )(proxy)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moonpool.disagg_proxy.discovery.etcd_source import EtcdSource
 from moonpool.disagg_proxy.discovery.file_source import FileSource
 from moonpool.disagg_proxy.discovery.names import SourceName, parse_source_name
 from moonpool.disagg_proxy.discovery.source import Source
@@ -19,4 +20,6 @@ def _make(name: SourceName, registry: Source | None) -> Source:
     if name.kind == "http":
         assert registry is not None
         return registry
+    if name.kind == "etcd":
+        return EtcdSource(name.rest)
     return FileSource(name.rest)

@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-from collections.abc import AsyncIterator, Sequence, Set
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.discovery.file_source import FileSource, parse
-from moonpool.disagg_proxy.discovery.source import Found
+from tests.disagg_proxy.discovery.heard import Heard, heard
 from tests.disagg_proxy.harness import MockEngine, bed, until, with_deadline
 
 BODY = b'{"model":"m","prompt":"hello"}'
 
 
-class Heard:
-    """What a source has told."""
-
-    def __init__(self) -> None:
-        self.sets: list[list[str]] = []
-        self.failures: list[str] = []
-
-    def found(self, engines: Sequence[Found], ended: Set[str] = frozenset()) -> None:
-        self.sets.append([each.name for each in engines])
-
-    def failed(self, why: str) -> None:
-        self.failures.append(why)
-
-
-@contextlib.asynccontextmanager
-async def heard(path: Path) -> AsyncIterator[Heard]:
-    listener = Heard()
-    source = FileSource(str(path), look_every_s=0.005)
-    task = asyncio.ensure_future(source.run(listener))
-    try:
-        yield listener
-        assert not task.done()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+def looked_at(path: Path) -> AbstractAsyncContextManager[Heard]:
+    return heard(FileSource(str(path), look_every_s=0.005))
 
 
 def put(path: Path, text: str) -> None:
@@ -125,7 +101,7 @@ def test_a_file_that_is_no_text_says_so() -> None:
 @with_deadline
 async def test_a_broken_or_missing_file_keeps_the_last_good_set(tmp_path: Path) -> None:
     path = tmp_path / "engines.toml"
-    async with heard(path) as listener:
+    async with looked_at(path) as listener:
         await until(lambda: bool(listener.failures))
         assert "No such file" in listener.failures[0]
         put(path, toml("a", "b"))
@@ -148,7 +124,7 @@ async def test_a_change_in_the_same_moment_and_of_the_same_size_is_seen(tmp_path
     path = tmp_path / "engines.toml"
     path.write_text(toml("a"))
     status = path.stat()
-    async with heard(path) as listener:
+    async with looked_at(path) as listener:
         for name in "bcdefg":
             await until(lambda: bool(listener.sets))
             listener.sets.clear()

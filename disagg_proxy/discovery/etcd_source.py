@@ -1,0 +1,268 @@
+"""Engines under a prefix in etcd: a key for each, its value a row (``rows.py``) in JSON, or its URL alone.
+
+By etcd's JSON gateway (``/v3/kv/range``, ``/v3/watch``), over HTTP. The whole prefix is read at one revision,
+then every change behind it is watched. Whatever ends the watch (etcd goes away, a compaction) begins anew
+with reading all; what was known stays meanwhile. An engine puts its key with a lease, which it keeps alive:
+when it dies the key goes with the lease, which from here looks as if somebody had deleted it, so it is given
+the grace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import os
+import re
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from moonpool.core.backoff import Backoff
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.discovery.members import OFFERED_MAX
+from moonpool.disagg_proxy.discovery.rows import Row, name_of
+from moonpool.disagg_proxy.discovery.source import Found, Listener
+
+ENDPOINT = "http://127.0.0.1:2379"
+VALUE_BYTES_MAX = 64 << 10
+ANSWER_BYTES_MAX = 64 << 20
+PAGE = 1000  # keys that are read at a time
+CONNECT_S = 5.0
+ANSWER_S = 10.0
+SILENT_S = 30.0  # a watch says nothing while nothing changes, nor when etcd's host is gone
+
+_log = logging.getLogger("moonpool.proxy")
+
+
+class _KeyValue(msgspec.Struct):
+    key: str
+    value: str = ""
+
+
+class _Header(msgspec.Struct):
+    revision: int = 0
+
+
+class _Range(msgspec.Struct):
+    header: _Header
+    kvs: list[_KeyValue] = []
+    more: bool = False
+
+
+class _Event(msgspec.Struct):
+    kv: _KeyValue
+    type: str = "PUT"
+
+
+class _Watched(msgspec.Struct):
+    header: _Header = msgspec.field(default_factory=_Header)
+    events: list[_Event] = []
+    canceled: bool = False
+    cancel_reason: str = ""
+
+
+class _Token(msgspec.Struct):
+    token: str
+
+
+class _Answer(msgspec.Struct):
+    result: _Watched | None = None
+    error: msgspec.Raw = msgspec.Raw(b"")
+
+
+_range = msgspec.json.Decoder(_Range, strict=False)  # etcd writes numbers as text
+_answer = msgspec.json.Decoder(_Answer, strict=False)
+
+
+class _Lost(Exception):
+    """Why etcd cannot be followed."""
+
+
+class EtcdSource:
+    """text: ``URL[,URL...]/PREFIX``, or ``PREFIX`` for etcd on this host or where ETCDCTL_ENDPOINTS says. The
+    certificates of https are those of ETCDCTL_CACERT, ETCDCTL_CERT and ETCDCTL_KEY, and ETCDCTL_USER is
+    NAME:PASSWORD, as for etcdctl. silent_s: after so long without a word all is read anew. Raises
+    ConfigError."""
+
+    def __init__(
+        self,
+        text: str,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        retry_s: float = 0.5,
+        silent_s: float = SILENT_S,
+    ) -> None:
+        self.name = f"etcd:{text}"
+        self._endpoints, self._prefix = parse(text, environ)
+        self._tls = _tls_of(environ) if any(each.startswith("https://") for each in self._endpoints) else None
+        self._user = environ.get("ETCDCTL_USER", "")
+        self._backoff = Backoff(initial_s=retry_s, max_s=10.0, reset_s=30.0)
+        self._silent_s = silent_s
+        self._turn = 0
+        self._odd: dict[str, str] = {}  # values that are no rows, which the log knows
+
+    async def run(self, listener: Listener) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            endpoint = self._endpoints[self._turn % len(self._endpoints)]
+            self._backoff.started(clock())
+            try:
+                connector = aiohttp.TCPConnector(ssl=True if self._tls is None else self._tls)
+                async with aiohttp.ClientSession(endpoint, connector=connector) as session:
+                    await self._authenticate(session)
+                    while True:
+                        await self._follow(session, listener)
+            except (_Lost, OSError, aiohttp.ClientError, msgspec.MsgspecError, ValueError) as error:
+                listener.failed(f"{endpoint}: {error or type(error).__name__}")
+                self._turn += 1
+            await asyncio.sleep(self._backoff.died(clock()) - clock())
+
+    async def _authenticate(self, session: aiohttp.ClientSession) -> None:
+        if not self._user:
+            return
+        name, _, password = self._user.partition(":")
+        said = await self._ask(session, "/v3/auth/authenticate", {"name": name, "password": password})
+        session.headers["Authorization"] = msgspec.json.decode(said, type=_Token).token
+
+    async def _follow(self, session: aiohttp.ClientSession, listener: Listener) -> None:
+        """Reads all, then tells each change; returns when it was silent for so long that all should be read
+        anew. Raises _Lost and what aiohttp and msgspec raise."""
+        values, revision = await self._read_all(session)
+        listener.found(self._engines(values))
+        begin, end = _range_of(self._prefix)
+        create = {"key": begin, "range_end": end, "start_revision": str(revision + 1)}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._silent_s)
+        body = msgspec.json.encode({"create_request": create})
+        async with session.post("/v3/watch", data=body, timeout=timeout) as answer:
+            if answer.status != 200:
+                raise _Lost(f"/v3/watch was answered with {answer.status}")
+            try:
+                async for line in _lines(answer.content):
+                    watched = _watched_of(line)
+                    for event in watched.events:
+                        if event.type == "DELETE":
+                            values.pop(event.kv.key, None)
+                        elif len(values) < OFFERED_MAX:
+                            values[event.kv.key] = event.kv.value
+                    if watched.events:
+                        listener.found(self._engines(values))
+            except aiohttp.SocketTimeoutError:
+                return
+
+    async def _read_all(self, session: aiohttp.ClientSession) -> tuple[dict[str, str], int]:
+        """Values by key, both in base64, and the revision at which they were so."""
+        begin, end = _range_of(self._prefix)
+        values: dict[str, str] = {}
+        revision = 0
+        while True:
+            asked = {"key": begin, "range_end": end, "limit": str(PAGE)}
+            if revision:
+                asked["revision"] = str(revision)
+            page = _range.decode(await self._ask(session, "/v3/kv/range", asked))
+            revision = revision or page.header.revision
+            values |= {each.key: each.value for each in page.kvs}
+            if not page.more or not page.kvs or len(values) >= OFFERED_MAX:
+                return values, revision
+            begin = base64.b64encode(base64.b64decode(page.kvs[-1].key) + b"\0").decode()
+
+    @staticmethod
+    async def _ask(session: aiohttp.ClientSession, path: str, body: object) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
+        async with session.post(path, data=msgspec.json.encode(body), timeout=timeout) as answer:
+            content = b""
+            async for piece in answer.content.iter_any():
+                content += piece
+                if len(content) > ANSWER_BYTES_MAX:
+                    raise _Lost(f"the answer of {path} is longer than {ANSWER_BYTES_MAX} bytes")
+        if answer.status != 200:
+            raise _Lost(f"{path} was answered with {answer.status}: {content[:200].decode(errors='replace')}")
+        return content
+
+    def _engines(self, values: Mapping[str, str]) -> list[Found]:
+        """A value that is none is left out, with a warning."""
+        found = []
+        for key, value in sorted(values.items(), key=lambda item: base64.b64decode(item[0])):
+            if self._odd.get(key) == value:
+                continue
+            name = base64.b64decode(key).removeprefix(self._prefix).decode(errors="replace")
+            try:
+                found.append(_row(base64.b64decode(value)).found(name_of(name)))
+            except (ConfigError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+                self._odd[key] = value
+                _log.warning("%s: the value of %s is no engine: %s", self.name, name, error)
+        for key in self._odd.keys() - values.keys():
+            del self._odd[key]
+        return found
+
+
+def parse(text: str, environ: Mapping[str, str]) -> tuple[list[str], bytes]:
+    """Roots of etcd's members, and the prefix of keys. Raises ConfigError."""
+    *first, last = text.split(",") if "://" in text else [environ.get("ETCDCTL_ENDPOINTS") or ENDPOINT]
+    parts = urlsplit(last)
+    prefix = parts.path if "://" in text else text
+    endpoints = [*first, f"{parts.scheme}://{parts.netloc}"]
+    if "://" not in text:
+        endpoints = [each if "://" in each else f"http://{each}" for each in last.split(",")]
+    if not prefix.strip("/") or not all(re.fullmatch(r"https?://[^\s/]+", each) for each in endpoints):
+        raise ConfigError(
+            f"proxy: engines in etcd are named as etcd:http://host:2379/PREFIX or etcd:PREFIX, not {text!r}",
+            operation="config",
+            key="proxy.discovery",
+        )
+    return endpoints, prefix.encode()
+
+
+def _tls_of(environ: Mapping[str, str]) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=environ.get("ETCDCTL_CACERT") or None)
+        if environ.get("ETCDCTL_CERT"):
+            context.load_cert_chain(environ["ETCDCTL_CERT"], environ.get("ETCDCTL_KEY") or None)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"proxy: the certificates for etcd (ETCDCTL_CACERT, _CERT, _KEY) cannot be read: {error}",
+            operation="config",
+            key="proxy.discovery",
+        ) from error
+    return context
+
+
+def _range_of(prefix: bytes) -> tuple[str, str]:
+    """Of all keys that begin so: the first, and the first behind them."""
+    behind = prefix.rstrip(b"\xff")
+    end = behind[:-1] + bytes([behind[-1] + 1])
+    return base64.b64encode(prefix).decode(), base64.b64encode(end).decode()
+
+
+def _row(value: bytes) -> Row:
+    if len(value) > VALUE_BYTES_MAX:
+        raise ValueError(f"it is longer than {VALUE_BYTES_MAX} bytes")
+    text = value.strip()
+    return Row(url=text.decode()) if text.startswith(b"http") else msgspec.json.decode(text, type=Row)
+
+
+def _watched_of(line: bytes) -> _Watched:
+    """Raises _Lost when the watch has ended: etcd no longer knows all changes since, or has no leader."""
+    answer = _answer.decode(line)
+    if answer.result is None:
+        raise _Lost(f"the watch failed: {bytes(answer.error)[:200].decode(errors='replace')}")
+    if answer.result.canceled:
+        raise _Lost(f"the watch was cancelled: {answer.result.cancel_reason or 'compacted'}")
+    return answer.result
+
+
+async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """One message of the gateway each. Raises _Lost at the stream's end."""
+    held = b""
+    async for piece in stream.iter_any():
+        held += piece
+        *whole, held = held.split(b"\n")
+        for line in whole:
+            if line.strip():
+                yield line
+        if len(held) > ANSWER_BYTES_MAX:
+            raise _Lost(f"a message is longer than {ANSWER_BYTES_MAX} bytes")
+    raise _Lost("etcd closed the watch")
