@@ -112,6 +112,10 @@ class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tokenizer: list[str] = []
     events: list[str] = []
     pool_events: list[str] = []
+    ttft_slo: Duration = 0.0
+    gap_slo: Duration = 0.0
+    queue_max: Annotated[int, msgspec.Meta(ge=0)] = 0
+    queue_deadline: Duration = 30.0
     peer_listen: str = ""
     peers: list[str] = []
     processes: Count = 1
@@ -387,6 +391,10 @@ HELP: dict[str, str] = {
     "proxy.engines_max": "the most engines with proxy.discovery",
     "proxy.discovery_keys_file": "keys of those who may register engines over HTTP, one per line; empty: "
     "those of proxy.api_keys_file",
+    "proxy.ttft_slo": "refuse at once (429) what would get its first token later; 0: nothing",
+    "proxy.gap_slo": "refuse at once (429) what would get its tokens more slowly, each; 0: nothing",
+    "proxy.queue_max": "so many requests may wait in the proxy until engines are free; 0: none",
+    "proxy.queue_deadline": "the longest such wait; then 429",
     "proxy.client_connections_max": "the most client connections",
     "proxy.head_bytes_max": "the longest request head",
     "proxy.body_bytes_max": "the longest request body",

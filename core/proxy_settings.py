@@ -9,6 +9,7 @@ from typing import TypeVar
 from moonpool.core.addresses import parse_address
 from moonpool.core.config import Config, Proxy
 from moonpool.core.reach import require_token
+from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.events.settings import parse_event_sources
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 from moonpool.disagg_proxy.settings import Deadlines, HealthChecks, Limits, ProxySettings, parse_engines
@@ -38,6 +39,12 @@ def proxy_settings(config: Config) -> ProxySettings:
             *parse_event_sources(config.proxy.events),
             *parse_event_sources(config.proxy.pool_events, pool=True),
         ),
+        admission=AdmissionSettings(
+            ttft_slo=config.proxy.ttft_slo,
+            gap_slo=config.proxy.gap_slo,
+            queue_max=config.proxy.queue_max,
+            queue_deadline=config.proxy.queue_deadline,
+        ),
         peers=PeerSettings(
             listen=(config.proxy.peer_listen,) if config.proxy.peer_listen else (),
             peers=tuple(config.proxy.peers),
@@ -59,13 +66,15 @@ def policy_of(proxy: Proxy, roles: Iterable[str] = ()) -> str:
     """What ``proxy.policy`` means for the engines that [proxy] names and for others in these roles.
 
     "auto": engines of their own for prefill and decode want a policy that knows when a hand-over pays, and
-    streams of KV events are there to be looked at. Engines that are discovered may be and have all of that.
+    streams of KV events are there to be looked at. Engines that are discovered may be and have all of that,
+    and admission predicts.
     """
     if proxy.policy != "auto":
         return proxy.policy
     apart = proxy.prefill or proxy.decode or any(role != "both" for role in roles)
     looks = apart or proxy.events or proxy.pool_events or proxy.discovery
-    return "conductor" if looks else "round_robin"
+    admits = proxy.ttft_slo or proxy.gap_slo or proxy.queue_max
+    return "conductor" if looks or admits else "round_robin"
 
 
 def _part(kind: type[Part], prefix: str, config: Config) -> Part:

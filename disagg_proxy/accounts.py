@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Outlook
 from moonpool.disagg_proxy.conductor.calibration import Calibration
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
@@ -49,7 +50,8 @@ class _Sent:
 class Accounts:
     """Not thread safe: the dispatcher's lock guards it. changed: hears of each change, for other proxies."""
 
-    def __init__(self, instances: Sequence[Instance] = ()) -> None:
+    def __init__(self, instances: Sequence[Instance] = (), admission: Admission | None = None) -> None:
+        self.admission = admission
         self.instances: tuple[Instance, ...] = ()  # ordered by place
         self.watches: dict[int, PredictionWatch] = {}  # by place
         self.calibration = Calibration()
@@ -74,11 +76,23 @@ class Accounts:
         del self.watches[place]
         for model in (left.prefill_model, left.decode_model):
             self._learnt_s.pop(model, None)
+        if self.admission is not None:
+            self.admission.forget(left)
 
     def __len__(self) -> int:
         return len(self._sent)
 
-    def sent(self, request: int, choice: Choice, asked: Request, *, streams: bool, now_s: float) -> None:
+    def sent(
+        self,
+        request: int,
+        choice: Choice,
+        asked: Request,
+        *,
+        streams: bool,
+        now_s: float,
+        outlook: Outlook | None = None,
+        objective: Objective | None = None,
+    ) -> None:
         """A request goes out; an earlier attempt of it is over."""
         self._leave(request, now_s)
         computes = choice.computes
@@ -118,6 +132,10 @@ class Accounts:
         if sent.coming:
             choice.decode.coming += 1
             choice.decode.coming_tokens += asked.tokens
+        if self.admission is not None and outlook is not None:
+            self.admission.taken(
+                request, asked, choice, outlook, now_s, objective=objective, silent=not streams
+            )
         if self.changed is not None:
             self.changed(_said(request, sent, now_s))
 
@@ -146,6 +164,8 @@ class Accounts:
         for instance in self.instances:
             if instance.place == place:
                 instance.books.forget_all()
+                if self.admission is not None:
+                    self.admission.forget(instance)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant is broken."""
@@ -197,6 +217,8 @@ class Accounts:
         sent.decoding = True
         if self.changed is not None:
             self.changed(Begun(observation.request, sent.computed))
+        if self.admission is not None:
+            self.admission.began(observation.request, first_s)
 
     def _ended(self, observation: Observation, sent: _Sent) -> None:
         choice, now_s = sent.choice, observation.last_byte_s
@@ -209,6 +231,15 @@ class Accounts:
         decode_model = choice.decode.decode_model
         if decoded is not None and observation.stream and self._is_wanted(decode_model, now_s):
             decode_model.observe(decoded.batch, decoded.context_tokens, decoded.gap_s)
+        if self.admission is not None:
+            streamed = observation.stream and answered
+            self.admission.over(
+                observation.request,
+                now_s,
+                gap_s=decoded.gap_s if streamed and decoded is not None else math.nan,
+                answer_s=now_s - observation.first_byte_s if streamed else math.nan,
+                tokens=tokens,
+            )
         if answered and observation.status == 200:
             self._compare(observation, sent)
         self._leave(observation.request, now_s)
@@ -249,6 +280,8 @@ class Accounts:
             return
         if self.changed is not None:
             self.changed(Gone(request))
+        if self.admission is not None:
+            self.admission.over(request, now_s)
         _arrived(sent)
         computes, decode = sent.choice.computes.books, sent.choice.decode.books
         computes.prefill_ended(request, now_s, done=False)

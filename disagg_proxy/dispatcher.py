@@ -20,7 +20,13 @@ import msgspec
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy import observations
 from moonpool.disagg_proxy.accounts import Accounts
+from moonpool.disagg_proxy.admission import wishes
+from moonpool.disagg_proxy.admission.settings import AdmissionSettings
+from moonpool.disagg_proxy.admission.ticket import Ticket
+from moonpool.disagg_proxy.admission.wishes import BadHeader, Wishes
+from moonpool.disagg_proxy.conductor.admission import Admission, Refusal
 from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Choice, Request
+from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, Asked, Gate
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, Plan, refused
 from moonpool.disagg_proxy.conductor.policy import Policy
@@ -37,6 +43,7 @@ UNKNOWN = Request()
 ASKED_MAX = 1024  # prompts that are being tokenised; beyond it a request is routed without its prefix
 TRACEBACKS_MAX = 5
 Result = TypeVar("Result")
+EVERYBODY = AdmissionSettings()
 _GENERATES = frozenset(("chat", "completions", "generate"))
 
 _log = logging.getLogger("moonpool.proxy")
@@ -45,7 +52,7 @@ _log = logging.getLogger("moonpool.proxy")
 class Dispatcher:
     """tokens: where ids of text come from, None for nowhere; places: for engines, which join and leave on
     the event loop; resume: hands in a decision that comes later; observed: takes what the data plane has
-    recorded; clock: the data plane's; handover: the setting."""
+    recorded; clock: the data plane's; handover, admission: the settings."""
 
     def __init__(
         self,
@@ -59,13 +66,19 @@ class Dispatcher:
         observed: Callable[[], bytes],
         clock: Callable[[], float],
         handover: str = "auto",
+        admission: AdmissionSettings = EVERYBODY,
     ) -> None:
         # By place; one that is leaving has its place until all that was sent there is over.
         self.at: list[Engine | None] = [None] * places
         self._instance_at: list[Instance | None] = [None] * places
         self.engines: tuple[Engine, ...] = ()  # that requests may go to, ordered by place
         self._instances: tuple[Instance, ...] = ()  # theirs
-        self.accounts = Accounts()
+        self.admission = Admission(admission.objective) if admission.any else None
+        self.gate: Gate[Ticket] | None = None
+        if self.admission is not None:
+            self.gate = Gate(self, admission.queue_max, admission.queue_deadline)
+        self._letting_in: asyncio.Task[None] | None = None
+        self.accounts = Accounts(admission=self.admission)
         self.handovers = Handovers(self.at, handover=handover)
         self.known = KnownPrompts()
         self._pool = Sender()  # all of its nodes: which of them would send is the master's choice
@@ -144,11 +157,10 @@ class Dispatcher:
                 decision = self._choose(request, UNKNOWN, None)
             else:
                 decision = self._choose_by(request, ids)
-            self._resume(request, decision)
+            if decision is not None:  # else it waits at the gate
+                self._resume(request, decision)
         except Exception:  # a policy of the user's own: any engine is better than none
-            self.late_errors += 1
-            if self.late_errors <= TRACEBACKS_MAX:
-                _log.exception("the policy failed; the request goes to the first engine that may have it")
+            self._policy_failed()
             self._resume(request, Plan(request.candidates[0], note=1))
 
     def learn(self) -> None:
@@ -204,10 +216,17 @@ class Dispatcher:
             self.accounts.forget(engine.place)
         self._locality.forget(engine.place)
 
+    def hurry(self, seconds: float) -> None:
+        """The proxy ends: nobody waits for longer than this to be sent."""
+        if self.gate is not None:
+            with self._lock:
+                self.gate.hurry(self._clock() + seconds)
+
     async def close(self) -> None:
-        for task in list(self._asking):
+        tasks = [*self._asking, *([self._letting_in] if self._letting_in is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._asking, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._tokens is not None and not isinstance(self._tokens, LocalSource):
             await self._tokens.close()
 
@@ -217,6 +236,8 @@ class Dispatcher:
         with self._lock:
             self.accounts.check_integrity()
             self.known.check_integrity()
+            if self.gate is not None:
+                self.gate.line.check_integrity()
 
     # Ids of text that somebody else knows, on the event loop
 
@@ -246,6 +267,14 @@ class Dispatcher:
         instances = self._those(request)
         if not instances:
             return _nobody()
+        try:
+            wished = wishes.read(request.headers)
+        except BadHeader as error:
+            return refused(400, str(error), "bad_header")
+        if wished is not wishes.NOTHING:
+            asked = asked._replace(tenant=wished.tenant, priority=wished.priority, session=wished.session)
+        if self.gate is not None and not request.attempt and request.kind in _GENERATES:
+            return self._admit(request, asked, place, wished)
         with self._lock:
             self._learn(self._observed())
             now_s = self._clock()
@@ -253,13 +282,136 @@ class Dispatcher:
             if not choice.decode.alone and (refusal := _refusal(request, choice)):
                 return refusal
             self.accounts.sent(request.id, choice, asked, streams=request.stream, now_s=now_s)
+        return self._sent(request, choice, place, now_s)
+
+    def _sent(
+        self, request: ProxyRequest, choice: Choice, place: Place | None, now_s: float, waited_s: float = 0.0
+    ) -> Plan:
+        """It is in the books."""
         if place is not None:
             self._locality.sent(place, choice.computes.place, now_s)
             if self.placed is not None:
                 self.placed(choice.computes, place)
         if self.chosen is not None:
             self.chosen(request, choice)
-        return self._plan(request, choice, note=1)
+        return self._plan(request, choice, note=1, waited_s=waited_s)
+
+    # The gate
+
+    def _admit(self, request: ProxyRequest, asked: Request, place: Place | None, wished: Wishes) -> Decision:
+        """None: it waits."""
+        assert self.gate is not None
+        assert self.admission is not None
+        ticket = Ticket(request, asked, place, wished.objective(self.admission.objective))
+        with self._lock:
+            self._learn(self._observed())
+            now_s = self._clock()
+            refusal, out = self.gate.arrive(
+                ticket, request.candidates, asked.priority, ticket.objective.ttft_s, now_s
+            )
+            ticket.waits = refusal is None and ticket.choice is None
+        if out is not None:
+            self._turn_away(*out)
+        if refusal is not None:
+            return ticket.turned_away(refusal)
+        if ticket.waits:
+            self._loop.call_soon_threadsafe(self._let_in_soon)
+            return None
+        assert ticket.choice is not None
+        return self._sent(request, ticket.choice, place, ticket.sent_s)
+
+    def _let_in_soon(self) -> None:
+        if self._letting_in is None or self._letting_in.done():
+            self._letting_in = self._loop.create_task(self._let_in())
+
+    async def _let_in(self) -> None:
+        """As long as somebody waits."""
+        assert self.gate is not None
+        while self.gate.line:
+            await asyncio.sleep(RELEASE_EVERY_S)
+            with self._lock:
+                self._learn(self._observed())
+                now_s = self._clock()
+                left = [*self.gate.expire(now_s), *self.gate.release(now_s)]
+            for ticket, refusal in left:
+                if refusal is not None:
+                    self._turn_away(ticket, refusal)
+                elif ticket.choice is not None:
+                    waited_s = ticket.sent_s - ticket.request.arrived_s
+                    self._resume(
+                        ticket.request,
+                        self._sent(ticket.request, ticket.choice, ticket.place, ticket.sent_s, waited_s),
+                    )
+
+    def _turn_away(self, ticket: Ticket, refusal: Refusal) -> None:
+        self._resume(ticket.request, ticket.turned_away(refusal))
+
+    # What the gate asks
+
+    def is_busy(self, ticket: Ticket, now_s: float) -> bool:
+        computing = self._computing(ticket)
+        return bool(computing) and all(each.books.wait_s(now_s) >= HOLD_S for each in computing)
+
+    def share(self, ticket: Ticket) -> int:
+        return len(self._computing(ticket))
+
+    def is_gone(self, ticket: Ticket) -> bool:
+        return ticket.request.gone
+
+    def ask(self, ticket: Ticket, waited_s: float, now_s: float, *, send: bool) -> Asked:
+        assert self.admission is not None
+        request, asked = ticket.request, ticket.asked
+        instances = self._able(ticket)
+        if not instances:
+            ticket.answer = _nobody()
+            return Asked(0.0, Refusal("no_engine", 0.0, ""), final=True)
+        choice = self._choice_at_gate(ticket, instances, now_s)
+        if not choice.decode.alone and (answer := _refusal(request, choice)):
+            ticket.answer = answer
+            return Asked(0.0, Refusal("no_engine", 0.0, ""), final=True)
+        outlook = self.admission.outlook(asked, choice, now_s, objective=ticket.objective, waited_s=waited_s)
+        refusal = outlook.refusal
+        if refusal is None and send:
+            self.accounts.sent(
+                request.id,
+                choice,
+                asked,
+                streams=request.stream,
+                now_s=now_s,
+                outlook=outlook,
+                objective=ticket.objective,
+            )
+            ticket.choice, ticket.sent_s = choice, now_s
+        return Asked(choice.prefill_s, refusal, final=refusal is not None and refusal.reason == "ttft")
+
+    def _choice_at_gate(self, ticket: Ticket, instances: Sequence[Instance], now_s: float) -> Choice:
+        try:
+            return self._policy.choose(ticket.asked, instances, now_s)
+        except Exception:  # a policy of the user's own
+            if not ticket.waits:
+                raise  # the data plane counts it
+            self._policy_failed()
+            return Choice(instances[0])
+
+    def _able(self, ticket: Ticket) -> Sequence[Instance]:
+        """Of the instances that its request may go to those that are well now; all, when none is."""
+        instances = self._those(ticket.request)
+        if not ticket.waits:
+            return instances
+        well = [each for each in instances if self._is_well(each)]
+        return well or instances
+
+    def _is_well(self, instance: Instance) -> bool:
+        engine = self.at[instance.place]
+        return engine is not None and engine.liveness.healthy
+
+    def _computing(self, ticket: Ticket) -> list[Instance]:
+        return [each for each in self._able(ticket) if each.role is not Role.DECODE]
+
+    def _policy_failed(self) -> None:
+        self.late_errors += 1
+        if self.late_errors <= TRACEBACKS_MAX:
+            _log.exception("the policy failed; the request goes to the first engine that may have it")
 
     def _choose_simply(self, request: ProxyRequest) -> Decision:
         instances = self._those(request)
@@ -288,7 +440,7 @@ class Dispatcher:
             found = known[places] = (instances, whole)
         return found[0] if request.kind in _GENERATES else found[1]
 
-    def _plan(self, request: ProxyRequest, choice: Choice, *, note: int) -> Plan:
+    def _plan(self, request: ProxyRequest, choice: Choice, *, note: int, waited_s: float = 0.0) -> Plan:
         decode, prefill = choice.decode, choice.prefill
         if prefill is None:
             plan, form = Plan(decode.place, note=note), Handed.NOT
@@ -305,6 +457,8 @@ class Dispatcher:
                 for name, value in choice.why.items()
             },
         }
+        if waited_s:
+            why["queued_s"] = round(waited_s, 5)
         return plan._replace(headers=((b"X-Moonpool-Decision", msgspec.json.encode(why)),))
 
     def _models(self, request: ProxyRequest, model: str) -> Mapping[str, bytes] | None:

@@ -110,6 +110,7 @@ class Proxy:
             observed=self._observed,
             clock=lambda: self.relay.now(),
             handover=settings.handover,
+            admission=settings.admission,
         )
         self._tokenises = isinstance(tokens, LocalSource) and decide is None
         self._text_threads: TextThreads | None = None
@@ -126,9 +127,7 @@ class Proxy:
             engines=[],
             engines_max=settings.places,
             limits=asdict(settings.limits),
-            deadlines={
-                name: value for name, value in asdict(settings.deadlines).items() if name != "drain_s"
-            },
+            deadlines=_deadlines(settings),
             breaker=asdict(settings.breaker),
             api_keys=read_api_keys(settings.api_keys_file),
             access_log=settings.access_log,
@@ -207,6 +206,7 @@ class Proxy:
     async def drain(self) -> bool:
         """Accept no more, let running requests finish within drain_s. Returns whether all did."""
         await self._stop_listening()
+        self._dispatcher.hurry(self._settings.deadlines.drain_s / 2)
         return await asyncio.to_thread(self.relay.drain, self._settings.deadlines.drain_s)
 
     async def close(self) -> None:
@@ -374,6 +374,15 @@ def bind(host: str, port: int, listening: list[socket.socket]) -> None:
                 break  # each would get a port of its own
     except OSError as error:
         raise _no_address(host, port, error) from error
+
+
+def _deadlines(settings: ProxySettings) -> dict[str, float]:
+    """The data plane's. It gives a request up for which no decision comes: not while it may wait for one."""
+    values = asdict(settings.deadlines)
+    del values["drain_s"]
+    if settings.admission.queue_max:
+        values["decide_s"] += settings.admission.queue_deadline
+    return values
 
 
 def _token_source(

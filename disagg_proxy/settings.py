@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from moonpool._native import HOLDERS_MAX
 from moonpool.core.addresses import Address, parse_address
 from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.discovery.names import parse_source_name
 from moonpool.disagg_proxy.events.settings import EventSource
@@ -158,6 +159,7 @@ class ProxySettings:
     otlp_endpoint: str = ""  # gets spans, by HTTP; "": where OpenTelemetry's own variables say
     tokenizer: tuple[str, ...] = ()  # MODEL=FOLDER each; (): engines are asked; ("none",): text stays unknown
     events: tuple[EventSource, ...] = ()  # of engines by their names, and of the pool's nodes
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     peers: PeerSettings = field(default_factory=PeerSettings)
     processes: int = 1  # that serve at one address
     process_listen: str = ""  # HOST:PORT at which each process is reached alone, at PORT, PORT + 1, ...
@@ -191,6 +193,11 @@ class ProxySettings:
         names = [engine.name for engine in self.engines]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise _bad("engines", f"two engines are called {twice[0]!r}; give each its own NAME=URL")
+        if self.admission.any and not make_policy(self.policy).uses_tokens:
+            raise _bad(
+                "policy",
+                f"admission needs a policy that looks at prompts, such as conductor, not {self.policy}",
+            )
         make_policy(self.policy)
         if not 1 <= self.processes <= 64:
             raise _bad("processes", f"a proxy has 1 to 64 processes, not {self.processes}")

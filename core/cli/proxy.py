@@ -15,6 +15,7 @@ def register(app: typer.Typer) -> None:
             "moonpool proxy --engine http://127.0.0.1:8100 --engine http://127.0.0.1:8101",
             "moonpool proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8101",
             "moonpool proxy --processes 4 --engine http://127.0.0.1:8100",
+            "moonpool proxy --engine http://127.0.0.1:8100 --ttft-slo 5 --queue-max 1000",
             "moonpool proxy --listen 127.0.0.1:9000 --engine left=http://127.0.0.1:8100",
             "moonpool proxy --discovery file:/etc/moonpool/engines.yaml",
             "moonpool proxy --discovery http --discovery-keys-file /etc/moonpool/registrars",
@@ -106,6 +107,20 @@ def proxy(
         list[str] | None,
         typer.Option(metavar="HOST:PORT", help="Another proxy's --peer-listen; once for each."),
     ] = None,
+    ttft_slo: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="SECONDS", help="Refuse what would get its first token later."),
+    ] = None,
+    gap_slo: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="SECONDS", help="Refuse what would get its tokens more slowly, each."),
+    ] = None,
+    queue_max: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="So many requests may wait until engines are free.")
+    ] = None,
+    queue_deadline: Annotated[
+        float | None, typer.Option(min=0.0, metavar="SECONDS", help="The longest such wait.")
+    ] = None,
     config: ConfigFile = None,
     token_file: TokenFile = None,
 ) -> int:
@@ -137,6 +152,10 @@ def proxy(
             "proxy.pool_events": pool_events or None,
             "proxy.discovery": discovery or None,
             "proxy.discovery_keys_file": discovery_keys_file,
+            "proxy.ttft_slo": ttft_slo,
+            "proxy.gap_slo": gap_slo,
+            "proxy.queue_max": queue_max,
+            "proxy.queue_deadline": queue_deadline,
             "proxy.listen": listen,
             "proxy.policy": policy,
             "proxy.processes": processes,

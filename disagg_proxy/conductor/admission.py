@@ -1,26 +1,31 @@
 """Whether a request is taken at all: early rejection at its arrival, by what is predicted for it.
 
-    its first token   the instance's line in seconds + its own prefill [+ hand-over]
-    its gaps          the decode instance as it will be when this prefill ends: those that decode now and will
-                      still, and those whose prefill ends before
+    its first token   the instance's line in seconds + its own prefill [+ hand-over + the wait for room there]
+    its gaps          the decode instance as it will be when this prefill ends: ``ahead.py``
 
 A request that is refused at once costs nothing, and its client can go elsewhere; one that is let in and fails
 its objective has kept others waiting. To look at the decode instances as they are *now* makes the load of
 prefill and of decode swing against each other, because what is let in arrives there a whole prefill later
 (Mooncake, arXiv 2407.00079, section 7: "early rejection based on prediction"). The paper takes one decode
-time for all; here it is learnt. Pure: ``now_s`` is an argument.
+time for all; here the times are learnt, and so is by how much predictions are exceeded. The paper does not
+count who comes between now and then, which prefers prompts that take long: for theirs the future looks empty.
+Pure: ``now_s`` is an argument.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from moonpool.disagg_proxy.conductor.answers import AnswerTimes
+from moonpool.disagg_proxy.conductor.ahead import Ahead, Occupancy
+from moonpool.disagg_proxy.conductor.answers import Answers, Times
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.margin import Margin
+
+LEAD_PRIOR_S = 2.0
 
 
 class Objective(NamedTuple):
@@ -29,21 +34,45 @@ class Objective(NamedTuple):
     ttft_s: float = math.inf
     gap_s: float = math.inf
 
+    @property
+    def any(self) -> bool:
+        return min(self) < math.inf
+
 
 class Look(Enum):
-    """At which moment of the decode instances admission looks."""
+    """At which moment of the decode instance admission looks."""
 
     AHEAD = "ahead"  # when this request's prefill will end
     NOW = "now"
+    AFTER = "after"  # when this request's prefill has ended: what was computed for nothing is lost
     NEVER = "never"  # at prefill alone
 
 
 class Refusal(NamedTuple):
-    """reason: a label (ttft, gap); retry_after_s: when it may be better; sentence: for the client."""
+    """reason: a label (ttft, gap, ...); retry_after_s: when it may be better; sentence: for the client."""
 
     reason: str
     retry_after_s: float
     sentence: str
+
+
+class Outlook(NamedTuple):
+    """What is predicted for a request that comes now, and why it is not taken; None: it is.
+
+    ttft_s: from now on; gap_s: NaN where nobody asks.
+    """
+
+    ttft_s: float
+    gap_s: float
+    refusal: Refusal | None
+
+
+@dataclass(slots=True)
+class _Taken:
+    decode: Instance
+    at_s: float
+    objective: Objective
+    outlook: Outlook
 
 
 def ttft_s(request: Request, choice: Choice, now_s: float) -> float:
@@ -57,60 +86,178 @@ def ttft_s(request: Request, choice: Choice, now_s: float) -> float:
 
 
 class Admission:
+    """Not thread safe. ``taken``, ``began`` and ``over`` say what becomes of the requests; each may come
+    late, twice or never."""
+
     def __init__(self, objective: Objective, look: Look = Look.AHEAD) -> None:
         self.objective = objective
-        self.answers = AnswerTimes()
-        self._look = look
+        self.look = look
+        self.answers = Answers()
+        self.leads = Times(LEAD_PRIOR_S)
+        self.ttft_margin = Margin()
+        self.gap_margin = Margin()
+        self._ahead: dict[Instance, Ahead] = {}
+        self._taken: dict[int, _Taken] = {}
 
-    def refuse(
-        self, request: Request, choice: Choice, instances: Sequence[Instance], now_s: float
-    ) -> Refusal | None:
-        """None: it is taken."""
-        first_s = ttft_s(request, choice, now_s)
-        if first_s > self.objective.ttft_s:
-            later_s = first_s - self.objective.ttft_s
-            return Refusal(
-                "ttft",
-                later_s,
-                f"its first token would come after {first_s:.1f} s, and {self.objective.ttft_s:g} s are "
-                f"allowed",
-            )
-        if self._look is Look.NEVER or self.objective.gap_s == math.inf:
-            return None
-        gap_s = self._gap_s(request, choice, instances, first_s, now_s)
-        if gap_s > self.objective.gap_s:
-            return Refusal(
-                "gap",
-                self.answers.ahead_s,
-                f"its tokens would come every {gap_s * 1000:.0f} ms, and at most "
-                f"{self.objective.gap_s * 1000:g} ms are allowed",
-            )
-        return None
+    def __len__(self) -> int:
+        return len(self._taken)
 
-    def _gap_s(
+    def outlook(
         self,
         request: Request,
         choice: Choice,
-        instances: Sequence[Instance],
-        first_s: float,
         now_s: float,
-    ) -> float:
-        """Between its tokens, were it taken. Those who compute prompts for others spread what they make over
-        the decode instances, so that these are looked at together."""
-        decode = choice.decode
-        deciding = [each for each in instances if each.role is not Role.PREFILL] or [decode]
-        requests: float = sum(each.books.decodes for each in deciding)
-        context: float = sum(each.books.context_tokens for each in deciding)
-        if self._look is Look.AHEAD:
-            kept = self.answers.left_after(first_s)
-            begun, begun_context = 0.0, 0.0
-            for each in instances:
-                line_s = each.books.wait_s(now_s)
-                if line_s > 0:
-                    share = min(first_s / line_s, 1.0) * self.answers.left_of_begun(min(first_s, line_s))
-                    begun += each.books.prefills * share
-                    begun_context += each.books.prefill_tokens * share
-            requests, context = requests * kept + begun, context * kept + begun_context
-        return decode.decode_model.predict(
-            requests / len(deciding) + 1, context / len(deciding) + request.tokens
+        *,
+        objective: Objective | None = None,
+        waited_s: float = 0.0,
+    ) -> Outlook:
+        """objective: this request's own. waited_s: that it has waited, or will before it is sent."""
+        wanted = objective or self.objective
+        first_s = ttft_s(request, choice, now_s)
+        gap_s = math.nan
+        if self.look in (Look.AHEAD, Look.NOW):
+            there = self._then(choice.decode, first_s, now_s)
+            first_s += self._room_wait_s(request, choice.decode, there)
+            gap_s = self._gap_s(request, choice.decode, there)
+        likely_s = waited_s + first_s * self.ttft_margin.factor
+        refusal = None
+        if likely_s > wanted.ttft_s:
+            refusal = Refusal(
+                "ttft",
+                likely_s - wanted.ttft_s,
+                f"its first token would come after {likely_s:.1f} s, and {wanted.ttft_s:g} s are allowed",
+            )
+        elif self._exceeds(gap_s, wanted):
+            refusal = self._too_slow(gap_s, wanted)
+        return Outlook(first_s, gap_s, refusal)
+
+    def after_prefill(self, name: int, request: Request, choice: Choice) -> Refusal | None:
+        """With ``Look.AFTER``: what the decode instance says when the prompt is computed."""
+        taken = self._taken.get(name)
+        if self.look is not Look.AFTER or taken is None:
+            return None
+        there = self._now(choice.decode)
+        if self._lacks(request, choice.decode, there) > 0:
+            return Refusal("gap", self.answers.times.mean_s, "no room is left for its answer")
+        gap_s = self._gap_s(request, choice.decode, there)
+        taken.outlook = taken.outlook._replace(gap_s=gap_s)
+        return self._too_slow(gap_s, taken.objective) if self._exceeds(gap_s, taken.objective) else None
+
+    # What becomes of those that are taken
+
+    def taken(
+        self,
+        name: int,
+        request: Request,
+        choice: Choice,
+        outlook: Outlook,
+        now_s: float,
+        *,
+        objective: Objective | None = None,
+        silent: bool = False,
+    ) -> None:
+        """silent: its first token will not be heard of."""
+        self.over(name, now_s)
+        self._taken[name] = _Taken(choice.decode, now_s, objective or self.objective, outlook)
+        self._of(choice.decode).taken(name, request.tokens, now_s + outlook.ttft_s, silent=silent)
+
+    def began(self, name: int, now_s: float) -> None:
+        """Its first token is there."""
+        taken = self._taken.get(name)
+        if taken is None:
+            return
+        ahead, took_s = self._of(taken.decode), now_s - taken.at_s
+        ahead.began(name, now_s)
+        self._note(taken.decode, ahead, now_s)
+        self.leads.observe(took_s)
+        self.ttft_margin.observe(taken.outlook.ttft_s, took_s, taken.objective.ttft_s, now_s)
+
+    def over(
+        self,
+        name: int,
+        now_s: float,
+        *,
+        gap_s: float = math.nan,
+        answer_s: float = math.nan,
+        tokens: int = 0,
+    ) -> None:
+        """gap_s: the mean of its gaps; answer_s: from its first to its last token; tokens: of its answer. NaN
+        and 0: not known."""
+        taken = self._taken.pop(name, None)
+        if taken is None:
+            return
+        ahead = self._of(taken.decode)
+        longest_s = gap_s * ahead.unevenness(name, now_s)
+        self.gap_margin.observe(taken.outlook.gap_s, longest_s, taken.objective.gap_s, now_s)
+        ahead.over(name)
+        self._note(taken.decode, ahead, now_s)
+        self.answers.observe(answer_s, tokens)
+
+    def forget(self, instance: Instance) -> None:
+        """It is gone, and what was to be decoded there with it."""
+        self._ahead.pop(instance, None)
+        for name in [name for name, taken in self._taken.items() if taken.decode is instance]:
+            del self._taken[name]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        for ahead in self._ahead.values():
+            ahead.check_integrity()
+        if len(self._taken) != sum(map(len, self._ahead.values())):
+            raise AssertionError("the requests that were taken do not add up")
+
+    def _of(self, instance: Instance) -> Ahead:
+        ahead = self._ahead.get(instance)
+        if ahead is None:
+            ahead = self._ahead[instance] = Ahead(self.answers, self.leads)
+        return ahead
+
+    def _now(self, decode: Instance) -> Occupancy:
+        own = self._of(decode).now()
+        # Other proxies' requests, and those from before admission: as many as now.
+        return Occupancy(
+            max(own.requests, decode.books.decodes), max(own.context_tokens, decode.books.context_tokens)
         )
+
+    def _then(self, decode: Instance, first_s: float, now_s: float) -> Occupancy:
+        there = self._now(decode)
+        if self.look is Look.NOW:
+            return there
+        ahead = self._of(decode)
+        own, then = ahead.now(), ahead.at(now_s, first_s)
+        return Occupancy(
+            there.requests - own.requests + then.requests,
+            there.context_tokens - own.context_tokens + then.context_tokens,
+        )
+
+    @staticmethod
+    def _gap_s(request: Request, decode: Instance, there: Occupancy) -> float:
+        return decode.decode_model.predict(there.requests + 1, there.context_tokens + request.tokens)
+
+    def _lacks(self, request: Request, decode: Instance, there: Occupancy) -> float:
+        """Tokens of room, where that is known."""
+        if not decode.room_tokens:
+            return 0.0
+        answers = self.answers.tokens * (there.requests + 1)
+        return there.context_tokens + request.tokens + answers - decode.room_tokens
+
+    def _room_wait_s(self, request: Request, decode: Instance, there: Occupancy) -> float:
+        """Who does not fit waits for others' ends: a full instance is empty after an answer's mean time."""
+        lacks = self._lacks(request, decode, there)
+        return lacks / decode.room_tokens * self.answers.times.mean_s if lacks > 0 else 0.0
+
+    def _exceeds(self, gap_s: float, wanted: Objective) -> bool:
+        return gap_s * self.gap_margin.factor > wanted.gap_s
+
+    def _too_slow(self, gap_s: float, wanted: Objective) -> Refusal:
+        likely_s = gap_s * self.gap_margin.factor
+        return Refusal(
+            "gap",
+            (1 - wanted.gap_s / likely_s) * self.answers.times.mean_s,  # so many will have ended
+            f"its tokens would come every {likely_s * 1000:.0f} ms, and at most {wanted.gap_s * 1000:g} ms "
+            f"are allowed",
+        )
+
+    @staticmethod
+    def _note(decode: Instance, ahead: Ahead, now_s: float) -> None:
+        ahead.note(decode.decode_model.predict(*ahead.now()), now_s)

@@ -1,49 +1,81 @@
-"""How long answers take, learnt from those that ended: for asking how many of today's will still be there."""
+"""How long something takes, learnt from what has ended: for asking how much of today's will still be there."""
 
 from __future__ import annotations
 
 import math
 
-PRIOR_S = 10.0
-FADES_AFTER = 500.0  # answers; older ones count less and less
+import numpy as np
+from numpy.typing import NDArray
+
+STEP_S = 0.5
+STEPS = 512  # what takes longer counts as if it took so long
+PRIOR = 20.0  # so many are taken to have been seen
+FADES_AFTER = 1000.0  # of them; older ones count less and less
+LEARN_EVERY = 16
+
+Floats = NDArray[np.float64]
 
 
-class AnswerTimes:
-    """The share of answers that are still being made after some more seconds.
+class Times:
+    """``left[i]``: the share that takes longer than i steps of STEP_S, i from 0 to 2 STEPS; never 0.
 
-    Somebody who looks at a moment that has nothing to do with an answer's start finds on average
-    E[T^2] / (2 E[T]) of it ahead (the mean residual life of renewal theory); what is ahead is taken to be
-    exponential with that mean. Both moments are learnt, and forgotten again.
+    prior_s: the mean as long as nothing was seen. Not thread safe.
     """
 
-    def __init__(self) -> None:
-        self._count = 1.0
-        self._sum_s = PRIOR_S
-        self._squares = 2 * PRIOR_S * PRIOR_S
+    def __init__(self, prior_s: float) -> None:
+        ages = np.arange(STEPS) * STEP_S
+        took = np.exp(-ages / prior_s)
+        self._took: Floats = took * (PRIOR / took.sum())  # how many took so many steps
+        self._weight = 1.0  # of the next one
+        self._new = 0
+        self._count = PRIOR
+        self._sum_s = PRIOR * prior_s
+        self.left = self._look()
 
     @property
     def mean_s(self) -> float:
         return self._sum_s / self._count
 
-    @property
-    def ahead_s(self) -> float:
-        """The mean of what is ahead of an answer that is being made."""
-        return max(self._squares / (2 * self._sum_s), 1e-3)
-
     def observe(self, seconds: float) -> None:
-        """An answer took so long from its first to its last token. What is no such number is left out."""
-        if not 0 <= seconds < math.inf:
+        """What is no time is left out."""
+        if not 0.0 <= seconds < math.inf:
             return
-        keep = 1 - 1 / FADES_AFTER if self._count >= FADES_AFTER else 1.0
-        self._count = self._count * keep + 1
+        seconds = min(seconds, STEPS * STEP_S)
+        self._took[min(int(seconds / STEP_S), STEPS - 1)] += self._weight
+        self._weight *= 1 + 1 / FADES_AFTER  # as if all before faded
+        keep = 1 - 1 / FADES_AFTER
         self._sum_s = self._sum_s * keep + seconds
-        self._squares = self._squares * keep + seconds * seconds
+        self._count = self._count * keep + 1
+        self._new += 1
+        if self._new >= LEARN_EVERY:
+            self._new = 0
+            self._took /= self._weight
+            self._weight = 1.0
+            self.left = self._look()
 
-    def left_after(self, seconds: float) -> float:
-        """Of those that are being made now, the share that still is after so long."""
-        return math.exp(-seconds / self.ahead_s)
+    def _look(self) -> Floats:
+        longer = np.cumsum(self._took[::-1])[::-1]
+        left = np.empty(2 * STEPS + 1)
+        left[:STEPS] = longer / longer[0]
+        # Behind the longest that was seen it goes on falling, at the pace of the mean.
+        falls = math.exp(-STEP_S / max(self.mean_s, STEP_S))
+        left[STEPS:] = left[STEPS - 1] * falls ** np.arange(1, STEPS + 2)
+        found: Floats = np.maximum(left, 1e-9)
+        return found
 
-    def left_of_begun(self, seconds: float) -> float:
-        """Of those that begin one after the other within the next so many seconds, the share that still is
-        being made at their end."""
-        return (1 - math.exp(-seconds / self.mean_s)) * self.mean_s / seconds if seconds > 1e-6 else 1.0
+
+class Answers:
+    """Of answers: ``times`` from the first to the last token, and how many tokens they have on average."""
+
+    PRIOR_S = 10.0
+    PRIOR_TOKENS = 256.0
+
+    def __init__(self) -> None:
+        self.times = Times(self.PRIOR_S)
+        self.tokens = self.PRIOR_TOKENS
+
+    def observe(self, seconds: float, tokens: int) -> None:
+        """tokens: 0 for not known."""
+        self.times.observe(seconds)
+        if tokens > 0:
+            self.tokens += (tokens - self.tokens) / (FADES_AFTER / 4)

@@ -62,6 +62,7 @@ class _ErrorBody(msgspec.Struct):
 def error_body(status: int, sentence: str, reason: str) -> bytes:
     """As clients of the OpenAI API expect it."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
+    kind = "rate_limit_error" if status == 429 else kind
     return msgspec.json.encode(_ErrorBody(_ErrorDetail(sentence, kind, None, reason)))
 
 

@@ -10,13 +10,15 @@ The policy sees what it sees in the proxy: ``Instance`` objects whose books and 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.accounts import Accounts
-from moonpool.disagg_proxy.conductor.admission import Admission, ttft_s
-from moonpool.disagg_proxy.conductor.choice import Request
+from moonpool.disagg_proxy.conductor.admission import Admission, Outlook, Refusal, ttft_s
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, Asked, Gate
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policy import Policy
 from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
@@ -64,7 +66,8 @@ class ClusterSettings:
 
 
 class Cluster:
-    """done: hears of each request when it is over or refused."""
+    """done: hears of each request when it is over or refused. queue: so many may wait before they are sent,
+    up to queue_deadline_s."""
 
     def __init__(
         self,
@@ -72,6 +75,8 @@ class Cluster:
         policy: Policy,
         done: Callable[[Job], None],
         admission: Admission | None = None,
+        queue: int = 0,
+        queue_deadline_s: float = 30.0,
     ) -> None:
         self.settings = settings
         self.events = Events()
@@ -92,10 +97,13 @@ class Cluster:
         )
         self.links = Links(len(roles), machine.link_bytes_s)
         self.loads = Loads()
-        self.accounts = Accounts(self.instances)
+        self.accounts = Accounts(self.instances, admission)
         self._policy = policy
         self._admission = admission
         self._done = done
+        self._gate: Gate[Job] = Gate(self, queue, queue_deadline_s)
+        self._releases = False  # an event for that is planned
+        self._computing = tuple(each for each in self.instances if each.role is not Role.DECODE)
         self._arrived = 0
         self.engines = [self._engine(instance) for instance in self.instances]
 
@@ -136,6 +144,12 @@ class Cluster:
             self.ended(job)
             return
         self._observe(job, Stage.PREFILLED, handed=Handed.TWO_STEP)
+        if self._admission is not None and job.choice is not None:
+            refusal = self._admission.after_prefill(job.name, *job.choice)
+            if refusal is not None:
+                self._observe(job, Stage.ENDED, handed=Handed.NOT)
+                self._refuse(job, refusal)
+                return
         machine = self.settings.machine
         size = job.arrival.tokens * machine.kv_bytes
         begun_s = job.begun_s if self.settings.layerwise else self.events.now_s
@@ -151,37 +165,75 @@ class Cluster:
 
     def ended(self, job: Job) -> None:
         self._observe(job, Stage.ENDED, handed=Handed.NOT)
-        if self._admission is not None:
-            self._admission.answers.observe(job.done_s - job.first_s)
         self._done(job)
 
     # What happens to a request
 
     def _arrive(self, arrival: Arrival) -> None:
-        now_s = arrival.at_s
         self._arrived += 1
         job = Job(self._arrived, arrival)
-        blocks = arrival.full_blocks
+        longest_s = math.inf if self._admission is None else self._admission.objective.ttft_s
+        refusal, out = self._gate.arrive(job, None, 0, longest_s, arrival.at_s)
+        if refusal is not None:
+            self._refuse(job, refusal)
+        if out is not None:
+            self._refuse(*out)
+        self._release_later()
+
+    def _release_later(self) -> None:
+        if self._gate.line and not self._releases:
+            self._releases = True
+            self.events.at(self.events.now_s + RELEASE_EVERY_S, self._release)
+
+    def _release(self) -> None:
+        self._releases = False
+        now_s = self.events.now_s
+        for job, refusal in (*self._gate.expire(now_s), *self._gate.release(now_s)):
+            if refusal is not None:
+                self._refuse(job, refusal)
+        self._release_later()
+
+    def _refuse(self, job: Job, refusal: Refusal) -> None:
+        job.why_not = refusal.reason
+        self._done(job)
+
+    # What the gate asks
+
+    def is_busy(self, ticket: Job, now_s: float) -> bool:
+        return all(each.books.wait_s(now_s) >= HOLD_S for each in self._computing)
+
+    def share(self, ticket: Job) -> int:
+        return len(self._computing)
+
+    def is_gone(self, ticket: Job) -> bool:
+        return False
+
+    def ask(self, ticket: Job, waited_s: float, now_s: float, *, send: bool) -> Asked:
+        job, blocks = ticket, ticket.arrival.full_blocks
         held = self.caches.find(blocks, expected=True, unit=BLOCK_TOKENS)
         asked = Request(
-            arrival.tokens,
+            job.arrival.tokens,
             held.by_place,
             held.anywhere * BLOCK_TOKENS if self.settings.pool else 0,
             holder=self.instances[held.best].sender if self.settings.pool and held.anywhere else None,
         )
         choice = self._policy.choose(asked, self.instances, now_s)
-        computes = choice.computes
+        outlook = None
+        if self._admission is not None:
+            outlook = self._admission.outlook(asked, choice, now_s, waited_s=waited_s)
+        refusal = None if outlook is None else outlook.refusal
+        if send and refusal is None:
+            self._send(job, asked, choice, outlook)
+        return Asked(choice.prefill_s, refusal, final=refusal is not None and refusal.reason == "ttft")
+
+    def _send(self, job: Job, asked: Request, choice: Choice, outlook: Outlook | None) -> None:
+        now_s, computes = self.events.now_s, choice.computes
+        job.choice = (asked, choice)
         job.prefill_place, job.decode_place = computes.place, choice.decode.place
         job.fetches = self.settings.pool and choice.fetch
-        job.predicted_ttft_s = ttft_s(asked, choice, now_s)
-        if self._admission is not None:
-            refusal = self._admission.refuse(asked, choice, self.instances, now_s)
-            if refusal is not None:
-                job.why_not = refusal.reason
-                self._done(job)
-                return
-        self.accounts.sent(job.name, choice, asked, streams=True, now_s=now_s)
-        self.caches.expect(computes.place, blocks)
+        job.predicted_ttft_s = now_s - job.arrival.at_s + ttft_s(asked, choice, now_s)
+        self.accounts.sent(job.name, choice, asked, streams=True, now_s=now_s, outlook=outlook)
+        self.caches.expect(computes.place, job.arrival.full_blocks)
         self.engines[computes.place].submit(job)
 
     def _look(self, now_s: float) -> None:

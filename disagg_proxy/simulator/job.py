@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.simulator.trace import Arrival
 
 
@@ -35,6 +36,7 @@ class Job:
     predicted_ttft_s: float = math.nan
     fetches: bool = True
     why_not: str = ""
+    choice: tuple[Request, Choice] | None = None  # what it was sent by
     left: int = field(default=0)  # tokens of the prompt that are still to be computed, chunk by chunk
 
     @property

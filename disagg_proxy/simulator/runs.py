@@ -25,7 +25,7 @@ ANY = Objective()
 @dataclass(frozen=True, slots=True)
 class Plan:
     """policy: a name of POLICIES or a class of the user's own. copies, speed, seed: see ``Trace.arrivals``.
-    requests: so many at most; 0: all."""
+    requests: so many at most; 0: all. queue: so many may wait in the proxy, up to queue_deadline_s."""
 
     trace: Path
     cluster: ClusterSettings
@@ -36,6 +36,8 @@ class Plan:
     seed: int = 0
     copies: int = 1
     requests: int = 0
+    queue: int = 0
+    queue_deadline_s: float = 30.0
 
     def __post_init__(self) -> None:
         make_policy(self.policy)
@@ -65,7 +67,7 @@ def simulate(plan: Plan, trace: Trace | None = None, tell: Callable[[int], None]
     began_s = time.process_time()
     results = Results()
     admission = None if plan.admission is None else Admission(plan.objective, plan.admission)
-    cluster = Cluster(plan.cluster, make_policy(plan.policy), results.add, admission)
+    cluster = Cluster(plan.cluster, make_policy(plan.policy), results.add, admission, plan.queue, plan.queue_deadline_s)
     arrivals = trace.arrivals(speed=plan.speed, seed=plan.seed, copies=plan.copies)
     if plan.requests:
         arrivals = islice(arrivals, plan.requests)

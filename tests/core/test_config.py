@@ -242,6 +242,7 @@ def test_the_documentation_has_every_key_and_default() -> None:
 
 def test_the_proxys_keys_are_those_of_its_settings_with_the_same_defaults() -> None:
     from moonpool.core.proxy_settings import proxy_settings
+    from moonpool.disagg_proxy.admission.settings import AdmissionSettings
     from moonpool.disagg_proxy.settings import Deadlines, EngineSpec, HealthChecks, Limits, ProxySettings
 
     engines = {"proxy.engines": ["a=http://h:1"]}
@@ -250,6 +251,7 @@ def test_the_proxys_keys_are_those_of_its_settings_with_the_same_defaults() -> N
     )
     known = {"listen", "engines", "prefill", "decode", "policy", "handover", "api_keys_file"}
     known |= {"access_log", "otlp_endpoint", "tokenizer", "events", "pool_events"}
+    known |= set(AdmissionSettings.__dataclass_fields__)
     known |= {"processes", "process_listen", "peer_listen", "peers"}
     known |= {"discovery", "discovery_grace_s", "engines_max", "discovery_keys_file"}
     known |= {f"health_{name}" for name in HealthChecks.__dataclass_fields__}
@@ -260,8 +262,11 @@ def test_the_proxys_keys_are_those_of_its_settings_with_the_same_defaults() -> N
         "proxy.head_s": 3,
         "proxy.health_path": "/x",
         "proxy.retries_max": 0,
+        "proxy.queue_max": 7,
+        "proxy.ttft_slo": 2.5,
     }
     made = proxy_settings(config.load(env={}, arguments=changed))
+    assert (made.admission.queue_max, made.admission.ttft_slo, made.policy) == (7, 2.5, "conductor")
     assert (made.deadlines.head_s, made.health.path, made.limits.retries_max) == (3.0, "/x", 0)
 
 

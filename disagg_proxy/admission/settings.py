@@ -1,0 +1,41 @@
+"""Which objectives requests are admitted by, and how many of them may wait. Values only; times in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.conductor.admission import Objective
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionSettings:
+    """ttft_slo, gap_slo: to a request's first token, and between two tokens of its answer; 0: any. queue_max:
+    so many requests may wait here, each up to ``queue_deadline``; 0: what cannot be taken is refused at once.
+    """
+
+    ttft_slo: float = 0.0
+    gap_slo: float = 0.0
+    queue_max: int = 0
+    queue_deadline: float = 30.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not 0 <= value < float("inf"):
+                raise _bad(each.name, f"{each.name} is 0 or more, not {value}")
+        if self.queue_max and not self.queue_deadline:
+            raise _bad("queue_deadline", "who may wait needs some time for it: a positive queue_deadline")
+
+    @property
+    def any(self) -> bool:
+        return bool(self.ttft_slo or self.gap_slo or self.queue_max)
+
+    @property
+    def objective(self) -> Objective:
+        any_s = float("inf")
+        return Objective(self.ttft_slo or any_s, self.gap_slo or any_s)
+
+
+def _bad(key: str, sentence: str) -> ConfigError:
+    return ConfigError(f"proxy: {sentence}", operation="config", key=f"proxy.{key}")

@@ -1,0 +1,84 @@
+"""What a client says of its request besides the body: whose it is, how urgent, and by when it is wanted."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from moonpool.disagg_proxy.conductor.admission import Objective
+
+PRIORITY_MOST = 100
+_NAME = re.compile(rb"[\x21-\x7e]{1,128}")
+_NUMBER = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?")
+_PRIORITY = re.compile(rb"[+-]?[0-9]{1,3}")
+
+
+class Wishes(NamedTuple):
+    """ttft_s, gap_s: NaN where the client says nothing; 0: any will do."""
+
+    tenant: str = ""
+    priority: int = 0
+    session: str = ""
+    ttft_s: float = math.nan
+    gap_s: float = math.nan
+
+    def objective(self, usual: Objective) -> Objective:
+        """usual: of those who say nothing."""
+        return Objective(_or(self.ttft_s, usual.ttft_s), _or(self.gap_s, usual.gap_s))
+
+
+class BadHeader(ValueError):
+    """One sentence for the client."""
+
+
+NOTHING = Wishes()
+
+
+def read(header: Callable[[str], bytes | None]) -> Wishes:
+    """header: the value of a field by its name, None where there is none. Raises BadHeader."""
+    tenant = header("x-moonpool-tenant")
+    priority = header("x-moonpool-priority")
+    session = header("x-moonpool-session")
+    ttft, gap = header("x-moonpool-ttft-slo"), header("x-moonpool-gap-slo")
+    if tenant is priority is session is ttft is gap is None:
+        return NOTHING
+    return Wishes(
+        _name("X-Moonpool-Tenant", tenant),
+        _priority(priority),
+        _name("X-Moonpool-Session", session),
+        _seconds("X-Moonpool-TTFT-SLO", ttft),
+        _seconds("X-Moonpool-Gap-SLO", gap),
+    )
+
+
+def _name(field: str, value: bytes | None) -> str:
+    if value is None:
+        return ""
+    if not _NAME.fullmatch(value):
+        raise BadHeader(f"{field} is a name of 1 to 128 visible ASCII characters")
+    return value.decode()
+
+
+def _priority(value: bytes | None) -> int:
+    if value is None:
+        return 0
+    if not _PRIORITY.fullmatch(value) or abs(int(value)) > PRIORITY_MOST:
+        raise BadHeader(
+            f"X-Moonpool-Priority is a whole number from -{PRIORITY_MOST} to {PRIORITY_MOST}; more is more "
+            f"urgent"
+        )
+    return int(value)
+
+
+def _seconds(field: str, value: bytes | None) -> float:
+    if value is None:
+        return math.nan
+    if not _NUMBER.fullmatch(value):
+        raise BadHeader(f"{field} is a number of seconds, such as 2.5; 0 stands for any time")
+    return float(value)
+
+
+def _or(own_s: float, usual_s: float) -> float:
+    return usual_s if math.isnan(own_s) else own_s or math.inf

@@ -1,0 +1,151 @@
+"""A decode instance as it will be: who decodes there now and still will, whose prefill ends before, and who
+has not come yet but will have by then.
+
+Pure and of bounded size: requests are counted by the half second in which their decode begins.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from moonpool.disagg_proxy.conductor.answers import STEP_S, STEPS, Answers, Floats, Times
+
+INFLOW_S = 30.0  # over which it is averaged who begins to decode here
+_BACK = np.arange(STEPS)
+
+
+class Occupancy(NamedTuple):
+    """context_tokens: of the prompts."""
+
+    requests: float
+    context_tokens: float
+
+
+class _Is(IntEnum):
+    COMING = 0  # is to begin then
+    BEGUN = 1  # began then
+    SILENT = 2  # is to begin then, and nobody will tell when it has
+
+
+@dataclass(slots=True)
+class _Taken:
+    context: int
+    step: int
+    state: _Is
+
+
+class Ahead:
+    """Requests are named by any hashable; what is said of unknown ones changes nothing, so that reports may
+    come late, twice or never. answers: how long they take; leads: from being taken to the first token; both
+    are shared by the instances. A clock that jumps spoils what is predicted, for as long as the jump; the
+    counts stay right.
+    """
+
+    def __init__(self, answers: Answers, leads: Times) -> None:
+        self._answers = answers
+        self._leads = leads
+        self._taken: dict[int, _Taken] = {}
+        # By state, requests or tokens, and the step of the beginning modulo STEPS.
+        self._tables = np.zeros((len(_Is), 2, STEPS))
+        self._inflow: Floats = np.zeros(2)  # requests and tokens a second
+        self._inflow_at_s = -math.inf
+        self._gaps = np.zeros(STEPS)  # by the step: how long a gap was, by the model
+        self._noted = 0
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def taken(self, name: int, context: int, begins_s: float, *, silent: bool = False) -> None:
+        """A request was let in, whose decode is expected to begin then. silent: it will not be heard of."""
+        self.over(name)
+        taken = _Taken(context, _step(begins_s), _Is.SILENT if silent else _Is.COMING)
+        self._taken[name] = taken
+        self._count(taken, 1)
+
+    def began(self, name: int, now_s: float) -> None:
+        taken = self._taken.get(name)
+        if taken is None or taken.state is _Is.BEGUN:
+            return
+        self._count(taken, -1)
+        taken.state, taken.step = _Is.BEGUN, _step(now_s)
+        self._count(taken, 1)
+        self._fade(now_s)
+        self._inflow += np.array((1.0, taken.context)) / INFLOW_S
+
+    def over(self, name: int) -> None:
+        taken = self._taken.pop(name, None)
+        if taken is not None:
+            self._count(taken, -1)
+
+    def now(self) -> Occupancy:
+        """Those that decode, and those of whom nobody will tell when they do."""
+        found = self._tables[_Is.BEGUN].sum(axis=1) + self._tables[_Is.SILENT].sum(axis=1)
+        return Occupancy(float(found[0]), float(found[1]))
+
+    def at(self, now_s: float, after_s: float) -> Occupancy:
+        """In so many seconds; further ahead than half of the table's time is as then."""
+        now, steps = _step(now_s), min(max(_step(after_s + STEP_S / 2), 0), STEPS // 2 - 1)
+        left = self._answers.times.left
+        still = left[steps : steps + STEPS] / left[:STEPS]  # by age
+        past, future = (now - _BACK) % STEPS, (now + 1 + _BACK[:steps]) % STEPS
+        half = STEPS // 2
+        silent = self._tables[_Is.SILENT]
+        found = self._tables[_Is.BEGUN][:, past] @ still + silent[:, past[:half]] @ still[:half]
+        coming = self._tables[_Is.COMING]
+        # Whose time has come but who has not begun begins next.
+        found += coming[:, past[:half]].sum(axis=1) * left[steps]
+        if steps:
+            later = left[steps - 1 :: -1]  # of those that begin 1, 2, ... steps from now
+            found += (coming[:, future] + silent[:, future]) @ later
+            self._fade(now_s)
+            unknown = 1 - self._leads.left[1 : steps + 1]  # of them the share that has not come yet
+            found += self._inflow * (STEP_S * float(unknown @ later))
+        return Occupancy(float(found[0]), float(found[1]))
+
+    def note(self, gap_s: float, now_s: float) -> None:
+        """From now on a gap between tokens takes so long, by the model."""
+        now = _step(now_s)
+        passed = now - self._noted
+        if passed > 0:
+            last = self._gaps[self._noted % STEPS]
+            self._gaps[(self._noted + 1 + _BACK[: min(passed, STEPS)]) % STEPS] = last
+            self._gaps[now % STEPS] = gap_s
+        else:
+            self._gaps[now % STEPS] = max(self._gaps[now % STEPS], gap_s)
+        self._noted = now
+
+    def unevenness(self, name: int, now_s: float) -> float:
+        """How many times the mean of its gaps the mean of the longest tenth is, by the model."""
+        taken = self._taken.get(name)
+        if taken is None or taken.state is not _Is.BEGUN:
+            return 1.0
+        now = _step(now_s)
+        steps = min(max(now - taken.step + 1, 1), STEPS)
+        seen = np.sort(self._gaps[(now - _BACK[:steps]) % STEPS])
+        mean_s = float(seen.mean())
+        return float(seen[-max(steps // 10, 1) :].mean()) / mean_s if mean_s > 0 else 1.0
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        for state in _Is:
+            counted = self._tables[state].sum(axis=1)
+            own = [taken for taken in self._taken.values() if taken.state is state]
+            if round(counted[0]) != len(own) or round(counted[1]) != sum(taken.context for taken in own):
+                raise AssertionError(f"the requests that are {state.name} do not add up")
+
+    def _fade(self, now_s: float) -> None:
+        passed_s = max(now_s - self._inflow_at_s, 0.0)
+        self._inflow *= math.exp(-passed_s / INFLOW_S)
+        self._inflow_at_s = now_s
+
+    def _count(self, taken: _Taken, sign: int) -> None:
+        self._tables[taken.state, :, taken.step % STEPS] += (sign, sign * taken.context)
+
+
+def _step(seconds: float) -> int:
+    return int(seconds // STEP_S)

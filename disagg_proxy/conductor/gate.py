@@ -1,0 +1,132 @@
+"""Takes a request, lets it wait, or refuses it. The proxy and the simulator keep one each.
+
+    arrival  --hopeless--------------------------------> refused: ttft
+             --nothing speaks against it---------------> sent
+             --instances are busy, others wait, or
+               decode would be too slow----------------> waits: no line, or it is full -> refused
+    waiting  --its turn, and nothing speaks against it-> sent
+             --it would be too late--------------------> refused: ttft
+             --its deadline----------------------------> refused: deadline
+
+Requests wait here rather than at an engine, where the first to come is the first served: so the more urgent
+passes, where to send it is decided when it is sent, and what is too late is computed by nobody. Pure: the
+owner is asked, and time is an argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from moonpool.disagg_proxy.conductor.admission import Refusal
+from moonpool.disagg_proxy.conductor.line import Line, Waiting
+
+T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
+
+HOLD_S = 1.0  # of prefill that each engine has in line: less would let it run dry, more lets nobody pass
+RELEASE_EVERY_S = 0.05  # while somebody waits
+RELEASED_MAX = 64  # at one time, so that others get the lock
+
+
+class Asked(NamedTuple):
+    """work_s: seconds of prefill that it will take; refusal: why it was not sent, None: it was, if it was to
+    be; final: waiting would not help."""
+
+    work_s: float
+    refusal: Refusal | None
+    final: bool = False
+
+
+class Owner(Protocol[T_contra]):
+    def is_busy(self, ticket: T_contra, now_s: float) -> bool:
+        """Whether every instance that could compute it has HOLD_S in line."""
+
+    def share(self, ticket: T_contra) -> int:
+        """How many instances compute the prompts that wait with it."""
+
+    def ask(self, ticket: T_contra, waited_s: float, now_s: float, *, send: bool) -> Asked:
+        """Predicts; sends it, if nothing speaks against that and ``send``."""
+
+    def is_gone(self, ticket: T_contra) -> bool:
+        """Whether nobody wants the answer any more."""
+
+
+class Gate(Generic[T]):
+    """waiting_max: of requests, 0: nobody waits; deadline_s: the longest wait. Not thread safe."""
+
+    def __init__(self, owner: Owner[T], waiting_max: int, deadline_s: float) -> None:
+        self.line: Line[T] = Line(waiting_max)
+        self.deadline_s = deadline_s
+        self._owner = owner
+        self._until_s = math.inf
+
+    def arrive(
+        self, ticket: T, group: Hashable, priority: int, ttft_s: float, now_s: float
+    ) -> tuple[Refusal | None, tuple[T, Refusal] | None]:
+        """(why it is refused, who else is, for its sake). group, priority: see Waiting; ttft_s: after which
+        nobody wants its first token."""
+        owner = self._owner
+        if not self.line.waiting_max:
+            return owner.ask(ticket, 0.0, now_s, send=True).refusal, None
+        ahead_s = self.line.ahead_s(group, priority) / max(owner.share(ticket), 1)
+        first = self.line.first(group)
+        waits = owner.is_busy(ticket, now_s) or (first is not None and first.priority >= priority)
+        asked = owner.ask(ticket, ahead_s, now_s, send=not waits)
+        if not waits and asked.refusal is None:
+            return None, None
+        if asked.final:
+            return asked.refusal, None
+        deadline_s = min(now_s + min(self.deadline_s, ttft_s), self._until_s)
+        out = self.line.add(Waiting(ticket, group, priority, now_s, deadline_s, asked.work_s))
+        if out is None:
+            return None, None
+        refusal = Refusal(
+            "queue_full",
+            ahead_s,
+            f"{self.line.waiting_max} requests wait already, and it is not more urgent than they",
+        )
+        return (refusal, None) if out.ticket is ticket else (None, (out.ticket, refusal))
+
+    def release(self, now_s: float) -> list[tuple[T, Refusal | None]]:
+        """Those who wait no longer: sent, or why not. Call it again until there are none."""
+        left: list[tuple[T, Refusal | None]] = []
+        for group in self.line.groups:
+            while len(left) < RELEASED_MAX and (entry := self.line.first(group)) is not None:
+                if self._owner.is_gone(entry.ticket):
+                    self.line.remove(entry)
+                    continue
+                if self._owner.is_busy(entry.ticket, now_s):
+                    break
+                waited_s = max(now_s - entry.since_s, 0.0)
+                asked = self._owner.ask(entry.ticket, waited_s, now_s, send=True)
+                if asked.refusal is not None and not asked.final:
+                    break
+                self.line.remove(entry)
+                left.append((entry.ticket, asked.refusal))
+        return left
+
+    def expire(self, now_s: float) -> list[tuple[T, Refusal]]:
+        """Those whose deadline has passed; who is gone leaves, too."""
+        for entry in [entry for entry in self.line if self._owner.is_gone(entry.ticket)]:
+            self.line.remove(entry)
+        late = self.line.overdue(now_s)
+        for entry in late:
+            self.line.remove(entry)
+        return [(entry.ticket, self._too_long(entry, now_s)) for entry in late]
+
+    def hurry(self, deadline_s: float) -> None:
+        """Nobody waits beyond this time: the proxy ends."""
+        self._until_s = deadline_s
+        waiting = list(self.line)
+        for entry in waiting:
+            self.line.remove(entry)
+        for entry in waiting:
+            entry.deadline_s = min(entry.deadline_s, deadline_s)
+            self.line.add(entry)
+
+    def _too_long(self, entry: Waiting[T], now_s: float) -> Refusal:
+        waited_s = now_s - entry.since_s
+        ahead_s = self.line.ahead_s(entry.group, entry.priority) / max(self._owner.share(entry.ticket), 1)
+        return Refusal("deadline", ahead_s, f"it waited for {waited_s:.1f} s, and its turn did not come")

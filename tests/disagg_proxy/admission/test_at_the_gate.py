@@ -1,0 +1,302 @@
+"""A real proxy with mock engines whose prefill takes as long as the test wants: who is taken, who waits, who
+is refused, and that nobody is forgotten.
+
+An engine's model knows nothing yet: 10,000 tokens are predicted to take 1.1 s, 20,000 take 2.4 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from moonpool.disagg_proxy.admission.settings import AdmissionSettings
+from tests.disagg_proxy.harness import (
+    Answer,
+    Bed,
+    Client,
+    Exchange,
+    FakeClock,
+    MockEngine,
+    bed,
+    request_bytes,
+    until,
+    with_deadline,
+)
+
+LONG, SHORT = 20_000, 10_000
+
+
+def body(tokens: int, first: int = 1) -> bytes:
+    """Prompts that have nothing in common, by their first token."""
+    ids = [first, *range(1, tokens)]
+    return json.dumps({"model": "m", "prompt": ids, "stream": True, "max_tokens": 8}).encode()
+
+
+class Slow(MockEngine):
+    """Answers a request when the test says so."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.behave = self.wait
+        self.may_go = asyncio.Event()
+
+    async def wait(self, exchange: Exchange) -> None:
+        await self.may_go.wait()
+        await exchange.begin_stream()
+        await exchange.event('{"choices":[{"text":"x"}]}')
+        await exchange.event("[DONE]")
+        await exchange.end_stream()
+
+
+def slow(engines: list[MockEngine]) -> asyncio.Event:
+    """All of them; returns what lets them answer."""
+    may_go = asyncio.Event()
+    for engine in engines:
+        held = Slow(engine.name)
+        held.may_go = may_go
+        engine.behave = held.wait
+    return may_go
+
+
+async def post(running: Bed, tokens: int, head: str = "", first: int = 1) -> Client:
+    client = await running.client()
+    await client.send(request_bytes("POST", "/v1/completions", body(tokens, first), head))
+    return client
+
+
+def gated(**settings: float) -> dict[str, object]:
+    return {
+        "policy": "conductor",
+        "tokenizer": ("none",),
+        "admission": AdmissionSettings(**settings),  # type: ignore[arg-type]
+    }
+
+
+def waiting(running: Bed) -> int:
+    gate = running.proxy._dispatcher.gate
+    assert gate is not None
+    return len(gate.line)
+
+
+def reason(answer: Answer) -> str:
+    error = json.loads(answer.body)["error"]
+    assert error["type"] == "rate_limit_error"
+    assert int(answer.headers["retry-after"]) >= 1
+    assert f"try again in {answer.headers['retry-after']} s" in error["message"]
+    return str(error["code"])
+
+
+@with_deadline
+async def test_what_would_be_too_late_is_refused_at_once_and_reaches_no_engine() -> None:
+    async with bed(1, **gated(ttft_slo=4.0)) as running:  # type: ignore[arg-type]
+        may_go = slow(running.engines)
+        first = await post(running, LONG)
+        await until(lambda: len(running.engines[0].seen) == 1)
+        refused = await (await post(running, LONG, first=2)).answer()
+        assert refused.status == 429
+        assert reason(refused) == "ttft"
+        assert running.metric("moonpool_proxy_rejected_total", reason="ttft") == 1
+        shorter = await post(running, SHORT, first=3)  # 2.4 s + 1.1 s
+        await until(lambda: len(running.engines[0].seen) == 2)
+        may_go.set()
+        assert [(await client.answer()).status for client in (first, shorter)] == [200, 200]
+        again = await post(running, LONG, first=4)
+        assert (await again.answer()).status == 200
+
+
+@with_deadline
+async def test_a_request_may_have_an_objective_of_its_own() -> None:
+    async with bed(1, **gated(ttft_slo=60.0)) as running:  # type: ignore[arg-type]
+        slow(running.engines).set()
+        strict = await post(running, LONG, "X-Moonpool-TTFT-SLO: 1.5\r\n")
+        assert reason(await strict.answer()) == "ttft"
+        easy = await post(running, LONG, "X-Moonpool-TTFT-SLO: 0\r\n")
+        assert (await easy.answer()).status == 200
+        odd = await (await post(running, LONG, "X-Moonpool-Priority: urgent\r\n")).answer()
+        assert odd.status == 400
+        assert json.loads(odd.body)["error"]["code"] == "bad_header"
+
+
+@with_deadline
+async def test_who_waits_is_sent_when_an_engine_is_free_the_most_urgent_first() -> None:
+    async with bed(1, **gated(queue_max=10)) as running:  # type: ignore[arg-type]
+        may_go = slow(running.engines)
+        engine = running.engines[0]
+        running_one = await post(running, LONG)
+        await until(lambda: len(engine.seen) == 1)
+        later = [await post(running, LONG, first=2)]
+        await until(lambda: waiting(running) == 1)
+        later.append(
+            await post(running, LONG, "X-Moonpool-Priority: 5\r\nX-Moonpool-Decision: 1\r\n", first=3)
+        )
+        await until(lambda: waiting(running) == 2)
+        assert len(engine.seen) == 1
+        may_go.set()
+        answers = [await client.answer() for client in (running_one, *later)]
+        assert [answer.status for answer in answers] == [200, 200, 200]
+        assert [json.loads(seen.body)["prompt"][0] for seen in engine.seen] == [1, 3, 2]
+        assert json.loads(answers[2].headers["x-moonpool-decision"])["queued_s"] > 0
+        assert waiting(running) == 0
+
+
+@with_deadline
+async def test_a_full_queue_refuses_unless_somebody_in_it_is_less_urgent() -> None:
+    async with bed(1, **gated(queue_max=2)) as running:  # type: ignore[arg-type]
+        may_go = slow(running.engines)
+        clients = [await post(running, LONG)]
+        await until(lambda: len(running.engines[0].seen) == 1)
+        for first in (2, 3):
+            clients.append(await post(running, SHORT, first=first))
+            await until(lambda count=first - 1: waiting(running) == count)  # type: ignore[misc]
+        refused = await (await post(running, SHORT, first=4)).answer()
+        assert reason(refused) == "queue_full"
+        urgent = await post(running, SHORT, "X-Moonpool-Priority: 1\r\n", first=5)
+        assert reason(await clients[2].answer()) == "queue_full"  # the last of the least urgent
+        may_go.set()
+        assert [(await client.answer()).status for client in (clients[0], urgent, clients[1])] == [200] * 3
+        assert running.metric("moonpool_proxy_rejected_total", reason="queue_full") == 2
+
+
+@with_deadline
+async def test_nobody_waits_beyond_the_deadline() -> None:
+    clock = FakeClock()
+    async with bed(1, clock=clock, **gated(queue_max=10, queue_deadline=20.0)) as running:  # type: ignore[arg-type]
+        may_go = slow(running.engines)
+        first = await post(running, LONG)
+        await until(lambda: len(running.engines[0].seen) == 1)
+        late = await post(running, LONG, first=2)
+        await until(lambda: waiting(running) == 1)
+        clock.now += 19.0
+        await asyncio.sleep(0)
+        clock.now += 2.0
+        assert reason(await late.answer()) == "deadline"
+        may_go.set()
+        assert (await first.answer()).status == 200
+
+
+@with_deadline
+async def test_who_leaves_is_in_the_queue_no_more() -> None:
+    async with bed(1, **gated(queue_max=10)) as running:  # type: ignore[arg-type]
+        may_go = slow(running.engines)
+        first = await post(running, LONG)
+        await until(lambda: len(running.engines[0].seen) == 1)
+        gone = await post(running, LONG, first=2)
+        await until(lambda: waiting(running) == 1)
+        gone.leave()
+        await until(lambda: waiting(running) == 0)
+        may_go.set()
+        assert (await first.answer()).status == 200
+        assert len(running.engines[0].seen) == 1
+
+
+@with_deadline
+async def test_an_end_lets_who_waits_go_on_or_refuses_it_but_forgets_nobody() -> None:
+    clock = FakeClock()
+    async with bed(1, clock=clock, **gated(queue_max=10, queue_deadline=500.0)) as running:  # type: ignore[arg-type]
+        may_go = slow(running.engines)
+        first = await post(running, LONG)
+        await until(lambda: len(running.engines[0].seen) == 1)
+        late = await post(running, LONG, first=2)
+        await until(lambda: waiting(running) == 1)
+        draining = asyncio.ensure_future(running.proxy.drain())
+        await until(lambda: not running.proxy._listening)
+        await asyncio.sleep(0.05)  # the drain's half begins with it
+        clock.now += 16.0
+        assert reason(await late.answer()) == "deadline"
+        may_go.set()
+        assert (await first.answer()).status == 200
+        assert await draining
+
+
+@with_deadline
+async def test_an_engine_that_dies_while_others_wait_costs_them_nothing() -> None:
+    async with bed(2, **gated(queue_max=10)) as running:  # type: ignore[arg-type]
+        may_go = slow(running.engines)
+        clients = [await post(running, LONG, first=number) for number in (1, 2)]
+        await until(lambda: all(len(engine.seen) == 1 for engine in running.engines))
+        clients += [await post(running, LONG, first=number) for number in (3, 4)]
+        await until(lambda: waiting(running) == 2)
+        await running.engines[0].stop()  # its request goes to the other one, too
+        may_go.set()
+        assert [(await client.answer()).status for client in clients] == [200] * 4
+        assert waiting(running) == 0
+
+
+@with_deadline
+async def test_prefill_and_decode_apart_are_one_gate() -> None:
+    roles = ("prefill", "decode")
+    async with bed(2, roles=roles, **gated(ttft_slo=4.0)) as running:  # type: ignore[arg-type]
+        prefill, decode = running.engines
+        may_go = asyncio.Event()
+
+        async def compute(exchange: Exchange) -> None:
+            await may_go.wait()
+            await exchange.answer(b'{"kv_transfer_params":{"remote_engine_id":"p"}}')
+
+        prefill.behave = compute
+        decode.behave = Slow("d").wait
+        first = await post(running, LONG)
+        await until(lambda: len(prefill.seen) == 1)
+        assert reason(await (await post(running, LONG, first=2)).answer()) == "ttft"
+        assert not decode.seen
+        may_go.set()
+        await until(lambda: len(decode.seen) == 1)
+        first.leave()
+        await until(lambda: decode.seen[0].gone.is_set())
+
+
+@with_deadline
+async def test_what_is_no_generation_is_not_weighed() -> None:
+    async with bed(1, **gated(ttft_slo=0.001)) as running:  # type: ignore[arg-type]
+        answer = await running.ask("POST", "/v1/embeddings", b'{"model":"m","input":"x"}')
+        assert answer.status == 200
+        answer = await running.ask("POST", "/v1/completions", body(10))
+        assert answer.status == 429
+
+
+@with_deadline
+async def test_a_policy_that_fails_does_not_keep_those_who_wait() -> None:
+    async with bed(1, **gated(queue_max=10)) as running:  # type: ignore[arg-type]
+        may_go = slow(running.engines)
+        first = await post(running, LONG)
+        await until(lambda: len(running.engines[0].seen) == 1)
+        waits = await post(running, LONG, first=2)
+        await until(lambda: waiting(running) == 1)
+        dispatcher = running.proxy._dispatcher
+
+        def fail(*args: object) -> None:
+            raise RuntimeError("odd")
+
+        dispatcher._policy.choose = fail  # type: ignore[method-assign, assignment]
+        may_go.set()
+        assert [(await client.answer()).status for client in (first, waits)] == [200, 200]
+        assert dispatcher.late_errors == 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+@with_deadline
+async def test_many_wait_and_each_gets_one_answer(seed: int) -> None:
+    """Hundreds at once, of whom some leave, before engines that answer at once when they may."""
+    import random
+
+    chance = random.Random(seed)
+    async with bed(2, **gated(queue_max=150, ttft_slo=600.0)) as running:  # type: ignore[arg-type]
+        may_go = slow(running.engines)
+        clients = []
+        for number in range(300):
+            head = f"X-Moonpool-Priority: {chance.randrange(3)}\r\n"
+            clients.append(await post(running, 2_000, head, first=number))
+        await until(lambda: waiting(running) == 150)
+        leaving = chance.sample(range(300), 40)
+        for number in leaving:
+            clients[number].leave()
+        began = time.monotonic()
+        may_go.set()
+        statuses = [(await client.answer()).status for n, client in enumerate(clients) if n not in leaving]
+        assert set(statuses) <= {200, 429}, seed
+        assert statuses.count(200) >= 100, seed
+        assert time.monotonic() - began < 15
+        assert waiting(running) == 0

@@ -1,0 +1,156 @@
+"""Who is taken, by what is predicted for it."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from moonpool.disagg_proxy.conductor.admission import Admission, Look, Objective
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
+
+
+def pair(room_tokens: int = 0) -> tuple[Instance, Instance]:
+    return Instance(0, "p", Role.PREFILL), Instance(1, "d", Role.DECODE, room_tokens=room_tokens)
+
+
+def choice(prefill: Instance, decode: Instance, prefill_s: float) -> Choice:
+    return Choice(decode, prefill, prefill_s)
+
+
+def test_everybody_is_taken_who_is_in_time() -> None:
+    prefill, decode = pair()
+    admission = Admission(Objective(ttft_s=3.0))
+    asked = Request(tokens=10_000)
+    assert admission.outlook(asked, choice(prefill, decode, 1.0), 0.0).refusal is None
+    prefill.books.prefill_began(1, 10_000, 0, 0, 2.5, 0.0)
+    refused = admission.outlook(asked, choice(prefill, decode, 1.0), 0.0)
+    assert refused.refusal is not None
+    assert refused.refusal.reason == "ttft"
+    assert 0.4 < refused.refusal.retry_after_s < 1.5
+    own = Objective(ttft_s=9.0)
+    assert admission.outlook(asked, choice(prefill, decode, 1.0), 0.0, objective=own).refusal is None
+    late = admission.outlook(asked, choice(prefill, decode, 1.0), 2.0, objective=own, waited_s=8.0)
+    assert late.refusal is not None
+
+
+def test_decode_is_looked_at_when_the_prefill_will_have_ended() -> None:
+    """Ten decode and will have ended then; or ten come, and will be there then."""
+    for state, now_says, ahead_says in (("decode", "gap", None), ("come", None, "gap")):
+        refusals = {}
+        for look in (Look.NOW, Look.AHEAD, Look.NEVER):
+            prefill, decode = pair()
+            admission = Admission(Objective(gap_s=0.013), look)  # 10 ms, and 0.3 ms for each request
+            for _ in range(2_000):
+                admission.answers.observe(5.0, 100)
+                admission.leads.observe(0.01)
+            for name in range(20):
+                admission.taken(
+                    name,
+                    Request(tokens=100),
+                    choice(prefill, decode, 18.0 if state == "come" else 0.0),
+                    admission.outlook(
+                        Request(tokens=100), choice(prefill, decode, 18.0 if state == "come" else 0.0), 0.0
+                    ),
+                    0.0,
+                )
+                if state == "decode":
+                    admission.began(name, 0.0)
+            found = admission.outlook(Request(tokens=100), choice(prefill, decode, 20.0), 0.5).refusal
+            refusals[look] = None if found is None else found.reason
+            admission.check_integrity()
+        assert refusals == {Look.NOW: now_says, Look.AHEAD: ahead_says, Look.NEVER: None}, state
+
+
+def test_no_room_at_decode_is_a_wait() -> None:
+    prefill, decode = pair(room_tokens=20_000)
+    admission = Admission(Objective(ttft_s=5.0))
+    one = choice(prefill, decode, 1.0)
+    for name in range(2):
+        outlook = admission.outlook(Request(tokens=9_000), one, 0.0)
+        assert outlook.refusal is None
+        admission.taken(name, Request(tokens=9_000), one, outlook, 0.0)
+    third = admission.outlook(Request(tokens=9_000), one, 0.0)
+    assert third.ttft_s > 3.0
+    admission.over(0, 1.0)
+    assert admission.outlook(Request(tokens=9_000), one, 1.0).ttft_s < 1.5
+
+
+def test_after_prefill_the_decode_instance_has_a_word() -> None:
+    prefill, decode = pair()
+    admission = Admission(Objective(gap_s=0.012), Look.AFTER)
+    one = choice(prefill, decode, 1.0)
+    asked = Request(tokens=100)
+    refused = 0
+    for name in range(20):
+        outlook = admission.outlook(asked, one, 0.0)
+        assert outlook.refusal is None
+        admission.taken(name, asked, one, outlook, 0.0)
+        if admission.after_prefill(name, asked, one) is not None:
+            admission.over(name, 1.0)
+            refused += 1
+        else:
+            admission.began(name, 1.0)
+    assert 10 <= refused <= 16
+    assert admission.after_prefill(99, asked, one) is None
+    admission.check_integrity()
+
+
+def test_what_was_promised_too_much_is_promised_no_more() -> None:
+    """Engines that take twice as long as predicted: in the end nine of ten are in time."""
+    prefill, decode = pair()
+    admission, chance, now_s = Admission(Objective(ttft_s=10.0)), random.Random(11), 0.0
+    late = taken = 0
+    for name in range(8_000):
+        now_s += 1.0
+        predicted_s = chance.uniform(1.0, 12.0)
+        one = choice(prefill, decode, predicted_s)
+        outlook = admission.outlook(Request(tokens=1_000), one, now_s)
+        if outlook.refusal is not None:
+            continue
+        took_s = predicted_s * chance.uniform(1.5, 2.5)
+        admission.taken(name, Request(tokens=1_000), one, outlook, now_s)
+        admission.began(name, now_s + took_s)
+        admission.over(name, now_s + took_s + 1.0)
+        if name > 4_000:
+            taken, late = taken + 1, late + (took_s > 10.0)
+    assert taken > 500
+    assert late / taken < 0.05
+    assert 2.0 < admission.ttft_margin.factor < 2.6
+
+
+def test_an_instance_that_is_gone_and_clocks_that_jump_leave_nothing_behind() -> None:
+    chance = random.Random(13)
+    decodes = [Instance(place, f"d{place}", Role.DECODE) for place in range(1, 4)]
+    prefill = Instance(0, "p", Role.PREFILL)
+    admission = Admission(Objective(30.0, 0.1))
+    now_s = 0.0
+    for _ in range(10_000):
+        now_s += chance.choice((0.1, 0.1, 0.1, -0.3, 0.0, 50.0, -1e6 if chance.random() < 0.001 else 0.2))
+        name, act = chance.randrange(40), chance.randrange(5)
+        if act < 2:
+            one = choice(prefill, chance.choice(decodes), chance.uniform(0, 20))
+            asked = Request(tokens=chance.randrange(100_000))
+            admission.taken(name, asked, one, admission.outlook(asked, one, now_s), now_s)
+        elif act == 2:
+            admission.began(name, now_s)
+        elif act == 3:
+            odd = chance.choice((math.nan, -1.0, math.inf, 0.05))
+            admission.over(name, now_s, gap_s=odd, answer_s=odd, tokens=chance.randrange(-1, 5))
+        elif chance.random() < 0.05:
+            admission.forget(chance.choice(decodes))
+        admission.check_integrity()
+    for name in range(40):
+        admission.over(name, now_s)
+    admission.check_integrity()
+    assert len(admission) == 0
+
+
+@pytest.mark.parametrize("look", list(Look))
+def test_without_an_objective_nobody_is_refused(look: Look) -> None:
+    prefill, decode = pair()
+    prefill.books.prefill_began(1, 1, 0, 0, 1e9, 0.0)
+    found = Admission(Objective(), look).outlook(Request(tokens=1 << 20), choice(prefill, decode, 1e9), 0.0)
+    assert found.refusal is None

@@ -1,0 +1,188 @@
+"""Who waits, in which order, and that each leaves once."""
+
+from __future__ import annotations
+
+import random
+import time
+import tracemalloc
+from dataclasses import dataclass, field
+
+import pytest
+
+from moonpool.disagg_proxy.conductor.admission import Refusal
+from moonpool.disagg_proxy.conductor.gate import Asked, Gate
+from moonpool.disagg_proxy.conductor.line import Line, Waiting
+
+
+@dataclass
+class Engine:
+    """Takes one request after the other; a ticket is a number."""
+
+    free: bool = True
+    slow: bool = False  # decode is
+    late: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+    sent: list[int] = field(default_factory=list)
+    waited_s: dict[int, float] = field(default_factory=dict)
+
+    def is_busy(self, ticket: int, now_s: float) -> bool:
+        return not self.free
+
+    def share(self, ticket: int) -> int:
+        return 2
+
+    def is_gone(self, ticket: int) -> bool:
+        return ticket in self.gone
+
+    def ask(self, ticket: int, waited_s: float, now_s: float, *, send: bool) -> Asked:
+        self.waited_s[ticket] = waited_s
+        if ticket in self.late:
+            return Asked(3.0, Refusal("ttft", 1.0, ""), final=True)
+        if self.slow:
+            return Asked(3.0, Refusal("gap", 1.0, ""))
+        if send:
+            self.sent.append(ticket)
+            self.free = False
+        return Asked(3.0, None)
+
+
+def why(found: tuple[Refusal | None, object]) -> str:
+    return "" if found[0] is None else found[0].reason
+
+
+def test_without_a_queue_all_is_decided_at_once() -> None:
+    engine = Engine(slow=True)
+    gate: Gate[int] = Gate(engine, 0, 10.0)
+    assert why(gate.arrive(1, "g", 0, 30.0, 0.0)) == "gap"
+    engine.slow = engine.free = False
+    assert why(gate.arrive(2, "g", 0, 30.0, 0.0)) == ""
+    assert engine.sent == [2]
+
+
+def test_the_most_urgent_goes_first_then_who_must_be_there_first() -> None:
+    engine = Engine(free=False)
+    gate: Gate[int] = Gate(engine, 10, 60.0)
+    for ticket, priority, ttft_s in ((1, 0, 50.0), (2, 0, 20.0), (3, 5, 60.0), (4, 0, 50.0)):
+        assert gate.arrive(ticket, "g", priority, ttft_s, 0.0) == (None, None)
+    assert engine.waited_s == {1: 0.0, 2: 1.5, 3: 0.0, 4: 4.5}  # what is before them, on two instances
+    assert gate.release(1.0) == []
+    for _ in range(4):
+        engine.free = True
+        (_, refusal) = gate.release(2.0)[0]
+        assert refusal is None
+    assert engine.sent == [3, 2, 1, 4]
+    assert not gate.line
+
+
+def test_nobody_passes_those_who_wait_but_the_more_urgent() -> None:
+    engine = Engine(free=False)
+    gate: Gate[int] = Gate(engine, 10, 60.0)
+    gate.arrive(1, "g", 0, 30.0, 0.0)
+    engine.free = True
+    gate.arrive(2, "g", 0, 30.0, 0.0)
+    assert engine.sent == []
+    gate.arrive(3, "g", 1, 30.0, 0.0)
+    assert engine.sent == [3]
+    engine.free = True
+    gate.arrive(4, "other", 0, 30.0, 0.0)  # another model's
+    assert engine.sent == [3, 4]
+
+
+def test_who_cannot_be_in_time_does_not_wait() -> None:
+    engine = Engine(free=False, late={1})
+    gate: Gate[int] = Gate(engine, 10, 60.0)
+    assert why(gate.arrive(1, "g", 0, 30.0, 0.0)) == "ttft"
+    gate.arrive(2, "g", 0, 30.0, 0.0)
+    gate.arrive(3, "g", 0, 30.0, 0.0)
+    engine.late, engine.free = {2}, True
+    assert [(ticket, refusal and refusal.reason) for ticket, refusal in gate.release(5.0)] == [
+        (2, "ttft"),
+        (3, None),
+    ]
+
+
+def test_a_decode_that_is_too_slow_is_waited_for() -> None:
+    engine = Engine(slow=True)
+    gate: Gate[int] = Gate(engine, 10, 60.0)
+    assert gate.arrive(1, "g", 0, 30.0, 0.0) == (None, None)
+    assert gate.release(1.0) == []
+    engine.slow = False
+    assert gate.release(2.0) == [(1, None)]
+
+
+def test_deadlines_who_is_gone_and_an_end() -> None:
+    engine = Engine(free=False)
+    gate: Gate[int] = Gate(engine, 10, 60.0)
+    for ticket, ttft_s in ((1, 10.0), (2, 1e9), (3, 1e9), (4, 1e9)):
+        gate.arrive(ticket, "g", 0, ttft_s, 0.0)
+    engine.gone = {3}
+    assert [(ticket, refusal.reason) for ticket, refusal in gate.expire(10.0)] == [(1, "deadline")]
+    assert len(gate.line) == 2
+    gate.hurry(30.0)
+    gate.arrive(5, "g", 0, 1e9, 20.0)
+    assert gate.expire(29.0) == []
+    assert sorted(ticket for ticket, _ in gate.expire(31.0)) == [2, 4, 5]
+    assert not gate.line
+    gate.line.check_integrity()
+
+
+def test_a_full_line_lets_only_the_more_urgent_in() -> None:
+    engine = Engine(free=False)
+    gate: Gate[int] = Gate(engine, 2, 60.0)
+    gate.arrive(1, "g", 0, 30.0, 0.0)
+    gate.arrive(2, "h", 1, 30.0, 0.0)
+    assert why(gate.arrive(3, "g", 0, 30.0, 0.0)) == "queue_full"
+    refusal, out = gate.arrive(4, "g", 1, 30.0, 0.0)
+    assert refusal is None
+    assert out is not None
+    assert (out[0], out[1].reason) == (1, "queue_full")
+    assert why(gate.arrive(5, "h", 1, 30.0, 0.0)) == "queue_full"
+    gate.line.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_leaves_once_whatever_happens(seed: int) -> None:
+    chance = random.Random(seed)
+    engine = Engine()
+    gate: Gate[int] = Gate(engine, 40, 30.0)
+    left: list[int] = []
+    now_s, arrived = 0.0, 3_000
+    for ticket in range(arrived):
+        now_s += chance.choice((0.0, 0.1, 1.0, -0.5, 100.0 if chance.random() < 0.01 else 0.2))
+        engine.free, engine.slow = chance.random() < 0.5, chance.random() < 0.2
+        if chance.random() < 0.05:
+            engine.late.add(chance.randrange(ticket + 1))
+        before = len(engine.sent)
+        refusal, out = gate.arrive(
+            ticket, chance.randrange(3), chance.randrange(-2, 3), chance.uniform(1, 60), now_s
+        )
+        left += [ticket] * (refusal is not None) + ([out[0]] if out else []) + engine.sent[before:]
+        left += [each for each, _ in (*gate.expire(now_s), *gate.release(now_s))]
+        gate.line.check_integrity()
+    waiting = [entry.ticket for entry in gate.line]
+    assert sorted(left + waiting) == list(range(arrived)), seed
+    assert len(waiting) <= 40
+
+
+def test_ten_thousand_that_wait_cost_little_time_and_memory() -> None:
+    chance = random.Random(1)
+    line: Line[int] = Line(10_000)
+    tracemalloc.start()
+    began_s = time.process_time()
+    entries = [
+        Waiting(number, "g", chance.randrange(3), 0.0, chance.uniform(1, 60), 0.5) for number in range(20_000)
+    ]
+    out = [line.add(entry) for entry in entries]
+    assert len(line) == 10_000
+    assert sum(each is not None for each in out) == 10_000
+    assert line.ahead_s("g", 1) <= 5_000.0
+    order = []
+    while (first := line.first("g")) is not None:
+        order.append((-first.priority, first.deadline_s))
+        line.remove(first)
+    took_s = time.process_time() - began_s
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert order == sorted(order)
+    assert took_s < 5.0, f"{took_s:.1f} s"  # under tracemalloc, which makes it several times slower
+    assert peak < 20_000_000, peak
