@@ -36,6 +36,7 @@ def register(app: typer.Typer) -> None:
             "moonpool simulate trace.jsonl --capacity --ttft-slo 10 --policy conductor,round_robin/local",
             "moonpool simulate trace.jsonl --sweep-pd 16 --ttft-slo 10 --gap-slo 0.1",
             "moonpool simulate trace.jsonl --copies 84 --prefill 500 --decode 500 --plot load.html",
+            "moonpool simulate trace.jsonl --event '600s kill prefill-3' --event '900s join prefill-3'",
             "moonpool simulate cache trace.jsonl     hit rate over capacity (see simulate cache --help)",
         ),
     )(simulate)
@@ -43,6 +44,7 @@ def register(app: typer.Typer) -> None:
         "cache",
         epilog=examples(
             "moonpool simulate cache conversation_trace.jsonl --plot hits.html",
+            "moonpool simulate trace.jsonl --event '600s kill prefill-3' --event '900s join prefill-3'",
             "moonpool simulate cache trace.jsonl --policy lru,s3fifo --blocks 1000,10000 --json -",
         ),
     )(simulate_cache)
@@ -71,6 +73,12 @@ def simulate(
     admission: Annotated[
         str, typer.Option(metavar="none|never|now|ahead", help="Refuse early; looking at decode when.")
     ] = "none",
+    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait in a proxy.")] = 0,
+    queue_deadline: Annotated[float, typer.Option(min=0.0, help="Seconds, the longest such wait.")] = 30.0,
+    proxies: Annotated[
+        int, typer.Option(min=1, max=64, help="So many, which exchange what they have in flight.")
+    ] = 1,
+    apart: Annotated[bool, typer.Option("--apart", help="The proxies exchange nothing.")] = False,
     machine: Annotated[str, typer.Option(metavar="NAME", help="What instances can do.")] = "paper",
     faster: Annotated[float, typer.Option(min=1e-3, help="So many times that machine's compute.")] = 1.0,
     cache_tokens: Annotated[
@@ -82,6 +90,11 @@ def simulate(
     ] = "lru",
     width: Annotated[int, typer.Option(min=1, help="Nodes of a prefill instance, in a pipeline.")] = 1,
     serial: Annotated[bool, typer.Option("--serial", help="Hand KV over after the whole prompt.")] = False,
+    event: Annotated[
+        list[str] | None,
+        typer.Option(metavar="'600s kill prefill-3'", help="Join, leave or kill; may be repeated."),
+    ] = None,
+    events: Annotated[Path | None, typer.Option(metavar="FILE", help="Such events, one a line.")] = None,
     capacity: Annotated[
         bool, typer.Option("--capacity", help="Find the greatest speed with 90 % within the objective.")
     ] = False,
@@ -104,6 +117,7 @@ def simulate(
     from moonpool.disagg_proxy.conductor.admission import Look, Objective
     from moonpool.disagg_proxy.simulator import plots, report, run_plots
     from moonpool.disagg_proxy.simulator.cluster import ClusterSettings
+    from moonpool.disagg_proxy.simulator.happenings import parse, read_happenings
     from moonpool.disagg_proxy.simulator.machine import MACHINES
     from moonpool.disagg_proxy.simulator.results import Slo
     from moonpool.disagg_proxy.simulator.runs import Plan
@@ -125,7 +139,9 @@ def simulate(
         width=width,
         layerwise=not serial,
         eviction=eviction,
+        exchanging=not apart,
     )
+    happenings = (*map(parse, event or ()), *(read_happenings(events) if events is not None else ()))
     slo = Slo(ttft_slo, gap_slo or math.inf)
     plans = [
         Plan(
@@ -138,6 +154,10 @@ def simulate(
             seed,
             copies,
             requests,
+            queue,
+            queue_deadline,
+            happenings,
+            proxies,
         )
         for times in _numbers(speed, "--speed")
         for name, local in _policies(policy)

@@ -1,4 +1,4 @@
-"""How long something takes, learnt from what has ended: for asking how much of today's will still be there."""
+"""How long something takes, learnt from what has ended: for asking how much of it will still be there."""
 
 from __future__ import annotations
 

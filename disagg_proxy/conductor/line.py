@@ -86,7 +86,6 @@ class Line(Generic[T]):
         """Those whose deadline has passed; they stay in the line."""
         return [entry for entry in self if entry.deadline_s <= now_s]
 
-
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant is broken."""
         if self._count != sum(map(len, self._groups.values())):

@@ -35,11 +35,19 @@ class Caches:
     index.
     """
 
-    def __init__(self, places: int, blocks_max: int, make: Callable[[int], Cache] = Lru) -> None:
-        self.caches = [make(blocks_max) for _ in range(places)]
+    def __init__(self, blocks_max: int, make: Callable[[int], Cache] = Lru, *, places: int = 0) -> None:
+        self.caches: list[Cache] = []
+        self._blocks_max = blocks_max
+        self._make = make
         self._holders: dict[int, int] = {}
         self._expected: dict[int, int] = {}
         self._expected_count: dict[tuple[int, int], int] = {}
+        for _ in range(places):
+            self.add()
+
+    def add(self) -> None:
+        """One more place."""
+        self.caches.append(self._make(self._blocks_max))
 
     def keep(self, place: int, blocks: Sequence[int], now_s: float) -> None:
         """This cache has, and used, these leading blocks of a prompt."""

@@ -3,7 +3,7 @@
     arrival -> what the caches hold of it -> policy.choose -> fetch from another's cache -> prefill
             -> hand-over to decode, layer by layer while prefill runs -> decode -> Results
 
-The policy sees what it sees in the proxy: ``Instance`` objects whose books and models are kept by
+The policy sees what it sees in the proxy (``Desk``): ``Instance`` objects whose books and models are kept by
 ``Accounts`` from observations of the same form. It does not see the machine, nor how long an answer will be.
 """
 
@@ -11,26 +11,27 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.accounts import Accounts
-from moonpool.disagg_proxy.conductor.admission import Admission, Outlook, Refusal, ttft_s
-from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, Asked, Gate
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
-from moonpool.disagg_proxy.conductor.policy import Policy
-from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.observations import Handed, Outcome, Stage
+from moonpool.disagg_proxy.peers.wire import Change
 from moonpool.disagg_proxy.simulator.cache import Caches
+from moonpool.disagg_proxy.simulator.desk import Desk
 from moonpool.disagg_proxy.simulator.engine import PrefillEngine, WholeEngine
 from moonpool.disagg_proxy.simulator.events import Events
 from moonpool.disagg_proxy.simulator.eviction.study import make_cache
+from moonpool.disagg_proxy.simulator.fleet import Fleet
+from moonpool.disagg_proxy.simulator.happenings import Act, Happening, check
 from moonpool.disagg_proxy.simulator.job import Job
 from moonpool.disagg_proxy.simulator.links import Links
 from moonpool.disagg_proxy.simulator.loads import Loads
 from moonpool.disagg_proxy.simulator.machine import MACHINES, Machine
 from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS, Arrival
+
+TELL_AFTER_S = 0.004  # from one proxy to the others: what is gathered, and the way
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class ClusterSettings:
     width:        nodes of a prefill instance, in a pipeline of chunks.
     layerwise:    KV is handed over while it is computed; else after the whole prompt.
     eviction:     a name of CACHES: what an instance's prefix cache does when it is full.
+    exchanging:   several proxies tell each other what they have in flight.
     """
 
     prefill: int = 0
@@ -54,6 +56,7 @@ class ClusterSettings:
     width: int = 1
     layerwise: bool = True
     eviction: str = "lru"
+    exchanging: bool = True
 
     def __post_init__(self) -> None:
         if min(self.prefill, self.decode, self.whole) < 0 or not self.prefill + self.whole:
@@ -66,59 +69,62 @@ class ClusterSettings:
 
 
 class Cluster:
-    """done: hears of each request when it is over or refused. queue: so many may wait before they are sent,
-    up to queue_deadline_s."""
+    """desks: the proxies, which take turns. done: hears of each request when it is over or refused."""
 
     def __init__(
         self,
         settings: ClusterSettings,
-        policy: Policy,
+        desks: Sequence[Desk],
         done: Callable[[Job], None],
-        admission: Admission | None = None,
-        queue: int = 0,
-        queue_deadline_s: float = 30.0,
+        happenings: Iterable[Happening] = (),
     ) -> None:
         self.settings = settings
         self.events = Events()
         machine = settings.machine
-        # Where nobody decodes, a policy must not look for somebody who does.
-        computing = Role.PREFILL if settings.decode or settings.whole else Role.BOTH
-        roles = (
-            [computing] * settings.prefill + [Role.DECODE] * settings.decode + [Role.BOTH] * settings.whole
-        )
-        self.instances = tuple(
-            Instance(place, f"{role.value}-{place}", role, room_tokens=machine.room_tokens)
-            for place, role in enumerate(roles)
-        )
-        for instance in self.instances:
-            instance.obeys = True
         self.caches = Caches(
-            len(roles), machine.cache_tokens // BLOCK_TOKENS, functools.partial(make_cache, settings.eviction)
+            machine.cache_tokens // BLOCK_TOKENS, functools.partial(make_cache, settings.eviction)
         )
-        self.links = Links(len(roles), machine.link_bytes_s)
+        self.links = Links(machine.link_bytes_s)
         self.loads = Loads()
-        self.accounts = Accounts(self.instances, admission)
-        self._policy = policy
-        self._admission = admission
         self._done = done
-        self._gate: Gate[Job] = Gate(self, queue, queue_deadline_s)
-        self._releases = False  # an event for that is planned
-        self._computing = tuple(each for each in self.instances if each.role is not Role.DECODE)
         self._arrived = 0
-        self.engines = [self._engine(instance) for instance in self.instances]
+        self._live: dict[int, Job] = {}  # those that were sent and are not over
+        self._leaving: set[int] = set()  # places
+        self.busy_before_s = 0.0  # of engines that were replaced
+        self.engines: list[PrefillEngine | WholeEngine] = []
+        counts = {"prefill": settings.prefill, "decode": settings.decode, "whole": settings.whole}
+        self._desks = tuple(desks)
+        for number, desk in enumerate(desks):
+            desk.open(self, Fleet(counts, machine.room_tokens), pool=settings.pool)
+            if settings.exchanging and len(desks) > 1:
+                desk.accounts.changed = functools.partial(self._tell, number)
+        for instance in self.instances:
+            self._open(instance.place)
+        for each in check(happenings, counts):
+            self.events.at(each.at_s, functools.partial(self._happen, each))
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """Those that may be chosen now, as the first proxy sees them."""
+        return self._desks[0].fleet.instances
 
     def run(self, arrivals: Iterable[Arrival]) -> None:
         """All of them, to the last token."""
         for arrival in arrivals:
+            if arrival.at_s < self.events.now_s:
+                raise _bad(f"a request comes at {arrival.at_s:g} s, before the one ahead of it")
             self.events.run_before(arrival.at_s)
             if arrival.at_s >= self.loads.next_s:
                 self._look(arrival.at_s)
-            self._arrive(arrival)
+            self._arrived += 1
+            job = Job(self._arrived, arrival, self._arrived % len(self._desks))
+            self._desk(job).arrive(job)
         self.events.run_before(float("inf"))
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of a part is broken."""
-        self.accounts.check_integrity()
+        for desk in self._desks:
+            desk.check_integrity()
         self.caches.check_integrity()
 
     # What engines say
@@ -136,105 +142,146 @@ class Cluster:
 
     def computed(self, job: Job) -> None:
         """By a prefill engine."""
-        self.caches.arrived(job.prefill_place, job.arrival.full_blocks)
+        self._settle(job)
+        desk = self._desk(job)
         decode = self.engines[job.decode_place]
         if isinstance(decode, PrefillEngine):  # nobody decodes
             job.first_s = job.done_s = self.events.now_s
-            self._observe(job, Stage.BEGUN, handed=Handed.NOT)
+            desk.observe(job, Stage.BEGUN, handed=Handed.NOT)
             self.ended(job)
             return
-        self._observe(job, Stage.PREFILLED, handed=Handed.TWO_STEP)
-        if self._admission is not None and job.choice is not None:
-            refusal = self._admission.after_prefill(job.name, *job.choice)
-            if refusal is not None:
-                self._observe(job, Stage.ENDED, handed=Handed.NOT)
-                self._refuse(job, refusal)
-                return
+        if job.orphan:
+            self._again(job)
+            return
+        desk.observe(job, Stage.PREFILLED, handed=Handed.TWO_STEP)
+        if desk.turned_away(job):
+            self._over(job)
+            return
         machine = self.settings.machine
         size = job.arrival.tokens * machine.kv_bytes
         begun_s = job.begun_s if self.settings.layerwise else self.events.now_s
         sent_s = self.links.send(job.prefill_place, job.decode_place, size, begun_s)
-        there_s = max(sent_s, self.events.now_s) + machine.handover_s
-        self.events.at(there_s, functools.partial(decode.submit, job))
+        job.there_s = max(sent_s, self.events.now_s) + machine.handover_s
+        self.events.at(job.there_s, functools.partial(self._handed, job, job.attempt))
 
     def began(self, job: Job) -> None:
         apart = job.prefill_place != job.decode_place
-        if not apart:
-            self.caches.arrived(job.prefill_place, job.arrival.full_blocks)
-        self._observe(job, Stage.BEGUN, handed=Handed.TWO_STEP if apart else Handed.NOT)
+        self._settle(job)
+        self._desk(job).observe(job, Stage.BEGUN, handed=Handed.TWO_STEP if apart else Handed.NOT)
 
     def ended(self, job: Job) -> None:
-        self._observe(job, Stage.ENDED, handed=Handed.NOT)
+        self._desk(job).observe(job, Stage.ENDED, handed=Handed.NOT)
+        self._over(job)
+
+    # What a proxy does
+
+    def submit(self, job: Job) -> None:
+        self.caches.expect(job.prefill_place, job.arrival.full_blocks)
+        job.expected = True
+        self._live[job.name] = job
+        self.engines[job.prefill_place].submit(job)
+
+    def refused(self, job: Job) -> None:
         self._done(job)
+
+    def _desk(self, job: Job) -> Desk:
+        return self._desks[job.desk]
+
+    def _tell(self, number: int, change: Change) -> None:
+        self.events.at(self.events.now_s + TELL_AFTER_S, functools.partial(self._hear, number, change))
+
+    def _hear(self, number: int, change: Change) -> None:
+        for other, desk in enumerate(self._desks):
+            if other != number:
+                desk.shared.apply(str(number), (change,), self.events.now_s)
 
     # What happens to a request
 
-    def _arrive(self, arrival: Arrival) -> None:
-        self._arrived += 1
-        job = Job(self._arrived, arrival)
-        longest_s = math.inf if self._admission is None else self._admission.objective.ttft_s
-        refusal, out = self._gate.arrive(job, None, 0, longest_s, arrival.at_s)
-        if refusal is not None:
-            self._refuse(job, refusal)
-        if out is not None:
-            self._refuse(*out)
-        self._release_later()
+    def _handed(self, job: Job, attempt: int) -> None:
+        """Its KV is there, unless an instance has died meanwhile."""
+        if attempt == job.attempt:
+            engine = self.engines[job.decode_place]
+            assert isinstance(engine, WholeEngine)
+            engine.submit(job)
 
-    def _release_later(self) -> None:
-        if self._gate.line and not self._releases:
-            self._releases = True
-            self.events.at(self.events.now_s + RELEASE_EVERY_S, self._release)
+    def _settle(self, job: Job) -> None:
+        """Its prompt is not on its way any more."""
+        if job.expected:
+            job.expected = False
+            self.caches.arrived(job.prefill_place, job.arrival.full_blocks)
 
-    def _release(self) -> None:
-        self._releases = False
-        now_s = self.events.now_s
-        for job, refusal in (*self._gate.expire(now_s), *self._gate.release(now_s)):
-            if refusal is not None:
-                self._refuse(job, refusal)
-        self._release_later()
+    def _again(self, job: Job) -> None:
+        """An instance died before the first token."""
+        self._settle(job)
+        del self._live[job.name]
+        self._desk(job).again(job)
 
-    def _refuse(self, job: Job, refusal: Refusal) -> None:
-        job.why_not = refusal.reason
+    def _over(self, job: Job) -> None:
+        del self._live[job.name]
         self._done(job)
+        for place in (job.prefill_place, job.decode_place):
+            if place in self._leaving:
+                self._close_if_idle(place)
 
-    # What the gate asks
+    # What happens to an instance
 
-    def is_busy(self, ticket: Job, now_s: float) -> bool:
-        return all(each.books.wait_s(now_s) >= HOLD_S for each in self._computing)
+    def _happen(self, happening: Happening) -> None:
+        if happening.act is Act.JOIN:
+            known = self._desks[0].fleet.place(happening.name)
+            if known in self._leaving:  # it joins again before it has ended what it had
+                self._kill(known)
+            (place,) = {desk.join(happening.name) for desk in self._desks}
+            self._open(place)
+            return
+        (place,) = {desk.fleet.leave(happening.name).place for desk in self._desks}
+        if happening.act is Act.KILL:
+            self._kill(place)
+        else:
+            self._leaving.add(place)
+            self._close_if_idle(place)
 
-    def share(self, ticket: Job) -> int:
-        return len(self._computing)
+    def _open(self, place: int) -> None:
+        engine = self._engine(place)
+        if place == len(self.engines):
+            self.engines.append(engine)
+            self.caches.add()
+            self.links.add()
+        else:
+            self.busy_before_s += self.engines[place].busy_s
+            self.engines[place] = engine
 
-    def is_gone(self, ticket: Job) -> bool:
-        return False
+    def _kill(self, place: int) -> None:
+        """What it held is gone; who waited for a first token is sent anew, whose answer had begun is lost."""
+        self.engines[place].dead = True
+        self.caches.clear(place)
+        now_s = self.events.now_s
+        again = []
+        for job in list(self._live.values()):
+            prompt_there = place == job.prefill_place and now_s < job.there_s
+            if job.first_s < math.inf:
+                if place == job.decode_place:
+                    self._desk(job).observe(job, Stage.ENDED, handed=Handed.NOT, outcome=Outcome.BROKEN_OFF)
+                    del self._live[job.name]
+                    job.why_not = "lost"
+                    self._done(job)
+            elif prompt_there or (place == job.decode_place and job.computed_s < math.inf):
+                again.append(job)
+            elif place == job.decode_place:
+                job.orphan = True  # sent anew once its prompt is computed, which then is found
+        self._close(place)
+        for job in again:
+            self._again(job)
 
-    def ask(self, ticket: Job, waited_s: float, now_s: float, *, send: bool) -> Asked:
-        job, blocks = ticket, ticket.arrival.full_blocks
-        held = self.caches.find(blocks, expected=True, unit=BLOCK_TOKENS)
-        asked = Request(
-            job.arrival.tokens,
-            held.by_place,
-            held.anywhere * BLOCK_TOKENS if self.settings.pool else 0,
-            holder=self.instances[held.best].sender if self.settings.pool and held.anywhere else None,
-        )
-        choice = self._policy.choose(asked, self.instances, now_s)
-        outlook = None
-        if self._admission is not None:
-            outlook = self._admission.outlook(asked, choice, now_s, waited_s=waited_s)
-        refusal = None if outlook is None else outlook.refusal
-        if send and refusal is None:
-            self._send(job, asked, choice, outlook)
-        return Asked(choice.prefill_s, refusal, final=refusal is not None and refusal.reason == "ttft")
+    def _close_if_idle(self, place: int) -> None:
+        if not any(place in (job.prefill_place, job.decode_place) for job in self._live.values()):
+            self.engines[place].dead = True
+            self.caches.clear(place)
+            self._close(place)
 
-    def _send(self, job: Job, asked: Request, choice: Choice, outlook: Outlook | None) -> None:
-        now_s, computes = self.events.now_s, choice.computes
-        job.choice = (asked, choice)
-        job.prefill_place, job.decode_place = computes.place, choice.decode.place
-        job.fetches = self.settings.pool and choice.fetch
-        job.predicted_ttft_s = now_s - job.arrival.at_s + ttft_s(asked, choice, now_s)
-        self.accounts.sent(job.name, choice, asked, streams=True, now_s=now_s, outlook=outlook)
-        self.caches.expect(computes.place, job.arrival.full_blocks)
-        self.engines[computes.place].submit(job)
+    def _close(self, place: int) -> None:
+        self._leaving.discard(place)
+        for desk in self._desks:
+            desk.leave(place)
 
     def _look(self, now_s: float) -> None:
         """How loaded prefill and decode are."""
@@ -242,9 +289,9 @@ class Cluster:
         gaps_s = [engine.gap_s(now_s) for engine in self.engines if isinstance(engine, WholeEngine)]
         self.loads.add(now_s, sum(waits_s) / max(len(waits_s), 1), sum(gaps_s) / max(len(gaps_s), 1))
 
-    def _engine(self, instance: Instance) -> PrefillEngine | WholeEngine:
-        settings, place = self.settings, instance.place
-        if place < settings.prefill:
+    def _engine(self, place: int) -> PrefillEngine | WholeEngine:
+        settings = self.settings
+        if self._desks[0].fleet.kind(place) == "prefill":
             return PrefillEngine(
                 place,
                 settings.machine,
@@ -256,39 +303,6 @@ class Cluster:
             )
         return WholeEngine(
             place, settings.machine, self.events, self.caches, self, chunk_tokens=settings.chunk_tokens
-        )
-
-    def _observe(self, job: Job, stage: Stage, handed: Handed) -> None:
-        """As the data plane of a proxy would have recorded it."""
-        now_s = self.events.now_s
-        apart = job.prefill_place != job.decode_place
-        self.accounts.learn(
-            Observation(
-                request=job.name,
-                note=1,
-                prefill=job.prefill_place if apart else -1,
-                decode=job.decode_place,
-                arrived_s=job.arrival.at_s,
-                sent_prefill_s=job.arrival.at_s if apart else 0.0,
-                prefill_done_s=job.computed_s if apart else 0.0,
-                sent_decode_s=job.computed_s if apart else job.arrival.at_s,
-                first_byte_s=now_s if stage is Stage.BEGUN else job.first_s,
-                last_byte_s=now_s if stage is Stage.ENDED else 0.0,
-                prompt_tokens=job.arrival.tokens,
-                cached_tokens=job.own + job.fetched,
-                completion_tokens=job.arrival.answer_tokens,
-                prefill_cached_tokens=job.own + job.fetched,
-                status=200,
-                outcome=Outcome.ANSWERED,
-                attempts=1,
-                handed_over=handed,
-                stream=1,
-                stage=stage,
-                sampled=0,
-                trace_id=b"",
-                parent_id=b"",
-                span_id=b"",
-            )
         )
 
 

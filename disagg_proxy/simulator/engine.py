@@ -35,7 +35,7 @@ class Outcomes(Protocol):
 class PrefillEngine:
     """width: nodes that compute a prompt together, chunk after chunk through a pipeline of stages (chunked
     pipeline parallelism, Mooncake, FAST '25): so many chunks of a prompt, or of the next one, are in work at
-    one time. A chunk takes a width-th of its time in each stage.
+    one time. A chunk takes a width-th of its time in each stage. dead: it does nothing more.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class PrefillEngine:
         self._chunk_tokens = chunk_tokens
         self._line: deque[Job] = deque()
         self._busy = False
+        self.dead = False
         self.busy_s = 0.0
 
     @property
@@ -71,7 +72,7 @@ class PrefillEngine:
         self._start()
 
     def _start(self) -> None:
-        if self._busy or not self._line:
+        if self._busy or not self._line or self.dead:
             return
         self._busy = True
         job = self._line[0]
@@ -81,6 +82,8 @@ class PrefillEngine:
             self._begin()
 
     def _begin(self) -> None:
+        if self.dead:
+            return
         job = self._line.popleft()
         now_s = job.begun_s = self._events.now_s
         begin_prompt(job, self._caches, self.place)
@@ -97,6 +100,8 @@ class PrefillEngine:
             self._outcomes.next(self._line[0])
 
     def _end(self, job: Job) -> None:
+        if self.dead:
+            return
         job.computed_s = self._events.now_s
         self._caches.keep(self.place, job.arrival.full_blocks, self._events.now_s)
         self._outcomes.computed(job)
@@ -134,6 +139,7 @@ class WholeEngine:
         self._room = machine.room_tokens
         self._version = 0
         self._job: Job | None = None  # whose prompt is being computed
+        self.dead = False
         self.busy_s = 0.0
 
     @property
@@ -158,6 +164,8 @@ class WholeEngine:
 
     def _go_on(self) -> None:
         """A prompt's next step, or decode until the next request ends."""
+        if self.dead:
+            return
         self._version += 1  # a plan that was made before is void
         version = self._version
         now_s = self._events.now_s
@@ -205,6 +213,8 @@ class WholeEngine:
 
     def _stepped(self) -> None:
         job = self._job
+        if self.dead:
+            return
         assert job is not None
         if job.left == 0:
             job.computed_s = self._events.now_s

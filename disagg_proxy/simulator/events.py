@@ -13,11 +13,16 @@ class Events:
         self.now_s = 0.0
         self.count = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._planned = 0
+        self._number = 0
+
+    @property
+    def planned(self) -> int:
+        """What is still to happen."""
+        return len(self._heap)
 
     def at(self, at_s: float, do: Callable[[], None]) -> None:
-        self._planned += 1
-        heapq.heappush(self._heap, (max(at_s, self.now_s), self._planned, do))
+        self._number += 1
+        heapq.heappush(self._heap, (max(at_s, self.now_s), self._number, do))
 
     def run_before(self, until_s: float) -> None:
         """All that happens before this time, and what follows from it; then it is this time."""

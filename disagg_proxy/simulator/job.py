@@ -15,19 +15,23 @@ class Job:
 
     ready_s:  the fetched part of its prompt is there.        begun_s: its prefill began.
     computed_s: its prefill ended.                            first_s: its first token.
+    there_s:  its KV is where it decodes.                     attempt: how often it was sent before.
     done_s:   its last token.                                 gap_s: the mean of its longest tenth of gaps.
     own, fetched: tokens that were reused, from the instance's own cache and from others'.
+    desk: the number of the proxy that it came to.
     fetches: whether it is to fetch what others hold.
     why_not:  why it was refused, or given up; "" for neither.
     """
 
     name: int
     arrival: Arrival
+    desk: int = 0
     own: int = 0
     fetched: int = 0
     ready_s: float = 0.0
     begun_s: float = math.inf
     computed_s: float = math.inf
+    there_s: float = math.inf
     first_s: float = math.inf
     done_s: float = math.inf
     gap_s: float = 0.0
@@ -37,7 +41,18 @@ class Job:
     fetches: bool = True
     why_not: str = ""
     choice: tuple[Request, Choice] | None = None  # what it was sent by
+    attempt: int = 0
+    expected: bool = False  # its prompt is on its way to prefill_place
+    orphan: bool = False  # where it was to decode is dead
     left: int = field(default=0)  # tokens of the prompt that are still to be computed, chunk by chunk
+
+    def restart(self) -> None:
+        """Nothing has come of it."""
+        self.attempt += 1
+        self.own = self.fetched = self.left = 0
+        self.ready_s = 0.0
+        self.orphan = False
+        self.begun_s = self.computed_s = self.there_s = self.first_s = math.inf
 
     @property
     def ttft_s(self) -> float:

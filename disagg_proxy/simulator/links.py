@@ -7,11 +7,16 @@ class Links:
     """Transfers take their turn at the sender and at the receiver: one that finds either busy waits for it.
     So two that share a link take as long together as they would share it fairly; the first is done sooner."""
 
-    def __init__(self, places: int, bytes_s: float) -> None:
+    def __init__(self, bytes_s: float) -> None:
         self._bytes_s = bytes_s
-        self._out_free_s = [0.0] * places
-        self._in_free_s = [0.0] * places
+        self._out_free_s: list[float] = []
+        self._in_free_s: list[float] = []
         self.sent_bytes = 0
+
+    def add(self) -> None:
+        """One more place."""
+        self._out_free_s.append(0.0)
+        self._in_free_s.append(0.0)
 
     def wait_s(self, source: int, now_s: float) -> float:
         """Until this sender could begin with another transfer."""

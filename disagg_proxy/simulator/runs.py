@@ -14,6 +14,8 @@ from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.admission import Admission, Look, Objective
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.simulator.cluster import Cluster, ClusterSettings
+from moonpool.disagg_proxy.simulator.desk import Desk
+from moonpool.disagg_proxy.simulator.happenings import Happening
 from moonpool.disagg_proxy.simulator.loads import Loads
 from moonpool.disagg_proxy.simulator.results import Results
 from moonpool.disagg_proxy.simulator.trace import Arrival, Trace, read_trace
@@ -25,7 +27,8 @@ ANY = Objective()
 @dataclass(frozen=True, slots=True)
 class Plan:
     """policy: a name of POLICIES or a class of the user's own. copies, speed, seed: see ``Trace.arrivals``.
-    requests: so many at most; 0: all. queue: so many may wait in the proxy, up to queue_deadline_s."""
+    requests: so many at most; 0: all. queue: so many may wait in a proxy, up to queue_deadline_s.
+    happenings: to instances, in mid simulation. proxies: so many, which take turns."""
 
     trace: Path
     cluster: ClusterSettings
@@ -38,6 +41,8 @@ class Plan:
     requests: int = 0
     queue: int = 0
     queue_deadline_s: float = 30.0
+    happenings: tuple[Happening, ...] = ()
+    proxies: int = 1
 
     def __post_init__(self) -> None:
         make_policy(self.policy)
@@ -45,6 +50,8 @@ class Plan:
             raise ConfigError(f"the speed must be positive, not {self.speed}", operation="simulate")
         if self.copies < 1 or self.requests < 0:
             raise ConfigError("copies are 1 or more, and requests cannot be negative", operation="simulate")
+        if not 1 <= self.proxies <= 64:
+            raise ConfigError(f"there are 1 to 64 proxies, not {self.proxies}", operation="simulate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +73,16 @@ def simulate(plan: Plan, trace: Trace | None = None, tell: Callable[[int], None]
     trace = trace or read_trace(plan.trace)
     began_s = time.process_time()
     results = Results()
-    admission = None if plan.admission is None else Admission(plan.objective, plan.admission)
-    cluster = Cluster(plan.cluster, make_policy(plan.policy), results.add, admission, plan.queue, plan.queue_deadline_s)
+    desks = [
+        Desk(
+            make_policy(plan.policy),
+            None if plan.admission is None else Admission(plan.objective, plan.admission),
+            plan.queue,
+            plan.queue_deadline_s,
+        )
+        for _ in range(plan.proxies)
+    ]
+    cluster = Cluster(plan.cluster, desks, results.add, plan.happenings)
     arrivals = trace.arrivals(speed=plan.speed, seed=plan.seed, copies=plan.copies)
     if plan.requests:
         arrivals = islice(arrivals, plan.requests)
@@ -84,7 +99,7 @@ def simulate(plan: Plan, trace: Trace | None = None, tell: Callable[[int], None]
         cluster.loads,
         seconds=cluster.events.now_s,
         cpu_s=time.process_time() - began_s,
-        busy_s=sum(engine.busy_s for engine in cluster.engines),
+        busy_s=cluster.busy_before_s + sum(engine.busy_s for engine in cluster.engines),
         sent_bytes=cluster.links.sent_bytes,
     )
 

@@ -22,7 +22,7 @@ def test_what_does_not_fit_is_kept_from_the_front() -> None:
 
 
 def test_a_prompt_is_found_as_far_as_each_place_holds_it() -> None:
-    caches = Caches(4, 100)
+    caches = Caches(100, places=4)
     caches.keep(0, [1, 2, 3], 0.0)
     caches.keep(1, [1, 2], 0.0)
     caches.keep(2, [1, 7], 0.0)
@@ -36,7 +36,7 @@ def test_a_prompt_is_found_as_far_as_each_place_holds_it() -> None:
 
 
 def test_what_is_on_its_way_counts_where_it_goes_until_it_is_there() -> None:
-    caches = Caches(2, 100)
+    caches = Caches(100, places=2)
     caches.keep(0, [1], 0.0)
     caches.expect(1, [1, 2, 3])
     caches.expect(1, [1, 2])
@@ -53,7 +53,7 @@ def test_what_is_on_its_way_counts_where_it_goes_until_it_is_there() -> None:
 @pytest.mark.parametrize("places", [3, 40])
 def test_sets_of_bits_say_what_a_plain_look_says(places: int, rng: random.Random) -> None:
     chance = rng
-    caches = Caches(places, 30)
+    caches = Caches(30, places=places)
     coming: list[tuple[int, list[int]]] = []
     for _ in range(400):
         chain = [chance.randrange(3) + 3 * depth for depth in range(chance.randrange(1, 12))]

@@ -10,6 +10,7 @@ from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.admission import Admission, Look, Objective
 from moonpool.disagg_proxy.conductor.policy import POLICIES, make_policy
 from moonpool.disagg_proxy.simulator.cluster import Cluster, ClusterSettings
+from moonpool.disagg_proxy.simulator.desk import Desk
 from moonpool.disagg_proxy.simulator.job import Job
 from moonpool.disagg_proxy.simulator.machine import Machine
 from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS, Arrival
@@ -39,7 +40,7 @@ def run(
 ) -> list[Job]:
     """In the order of arrival."""
     jobs: list[Job] = []
-    cluster = Cluster(settings, make_policy(policy), jobs.append, admission)
+    cluster = Cluster(settings, [Desk(make_policy(policy), admission)], jobs.append)
     cluster.run(arrivals)
     cluster.check_integrity()
     assert len(jobs) == len(arrivals)

@@ -1,0 +1,216 @@
+"""One simulated proxy: what a real one decides and keeps account of, with the same objects.
+
+    arrival -> gate: refused, waits, or -> what the caches hold -> policy.choose -> admission -> sent
+
+What the engines do with it comes back by ``observe``, as a data plane would have recorded it. Several desks
+have instances, books and models of their own, and tell each other what they have in flight.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from moonpool.disagg_proxy.accounts import Accounts
+from moonpool.disagg_proxy.conductor.admission import Admission, Outlook, Refusal, ttft_s
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, Asked, Gate
+from moonpool.disagg_proxy.conductor.instance import Role
+from moonpool.disagg_proxy.conductor.policy import Policy
+from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.peers.shared import Shared
+from moonpool.disagg_proxy.simulator.cache import Caches
+from moonpool.disagg_proxy.simulator.events import Events
+from moonpool.disagg_proxy.simulator.fleet import Fleet
+from moonpool.disagg_proxy.simulator.job import Job
+from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS
+
+NO_INSTANCE = "no_instance"
+
+
+class Engines(Protocol):
+    """What a desk stands before."""
+
+    events: Events
+    caches: Caches
+
+    def submit(self, job: Job) -> None:
+        """It is sent, to where its places say."""
+
+    def refused(self, job: Job) -> None:
+        """It is not sent; ``why_not`` says why."""
+
+
+class Desk:
+    """queue: so many requests may wait before they are sent, up to queue_deadline_s."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        admission: Admission | None = None,
+        queue: int = 0,
+        queue_deadline_s: float = 30.0,
+    ) -> None:
+        self.accounts = Accounts((), admission)
+        self._policy = policy
+        self._admission = admission
+        self._gate: Gate[Job] = Gate(self, queue, queue_deadline_s)
+        self._releases = False  # an event for that is planned
+
+    def open(self, engines: Engines, fleet: Fleet, *, pool: bool) -> None:
+        """Before the first request. pool: instances fetch what others hold."""
+        self.fleet = fleet
+        self._engines = engines
+        self._events = engines.events
+        self._pool = pool
+        self.shared = Shared(lambda name: next((each for each in fleet.instances if each.name == name), None))
+        for instance in fleet.instances:
+            self.accounts.join(instance)
+
+    def join(self, name: str) -> int:
+        """An instance of this name, or kind; its place."""
+        instance = self.fleet.join(name)
+        self.accounts.join(instance)
+        return instance.place
+
+    def leave(self, place: int) -> None:
+        """Nothing of the instance is under way any more."""
+        self.accounts.forget(place)
+        self.accounts.leave(place)
+
+    def arrive(self, job: Job) -> None:
+        longest_s = math.inf if self._admission is None else self._admission.objective.ttft_s
+        if not self.fleet.can_serve():
+            self._refuse(job, NO_INSTANCE)
+            return
+        refusal, out = self._gate.arrive(job, None, 0, longest_s, self._events.now_s)
+        if refusal is not None:
+            self._refuse(job, refusal.reason)
+        if out is not None:
+            self._refuse(out[0], out[1].reason)
+        self._release_later()
+
+    def again(self, job: Job) -> None:
+        """An instance died before its first token: a proxy sends such a request anew, whatever it costs."""
+        self.observe(job, Stage.ENDED, handed=Handed.NOT, outcome=Outcome.FAILED)
+        job.restart()
+        if not self.fleet.can_serve():
+            self._refuse(job, NO_INSTANCE)
+            return
+        asked, choice = self._choose(job)
+        self._send(job, asked, choice, None)
+
+    def turned_away(self, job: Job) -> bool:
+        """Whether admission ends it now that its prompt is computed."""
+        if self._admission is None or job.choice is None:
+            return False
+        refusal = self._admission.after_prefill(job.name, *job.choice)
+        if refusal is None:
+            return False
+        self.observe(job, Stage.ENDED, handed=Handed.NOT)
+        job.why_not = refusal.reason
+        return True
+
+    def observe(self, job: Job, stage: Stage, *, handed: Handed, outcome: Outcome = Outcome.ANSWERED) -> None:
+        """As the data plane of a proxy would have recorded it."""
+        now_s = self._events.now_s
+        apart = job.prefill_place != job.decode_place
+        self.accounts.learn(
+            Observation(
+                request=job.name,
+                note=1,
+                prefill=job.prefill_place if apart else -1,
+                decode=job.decode_place,
+                arrived_s=job.arrival.at_s,
+                sent_prefill_s=job.arrival.at_s if apart else 0.0,
+                prefill_done_s=job.computed_s if apart else 0.0,
+                sent_decode_s=job.computed_s if apart else job.arrival.at_s,
+                first_byte_s=now_s if stage is Stage.BEGUN else job.first_s,
+                last_byte_s=now_s if stage is Stage.ENDED else 0.0,
+                prompt_tokens=job.arrival.tokens,
+                cached_tokens=job.own + job.fetched,
+                completion_tokens=job.arrival.answer_tokens,
+                prefill_cached_tokens=job.own + job.fetched,
+                status=200,
+                outcome=outcome,
+                attempts=1 + job.attempt,
+                handed_over=handed,
+                stream=1,
+                stage=stage,
+                sampled=0,
+                trace_id=b"",
+                parent_id=b"",
+                span_id=b"",
+            )
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant of a part is broken."""
+        if not len(self.shared):
+            self.accounts.check_integrity()
+        self.shared.check_integrity()
+
+    # What the gate asks
+
+    def is_busy(self, ticket: Job, now_s: float) -> bool:
+        return all(
+            each.books.wait_s(now_s) >= HOLD_S
+            for each in self.fleet.instances
+            if each.role is not Role.DECODE
+        )
+
+    def share(self, ticket: Job) -> int:
+        return sum(each.role is not Role.DECODE for each in self.fleet.instances)
+
+    def is_gone(self, ticket: Job) -> bool:
+        return False
+
+    def ask(self, ticket: Job, waited_s: float, now_s: float, *, send: bool) -> Asked:
+        if not self.fleet.can_serve():
+            return Asked(0.0, Refusal(NO_INSTANCE, 0.0, "no instance is left"), final=True)
+        asked, choice = self._choose(ticket)
+        outlook = None
+        if self._admission is not None:
+            outlook = self._admission.outlook(asked, choice, now_s, waited_s=waited_s)
+        refusal = None if outlook is None else outlook.refusal
+        if send and refusal is None:
+            self._send(ticket, asked, choice, outlook)
+        return Asked(choice.prefill_s, refusal, final=refusal is not None and refusal.reason == "ttft")
+
+    # What happens to a request
+
+    def _choose(self, job: Job) -> tuple[Request, Choice]:
+        held = self._engines.caches.find(job.arrival.full_blocks, expected=True, unit=BLOCK_TOKENS)
+        asked = Request(
+            job.arrival.tokens,
+            held.by_place,
+            held.anywhere * BLOCK_TOKENS if self._pool else 0,
+            holder=self.fleet.at[held.best].sender if self._pool and held.anywhere else None,
+        )
+        return asked, self._policy.choose(asked, self.fleet.instances, self._events.now_s)
+
+    def _send(self, job: Job, asked: Request, choice: Choice, outlook: Outlook | None) -> None:
+        now_s = self._events.now_s
+        job.choice = (asked, choice)
+        job.prefill_place, job.decode_place = choice.computes.place, choice.decode.place
+        job.fetches = self._pool and choice.fetch
+        job.predicted_ttft_s = now_s - job.arrival.at_s + ttft_s(asked, choice, now_s)
+        self.accounts.sent(job.name, choice, asked, streams=True, now_s=now_s, outlook=outlook)
+        self._engines.submit(job)
+
+    def _refuse(self, job: Job, why: str) -> None:
+        job.why_not = why
+        self._engines.refused(job)
+
+    def _release_later(self) -> None:
+        if self._gate.line and not self._releases:
+            self._releases = True
+            self._events.at(self._events.now_s + RELEASE_EVERY_S, self._release)
+
+    def _release(self) -> None:
+        self._releases = False
+        now_s = self._events.now_s
+        for job, refusal in (*self._gate.expire(now_s), *self._gate.release(now_s)):
+            if refusal is not None:
+                self._refuse(job, refusal.reason)
+        self._release_later()

@@ -1,0 +1,98 @@
+"""What happens to instances in mid simulation: they join, leave and die.
+
+600 kill prefill-3        seconds of the simulation; 600s, 10m and 1h are understood, too
+900 join prefill-3        the same instance anew, with nothing in its cache
+900 join decode           one more
+1200 leave whole-0        nothing more is sent there; it ends what it has
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+from moonpool.core.errors import ConfigError
+
+KINDS = ("prefill", "decode", "whole")
+_LINE = re.compile(r"(\d+(?:\.\d+)?)([smh]?)\s+(join|leave|kill)\s+(prefill|decode|whole)(-\d+)?")
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+class Act(Enum):
+    JOIN = "join"
+    LEAVE = "leave"
+    KILL = "kill"
+
+
+class Happening(NamedTuple):
+    """name: KIND-NUMBER; for one more, KIND alone."""
+
+    at_s: float
+    act: Act
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.at_s:g} {self.act.value} {self.name}"
+
+
+def parse(text: str) -> Happening:
+    """Raises ConfigError that says what a happening looks like."""
+    found = _LINE.fullmatch(text.strip())
+    if found is None or (found[3] != "join" and not found[5]):
+        raise _bad(f"{text.strip()!r} is no event; it looks like '600s kill prefill-3' or '15m join decode'")
+    at_s = float(found[1]) * _SECONDS[found[2]]
+    return Happening(at_s, Act(found[3]), found[4] + (found[5] or ""))
+
+
+def read_happenings(path: Path) -> list[Happening]:
+    """One a line; empty lines and those that begin with # are passed over. Raises ConfigError that names the
+    line."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _bad(f"the events of {path} cannot be read: {error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            found.append(parse(line))
+        except ConfigError as error:
+            raise _bad(f"{path}, line {number}: {error}") from error
+    return found
+
+
+def check(happenings: Iterable[Happening], counts: dict[str, int]) -> list[Happening]:
+    """In the order of their times. counts: instances of each kind at the beginning. Raises ConfigError for
+    what cannot happen: somebody leaves who is not there, or joins who is.
+    """
+    ordered = sorted(happenings, key=lambda each: each.at_s)
+    known = dict(counts)
+    there = {f"{kind}-{number}" for kind, count in counts.items() for number in range(count)}
+    for each in ordered:
+        kind, _, number = each.name.partition("-")
+        if not 0 <= each.at_s < math.inf:
+            raise _bad(f"{each}: there is no such time")
+        if each.act is not Act.JOIN:
+            if each.name not in there:
+                raise _bad(f"{each}: there is no {each.name} at that time")
+            there.remove(each.name)
+            continue
+        if not counts.get(kind):
+            raise _bad(f"{each}: this cluster has no {kind} instances")
+        name = each.name if number else f"{kind}-{known[kind]}"
+        if name in there:
+            raise _bad(f"{each}: {name} is there already")
+        if number and int(number) >= known[kind]:
+            raise _bad(f"{each}: there never was a {name}; 'join {kind}' makes {kind}-{known[kind]}")
+        known[kind] += not number
+        there.add(name)
+    return ordered
+
+
+def _bad(sentence: str) -> ConfigError:
+    return ConfigError(sentence, operation="simulate")
