@@ -53,7 +53,7 @@ class Engine:
         self.models: dict[str, bytes] | None = None
         self.named: dict[str, bytes] | None = None  # models that whoever named it said; it may say otherwise
         self.specs = specs or (lambda: settings.engines)
-        self.bootstrap = bootstrap_of(spec, settings, self.specs())
+        self.bootstrap = bootstrap_of(spec, settings, self.specs()) if spec.role == "prefill" else None
         self.meeting: Meeting | None = None
         self.alone = True
         self.relay: Relay | None = None

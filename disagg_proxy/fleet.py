@@ -89,9 +89,7 @@ class Fleet:
         if not self._free:
             raise LookupError(f"there are {self._settings.places} engines, and no place for {spec.name}")
         place = heapq.heappop(self._free)
-        specs = (*(each for each in self._specs() if each.name != spec.name), spec)
-        engine = Engine(place, spec, self._settings, lambda: specs)
-        engine.specs = self._specs
+        engine = Engine(place, spec, self._settings, lambda: self._specs(spec))
         engine.turned = self._turned
         engine.became = self._dispatcher.became
         self._there[spec.name] = found, engine
@@ -109,7 +107,8 @@ class Fleet:
             row = msgspec.json.encode({"id": found.model, "object": "model"})
             engine.named = {found.model: row}
             engine.serves(None)
-        self._share_pages()
+        if spec.role == "prefill":
+            self._share_pages()
         if self._started:
             self._check(engine)
         return engine
@@ -128,7 +127,8 @@ class Fleet:
             self._subscriber.drop(found.events.name)
         if engine.bootstrap in self._pages:
             self._pages.remove(engine.bootstrap)
-        self._share_pages()
+        if found.spec.role == "prefill":
+            self._share_pages()
         self._relay.remove_engine(engine.place, self._settings.deadlines.drain_s)
 
     def gone(self, place: int) -> None:
@@ -169,10 +169,13 @@ class Fleet:
         for engine in self.engines:
             engine.check_integrity()
 
-    def _specs(self) -> Sequence[EngineSpec]:
+    def _specs(self, joining: EngineSpec | None = None) -> Sequence[EngineSpec]:
         """Of all engines; those of the settings are all there, or on their way."""
         specs = {spec.name: spec for spec in self._settings.engines}
-        return tuple((specs | {name: found.spec for name, (found, _) in self._there.items()}).values())
+        specs |= {name: found.spec for name, (found, _) in self._there.items()}
+        if joining is not None:
+            specs[joining.name] = joining
+        return tuple(specs.values())
 
     def _check(self, engine: Engine) -> None:
         checker = HealthChecker(engine, self._settings.health, self._pages)

@@ -20,6 +20,7 @@ def register(app: typer.Typer) -> None:
             "moonpool proxy --discovery file:/etc/moonpool/engines.yaml",
             "moonpool proxy --discovery http --discovery-keys-file /etc/moonpool/registrars",
             "moonpool proxy --discovery etcd:http://127.0.0.1:2379/moonpool/engines/",
+            "moonpool proxy --discovery 'kubernetes:prod/app=vllm?port=8000'",
         )
     )(proxy)
 

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -23,6 +23,7 @@ import msgspec
 
 from moonpool.core.backoff import Backoff
 from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.discovery.lines import lines_of
 from moonpool.disagg_proxy.discovery.members import OFFERED_MAX
 from moonpool.disagg_proxy.discovery.rows import Row, name_of
 from moonpool.disagg_proxy.discovery.source import Found, Listener
@@ -141,7 +142,7 @@ class EtcdSource:
             if answer.status != 200:
                 raise _Lost(f"/v3/watch was answered with {answer.status}")
             try:
-                async for line in _lines(answer.content):
+                async for line in lines_of(answer.content, ANSWER_BYTES_MAX):
                     watched = _watched_of(line)
                     for event in watched.events:
                         if event.type == "DELETE":
@@ -152,6 +153,7 @@ class EtcdSource:
                         listener.found(self._engines(values))
             except aiohttp.SocketTimeoutError:
                 return
+        raise _Lost("etcd closed the watch")
 
     async def _read_all(self, session: aiohttp.ClientSession) -> tuple[dict[str, str], int]:
         """Values by key, both in base64, and the revision at which they were so."""
@@ -252,17 +254,3 @@ def _watched_of(line: bytes) -> _Watched:
     if answer.result.canceled:
         raise _Lost(f"the watch was cancelled: {answer.result.cancel_reason or 'compacted'}")
     return answer.result
-
-
-async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """One message of the gateway each. Raises _Lost at the stream's end."""
-    held = b""
-    async for piece in stream.iter_any():
-        held += piece
-        *whole, held = held.split(b"\n")
-        for line in whole:
-            if line.strip():
-                yield line
-        if len(held) > ANSWER_BYTES_MAX:
-            raise _Lost(f"a message is longer than {ANSWER_BYTES_MAX} bytes")
-    raise _Lost("etcd closed the watch")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from moonpool.disagg_proxy.discovery.etcd_source import EtcdSource
 from moonpool.disagg_proxy.discovery.file_source import FileSource
+from moonpool.disagg_proxy.discovery.kubernetes_source import KubernetesSource
 from moonpool.disagg_proxy.discovery.names import SourceName, parse_source_name
 from moonpool.disagg_proxy.discovery.source import Source
 
@@ -22,4 +23,6 @@ def _make(name: SourceName, registry: Source | None) -> Source:
         return registry
     if name.kind == "etcd":
         return EtcdSource(name.rest)
+    if name.kind == "kubernetes":
+        return KubernetesSource(name.rest)
     return FileSource(name.rest)

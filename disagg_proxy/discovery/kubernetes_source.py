@@ -1,0 +1,334 @@
+"""Engines that are pods of a Kubernetes cluster, chosen by their labels.
+
+The API server is asked for all pods, page by page, and then watched from the resourceVersion of that list. A
+watch ends every few minutes and goes on from where it was; when the server no longer knows that version
+(410), all is read anew. A pod is an engine while it runs and has an address; whether it is well the proxy
+finds out itself. One that is being deleted has ended.
+
+Inside of a cluster it reads the service account's token, anew for each connection, because it changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+import aiohttp
+import msgspec
+
+from moonpool.core.backoff import Backoff
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.discovery.lines import lines_of
+from moonpool.disagg_proxy.discovery.members import OFFERED_MAX
+from moonpool.disagg_proxy.discovery.rows import Row, name_of
+from moonpool.disagg_proxy.discovery.source import Found, Listener
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+ANSWER_BYTES_MAX = 64 << 20
+PAGE = 500  # pods that are read at a time
+CONNECT_S = 5.0
+ANSWER_S = 30.0
+WATCH_S = 240  # after so long the server ends a watch, which then goes on
+SILENT_S = 120.0  # it sends bookmarks about once a minute
+AT_ONCE_S = 0.05  # a watch that is so short is none
+PORT = 8000
+_OPTIONS = ("api", "port", "role", "events", "replay", "bootstrap", "model")
+_NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+_log = logging.getLogger("moonpool.proxy")
+
+
+class _Meta(msgspec.Struct, rename="camel"):
+    name: str
+    resource_version: str = ""
+    deletion_timestamp: str | None = None
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+
+
+class _Status(msgspec.Struct):
+    phase: str = ""
+    pod_ip: str = msgspec.field(name="podIP", default="")
+
+
+class _Pod(msgspec.Struct):
+    metadata: _Meta
+    status: _Status = msgspec.field(default_factory=_Status)
+
+
+class _ListMeta(msgspec.Struct, rename="camel"):
+    resource_version: str = ""
+    continue_: str = msgspec.field(name="continue", default="")
+
+
+class _List(msgspec.Struct):
+    metadata: _ListMeta
+    items: list[_Pod] = []
+
+
+class _Change(msgspec.Struct):
+    type: str
+    object: msgspec.Raw
+
+
+class _Bookmark(msgspec.Struct):
+    metadata: _ListMeta
+
+
+class _Failure(msgspec.Struct):
+    code: int = 0
+    message: str = ""
+
+
+_list = msgspec.json.Decoder(_List)
+_change = msgspec.json.Decoder(_Change)
+_pod = msgspec.json.Decoder(_Pod)
+_bookmark = msgspec.json.Decoder(_Bookmark)
+_failure = msgspec.json.Decoder(_Failure)
+
+
+class _Lost(Exception):
+    """Why the server cannot be followed."""
+
+
+class _TooOld(Exception):
+    """The server no longer knows what followed that version."""
+
+
+class KubernetesSource:
+    """text: ``[NAMESPACE/]SELECTOR[?OPTION=VALUE&...]``; docs/discovery.md has the options. account: the
+    folder of the service account. Raises ConfigError."""
+
+    def __init__(
+        self,
+        text: str,
+        environ: Mapping[str, str] = os.environ,
+        account: Path = ACCOUNT,
+        *,
+        retry_s: float = 0.5,
+        silent_s: float = SILENT_S,
+    ) -> None:
+        self.name = f"kubernetes:{text}"
+        self._selector, namespace, self._options = parse(text)
+        self._account = account
+        self._api = self._options.get("api") or _api_of(environ)
+        self._namespace = namespace or _read(account / "namespace") or "default"
+        self._tls = _tls_of(account) if self._api.startswith("https://") else None
+        self._backoff = Backoff(initial_s=retry_s, max_s=10.0, reset_s=30.0)
+        self._silent_s = silent_s
+        self._odd: dict[str, str] = {}  # pods that are no engines, and why; the log knows
+
+    async def run(self, listener: Listener) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            self._backoff.started(clock())
+            try:
+                connector = aiohttp.TCPConnector(ssl=True if self._tls is None else self._tls)
+                async with aiohttp.ClientSession(self._api, connector=connector) as session:
+                    await self._follow(session, listener)
+            except (_Lost, OSError, aiohttp.ClientError, msgspec.MsgspecError, ValueError) as error:
+                listener.failed(f"{self._api}: {error or type(error).__name__}")
+            await asyncio.sleep(self._backoff.died(clock()) - clock())
+
+    async def _follow(self, session: aiohttp.ClientSession, listener: Listener) -> None:
+        """Until the server is lost. Raises _Lost and what aiohttp and msgspec raise."""
+        while True:
+            pods, version = await self._read_all(session)
+            listener.found(self._engines(pods))
+            try:
+                while True:
+                    version = await self._watch(session, listener, pods, version)
+            except (_TooOld, aiohttp.SocketTimeoutError):
+                pass  # all is read anew; when the server is away that says so
+
+    async def _read_all(self, session: aiohttp.ClientSession) -> tuple[dict[str, _Pod], str]:
+        pods: dict[str, _Pod] = {}
+        query = {"labelSelector": self._selector, "limit": str(PAGE)}
+        while True:
+            timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
+            async with session.get(
+                self._path, params=query, headers=self._headers(), timeout=timeout
+            ) as answer:
+                content = await _content(answer)
+            if answer.status == 410 and "continue" in query:  # the list is too old to be gone on with
+                pods.clear()
+                del query["continue"]
+                continue
+            if answer.status != 200:
+                raise _Lost(_why(answer.status, content, self._namespace))
+            page = _list.decode(content)
+            pods |= {pod.metadata.name: pod for pod in page.items}
+            if not page.metadata.continue_ or len(pods) >= OFFERED_MAX:
+                return pods, page.metadata.resource_version
+            query["continue"] = page.metadata.continue_
+
+    async def _watch(
+        self, session: aiohttp.ClientSession, listener: Listener, pods: dict[str, _Pod], version: str
+    ) -> str:
+        """Tells each change; returns the version that was seen last when the server ends the watch."""
+        query = {
+            "labelSelector": self._selector,
+            "watch": "1",
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(WATCH_S),
+        }
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._silent_s)
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        async with session.get(self._path, params=query, headers=self._headers(), timeout=timeout) as answer:
+            if answer.status == 410:
+                raise _TooOld
+            if answer.status != 200:
+                raise _Lost(_why(answer.status, await _content(answer), self._namespace))
+            async for line in lines_of(answer.content, ANSWER_BYTES_MAX):
+                change = _change.decode(line)
+                if change.type == "ERROR":
+                    failure = _failure.decode(change.object)
+                    if failure.code == 410:
+                        raise _TooOld
+                    raise _Lost(f"the watch failed: {failure.message or failure.code}")
+                if change.type == "BOOKMARK":
+                    version = _bookmark.decode(change.object).metadata.resource_version or version
+                    continue
+                pod = _pod.decode(change.object)
+                version = pod.metadata.resource_version or version
+                ended = frozenset[str]()
+                if change.type == "DELETED":
+                    pods.pop(pod.metadata.name, None)
+                    ended = frozenset({name_of(pod.metadata.name)})
+                elif len(pods) < OFFERED_MAX or pod.metadata.name in pods:
+                    pods[pod.metadata.name] = pod
+                listener.found(self._engines(pods), ended | self._ending(pods))
+        if clock() - began_s < AT_ONCE_S:
+            raise _Lost("it ended the watch at once")
+        return version
+
+    @property
+    def _path(self) -> str:
+        return "/api/v1/pods" if self._namespace == "*" else f"/api/v1/namespaces/{self._namespace}/pods"
+
+    def _headers(self) -> dict[str, str]:
+        token = _read(self._account / "token")
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+    @staticmethod
+    def _ending(pods: Mapping[str, _Pod]) -> frozenset[str]:
+        return frozenset(name_of(name) for name, pod in pods.items() if pod.metadata.deletion_timestamp)
+
+    def _engines(self, pods: Mapping[str, _Pod]) -> list[Found]:
+        """A pod that cannot be one is left out, with a warning."""
+        found = []
+        for name, pod in sorted(pods.items()):
+            if pod.metadata.deletion_timestamp or pod.status.phase != "Running" or not pod.status.pod_ip:
+                continue
+            try:
+                found.append(self._row(pod).found(name_of(name)))
+            except (ConfigError, ValueError) as error:
+                if self._odd.get(name) != str(error):
+                    self._odd[name] = str(error)
+                    _log.warning("%s: pod %s is no engine: %s", self.name, name, error)
+        for name in self._odd.keys() - pods.keys():
+            del self._odd[name]
+        return found
+
+    def _row(self, pod: _Pod) -> Row:
+        """An annotation moonpool.io/OPTION counts more than a label of that name, and that more than the
+        option."""
+        meta = pod.metadata
+        told = self._options | {
+            option: value
+            for kind in (meta.labels or {}, meta.annotations or {})
+            for option in _OPTIONS
+            if (value := kind.get(f"moonpool.io/{option}"))
+        }
+        host = f"[{pod.status.pod_ip}]" if ":" in pod.status.pod_ip else pod.status.pod_ip
+        return Row(
+            url=f"http://{host}:{_port(told.get('port', str(PORT)))}",
+            role=told.get("role", "both"),
+            bootstrap=told.get("bootstrap", ""),
+            events=f"tcp://{host}:{_port(told['events'])}" if told.get("events") else "",
+            replay=f"tcp://{host}:{_port(told['replay'])}" if told.get("replay") else "",
+            model=told.get("model", ""),
+        )
+
+
+def parse(text: str) -> tuple[str, str, dict[str, str]]:
+    """Selector, namespace ("": the proxy's own, "*": all) and options. Raises ConfigError."""
+    named, _, query = text.partition("?")
+    namespace, slash, selector = named.partition("/")
+    # A label's name may have a slash, too, behind a name with dots, which a namespace has not.
+    if not slash or (namespace != "*" and not _NAMESPACE.fullmatch(namespace)):
+        namespace, selector = "", named
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    if not selector or options.keys() - set(_OPTIONS):
+        raise ConfigError(
+            "proxy: engines in Kubernetes are kubernetes:[NAMESPACE/]LABEL=VALUE[?OPTION=VALUE&...], "
+            f"with the options {', '.join(_OPTIONS)}; not {text!r}",
+            operation="config",
+            key="proxy.discovery",
+        )
+    return selector, namespace, options
+
+
+def _api_of(environ: Mapping[str, str]) -> str:
+    host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host:
+        raise ConfigError(
+            "proxy: this is no pod of a Kubernetes cluster; name the API server, such as that of `kubectl "
+            "proxy`: kubernetes:NAMESPACE/app=vllm?api=http://127.0.0.1:8001",
+            operation="config",
+            key="proxy.discovery",
+        )
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+
+
+def _tls_of(account: Path) -> ssl.SSLContext:
+    authority = account / "ca.crt"
+    try:
+        return ssl.create_default_context(cafile=str(authority) if authority.exists() else None)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"proxy: the cluster's certificate {authority} cannot be read: {error}",
+            operation="config",
+            key="proxy.discovery",
+        ) from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise ValueError(f"a port is 1 to 65535, not {text!r}")
+    return int(text)
+
+
+async def _content(answer: aiohttp.ClientResponse) -> bytes:
+    content = b""
+    async for piece in answer.content.iter_any():
+        content += piece
+        if len(content) > ANSWER_BYTES_MAX:
+            raise _Lost(f"an answer is longer than {ANSWER_BYTES_MAX} bytes")
+    return content
+
+
+def _why(status: int, content: bytes, namespace: str) -> str:
+    try:
+        said = _failure.decode(content).message
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        said = ""
+    if status in (401, 403):
+        where = "the cluster" if namespace == "*" else f"the namespace {namespace}"
+        return f"{said or status}; its service account needs to get, list and watch pods of {where}"
+    return f"it answered {status}{': ' if said else ''}{said}"
