@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-from moonpool._native import Books
+from moonpool._native import Books, Standing
 from moonpool.disagg_proxy.conductor.calibration import Ratios
 from moonpool.disagg_proxy.conductor.flow import Flow
 from moonpool.disagg_proxy.conductor.prediction import DecodeModel, HandoverModel, PrefillModel
@@ -18,8 +18,10 @@ class Role(Enum):
     DECODE = "decode"
 
 
-class Instance:
-    """place: stable position among all engines. room_tokens: what its KV cache holds; 0: not known. load:
+class Instance(Standing):
+    """What policies weigh is in C++ (``Standing``), where a thousand instances can be weighed at once.
+
+    place: stable position among all engines. room_tokens: what its KV cache holds; 0: not known. load:
     says how many requests are there, where somebody counts them better than the books. alone: it can answer
     without another's prefill, or, a prefill engine, by itself. coming, coming_tokens: requests, and tokens of
     their prompts, that others prefill for it. obeys: it computes what it is told not to fetch; others fetch
@@ -32,21 +34,16 @@ class Instance:
     __slots__ = (
         "alone",
         "books",
-        "coming",
-        "coming_tokens",
         "decode_model",
         "flow",
         "handover_model",
         "load",
         "name",
-        "obeys",
         "place",
         "prefill_model",
         "role",
-        "room_tokens",
         "sender",
         "ttft_ratios",
-        "turn",
     )
 
     def __init__(
@@ -58,30 +55,26 @@ class Instance:
         room_tokens: int = 0,
         load: Callable[[], int] | None = None,
     ) -> None:
+        books, prefill_model, decode_model = Books(), PrefillModel(), DecodeModel()
+        super().__init__(
+            place, room_tokens, books, prefill_model.regression.shared, decode_model.regression.shared
+        )
         self.place = place
         self.name = name
         self.role = role
         self.alone = True
-        self.room_tokens = room_tokens
         self.load = load
-        self.books = Books()
-        self.coming = self.coming_tokens = 0
-        self.obeys = False
-        self.turn = -1
+        self.books = books
         self.ttft_ratios = Ratios()
         self.flow = Flow()
         self.sender = Sender()
-        self.prefill_model = PrefillModel()
+        self.prefill_model = prefill_model
         self.handover_model = HandoverModel()
-        self.decode_model = DecodeModel()
+        self.decode_model = decode_model
 
     @property
     def in_flight(self) -> int:
         return self.books.requests if self.load is None else self.load()
-
-    def has_room(self, tokens: int) -> bool:
-        """Whether a request of so many tokens fits beside those that decode here; unknown counts as yes."""
-        return not self.room_tokens or self.books.context_tokens + tokens <= self.room_tokens
 
     def check_integrity(self) -> None:
         self.books.check_integrity()

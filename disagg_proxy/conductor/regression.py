@@ -15,6 +15,8 @@ import operator
 from collections import deque
 from collections.abc import Sequence
 
+from moonpool._native import Coefficients
+
 ERROR_SHARE = 0.1  # a sample is expected to lie within this share of its prediction
 OUTLIER_ERRORS = 3.0  # an error counts as no more than so many expected ones
 ABSURD = 5.0  # times the prediction, or as small a part of it, and times the bound
@@ -29,14 +31,15 @@ class Regression:
 
     prior:  the coefficients before any sample. spread: how far off each may be (standard deviation).
     floor:  the smallest scale of y that matters, in y's unit: errors below a share of it are noise.
-    coefficients: as they are now. samples, odd, refused: how many were learnt from, were absurd, and were no
-    numbers.
+    coefficients: as they are now. shared: the same, for what is weighed in C++. samples, odd, refused: how
+    many were learnt from, were absurd, and were no numbers.
 
     Lists of floats, no arrays: with two to four coefficients a call of numpy costs more than all the sums.
     """
 
     def __init__(self, prior: Sequence[float], spread: Sequence[float], *, floor: float) -> None:
         self.coefficients = tuple(float(value) for value in prior)
+        self.shared = Coefficients(self.coefficients)
         self._most = [float(value) ** 2 for value in spread]
         self._open()
         self._floor = floor
@@ -71,6 +74,7 @@ class Regression:
         step = error / variance
         moved = tuple(value + by * step for value, by in zip(self.coefficients, reach, strict=True))
         self.coefficients = moved if min(moved) >= 0.0 else self._within(moved)
+        self.shared.set(self.coefficients)
         for place, by in enumerate(reach):
             gain = by / variance
             row = covariance[place]
@@ -84,6 +88,8 @@ class Regression:
         """Raises AssertionError when an invariant is broken."""
         if not all(0.0 <= value < math.inf for value in self.coefficients):
             raise AssertionError(f"coefficients {self.coefficients} are out of bounds")
+        if self.shared.values != self.coefficients:
+            raise AssertionError(f"{self.shared.values} is not what was learnt, {self.coefficients}")
         for place, (row, most) in enumerate(zip(self._covariance, self._most, strict=True)):
             if not 0.0 <= row[place] <= most * 1.001:
                 raise AssertionError(f"the variance {row[place]} is out of bounds")

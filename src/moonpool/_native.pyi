@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['BatchClient', 'Books', 'Client', 'Decoded', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens']
+__all__: list[str] = ['BatchClient', 'Books', 'Candidates', 'Client', 'Coefficients', 'Decoded', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'Standing', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -667,6 +667,74 @@ class Books:
     @property
     def requests(self) -> int:
         ...
+class Coefficients:
+    """
+    What a model has learnt: whoever learns sets it, whoever weighs reads it.
+    """
+    def __init__(self, values: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> None:
+        ...
+    def set(self, values: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> None:
+        """
+        As many as there are.
+        """
+    @property
+    def values(self) -> tuple:
+        ...
+class Standing:
+    """
+    What policies compare instances by, of one instance. room_tokens: what its KV cache holds, 0: not known; obeys: it computes what it is told not to fetch; coming, coming_tokens: requests, and tokens of their prompts, that others prefill for it; turn: when a policy last chose it.
+    """
+    obeys: bool
+    def __init__(self, place: typing.SupportsInt | typing.SupportsIndex, room_tokens: typing.SupportsInt | typing.SupportsIndex, books: Books, prefill: Coefficients, decode: Coefficients) -> None:
+        ...
+    def gap_s(self, tokens: typing.SupportsInt | typing.SupportsIndex) -> float:
+        """
+        Predicted seconds between the tokens of one more request with so long a prompt.
+        """
+    def has_room(self, tokens: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        Whether a request of so many tokens fits beside those that decode here; unknown counts as yes.
+        """
+    @property
+    def coming(self) -> int:
+        ...
+    @coming.setter
+    def coming(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def coming_tokens(self) -> int:
+        ...
+    @coming_tokens.setter
+    def coming_tokens(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def room_tokens(self) -> int:
+        ...
+    @room_tokens.setter
+    def room_tokens(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def turn(self) -> int:
+        ...
+    @turn.setter
+    def turn(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+class Candidates:
+    """
+    Instances to choose among, weighed all at once.
+    """
+    def __init__(self, instances: collections.abc.Sequence[Standing]) -> None:
+        ...
+    def __len__(self) -> int:
+        ...
+    def cheapest(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.Any, pool: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex, *, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, urgency: typing.SupportsFloat | typing.SupportsIndex = 1.0, harm: typing.SupportsFloat | typing.SupportsIndex = 0.0, chance: typing.SupportsFloat | typing.SupportsIndex = 0.0, spare_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, without: Standing | None = None, last: Standing | None = None, last_own: typing.SupportsInt | typing.SupportsIndex = -1, noise: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> tuple:
+        """
+        Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s).
+        """
+    def least_gap(self, tokens: typing.SupportsInt | typing.SupportsIndex, need_tokens: typing.SupportsInt | typing.SupportsIndex) -> tuple[int, float]:
+        """
+        Who is to answer, of those with room for need_tokens, or of all: (which, seconds between tokens).
+        """
 class Ranges:
     """
     Ranges of addresses, which never overlap.

@@ -1,18 +1,127 @@
-// The books of one engine as Python sees them: moonpool._native.Books. They keep the GIL: each call is
-// shorter than giving it up.
+// What the conductor knows of engines, as Python sees it: their books, what was learnt of their times, and
+// the questions to all of them at once. All of it keeps the GIL: each call is shorter than giving it up.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "conductor/books.hpp"
+#include "conductor/candidates.hpp"
+#include "python/arguments.hpp"
 #include "python/module.hpp"
+#include "python/raise.hpp"
 
 namespace moonpool::python {
+
+namespace {
+
+constexpr const char* kReasons[] = {"only", "session", "match", "turn", "least_time", "spares_others"};
+
+[[noreturn]] void refuse(const char* why) { raise(Error{Code::kInvalidArgument, why}, "conductor"); }
+
+void raise_if(const std::string& wrong) {
+    if (wrong.empty()) return;
+    PyErr_SetString(PyExc_AssertionError, wrong.c_str());
+    throw py::error_already_set();
+}
+
+void set(Coefficients& self, const std::vector<double>& values) {
+    if (values.empty() || values.size() > Coefficients::kMax ||
+        (self.count != 0 && self.count != values.size())) {
+        refuse("a model has one to eight coefficients, always as many");
+    }
+    std::copy(values.begin(), values.end(), self.values.begin());
+    self.count = values.size();
+}
+
+py::tuple values_of(const Coefficients& self) {
+    py::tuple out(self.count);
+    for (size_t i = 0; i < self.count; ++i) out[i] = py::float_(self.values[i]);
+    return out;
+}
+
+std::shared_ptr<Coefficients> make_coefficients(const std::vector<double>& values) {
+    auto made = std::make_shared<Coefficients>();
+    set(*made, values);
+    return made;
+}
+
+std::shared_ptr<Standing> make_standing(uint32_t place, int64_t room_tokens, std::shared_ptr<Books> books,
+                                        std::shared_ptr<Coefficients> prefill,
+                                        std::shared_ptr<Coefficients> decode) {
+    if (!books || !prefill || prefill->count != 7 || !decode || decode->count != 3) {
+        refuse("an instance has books, and models of seven and of three coefficients");
+    }
+    return std::make_shared<Standing>(place, room_tokens, std::move(books), std::move(prefill),
+                                      std::move(decode));
+}
+
+std::shared_ptr<Candidates> make_candidates(std::vector<std::shared_ptr<Standing>> instances) {
+    if (instances.empty()) refuse("nobody to choose among");
+    return std::make_shared<Candidates>(std::move(instances));
+}
+
+// Numbers of tokens: an array of u32, which costs nothing, or any sequence of integers.
+class TokenCounts {
+   public:
+    explicit TokenCounts(const py::object& counts) {
+        if (PyObject_CheckBuffer(counts.ptr()) != 0) {
+            array_.emplace(counts, "own");
+            span_ = array_->span();
+            return;
+        }
+        auto items = py::reinterpret_steal<py::object>(
+            PySequence_Fast(counts.ptr(), "own must be a sequence of token counts"));
+        if (!items) throw py::error_already_set();
+        auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr()));
+        copied_.resize(count);
+        PyObject** item = PySequence_Fast_ITEMS(items.ptr());
+        for (size_t i = 0; i < count; ++i) {
+            long value = PyLong_AsLong(item[i]);
+            if (value == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+            if (value < 0 || value > UINT32_MAX) refuse("a token count is no negative number");
+            copied_[i] = static_cast<uint32_t>(value);
+        }
+        span_ = copied_;
+    }
+    std::span<const uint32_t> span() const { return span_; }
+
+   private:
+    std::optional<ArrayOf<uint32_t>> array_;
+    std::vector<uint32_t> copied_;
+    std::span<const uint32_t> span_;
+};
+
+using Wanted = std::optional<std::shared_ptr<Standing>>;  // or nobody
+
+py::tuple cheapest(Candidates& self, int64_t tokens, const py::object& own, int64_t pool, double now_s,
+                   double ahead_s, double urgency, double harm, double chance, double spare_s,
+                   const Wanted& without, const Wanted& last, int64_t last_own, double noise) {
+    TokenCounts held(own);
+    Cheapest best = self.cheapest({.tokens = tokens,
+                                   .pool = pool,
+                                   .now_s = now_s,
+                                   .ahead_s = ahead_s,
+                                   .urgency = urgency,
+                                   .harm = harm,
+                                   .chance = chance,
+                                   .spare_s = spare_s,
+                                   .without = without ? without->get() : nullptr,
+                                   .last = last ? last->get() : nullptr,
+                                   .last_own = last_own,
+                                   .noise = noise},
+                                  held.span());
+    return py::make_tuple(best.which, kReasons[static_cast<size_t>(best.reason)], best.ttft_s, best.prefill_s,
+                          best.transfer_s, best.own, best.fetches, best.lost_s);
+}
+
+}  // namespace
 
 void bind_books(py::module_& m) {
     py::class_<Prefilled>(m, "Prefilled", "A prefill has ended.")
@@ -56,14 +165,52 @@ void bind_books(py::module_& m) {
              "tokens: how many were made, the first included; 0 when unknown.")
         .def("forget_all", &Books::forget_all, "The engine is gone, and what it had to do with it.")
         .def(
-            "check_integrity",
-            [](const Books& self) {
-                std::string wrong = self.check_integrity();
-                if (wrong.empty()) return;
-                PyErr_SetString(PyExc_AssertionError, wrong.c_str());
-                throw py::error_already_set();
-            },
+            "check_integrity", [](const Books& self) { raise_if(self.check_integrity()); },
             "Raises AssertionError when an invariant is broken.");
+
+    py::class_<Coefficients, std::shared_ptr<Coefficients>>(
+        m, "Coefficients", "What a model has learnt: whoever learns sets it, whoever weighs reads it.")
+        .def(py::init(&make_coefficients), py::arg("values"))
+        .def_property_readonly("values", &values_of)
+        .def("set", &set, py::arg("values"), "As many as there are.");
+
+    py::class_<Standing, std::shared_ptr<Standing>>(
+        m, "Standing",
+        "What policies compare instances by, of one instance. room_tokens: what its KV cache holds, 0: not "
+        "known; obeys: it computes what it is told not to fetch; coming, coming_tokens: requests, and tokens "
+        "of their prompts, that others prefill for it; turn: when a policy last chose it.")
+        .def(py::init(&make_standing), py::arg("place"), py::arg("room_tokens"), py::arg("books"),
+             py::arg("prefill"), py::arg("decode"))
+        .def_readwrite("room_tokens", &Standing::room_tokens)
+        .def_readwrite("obeys", &Standing::obeys)
+        .def_readwrite("coming", &Standing::coming)
+        .def_readwrite("coming_tokens", &Standing::coming_tokens)
+        .def_readwrite("turn", &Standing::turn)
+        .def("gap_s", &Standing::gap_s, py::arg("tokens"),
+             "Predicted seconds between the tokens of one more request with so long a prompt.")
+        .def(
+            "has_room", &Standing::has_room, py::arg("tokens"),
+            "Whether a request of so many tokens fits beside those that decode here; unknown counts as yes.");
+
+    py::class_<Candidates, std::shared_ptr<Candidates>>(m, "Candidates",
+                                                        "Instances to choose among, weighed all at once.")
+        .def(py::init(&make_candidates), py::arg("instances"))
+        .def("__len__", &Candidates::size)
+        .def("cheapest", &cheapest, py::arg("tokens"), py::arg("own"), py::arg("pool"), py::arg("now_s"),
+             py::kw_only(), py::arg("ahead_s") = 0.0, py::arg("urgency") = 1.0, py::arg("harm") = 0.0,
+             py::arg("chance") = 0.0, py::arg("spare_s") = 0.0, py::arg("without") = py::none(),
+             py::arg("last") = py::none(), py::arg("last_own") = -1, py::arg("noise") = 0.0,
+             "Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, "
+             "lost_s).")
+        .def(
+            "least_gap",
+            [](const Candidates& self, int64_t tokens, int64_t need_tokens) {
+                LeastGap best = self.least_gap(tokens, need_tokens);
+                return py::make_tuple(best.which, best.gap_s);
+            },
+            py::arg("tokens"), py::arg("need_tokens"),
+            "Who is to answer, of those with room for need_tokens, or of all: (which, seconds between "
+            "tokens).");
 }
 
 }  // namespace moonpool::python

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
+from moonpool._native import Candidates
 from moonpool.disagg_proxy.conductor.choice import Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 
 _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 _BOTH = Role.BOTH
+KNOWN_MAX = 16  # tuples of instances: of each model and kind of request one is in use
 SPLIT_TOKENS_MIN = 256  # a shorter rest is computed where it is decoded
 
 
@@ -21,22 +24,35 @@ def decoders(instances: Sequence[Instance]) -> list[Instance]:
     return [instance for instance in instances if instance.role is not _PREFILL] or list(instances)
 
 
+class Group(tuple[Instance, ...]):
+    """Instances to choose among. candidates: the same, to be weighed all at once."""
+
+    @cached_property
+    def candidates(self) -> Candidates:
+        return Candidates(self)
+
+
+Groups = tuple[Group, Group, Group]
+
+
 class Roles:
-    """The instances by what they may do; asked about the same tuple again it need not look."""
+    """The instances by what they may do; asked about one of the last tuples again it need not look."""
 
     def __init__(self) -> None:
-        self._of: Sequence[Instance] | None = None
-        self._found: tuple[Sequence[Instance], Sequence[Instance], Sequence[Instance]] = ((), (), ())
+        self._known: dict[int, tuple[Sequence[Instance], Groups]] = {}  # by the tuple's identity
 
-    def of(
-        self, instances: Sequence[Instance]
-    ) -> tuple[Sequence[Instance], Sequence[Instance], Sequence[Instance]]:
+    def of(self, instances: Sequence[Instance]) -> Groups:
         """(those that answer, those that compute for others, those that do both)"""
-        if instances is not self._of:
-            both = [instance for instance in instances if instance.role is _BOTH]
-            self._found = (decoders(instances), prefillers(instances), both)
-            self._of = instances if isinstance(instances, tuple) else None  # a list may change
-        return self._found
+        known = self._known.get(id(instances))
+        if known is not None and known[0] is instances:
+            return known[1]
+        both = [instance for instance in instances if instance.role is _BOTH]
+        found = (Group(decoders(instances)), Group(prefillers(instances)), Group(both))
+        if isinstance(instances, tuple):  # a list may change
+            if len(self._known) >= KNOWN_MAX:
+                self._known.clear()
+            self._known[id(instances)] = (instances, found)
+        return found
 
 
 def is_worth_splitting(request: Request, decode: Instance) -> bool:

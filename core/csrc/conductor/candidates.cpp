@@ -1,0 +1,128 @@
+#include "conductor/candidates.hpp"
+
+#include <algorithm>
+
+namespace moonpool {
+
+namespace {
+
+constexpr double kThousand = 1e-3, kMillion = 1e-6;  // the scales of the models' features
+
+double square(int64_t tokens) { return static_cast<double>(tokens) * static_cast<double>(tokens); }
+
+}  // namespace
+
+double Standing::gap_s(int64_t tokens) const {
+    auto batch = static_cast<double>(static_cast<int64_t>(books->decodes()) + coming + 1);
+    auto context = static_cast<double>(books->context_tokens() + coming_tokens + tokens);
+    const auto& by = decode->values;
+    return by[0] + by[1] * batch + by[2] * kThousand * context;
+}
+
+Candidates::Weighed Candidates::weigh(const Standing& standing, const Prompt& prompt, int64_t own) const {
+    const auto& by = standing.prefill->values;
+    double a = by[0], b = by[1] * kThousand, c = by[2] * kMillion;
+    double latency = by[3], token = by[4] * kThousand, hidden = by[5] * kThousand, share = by[6];
+    auto rest = static_cast<double>(prompt.tokens - own);
+    double prefill_s = a + b * rest + c * (square(prompt.tokens) - square(own));
+    double wait_s = standing.books->wait_s(prompt.now_s);
+    auto pull = static_cast<double>(prompt.pool - own);
+    bool fetches = pull > 0;
+    double transfer_s = 0, lost_s = 0;
+    if (fetches) {
+        double pull_s = latency + token * pull + share * prompt.ahead_s;
+        transfer_s = pull_s;
+        if (wait_s > 0) {  // it hides behind others, and takes its time on the links nevertheless
+            transfer_s = hidden * pull;
+            pull_s = std::max(transfer_s, pull_s);
+        }
+        double saved_s = b * pull + c * (square(prompt.pool) - square(own));
+        fetches = pull_s < saved_s + prompt.spare_s || !standing.obeys;
+        if (fetches) {
+            prefill_s += transfer_s - saved_s;
+            lost_s = std::max(pull_s - saved_s, 0.0);
+        } else {
+            transfer_s = 0;
+        }
+    }
+    double ttft_s = wait_s + prefill_s;
+    double later_s = prompt.harm * prefill_s * (wait_s + 0.5 * prefill_s);
+    double cost = prompt.urgency * ttft_s + later_s + prompt.chance * b * rest;
+    return {cost, ttft_s, prefill_s, transfer_s, lost_s, own, fetches};
+}
+
+Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> own) {
+    weighed_.clear();
+    size_t stays = all_.size();
+    double least = INFINITY, least_ttft_s = INFINITY;
+    size_t left = 0;
+    for (size_t i = 0; i < all_.size(); ++i) {
+        const Standing& standing = *all_[i];
+        if (&standing == prompt.without && all_.size() > 1) {
+            weighed_.push_back({INFINITY, INFINITY, 0, 0, 0, -1, false});
+            continue;
+        }
+        ++left;
+        int64_t held = standing.place < own.size() ? own[standing.place] : 0;
+        if (&standing == prompt.last) {
+            stays = i;
+            if (prompt.last_own >= 0) held = prompt.last_own;
+        }
+        const Weighed& weighed = weighed_.emplace_back(weigh(standing, prompt, held));
+        least = std::min(least, weighed.cost);
+        least_ttft_s = std::min(least_ttft_s, weighed.ttft_s);
+    }
+    auto found = [&](size_t which, Reason reason) {
+        const Weighed& w = weighed_[which];
+        return Cheapest{which,    reason,      w.fetches,    w.own,   w.cost,
+                        w.ttft_s, w.prefill_s, w.transfer_s, w.lost_s};
+    };
+    double near = least + kEqualS;
+    bool known = left > 1 && stays < all_.size();
+    if (known && weighed_[stays].cost <= near + prompt.noise * weighed_[stays].ttft_s) {
+        return found(stays, Reason::kSession);
+    }
+    // Of equals the longest match; of those who goes first.
+    size_t best = all_.size(), equal = 0, longest = 0;
+    for (size_t i = 0; i < all_.size(); ++i) {
+        if (weighed_[i].cost > near || weighed_[i].own < 0) continue;
+        ++equal;
+        bool longer = best == all_.size() || weighed_[i].own > weighed_[best].own;
+        if (longer) longest = 0;
+        if (longer || weighed_[i].own == weighed_[best].own) {
+            ++longest;
+            if (longer || goes_first(i, best)) best = i;
+        }
+    }
+    if (left == 1) return found(best, Reason::kOnly);
+    if (longest < equal) return found(best, Reason::kMatch);
+    if (equal > 1) return found(best, Reason::kTurn);
+    bool soonest = weighed_[best].ttft_s <= least_ttft_s + kEqualS;
+    return found(best, soonest ? Reason::kLeastTime : Reason::kSparesOthers);
+}
+
+LeastGap Candidates::least_gap(int64_t tokens, int64_t need_tokens) const {
+    // A room for nobody: everybody is looked at.
+    auto roomy = [&](const Standing& standing) {
+        return standing.has_room(need_tokens + standing.coming_tokens);
+    };
+    bool any = std::any_of(all_.begin(), all_.end(), [&](const auto& standing) { return roomy(*standing); });
+    LeastGap best{0, INFINITY};
+    for (size_t i = 0; i < all_.size(); ++i) {
+        if (any && !roomy(*all_[i])) continue;
+        double gap_s = all_[i]->gap_s(tokens);
+        if (gap_s < best.gap_s - kEqualGapS) {
+            best = {i, gap_s};
+        } else if (gap_s < best.gap_s + kEqualGapS && goes_first(i, best.which)) {
+            best.which = i;
+        }
+    }
+    return best;
+}
+
+bool Candidates::goes_first(size_t one, size_t other) const {
+    size_t mine = all_[one]->books->requests(), others = all_[other]->books->requests();
+    return mine != others ? mine < others : all_[one]->turn < all_[other]->turn;
+}
+
+}  // namespace moonpool

@@ -1,0 +1,102 @@
+"""What ``_native.Candidates`` answers, in plain Python: the conductor's formula, instance by instance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from moonpool.disagg_proxy.conductor.instance import Instance
+
+EQUAL_S = 0.001
+EQUAL_GAP_S = 0.00005
+_K = 1e-3
+_M = 1e-6
+
+Found = tuple[Instance, str, float, float, float, int, bool, float]
+_Row = tuple[float, float, float, float, int, bool, Instance, float]
+
+
+def cheapest(
+    instances: Sequence[Instance],
+    tokens: int,
+    owned: Sequence[int],
+    in_pool: int,
+    now_s: float,
+    *,
+    ahead_s: float,
+    urgency: float,
+    harm: float,
+    chance: float,
+    spare_s: float,
+    without: Instance | None,
+    last: Instance | None,
+    last_own: int,
+    noise: float,
+) -> Found:
+    found: list[_Row] = []
+    for instance in [each for each in instances if each is not without] or instances:
+        own = owned[instance.place] if instance.place < len(owned) else 0
+        if instance is last and last_own >= 0:
+            own = last_own
+        a, b, c, latency, token, hidden, share = instance.prefill_model.regression.coefficients
+        rest = tokens - own
+        prefill_s = a + b * _K * rest + c * _M * (tokens * tokens - own * own)
+        transfer_s = lost_s = 0.0
+        pull = in_pool - own
+        fetches = pull > 0
+        wait_s = instance.books.wait_s(now_s)
+        if fetches:
+            transfer_s = pull_s = latency + token * _K * pull + share * ahead_s
+            if wait_s:
+                transfer_s = hidden * _K * pull
+                pull_s = max(transfer_s, pull_s)
+            saved_s = b * _K * pull + c * _M * (in_pool * in_pool - own * own)
+            if pull_s < saved_s + spare_s or not instance.obeys:
+                prefill_s += transfer_s - saved_s
+                lost_s = max(pull_s - saved_s, 0.0)
+            else:
+                transfer_s, fetches = 0.0, False
+        ttft_s = wait_s + prefill_s
+        cost = urgency * ttft_s + harm * prefill_s * (wait_s + 0.5 * prefill_s) + chance * b * _K * rest
+        found.append((cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s))
+    (_, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s), reason = _best(found, last, noise)
+    return instance, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s
+
+
+def _best(found: list[_Row], last: Instance | None, noise: float) -> tuple[_Row, str]:
+    near = min(each[0] for each in found) + EQUAL_S
+    stays = next((each for each in found if each[6] is last), None)
+    if len(found) == 1:
+        return found[0], "only"
+    if stays is not None and stays[0] <= near + noise * stays[1]:
+        return stays, "session"
+    equal = [each for each in found if each[0] <= near]
+    longest = max(each[4] for each in equal)
+    longer = [each for each in equal if each[4] == longest]
+    best = min(longer, key=lambda each: (each[6].books.requests, each[6].turn))
+    if len(equal) > 1:
+        return best, "match" if len(longer) < len(equal) else "turn"
+    soonest = min(each[1] for each in found) + EQUAL_S
+    return best, "least_time" if best[1] <= soonest else "spares_others"
+
+
+def least_gap(instances: Sequence[Instance], tokens: int, need_tokens: int) -> tuple[Instance, float]:
+    roomy = [
+        each
+        for each in instances
+        if not each.room_tokens
+        or each.books.context_tokens + need_tokens + each.coming_tokens <= each.room_tokens
+    ]
+    equal: list[Instance] = []
+    least_s = math.inf
+    for instance in roomy or instances:
+        books = instance.books
+        gap_s = instance.decode_model.predict(
+            books.decodes + instance.coming + 1, books.context_tokens + instance.coming_tokens + tokens
+        )
+        if gap_s < least_s - EQUAL_GAP_S:
+            equal.clear()
+            least_s = gap_s
+        if gap_s < least_s + EQUAL_GAP_S:
+            equal.append(instance)
+    return min(equal, key=lambda each: (each.books.requests, each.turn)), least_s

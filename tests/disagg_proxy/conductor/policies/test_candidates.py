@@ -1,0 +1,109 @@
+"""Weighing all instances at once, in C++, against plain Python."""
+
+from __future__ import annotations
+
+import array
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from moonpool import InvalidArgument
+from moonpool._native import Books, Candidates, Coefficients, Standing
+from moonpool.disagg_proxy.conductor.instance import Instance
+from tests.disagg_proxy.conductor.policies import plain_candidates
+
+
+def random_fleet(rng: random.Random, count: int) -> list[Instance]:
+    """Many alike, so that ties are frequent; some that have learnt."""
+    fleet = []
+    for place in range(count):
+        instance = Instance(place, f"e{place}", room_tokens=rng.choice((0, 0, 5_000, 100_000)))
+        instance.obeys = rng.random() < 0.7
+        instance.turn = rng.choice((-1, place, rng.randrange(5)))
+        instance.coming = rng.choice((0, 0, rng.randrange(4)))
+        instance.coming_tokens = 1_000 * instance.coming
+        for request in range(rng.choice((0, 0, rng.randrange(5)))):
+            seconds, silent = rng.choice((0.5, rng.random() * 3)), rng.random() < 0.3
+            instance.books.prefill_began(request, 100, 0, 0, seconds, 0.0, silent=silent)
+        for request in range(rng.choice((0, 0, rng.randrange(30)))):
+            instance.books.decode_began(request, rng.choice((500, rng.randrange(4_000))), 0.0)
+        for _ in range(rng.choice((0, 0, rng.randrange(30)))):
+            tokens = rng.randrange(100, 20_000)
+            own, pool = rng.randrange(tokens), rng.randrange(tokens)
+            queued = rng.random() < 0.5
+            instance.prefill_model.observe(tokens, own, pool, rng.random() * 2, rng.random(), queued=queued)
+            instance.decode_model.observe(rng.randrange(1, 50), rng.randrange(50_000), rng.random() / 10)
+        fleet.append(instance)
+    return fleet
+
+
+def test_random_fleets_are_weighed_as_by_plain_python(rng: random.Random) -> None:
+    reasons = set()
+    for _ in range(400):
+        fleet = random_fleet(rng, rng.choice((1, 2, rng.randrange(3, 40))))
+        candidates = Candidates(fleet)
+        assert len(candidates) == len(fleet)
+        tokens = rng.choice((0, 256, rng.randrange(30_000)))
+        counts = [rng.choice((0, 0, 1_024, rng.randrange(tokens + 1))) for _ in fleet]
+        own: Sequence[int] = [min(count, tokens) for count in counts[: rng.choice((len(fleet), 1))]]
+        pool = rng.choice((0, rng.randrange(tokens + 1)))
+        now_s = rng.choice((0.0, rng.random() * 3, -0.5))
+        weights = {
+            "ahead_s": rng.choice((0.0, rng.random())),
+            "urgency": 2.0 ** rng.randrange(-4, 5),
+            "harm": rng.choice((0.0, rng.random() * 10)),
+            "chance": rng.choice((0.0, 0.25)),
+            "spare_s": rng.choice((0.0, rng.random())),
+            "noise": rng.choice((0.0, rng.random())),
+        }
+        last = rng.choice((None, rng.choice(fleet)))
+        last_own = rng.choice((-1, tokens)) if last is not None else -1
+        without = rng.choice((None, None, rng.choice(fleet)))
+        expected = plain_candidates.cheapest(
+            fleet, tokens, own, pool, now_s, without=without, last=last, last_own=last_own, **weights
+        )
+        for form in (own, tuple(own), array.array("I", own)):
+            which, *found = candidates.cheapest(
+                tokens, form, pool, now_s, without=without, last=last, last_own=last_own, **weights
+            )
+            assert (fleet[which], found[0]) == expected[:2]
+            assert found[1:] == pytest.approx(expected[2:], rel=1e-9, abs=1e-12)
+        reasons.add(expected[1])
+        need = tokens + rng.randrange(4_000)
+        decode, gap_s = plain_candidates.least_gap(fleet, tokens, need)
+        which, found_s = candidates.least_gap(tokens, need)
+        assert (fleet[which], found_s) == (decode, pytest.approx(gap_s, rel=1e-9))
+        assert fleet[which].gap_s(tokens) == pytest.approx(gap_s, abs=plain_candidates.EQUAL_GAP_S)
+    assert reasons == {"only", "session", "match", "turn", "least_time", "spares_others"}
+
+
+def test_what_a_model_learns_counts_at_once_and_nonsense_is_survived() -> None:
+    fleet = [Instance(place, f"e{place}") for place in range(3)]
+    candidates = Candidates(fleet)
+    assert candidates.cheapest(1_000, (), 0, 0.0)[0] == 0
+    for _ in range(50):
+        fleet[0].prefill_model.observe(1_000, 0, 0, 5.0)
+    assert candidates.cheapest(1_000, (), 0, 0.0)[0] == 1
+    for number in (math.nan, math.inf, -math.inf):  # some instance, whichever
+        assert candidates.cheapest(1_000, (), 0, number, without=fleet[1])[0] in (0, 2)
+        assert candidates.cheapest(1_000, (), 0, 0.0, harm=number, without=fleet[1])[0] in (0, 2)
+
+
+def test_what_cannot_be_weighed_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="nobody"):
+        Candidates([])
+    candidates = Candidates([Instance(0, "e0")])
+    for own in ([-1], [1 << 32], ["x"], b"abc", None):
+        with pytest.raises((InvalidArgument, TypeError, OverflowError, ValueError)):
+            candidates.cheapest(10, own, 0, 0.0)
+    for values in ([], [1.0] * 9):
+        with pytest.raises(InvalidArgument, match="coefficients"):
+            Coefficients(values)
+    with pytest.raises(InvalidArgument, match="seven"):
+        Standing(0, 0, Books(), Coefficients([1.0]), Coefficients([1.0] * 3))
+    model = Coefficients([1.0, 2.0])
+    with pytest.raises(InvalidArgument, match="as many"):
+        model.set([1.0])
+    assert model.values == (1.0, 2.0)

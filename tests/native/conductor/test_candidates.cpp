@@ -1,0 +1,72 @@
+#include <doctest/doctest.h>
+
+#include <cmath>
+
+#include "../random.hpp"
+#include "conductor/candidates.hpp"
+
+namespace moonpool {
+namespace {
+
+std::shared_ptr<Standing> standing(uint32_t place) {
+    auto prefill = std::make_shared<Coefficients>();
+    *prefill = {{0.02, 0.1, 0.001, 0.005, 0.002, 0.001, 1.0}, 7};
+    auto decode = std::make_shared<Coefficients>();
+    *decode = {{0.01, 0.0003, 0.00002}, 3};
+    return std::make_shared<Standing>(place, 0, std::make_shared<Books>(), prefill, decode);
+}
+
+// That the answers are right is compared with plain Python (test_candidates.py); here that there is always
+// one, whatever the numbers, and that it is nobody who is left out.
+TEST_CASE("candidates: somebody is found whatever the numbers") {
+    testing::Random random(61);
+    const double numbers[] = {0, 1, -1, 1e300, -1e300, INFINITY, -INFINITY, NAN};
+    auto number = [&] { return numbers[random.below(std::size(numbers))]; };
+    for (int story = 0; story < 2000; ++story) {
+        std::vector<std::shared_ptr<Standing>> all;
+        size_t count = 1 + random.below(5);
+        for (uint32_t place = 0; place < count; ++place) {
+            all.push_back(standing(place));
+            all.back()->obeys = random.one_in(2);
+            all.back()->room_tokens = static_cast<int64_t>(random.below(3) * 500);
+            if (random.one_in(2)) all.back()->books->prefill_began(1, 10, 0, 0, 0.5, 0, false);
+            if (random.one_in(2)) all.back()->books->decode_began(1, 400, 0);
+        }
+        Candidates candidates(all);
+        std::vector<uint32_t> own(random.below(count + 1), static_cast<uint32_t>(random.below(2000)));
+        const Standing* without = random.one_in(2) ? all[random.below(count)].get() : nullptr;
+        Cheapest best = candidates.cheapest({.tokens = static_cast<int64_t>(random.below(2000)),
+                                             .pool = static_cast<int64_t>(random.below(2000)),
+                                             .now_s = number(),
+                                             .ahead_s = number(),
+                                             .urgency = number(),
+                                             .harm = number(),
+                                             .chance = number(),
+                                             .spare_s = number(),
+                                             .without = without,
+                                             .last = all[random.below(count)].get(),
+                                             .last_own = static_cast<int64_t>(random.below(10)) - 1,
+                                             .noise = number()},
+                                            own);
+        REQUIRE(best.which < count);
+        if (count > 1) REQUIRE(all[best.which].get() != without);
+        if (count == 1) REQUIRE(best.reason == Reason::kOnly);
+        REQUIRE(candidates.least_gap(100, 200).which < count);
+    }
+}
+
+TEST_CASE("candidates: the least gap, where there is room") {
+    std::vector<std::shared_ptr<Standing>> all{standing(0), standing(1), standing(2)};
+    Candidates candidates(all);
+    all[0]->books->decode_began(1, 50000, 0);
+    all[1]->room_tokens = 100;
+    CHECK(candidates.least_gap(100, 200).which == 2);
+    all[2]->coming = 1000;
+    CHECK(candidates.least_gap(100, 200).which == 0);
+    all[0]->room_tokens = all[2]->room_tokens = 100;  // nowhere: the least of all
+    CHECK(candidates.least_gap(100, 200).which == 1);
+    CHECK(candidates.least_gap(100, 200).gap_s == doctest::Approx(0.01 + 0.0003 + 0.00002 * 0.1));
+}
+
+}  // namespace
+}  // namespace moonpool
