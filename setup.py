@@ -138,7 +138,11 @@ def extension(name: str, sources: list[str]) -> Extension:
 setup(
     packages=find_packages("src"),  # follows the links core, connectors and disagg_proxy
     package_dir={"": "src"},
-    package_data={"*": ["py.typed", "*.pyi"], "moonpool.capi": ["include/*.h"]},
+    package_data={
+        "*": ["py.typed", "*.pyi"],
+        "moonpool.capi": ["include/*.h"],
+        "moonpool.disagg_proxy.ui": ["*.html"],
+    },
     ext_modules=[
         extension("moonpool._native", NATIVE),
         extension("moonpool.capi.lib.libtransfer_engine", CAPI),

@@ -48,7 +48,8 @@ class _Sent:
 
 
 class Accounts:
-    """Not thread safe: the dispatcher's lock guards it. changed: hears of each change, for other proxies."""
+    """Not thread safe: the dispatcher's lock guards it. changed: hears of each change, for other proxies;
+    ended: of each request at its end, with its choice, what was known of it, and when it was sent."""
 
     def __init__(self, instances: Sequence[Instance] = (), admission: Admission | None = None) -> None:
         self.admission = admission
@@ -57,6 +58,7 @@ class Accounts:
         self.calibration = Calibration()
         self.nonsense = 0  # observations whose times cannot be
         self.changed: Callable[[Change], None] | None = None
+        self.ended: Callable[[tuple[Observation, Choice, Request, float]], None] | None = None
         self._sent: dict[int, _Sent] = {}
         self._learnt_s: dict[object, float] = {}  # by model
         for instance in instances:
@@ -242,6 +244,8 @@ class Accounts:
             )
         if answered and observation.status == 200:
             self._compare(observation, sent)
+        if self.ended is not None:
+            self.ended((observation, choice, sent.asked, sent.at_s))
         self._leave(observation.request, now_s)
 
     def _is_sound(self, at_s: float, sent: _Sent) -> bool:

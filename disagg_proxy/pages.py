@@ -1,4 +1,4 @@
-"""What the proxy itself answers: /health, /metrics, /engines, and /v1/models once the engines' are known."""
+"""What the proxy itself answers: /health, /metrics, /engines, /ui, and /v1/models once they are known."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from moonpool.disagg_proxy.handovers import HandoverCollector
 from moonpool.disagg_proxy.health import merged_models
 from moonpool.disagg_proxy.locality import Locality
 from moonpool.disagg_proxy.metrics import CONTENT_TYPE, Counters, EngineCounters, ProxyCollector, exposition
+from moonpool.disagg_proxy.ui.data import Data
+from moonpool.disagg_proxy.ui.page import data_answer, page_answer
 
 
 class EngineRow(msgspec.Struct):
@@ -63,6 +65,7 @@ class Pages:
         subscriber: Subscriber | None,
         look: Callable[[], Counters],
         policy: str,
+        data: Data,
         more: Sequence[Collector] = (),
         follower: Follower | None = None,
         registry: RegistryPages | None = None,
@@ -81,6 +84,8 @@ class Pages:
         self._follower = follower
         self._registry = registry
         self._policy = policy
+        self._data = data
+        self._page = page_answer()
 
     def answer(self, request: ProxyRequest) -> Answer:
         """The page at a path of the proxy's own."""
@@ -97,6 +102,10 @@ class Pages:
                 if (engine := self._dispatcher.at[counts.place]) is not None
             ]
             return Answer(200, msgspec.json.encode(EnginesPage(self._policy, rows, self._sources())))
+        if path == b"/ui":
+            return self._page
+        if path == b"/ui/data":
+            return data_answer(self._data.page())
         if path == b"/v1/models":
             return Answer(
                 200,

@@ -59,6 +59,7 @@ from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.source import TokenSource
 from moonpool.disagg_proxy.tokens.threads import TextThreads, are_at_work
 from moonpool.disagg_proxy.tracing.recorder import Recorder, exporter_of
+from moonpool.disagg_proxy.ui.data import Data
 
 _log = logging.getLogger("moonpool.proxy")
 _BACKLOG = 1024
@@ -149,12 +150,14 @@ class Proxy:
             self.fleet.join(Found(spec, events.get(spec.name)))
         self._registry = self._register()
         self._follower = self._follow()
+        self.ui = Data(self._dispatcher, self.counters, self.relay.now, settings.policy)
         self._pages = Pages(
             self._dispatcher,
             self._locality,
             self._subscriber,
             self.counters,
             settings.policy,
+            self.ui,
             [
                 *((self._recorder,) if self._recorder is not None else ()),
                 *((PeerCollector(self._exchange),) if self._exchange is not None else ()),
@@ -332,6 +335,7 @@ class Proxy:
                 self._dispatcher.learn()
                 if self._exchange is not None:
                     self._exchange.expire(self.relay.now())
+                self.ui.gather()
             except Exception:  # the deadlines of texts hang on this task
                 _log.exception("what was observed could not be learnt")
             if self._text_threads is not None:

@@ -53,11 +53,13 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "libssl-dev": _has_openssl_headers,  # SGLang compiles its page hash when it starts
     "doctest-dev": _has_doctest,
     "iproute2": lambda: shutil.which("ip") is not None,  # test hosts are network namespaces
+    "chromium": lambda: shutil.which("chromium") is not None,  # looks at the proxy's page
 }
 BUILD = ("python3-venv", "python3-dev", "g++")
 ENGINE = ("libnuma1",)
 SGLANG = (*ENGINE, "libssl-dev")
 TEST = ("doctest-dev", "iproute2")
+TEST_WISHES = ("chromium",)
 
 
 def require(progress: Progress, *packages: str) -> None:
@@ -85,3 +87,22 @@ def require(progress: Progress, *packages: str) -> None:
     still = [package for package in missing if not CHECKS[package]()]
     if still:
         raise progress.fail(f"apt-get installed {' '.join(still)}, but what it should bring was not found")
+
+
+def wish(progress: Progress, *packages: str) -> None:
+    """Installs what is missing of these where that can be done, and goes on without the rest: the tests that
+    want them say so themselves.
+    """
+    missing = [package for package in packages if not CHECKS[package]()]
+    if not missing or os.geteuid() != 0 or shutil.which("apt-get") is None:
+        return
+    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for package in missing:
+        progress.say(f"apt-get install {package}, which some tests want")
+        install = ["apt-get", "install", "-y", "--no-install-recommends", package]
+        code, _ = progress.attempt(install, env)
+        if code:  # maybe the lists of packages are old
+            progress.attempt(["apt-get", "update"], env)
+            code, _ = progress.attempt(install, env)
+        if code:
+            progress.say(f"{package} is not to be had here: the tests that want it are skipped")

@@ -31,6 +31,7 @@ def main() -> None:
     needed += system_packages.ENGINE if with_vllm else ()
     needed += system_packages.SGLANG if with_sglang else ()
     system_packages.require(progress, *dict.fromkeys(needed))
+    system_packages.wish(progress, *system_packages.TEST_WISHES)
 
     tools = environments.tools(progress)
     env = environments.clean_env()

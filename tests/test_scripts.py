@@ -38,6 +38,34 @@ def test_without_root_the_exact_command_is_printed(
     assert "    sudo apt-get install -y --no-install-recommends a b\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("codes", [[0], [100, 0, 0], [100, 0, 100]])
+def test_what_tests_wish_for_ends_nothing_when_it_is_not_to_be_had(
+    scripts: ModuleType,
+    progress: object,
+    codes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    packages = importlib.import_module("scripts.system_packages")
+    monkeypatch.setattr(packages, "CHECKS", {"there": lambda: True, "a": lambda: False})
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    left, ran = list(codes), []
+
+    def attempt(command: list[str], env: object) -> tuple[int, str]:
+        ran.append(command[1])
+        return left.pop(0), ""
+
+    monkeypatch.setattr(progress, "attempt", attempt)
+    packages.wish(progress, "there", "a")
+    assert ran == ["install", "update", "install"][: len(codes)]
+    assert ("a is not to be had" in capsys.readouterr().out) == (codes[-1] != 0)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    packages.wish(progress, "a")
+    assert not left
+    assert len(ran) == len(codes)
+
+
 def test_a_compiler_may_be_a_command_of_several_words(
     scripts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,15 +165,13 @@ class Client:
 
     async def _read(self, answer: aiohttp.ClientResponse, outcome: Outcome) -> None:
         """To the end of the stream. Raises BadStream for one that breaks off or tells of an error."""
-        events, last_s = Events(), 0.0
+        events, last_s, done = Events(), 0.0, False
         async for piece in answer.content.iter_any():
             now_s = self._clock()
             for data in events.feed(piece):
                 if data == b"[DONE]":
-                    if outcome.ttft_s < 0:
-                        raise BadStream("no_token")
-                    return
-                if not data:
+                    done = True  # and then the end of the body: whoever closes before has left
+                if not data or done:
                     continue
                 try:
                     event = _event.decode(data)
@@ -189,7 +187,10 @@ class Client:
                     last_s = now_s
                 if event.usage is not None:
                     _count(outcome, event.usage)
-        raise BadStream("broken_off")
+        if not done:
+            raise BadStream("broken_off")
+        if outcome.ttft_s < 0:
+            raise BadStream("no_token")
 
 
 def _count(outcome: Outcome, usage: _Usage) -> None:

@@ -42,7 +42,8 @@ Route route(std::string_view method, std::string_view path, http::Refusal& refus
     if (path == "/tokenize" || path == "/detokenize" || path == "/generate") {
         return post ? Route::kRelay : wrong_method(method, path, "POST", refusal);
     }
-    if (path == "/health" || path == "/metrics" || path == "/engines") {
+    if (path == "/health" || path == "/metrics" || path == "/engines" || path == "/ui" ||
+        path == "/ui/data") {
         return read ? Route::kPage : wrong_method(method, path, "GET, HEAD", refusal);
     }
     if (registry && is_registry(path)) {
@@ -50,7 +51,7 @@ Route route(std::string_view method, std::string_view path, http::Refusal& refus
     }
     refusal = {404, "unknown_path",
                "there is no " + shown(path) +
-                   " here; try /v1/, /generate, /tokenize, /detokenize, /health, /metrics or /engines"};
+                   " here; try /v1/, /generate, /tokenize, /detokenize, /health, /metrics, /engines or /ui"};
     return Route::kRefused;
 }
 

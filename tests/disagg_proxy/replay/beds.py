@@ -34,6 +34,7 @@ class Asked:
         self.headers = headers
         self.body = body
         self.writer = writer
+        self.closes = False  # the connection's end is the answer's
 
     async def send(self, data: bytes) -> None:
         self.writer.write(data)
@@ -43,6 +44,7 @@ class Asked:
         await self.send(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(text)) + text)
 
     async def begin(self, fields: bytes = b"") -> None:
+        self.closes = b"chunked" not in fields
         await self.send(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + fields + b"\r\n")
 
     async def token(self) -> None:
@@ -59,24 +61,31 @@ Behaviour = Callable[[Asked], Awaitable[None]]
 
 
 @asynccontextmanager
-async def server(behave: Behaviour, models: object = MODELS) -> AsyncIterator[str]:
-    """Its URL. Each connection serves one request."""
+async def server(
+    behave: Behaviour, models: object = MODELS, connections: list[int] | None = None
+) -> AsyncIterator[str]:
+    """Its URL. connections: gets the number of requests of each connection at its end."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served, closes = 0, False
         try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-            headers = {
-                name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])
-            }
-            body = await reader.readexactly(int(headers.get("content-length", 0)))
-            asked = Asked(headers, json.loads(body or b"{}"), writer)
-            if head[0].startswith("GET /v1/models "):
-                await asked.say(200, json.dumps(models).encode())
-            else:
-                await behave(asked)
+            while not closes:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+                rows = (line.partition(":") for line in head[1:])
+                headers = {name.lower(): value.strip() for name, _, value in rows}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                asked = Asked(headers, json.loads(body or b"{}"), writer)
+                served += 1
+                if head[0].startswith("GET /v1/models "):
+                    await asked.say(200, json.dumps(models).encode())
+                else:
+                    await behave(asked)
+                closes = asked.closes
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
+            if connections is not None:
+                connections.append(served)
             writer.close()
 
     listening = await asyncio.start_server(serve, "127.0.0.1", 0)

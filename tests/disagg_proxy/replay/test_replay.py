@@ -132,6 +132,28 @@ def test_refusals_failures_and_breaks_are_told_apart(tmp_path: Path) -> None:
         assert math.isnan(summary.hits)
 
 
+def test_an_answer_is_read_to_its_end(tmp_path: Path) -> None:
+    """A client that closes behind [DONE] has left, for a server: the connection serves all requests."""
+    connections: list[int] = []
+
+    async def behave(asked: Asked) -> None:
+        await asked.begin(b"Transfer-Encoding: chunked\r\n")
+        for data in (b'data: {"choices":[{}]}\n\n', b"data: [DONE]\n\n"):
+            await asked.send(b"%x\r\n%b\r\n" % (len(data), data))
+        await asked.send(b"0\r\n\r\n")
+
+    async def scenario() -> None:
+        async with server(behave, connections=connections) as url:
+            plan = Plan([url], speed=FAST, bounds=Bounds(concurrency=1))
+            done = await replay_here(plan, trace_of(tmp_path, *FOUR), Prompts())
+            assert done.results.ended == {Ended.ANSWERED: 4}
+            while not connections:
+                await asyncio.sleep(0)
+
+    play(scenario)
+    assert connections == [1 + 4]
+
+
 def test_a_request_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     async def never(asked: Asked) -> None:
         await asyncio.Event().wait()

@@ -1,0 +1,234 @@
+"""The JSON that the page at /ui asks for.
+
+Instances are rows without names of their columns, so that a thousand of them are some 100 KB. What a browser
+asks within a second of the last answer is that answer: ten people who look cost what one does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from moonpool import __version__
+from moonpool.disagg_proxy.accounts import Accounts
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.dispatcher import Dispatcher
+from moonpool.disagg_proxy.engine import Engine
+from moonpool.disagg_proxy.metrics import Counters, EngineCounters
+from moonpool.disagg_proxy.ui.explain import why_here, why_miss
+from moonpool.disagg_proxy.ui.history import STEP_S, History, Now, Over, Step
+
+KEPT_S = 1.0
+ROWS_MAX = 2_000
+SHOWN_MAX = 60  # of the last requests
+_OUTCOMES = ("answered", "client left", "failed", "broken off", "refused")
+
+
+class EngineRow(NamedTuple):
+    """wait_s: seconds of prefill in line. waiting, decoding: requests in the conductor's books; -1 where it
+    keeps none."""
+
+    name: str
+    role: str
+    health: str
+    why: str
+    breaker_open: bool
+    in_flight: int
+    wait_s: float
+    waiting: int
+    decoding: int
+    context_tokens: int
+    requests: int
+    failures: int
+
+
+class LastRow(msgspec.Struct):
+    """One of the last requests. ago_s: since its end. cached: by the engine, -1 where it did not tell."""
+
+    number: int
+    trace: str
+    ago_s: float
+    engine: str
+    prefill: str | None
+    outcome: str
+    status: int
+    tokens: int
+    own: int
+    pool: int
+    cached: int
+    made: int
+    predicted_s: float | None
+    ttft_s: float | None
+    total_s: float
+    why_here: str
+    why_miss: str
+
+
+class Page(msgspec.Struct):
+    version: str
+    process: int
+    policy: str
+    explains: bool  # whether the policy looks at prompts, so that there is anything to explain
+    clock_s: float
+    engines: int
+    healthy: int
+    engine_columns: Sequence[str]
+    engine_rows: Sequence[EngineRow]
+    step_s: float
+    step_columns: Sequence[str]
+    steps: Sequence[Step]
+    points: Sequence[tuple[float, float]]  # (predicted, observed) seconds to the first token
+    rejected: dict[str, int]
+    rejected_lately: dict[str, int]
+    failures: dict[str, int]  # of engines, by reason
+    blind: int
+    last: Sequence[LastRow]
+
+
+class Data:
+    """On the event loop. clock: the data plane's. look: its counters as they are now."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        look: Callable[[], Counters],
+        clock: Callable[[], float],
+        policy: str,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._look = look
+        self._clock = clock
+        self._policy = policy
+        self._made = b""
+        self._made_s = -math.inf
+        self.history = History(self._now)
+        if dispatcher.uses_tokens:
+            dispatcher.accounts.ended = self.history.ended
+
+    def gather(self) -> None:
+        self.history.gather(self._clock())
+
+    def page(self) -> bytes:
+        now_s = self._clock()
+        if now_s - self._made_s >= KEPT_S or not self._made:
+            self._dispatcher.learn()
+            self.history.gather(now_s)
+            self._made, self._made_s = msgspec.json.encode(self._page(now_s)), now_s
+        return self._made
+
+    def _page(self, now_s: float) -> Page:
+        dispatcher, history, counters = self._dispatcher, self.history, self._look()
+        instances = tuple(dispatcher.instances)
+        engines = {each.name: each for each in dispatcher.engines}
+        books = dispatcher.in_books(_books) if dispatcher.uses_tokens else {}
+        rows = [
+            _engine_row(engines.get(each.name), each, books.get(each.name, _NO_BOOKS))
+            for each in counters.engines
+        ]
+        if len(rows) > ROWS_MAX:
+            rows.sort(key=lambda row: (row.health == "healthy" and not row.breaker_open, -row.wait_s))
+        failures: dict[str, int] = {}
+        for each in counters.engines:
+            for (_, reason), count in each.failures.items():
+                failures[reason] = failures.get(reason, 0) + count
+        last = list(history.last)[-SHOWN_MAX:]
+        return Page(
+            version=__version__,
+            process=os.getpid(),
+            policy=self._policy,
+            explains=dispatcher.uses_tokens,
+            clock_s=now_s,
+            engines=len(rows),
+            healthy=dispatcher.healthy_count,
+            engine_columns=EngineRow._fields,
+            engine_rows=rows[:ROWS_MAX],
+            step_s=STEP_S,
+            step_columns=Step.__struct_fields__,
+            steps=list(history.steps),
+            points=list(history.points),
+            rejected=counters.rejected,
+            rejected_lately=history.rejected_lately(),
+            failures=failures,
+            blind=dispatcher.blind,
+            last=[_last_row(over, instances, now_s) for over in reversed(last)],
+        )
+
+    def _now(self) -> Now:
+        counters, books = self._look(), self._dispatcher.in_books(_books).values()
+        return Now(
+            wait_s=max((each.wait_s for each in books), default=0.0),
+            in_flight=sum(each.in_flight for each in counters.engines),
+            decodes=sum(each.decoding for each in books),
+            rejected=counters.rejected,
+        )
+
+
+class _Books(NamedTuple):
+    """Of one instance, as in EngineRow."""
+
+    wait_s: float
+    waiting: int
+    decoding: int
+    context_tokens: int
+
+
+_NO_BOOKS = _Books(0.0, -1, -1, 0)
+
+
+def _books(accounts: Accounts, now_s: float) -> dict[str, _Books]:
+    """By name. The books' lock is held: nothing but reading."""
+    found = {}
+    for instance in accounts.instances:
+        books = instance.books
+        found[instance.name] = _Books(
+            books.wait_s(now_s), books.prefills, books.decodes, books.context_tokens
+        )
+    return found
+
+
+def _engine_row(engine: Engine | None, counts: EngineCounters, books: _Books) -> EngineRow:
+    """engine: None for one that is leaving."""
+    return EngineRow(
+        counts.name,
+        "" if engine is None else engine.role,
+        "leaving" if engine is None else engine.liveness.state.value,
+        "" if engine is None else engine.liveness.why,
+        not counts.breaker_closed,
+        counts.in_flight,
+        round(books.wait_s, 4),
+        *books[1:],
+        sum(counts.answers),
+        sum(counts.failures.values()),
+    )
+
+
+def _last_row(over: Over, instances: Sequence[Instance], now_s: float) -> LastRow:
+    observation, choice = over.observation, over.choice
+    own, pool = over.reused
+    return LastRow(
+        number=observation.request,
+        trace=observation.trace_id.hex(),
+        ago_s=round(max(now_s - observation.last_byte_s, 0.0), 1),
+        engine=choice.decode.name,
+        prefill=None if choice.prefill is None else choice.prefill.name,
+        outcome=_OUTCOMES[observation.outcome] if observation.outcome < len(_OUTCOMES) else "?",
+        status=observation.status,
+        tokens=over.asked.tokens,
+        own=own,
+        pool=pool,
+        cached=over.cached,
+        made=observation.completion_tokens,
+        predicted_s=_number(over.predicted_s),
+        ttft_s=_number(over.ttft_s),
+        total_s=round(max(observation.last_byte_s - observation.arrived_s, 0.0), 4),
+        why_here=why_here(over),
+        why_miss=why_miss(over, instances),
+    )
+
+
+def _number(value: float) -> float | None:
+    return round(value, 4) if math.isfinite(value) else None

@@ -1,0 +1,93 @@
+"""Why a request went where it went, and why its prefix was not found: sentences for the page, made of what
+the policy said (``Choice.why``) and of what the engine reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.ui.history import Over
+
+TOLERANCE_TOKENS = 160  # an engine's own count differs by its last block, and a few tokens
+SHORT_TOKENS = 64  # of a prompt that no cache keeps anything of
+_REASONS: Mapping[str, str] = {
+    "only": "it was the only one that could",
+    "least_time": "its first token was predicted soonest",
+    "spares_others": "elsewhere it would have come a little sooner, at more cost to later requests",
+    "match": "of those predicted to be as fast it held most of the prompt",
+    "turn": "of those that were equal it was chosen longest ago",
+    "session": "its conversation was here, and nobody was clearly better",
+}
+
+
+def why_here(over: Over) -> str:
+    """One sentence."""
+    why, asked = over.choice.why, over.asked
+    reason = why.get("reason")
+    parts = []
+    if isinstance(reason, str) and reason:
+        parts.append(_REASONS.get(reason, reason.replace("_", " ")))
+    elif why:
+        parts.append("its first token was predicted soonest" if "predicted_ttft_s" in why else "by its load")
+    predicted = why.get("predicted_ttft_s")
+    if isinstance(predicted, float | int):
+        costs = [
+            f"{label} {seconds(float(value))}"
+            for name, label in (
+                ("wait_s", "wait"),
+                ("transfer_s", "fetch"),
+                ("prefill_s", "compute"),
+                ("handover_s", "hand-over"),
+            )
+            if isinstance(value := why.get(name), float | int) and value > 0
+        ]
+        parts.append(f"{seconds(float(predicted))} predicted" + (f" ({' + '.join(costs)})" if costs else ""))
+    own, pool = over.reused
+    if asked.tokens and own + pool:
+        held = [f"{own:,} tokens of its own"] if own else []
+        held += [f"{pool:,} from the pool"] if pool else []
+        parts.append(f"reuses {' and '.join(held)} of {asked.tokens:,}")
+    return "; ".join(parts) or "the policy did not say"
+
+
+def why_miss(over: Over, instances: Sequence[Instance]) -> str:
+    """One sentence; "" for a prompt that was found as far as can be. instances: that there are now."""
+    asked = over.asked
+    if not asked.tokens:
+        return "its tokens were not known: no tokenizer answered, or it is no generation"
+    own, pool = over.reused
+    predicted, cached = own + pool, over.cached
+    if cached >= 0 and predicted - cached > max(TOLERANCE_TOKENS, predicted // 10):
+        return (
+            f"{predicted:,} tokens were taken to be there, the engine found {cached:,}: evicted meanwhile, "
+            f"or its template or tokenizer is another"
+        )
+    if asked.tokens < SHORT_TOKENS and not predicted:
+        return "shorter than what is kept"
+    if asked.tokens - predicted <= max(SHORT_TOKENS, asked.tokens // 20):
+        return ""
+    left = asked.from_pool(over.choice.computes)
+    if left and not pool:
+        return f"the pool held {left:,} tokens more, and to fetch them was predicted to be slower"
+    best, holder = _best_elsewhere(over, instances)
+    if best > predicted + SHORT_TOKENS:
+        return f"{holder} held {best:,} tokens, and going there was predicted to be slower"
+    if not predicted:
+        return "nobody held its beginning: new, or evicted everywhere"
+    return f"behind {predicted:,} tokens it is new, or was evicted everywhere"
+
+
+def seconds(value: float) -> str:
+    if value < 0.0995:
+        return f"{value * 1000:.0f} ms"
+    return f"{value:.2f} s" if value < 9.95 else f"{value:.0f} s"
+
+
+def _best_elsewhere(over: Over, instances: Sequence[Instance]) -> tuple[int, str]:
+    computes = over.choice.computes
+    best, name = 0, ""
+    for instance in instances:
+        held = over.asked.own_at(instance)
+        if instance is not computes and held > best:
+            best, name = held, instance.name
+    return best, name

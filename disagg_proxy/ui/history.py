@@ -1,0 +1,158 @@
+"""What became of the last requests, and sums of the last quarter of an hour.
+
+Requests come in on the thread that decides, as they are, into a ring; the event loop takes them out and does
+the sums. When it does not come round in time the ring forgets the oldest: the page then shows a sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.observations import Observation
+
+STEP_S = 5.0
+STEPS_MAX = 180
+FRESH_MAX = 4_096  # requests between two looks of the event loop
+LAST_MAX = 200
+POINTS_MAX = 600
+
+
+class Over(NamedTuple):
+    """A request that is over: the data plane's last record of it, the choice, what was known, and when it was
+    sent."""
+
+    observation: Observation
+    choice: Choice
+    asked: Request
+    sent_s: float
+
+    @property
+    def reused(self) -> tuple[int, int]:
+        """Tokens that were taken to lie in the instance's own cache, and those behind them that were to come
+        from the pool."""
+        computes = self.choice.computes
+        fetched = self.asked.from_pool(computes) if self.choice.fetch else 0
+        return self.asked.own_at(computes), fetched
+
+    @property
+    def cached(self) -> int:
+        """Tokens that the engine says it had; -1 where it did not tell."""
+        apart = self.choice.prefill is not None
+        observation = self.observation
+        return observation.prefill_cached_tokens if apart else observation.cached_tokens
+
+    @property
+    def ttft_s(self) -> float:
+        """From its arrival to the first byte of its stream; NaN where no stream tells."""
+        observation = self.observation
+        if not observation.stream or not observation.first_byte_s or observation.status != 200:
+            return math.nan
+        return observation.first_byte_s - observation.arrived_s
+
+    @property
+    def predicted_s(self) -> float:
+        """NaN where the policy predicts nothing."""
+        found = self.choice.why.get("predicted_ttft_s", math.nan)
+        return float(found) if isinstance(found, float | int) else math.nan
+
+
+class Step(msgspec.Struct, array_like=True):
+    """STEP_S seconds. own, pool, tokens: of prompts of known length; told, cached: of the answers that said
+    how much was cached. wait_s: seconds of prefill in line at its end, of the instance that had most; the
+    sums over all are of the same moment."""
+
+    at_s: float
+    requests: int = 0
+    tokens: int = 0
+    own: int = 0
+    pool: int = 0
+    told: int = 0
+    cached: int = 0
+    streams: int = 0
+    ttft_s: float = 0.0
+    error_s: float = 0.0
+    errors: int = 0
+    refused: int = 0
+    wait_s: float = 0.0
+    in_flight: int = 0
+    decodes: int = 0
+
+
+class Now(NamedTuple):
+    """Gauges of this moment, and how many requests were refused since the start, by reason."""
+
+    wait_s: float
+    in_flight: int
+    decodes: int
+    rejected: Mapping[str, int]
+
+
+class History:
+    """``ended`` may be called on any thread, all else on the event loop. now: makes the gauges."""
+
+    def __init__(self, now: Callable[[], Now]) -> None:
+        self._fresh: deque[tuple[Observation, Choice, Request, float]] = deque(maxlen=FRESH_MAX)
+        self.ended = self._fresh.append
+        self.last: deque[Over] = deque(maxlen=LAST_MAX)
+        self.points: deque[tuple[float, float]] = deque(maxlen=POINTS_MAX)  # (predicted, observed) seconds
+        self.steps: deque[Step] = deque(maxlen=STEPS_MAX)
+        self._now = now
+        self._rejected: deque[Mapping[str, int]] = deque(maxlen=STEPS_MAX + 1)
+
+    def gather(self, now_s: float) -> None:
+        """Takes in what has come. now_s: of the data plane's clock."""
+        if not self.steps or now_s >= self.steps[-1].at_s + STEP_S:
+            self._turn(now_s)
+        step, fresh = self.steps[-1], self._fresh
+        while fresh:
+            self._take(step, Over._make(fresh.popleft()))
+
+    def rejected_lately(self) -> dict[str, int]:
+        """By reason, in the time that ``steps`` covers."""
+        if not self._rejected:
+            return {}
+        now, first = self._now().rejected, self._rejected[0]
+        found = {reason: count - first.get(reason, 0) for reason, count in now.items()}
+        return {reason: count for reason, count in found.items() if count > 0}
+
+    def _turn(self, now_s: float) -> None:
+        """The step is over; one that nobody looked into for long is left out."""
+        now = self._now()
+        if self.steps:
+            step = self.steps[-1]
+            step.wait_s, step.in_flight, step.decodes = now.wait_s, now.in_flight, now.decodes
+            step.refused = max(sum(now.rejected.values()) - sum(self._rejected[-1].values()), 0)
+        self._rejected.append(now.rejected)
+        begin_s = now_s
+        if self.steps and now_s < self.steps[-1].at_s + 2 * STEP_S:
+            begin_s = self.steps[-1].at_s + STEP_S
+        self.steps.append(Step(begin_s))
+
+    def _take(self, step: Step, over: Over) -> None:
+        self.last.append(over)
+        step.requests += 1
+        tokens = over.asked.tokens
+        if tokens:
+            own, pool = over.reused
+            step.tokens += tokens
+            step.own += min(own, tokens)
+            step.pool += min(pool, tokens)
+        cached, observation = over.cached, over.observation
+        if cached >= 0 and observation.prompt_tokens > 0:
+            step.told += observation.prompt_tokens
+            step.cached += cached
+        ttft_s = over.ttft_s
+        if ttft_s == ttft_s:
+            step.streams += 1
+            step.ttft_s += ttft_s
+            predicted_s = over.predicted_s
+            if predicted_s == predicted_s:
+                self.points.append((predicted_s, ttft_s))
+                step.error_s += abs(predicted_s - ttft_s)
+                step.errors += 1

@@ -1,0 +1,45 @@
+"""The page itself, with what a browser may do with it: run the one script and the one style that are in it
+(named by their digests), and ask this proxy. Nothing from elsewhere, and no frame around it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from importlib.resources import files
+
+from moonpool.disagg_proxy.conductor.plan import Answer
+
+_PARTS = ("script", "style")
+
+
+def page_answer() -> Answer:
+    """GET /ui; always the same."""
+    text = files(__package__).joinpath("page.html").read_bytes()
+    digests = {name: _digests(name, text) for name in _PARTS}
+    policy = (
+        f"default-src 'none'; script-src {digests['script']}; style-src {digests['style']}; connect-src "
+        f"'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return Answer(
+        200,
+        text,
+        b"text/html; charset=utf-8",
+        (
+            (b"Content-Security-Policy", policy.encode()),
+            (b"X-Content-Type-Options", b"nosniff"),
+            (b"Referrer-Policy", b"no-referrer"),
+            (b"Cache-Control", b"no-cache"),
+        ),
+    )
+
+
+def data_answer(body: bytes) -> Answer:
+    """GET /ui/data."""
+    return Answer(200, body, headers=((b"Cache-Control", b"no-store"),))
+
+
+def _digests(name: str, text: bytes) -> str:
+    """Of each such element's content, as the header names them."""
+    found = re.findall(rb"<%b>(.*?)</%b>" % (name.encode(), name.encode()), text, re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(part).digest()).decode()}'" for part in found)

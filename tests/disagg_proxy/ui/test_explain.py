@@ -1,0 +1,62 @@
+"""The sentences of the page."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.disagg_proxy.ui.explain import seconds, why_here, why_miss
+
+from .made import INSTANCES, over
+
+WEIGHED = {"predicted_ttft_s": 0.42, "wait_s": 0.1, "prefill_s": 0.3, "transfer_s": 0.0, "handover_s": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (over(), "the policy did not say"),
+        (over(why={"load": 3}), "by its load"),
+        (
+            over(why={**WEIGHED, "reason": "least_time"}, own=(600, 0, 0), pool=800),
+            "its first token was predicted soonest; 0.42 s predicted (wait 0.10 s + compute 0.30 s + "
+            "hand-over 20 ms); reuses 600 tokens of its own and 200 from the pool of 1,000",
+        ),
+        (over(why={"reason": "only"}), "it was the only one that could"),
+        (over(why={"reason": "my_own"}), "my own"),
+        (over(why={"predicted_ttft_s": "odd", "reason": 3}), "its first token was predicted soonest"),
+    ],
+)
+def test_why_here(made: object, sentence: str) -> None:
+    assert why_here(made) == sentence  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (over(tokens=0), "its tokens were not known"),
+        (over(own=(980, 0, 0)), ""),
+        (over(own=(600, 0, 0), pool=980), ""),
+        (over(), "nobody held its beginning"),
+        (over(tokens=40), "shorter than what is kept"),
+        (over(own=(512, 0, 0)), "behind 512 tokens it is new"),
+        (over(own=(100, 0, 900)), "p2 held 900 tokens, and going there was predicted to be slower"),
+        (over(own=(100, 0, 0), pool=800, fetch=False), "the pool held 700 tokens more"),
+        (over(own=(980, 0, 0), prompt_tokens=1000, cached_tokens=0), "the engine found 0"),
+        (over(own=(980, 0, 0), prompt_tokens=1000, cached_tokens=900), ""),
+        (over(own=(980, 0, 0), cached_tokens=-1), ""),
+    ],
+)
+def test_why_miss(made: object, sentence: str) -> None:
+    said = why_miss(made, INSTANCES)  # type: ignore[arg-type]
+    assert said.startswith(sentence) or sentence in said
+    assert bool(said) == bool(sentence)
+
+
+def test_seconds() -> None:
+    assert [seconds(value) for value in (0.0, 0.0123, 0.1, 3.14, 42.4)] == [
+        "0 ms",
+        "12 ms",
+        "0.10 s",
+        "3.14 s",
+        "42 s",
+    ]
