@@ -1,7 +1,7 @@
 """How much faster requests may come until fewer than 90 % get their first token in time.
 
-Ours refuses at once what it predicts to come too late, and those count as not in time; that is what most of the
-difference comes from, as the column without rejection says. The others refuse nothing.
+Ours refuses at once what it predicts to come too late, and those count as not in time; that is what most of
+the difference comes from, as the column without rejection says. The others refuse nothing.
 """
 
 from __future__ import annotations
