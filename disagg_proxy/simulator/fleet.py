@@ -21,6 +21,8 @@ class Fleet:
         self._numbers = dict.fromkeys(KINDS, 0)
         self.at: list[Instance] = []  # by place, those that are gone included
         self.instances: tuple[Instance, ...] = ()
+        self._asked: tuple[Instance, ...] | None = None
+        self._serves = False
         made = [self._make(kind, self._name(kind)) for kind in KINDS for _ in range(counts[kind])]
         self.instances = tuple(made)
 
@@ -45,8 +47,11 @@ class Fleet:
 
     def can_serve(self) -> bool:
         """Whether there is somebody to compute prompts and somebody to answer."""
-        roles = {instance.role for instance in self.instances}
-        return Role.BOTH in roles or {Role.PREFILL, Role.DECODE} <= roles
+        if self._asked is not self.instances:  # it is asked for each request
+            self._asked = self.instances
+            roles = {instance.role for instance in self.instances}
+            self._serves = Role.BOTH in roles or {Role.PREFILL, Role.DECODE} <= roles
+        return self._serves
 
     def _name(self, kind: str) -> str:
         name = f"{kind}-{self._numbers[kind]}"
