@@ -307,7 +307,7 @@ class Dispatcher:
             self._learn(self._observed())
             now_s = self._clock()
             refusal, out = self.gate.arrive(
-                ticket, request.candidates, asked.priority, ticket.objective.ttft_s, now_s
+                ticket, request.candidates, asked.tenant, asked.priority, ticket.objective.ttft_s, now_s
             )
             ticket.waits = refusal is None and ticket.choice is None
         if out is not None:
@@ -382,7 +382,13 @@ class Dispatcher:
                 objective=ticket.objective,
             )
             ticket.choice, ticket.sent_s = choice, now_s
-        return Asked(choice.prefill_s, refusal, final=refusal is not None and refusal.reason == "ttft")
+        return Asked(
+            choice.prefill_s,
+            refusal,
+            final=refusal is not None and refusal.reason == "ttft",
+            prompt=asked.tokens - asked.own_at(choice.computes),
+            answer=round(self.admission.answers.tokens),
+        )
 
     def _choice_at_gate(self, ticket: Ticket, instances: Sequence[Instance], now_s: float) -> Choice:
         try:

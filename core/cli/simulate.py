@@ -71,7 +71,7 @@ def simulate(
         float, typer.Option(min=0.0, help="Seconds, mean of the longest tenth of the gaps; 0: any.")
     ] = 0.0,
     admission: Annotated[
-        str, typer.Option(metavar="none|never|now|ahead", help="Refuse early; looking at decode when.")
+        str, typer.Option(metavar="none|never|now|ahead|after", help="Refuse; looking at decode when.")
     ] = "none",
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait in a proxy.")] = 0,
     queue_deadline: Annotated[float, typer.Option(min=0.0, help="Seconds, the longest such wait.")] = 30.0,

@@ -9,8 +9,8 @@
              --its deadline----------------------------> refused: deadline
 
 Requests wait here rather than at an engine, where the first to come is the first served: so the more urgent
-passes, where to send it is decided when it is sent, and what is too late is computed by nobody. Pure: the
-owner is asked, and time is an argument.
+passes, each tenant gets its share, where a request goes is decided when it is sent, and what is too late is
+computed by nobody. Pure: the owner is asked, and time is an argument.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Hashable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from moonpool.disagg_proxy.conductor.admission import Refusal
+from moonpool.disagg_proxy.conductor.fairness import Fairness
 from moonpool.disagg_proxy.conductor.line import Line, Waiting
 
 T = TypeVar("T")
@@ -32,11 +33,13 @@ RELEASED_MAX = 64  # at one time, so that others get the lock
 
 class Asked(NamedTuple):
     """work_s: seconds of prefill that it will take; refusal: why it was not sent, None: it was, if it was to
-    be; final: waiting would not help."""
+    be; final: waiting would not help; prompt, answer: tokens that are to be computed for it."""
 
     work_s: float
     refusal: Refusal | None
     final: bool = False
+    prompt: int = 0
+    answer: int = 0
 
 
 class Owner(Protocol[T_contra]):
@@ -57,16 +60,17 @@ class Gate(Generic[T]):
     """waiting_max: of requests, 0: nobody waits; deadline_s: the longest wait. Not thread safe."""
 
     def __init__(self, owner: Owner[T], waiting_max: int, deadline_s: float) -> None:
-        self.line: Line[T] = Line(waiting_max)
+        self.fairness = Fairness()
+        self.line: Line[T] = Line(waiting_max, self.fairness)
         self.deadline_s = deadline_s
         self._owner = owner
         self._until_s = math.inf
 
     def arrive(
-        self, ticket: T, group: Hashable, priority: int, ttft_s: float, now_s: float
+        self, ticket: T, group: Hashable, tenant: str, priority: int, ttft_s: float, now_s: float
     ) -> tuple[Refusal | None, tuple[T, Refusal] | None]:
-        """(why it is refused, who else is, for its sake). group, priority: see Waiting; ttft_s: after which
-        nobody wants its first token."""
+        """(why it is refused, who else is, for its sake). group, tenant, priority: see Waiting; ttft_s: after
+        which nobody wants its first token."""
         owner = self._owner
         if not self.line.waiting_max:
             return owner.ask(ticket, 0.0, now_s, send=True).refusal, None
@@ -75,11 +79,12 @@ class Gate(Generic[T]):
         waits = owner.is_busy(ticket, now_s) or (first is not None and first.priority >= priority)
         asked = owner.ask(ticket, ahead_s, now_s, send=not waits)
         if not waits and asked.refusal is None:
+            self.fairness.charge(tenant, asked.prompt, asked.answer)
             return None, None
         if asked.final:
             return asked.refusal, None
         deadline_s = min(now_s + min(self.deadline_s, ttft_s), self._until_s)
-        out = self.line.add(Waiting(ticket, group, priority, now_s, deadline_s, asked.work_s))
+        out = self.line.add(Waiting(ticket, group, tenant, priority, now_s, deadline_s, asked.work_s))
         if out is None:
             return None, None
         refusal = Refusal(
@@ -104,6 +109,8 @@ class Gate(Generic[T]):
                 if asked.refusal is not None and not asked.final:
                     break
                 self.line.remove(entry)
+                if asked.refusal is None:
+                    self.fairness.charge(entry.tenant, asked.prompt, asked.answer)
                 left.append((entry.ticket, asked.refusal))
         return left
 

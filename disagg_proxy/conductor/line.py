@@ -1,38 +1,48 @@
-"""Requests that wait in the proxy: by priority, then by deadline; of bounded number. Pure."""
+"""Requests that wait in the proxy: by priority, then by tenant, then by deadline; of bounded number. Pure."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from moonpool.disagg_proxy.conductor.fairness import Fairness
+
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 @dataclass(slots=True, eq=False)
 class Waiting(Generic[T]):
-    """group: those who wait for the same instances; within one nobody passes who is further behind. priority:
-    higher is more urgent. work_s: seconds of prefill that it will take.
-    """
+    """group: those who wait for the same instances. priority: higher is more urgent. work_s: seconds of
+    prefill that it will take."""
 
     ticket: T
     group: Hashable
+    tenant: str
     priority: int
     since_s: float
     deadline_s: float
     work_s: float = 0.0
-    rank: tuple[float, ...] = ()  # the least is last in the lists below, so that it goes out in no time
+    number: int = 0  # of equal deadlines the first to come goes first
+
+
+_Key = tuple[int, str]  # priority and tenant
 
 
 class Line(Generic[T]):
-    """A list for each group, in order; 10,000 waiting are 80 kB to move in the worst case."""
+    """Within a group nobody passes who is further behind. fairness: whose turn it is among tenants."""
 
-    def __init__(self, waiting_max: int) -> None:
+    def __init__(self, waiting_max: int, fairness: Fairness) -> None:
         self.waiting_max = waiting_max
-        self._groups: dict[Hashable, list[Waiting[T]]] = {}
-        self._work_s: dict[Hashable, dict[int, float]] = {}  # by group and priority
+        self._fairness = fairness
+        self._groups: dict[Hashable, dict[_Key, list[Waiting[T]]]] = {}  # each in the order of deadlines
+        self._work_s: dict[Hashable, dict[int, float]] = {}  # by priority
+        self._priorities: Counter[int] = Counter()
+        self._tenants: Counter[str] = Counter()
         self._count = 0
         self._numbers = itertools.count()
 
@@ -40,8 +50,10 @@ class Line(Generic[T]):
         return self._count
 
     def __iter__(self) -> Iterator[Waiting[T]]:
-        """No order."""
-        return itertools.chain.from_iterable(self._groups.values())
+        """In no order."""
+        return itertools.chain.from_iterable(
+            itertools.chain.from_iterable(lists.values()) for lists in self._groups.values()
+        )
 
     @property
     def groups(self) -> list[Hashable]:
@@ -49,32 +61,48 @@ class Line(Generic[T]):
 
     def add(self, entry: Waiting[T]) -> Waiting[T] | None:
         """Returns who has to go for it, perhaps itself; None: there is room."""
-        entry.rank = (entry.priority, -entry.deadline_s, -next(self._numbers))
         out = None
         if self._count >= self.waiting_max:
-            out = min((group[0] for group in self._groups.values()), key=_rank, default=entry)
-            if out.rank >= entry.rank or out.priority >= entry.priority:
-                return entry  # who waits already goes only for somebody more urgent
+            out = self._least_wanted(entry)
+            if out is entry:
+                return entry
             self.remove(out)
-        bisect.insort(self._groups.setdefault(entry.group, []), entry, key=_rank)
+        entry.number = next(self._numbers)
+        waiting = self._groups.setdefault(entry.group, {}).setdefault((entry.priority, entry.tenant), [])
+        bisect.insort(waiting, entry, key=_order)
         work_s = self._work_s.setdefault(entry.group, {})
         work_s[entry.priority] = work_s.get(entry.priority, 0.0) + entry.work_s
+        self._priorities[entry.priority] += 1
+        self._tenants[entry.tenant] += 1
+        self._fairness.waits(entry.tenant)
         self._count += 1
         return out
 
     def first(self, group: Hashable) -> Waiting[T] | None:
         """The next of these."""
-        waiting = self._groups.get(group)
-        return waiting[-1] if waiting else None
+        lists = self._groups.get(group)
+        if not lists:
+            return None
+        served = self._fairness.served
+        return min(
+            (waiting[0] for waiting in lists.values()),
+            key=lambda each: (-each.priority, served(each.tenant), each.deadline_s, each.number),
+        )
 
     def remove(self, entry: Waiting[T]) -> None:
-        waiting = self._groups[entry.group]
-        place = bisect.bisect_left(waiting, entry.rank, key=_rank)
+        lists, key = self._groups[entry.group], (entry.priority, entry.tenant)
+        waiting = lists[key]
+        place = bisect.bisect_left(waiting, _order(entry), key=_order)
         assert waiting[place] is entry
         del waiting[place]
         self._work_s[entry.group][entry.priority] -= entry.work_s
         if not waiting:
+            del lists[key]
+        if not lists:
             del self._groups[entry.group], self._work_s[entry.group]
+        _less(self._priorities, entry.priority)
+        _less(self._tenants, entry.tenant)
+        self._fairness.goes(entry.tenant)
         self._count -= 1
 
     def ahead_s(self, group: Hashable, priority: int) -> float:
@@ -88,15 +116,42 @@ class Line(Generic[T]):
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant is broken."""
-        if self._count != sum(map(len, self._groups.values())):
+        every = list(self)
+        if self._count != len(every) or self._tenants != Counter(entry.tenant for entry in every):
             raise AssertionError("those who wait do not add up")
-        for group, waiting in self._groups.items():
-            if [entry.rank for entry in waiting] != sorted(entry.rank for entry in waiting):
-                raise AssertionError("the line is not in order")
-            total_s = sum(entry.work_s for entry in waiting)
+        for group, lists in self._groups.items():
+            for waiting in lists.values():
+                if not waiting or waiting != sorted(waiting, key=_order):
+                    raise AssertionError("the line is not in order")
+            total_s = sum(entry.work_s for waiting in lists.values() for entry in waiting)
             if abs(total_s - sum(self._work_s[group].values())) > 1e-6 * max(total_s, 1.0):
                 raise AssertionError("their work does not add up")
 
+    def _least_wanted(self, entry: Waiting[T]) -> Waiting[T]:
+        """Of the least urgent the last one of the tenant that has most in line. A newcomer that is no more
+        urgent takes such a place only for a tenant that has fewer."""
+        if not self._count:
+            return entry
+        priority = min(self._priorities)
+        if entry.priority < priority:
+            return entry
+        last = [
+            waiting[-1]
+            for lists in self._groups.values()
+            for key, waiting in lists.items()
+            if key[0] == priority
+        ]
+        out = max(last, key=lambda each: (self._tenants[each.tenant], each.deadline_s, each.number))
+        if entry.priority > priority or self._tenants[out.tenant] > self._tenants[entry.tenant] + 1:
+            return out
+        return entry
 
-def _rank(entry: Waiting[T]) -> tuple[float, ...]:
-    return entry.rank
+
+def _less(counts: Counter[K], value: K) -> None:
+    counts[value] -= 1
+    if not counts[value]:
+        del counts[value]
+
+
+def _order(entry: Waiting[T]) -> tuple[float, int]:
+    return entry.deadline_s, entry.number

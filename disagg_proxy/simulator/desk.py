@@ -83,7 +83,7 @@ class Desk:
         if not self.fleet.can_serve():
             self._refuse(job, NO_INSTANCE)
             return
-        refusal, out = self._gate.arrive(job, None, 0, longest_s, self._events.now_s)
+        refusal, out = self._gate.arrive(job, None, "", 0, longest_s, self._events.now_s)
         if refusal is not None:
             self._refuse(job, refusal.reason)
         if out is not None:

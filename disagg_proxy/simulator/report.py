@@ -19,6 +19,8 @@ def label(plan: Plan) -> str:
     parts = [plan.policy if cluster.pool else f"{plan.policy}/local"]
     if plan.admission is not None:
         parts.append(f"+{plan.admission.value}")
+    if plan.queue:
+        parts.append("+queue")
     return " ".join(parts)
 
 
@@ -63,6 +65,7 @@ def _row(run: Run, slo: Slo) -> dict[str, Any]:
         "policy": plan.policy,
         "pool": cluster.pool,
         "admission": plan.admission.value if plan.admission is not None else None,
+        "queue": plan.queue,
         "prefill": cluster.prefill,
         "decode": cluster.decode,
         "whole": cluster.whole,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from moonpool.disagg_proxy.conductor.admission import Refusal
+from moonpool.disagg_proxy.conductor.fairness import Fairness
 from moonpool.disagg_proxy.conductor.gate import Asked, Gate
 from moonpool.disagg_proxy.conductor.line import Line, Waiting
 
@@ -43,7 +44,7 @@ class Engine:
         if send:
             self.sent.append(ticket)
             self.free = False
-        return Asked(3.0, None)
+        return Asked(3.0, None, prompt=100)
 
 
 def why(found: tuple[Refusal | None, object]) -> str:
@@ -53,9 +54,9 @@ def why(found: tuple[Refusal | None, object]) -> str:
 def test_without_a_queue_all_is_decided_at_once() -> None:
     engine = Engine(slow=True)
     gate: Gate[int] = Gate(engine, 0, 10.0)
-    assert why(gate.arrive(1, "g", 0, 30.0, 0.0)) == "gap"
+    assert why(gate.arrive(1, "g", "", 0, 30.0, 0.0)) == "gap"
     engine.slow = engine.free = False
-    assert why(gate.arrive(2, "g", 0, 30.0, 0.0)) == ""
+    assert why(gate.arrive(2, "g", "", 0, 30.0, 0.0)) == ""
     assert engine.sent == [2]
 
 
@@ -63,7 +64,7 @@ def test_the_most_urgent_goes_first_then_who_must_be_there_first() -> None:
     engine = Engine(free=False)
     gate: Gate[int] = Gate(engine, 10, 60.0)
     for ticket, priority, ttft_s in ((1, 0, 50.0), (2, 0, 20.0), (3, 5, 60.0), (4, 0, 50.0)):
-        assert gate.arrive(ticket, "g", priority, ttft_s, 0.0) == (None, None)
+        assert gate.arrive(ticket, "g", "", priority, ttft_s, 0.0) == (None, None)
     assert engine.waited_s == {1: 0.0, 2: 1.5, 3: 0.0, 4: 4.5}  # what is before them, on two instances
     assert gate.release(1.0) == []
     for _ in range(4):
@@ -77,23 +78,23 @@ def test_the_most_urgent_goes_first_then_who_must_be_there_first() -> None:
 def test_nobody_passes_those_who_wait_but_the_more_urgent() -> None:
     engine = Engine(free=False)
     gate: Gate[int] = Gate(engine, 10, 60.0)
-    gate.arrive(1, "g", 0, 30.0, 0.0)
+    gate.arrive(1, "g", "", 0, 30.0, 0.0)
     engine.free = True
-    gate.arrive(2, "g", 0, 30.0, 0.0)
+    gate.arrive(2, "g", "", 0, 30.0, 0.0)
     assert engine.sent == []
-    gate.arrive(3, "g", 1, 30.0, 0.0)
+    gate.arrive(3, "g", "", 1, 30.0, 0.0)
     assert engine.sent == [3]
     engine.free = True
-    gate.arrive(4, "other", 0, 30.0, 0.0)  # another model's
+    gate.arrive(4, "other", "", 0, 30.0, 0.0)  # another model's
     assert engine.sent == [3, 4]
 
 
 def test_who_cannot_be_in_time_does_not_wait() -> None:
     engine = Engine(free=False, late={1})
     gate: Gate[int] = Gate(engine, 10, 60.0)
-    assert why(gate.arrive(1, "g", 0, 30.0, 0.0)) == "ttft"
-    gate.arrive(2, "g", 0, 30.0, 0.0)
-    gate.arrive(3, "g", 0, 30.0, 0.0)
+    assert why(gate.arrive(1, "g", "", 0, 30.0, 0.0)) == "ttft"
+    gate.arrive(2, "g", "", 0, 30.0, 0.0)
+    gate.arrive(3, "g", "", 0, 30.0, 0.0)
     engine.late, engine.free = {2}, True
     assert [(ticket, refusal and refusal.reason) for ticket, refusal in gate.release(5.0)] == [
         (2, "ttft"),
@@ -104,7 +105,7 @@ def test_who_cannot_be_in_time_does_not_wait() -> None:
 def test_a_decode_that_is_too_slow_is_waited_for() -> None:
     engine = Engine(slow=True)
     gate: Gate[int] = Gate(engine, 10, 60.0)
-    assert gate.arrive(1, "g", 0, 30.0, 0.0) == (None, None)
+    assert gate.arrive(1, "g", "", 0, 30.0, 0.0) == (None, None)
     assert gate.release(1.0) == []
     engine.slow = False
     assert gate.release(2.0) == [(1, None)]
@@ -114,12 +115,12 @@ def test_deadlines_who_is_gone_and_an_end() -> None:
     engine = Engine(free=False)
     gate: Gate[int] = Gate(engine, 10, 60.0)
     for ticket, ttft_s in ((1, 10.0), (2, 1e9), (3, 1e9), (4, 1e9)):
-        gate.arrive(ticket, "g", 0, ttft_s, 0.0)
+        gate.arrive(ticket, "g", "", 0, ttft_s, 0.0)
     engine.gone = {3}
     assert [(ticket, refusal.reason) for ticket, refusal in gate.expire(10.0)] == [(1, "deadline")]
     assert len(gate.line) == 2
     gate.hurry(30.0)
-    gate.arrive(5, "g", 0, 1e9, 20.0)
+    gate.arrive(5, "g", "", 0, 1e9, 20.0)
     assert gate.expire(29.0) == []
     assert sorted(ticket for ticket, _ in gate.expire(31.0)) == [2, 4, 5]
     assert not gate.line
@@ -129,14 +130,44 @@ def test_deadlines_who_is_gone_and_an_end() -> None:
 def test_a_full_line_lets_only_the_more_urgent_in() -> None:
     engine = Engine(free=False)
     gate: Gate[int] = Gate(engine, 2, 60.0)
-    gate.arrive(1, "g", 0, 30.0, 0.0)
-    gate.arrive(2, "h", 1, 30.0, 0.0)
-    assert why(gate.arrive(3, "g", 0, 30.0, 0.0)) == "queue_full"
-    refusal, out = gate.arrive(4, "g", 1, 30.0, 0.0)
+    gate.arrive(1, "g", "", 0, 30.0, 0.0)
+    gate.arrive(2, "h", "", 1, 30.0, 0.0)
+    assert why(gate.arrive(3, "g", "", 0, 30.0, 0.0)) == "queue_full"
+    refusal, out = gate.arrive(4, "g", "", 1, 30.0, 0.0)
     assert refusal is None
     assert out is not None
     assert (out[0], out[1].reason) == (1, "queue_full")
-    assert why(gate.arrive(5, "h", 1, 30.0, 0.0)) == "queue_full"
+    assert why(gate.arrive(5, "h", "", 1, 30.0, 0.0)) == "queue_full"
+    gate.line.check_integrity()
+
+
+def test_a_tenant_that_asks_much_makes_no_other_wait_longer() -> None:
+    engine = Engine(free=False)
+    gate: Gate[int] = Gate(engine, 100, 60.0)
+    for ticket in range(40):
+        gate.arrive(ticket, "g", "many", 0, 60.0, 0.0)
+    for ticket in range(100, 104):
+        gate.arrive(ticket, "g", "few", 0, 60.0, 1.0)
+    gate.arrive(200, "g", "many", 1, 60.0, 2.0)
+    while gate.line:
+        engine.free = True
+        assert len(gate.release(3.0)) == 1
+    assert engine.sent[0] == 200  # the more urgent first, whoever it is
+    assert {100, 101, 102, 103} <= set(engine.sent[1:10])
+    assert [each for each in engine.sent if each < 100] == list(range(40))
+
+
+def test_a_tenant_that_fills_the_line_makes_room_for_others() -> None:
+    gate: Gate[int] = Gate(Engine(free=False), 4, 60.0)
+    for ticket in range(4):
+        gate.arrive(ticket, "g", "many", 0, 60.0, float(ticket))
+    _, out = gate.arrive(10, "g", "few", 0, 60.0, 5.0)
+    assert out is not None
+    assert out[0] == 3
+    _, out = gate.arrive(11, "g", "few", 0, 60.0, 5.0)
+    assert out is not None
+    assert out[0] == 2
+    assert why(gate.arrive(12, "g", "few", 0, 60.0, 5.0)) == "queue_full"  # two each
     gate.line.check_integrity()
 
 
@@ -154,7 +185,12 @@ def test_each_leaves_once_whatever_happens(seed: int) -> None:
             engine.late.add(chance.randrange(ticket + 1))
         before = len(engine.sent)
         refusal, out = gate.arrive(
-            ticket, chance.randrange(3), chance.randrange(-2, 3), chance.uniform(1, 60), now_s
+            ticket,
+            chance.randrange(3),
+            chance.choice("abc"),
+            chance.randrange(-2, 3),
+            chance.uniform(1, 60),
+            now_s,
         )
         left += [ticket] * (refusal is not None) + ([out[0]] if out else []) + engine.sent[before:]
         left += [each for each, _ in (*gate.expire(now_s), *gate.release(now_s))]
@@ -166,11 +202,12 @@ def test_each_leaves_once_whatever_happens(seed: int) -> None:
 
 def test_ten_thousand_that_wait_cost_little_time_and_memory() -> None:
     chance = random.Random(1)
-    line: Line[int] = Line(10_000)
+    line: Line[int] = Line(10_000, Fairness())
     tracemalloc.start()
     began_s = time.process_time()
     entries = [
-        Waiting(number, "g", chance.randrange(3), 0.0, chance.uniform(1, 60), 0.5) for number in range(20_000)
+        Waiting(number, "g", "", chance.randrange(3), 0.0, chance.uniform(1, 60), 0.5)
+        for number in range(20_000)
     ]
     out = [line.add(entry) for entry in entries]
     assert len(line) == 10_000
