@@ -74,7 +74,7 @@ def rows(bed: Bed) -> list[Row]:
 
 
 def _limit(bed: Bed) -> float:
-    """The speed at which eight instances that find all there is to find, and refuse nothing, are always busy."""
+    """The speed at which eight instances that find all that can be found are always busy."""
     trace = bed.trace("conversation")
     every_s = trace.seconds / len(trace)
     return 8 * every_s / bed.ideal_prefill_s("conversation", set_up(8, 8).machine)
