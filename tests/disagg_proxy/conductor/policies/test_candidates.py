@@ -46,7 +46,7 @@ def test_random_fleets_are_weighed_as_by_plain_python(rng: random.Random) -> Non
         candidates = Candidates(fleet)
         assert len(candidates) == len(fleet)
         tokens = rng.choice((0, 256, rng.randrange(30_000)))
-        counts = [rng.choice((0, 0, 1_024, rng.randrange(tokens + 1))) for _ in fleet]
+        counts = [rng.choice((0, 1_020, 1_024, rng.randrange(tokens + 1))) for _ in fleet]
         own: Sequence[int] = [min(count, tokens) for count in counts[: rng.choice((len(fleet), 1))]]
         pool = rng.choice((0, rng.randrange(tokens + 1)))
         now_s = rng.choice((0.0, rng.random() * 3, -0.5))

@@ -77,6 +77,11 @@ def test_affinity_grows_with_the_load() -> None:
         assert choice.why["reason"] == ("spares_others" if place == 0 else "least_time")
 
 
+def test_of_equal_costs_the_longest_match_is_taken() -> None:
+    choice = Conductor().choose(Request(10_000, (5_000, 5_004, 5_000)), fleet(3), 0.0)
+    assert (choice.decode.place, choice.why["reason"]) == (1, "match")
+
+
 def test_a_match_is_no_reason_to_wait_for_ever() -> None:
     engines = fleet(2)
     loaded(engines, 0.9)
