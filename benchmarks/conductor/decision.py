@@ -25,11 +25,12 @@ from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.events.indexes import MODEL_ANY
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.server import Proxy
-from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
+from moonpool.disagg_proxy.settings import EngineSpec, HealthChecks, ProxySettings
 
 BATCH = 32
 EVENT_BLOCKS = 64
 READY_TIMEOUT_S = 60.0
+SELDOM = HealthChecks(interval_s=600.0)  # those of a thousand engines would take the loop's time
 VOCABULARY = 50_000
 
 
@@ -69,7 +70,9 @@ async def _measure(
                 stack.callback(publisher.close)
                 sources.append(EventSource(f"e{place}", publisher.endpoint, publisher.replay))
                 queue.add(told[-1])
-        settings = ProxySettings(port=0, engines=tuple(specs), policy="conductor", events=tuple(sources))
+        settings = ProxySettings(
+            port=0, engines=tuple(specs), policy="conductor", events=tuple(sources), health=SELDOM
+        )
         proxy = Proxy(settings, decide=later)
         stack.push_async_callback(proxy.close)
         port = int((await proxy.open()).rsplit(":", 1)[1])
