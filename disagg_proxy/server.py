@@ -30,6 +30,7 @@ from moonpool.disagg_proxy.discovery.members import Members
 from moonpool.disagg_proxy.discovery.queries import Queries
 from moonpool.disagg_proxy.discovery.registry import Keys, Registry
 from moonpool.disagg_proxy.discovery.registry_pages import RegistryPages, SubscribedStreams
+from moonpool.disagg_proxy.discovery.sequences import Sequences
 from moonpool.disagg_proxy.discovery.source import Found
 from moonpool.disagg_proxy.discovery.sources import make_sources
 from moonpool.disagg_proxy.dispatcher import ASKED_MAX, Dispatcher
@@ -278,7 +279,10 @@ class Proxy:
         settings = self._settings
         askers = Keys(read_api_keys(settings.api_keys_file))
         registrars = Keys(read_api_keys(settings.discovery_keys_file or settings.api_keys_file))
-        queries = Queries(self._indexes, lambda: self.engines, registry.publishers.values)
+        sequences = Sequences()
+        if self._subscriber is not None:
+            self._subscriber.tap = sequences
+        queries = Queries(self._indexes, lambda: self.engines, registry.publishers.values, sequences)
         return RegistryPages(registry, queries, registrars, askers)
 
     def _follow(self) -> Follower | None:

@@ -1,4 +1,5 @@
-"""Answers of ``POST /query``: who has how much of a prompt, in the form of Mooncake's conductor.
+"""Answers of ``POST /query`` and ``POST /query_by_hash``: who has how much of a prompt, in the form of
+Mooncake's conductor.
 
     {"<tenant>": {"<instance>": {"longest_matched", "GPU", "DP": {"<rank>": ...}, "CPU", "DISK"}}}
 
@@ -9,7 +10,7 @@ host's memory, DISK: anywhere, each 0 when it adds nothing to the tier before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,17 +19,35 @@ from moonpool import _native
 from moonpool.core.keys import chain_seed
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
 from moonpool.disagg_proxy.discovery.registry import TENANT, Name, Publisher, Text
+from moonpool.disagg_proxy.discovery.sequences import Sequences, Space
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.events.indexes import MODEL_ANY, Indexes
 
 QUERY_BYTES_MAX = 16 << 20
+Tiers = tuple[int, int, int]  # leading blocks on the device, there or in the host's memory, anywhere
+Asked = TypeVar("Asked", "_Query", "_HashQuery")
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Hash = Annotated[int, msgspec.Meta(ge=0)]  # of 64 bits
 
 
 class _Query(msgspec.Struct):
     model: Text
     token_ids: list[Id]
     block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+    lora_name: Text | None = None
+    lora_id: int | None = None
+    tenant_id: Name = TENANT
+    instance_id: Name | None = None
+    cache_salt: Text | None = None
+
+
+class _HashQuery(msgspec.Struct):
+    """seq_hashes: rolling hashes; earlier drafts of the API called them block_hash."""
+
+    model: Text
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+    seq_hashes: list[Hash] | None = None
+    block_hash: list[Hash] | None = None
     lora_name: Text | None = None
     lora_id: int | None = None
     tenant_id: Name = TENANT
@@ -53,32 +72,51 @@ class Queries:
         indexes: Indexes,
         engines: Callable[[], Iterable[Engine]],
         publishers: Callable[[], Iterable[Publisher]],
+        sequences: Sequences,
     ) -> None:
         self._indexes = indexes
         self._engines = engines
         self._publishers = publishers
+        self._sequences = sequences
 
     def by_tokens(self, body: bytes) -> Answer:
         """The answer to POST /query."""
-        if len(body) > QUERY_BYTES_MAX:
-            return refused(413, f"a query has {QUERY_BYTES_MAX} bytes at most", "query")
-        try:
-            asked = msgspec.json.decode(body, type=_Query)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            return refused(400, str(error), "query")
-        if asked.lora_id is not None:
-            return refused(400, "give lora_name in the place of lora_id, which names nothing here", "query")
+        asked = _read(body, _Query)
+        if isinstance(asked, Answer):
+            return asked
         ids = np.array(asked.token_ids, "<u4").tobytes()
         index = self._index(asked.block_size)
         matches: dict[str | None, _Match] = {}
-        rows: dict[str, dict[int, tuple[int, int, int]]] = {}
-        for holder in self._holders(asked):
-            if asked.instance_id not in (None, holder.instance):
-                continue
+
+        def leading(holder: _Holder) -> Tiers:
             salt = asked.cache_salt if holder.salt is None else None
             if salt not in matches:
                 matches[salt] = _Match(index, ids, chain_seed(asked.lora_name or None, salt or None))
-            rows.setdefault(holder.instance, {})[holder.rank] = matches[salt].of(holder.place)
+            return matches[salt].of(holder.place)
+
+        return self._answer(asked, leading)
+
+    def by_hashes(self, body: bytes) -> Answer:
+        """The answer to POST /query_by_hash."""
+        asked = _read(body, _HashQuery)
+        if isinstance(asked, Answer):
+            return asked
+        hashes = asked.seq_hashes if asked.seq_hashes is not None else asked.block_hash
+        if hashes is None:
+            return refused(400, "a query has seq_hashes", "query")
+
+        def leading(holder: _Holder) -> Tiers:
+            salt = asked.cache_salt if holder.salt is None else None
+            space = Space(asked.block_size, asked.lora_name or "", salt or "")
+            return self._sequences.leading(space, hashes, holder.place)
+
+        return self._answer(asked, leading)
+
+    def _answer(self, asked: _Query | _HashQuery, leading: Callable[[_Holder], Tiers]) -> Answer:
+        rows: dict[str, dict[int, Tiers]] = {}
+        for holder in self._holders(asked):
+            if asked.instance_id in (None, holder.instance):
+                rows.setdefault(holder.instance, {})[holder.rank] = leading(holder)
         said = {name: _row(ranks, asked.block_size) for name, ranks in rows.items()}
         return Answer(200, msgspec.json.encode({asked.tenant_id: said}))
 
@@ -88,7 +126,7 @@ class Queries:
                 return index
         return None
 
-    def _holders(self, asked: _Query) -> Iterator[_Holder]:
+    def _holders(self, asked: _Query | _HashQuery) -> Iterator[_Holder]:
         registered: dict[str, Publisher] = {}
         for each in self._publishers():
             told = each.told
@@ -118,7 +156,7 @@ class _Match:
             match = index.match(index.keys(ids, seed))
             self._tiers = [memoryview(each).cast("I") for each in (match.device, match.host, match.blocks)]
 
-    def of(self, place: int) -> tuple[int, int, int]:
+    def of(self, place: int) -> Tiers:
         """Leading blocks on the device, there or in the host's memory, anywhere."""
         if not self._tiers:
             return 0, 0, 0
@@ -126,7 +164,20 @@ class _Match:
         return device, host, anywhere
 
 
-def _fits(publisher: Publisher, asked: _Query) -> bool:
+def _read(body: bytes, kind: type[Asked]) -> Asked | Answer:
+    """The query, or what is wrong with it."""
+    if len(body) > QUERY_BYTES_MAX:
+        return refused(413, f"a query has {QUERY_BYTES_MAX} bytes at most", "query")
+    try:
+        asked = msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return refused(400, str(error), "query")
+    if asked.lora_id is not None:
+        return refused(400, "give lora_name in the place of lora_id, which names nothing here", "query")
+    return asked
+
+
+def _fits(publisher: Publisher, asked: _Query | _HashQuery) -> bool:
     told = publisher.told
     if told.modelname and asked.model != told.modelname:
         return False
@@ -135,7 +186,7 @@ def _fits(publisher: Publisher, asked: _Query) -> bool:
     return not told.additionalsalt or told.additionalsalt == asked.cache_salt
 
 
-def _row(ranks: Mapping[int, tuple[int, int, int]], block: int) -> dict[str, object]:
+def _row(ranks: Mapping[int, Tiers], block: int) -> dict[str, object]:
     device, host, anywhere = (max(tiers) * block for tiers in zip(*ranks.values(), strict=True))
     return {
         "longest_matched": anywhere,

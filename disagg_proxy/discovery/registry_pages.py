@@ -28,7 +28,7 @@ class RegistryPages:
             return self._registry.register(body)
         if path == b"/unregister":
             return self._registry.unregister(body)
-        return self._queries.by_tokens(body)
+        return self._queries.by_tokens(body) if path == b"/query" else self._queries.by_hashes(body)
 
 
 class SubscribedStreams:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -63,6 +64,14 @@ class _Link:
     stream: Stream = field(init=False)
 
 
+class Tap(Protocol):
+    """Somebody else who wants the events, in order, and on the subscriber's thread."""
+
+    def take(self, holder: int, payload: bytes) -> None: ...
+
+    def forget(self, holder: int) -> None: ...
+
+
 class Subscriber:
     """Listens from start() to stop(). ``places``: of each source's name its place in the indexes; ``models``:
     which model it serves ("" for all)."""
@@ -78,6 +87,7 @@ class Subscriber:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
+        self.tap: Tap | None = None  # gets all events of engines, too; set before start()
         self._indexes = indexes
         self._limits = limits or EventLimits()
         self._clock = clock
@@ -296,6 +306,8 @@ class Subscriber:
                 link.counts.skipped += result.skipped
                 link.counts.lag_s = max(0.0, self._wall() - result.sent_s)
                 link.counts.lag_max_s = max(link.counts.lag_max_s, link.counts.lag_s)
+            if self.tap is not None and not link.source.pool:
+                self.tap.take(link.place, payload)
         except Error as error:
             link.counts.malformed += 1
             log.debug("the events of %s: %s", link.source.name, error)
@@ -316,6 +328,8 @@ class Subscriber:
         link.index = None
         for index in self._indexes.all().values():
             index.forget(link.place)
+        if self.tap is not None:
+            self.tap.forget(link.place)
 
     # ---- sockets
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['BatchClient', 'Books', 'Candidates', 'Client', 'Coefficients', 'Decoded', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'Standing', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens']
+__all__: list[str] = ['BatchClient', 'Books', 'Candidates', 'Client', 'Coefficients', 'Decoded', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'Standing', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens', 'sequence_hashes']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -930,5 +930,9 @@ def key_hash(tenant: str, namespace: str, fingerprint: bytes, name: bytes) -> by
 def kv_event_block_tokens(payload: typing.Any) -> typing.Any:
     """
     Tokens of a block, as the first event of a batch says that has tokens; None: no event has.
+    """
+def sequence_hashes(token_ids: typing.Any, block_tokens: typing.SupportsInt | typing.SupportsIndex, parent: typing.SupportsInt | typing.SupportsIndex | None = None) -> list[int]:
+    """
+    Rolling hashes of the full blocks of a u32 buffer, as Mooncake's indexer API has them. parent: of the block before.
     """
 HOLDERS_MAX: int = 2048

@@ -4,10 +4,12 @@
 // milliseconds. What takes in events gives it up.
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -15,6 +17,7 @@
 
 #include "base/digest.hpp"
 #include "conductor/prefix_index.hpp"
+#include "conductor/sequence_hashes.hpp"
 #include "python/arguments.hpp"
 #include "python/module.hpp"
 #include "python/raise.hpp"
@@ -232,6 +235,17 @@ void bind_conductor(py::module_& m) {
         .def("stats", &PyPrefixIndex::stats, "Counters (*_total) and gauges by name.")
         .def("check_integrity", &PyPrefixIndex::check_integrity, "Recounts everything; for tests.");
 
+    m.def(
+        "sequence_hashes",
+        [](const py::object& token_ids, uint32_t block_tokens, std::optional<uint64_t> parent) {
+            if (block_tokens == 0) throw py::value_error("a block has at least one token");
+            ArrayOf<uint32_t> tokens(token_ids, "token_ids");
+            return sequence_hashes(tokens.span(), block_tokens, parent);
+        },
+        py::arg("token_ids"), py::arg("block_tokens"), py::arg("parent") = py::none(),
+        "Rolling hashes of the full blocks of a u32 buffer, as Mooncake's indexer API has them. parent: of "
+        "the "
+        "block before.");
     m.attr("HOLDERS_MAX") = kHoldersMax;
     m.def("kv_event_block_tokens", &event_block_tokens, py::arg("payload"),
           "Tokens of a block, as the first event of a batch says that has tokens; None: no event has.");

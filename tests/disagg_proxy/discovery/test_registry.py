@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import json
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from moonpool import _native
 from moonpool.core.errors import ConfigError
 from moonpool.core.kv_events import BlockRemoved
 from moonpool.disagg_proxy.discovery.registry import PUBLISHERS_MAX, Registry
@@ -124,10 +126,21 @@ async def test_a_router_asks_who_has_how_much(publishers: list[Engine]) -> None:
         own.tell(BlockRemoved([104], medium="GPU"))
         while (await asked())["default"]["one"]["GPU"] != 4 * BLOCK:
             await asyncio.sleep(0.002)
+        hashes = by_hash(chain(0, 8))
+        by = {"model": "m", "block_size": BLOCK, "instance_id": "one"}
+        for members in ({"seq_hashes": hashes}, {"block_hash": hashes}):
+            status, said = await post(b, "/query_by_hash", {**by, **members})
+            assert (status, said["default"]["one"]["longest_matched"]) == (200, 4 * BLOCK)
+        assert (await post(b, "/query_by_hash", by))[0] == 400
         await post(b, "/unregister", {"instance_id": "far"})
         assert list((await asked())["default"]) == ["one"]
         _, explained = await ask_with_decision(b, chain(0, 8))
         assert explained["own_tokens"] == 4 * BLOCK
+
+
+def by_hash(tokens: list[int]) -> list[int]:
+    hashes: list[int] = _native.sequence_hashes(array.array("I", tokens), BLOCK)
+    return hashes
 
 
 async def ask_with_decision(b: Bed, tokens: list[int]) -> tuple[str, dict[str, Any]]:
