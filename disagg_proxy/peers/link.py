@@ -136,8 +136,8 @@ class Link:
         """Ends the thread and closes the sockets. May be called twice."""
         if self._stopping:
             return
+        os.eventfd_write(self._wake, 1)  # before it may be closed by the thread, and be another's number
         self._stopping = True
-        os.eventfd_write(self._wake, 1)
         if self._thread.ident is None:
             self._end()
         else:
