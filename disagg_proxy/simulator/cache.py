@@ -41,43 +41,53 @@ class Caches:
         self._make = make
         self._holders: dict[int, int] = {}
         self._expected: dict[int, int] = {}
-        self._expected_count: dict[tuple[int, int], int] = {}
+        self._expected_count: list[dict[int, int]] = []  # by place
+        self._bits: list[int] = []  # by place
         for _ in range(places):
             self.add()
 
     def add(self) -> None:
         """One more place."""
+        self._bits.append(1 << len(self.caches))
+        self._expected_count.append({})
         self.caches.append(self._make(self._blocks_max))
 
     def keep(self, place: int, blocks: Sequence[int], now_s: float) -> None:
         """This cache has, and used, these leading blocks of a prompt."""
         new, gone = self.caches[place].keep(blocks, now_s)
-        holders, bit = self._holders, 1 << place
+        holders, bit = self._holders, self._bits[place]
         for block in new:
-            holders[block] = holders.get(block, 0) | bit
+            # Most blocks have one holder: all of its blocks share one number.
+            held = holders.get(block)
+            holders[block] = bit if held is None else held | bit
         _drop(holders, gone, bit)
 
     def expect(self, place: int, blocks: Sequence[int]) -> None:
         """A prompt of these blocks is on its way there, until ``arrived``."""
-        bit = 1 << place
+        bit, expected, counts = self._bits[place], self._expected, self._expected_count[place]
         for block in blocks:
-            count = self._expected_count.get((place, block), 0)
-            self._expected_count[place, block] = count + 1
-            if not count:
-                self._expected[block] = self._expected.get(block, 0) | bit
+            if block in counts:
+                counts[block] += 1
+            else:
+                counts[block] = 1
+                held = expected.get(block)
+                expected[block] = bit if held is None else held | bit
 
     def arrived(self, place: int, blocks: Sequence[int]) -> None:
-        bit = 1 << place
+        bit, counts = self._bits[place], self._expected_count[place]
+        over = []
         for block in blocks:
-            count = self._expected_count.pop((place, block)) - 1
-            if count:
-                self._expected_count[place, block] = count
+            count = counts[block]
+            if count > 1:
+                counts[block] = count - 1
             else:
-                _drop(self._expected, (block,), bit)
+                del counts[block]
+                over.append(block)
+        _drop(self._expected, over, bit)
 
     def clear(self, place: int) -> None:
         """The cache is gone with all that it held."""
-        _drop(self._holders, self.caches[place].clear(), 1 << place)
+        _drop(self._holders, self.caches[place].clear(), self._bits[place])
 
     def find(self, blocks: Sequence[int], *, expected: bool = False, unit: int = 1) -> Held:
         """expected: by_place counts what is on its way there, too. unit: what by_place counts a block as."""
@@ -115,18 +125,19 @@ class Caches:
             )
         assert sum(map(len, self.caches)) == sum(places.bit_count() for places in self._holders.values())
         expected: dict[int, int] = {}
-        for place, block in self._expected_count:
-            expected[block] = expected.get(block, 0) | 1 << place
+        for place, counts in enumerate(self._expected_count):
+            for block in counts:
+                expected[block] = expected.get(block, 0) | 1 << place
         assert expected == self._expected
 
 
 def _drop(holders: dict[int, int], blocks: Sequence[int], bit: int) -> None:
     for block in blocks:
-        left = holders[block] & ~bit
-        if left:
-            holders[block] = left
-        else:
+        held = holders[block]
+        if held == bit:
             del holders[block]
+        else:
+            holders[block] = held ^ bit
 
 
 def _write(values: list[int], places: int, value: int) -> None:
