@@ -361,7 +361,7 @@ HELP: dict[str, str] = {
     "master.gone_after_s": "a node that is silent for so long is given up, and what it held is forgotten",
     "master.http_connections_max": "the most HTTP connections; beyond it the oldest is closed",
     "master.http_timeout_s": "the longest life of one HTTP connection",
-    "proxy.listen": "address of the OpenAI API, /metrics, /health and /engines",
+    "proxy.listen": "address of the OpenAI API, /metrics, /health, /engines and /ui",
     "proxy.engines": "root URLs of the engines, each http://host:port or NAME=http://host:port",
     "proxy.prefill": "engines that compute prompts for those of proxy.decode; written like proxy.engines, "
     "with #bootstrap=PORT or #bootstrap=HOST:PORT behind one whose bootstrap page is not at 8998 of its host",

@@ -20,6 +20,7 @@ from moonpool.disagg_proxy.health import merged_models
 from moonpool.disagg_proxy.locality import Locality
 from moonpool.disagg_proxy.metrics import CONTENT_TYPE, Counters, EngineCounters, ProxyCollector, exposition
 from moonpool.disagg_proxy.ui.data import Data
+from moonpool.disagg_proxy.ui.metrics import PromptCollector
 from moonpool.disagg_proxy.ui.page import data_answer, page_answer
 
 
@@ -77,7 +78,7 @@ class Pages:
             HandoverCollector(dispatcher.handovers),
         )
         if dispatcher.uses_tokens:
-            self._collectors += (ConductorCollector(dispatcher, locality, subscriber),)
+            self._collectors += (ConductorCollector(dispatcher, locality, subscriber), PromptCollector(data))
         self._collectors += tuple(more)
         if follower is not None:
             self._collectors += (follower,)

@@ -34,6 +34,7 @@ NEUTRAL = {
     "run",
     "sys",
     "tmp",
+    "ui",
     "usr",
     "v",
     "v1",

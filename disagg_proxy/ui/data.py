@@ -20,7 +20,7 @@ from moonpool.disagg_proxy.dispatcher import Dispatcher
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.metrics import Counters, EngineCounters
 from moonpool.disagg_proxy.ui.explain import why_here, why_miss
-from moonpool.disagg_proxy.ui.history import STEP_S, History, Now, Over, Step
+from moonpool.disagg_proxy.ui.history import STEP_S, History, Over, Step, Total
 
 KEPT_S = 1.0
 ROWS_MAX = 2_000
@@ -105,12 +105,22 @@ class Data:
         self._policy = policy
         self._made = b""
         self._made_s = -math.inf
-        self.history = History(self._now)
+        self.history = History(self.wait_s, lambda: look().rejected)
         if dispatcher.uses_tokens:
             dispatcher.accounts.ended = self.history.ended
 
     def gather(self) -> None:
         self.history.gather(self._clock())
+
+    def total(self) -> Total:
+        """Since the start, up to now."""
+        self._dispatcher.learn()
+        self.gather()
+        return self.history.total
+
+    def books(self) -> dict[str, Books]:
+        """Of each instance by name; of none where the policy keeps no books."""
+        return self._dispatcher.in_books(_books) if self._dispatcher.uses_tokens else {}
 
     def page(self) -> bytes:
         now_s = self._clock()
@@ -124,7 +134,7 @@ class Data:
         dispatcher, history, counters = self._dispatcher, self.history, self._look()
         instances = tuple(dispatcher.instances)
         engines = {each.name: each for each in dispatcher.engines}
-        books = dispatcher.in_books(_books) if dispatcher.uses_tokens else {}
+        books = self.books()
         rows = [
             _engine_row(engines.get(each.name), each, books.get(each.name, _NO_BOOKS))
             for each in counters.engines
@@ -151,23 +161,18 @@ class Data:
             steps=list(history.steps),
             points=list(history.points),
             rejected=counters.rejected,
-            rejected_lately=history.rejected_lately(),
+            rejected_lately=history.rejected_lately(counters.rejected),
             failures=failures,
             blind=dispatcher.blind,
             last=[_last_row(over, instances, now_s) for over in reversed(last)],
         )
 
-    def _now(self) -> Now:
-        counters, books = self._look(), self._dispatcher.in_books(_books).values()
-        return Now(
-            wait_s=max((each.wait_s for each in books), default=0.0),
-            in_flight=sum(each.in_flight for each in counters.engines),
-            decodes=sum(each.decoding for each in books),
-            rejected=counters.rejected,
-        )
+    def wait_s(self) -> float:
+        """Of the longest line now."""
+        return max((each.wait_s for each in self.books().values()), default=0.0)
 
 
-class _Books(NamedTuple):
+class Books(NamedTuple):
     """Of one instance, as in EngineRow."""
 
     wait_s: float
@@ -176,21 +181,19 @@ class _Books(NamedTuple):
     context_tokens: int
 
 
-_NO_BOOKS = _Books(0.0, -1, -1, 0)
+_NO_BOOKS = Books(0.0, -1, -1, 0)
 
 
-def _books(accounts: Accounts, now_s: float) -> dict[str, _Books]:
+def _books(accounts: Accounts, now_s: float) -> dict[str, Books]:
     """By name. The books' lock is held: nothing but reading."""
     found = {}
     for instance in accounts.instances:
         books = instance.books
-        found[instance.name] = _Books(
-            books.wait_s(now_s), books.prefills, books.decodes, books.context_tokens
-        )
+        found[instance.name] = Books(books.wait_s(now_s), books.prefills, books.decodes, books.context_tokens)
     return found
 
 
-def _engine_row(engine: Engine | None, counts: EngineCounters, books: _Books) -> EngineRow:
+def _engine_row(engine: Engine | None, counts: EngineCounters, books: Books) -> EngineRow:
     """engine: None for one that is leaving."""
     return EngineRow(
         counts.name,

@@ -84,10 +84,11 @@ def seconds(value: float) -> str:
 
 
 def _best_elsewhere(over: Over, instances: Sequence[Instance]) -> tuple[int, str]:
-    computes = over.choice.computes
-    best, name = 0, ""
-    for instance in instances:
-        held = over.asked.own_at(instance)
-        if instance is not computes and held > best:
-            best, name = held, instance.name
+    """(tokens, whose), of the instances that there are now."""
+    held = over.asked.own
+    best = max(held, default=0)
+    if not best or best == over.asked.own_at(over.choice.computes):
+        return 0, ""
+    place = next(place for place, tokens in enumerate(held) if tokens == best)
+    name = next((each.name for each in instances if each.place == place), "an instance that has left")
     return best, name

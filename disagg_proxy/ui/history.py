@@ -18,6 +18,8 @@ from moonpool.disagg_proxy.observations import Observation
 
 STEP_S = 5.0
 STEPS_MAX = 180
+REJECTED_S = 60.0
+REJECTED_MAX = 16
 FRESH_MAX = 4_096  # requests between two looks of the event loop
 LAST_MAX = 200
 POINTS_MAX = 600
@@ -64,8 +66,8 @@ class Over(NamedTuple):
 
 class Step(msgspec.Struct, array_like=True):
     """STEP_S seconds. own, pool, tokens: of prompts of known length; told, cached: of the answers that said
-    how much was cached. wait_s: seconds of prefill in line at its end, of the instance that had most; the
-    sums over all are of the same moment."""
+    how much was cached. ttft_s: of all streams together. wait_s: seconds of prefill in line at the step's
+    end, of the instance that had most."""
 
     at_s: float
     requests: int = 0
@@ -76,74 +78,79 @@ class Step(msgspec.Struct, array_like=True):
     cached: int = 0
     streams: int = 0
     ttft_s: float = 0.0
-    error_s: float = 0.0
-    errors: int = 0
-    refused: int = 0
     wait_s: float = 0.0
-    in_flight: int = 0
-    decodes: int = 0
 
 
-class Now(NamedTuple):
-    """Gauges of this moment, and how many requests were refused since the start, by reason."""
+class Total(msgspec.Struct):
+    """Since the start, as in Step."""
 
-    wait_s: float
-    in_flight: int
-    decodes: int
-    rejected: Mapping[str, int]
+    tokens: int = 0
+    own: int = 0
+    pool: int = 0
+    told: int = 0
+    cached: int = 0
 
 
 class History:
-    """``ended`` may be called on any thread, all else on the event loop. now: makes the gauges."""
+    """``ended`` may be called on any thread, all else on the event loop. wait_s: the longest line now.
+    rejected: how many requests were refused since the start, by reason; it costs more, so it is asked once a
+    minute."""
 
-    def __init__(self, now: Callable[[], Now]) -> None:
+    def __init__(self, wait_s: Callable[[], float], rejected: Callable[[], Mapping[str, int]]) -> None:
         self._fresh: deque[tuple[Observation, Choice, Request, float]] = deque(maxlen=FRESH_MAX)
         self.ended = self._fresh.append
         self.last: deque[Over] = deque(maxlen=LAST_MAX)
         self.points: deque[tuple[float, float]] = deque(maxlen=POINTS_MAX)  # (predicted, observed) seconds
         self.steps: deque[Step] = deque(maxlen=STEPS_MAX)
-        self._now = now
-        self._rejected: deque[Mapping[str, int]] = deque(maxlen=STEPS_MAX + 1)
+        self.total = Total()
+        self._wait_s = wait_s
+        self._rejected_now = rejected
+        self._rejected: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=REJECTED_MAX)
 
     def gather(self, now_s: float) -> None:
         """Takes in what has come. now_s: of the data plane's clock."""
         if not self.steps or now_s >= self.steps[-1].at_s + STEP_S:
             self._turn(now_s)
-        step, fresh = self.steps[-1], self._fresh
+        if not self._rejected or now_s >= self._rejected[-1][0] + REJECTED_S:
+            self._rejected.append((now_s, self._rejected_now()))
+        fresh = self._fresh
+        if not fresh:
+            return
+        step, before = self.steps[-1], msgspec.structs.replace(self.steps[-1])
         while fresh:
-            self._take(step, Over._make(fresh.popleft()))
+            over = Over._make(fresh.popleft())
+            self.last.append(over)
+            self._take(step, over)
+        for name in Total.__struct_fields__:
+            more = getattr(step, name) - getattr(before, name)
+            setattr(self.total, name, getattr(self.total, name) + more)
 
-    def rejected_lately(self) -> dict[str, int]:
-        """By reason, in the time that ``steps`` covers."""
-        if not self._rejected:
-            return {}
-        now, first = self._now().rejected, self._rejected[0]
-        found = {reason: count - first.get(reason, 0) for reason, count in now.items()}
+    def rejected_lately(self, rejected: Mapping[str, int]) -> dict[str, int]:
+        """By reason, in the last quarter of an hour and a minute at most. rejected: since the start."""
+        first = self._rejected[0][1] if self._rejected else rejected
+        found = {reason: count - first.get(reason, 0) for reason, count in rejected.items()}
         return {reason: count for reason, count in found.items() if count > 0}
 
     def _turn(self, now_s: float) -> None:
         """The step is over; one that nobody looked into for long is left out."""
-        now = self._now()
-        if self.steps:
-            step = self.steps[-1]
-            step.wait_s, step.in_flight, step.decodes = now.wait_s, now.in_flight, now.decodes
-            step.refused = max(sum(now.rejected.values()) - sum(self._rejected[-1].values()), 0)
-        self._rejected.append(now.rejected)
         begin_s = now_s
-        if self.steps and now_s < self.steps[-1].at_s + 2 * STEP_S:
-            begin_s = self.steps[-1].at_s + STEP_S
+        if self.steps:
+            self.steps[-1].wait_s = self._wait_s()
+            if now_s < self.steps[-1].at_s + 2 * STEP_S:
+                begin_s = self.steps[-1].at_s + STEP_S
         self.steps.append(Step(begin_s))
 
     def _take(self, step: Step, over: Over) -> None:
-        self.last.append(over)
         step.requests += 1
-        tokens = over.asked.tokens
+        observation, choice, asked, _ = over
+        tokens = asked.tokens
         if tokens:
             own, pool = over.reused
+            own = min(own, tokens)
             step.tokens += tokens
-            step.own += min(own, tokens)
-            step.pool += min(pool, tokens)
-        cached, observation = over.cached, over.observation
+            step.own += own
+            step.pool += min(pool, tokens - own)
+        cached = observation.cached_tokens if choice.prefill is None else observation.prefill_cached_tokens
         if cached >= 0 and observation.prompt_tokens > 0:
             step.told += observation.prompt_tokens
             step.cached += cached
@@ -154,5 +161,3 @@ class History:
             predicted_s = over.predicted_s
             if predicted_s == predicted_s:
                 self.points.append((predicted_s, ttft_s))
-                step.error_s += abs(predicted_s - ttft_s)
-                step.errors += 1

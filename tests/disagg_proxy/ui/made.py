@@ -65,12 +65,7 @@ def page(engines: int, **other: Any) -> dict[str, Any]:
             28_000,
             50,
             20.0,
-            2.0,
-            50,
-            ago % 3,
-            (ago % 17) / 4,
-            30,
-            20,
+            ago % 17 / 4,
         )
         for ago in range(180, 0, -1)
     ]

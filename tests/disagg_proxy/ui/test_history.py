@@ -13,7 +13,7 @@ from moonpool.disagg_proxy.ui.history import (
     STEP_S,
     STEPS_MAX,
     History,
-    Now,
+    Total,
 )
 
 from .made import over
@@ -21,32 +21,35 @@ from .made import over
 
 class Gauges:
     def __init__(self) -> None:
-        self.now = Now(0.0, 0, 0, {})
+        self.wait_s = 0.0
+        self.rejected: dict[str, int] = {}
 
-    def __call__(self) -> Now:
-        return self.now
+
+def history_of(gauges: Gauges | None = None) -> History:
+    gauges = gauges or Gauges()
+    return History(lambda: gauges.wait_s, lambda: gauges.rejected)
 
 
 def test_a_step_sums_up_what_ended_in_it() -> None:
     gauges = Gauges()
-    history = History(gauges)
+    history = history_of(gauges)
     history.gather(100.0)
     history.ended(over(own=(600, 0, 0), pool=800, prompt_tokens=1000, cached_tokens=790))
     history.ended(over(tokens=0))  # not known
     history.ended(over(own=(50, 0, 0), why={"predicted_ttft_s": 0.2}))
+    history.gather(100.5)
     history.ended(over(stream=0))
-    gauges.now = Now(1.5, 7, 3, {"ttft": 4, "no_engine": 1})
+    gauges.wait_s = 1.5
     history.gather(101.0)
     history.gather(100.0 + STEP_S)
     first, second = history.steps
     assert (first.requests, first.tokens, first.own, first.pool) == (4, 3000, 650, 200)
     assert (first.told, first.cached) == (1000, 790)
+    assert history.total == Total(3000, 650, 200, 1000, 790)
     assert (first.streams, first.ttft_s) == (3, pytest.approx(1.5))
-    assert (first.errors, first.error_s) == (1, pytest.approx(0.3))
-    assert (first.wait_s, first.in_flight, first.decodes, first.refused) == (1.5, 7, 3, 5)
+    assert first.wait_s == 1.5
     assert second.requests == 0
     assert list(history.points) == [(0.2, pytest.approx(0.5))]
-    assert history.rejected_lately() == {"ttft": 4, "no_engine": 1}
 
 
 def test_what_an_engine_of_a_pair_had_is_told_by_prefill() -> None:
@@ -60,7 +63,7 @@ def test_what_an_engine_of_a_pair_had_is_told_by_prefill() -> None:
     [{"first_byte_s": 0.0}, {"status": 500}, {"stream": 0}],
 )
 def test_what_tells_no_first_token_is_no_sample(odd: dict[str, float]) -> None:
-    history = History(Gauges())
+    history = history_of()
     history.gather(0.0)
     history.ended(over(why={"predicted_ttft_s": 0.2}, **odd))
     history.gather(1.0)
@@ -69,7 +72,7 @@ def test_what_tells_no_first_token_is_no_sample(odd: dict[str, float]) -> None:
 
 
 def test_a_policy_of_ones_own_may_say_odd_things() -> None:
-    history = History(Gauges())
+    history = history_of()
     history.gather(0.0)
     for odd in ("soon", math.nan, None):
         history.ended(over(why={"predicted_ttft_s": odd}))  # type: ignore[dict-item]
@@ -79,7 +82,7 @@ def test_a_policy_of_ones_own_may_say_odd_things() -> None:
 
 
 def test_nothing_grows_without_end() -> None:
-    history = History(Gauges())
+    history = history_of()
     for at in range(STEPS_MAX + 50):
         for _ in range(10):
             history.ended(over(why={"predicted_ttft_s": 0.2}))
@@ -94,7 +97,7 @@ def test_nothing_grows_without_end() -> None:
 
 
 def test_a_pause_leaves_a_gap_and_not_a_long_step() -> None:
-    history = History(Gauges())
+    history = history_of()
     for now_s in (0.0, 1.0, 300.0, 300.0 + STEP_S + 1, 300.0 + 2 * STEP_S):
         history.gather(now_s)
     assert [step.at_s for step in history.steps] == [0.0, 300.0, 300.0 + STEP_S, 300.0 + 2 * STEP_S]
@@ -102,12 +105,12 @@ def test_a_pause_leaves_a_gap_and_not_a_long_step() -> None:
 
 def test_refusals_of_the_last_quarter_of_an_hour() -> None:
     gauges = Gauges()
-    gauges.now = Now(0.0, 0, 0, {"ttft": 1000})
-    history = History(gauges)
-    assert history.rejected_lately() == {}
+    gauges.rejected = {"ttft": 1000}
+    history = history_of(gauges)
+    assert history.rejected_lately(gauges.rejected) == {}
     history.gather(0.0)
-    gauges.now = Now(0.0, 0, 0, {"ttft": 1001, "gap": 2})
-    assert history.rejected_lately() == {"ttft": 1, "gap": 2}
-    for at in range(1, 2 * STEPS_MAX):
+    gauges.rejected = {"ttft": 1001, "gap": 2}
+    assert history.rejected_lately(gauges.rejected) == {"ttft": 1, "gap": 2}
+    for at in range(2 * STEPS_MAX):
         history.gather(at * STEP_S)
-    assert history.rejected_lately() == {}
+    assert history.rejected_lately(gauges.rejected) == {}

@@ -1,0 +1,46 @@
+"""What the page shows of prompts and lines, as Prometheus shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moonpool.disagg_proxy.ui.data import Data
+
+
+class PromptCollector(Collector):
+    def __init__(self, data: Data) -> None:
+        self._data = data
+
+    def collect(self) -> Iterator[Metric]:
+        books, total = self._data.books(), self._data.total()
+        tokens = CounterMetricFamily(
+            "moonpool_proxy_prompt_tokens",
+            "Tokens of prompts that have ended, by where they were taken to lie: own, pool, computed",
+            labels=("source",),
+        )
+        for source, count in (
+            ("own", total.own),
+            ("pool", total.pool),
+            ("computed", total.tokens - total.own - total.pool),
+        ):
+            tokens.add_metric((source,), count)
+        yield tokens
+        for name, text, count in (
+            ("told", "Tokens of prompts of which the engine said how many it had", total.told),
+            ("cached", "Those of them that it had", total.cached),
+        ):
+            yield CounterMetricFamily(f"moonpool_proxy_engine_prompt_tokens_{name}", text, count)
+        waits = GaugeMetricFamily(
+            "moonpool_proxy_books_wait_seconds", "Predicted work of the prefills in line", labels=("engine",)
+        )
+        decodes = GaugeMetricFamily(
+            "moonpool_proxy_books_decodes", "Requests that are taken to decode", labels=("engine",)
+        )
+        for name, row in books.items():
+            waits.add_metric((name,), row.wait_s)
+            decodes.add_metric((name,), row.decoding)
+        yield waits
+        yield decodes
