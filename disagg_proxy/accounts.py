@@ -186,6 +186,8 @@ class Accounts:
             computes.books.prefill_ended(observation.request, _no_sooner(at_s, sent), done=False)
             return
         done = computes.books.prefill_ended(observation.request, at_s)
+        if self.admission is not None and done is not None and sent.choice.prefill is None:
+            self.admission.stalled(computes, done.seconds, at_s)
         if done is None or not done.tokens or observation.status not in (0, 200):
             return  # of a prompt of unknown length nothing is learnt
         if self._is_wanted(computes.prefill_model, at_s):

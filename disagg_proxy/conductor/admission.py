@@ -187,11 +187,17 @@ class Admission:
         if taken is None:
             return
         ahead = self._of(taken.decode)
-        longest_s = gap_s * ahead.unevenness(name, now_s)
+        longest_s = ahead.longest_s(name, gap_s, tokens - 1, now_s)
         self.gap_margin.observe(taken.outlook.gap_s, longest_s, taken.objective.gap_s, now_s)
         ahead.over(name)
         self._note(taken.decode, ahead, now_s)
         self.answers.observe(answer_s, tokens)
+
+    def stalled(self, instance: Instance, seconds: float, now_s: float) -> None:
+        """A prompt was computed where others decode."""
+        ahead = self._ahead.get(instance)
+        if ahead is not None and 0.0 <= seconds < math.inf:
+            self._note(instance, ahead, now_s, stall_s=seconds)
 
     def forget(self, instance: Instance) -> None:
         """It is gone, and what was to be decoded there with it."""
@@ -259,5 +265,5 @@ class Admission:
         )
 
     @staticmethod
-    def _note(decode: Instance, ahead: Ahead, now_s: float) -> None:
-        ahead.note(decode.decode_model.predict(*ahead.now()), now_s)
+    def _note(decode: Instance, ahead: Ahead, now_s: float, *, stall_s: float = 0.0) -> None:
+        ahead.note(decode.decode_model.predict(*ahead.now()), now_s, stall_s=stall_s)

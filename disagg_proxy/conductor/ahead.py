@@ -15,6 +15,7 @@ import numpy as np
 
 from moonpool.disagg_proxy.conductor.answers import STEP_S, STEPS, Answers, Floats, Times
 
+LONGEST = 0.1  # of the gaps
 INFLOW_S = 30.0  # over which it is averaged who begins to decode here
 _BACK = np.arange(STEPS)
 
@@ -55,6 +56,7 @@ class Ahead:
         self._inflow: Floats = np.zeros(2)  # requests and tokens a second
         self._inflow_at_s = -math.inf
         self._gaps = np.zeros(STEPS)  # by the step: how long a gap was, by the model
+        self._stalls = np.zeros(STEPS)  # and seconds of prompts that were computed here
         self._noted = 0
 
     def __len__(self) -> int:
@@ -107,28 +109,29 @@ class Ahead:
             found += self._inflow * (STEP_S * float(unknown @ later))
         return Occupancy(float(found[0]), float(found[1]))
 
-    def note(self, gap_s: float, now_s: float) -> None:
-        """From now on a gap between tokens takes so long, by the model."""
-        now = _step(now_s)
-        passed = now - self._noted
-        if passed > 0:
-            last = self._gaps[self._noted % STEPS]
-            self._gaps[(self._noted + 1 + _BACK[: min(passed, STEPS)]) % STEPS] = last
-            self._gaps[now % STEPS] = gap_s
-        else:
-            self._gaps[now % STEPS] = max(self._gaps[now % STEPS], gap_s)
-        self._noted = now
+    def note(self, gap_s: float, now_s: float, *, stall_s: float = 0.0) -> None:
+        """From now on a gap between tokens takes so long, by the model. stall_s: a prompt has just been
+        computed here for so long."""
+        place, is_new = _step(now_s) % STEPS, self._go_on(now_s)
+        self._gaps[place] = gap_s if is_new else max(self._gaps[place], gap_s)
+        self._stalls[place] += stall_s
 
-    def unevenness(self, name: int, now_s: float) -> float:
-        """How many times the mean of its gaps the mean of the longest tenth is, by the model."""
+    def longest_s(self, name: int, gap_s: float, gaps: int, now_s: float) -> float:
+        """The mean of the longest tenth of its gaps; gap_s: the mean of all. A client sees the former, and an
+        engine's answer tells the latter."""
         taken = self._taken.get(name)
-        if taken is None or taken.state is not _Is.BEGUN:
-            return 1.0
+        if taken is None or taken.state is not _Is.BEGUN or gaps < 1:
+            return gap_s
+        self._go_on(now_s)
         now = _step(now_s)
         steps = min(max(now - taken.step + 1, 1), STEPS)
-        seen = np.sort(self._gaps[(now - _BACK[:steps]) % STEPS])
-        mean_s = float(seen.mean())
-        return float(seen[-max(steps // 10, 1) :].mean()) / mean_s if mean_s > 0 else 1.0
+        lived = (now - _BACK[:steps]) % STEPS
+        seen = np.sort(self._gaps[lived])
+        mean_s, tenth = float(seen.mean()), max(steps // 10, 1)
+        uneven = float(seen[-tenth:].mean()) / mean_s if mean_s > 0 else 1.0
+        # Without those of its first step: its own prompt is one of them.
+        stalls_s = min(float(self._stalls[lived[:-1]].sum()), gap_s * gaps)
+        return (gap_s - stalls_s / gaps) * uneven + stalls_s / max(gaps * LONGEST, 1.0)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant is broken."""
@@ -137,6 +140,17 @@ class Ahead:
             own = [taken for taken in self._taken.values() if taken.state is state]
             if round(counted[0]) != len(own) or round(counted[1]) != sum(taken.context for taken in own):
                 raise AssertionError(f"the requests that are {state.name} do not add up")
+
+    def _go_on(self, now_s: float) -> bool:
+        """In the steps that have passed since the last one nothing has changed. Whether there were any."""
+        now = _step(now_s)
+        passed = now - self._noted
+        if passed > 0:
+            between = (self._noted + 1 + _BACK[: min(passed, STEPS)]) % STEPS
+            self._gaps[between] = self._gaps[self._noted % STEPS]
+            self._stalls[between] = 0.0
+        self._noted = now  # also when the clock has gone back
+        return passed != 0
 
     def _fade(self, now_s: float) -> None:
         passed_s = max(now_s - self._inflow_at_s, 0.0)

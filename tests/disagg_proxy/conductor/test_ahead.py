@@ -95,8 +95,8 @@ def test_reports_that_come_late_twice_or_never_leave_nothing_behind() -> None:
         else:
             there = ahead.at(now_s, chance.uniform(-5, 1e6))
             assert 0 <= there.requests < 1e6
-            assert ahead.unevenness(name, now_s) >= 1 - 1e-9
-            ahead.note(chance.uniform(0, 1), now_s)
+            assert ahead.longest_s(name, 0.1, chance.randrange(-1, 500), now_s) >= 0.1 - 1e-9
+            ahead.note(chance.uniform(0, 1), now_s, stall_s=chance.uniform(0, 2))
         if chance.random() < 0.001:
             now_s += chance.choice((-1e5, 1e6))
     ahead.check_integrity()
@@ -137,6 +137,22 @@ def test_the_future_is_no_emptier_for_those_whose_prefill_takes_long() -> None:
     assert mean == pytest.approx(16.0, rel=0.1)
     for after_s, found in seen.items():
         assert sum(found) / len(found) == pytest.approx(mean, rel=0.12), after_s
+
+
+def test_the_longest_tenth_of_the_gaps_is_what_the_load_and_others_prompts_make_of_it() -> None:
+    ahead = Ahead(Answers(), ALL_KNOWN)
+    ahead.note(0.1, 90.0)
+    ahead.taken(1, 100, 100.0)
+    ahead.began(1, 100.0)
+    ahead.note(0.1, 100.0, stall_s=7.0)  # its own prompt
+    assert ahead.longest_s(1, 0.1, 100, 110.0) == pytest.approx(0.1)
+    ahead.note(0.2, 109.0)  # twice as many decode in its last second
+    assert ahead.longest_s(1, 0.11, 100, 110.0) == pytest.approx(0.2, rel=0.05)
+    assert ahead.longest_s(2, 0.1, 100, 110.0) == 0.1  # nobody knows it
+    ahead.note(0.1, 110.0)
+    ahead.note(0.1, 112.0, stall_s=1.0)
+    found_s = ahead.longest_s(1, 0.11, 100, 120.0)
+    assert found_s == pytest.approx(0.1 * 2 / 1.05 + 1.0 / 10, rel=0.1)
 
 
 def test_a_margin_finds_what_nine_of_ten_stay_below() -> None:
