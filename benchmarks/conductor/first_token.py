@@ -18,7 +18,7 @@ def rows(bed: Bed) -> list[Row]:
 
 
 def paper_speed(bed: Bed) -> float:
-    """The first at which load balancing is at least as much slower than local cache awareness as in the paper:
+    """The first at which load balancing is as much slower than local cache awareness as in the paper:
     ours has no say."""
     if bed.quick:
         return QUICK_SPEED
