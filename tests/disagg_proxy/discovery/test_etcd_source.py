@@ -275,7 +275,7 @@ async def test_a_user_gets_a_token_and_another_member_is_asked() -> None:
 
 
 def test_names_of_sources_are_checked() -> None:
-    assert parse("http://a:1,https://b:2/p/q", {}) == (["http://a:1", "https://b:2"], b"/p/q")
+    assert parse("http://a:1,https://b:2/a/b", {}) == (["http://a:1", "https://b:2"], b"/a/b")
     assert parse("p/", {"ETCDCTL_ENDPOINTS": "a:1,https://b:2"}) == (["http://a:1", "https://b:2"], b"p/")
     assert parse("p/", {}) == (["http://127.0.0.1:2379"], b"p/")
     for text in ("http://a:1", "http://a:1/", "ftp://a:1/p", "http:///p"):
