@@ -56,9 +56,7 @@ class Instance(Standing):
         load: Callable[[], int] | None = None,
     ) -> None:
         books, prefill_model, decode_model = Books(), PrefillModel(), DecodeModel()
-        super().__init__(
-            place, room_tokens, books, prefill_model.regression.shared, decode_model.regression.shared
-        )
+        super().__init__(place, room_tokens, books, prefill_model.regression, decode_model.regression)
         self.place = place
         self.name = name
         self.role = role

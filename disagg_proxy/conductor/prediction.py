@@ -17,7 +17,7 @@ clock.
 
 from __future__ import annotations
 
-from moonpool.disagg_proxy.conductor.regression import Regression
+from moonpool._native import Regression
 
 _K = 1e-3
 _M = 1e-6

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['BatchClient', 'Books', 'Candidates', 'Client', 'Coefficients', 'Decoded', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'Standing', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens', 'sequence_hashes']
+__all__: list[str] = ['BatchClient', 'Books', 'Candidates', 'Client', 'Decoded', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'Standing', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens', 'sequence_hashes']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -667,25 +667,46 @@ class Books:
     @property
     def requests(self) -> int:
         ...
-class Coefficients:
+class Regression:
     """
-    What a model has learnt: whoever learns sets it, whoever weighs reads it.
+    Least squares that learns while it is used: y = sum of coefficient * feature, each coefficient at least 0. prior: the coefficients before any sample; spread: how far off each may be (standard deviation); floor: the smallest scale of y that matters, in y's unit.
     """
-    def __init__(self, values: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> None:
+    def __init__(self, prior: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], spread: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], *, floor: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
-    def set(self, values: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> None:
+    def check_integrity(self) -> None:
         """
-        As many as there are.
+        Raises AssertionError when an invariant is broken.
+        """
+    def observe(self, features: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], y: typing.SupportsFloat | typing.SupportsIndex) -> float | None:
+        """
+        Learns from one sample. The error of the prediction before, y - predicted; None for a sample that changes nothing: no set of finite, non-negative numbers, or absurd.
+        """
+    def predict(self, features: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> float:
+        ...
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        ...
+    @property
+    def odd(self) -> int:
+        """
+        How many were absurd.
         """
     @property
-    def values(self) -> tuple:
-        ...
+    def refused(self) -> int:
+        """
+        How many were no numbers.
+        """
+    @property
+    def samples(self) -> int:
+        """
+        How many were learnt from.
+        """
 class Standing:
     """
     What policies compare instances by, of one instance. room_tokens: what its KV cache holds, 0: not known; obeys: it computes what it is told not to fetch; coming, coming_tokens: requests, and tokens of their prompts, that others prefill for it; turn: when a policy last chose it.
     """
     obeys: bool
-    def __init__(self, place: typing.SupportsInt | typing.SupportsIndex, room_tokens: typing.SupportsInt | typing.SupportsIndex, books: Books, prefill: Coefficients, decode: Coefficients) -> None:
+    def __init__(self, place: typing.SupportsInt | typing.SupportsIndex, room_tokens: typing.SupportsInt | typing.SupportsIndex, books: Books, prefill: Regression, decode: Regression) -> None:
         ...
     def gap_s(self, tokens: typing.SupportsInt | typing.SupportsIndex) -> float:
         """

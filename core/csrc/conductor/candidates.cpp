@@ -15,12 +15,12 @@ double square(int64_t tokens) { return static_cast<double>(tokens) * static_cast
 double Standing::gap_s(int64_t tokens) const {
     auto batch = static_cast<double>(static_cast<int64_t>(books->decodes()) + coming + 1);
     auto context = static_cast<double>(books->context_tokens() + coming_tokens + tokens);
-    const auto& by = decode->values;
+    std::span<const double> by = decode->coefficients();
     return by[0] + by[1] * batch + by[2] * kThousand * context;
 }
 
 Candidates::Weighed Candidates::weigh(const Standing& standing, const Prompt& prompt, int64_t own) const {
-    const auto& by = standing.prefill->values;
+    std::span<const double> by = standing.prefill->coefficients();
     double a = by[0], b = by[1] * kThousand, c = by[2] * kMillion;
     double latency = by[3], token = by[4] * kThousand, hidden = by[5] * kThousand, share = by[6];
     auto rest = static_cast<double>(prompt.tokens - own);

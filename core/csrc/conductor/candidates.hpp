@@ -5,7 +5,6 @@
 // Pure: times are arguments, nothing is kept between two questions but what the instances themselves hold.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,20 +12,14 @@
 #include <vector>
 
 #include "conductor/books.hpp"
+#include "conductor/regression.hpp"
 
 namespace moonpool {
-
-// What a model has learnt: whoever learns sets it, whoever weighs reads it.
-struct Coefficients {
-    static constexpr size_t kMax = 8;
-    std::array<double, kMax> values{};
-    size_t count = 0;
-};
 
 // Standing: what policies compare instances by, of one instance.
 struct Standing {
     Standing(uint32_t place, int64_t room_tokens, std::shared_ptr<Books> books,
-             std::shared_ptr<const Coefficients> prefill, std::shared_ptr<const Coefficients> decode)
+             std::shared_ptr<const Regression> prefill, std::shared_ptr<const Regression> decode)
         : place(place),
           room_tokens(room_tokens),
           books(std::move(books)),
@@ -47,7 +40,7 @@ struct Standing {
     int64_t turn = -1;                      // when a policy last chose it, by the policy's own count
     const std::shared_ptr<Books> books;
     // Of prefill: a, b, c, latency, token, hidden, share; of decode: d, e, k.
-    const std::shared_ptr<const Coefficients> prefill, decode;
+    const std::shared_ptr<const Regression> prefill, decode;
 };
 
 // What is asked about a prompt.

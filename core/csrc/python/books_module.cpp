@@ -3,8 +3,8 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -31,31 +31,32 @@ void raise_if(const std::string& wrong) {
     throw py::error_already_set();
 }
 
-void set(Coefficients& self, const std::vector<double>& values) {
-    if (values.empty() || values.size() > Coefficients::kMax ||
-        (self.count != 0 && self.count != values.size())) {
-        refuse("a model has one to eight coefficients, always as many");
+std::shared_ptr<Regression> make_regression(const std::vector<double>& prior,
+                                            const std::vector<double>& spread, double floor) {
+    if (prior.empty() || prior.size() > Regression::kCoefficientsMax || prior.size() != spread.size()) {
+        refuse("a regression has one to eight coefficients, and as many spreads");
     }
-    std::copy(values.begin(), values.end(), self.values.begin());
-    self.count = values.size();
+    return std::make_shared<Regression>(prior, spread, floor);
 }
 
-py::tuple values_of(const Coefficients& self) {
-    py::tuple out(self.count);
-    for (size_t i = 0; i < self.count; ++i) out[i] = py::float_(self.values[i]);
+void check_size(const Regression& regression, const std::vector<double>& features) {
+    if (features.size() != regression.coefficients().size()) {
+        refuse("a feature for each coefficient is wanted");
+    }
+}
+
+py::typing::Tuple<py::float_, py::ellipsis> coefficients(const Regression& self) {
+    std::span<const double> values = self.coefficients();
+    py::tuple out(values.size());
+    for (size_t i = 0; i < values.size(); ++i) out[i] = py::float_(values[i]);
     return out;
 }
 
-std::shared_ptr<Coefficients> make_coefficients(const std::vector<double>& values) {
-    auto made = std::make_shared<Coefficients>();
-    set(*made, values);
-    return made;
-}
-
 std::shared_ptr<Standing> make_standing(uint32_t place, int64_t room_tokens, std::shared_ptr<Books> books,
-                                        std::shared_ptr<Coefficients> prefill,
-                                        std::shared_ptr<Coefficients> decode) {
-    if (!books || !prefill || prefill->count != 7 || !decode || decode->count != 3) {
+                                        std::shared_ptr<Regression> prefill,
+                                        std::shared_ptr<Regression> decode) {
+    if (!books || !prefill || prefill->coefficients().size() != 7 || !decode ||
+        decode->coefficients().size() != 3) {
         refuse("an instance has books, and models of seven and of three coefficients");
     }
     return std::make_shared<Standing>(place, room_tokens, std::move(books), std::move(prefill),
@@ -168,11 +169,35 @@ void bind_books(py::module_& m) {
             "check_integrity", [](const Books& self) { raise_if(self.check_integrity()); },
             "Raises AssertionError when an invariant is broken.");
 
-    py::class_<Coefficients, std::shared_ptr<Coefficients>>(
-        m, "Coefficients", "What a model has learnt: whoever learns sets it, whoever weighs reads it.")
-        .def(py::init(&make_coefficients), py::arg("values"))
-        .def_property_readonly("values", &values_of)
-        .def("set", &set, py::arg("values"), "As many as there are.");
+    py::class_<Regression, std::shared_ptr<Regression>>(
+        m, "Regression",
+        "Least squares that learns while it is used: y = sum of coefficient * feature, each coefficient at "
+        "least 0. prior: the coefficients before any sample; spread: how far off each may be (standard "
+        "deviation); floor: the smallest scale of y that matters, in y's unit.")
+        .def(py::init(&make_regression), py::arg("prior"), py::arg("spread"), py::kw_only(), py::arg("floor"))
+        .def_property_readonly("coefficients", &coefficients)
+        .def_property_readonly("samples", &Regression::samples, "How many were learnt from.")
+        .def_property_readonly("odd", &Regression::odd, "How many were absurd.")
+        .def_property_readonly("refused", &Regression::refused, "How many were no numbers.")
+        .def(
+            "predict",
+            [](const Regression& self, const std::vector<double>& features) {
+                check_size(self, features);
+                return self.predict(features);
+            },
+            py::arg("features"))
+        .def(
+            "observe",
+            [](Regression& self, const std::vector<double>& features, double y) {
+                check_size(self, features);
+                return self.observe(features, y);
+            },
+            py::arg("features"), py::arg("y"),
+            "Learns from one sample. The error of the prediction before, y - predicted; None for a sample "
+            "that changes nothing: no set of finite, non-negative numbers, or absurd.")
+        .def(
+            "check_integrity", [](const Regression& self) { raise_if(self.check_integrity()); },
+            "Raises AssertionError when an invariant is broken.");
 
     py::class_<Standing, std::shared_ptr<Standing>>(
         m, "Standing",

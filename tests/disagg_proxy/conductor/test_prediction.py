@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from moonpool._native import Regression
 from moonpool.disagg_proxy.conductor.prediction import DecodeModel, HandoverModel, PrefillModel
-from moonpool.disagg_proxy.conductor.regression import Regression
 
 SEED = 20261121
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from moonpool import InvalidArgument
-from moonpool._native import Books, Candidates, Coefficients, Standing
+from moonpool._native import Books, Candidates, Regression, Standing
 from moonpool.disagg_proxy.conductor.instance import Instance
 from tests.disagg_proxy.conductor.policies import plain_candidates
 
@@ -98,12 +98,6 @@ def test_what_cannot_be_weighed_is_refused() -> None:
     for own in ([-1], [1 << 32], ["x"], b"abc", None):
         with pytest.raises((InvalidArgument, TypeError, OverflowError, ValueError)):
             candidates.cheapest(10, own, 0, 0.0)
-    for values in ([], [1.0] * 9):
-        with pytest.raises(InvalidArgument, match="coefficients"):
-            Coefficients(values)
+    three = Regression([1.0] * 3, [1.0] * 3, floor=0.1)
     with pytest.raises(InvalidArgument, match="seven"):
-        Standing(0, 0, Books(), Coefficients([1.0]), Coefficients([1.0] * 3))
-    model = Coefficients([1.0, 2.0])
-    with pytest.raises(InvalidArgument, match="as many"):
-        model.set([1.0])
-    assert model.values == (1.0, 2.0)
+        Standing(0, 0, Books(), three, three)

@@ -1,12 +1,4 @@
-"""Least squares that learns while it is used: a linear model with non-negative coefficients, a prior that
-fades with evidence, slow forgetting, and two bounds on what odd samples may do.
-
-The recursion is least squares with exponential forgetting (Plackett 1950, "Some theorems in least squares";
-Ljung, "System Identification", ch. 11). Samples far from the prediction count as if they were
-at a bound, as in Huber's loss (Huber 1964), and those that are absurd count nothing: an engine that stood
-still, a clock that jumped. What has really changed moves the median of the last samples; when that is twice
-the prediction, or half of it, what was learnt is open again as at the beginning. Pure: no clock.
-"""
+"""``_native.Regression`` in plain Python."""
 
 from __future__ import annotations
 
@@ -14,8 +6,6 @@ import math
 import operator
 from collections import deque
 from collections.abc import Sequence
-
-from moonpool._native import Coefficients
 
 ERROR_SHARE = 0.1  # a sample is expected to lie within this share of its prediction
 OUTLIER_ERRORS = 3.0  # an error counts as no more than so many expected ones
@@ -31,15 +21,14 @@ class Regression:
 
     prior:  the coefficients before any sample. spread: how far off each may be (standard deviation).
     floor:  the smallest scale of y that matters, in y's unit: errors below a share of it are noise.
-    coefficients: as they are now. shared: the same, for what is weighed in C++. samples, odd, refused: how
-    many were learnt from, were absurd, and were no numbers.
+    coefficients: as they are now. samples, odd, refused: how many were learnt from, were absurd, and were no
+    numbers.
 
     Lists of floats, no arrays: with two to four coefficients a call of numpy costs more than all the sums.
     """
 
     def __init__(self, prior: Sequence[float], spread: Sequence[float], *, floor: float) -> None:
         self.coefficients = tuple(float(value) for value in prior)
-        self.shared = Coefficients(self.coefficients)
         self._most = [float(value) ** 2 for value in spread]
         self._open()
         self._floor = floor
@@ -74,7 +63,6 @@ class Regression:
         step = error / variance
         moved = tuple(value + by * step for value, by in zip(self.coefficients, reach, strict=True))
         self.coefficients = moved if min(moved) >= 0.0 else self._within(moved)
-        self.shared.set(self.coefficients)
         for place, by in enumerate(reach):
             gain = by / variance
             row = covariance[place]
@@ -88,8 +76,6 @@ class Regression:
         """Raises AssertionError when an invariant is broken."""
         if not all(0.0 <= value < math.inf for value in self.coefficients):
             raise AssertionError(f"coefficients {self.coefficients} are out of bounds")
-        if self.shared.values != self.coefficients:
-            raise AssertionError(f"{self.shared.values} is not what was learnt, {self.coefficients}")
         for place, (row, most) in enumerate(zip(self._covariance, self._most, strict=True)):
             if not 0.0 <= row[place] <= most * 1.001:
                 raise AssertionError(f"the variance {row[place]} is out of bounds")
