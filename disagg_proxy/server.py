@@ -505,7 +505,8 @@ async def _serve_until_signal(
 
 def line(settings: ProxySettings, url: str) -> str:
     """What a proxy prints when it serves."""
-    engines = ", ".join(f"{engine.name} at {engine.url}" for engine in settings.engines)
+    named = [f"{engine.name} at {engine.url}" for engine in settings.engines]
+    engines = ", ".join((*named, *(f"those of {name}" for name in settings.discovery)))
     return f"moonpool proxy: serving on {url} ({settings.policy} over {engines})"
 
 
@@ -515,7 +516,8 @@ def _fit_open_files(settings: ProxySettings) -> ProxySettings:
     where prefill and decode may be asked at once."""
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
-    twice = settings.handover != "two_step" and any(spec.bootstrap_address for spec in settings.engines)
+    meets = settings.discovery or any(spec.bootstrap_address for spec in settings.engines)
+    twice = settings.handover != "two_step" and bool(meets)
     files_each = 3 if twice else 2
     wanted = settings.limits.client_connections_max
     needed = wanted * files_each + _FILES_RESERVED

@@ -13,7 +13,7 @@ import pytest
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.discovery.file_source import FileSource, parse
 from tests.disagg_proxy.discovery.heard import Heard, heard
-from tests.disagg_proxy.harness import MockEngine, bed, until, with_deadline
+from tests.disagg_proxy.harness import MockEngine, bed, proxy_process, until, with_deadline
 
 BODY = b'{"model":"m","prompt":"hello"}'
 
@@ -159,3 +159,16 @@ async def test_a_proxy_follows_a_file(tmp_path: Path) -> None:
         assert (await b.ask("POST", "/v1/completions", BODY)).engine == "right"
     for mock in mocks:
         await mock.stop()
+
+
+@with_deadline
+async def test_a_proxy_says_at_its_start_where_its_engines_come_from(tmp_path: Path) -> None:
+    path = tmp_path / "engines.toml"
+    path.write_text(toml("a"))
+    said = tmp_path / "said"
+    with said.open("wb") as output:
+        async with proxy_process(discovery=(f"file:{path}",), output=output) as proxy:
+            client = await proxy.client()
+            assert json.loads((await client.ask("GET", "/engines")).body)["engines"][0]["name"] == "a"
+            client.leave()
+    assert f"(round_robin over those of file:{path})" in said.read_text()
