@@ -15,13 +15,14 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.conductor import capacity, end_to_end, first_token, hit_rate, scale
+from benchmarks.conductor import capacity, end_to_end, first_token, hit_rate, overload, scale
 from benchmarks.conductor.bed import PUBLISHED, Bed
 from benchmarks.report import Row, print_table, write_json
 
 PARTS: dict[str, Callable[[Bed], list[Row]]] = {
     "first_token": first_token.rows,
     "capacity": capacity.rows,
+    "overload": overload.rows,
     "end_to_end": end_to_end.rows,
     "hit_rate": hit_rate.rows,
     "scale": scale.rows,
