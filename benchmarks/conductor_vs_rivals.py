@@ -15,7 +15,15 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.conductor import capacity, end_to_end, first_token, hit_rate, overload, scale
+from benchmarks.conductor import (
+    capacity,
+    end_to_end,
+    first_token,
+    fleet_decision,
+    hit_rate,
+    overload,
+    scale,
+)
 from benchmarks.conductor.bed import PUBLISHED, Bed
 from benchmarks.report import Row, print_table, write_json
 
@@ -26,6 +34,7 @@ PARTS: dict[str, Callable[[Bed], list[Row]]] = {
     "end_to_end": end_to_end.rows,
     "hit_rate": hit_rate.rows,
     "scale": scale.rows,
+    "decision": fleet_decision.rows,
 }
 
 
