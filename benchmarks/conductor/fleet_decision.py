@@ -1,4 +1,4 @@
-"""One decision among a thousand engines, hashing included; benchmarks/decision.py has more fleets and a peer."""
+"""One decision among a thousand engines, hashing included (benchmarks/decision.py has more)."""
 
 from __future__ import annotations
 
