@@ -53,12 +53,13 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "libssl-dev": _has_openssl_headers,  # SGLang compiles its page hash when it starts
     "doctest-dev": _has_doctest,
     "iproute2": lambda: shutil.which("ip") is not None,  # test hosts are network namespaces
+    "etcd-server": lambda: shutil.which("etcd") is not None,  # discovery
     "chromium": lambda: shutil.which("chromium") is not None,  # looks at the proxy's page
 }
 BUILD = ("python3-venv", "python3-dev", "g++")
 ENGINE = ("libnuma1",)
 SGLANG = (*ENGINE, "libssl-dev")
-TEST = ("doctest-dev", "iproute2")
+TEST = ("doctest-dev", "iproute2", "etcd-server")
 TEST_WISHES = ("chromium",)
 
 

@@ -115,6 +115,7 @@ class Link:
             self._pub = self._publish()
         except (zmq.ZMQError, OSError) as error:
             self._end()
+            os.close(self._wake)
             raise ConfigError(
                 f"proxy: other proxies cannot be served at {', '.join(settings.listen)}: {error}; choose "
                 f"another --peer-listen",
@@ -136,12 +137,14 @@ class Link:
         """Ends the thread and closes the sockets. May be called twice."""
         if self._stopping:
             return
-        os.eventfd_write(self._wake, 1)  # before it may be closed by the thread, and be another's number
         self._stopping = True
+        os.eventfd_write(self._wake, 1)
         if self._thread.ident is None:
             self._end()
         else:
             self._thread.join(_STOP_TIMEOUT_S)
+        if not self._thread.is_alive():
+            os.close(self._wake)  # not before: its number would be another's, and somebody might still write
 
     def tell(self, change: Change) -> None:
         """On any thread, and cheap: others hear of it within ``gather_s``."""
@@ -363,7 +366,6 @@ class Link:
             self._authenticator.stop()
         self._lookups.shutdown(wait=False, cancel_futures=True)
         self._context.destroy(0)
-        os.close(self._wake)
 
 
 def _authenticate(context: zmq.Context[zmq.Socket[bytes]], token: bytes) -> ThreadAuthenticator | None:
