@@ -9,9 +9,10 @@ queue: ``Trace.arrivals``.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -80,9 +81,11 @@ class Trace:
         """
         chance = random.Random(seed)
         apart = self._blocks_end
-        for at_s, group in groupby(self.rows, key=lambda row: row.at_s):
+        groups = ((at_s, list(group)) for at_s, group in groupby(self.rows, key=lambda row: row.at_s))
+        for (at_s, group), (next_s, _) in pairwise(chain(groups, [(math.inf, [])])):
             rows = [(row, copy) for row in group for copy in range(copies)]
-            spread = sorted((chance.random() * self.quantum_s, place) for place in range(len(rows)))
+            width_s = min(self.quantum_s, next_s - at_s)  # steps between rounded times differ a little
+            spread = sorted((chance.random() * width_s, place) for place in range(len(rows)))
             for later_s, place in spread:
                 row, copy = rows[place]
                 blocks = [block + copy * apart for block in row.blocks] if copy else row.blocks

@@ -76,6 +76,15 @@ def test_rounded_times_are_spread_within_what_they_were_rounded_to() -> None:
     assert times != [arrival.at_s for arrival in trace.arrivals(seed=2)]
 
 
+def test_spread_times_stay_in_order_where_the_steps_are_uneven() -> None:
+    starts = [0.0, 3.0, 5.9, 8.9, 12.0, 14.9, 15.0, 18.0]
+    trace = Trace("uneven", [Arrival(at_s, 600, 5, (1, 2)) for at_s in starts for _ in range(4)])
+    assert trace.quantum_s == 3.0
+    times = [arrival.at_s for arrival in trace.arrivals(copies=50)]
+    assert times == sorted(times)
+    assert max(at_s for at_s in times if at_s < 15.0) > 14.99
+
+
 def test_more_speed_is_less_time_between_requests() -> None:
     slow, fast = list(rounded().arrivals(seed=1)), list(rounded().arrivals(seed=1, speed=4.0))
     assert [arrival.at_s for arrival in fast] == pytest.approx([arrival.at_s / 4 for arrival in slow])
