@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,12 +30,16 @@ from moonpool.core.keys import chain_seed
 from moonpool.disagg_proxy.events.indexes import Indexes
 from moonpool.disagg_proxy.events.settings import parse_event_sources
 from moonpool.disagg_proxy.events.subscriber import Subscriber
+from moonpool.disagg_proxy.replay.client import Outcome
+from moonpool.disagg_proxy.simulator.job import Job
+from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS as TRACE_TOKENS
 from moonpool.disagg_proxy.tokens.engine_source import EngineSource
 from moonpool.disagg_proxy.tokens.local_source import LocalSource, LocalTokenizer
 from moonpool.disagg_proxy.tokens.source import TextPrompt, TokenSource
 from tests.connectors.vllm.conftest import KV_CONFIG
 from tests.connectors.vllm.processes import environment
 from tests.disagg_proxy.events.beds import eventually
+from tests.disagg_proxy.simulator.real import conversations, measured, outcomes, simulated
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -323,6 +329,31 @@ async def known(pair: Pair, prompt: TextPrompt) -> dict[str, list[int]]:
     for source in sources.values():
         await source.close()
     return {name: np.frombuffer(ids, "<u4").tolist() for name, ids in found.items()}
+
+
+@pytest.mark.parametrize(("sessions", "turns"), [(10, 4), pytest.param(20, 8, marks=pytest.mark.heavy)])
+def test_the_simulator_says_what_a_real_engine_does(pair: Pair, sessions: int, turns: int) -> None:
+    """Hits to the token, first tokens within a factor of two, at a load of a half. The machine is measured in
+    front of the replay: four lengths of prompts, a cached one, and answers alone and together."""
+    rows = conversations(sessions, turns, random.Random(sessions))
+    url, seed = pair.url("decode"), 1000 * sessions
+
+    async def both() -> tuple[list[Outcome], list[Job]]:
+        machine = await measured(url, BLOCK_TOKENS, seed)
+        work_s = sum(machine.compute_s(job.arrival.tokens, job.own) for job in simulated(rows, machine, 1.0))
+        speed = rows[-1].at_s / (2 * work_s)
+        print(f"{machine}, {work_s:.1f} s of prefill, {speed:.2f} times the trace's speed")
+        real = await outcomes(url, rows, BLOCK_TOKENS, speed=speed, at_once=64, seed=seed + 1)
+        return real, simulated(rows, machine, speed)
+
+    real, jobs = asyncio.run(both())
+    hits = [outcome.cached_tokens * TRACE_TOKENS // BLOCK_TOKENS for outcome in real]
+    assert hits == [job.own for job in jobs]
+    assert sum(hits) > sum(row.tokens for row in rows) / 3
+    medians = [statistics.median(each.ttft_s for each in found) for found in (real, jobs)]
+    means = [statistics.fmean(each.ttft_s for each in found) for found in (real, jobs)]
+    print(f"median TTFT {medians[0]:.4f} s, simulated {medians[1]:.4f}; mean {means[0]:.4f}, {means[1]:.4f}")
+    assert 0.5 <= medians[1] / medians[0] <= 2.0, (medians, means)
 
 
 def test_no_block_stays_behind(pair: Pair) -> None:
