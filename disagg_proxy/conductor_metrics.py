@@ -39,6 +39,7 @@ class ConductorCollector(Collector):
             "Observations whose times cannot be: a clock jumped; nothing was learnt from them",
             dispatcher.accounts.nonsense,
         )
+        yield from self._gate()
         yield from self._engines()
         yield from self._predictions()
         for name, value in sorted(self._locality.stats().items()):
@@ -47,6 +48,19 @@ class ConductorCollector(Collector):
             )
         if self._subscriber is not None:
             yield from self._streams(self._subscriber)
+
+    def _gate(self) -> Iterator[Metric]:
+        gate, admission = self._dispatcher.gate, self._dispatcher.admission
+        if gate is None or admission is None:
+            return
+        text = "Requests that wait in the proxy until they may be sent"
+        yield _family("moonpool_proxy_queue_requests", text, (), {(): len(gate.line)})
+        margins: Values = {
+            ("ttft",): admission.ttft_margin.factor,
+            ("gap",): admission.gap_margin.factor,
+        }
+        text = "What predictions are multiplied by, learnt so that nine of ten stay below it"
+        yield _family("moonpool_proxy_admission_margin", text, ("prediction",), margins)
 
     def _engines(self) -> Iterator[Metric]:
         accounts = self._dispatcher.accounts

@@ -129,6 +129,9 @@ async def test_who_waits_is_sent_when_an_engine_is_free_the_most_urgent_first() 
         await until(lambda: len(engine.seen) == 1)
         later = [await post(running, LONG, first=2)]
         await until(lambda: waiting(running) == 1)
+        page = (await running.ask("GET", "/metrics")).body
+        assert b"\nmoonpool_proxy_queue_requests 1.0\n" in page
+        assert b'\nmoonpool_proxy_admission_margin{prediction="ttft"} 1.0\n' in page
         later.append(
             await post(running, LONG, "X-Moonpool-Priority: 5\r\nX-Moonpool-Decision: 1\r\n", first=3)
         )

@@ -1,0 +1,64 @@
+"""The proxy's gate in the simulator: who waits, who is refused, and what was computed for nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moonpool.disagg_proxy.conductor.admission import Admission, Look, Objective
+from moonpool.disagg_proxy.conductor.policy import make_policy
+from moonpool.disagg_proxy.simulator.cluster import Cluster, ClusterSettings
+from moonpool.disagg_proxy.simulator.desk import Desk
+from moonpool.disagg_proxy.simulator.job import Job
+from moonpool.disagg_proxy.simulator.trace import Arrival
+from tests.disagg_proxy.simulator.test_cluster import PLAIN
+
+
+def served(
+    look: Look, objective: Objective, arrivals: list[Arrival], queue: int = 0
+) -> tuple[list[Job], float]:
+    """(each request, seconds that prefill was busy); one prefill and one decode instance, where each request
+    that decodes makes a gap 10 ms longer."""
+    jobs: list[Job] = []
+    machine = replace(PLAIN, step_request_s=0.01)
+    cluster = Cluster(
+        ClusterSettings(prefill=1, decode=1, machine=machine),
+        [Desk(make_policy("conductor"), Admission(objective, look), queue, 60.0)],
+        jobs.append,
+    )
+    cluster.run(arrivals)
+    cluster.check_integrity()
+    assert sorted(job.name for job in jobs) == list(range(1, len(arrivals) + 1))
+    return sorted(jobs, key=lambda job: job.name), cluster.engines[0].busy_s
+
+
+def crowd(count: int = 300) -> list[Arrival]:
+    """Three a second, each 0.3 s of prefill and 100 tokens of an answer: more than decode takes in time."""
+    return [Arrival(number * 0.32, 300, 100, (number,)) for number in range(count)]
+
+
+def test_who_is_refused_after_its_prefill_has_cost_it() -> None:
+    objective = Objective(gap_s=0.08)
+    late, busy_late_s = served(Look.AFTER, objective, crowd())
+    early, busy_early_s = served(Look.AHEAD, objective, crowd())
+    refused = [sum(job.why_not == "gap" for job in jobs) for jobs in (late, early)]
+    assert min(refused) > 20
+    assert busy_late_s == pytest.approx(300 * 0.3, rel=0.01)
+    assert busy_early_s == pytest.approx((300 - refused[1]) * 0.3, rel=0.01)
+
+
+def test_a_queue_serves_later_what_would_be_refused_now() -> None:
+    objective = Objective(ttft_s=120.0, gap_s=0.08)
+    without, _ = served(Look.AHEAD, objective, crowd(200))
+    queued, _ = served(Look.AHEAD, objective, crowd(200), queue=1_000)
+    refused = [sum(job.why_not != "" for job in jobs) for jobs in (without, queued)]
+    assert refused[1] < 0.75 * refused[0]
+    gaps_s = [job.gap_s for job in queued[50:] if not job.why_not]  # when it has learnt what a request costs
+    assert sum(gap_s < 0.1 for gap_s in gaps_s) > 0.8 * len(gaps_s)
+    assert max(job.ttft_s for job in queued if not job.why_not) < 120.0
+
+
+def test_who_waits_too_long_is_refused() -> None:
+    jobs, _ = served(Look.NEVER, Objective(), [Arrival(0.0, 300_000, 1, (n,)) for n in range(5)], queue=2)
+    assert [job.why_not for job in jobs] == ["", "deadline", "deadline", "queue_full", "queue_full"]
