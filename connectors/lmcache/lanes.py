@@ -1,5 +1,5 @@
 """A thread with a queue, whose ends are told by an event descriptor: one for stores, one for lookups, one for
-loads, so that none waits behind another."""
+loads, so that none waits behind another. Between its jobs it does a chore now and then."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 Answer = TypeVar("Answer")
+JOBS_MAX = 4096
+ANSWERS_MAX = 65536  # nobody takes those of lookups that LMCache gave up
+CHORE_S = 10.0
 
 
 class Notifier(Protocol):
@@ -19,13 +22,17 @@ class Notifier(Protocol):
 
 
 class Lane(Generic[Answer]):
-    """Jobs run one after the other. Every job gets an answer: ``otherwise`` when it raises, or when the lane
-    is closed before it ran.
+    """Jobs run one after the other. Every job gets an answer: ``otherwise`` when it raises, when JOBS_MAX
+    wait before it, or when the lane is closed before it ran. ``chore`` runs after each job and, without jobs,
+    every CHORE_S.
     """
 
-    def __init__(self, name: str, notifier: Notifier, log: logging.Logger) -> None:
+    def __init__(
+        self, name: str, notifier: Notifier, log: logging.Logger, chore: Callable[[], None] = lambda: None
+    ) -> None:
         self.notifier = notifier
         self._log = log
+        self._chore = chore
         self._guard = threading.Lock()
         self._answers: dict[int, Answer] = {}
         self._queue: queue.SimpleQueue[tuple[int, Callable[[], Answer], Answer] | None] = queue.SimpleQueue()
@@ -36,7 +43,7 @@ class Lane(Generic[Answer]):
 
     def submit(self, number: int, job: Callable[[], Answer], otherwise: Answer) -> None:
         with self._guard:
-            if not self._closed:
+            if not self._closed and self._queue.qsize() < JOBS_MAX:
                 self._queue.put((number, job, otherwise))
                 return
         self._say(number, otherwise)
@@ -62,7 +69,14 @@ class Lane(Generic[Answer]):
             self.notifier.close()
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while True:
+            try:
+                item = self._queue.get(timeout=CHORE_S)
+            except queue.Empty:
+                self._chore()
+                continue
+            if item is None:
+                return
             number, job, otherwise = item
             try:
                 answer = otherwise if self._closed else job()
@@ -70,9 +84,12 @@ class Lane(Generic[Answer]):
                 self._log.exception("moonpool: an unexpected error; the operation counts as failed")
                 answer = otherwise
             self._say(number, answer)
+            self._chore()
 
     def _say(self, number: int, answer: Answer) -> None:
         with self._guard:
             self._answers[number] = answer
+            if len(self._answers) > ANSWERS_MAX:
+                del self._answers[next(iter(self._answers))]
             if not self._gone:
                 self.notifier.notify()

@@ -24,13 +24,13 @@ class Lent:
 
     def __init__(self, bytes_max: int) -> None:
         self._guard = threading.Lock()
-        self._bytes_max = bytes_max
+        self.bytes_max = bytes_max
         self.nbytes = 0
 
     def room_for(self, size: int) -> int:
         """How many chunks of that size may be lent now."""
         with self._guard:
-            return max(self._bytes_max - self.nbytes, 0) // max(size, 1)
+            return max(self.bytes_max - self.nbytes, 0) // max(size, 1)
 
     def lend(self, view: memoryview, form: Form, memory_format: MemoryFormat) -> TensorMemoryObj:
         """A memory object over the bytes of ``view``, of one or more groups of types."""

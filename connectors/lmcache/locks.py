@@ -1,16 +1,22 @@
 """Which keys are locked, and under which pin of the pool: pure bookkeeping.
 
 A lookup pins all that it finds under one pin. Each key of it is unlocked by itself; the pin ends with the
-last.
+last, or with its time: LMCache gives lookups up without a word, and what nobody unlocks would be in the pool
+for ever. A lock that ended by its time was a promise not to evict, nothing more: what is loaded after it is
+the right bytes or a miss.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
+
+UNASKED_S = 60.0  # until LMCache takes the answer of its lookup
+HELD_S = 300.0  # from then on; as long as its own locks
 
 
 class Released(Protocol):
@@ -19,26 +25,55 @@ class Released(Protocol):
 
 @dataclass(eq=False)
 class Lock:
-    """``keys_left`` keys are still locked under ``pin``."""
+    """``keys_left`` of the keys are still locked under ``pin``, until ``until_s`` of the clock."""
 
     pin: Released
+    keys: list[Hashable]
     keys_left: int
+    until_s: float
 
 
 class Locks:
-    """Any thread may call."""
+    """Any thread may call. expired: how many lookups' locks ended by their time."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
         self._guard = threading.Lock()
         self._locks: dict[Hashable, deque[Lock]] = defaultdict(deque)
+        self._open: set[Lock] = set()
+        self.expired = 0
 
-    def add(self, pin: Released, keys: Iterable[Hashable]) -> None:
-        """A lookup found these, at least one. A key may be locked several times, also by one lookup."""
+    def add(self, pin: Released, keys: Iterable[Hashable]) -> Lock:
+        """A lookup found these, at least one. A key may be locked several times, also by one lookup. For
+        UNASKED_S, if nobody holds it."""
         found = list(keys)
-        lock = Lock(pin, len(found))
+        lock = Lock(pin, found, len(found), self._now_s() + UNASKED_S)
         with self._guard:
+            self._open.add(lock)
             for key in found:
                 self._locks[key].append(lock)
+        return lock
+
+    def hold(self, lock: Lock) -> None:
+        """LMCache knows of it, and has HELD_S from now on to unlock its keys."""
+        with self._guard:
+            lock.until_s = self._now_s() + HELD_S
+
+    def expire(self) -> int:
+        """Ends the locks whose time is over; how many."""
+        with self._guard:
+            now_s = self._now_s()
+            over = [lock for lock in self._open if lock.until_s < now_s]
+            for lock in over:
+                self._open.remove(lock)
+                for key in set(lock.keys):
+                    left = deque(each for each in self._locks.pop(key, ()) if each is not lock)
+                    if left:
+                        self._locks[key] = left
+            self.expired += len(over)
+        for lock in over:
+            lock.pin.release()
+        return len(over)
 
     def pin_of(self, key: Hashable) -> Released | None:
         """A pin under which the key is readable; None when it is not locked."""
@@ -59,6 +94,7 @@ class Locks:
                     del self._locks[key]
                 lock.keys_left -= 1
                 if lock.keys_left == 0:
+                    self._open.remove(lock)
                     ended.append(lock.pin)
         for pin in ended:
             pin.release()
@@ -66,10 +102,10 @@ class Locks:
     def clear(self) -> None:
         """Ends all."""
         with self._guard:
-            pins = {id(lock): lock.pin for locks in self._locks.values() for lock in locks}
+            ended, self._open = self._open, set()
             self._locks.clear()
-        for pin in pins.values():
-            pin.release()
+        for lock in ended:
+            lock.pin.release()
 
     def __len__(self) -> int:
         """How many keys are locked."""

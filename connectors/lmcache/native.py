@@ -46,8 +46,18 @@ class MoonpoolClient(_native.BatchClient):
             self.attach,
             address=str(settings.socket()),
             log=log,
+            left=self.detach,
             required=settings.require_pool,
         )
+
+    def drain_completions(self) -> list[Any]:
+        """As the native one; a node that did not answer is left alone by all that comes after."""
+        told: list[Any] = super().drain_completions()
+        if not self.attached:
+            for _, _, error, _ in told:
+                if error:
+                    self._pool.lost(error)
+        return told
 
     def close(self) -> None:
         """Waits for what is being copied; what has not begun never ends."""

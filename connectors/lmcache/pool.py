@@ -1,21 +1,25 @@
-"""The connection to the node: made at once or as soon as there is one, and found again by the native client
-after the node was lost."""
+"""The connection to the node: made at once or as soon as there is one, and found again after the node was
+lost. While the node does not answer nobody waits for it: see Seeker.
+"""
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 
 from moonpool import _native
-from moonpool.core.errors import Error
+from moonpool.connectors.seeker import Seeker
+from moonpool.core.errors import AuthError, Error, ProtocolError, Timeout, Unavailable
 
-RETRY_S = 0.5
+# What says that the node does not answer; any other error is about the call.
+_SILENCE = (AuthError, ProtocolError, Timeout, Unavailable)
+_NOBODY = ["?"]  # asked for only to hear an answer
 
 
 class Pool:
-    """One client. While there is no node a thread tries every RETRY_S seconds; ``joined`` is called with the
-    client, once, by whoever connects. Says once when there is no node, and when it is joined, lost and back.
+    """One client. ``joined`` is called with it whenever the node answers for the first time or again, before
+    anybody else gets it; ``left`` when it does not answer any more. Says once that there is no node, and when
+    it is joined, lost and back.
     """
 
     def __init__(
@@ -25,16 +29,15 @@ class Pool:
         *,
         address: str,
         log: logging.Logger,
+        left: Callable[[], None] = lambda: None,
         required: bool = False,
     ) -> None:
         """Raises what ``connect`` raises only when the pool is ``required``."""
         self._connect, self._joined = connect, joined
         self._address, self._log = address, log
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
         self._client: _native.Client | None = None
         self._trouble = ""
-        self._thread: threading.Thread | None = None
+        self._seeker = Seeker(self._seek, left)
         try:
             self._join()
         except Error as error:
@@ -46,46 +49,58 @@ class Pool:
                 address,
                 error,
             )
-            self._thread = threading.Thread(target=self._wait_for_node, name="moonpool-join", daemon=True)
-            self._thread.start()
+            self._seeker.lost()
 
     @property
     def client(self) -> _native.Client | None:
-        """None: there was no node yet."""
-        return self._client
+        """None: the node did not answer when it was last asked, or there was none yet. Never waits."""
+        return self._client if self._seeker.up else None
 
-    def heard(self, error: str) -> None:
-        """What the pool said to a call: "" or a sentence. A trouble is logged when it begins and ends."""
-        if self._client is None:
-            return
-        with self._lock:
-            before, self._trouble = self._trouble, error
-        if error and not before:
-            self._log.warning("moonpool: the pool at %s does not answer (%s)", self._address, error)
-        elif before and not error:
-            self._log.info("moonpool: the pool at %s answers again", self._address)
+    def heard(self, error: Error) -> None:
+        """A call failed. Where the node did not answer, nobody asks it from now on but a thread of this
+        object."""
+        if isinstance(error, _SILENCE):
+            self.lost(str(error))
+
+    def lost(self, why: str) -> None:
+        """The node does not answer."""
+        if self._seeker.lost():
+            self._trouble = why
+            self._log.warning(
+                "moonpool: the pool at %s does not answer (%s); until it does, this goes on without it",
+                self._address,
+                why,
+            )
 
     def close(self) -> None:
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._seeker.close()
         if self._client is not None:
             self._client.close()
 
     def _join(self) -> None:
         client = self._connect()
-        self._joined(client)
+        try:
+            self._joined(client)
+        except BaseException:
+            client.close()
+            raise
         self._client = client
 
-    def _wait_for_node(self) -> None:
-        while not self._closing.wait(RETRY_S):
-            try:
+    def _seek(self) -> None:
+        known = self._client
+        try:
+            if known is None:
                 self._join()
-            except Error as error:
-                if str(error) != self._trouble:
-                    self._trouble = str(error)
-                    self._log.warning("moonpool: still no pool at %s (%s)", self._address, error)
-                continue
-            self._trouble = ""
-            self._log.info("moonpool: joined the pool at %s", self._address)
-            return
+            else:
+                known.exists(_NOBODY)
+                self._joined(known)
+        except Exception as error:  # the boundary: whatever it is, it is said once and tried again
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                self._log.warning("moonpool: still no pool at %s (%s)", self._address, error)
+            raise
+        self._trouble = ""
+        self._log.info(
+            "moonpool: joined the pool at %s" if known is None else "moonpool: the pool at %s answers again",
+            self._address,
+        )

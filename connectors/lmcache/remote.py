@@ -157,6 +157,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             self._joined,
             address=str(settings.socket()),
             log=log,
+            left=self._batches.detach,
             required=settings.require_pool,
         )
         if self._memory is not None:
@@ -175,7 +176,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
 
     def _joined(self, client: _native.Client) -> None:
         if self._may_lend:
-            self._lent = Lent(client.stat()["arena_bytes"] // LENT_SHARE)
+            self._lent.bytes_max = client.stat()["arena_bytes"] // LENT_SHARE
         self._batches.attach(client)
 
     def _before_memory_is_freed(self) -> None:
@@ -201,9 +202,8 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         try:
             flags = client.exists(_both_names(keys))
         except Error as error:
-            self._pool.heard(str(error))
+            self._pool.heard(error)
             return 0
-        self._pool.heard("")
         return _leading([flag == 1 for flag in flags])
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
@@ -389,7 +389,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         try:
             return builtins.list(await self._loop.run_in_executor(None, client.get_views, names))
         except Error as error:
-            self._pool.heard(str(error))
+            self._pool.heard(error)
             return None
 
     def _room_for(self, form: Form) -> MemoryObj | None:
@@ -419,7 +419,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         try:
             return client is not None and b"\1" in client.remove(_both_names([key]))
         except Error as error:
-            self._pool.heard(str(error))
+            self._pool.heard(error)
             return False
 
     async def list(self) -> builtins.list[str]:
@@ -430,7 +430,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         try:
             rows = await self._loop.run_in_executor(None, client.list, b"", LIST_MAX)
         except Error as error:
-            self._pool.heard(str(error))
+            self._pool.heard(error)
             return []
         return sorted({row[0].decode().removesuffix(FULL) for row in rows})
 
@@ -460,7 +460,6 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         except asyncio.CancelledError:
             future.add_done_callback(lambda _: [memory.ref_count_down() for memory in held])
             raise
-        self._pool.heard("" if ok or found is None else error)
         return ok, error, found
 
     def _collect(self) -> None:
@@ -468,6 +467,8 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             future = self._waiting.pop(number, None)
             if future is not None and not future.done():
                 future.set_result((ok, error, found))
+            if error and not self._batches.attached:
+                self._pool.lost(error)
         if not self._waiting:
             self._idle.set()
 

@@ -237,6 +237,10 @@ class BatchClient:
         """
     def close(self) -> None:
         ...
+    def detach(self) -> None:
+        """
+        From now on operations fail at once.
+        """
     def drain_completions(self) -> list:
         """
         Of each batch that ended: (number, ok, error, of each key whether it was there or None).
@@ -253,7 +257,9 @@ class BatchClient:
         ...
     @property
     def attached(self) -> bool:
-        ...
+        """
+        False before a client was attached, and once it did not answer.
+        """
 class TenantLoad:
     @property
     def arena_bytes(self) -> int:

@@ -3,11 +3,15 @@
 // The calls are those that LMCache makes of a native storage client (docs/lmcache.md): a submit returns a
 // number at once and never raises for what a node does; drain_completions() says what became of each. The
 // threads never take the GIL. A batch of many bytes is cut into one piece a thread.
+//
+// A node that does not answer is waited for by what is under way, once: all else fails at once, also what is
+// queued, until somebody attaches a client anew.
 
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -28,6 +32,7 @@ namespace {
 
 constexpr uint64_t kPieceBytesMin = 4 << 20;  // below it a second thread costs more than it brings
 constexpr uint32_t kThreadsMax = 64;
+constexpr const char* kSilent = "the pool did not answer; it is asked again by and by";
 
 enum class Verb : uint8_t { kGet, kSet, kExists, kDelete };
 
@@ -37,8 +42,11 @@ class BatchClient {
         : threads_(std::clamp(threads, 1U, kThreadsMax)), worker_(threads_, queue_max) {}
 
     // Operations of before fail at once: there is no node yet.
-    void attach(const PyClient& client) { client_ = client.client(); }
-    bool attached() const { return client_ != nullptr; }
+    void attach(const PyClient& client) { pool_ = std::make_shared<Pool>(client.client()); }
+    void detach() {
+        if (pool_ != nullptr) pool_->silent = true;
+    }
+    bool attached() const { return pool_ != nullptr && !pool_->silent; }
     int event_fd() const { return worker_.event_fd(); }
 
     uint64_t submit_batch_get(const py::object& keys, const py::object& buffers) {
@@ -77,10 +85,24 @@ class BatchClient {
         pieces_.clear();
         batches_.clear();
         ended_.clear();
-        client_.reset();
+        pool_.reset();
     }
 
    private:
+    struct Pool {
+        std::shared_ptr<Client> client;
+        std::atomic<bool> silent = false;  // from the first operation on that it did not answer
+
+        explicit Pool(std::shared_ptr<Client> c) : client(std::move(c)) {}
+
+        void heard(const Error& error) {
+            if (error.code == Code::kUnavailable || error.code == Code::kTimeout ||
+                error.code == Code::kAuth || error.code == Code::kProtocol) {
+                silent = true;
+            }
+        }
+    };
+
     // Held by batches_ until it was told, and let go with the GIL: it has Python's buffers.
     struct Batch {
         Verb verb;
@@ -107,49 +129,57 @@ class BatchClient {
             return sum;
         }
 
-        void run(Client& client, size_t piece, size_t first, size_t end) {
+        void run(Pool& pool, size_t piece, size_t first, size_t end) {
+            if (pool.silent) {
+                errors[piece] = kSilent;
+                return;
+            }
+            Client& client = *pool.client;
             std::span<const std::string_view> keys = names.views().subspan(first, end - first);
-            if (verb == Verb::kGet) return get(client, piece, first, end);
-            if (verb == Verb::kSet) return set(client, piece, first, end);
+            if (verb == Verb::kGet) return get(pool, piece, first, end);
+            if (verb == Verb::kSet) return set(pool, piece, first, end);
             if (verb == Verb::kExists) {
                 auto found = client.exists(keys);
-                if (!found) return fail(piece, found.error());
+                if (!found) return fail(pool, piece, found.error());
                 for (size_t i = first; i < end; ++i) ok[i] = (*found)[i - first] == Presence::kHit;
             } else {
                 auto removed = client.remove(keys);
-                if (!removed) return fail(piece, removed.error());
+                if (!removed) return fail(pool, piece, removed.error());
                 std::ranges::copy(*removed, ok.begin() + static_cast<std::ptrdiff_t>(first));
             }
         }
 
         // An object of another size than its buffer is a miss: it is another form of the same key.
-        void get(Client& client, size_t piece, size_t first, size_t end) {
+        void get(Pool& pool, size_t piece, size_t first, size_t end) {
             std::vector<GetItem> items;
             for (size_t i = first; i < end; ++i) items.push_back({names.views()[i], buffers.parts(i)});
-            auto sizes = client.get(items, false);
+            auto sizes = pool.client->get(items, false);
             if (!sizes && sizes.error().code == Code::kInvalidArgument) {
                 // One that is larger than its buffer refuses the call; the others are asked for by
                 // themselves.
-                for (size_t i = first; i < end && items.size() > 1; ++i) get(client, piece, i, i + 1);
+                for (size_t i = first; i < end && items.size() > 1; ++i) get(pool, piece, i, i + 1);
                 return;
             }
-            if (!sizes) return fail(piece, sizes.error());
+            if (!sizes) return fail(pool, piece, sizes.error());
             for (size_t i = first; i < end; ++i) {
                 int64_t size = (*sizes)[i - first];
                 ok[i] = size >= 0 && static_cast<uint64_t>(size) == size_of(i);
             }
         }
 
-        void set(Client& client, size_t piece, size_t first, size_t end) {
+        void set(Pool& pool, size_t piece, size_t first, size_t end) {
             std::vector<PutItem> items;
             for (size_t i = first; i < end; ++i) items.push_back({names.views()[i], {}, buffers.parts(i)});
-            auto report = client.put(items, PutOptions{});
-            if (!report) return fail(piece, report.error());
+            auto report = pool.client->put(items, PutOptions{});
+            if (!report) return fail(pool, piece, report.error());
             for (size_t i = first; i < end; ++i) ok[i] = report->outcomes[i - first] != PutOutcome::kRefused;
             errors[piece] = report->refusal;
         }
 
-        void fail(size_t piece, const Error& error) { errors[piece] = error.text; }
+        void fail(Pool& pool, size_t piece, const Error& error) {
+            pool.heard(error);
+            errors[piece] = error.text;
+        }
 
         // (number, ok, error, of each key whether it was there; None for a set, which goes as a whole)
         py::tuple answer(uint64_t number) const {
@@ -199,9 +229,10 @@ class BatchClient {
 
     // Why the piece will not run, or nothing.
     std::string hand_over(uint64_t number, Batch& batch, size_t piece, size_t first, size_t end) {
-        if (client_ == nullptr) return "there is no node to connect to";
+        if (pool_ == nullptr) return "there is no node to connect to";
+        if (pool_->silent) return kSilent;
         Result<uint64_t> ticket = worker_.submit(
-            [&batch, client = client_, piece, first, end] { batch.run(*client, piece, first, end); });
+            [&batch, pool = pool_, piece, first, end] { batch.run(*pool, piece, first, end); });
         if (!ticket) return ticket.error().text;
         ++batch.open;
         pieces_.emplace(*ticket, number);
@@ -209,7 +240,7 @@ class BatchClient {
     }
 
     uint32_t threads_;
-    std::shared_ptr<Client> client_;
+    std::shared_ptr<Pool> pool_;
     std::unordered_map<uint64_t, uint64_t> pieces_;  // ticket -> batch
     std::unordered_map<uint64_t, std::unique_ptr<Batch>> batches_;
     std::vector<uint64_t> ended_;
@@ -225,7 +256,9 @@ void bind_batch(py::module_& m) {
         .def(py::init<uint32_t, uint32_t>(), py::arg("threads") = 2, py::arg("queue_max") = 4096)
         .def("attach", &BatchClient::attach, py::arg("client"),
              "From now on this client runs the operations.")
-        .def_property_readonly("attached", &BatchClient::attached)
+        .def("detach", &BatchClient::detach, "From now on operations fail at once.")
+        .def_property_readonly("attached", &BatchClient::attached,
+                               "False before a client was attached, and once it did not answer.")
         .def("event_fd", &BatchClient::event_fd)
         .def("submit_batch_get", &BatchClient::submit_batch_get, py::arg("keys"), py::arg("buffers"))
         .def("submit_batch_set", &BatchClient::submit_batch_set, py::arg("keys"), py::arg("buffers"))

@@ -6,15 +6,19 @@ import gc
 import os
 import random
 import select
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moonpool import _native
+from moonpool.core import paths
 from moonpool.core.errors import InvalidArgument
 from tests.connectors.lmcache.conftest import TOKEN, Node
+from tests.connectors.vllm.processes import Node as NodeProcess
 
 MIB = 1 << 20
 SEED = 3
@@ -136,19 +140,54 @@ def test_without_a_node_all_fails_at_once() -> None:
 
 def test_a_node_that_dies_and_comes_back(bed: Bed, node: Node) -> None:
     assert bed.ended(bed.client.submit_batch_set(["k"], [b"x"]))[0]
+    assert bed.client.attached
     node.stop()
     ok, error, _ = bed.ended(bed.client.submit_batch_set(["l"], [b"x"]))
     assert not ok
     assert error
+    assert not bed.client.attached
     assert bed.ended(bed.client.submit_batch_exists(["k"]))[2] == [False]
     node.start()
-    stored = False
-    for _ in range(200):  # the client tries to connect anew every 0.25 s at first
-        if stored := bed.ended(bed.client.submit_batch_set(["l"], [b"y"]))[0]:
-            break
-        select.select([], [], [], 0.02)
-    assert stored
+    ok, error, _ = bed.ended(bed.client.submit_batch_set(["l"], [b"y"]))
+    assert (ok, error) == (False, "the pool did not answer; it is asked again by and by")
+    bed.client.attach(connected(node))
+    assert bed.ended(bed.client.submit_batch_set(["l"], [b"y"]))[0]
     assert bed.ended(bed.client.submit_batch_exists(["k", "l"]))[2] == [False, True]
+
+
+def test_what_waits_behind_a_node_that_hangs_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread waits for the node; what is queued fails with it, and nothing of it is asked."""
+    with tempfile.TemporaryDirectory(prefix="moonpool-") as path:
+        monkeypatch.setenv("MOONPOOL_RUNTIME_DIR", path)
+        monkeypatch.delenv("MOONPOOL_CLUSTER_TOKEN", raising=False)
+        process = NodeProcess(Path(path)).start()
+        try:
+            socket = str(process.runtime / "node.sock")
+            client = _native.Client(socket, paths.client_token(socket), timeout_s=0.3)
+            client.connect()
+            batches = _native.BatchClient(threads=1)
+            batches.attach(client)
+            process.pause()
+            numbers = [batches.submit_batch_exists(["k"]) for _ in range(50)]
+            errors: dict[int, str] = {}
+            while len(errors) < len(numbers):
+                assert select.select([batches.event_fd()], [], [], 10)[0]
+                errors |= {number: error for number, _, error, _ in batches.drain_completions()}
+            first, *others = [errors[number] for number in numbers]
+            assert "did not answer in time" in first
+            assert set(others) == {"the pool did not answer; it is asked again by and by"}
+            batches.close()
+            client.close()
+        finally:
+            process.kill()
+
+
+def test_what_is_detached_fails_and_what_is_attached_again_goes_on(bed: Bed, node: Node) -> None:
+    bed.client.detach()
+    assert not bed.client.attached
+    assert bed.ended(bed.client.submit_batch_set(["k"], [b"x"]))[0] is False
+    bed.client.attach(connected(node))
+    assert bed.ended(bed.client.submit_batch_set(["k"], [b"x"]))[0] is True
 
 
 def test_a_full_queue_fails_the_batch_not_the_caller(node: Node) -> None:

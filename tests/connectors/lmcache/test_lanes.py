@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from moonpool.connectors.lmcache import lanes
 from moonpool.connectors.lmcache.lanes import Lane
 from tests.core.store_bed import until
 
@@ -54,6 +55,42 @@ def test_a_job_that_raises_gets_the_other_answer(lane: Lane[str], caplog: pytest
     assert until(lambda: lane.take(2)) == "fine"
     assert lane.take(1) == "otherwise"
     assert "the operation counts as failed" in caplog.text
+
+
+def test_a_chore_is_done_with_and_without_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "CHORE_S", 600.0)
+    done: list[str] = []
+    busy: Lane[str] = Lane("test", Notifier(), logging.getLogger("test"), lambda: done.append("chore"))
+    busy.submit(1, lambda: "fine", "otherwise")
+    until(lambda: done)
+    busy.close()
+    assert done == ["chore"]
+    monkeypatch.setattr(lanes, "CHORE_S", 0.005)
+    idle: Lane[str] = Lane("test", Notifier(), logging.getLogger("test"), lambda: done.append("chore"))
+    until(lambda: len(done) > 3)
+    idle.close()
+
+
+def test_jobs_and_answers_have_a_maximum(lane: Lane[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "JOBS_MAX", 2)
+    monkeypatch.setattr(lanes, "ANSWERS_MAX", 3)
+    running, go = threading.Event(), threading.Event()
+
+    def job() -> str:
+        running.set()
+        assert go.wait(10)
+        return "done"
+
+    lane.submit(1, job, "otherwise")
+    assert running.wait(10)
+    for number in (2, 3, 4):
+        lane.submit(number, lambda: "done", "otherwise")
+    assert lane.take(4) == "otherwise"
+    go.set()
+    until(lambda: len(lane._answers) == 3)
+    lane.submit(5, lambda: "done", "otherwise")
+    until(lambda: 5 in lane._answers)
+    assert lane.take_all() == {2: "done", 3: "done", 5: "done"}
 
 
 def test_close_waits_for_the_running_job_and_answers_the_rest(lane: Lane[str]) -> None:

@@ -3,7 +3,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from moonpool.connectors.lmcache.locks import Locks
+from moonpool.connectors.lmcache.locks import HELD_S, UNASKED_S, Locks
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 class Pin:
@@ -44,6 +52,45 @@ def test_clear_ends_each_pin_once() -> None:
     locks.clear()
     locks.release(["a", "b"])
     assert (first.released, second.released, len(locks)) == (1, 1, 0)
+
+
+def test_what_nobody_asked_for_ends() -> None:
+    clock, pin, other = Clock(), Pin(), Pin()
+    locks = Locks(clock)
+    locks.add(pin, ["a", "b", "a"])
+    clock.now_s += UNASKED_S - 1
+    locks.add(other, ["a"])
+    assert (locks.expire(), pin.released) == (0, 0)
+    clock.now_s += 2
+    assert (locks.expire(), locks.expire(), locks.expired) == (1, 0, 1)
+    assert (pin.released, other.released, len(locks)) == (1, 0, 1)
+    assert (locks.pin_of("a"), locks.pin_of("b")) == (other, None)
+    locks.release(["b"])
+    locks.release(["a"])
+    assert (pin.released, other.released, len(locks)) == (1, 1, 0)
+
+
+def test_what_nobody_unlocks_ends() -> None:
+    clock, pin = Clock(), Pin()
+    locks = Locks(clock)
+    lock = locks.add(pin, ["a", "b"])
+    locks.hold(lock)
+    locks.release(["b"])
+    clock.now_s += HELD_S - 1
+    assert (locks.expire(), locks.pin_of("a")) == (0, pin)
+    clock.now_s += 2
+    assert (locks.expire(), pin.released, len(locks)) == (1, 1, 0)
+
+
+def test_what_was_unlocked_does_not_expire() -> None:
+    clock, pin = Clock(), Pin()
+    locks = Locks(clock)
+    locks.add(pin, ["a"])
+    locks.release(["a"])
+    clock.now_s += HELD_S + UNASKED_S
+    assert (locks.expire(), pin.released) == (0, 1)
+    locks.clear()
+    assert pin.released == 1
 
 
 def test_against_plain_counting() -> None:

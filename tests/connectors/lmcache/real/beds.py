@@ -27,11 +27,20 @@ CONFIG = {"chunk_size": 16, "local_cpu": False, "max_local_cpu_size": 0.01, "rem
 
 
 class Backend:
-    """A RemoteBackend over our connector, as LMCache's storage manager makes it."""
+    """A RemoteBackend over our connector, as LMCache's storage manager makes it. metadata: fields of
+    LMCache's, in the place of the usual ones; tags: of the requests."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, model: str = "org/model", **options: Any) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        model: str = "org/model",
+        metadata: dict[str, Any] | None = None,
+        tags: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         self.config = LMCacheEngineConfig.from_dict({**CONFIG, **options})
-        self.metadata = self.metadata_of(self.config, dtype, model)
+        self.metadata = self.metadata_of(self.config, dtype, model, **metadata or {})
+        self.requests = {f"lmcache.tag.{name}": value for name, value in (tags or {}).items()}
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -42,17 +51,20 @@ class Backend:
         )
 
     @staticmethod
-    def metadata_of(config: LMCacheEngineConfig, dtype: torch.dtype, model: str) -> LMCacheMetadata:
-        return LMCacheMetadata(
-            model_name=model,
-            world_size=1,
-            local_world_size=1,
-            worker_id=0,
-            local_worker_id=0,
-            kv_dtype=dtype,
-            kv_shape=(LAYERS, 2, config.chunk_size, HEADS, HEAD_SIZE),
-            chunk_size=config.chunk_size,
-        )
+    def metadata_of(
+        config: LMCacheEngineConfig, dtype: torch.dtype, model: str, **other: Any
+    ) -> LMCacheMetadata:
+        usual: dict[str, Any] = {
+            "model_name": model,
+            "world_size": 1,
+            "local_world_size": 1,
+            "worker_id": 0,
+            "local_worker_id": 0,
+            "kv_dtype": dtype,
+            "kv_shape": (LAYERS, 2, config.chunk_size, HEADS, HEAD_SIZE),
+            "chunk_size": config.chunk_size,
+        }
+        return LMCacheMetadata(**{**usual, **other})
 
     @property
     def connector(self) -> MoonpoolConnector:
@@ -60,7 +72,14 @@ class Backend:
 
     def keys(self, *hashes: int) -> list[CacheEngineKey]:
         return [
-            CacheEngineKey(self.metadata.model_name, 1, 0, number, self.metadata.kv_dtype)
+            CacheEngineKey(
+                self.metadata.model_name,
+                self.metadata.world_size,
+                self.metadata.worker_id,
+                number,
+                self.metadata.kv_dtype,
+                self.requests,
+            )
             for number in hashes
         ]
 

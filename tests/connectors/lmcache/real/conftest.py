@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.connectors import seeker
+
 ROOT = Path(__file__).resolve().parents[4]
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -42,6 +44,8 @@ os.environ.update(LMCACHE_TRACK_USAGE="false", PYTHONHASHSEED="0", LMCACHE_LOG_L
 
 @pytest.fixture(autouse=True)
 def _runtime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default node of these tests is the one in ``folder``."""
+    """The default node of these tests is the one in ``folder``; one that is lost is found again soon."""
     monkeypatch.setenv("MOONPOOL_RUNTIME_DIR", str(folder))
+    monkeypatch.setattr(seeker, "REST_S", 0.05)
+    monkeypatch.setattr(seeker, "REST_MAX_S", 0.2)
     (folder / "node.sock").symlink_to(folder / "n.sock")

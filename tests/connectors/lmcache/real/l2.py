@@ -33,8 +33,10 @@ BY_PATH = {
 }
 
 
-def key(number: int, model: str = "org/model") -> ObjectKey:
-    return ObjectKey(number.to_bytes(8, "little"), model, kv_rank=0x01000100)
+def key(number: int, **other: Any) -> ObjectKey:
+    """other: fields in the place of the usual ones."""
+    usual: dict[str, Any] = {"model_name": "org/model", "kv_rank": 0x01000100}
+    return ObjectKey(number.to_bytes(8, "little"), **{**usual, **other})
 
 
 def memory(number: int | None, dtype: str = "bfloat16", shape: torch.Size = SHAPE) -> TensorMemoryObj:
@@ -52,13 +54,24 @@ def memory(number: int | None, dtype: str = "bfloat16", shape: torch.Size = SHAP
 
 
 class L2:
-    """One adapter; every call has a deadline. ``chunk_tokens``: of its server."""
+    """One adapter; every call has a deadline. ``chunk_tokens``: of its server; ``keys``: fields of its keys,
+    in the place of the usual ones."""
 
-    def __init__(self, spec: dict[str, Any], chunk_tokens: int = SHAPE[2], timeout_s: float = 30) -> None:
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        chunk_tokens: int = SHAPE[2],
+        timeout_s: float = 30,
+        keys: dict[str, Any] | None = None,
+    ) -> None:
         config = get_l2_adapter_config_class(spec["type"]).from_dict(spec)
         self.adapter = create_l2_adapter(config)
         self.shape = torch.Size([*SHAPE[:2], chunk_tokens, SHAPE[3]])
         self.timeout_s = timeout_s
+        self.fields = keys or {}
+
+    def keys(self, numbers: Sequence[int]) -> list[ObjectKey]:
+        return [key(number, **self.fields) for number in numbers]
 
     def _wait(self, fd: int) -> None:
         assert select.select([fd], [], [], self.timeout_s)[0], f"nothing ended within {self.timeout_s} s"
@@ -67,24 +80,31 @@ class L2:
     def store(self, numbers: Sequence[int], dtype: str = "bfloat16") -> tuple[bool, int]:
         """Whether it went well, and the bytes that were new."""
         objects = [memory(number, dtype, self.shape) for number in numbers]
-        task = self.adapter.submit_store_task([key(number) for number in numbers], objects)
+        task = self.adapter.submit_store_task(self.keys(numbers), objects)
         self._wait(self.adapter.get_store_event_fd())
         result = self.adapter.pop_completed_store_tasks()[task]
         return result.is_successful(), result.bytes_transferred()
 
     def lookup(self, numbers: Sequence[int], dtype: str | None = "bfloat16") -> list[bool]:
         """Locks what it finds."""
-        layouts = {} if dtype is None else {0: MemoryLayoutDesc([self.shape], [getattr(torch, dtype)])}
-        task = self.adapter.submit_lookup_and_lock_task([key(number) for number in numbers], layouts)
+        group = self.fields.get("object_group_id", 0)
+        layouts = {} if dtype is None else {group: MemoryLayoutDesc([self.shape], [getattr(torch, dtype)])}
+        task = self.adapter.submit_lookup_and_lock_task(self.keys(numbers), layouts)
         self._wait(self.adapter.get_lookup_and_lock_event_fd())
         found = self.adapter.query_lookup_and_lock_result(task)
         assert self.adapter.query_lookup_and_lock_result(task) is None
         return [found.test(i) for i in range(len(numbers))]
 
+    def give_up(self, numbers: Sequence[int]) -> None:
+        """A lookup whose answer nobody takes."""
+        layouts = {0: MemoryLayoutDesc([self.shape], [torch.bfloat16])}
+        self.adapter.submit_lookup_and_lock_task(self.keys(numbers), layouts)
+        self._wait(self.adapter.get_lookup_and_lock_event_fd())
+
     def load(self, numbers: Sequence[int], dtype: str = "bfloat16") -> list[bool]:
         """Looks at the bytes of what came."""
         objects = [memory(None, dtype, self.shape) for _ in numbers]
-        task = self.adapter.submit_load_task([key(number) for number in numbers], objects)
+        task = self.adapter.submit_load_task(self.keys(numbers), objects)
         self._wait(self.adapter.get_load_event_fd())
         found = self.adapter.query_load_result(task)
         assert self.adapter.query_load_result(task) is None
@@ -96,10 +116,10 @@ class L2:
         return loaded
 
     def unlock(self, numbers: Sequence[int]) -> None:
-        self.adapter.submit_unlock([key(number) for number in numbers])
+        self.adapter.submit_unlock(self.keys(numbers))
 
     def delete(self, numbers: Sequence[int]) -> None:
-        self.adapter.delete([key(number) for number in numbers])
+        self.adapter.delete(self.keys(numbers))
 
     def close(self) -> None:
         self.adapter.close()

@@ -1,5 +1,5 @@
-"""A node that is killed in the middle of a store or a retrieve, for each plug point: an answer soon, right
-bytes or a miss, and the pool is used again when the node is back.
+"""A node that is killed in the middle of a store or a retrieve, or that hangs, for each plug point: an answer
+soon, right bytes or a miss, and the pool is used again when the node is back.
 """
 
 from __future__ import annotations
@@ -14,22 +14,28 @@ from typing import Any
 
 import pytest
 
+from moonpool.connectors import seeker
 from tests.connectors.lmcache.real.beds import Backend
 from tests.connectors.lmcache.real.l2 import BY_NAME, L2, NATIVE
 from tests.connectors.vllm.processes import Node
 from tests.core.store_bed import until
 
 ANSWER_S = 8.0  # LMCache itself gives up after 10
+HASTE_S = 0.5
 
 
 class Remote:
     """The remote connector, with the calls of an L2."""
 
-    def __init__(self) -> None:
-        self.backend = Backend(chunk_size=64)
+    def __init__(self, timeout_s: float) -> None:
+        self.backend = Backend(chunk_size=64, remote_url=f"moonpool://?timeout_s={timeout_s}")
 
     def store(self, numbers: Sequence[int]) -> None:
         self.backend.put(numbers)
+
+    def lookup(self, numbers: Sequence[int]) -> list[bool]:
+        found = self.backend.contains(numbers)
+        return [i < found for i in range(len(numbers))]
 
     def load(self, numbers: Sequence[int]) -> list[bool]:
         """Looks at the bytes of what came."""
@@ -47,10 +53,12 @@ def lookup_and_load(l2: L2, numbers: Sequence[int]) -> list[bool]:
     return loaded
 
 
-PLUGS: dict[str, Callable[[], Any]] = {
+PLUGS: dict[str, Callable[[float], Any]] = {
     "remote": Remote,
-    "moonpool": lambda: L2(BY_NAME),
-    "native_plugin": lambda: L2(NATIVE),
+    "moonpool": lambda timeout_s: L2({**BY_NAME, "timeout_s": timeout_s}),
+    "native_plugin": lambda timeout_s: L2(
+        {**NATIVE, "adapter_params": {**NATIVE["adapter_params"], "timeout_s": timeout_s}}
+    ),
 }
 
 
@@ -66,7 +74,15 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
 
 @pytest.fixture(params=PLUGS)
 def plug(request: pytest.FixtureRequest, node: Node) -> Iterator[Any]:
-    plug = PLUGS[request.param]()
+    plug = PLUGS[request.param](2)
+    yield plug
+    plug.close()
+
+
+@pytest.fixture(params=PLUGS)
+def hasty(request: pytest.FixtureRequest, node: Node) -> Iterator[Any]:
+    """One that waits for HASTE_S only."""
+    plug = PLUGS[request.param](HASTE_S)
     yield plug
     plug.close()
 
@@ -116,3 +132,28 @@ def test_a_node_killed_in_the_middle(
 
     assert until(stored)
     assert plug.load([0]) == [False]  # its memory went with it
+
+
+def test_a_node_that_hangs_is_waited_for_once(
+    hasty: Any, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seeker, "REST_S", 600.0)
+    hasty.store([1])
+    assert hasty.lookup([1]) == [True]
+    node.pause()
+    assert hasty.lookup([1, 9]) == [False, False]  # this one waits
+    node.resume()
+    for _ in range(50):  # though it would answer
+        assert hasty.lookup([1]) == hasty.load([1]) == [False]
+        hasty.store([2])
+    assert node.metrics()["objects"] == 1
+
+
+def test_a_node_that_hung_is_used_again(hasty: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeker, "REST_S", 0.02)
+    hasty.store([1])
+    node.pause()
+    assert hasty.lookup([1, 9]) == [False, False]
+    node.resume()
+    assert until(lambda: hasty.lookup([1]) == [True])
+    assert hasty.load([1]) == [True]

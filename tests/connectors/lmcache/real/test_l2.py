@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from moonpool.connectors.lmcache.locks import HELD_S, UNASKED_S
 from moonpool.core.errors import ConfigError, Unavailable
 from tests.connectors.lmcache.conftest import Node
 from tests.connectors.lmcache.real.l2 import BY_NAME, BY_PATH, L2, NATIVE, SHAPE, L2Process, key
@@ -147,6 +149,41 @@ def test_close_ends_the_locks(node: Node) -> None:
     adapter.lookup([1])
     adapter.close()
     until(lambda: node.pinned() == 0)
+
+
+def test_the_locks_of_a_lookup_that_was_given_up_end(node: Node, make: Make) -> None:
+    """LMCache does not take its answer then, and unlocks nothing."""
+    node.start()
+    adapter = make(BY_NAME)
+    adapter.store([1, 2, 3, 4])
+    adapter.give_up([1, 2])
+    until(lambda: node.pinned() == 2)
+    assert adapter.lookup([3]) == [True]  # that lock is held
+    since_s = time.monotonic()
+    adapter.adapter._locks._now_s = lambda: since_s + UNASKED_S + 1
+    assert adapter.lookup([9]) == [False]
+    until(lambda: node.pinned() == 1)
+    assert adapter.adapter.report_status()["expired_locks"] == 1
+    assert adapter.load([1, 3]) == [True, True]
+    adapter.unlock([1, 3])  # as who did not notice
+    until(lambda: node.pinned() == 0)
+    assert adapter.lookup([4]) == [True]
+    adapter.adapter._locks._now_s = lambda: since_s + UNASKED_S + HELD_S + 2
+    adapter.lookup([9])
+    until(lambda: node.pinned() == 0)
+    assert adapter.adapter.report_status()["expired_locks"] == 2
+
+
+def test_an_object_larger_than_its_buffer_is_no_one_elses_miss(node: Node, make: Make) -> None:
+    node.start()
+    adapter = make({**BY_NAME, "form": "bf16"})
+    adapter.store([1, 3])
+    larger = L2({**BY_NAME, "form": "bf16"}, 2 * SHAPE[2])
+    larger.store([2])
+    larger.close()
+    assert adapter.load([1, 2, 3]) == [True, False, True]
+    assert adapter.lookup([1, 2, 3]) == [True, True, True]  # the key has no size
+    assert adapter.load([1, 2, 3]) == [True, False, True]
 
 
 # The same model, other bytes
