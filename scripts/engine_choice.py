@@ -56,10 +56,16 @@ def sglang(version: str) -> EngineChoice:
 
 
 def lmcache(version: str) -> EngineChoice:
-    """LMCache and what it imports on a CPU."""
+    """LMCache and what it imports on a CPU, and checkpoint-engine, whose code wants the same."""
     lines = [line.partition("#")[0].strip() for line in LMCACHE_PACKAGES.read_text().splitlines()]
     packages = (CPU_TORCH, *filter(None, lines), f"lmcache=={version}")
     return EngineChoice(f"lmcache-{version}", packages, True, "1.6 GB", complete=True)
+
+
+def nixl(version: str) -> EngineChoice:
+    """NIXL's agents and its own plugins; numpy is all that they need for host memory."""
+    packages = ("numpy==2.2.6", f"nixl=={version}", f"nixl-cu12=={version}")
+    return EngineChoice(f"nixl-{version}", packages, False, "0.3 GB", complete=True)
 
 
 def name_of(requirement: str) -> str:
@@ -71,6 +77,7 @@ def name_of(requirement: str) -> str:
 CPU = vllm("0.32.0")
 SGLANG_VERSION = "0.5.23"  # that `make test` runs
 LMCACHE_VERSION = "0.5.6"
+NIXL_VERSION = "1.5.1"  # the only one that the plugin is made for
 
 
 def has_nvidia_gpu() -> bool:

@@ -103,6 +103,11 @@ def engine(progress: Progress, choice: EngineChoice | None = None) -> Environmen
     return _overlay(progress, base)
 
 
+def alone(progress: Progress, choice: EngineChoice) -> Environment:
+    """Just what is chosen, without this checkout."""
+    return _base(progress, f"engine-{choice.name}", list(choice.requirements), choice)
+
+
 @contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--pytest", default="", help="arguments for pytest (make test ARGS='-k store')")
     parser.add_argument("--only-pytest", action="store_true", help="no lint, no native tests")
     parser.add_argument(
-        "--no-engine", action="store_true", help="skip the tests with a real vLLM, SGLang or LMCache"
+        "--no-engine", action="store_true", help="skip the tests with a real vLLM, SGLang, LMCache or NIXL"
     )
     parser.add_argument("--no-sglang", action="store_true", help="skip the tests that start a real SGLang")
     parser.add_argument("--no-lmcache", action="store_true", help="skip the tests with a real LMCache")
@@ -48,7 +48,10 @@ def main() -> None:
         env["MOONPOOL_SGLANG_PYTHON"] = str(sglang.python)
     if not (options.no_engine or options.no_lmcache):
         lmcache = environments.engine(progress, engine_choice.lmcache(engine_choice.LMCACHE_VERSION))
-        env["MOONPOOL_LMCACHE_PYTHON"] = str(lmcache.python)
+        env["MOONPOOL_LMCACHE_PYTHON"] = env["MOONPOOL_CHECKPOINT_ENGINE_PYTHON"] = str(lmcache.python)
+    if not options.no_engine:
+        nixl = environments.alone(progress, engine_choice.nixl(engine_choice.NIXL_VERSION))
+        env["MOONPOOL_NIXL_PYTHON"] = str(nixl.python)
     if options.heavy:
         env["HEAVY"] = "1"
 

@@ -198,6 +198,49 @@ def test_lmcache_is_installed_in_exact_versions(scripts: ModuleType) -> None:
     assert engine.complete
 
 
+def test_nixl_is_installed_in_the_version_that_the_plugin_is_made_for(scripts: ModuleType) -> None:
+    choice = importlib.import_module("scripts.engine_choice")
+    wheel = choice.nixl(choice.NIXL_VERSION)
+    assert all(line.count("==") == 1 for line in wheel.requirements)
+    assert {choice.name_of(line) for line in wheel.requirements} == {"numpy", "nixl", "nixl-cu12"}
+    assert wheel.complete
+    assert not wheel.is_cpu  # it has no torch to look for
+    plugin = (ROOT / "core" / "csrc" / "nixl" / "host.cpp").read_text()
+    assert f"NIXL {choice.NIXL_VERSION}" in plugin
+
+
+@pytest.mark.parametrize("engines", [True, False])
+def test_make_test_hands_real_engines_to_pytest(
+    scripts: ModuleType, monkeypatch: pytest.MonkeyPatch, engines: bool
+) -> None:
+    """Else their tests are skipped, and nobody sees it."""
+    test = importlib.import_module("scripts.test")
+    monkeypatch.setattr(test.system_packages, "require", lambda *_: None)
+    monkeypatch.setattr(test.system_packages, "wish", lambda *_: None)
+
+    def made(_: object, choice: object = None) -> object:
+        return scripts.Environment(Path(getattr(choice, "name", "vllm")))
+
+    for name in ("tools", "engine", "alone"):
+        monkeypatch.setattr(test.environments, name, made)
+    handed: list[dict[str, str]] = []
+    monkeypatch.setattr("os.execve", lambda python, command, env: handed.append(env))
+    monkeypatch.setattr("os.chdir", lambda _: None)
+    monkeypatch.setattr("sys.argv", ["test", "--only-pytest", *([] if engines else ["--no-engine"])])
+    for name in [name for name in test.os.environ if name.endswith("_PYTHON")]:
+        monkeypatch.delenv(name)
+    test.main()
+    found = {name: Path(value).parts[0] for name, value in handed[0].items() if name.endswith("_PYTHON")}
+    expected = {
+        "MOONPOOL_VLLM_PYTHON": "vllm",
+        "MOONPOOL_SGLANG_PYTHON": "sglang-0.5.23",
+        "MOONPOOL_LMCACHE_PYTHON": "lmcache-0.5.6",
+        "MOONPOOL_CHECKPOINT_ENGINE_PYTHON": "lmcache-0.5.6",
+        "MOONPOOL_NIXL_PYTHON": "nixl-1.5.1",
+    }
+    assert found == (expected if engines else {})
+
+
 def test_the_matrix_says_which_versions_it_knows(
     scripts: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
