@@ -15,7 +15,9 @@
 
 namespace {
 
-struct Status {  // as the agent's: true when nothing is pending any more
+// As the agent's: true when nothing is pending any more. That one logs a failure and tells its caller
+// nothing; here it is kept, for the tests to see.
+struct Status {
     transfer_engine_t engine;
     batch_id_t batch;
     size_t count;

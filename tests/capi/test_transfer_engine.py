@@ -156,6 +156,19 @@ def test_memory_that_is_not_there_any_more(agent: Callable[..., Agent]) -> None:
     assert generation.ask(f"sum 0 {MIB}") == Reference(5).sum(MIB)
 
 
+def test_a_write_that_failed_delivers_no_message(agent: Callable[..., Agent]) -> None:
+    """TensorRT-LLM's agent logs a failure and goes on: that the receiver hears nothing is all that keeps it
+    from using what did not come. Messages of one peer keep their order."""
+    context, generation = agent("ctx"), agent("gen")
+    context.ask(f"memory {MIB} 3")
+    remote = int(generation.ask(f"memory {MIB} 5"))
+    context.ask(f"connect gen {generation.address}")
+    assert context.ask(f"write gen 0 {remote + MIB - 100} 200 1 it is there").startswith("failed")
+    assert context.ask(f"write gen 0 {remote} 100 1 and this is") == "done 100"
+    assert until(lambda: (said := generation.ask("messages")) != "0" and said) == "1 ctx:and this is"
+    assert generation.ask("messages") == "0"
+
+
 class Reference:
     """agent.cpp's memory and its sum."""
 
