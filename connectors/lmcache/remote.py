@@ -23,10 +23,12 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorCont
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from moonpool import _native
+from moonpool.connectors.lmcache import lora
 from moonpool.connectors.lmcache.expected import Expected, ambiguous
 from moonpool.connectors.lmcache.form import HEADER_BYTES_MAX, Form, described, form_of
 from moonpool.connectors.lmcache.identity import fingerprint, name_of
 from moonpool.connectors.lmcache.lent import Lent
+from moonpool.connectors.lmcache.lora import tagged
 from moonpool.connectors.lmcache.pool import Pool
 from moonpool.connectors.lmcache.settings import SCHEME, Settings
 from moonpool.connectors.options import wrong
@@ -150,6 +152,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         self._idle = threading.Event()
         self._idle.set()
         self._refusal = ""
+        self._lora, self._lora_said = lora.serves_lora(), False
         self._batches = _native.BatchClient(threads=settings.threads)
         mark = identity(config, metadata, settings.form)
         self._pool = Pool(
@@ -197,7 +200,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
     def batched_contains(self, keys: builtins.list[CacheEngineKey]) -> int:
         """How many leading keys the pool has."""
         client = self._pool.client
-        if client is None:
+        if client is None or self._is_ambiguous(keys):
             return 0
         try:
             flags = client.exists(_both_names(keys))
@@ -215,6 +218,8 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
     async def batched_async_contains(
         self, lookup_id: str, keys: builtins.list[CacheEngineKey], pin: bool = False
     ) -> int:
+        if self._is_ambiguous(keys):
+            return 0
         _, _, found = await self._ended(self._batches.submit_batch_exists(_both_names(keys)))
         return _leading(found or [])
 
@@ -230,7 +235,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         self, keys: Sequence[CacheEngineKey], memory_objs: builtins.list[MemoryObj]
     ) -> None:
         """Stores all that the pool takes. What it refuses, or does not answer, is said once in the log."""
-        if self._is_ambiguous():
+        if self._is_ambiguous(keys):
             return
         forms = [_form(memory) for memory in memory_objs]
         names = [
@@ -249,8 +254,14 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             memory.ref_count_down()
         self._say_refusal("" if ok else f"not all of {len(keys)} chunks were stored ({error})")
 
-    def _is_ambiguous(self) -> bool:
-        """LMCache may learn of a type that has no name of its own only at its first transfer."""
+    def _is_ambiguous(self, keys: Sequence[CacheEngineKey]) -> bool:
+        """Whether what these keys stand for may be other KV than what this engine means by them. LMCache may
+        learn of a type that has no name of its own only at its first transfer."""
+        if self._lora and not all(tagged(key) for key in keys):
+            if not self._lora_said:
+                self._lora_said = True
+                log.warning("moonpool: %s", lora.SENTENCE)
+            return True
         if self._form or not ambiguous(self._expected.dtypes):
             return False
         self._say_refusal(
@@ -276,7 +287,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         """Of each key its chunk, or None. Full chunks by one native call; then, by two for all of them, what
         has a header: the last chunk of a prompt, compressed ones, and full ones of several groups."""
         found: builtins.list[MemoryObj | None] = [None] * len(keys)
-        if self._pool.client is None or self._memory is None or self._is_ambiguous():
+        if self._pool.client is None or self._memory is None or self._is_ambiguous(keys):
             return found
         try:
             rest = builtins.list(range(len(keys)))

@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from lmcache.v1.distributed.api import ipc_key_to_object_keys
+from lmcache.v1.distributed.l2_adapters.native_connector_l2_adapter import _object_key_to_string
+from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 
+from moonpool.connectors.lmcache.adapter import parse_wire_key, wire_key
 from moonpool.connectors.lmcache.locks import HELD_S, UNASKED_S
 from moonpool.core.errors import ConfigError, Unavailable
 from tests.connectors.lmcache.conftest import Node
@@ -203,6 +207,61 @@ def test_another_type_is_another_chunk(node: Node, make: Make) -> None:
     native, other = make(NATIVE), make({**NATIVE, "adapter_params": {"form": "float16"}})
     native.store([1])
     assert other.lookup([1]) == other.load([1]) == [False]
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "model": {"model_name": "org/other"},
+    "rank": {"kv_rank": 0x02000100},
+    "worker": {"kv_rank": 0x02000101},
+    "group": {"object_group_id": 1},
+    "salt": {"cache_salt": "a"},
+}
+
+
+@WAYS
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_what_is_not_the_same_is_not_there(
+    other: dict[str, Any], spec: dict[str, Any], node: Node, make: Make
+) -> None:
+    """Under one hash of the tokens; a group's bytes are of one size, too."""
+    node.start()
+    first, stranger = make(spec), L2(spec, keys=other)
+    try:
+        first.store([1])
+        assert stranger.lookup([1]) == stranger.load([1]) == [False]
+        stranger.store([1])
+        assert node.objects() == 2
+        assert stranger.lookup([1]) == stranger.load([1]) == first.load([1]) == [True]
+        stranger.delete([1])
+        assert stranger.lookup([1]) == [False]
+        assert first.lookup([1]) == [True]
+    finally:
+        stranger.close()
+
+
+def test_a_salt_is_what_keeps_adapters_apart() -> None:
+    """The remedy for LoRA that docs/lmcache.md gives. LMCache's own way from a request to its keys: a salt
+    counts, and a tag does not."""
+    keys = []
+    for salt, configs in (("", None), ("a", None), ("b", None), ("", {"lmcache.tag.lora": "a"})):
+        told = IPCCacheServerKey.from_token_ids(
+            "org/model", 1, 0, [1] * 16, end=16, cache_salt=salt, request_configs=configs
+        )
+        ((found,),) = ipc_key_to_object_keys(told, [b"12345678"], [0])
+        keys.append(wire_key(found))
+    plain, first, second, with_tag = keys
+    assert plain == with_tag
+    assert len({plain, first, second}) == 3
+
+
+KEYS = [key(1), *(key(1, **other) for other in OTHERS.values()), key(2, object_group_id=17, cache_salt="ü %")]
+
+
+def test_our_names_are_lmcaches() -> None:
+    """What a native client is told by LMCache, the adapter makes itself: they share."""
+    assert [wire_key(each) for each in KEYS] == [_object_key_to_string(each) for each in KEYS]
+    assert [parse_wire_key(wire_key(each)).to_object_key() for each in KEYS] == KEYS
+    assert len({wire_key(each) for each in KEYS}) == len(KEYS)
 
 
 @WAYS
