@@ -30,6 +30,10 @@ class Seeker:
         """Whether the pool answered when it was last asked. Never waits."""
         return self._up
 
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
     def lost(self) -> bool:
         """The pool does not answer. False: that is known, or this is closed."""
         with self._lock:

@@ -1,6 +1,6 @@
 """The connection to the node: made as soon as there is one, and found again by the native client after the
-node was lost. While it does not answer, nobody waits for it: a thread asks it, after REST_S and then ever
-more seldom, and the executor only reads whether it is up.
+node was lost. While it does not answer, nobody waits for it: a thread asks it (see Seeker), and the executor
+only reads whether it is up.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moonpool import _native
+from moonpool.connectors.seeker import Seeker
 from moonpool.connectors.tensorrt_llm.compat import Log
 from moonpool.connectors.tensorrt_llm.settings import Settings
 from moonpool.core import paths
@@ -18,8 +19,6 @@ from moonpool.core.control_tls import control_client_of
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.keys import BLOCK_NAME_BYTES
 
-REST_S = 1.0
-REST_MAX_S = 30.0
 TIMEOUT_S = 1.0
 
 Views = list[memoryview]
@@ -103,10 +102,7 @@ class Pool:
         self._log = log
         self._dialling = threading.Lock()
         self._connection: Connection | None = None
-        self._lock = threading.Lock()  # what follows
-        self._up = True
-        self._seeker: threading.Thread | None = None
-        self._closed = threading.Event()
+        self._seeker = Seeker(self._seek)
 
     def open(self, *, required: bool) -> None:
         """Dials once. Raises the error only when the pool is ``required``."""
@@ -119,12 +115,12 @@ class Pool:
 
     def connection(self) -> Connection | None:
         """The connection, unless the pool was silent when last asked. Never waits."""
-        return self._connection if self._up else None
+        return self._connection if self._seeker.up else None
 
     def reach(self) -> Connection:
         """The connection, however the pool answered before: for who cannot do without. Raises Error."""
         with self._dialling:
-            if self._closed.is_set():
+            if self._seeker.closed:
                 raise Unavailable("this engine has ended", operation="connect")
             if self._connection is None:
                 self._connection = self._dial()
@@ -132,37 +128,19 @@ class Pool:
 
     def failed(self, error: object) -> None:
         """The pool does not answer: from now on nobody asks but a thread of this object, until it does."""
-        with self._lock:
-            if not self._up or self._closed.is_set():
-                return
-            self._up = False
+        if self._seeker.lost():
             self._log.warning(
                 "the pool at %s does not answer (%s); prompts are computed until it does",
                 self._address,
                 error,
             )
-            self._seeker = threading.Thread(target=self._seek, name="moonpool-seek", daemon=True)
-            self._seeker.start()
 
     def _seek(self) -> None:
-        rest_s = REST_S
-        while not self._closed.wait(rest_s):
-            rest_s = min(2 * rest_s, REST_MAX_S)
-            try:
-                self.reach().ask()
-            except Error:
-                continue
-            with self._lock:
-                self._up = True
-            self._log.info("the pool at %s answers", self._address)
-            return
+        self.reach().ask()
+        self._log.info("the pool at %s answers", self._address)
 
     def close(self) -> None:
-        with self._lock:
-            self._closed.set()
-            seeker = self._seeker
-        if seeker is not None:
-            seeker.join()
+        self._seeker.close()
         with self._dialling:
             connection, self._connection = self._connection, None
         if connection is not None:

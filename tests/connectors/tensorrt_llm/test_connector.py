@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from moonpool import Store
+from moonpool.connectors import seeker
 from moonpool.connectors.tensorrt_llm import compat, worker
 from moonpool.connectors.tensorrt_llm import pool as pools
 from moonpool.core.errors import Error, Unavailable
@@ -229,8 +230,8 @@ def test_long_prompts_go_through_little_staging(make: Make, node: Node) -> None:
 def test_no_node_at_start_and_later(
     make: Make, node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "REST_MAX_S", 0.02)
-    monkeypatch.setattr(pools, "REST_S", 0.02)
+    monkeypatch.setattr(seeker, "REST_MAX_S", 0.02)
+    monkeypatch.setattr(seeker, "REST_S", 0.02)
     engine = make()
     check(engine, PROMPT, 0)
     check(engine, [9] * 12, 0)
@@ -242,7 +243,7 @@ def test_no_node_at_start_and_later(
 
 
 def test_a_pool_that_is_silent_is_left_alone(make: Make, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "REST_S", 600.0)
+    monkeypatch.setattr(seeker, "REST_S", 600.0)
     engine = make()
     check(engine, PROMPT, 0)
     node.start()
@@ -269,8 +270,8 @@ def test_a_wrong_token(
 
 def test_node_killed_after_the_promise(make: Make, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is promised is in the engine's hands: TensorRT-LLM could not be told of a loss any more."""
-    monkeypatch.setattr(pools, "REST_MAX_S", 0.02)
-    monkeypatch.setattr(pools, "REST_S", 0.02)
+    monkeypatch.setattr(seeker, "REST_MAX_S", 0.02)
+    monkeypatch.setattr(seeker, "REST_S", 0.02)
     node.start()
     first, second = make(), make()
     check(first, PROMPT, 0)
@@ -357,8 +358,8 @@ def test_promised_blocks_cannot_be_evicted(make: Make, node: Node) -> None:
 
 
 def test_node_killed_in_mid_store(make: Make, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "REST_MAX_S", 0.02)
-    monkeypatch.setattr(pools, "REST_S", 0.02)
+    monkeypatch.setattr(seeker, "REST_MAX_S", 0.02)
+    monkeypatch.setattr(seeker, "REST_S", 0.02)
     node.start()
     engine = make(chunk=8)
     request = engine.start(PROMPT)
@@ -412,7 +413,7 @@ def test_a_node_that_hangs_is_waited_for_once(
     make: Make, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others ask it meanwhile, and the executor hears when it answers."""
-    monkeypatch.setattr(pools, "REST_S", 0.02)
+    monkeypatch.setattr(seeker, "REST_S", 0.02)
     node.start()
     first, second = make(), make()
     check(first, PROMPT, 0)
@@ -444,27 +445,6 @@ def count_tries(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(pools.Connection, "ask", counted)
     return lambda: tries[0]
-
-
-def test_a_pool_that_stays_away_is_asked_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    rests: list[float] = []
-
-    def dial() -> Any:
-        raise Unavailable("nobody there", operation="connect")
-
-    pool = pools.Pool(dial, address="a node", log=compat.Log())
-
-    class Closed(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            assert timeout is not None
-            rests.append(timeout)
-            return len(rests) == 8
-
-    pool._closed = Closed()
-    pool.open(required=False)
-    assert pool.connection() is None
-    pool.close()
-    assert rests == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 
 def test_an_object_of_another_size_is_not_used(make: Make, node: Node) -> None:
@@ -518,7 +498,7 @@ def test_a_rank_outlives_a_pool_that_is_silent_for_a_moment(
     make: Make, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it failed at before does not count, and one failed answer is no reason to give an engine up."""
-    monkeypatch.setattr(pools, "REST_S", 600.0)
+    monkeypatch.setattr(seeker, "REST_S", 600.0)
     node.start()
     first, second = make(args={"tp_size": 2}), make(args={"tp_size": 2})
     check(first, PROMPT, 0)
