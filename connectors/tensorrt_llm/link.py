@@ -19,10 +19,11 @@ import numpy as np
 
 from moonpool import _native
 from moonpool.connectors.tensorrt_llm import compat
+from moonpool.connectors.tensorrt_llm.fetch import Fetch, Offer
 from moonpool.connectors.tensorrt_llm.identity import identity, model_folder, read_config
 from moonpool.connectors.tensorrt_llm.layout import Memory, Refused, Shape, model_of, shape_of
 from moonpool.connectors.tensorrt_llm.limits import Foreign, check
-from moonpool.connectors.tensorrt_llm.pool import Connection, Pool, Views
+from moonpool.connectors.tensorrt_llm.pool import Connection, Pool
 from moonpool.connectors.tensorrt_llm.settings import Settings
 from moonpool.connectors.tensorrt_llm.staging import Mover, mover_for
 from moonpool.connectors.tensorrt_llm.tokens import Known
@@ -35,16 +36,6 @@ _links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
-@dataclass(slots=True)
-class Offer:
-    """The objects of blocks that were promised to a request, block by block, those of all ranks. first: the
-    number of the first block."""
-
-    first: int
-    blocks: int
-    views: Views
-
-
 @dataclass(frozen=True, slots=True)
 class Engine:
     """This rank's memory, once it is registered, and the pool for it."""
@@ -55,10 +46,12 @@ class Engine:
     saving: range
     table: _native.PartTable
     pool: Pool
+    fetch: Fetch
     mark: bytes  # the fingerprint
     foreign: Foreign
 
     def close(self) -> None:
+        self.fetch.close()
         self.pool.close()
 
 
@@ -137,7 +130,8 @@ class Link:
             [[(address + at, stride, size) for at, size in column.rows] for column in shape.columns]
         )
         foreign = Foreign.of(config)
-        return Engine(shape, mover, range(loading), range(loading, slots), table, pool, mark, foreign)
+        fetch = Fetch(settings.fetch, settings.staging)
+        return Engine(shape, mover, range(loading), range(loading, slots), table, pool, fetch, mark, foreign)
 
 
 def names(digests: bytes, ranges: tuple[Ranges, ...]) -> bytes:

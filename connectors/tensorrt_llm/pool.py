@@ -24,6 +24,26 @@ TIMEOUT_S = 1.0
 Views = list[memoryview]
 
 
+class Held:
+    """Objects that are pinned where they lie; while this lives, no node evicts them. sizes: of each, in
+    bytes; far: of each, whether it lies on another host."""
+
+    def __init__(self, client: _native.Client, pin: _native.Pin, objects: int) -> None:
+        self._client, self._pin = client, pin
+        self._names = pin.names[:objects]
+        rows = pin.objects[:objects]
+        self.sizes: list[int] = [size for size, _ in rows]
+        self.far: list[bool] = [far for _, far in rows]
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def views(self, which: Sequence[int]) -> list[memoryview | None]:
+        """Memory that stays readable, and the same, whatever happens to the node; None for what is gone. What
+        is near is not copied, what is far is read now. Raises Error when its node does not answer."""
+        return list(self._client.pinned_views(self._pin, [self._names[at] for at in which]))
+
+
 class Connection:
     """One client of a node, and a native thread for saves."""
 
@@ -50,25 +70,27 @@ class Connection:
         client.connect()
         return cls(client)
 
-    def views(self, names: Sequence[bytes], width: int) -> Views:
-        """The objects of the longest prefix of blocks of ``width`` names that are all there: memory that
-        stays readable, and the same, whatever happens to the node. Raises Error when the pool does not
-        answer."""
+    def hold(self, names: Sequence[bytes], width: int) -> Held | None:
+        """The objects of the longest prefix of blocks of ``width`` names that are all there, pinned where
+        they lie; None when there are none. Raises Error when the pool does not answer."""
         blocks, pin, _, why = self._client.longest_prefix(list(names), width, True)
-        if pin is None:
-            if why and not blocks:
-                raise Unavailable(why, operation="longest_prefix")
-            return []
-        try:
-            found: list[Any] = self._client.pinned_views(pin, list(names[: blocks * width]))
-        finally:
-            pin.release()  # a view pins its own object
-        whole = next((at for at, view in enumerate(found) if view is None), len(found)) // width
-        return found[: whole * width]
+        if pin is None and why and not blocks:
+            raise Unavailable(why, operation="longest_prefix")
+        return None if pin is None else Held(self._client, pin, blocks * width)
+
+    def exists(self, names: Sequence[bytes]) -> bytes:
+        """For each name 1: it is there, 0: it is not, 2: nobody could say. Raises Error when the pool does
+        not answer."""
+        return self._client.exists(list(names))
 
     def ask(self) -> None:
         """Raises Error when the pool does not answer."""
-        self.views([bytes(BLOCK_NAME_BYTES)], 1)
+        self.hold([bytes(BLOCK_NAME_BYTES)], 1)
+
+    @property
+    def life(self) -> bytes:
+        """Another value after the node has been another one, and none before its first answer."""
+        return self._client.incarnation
 
     def save(self, submit: Callable[[_native.Worker], int]) -> Any:
         """The answer to what ``submit`` handed over. The native side answers every ticket, at the latest

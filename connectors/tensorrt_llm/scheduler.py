@@ -1,9 +1,9 @@
 """``MoonpoolScheduler``: the half on rank 0. It asks the pool once for each new prompt, holds what it
 promises, and tells the workers what to load and, as blocks become full, what to save.
 
-Runs on the executor's thread. A question waits for the node's answer (its own host, tens of microseconds;
-what lies on another host is fetched before it is promised), at most TIMEOUT_S without progress, and a node
-that does not answer is not asked again for a while.
+Runs on the executor's thread. A question waits for the node's answer (its own host, tens of microseconds), at
+most TIMEOUT_S without progress, and a node that does not answer is not asked again for a while. For bytes of
+other hosts it waits at most FETCH_S, see fetch.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from moonpool.connectors.tensorrt_llm import compat
-from moonpool.connectors.tensorrt_llm.link import Engine, Link, Offer, name_list
+from moonpool.connectors.tensorrt_llm.fetch import Offer
+from moonpool.connectors.tensorrt_llm.link import Engine, Link, name_list
 from moonpool.connectors.tensorrt_llm.messages import Load, Plan, Save
+from moonpool.connectors.tensorrt_llm.pool import Connection
 from moonpool.connectors.tensorrt_llm.tokens import Chain
 from moonpool.core.errors import Error
 
@@ -43,7 +45,7 @@ class MoonpoolScheduler(compat.Scheduler):
             chain.extend(prompt.tokens)
             self._chains[prompt.request_id] = chain
             usable = min(len(chain.digests), (len(prompt.tokens) - 1) // self._block_tokens)
-            offer = self._ask(chain.digests[:usable], num_computed_tokens // self._block_tokens)
+            offer = self._ask(chain.digests, num_computed_tokens // self._block_tokens, usable)
             chain.saved = self._link.known.leading(chain.digests)
             if offer is None:
                 return 0, False
@@ -101,39 +103,67 @@ class MoonpoolScheduler(compat.Scheduler):
     def wait_for_initialization(self) -> None:
         """There is nothing to wait for."""
 
-    def _ask(self, digests: list[bytes], first: int) -> Offer | None:
-        """What the pool has of the blocks from ``first`` on."""
-        engine, count = self._link.engine, self._link.count
-        if engine is None or first >= len(digests):
+    def _ask(self, digests: list[bytes], first: int, usable: int) -> Offer | None:
+        """What the pool has of the blocks [first, usable) of a prompt; hears of the others, too, where that
+        was long ago."""
+        engine, count, known = self._link.engine, self._link.count, self._link.known
+        if engine is None:
             return None
         connection = engine.pool.connection()
         if connection is None:
-            count["unanswered"] += 1
+            count["unanswered"] += first < usable
             return None
-        count["lookups"] += 1
-        wanted = digests[first:]
-        ranges = engine.shape.ranges
         try:
-            views = connection.views(name_list(b"".join(wanted), ranges), len(ranges))
+            offer = self._look_up(engine, connection, digests[first:usable], first)
+            known.of(connection.life)
+            if offer is not None:
+                known.add(digests[first : first + offer.blocks])
+            # What is there and was not brought is computed here, and then saved here.
+            known.forget(digests[first + (offer.blocks if offer else 0) : usable])
+            self._hear_of(engine, connection, known.doubtful(digests))
         except Error as error:
             count["unanswered"] += 1
             engine.pool.failed(error)
             return None
-        blocks = self._right(engine, views) // len(ranges)
-        count["lookup_blocks"] += len(wanted)
-        count["hit_blocks"] += blocks
-        self._link.known.add(wanted[:blocks])
-        self._link.known.forget(wanted[blocks:])
-        return Offer(first, blocks, views[: blocks * len(ranges)]) if blocks else None
+        return offer
 
-    def _right(self, engine: Engine, views: Sequence[memoryview]) -> int:
-        """How many of these objects, from the first on, have the size that this engine's have."""
+    def _look_up(
+        self, engine: Engine, connection: Connection, wanted: list[bytes], first: int
+    ) -> Offer | None:
+        if not wanted:
+            return None
+        count, ranges = self._link.count, engine.shape.ranges
+        count["lookups"] += 1
+        held = connection.hold(name_list(b"".join(wanted), ranges), len(ranges))
+        count["lookup_blocks"] += len(wanted)
+        if held is None:
+            return None
+        blocks = self._right(engine, held.sizes) // len(ranges)
+        own = [ranges.index(column.ranges) for column in engine.shape.columns]
+        offer = engine.fetch.offer(held, first, blocks, len(ranges), own)
+        promised = offer.blocks if offer else 0
+        count["hit_blocks"] += promised
+        count["too_far_blocks"] += blocks - promised
+        return offer
+
+    def _hear_of(self, engine: Engine, connection: Connection, digests: list[bytes]) -> None:
+        """Whether the pool still has these blocks."""
+        if not digests:
+            return
+        ranges, known = engine.shape.ranges, self._link.known
+        present = connection.exists(name_list(b"".join(digests), ranges))
+        blocks = [present[at : at + len(ranges)] for at in range(0, len(present), len(ranges))]
+        known.add(digest for digest, block in zip(digests, blocks, strict=True) if set(block) == {1})
+        known.forget(digest for digest, block in zip(digests, blocks, strict=True) if 0 in block)
+
+    def _right(self, engine: Engine, found: Sequence[int]) -> int:
+        """How many objects of these sizes, from the first on, have the size that this engine's have."""
         sizes = [column.size for column in engine.shape.columns]
-        for at, view in enumerate(views):
-            if len(view) != sizes[at % len(sizes)]:
-                self._link.log.error("an object of the pool has %d bytes; it is not used", len(view))
+        for at, size in enumerate(found):
+            if size != sizes[at % len(sizes)]:
+                self._link.log.error("an object of the pool has %d bytes; it is not used", size)
                 return at
-        return len(views)
+        return len(found)
 
     def _follow(self, data: Any, saves: list[Save], *, new: bool) -> None:
         """A request is part of the step: what the step makes full is saved."""

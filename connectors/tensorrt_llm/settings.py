@@ -16,6 +16,7 @@ from moonpool.core.units import parse_size
 
 VARIABLE = "MOONPOOL_TENSORRT_LLM"
 STAGING_BYTES = 512 << 20
+FETCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class Settings:
     """node: socket path, node name, or None for the default socket; tenant, namespace: whose blocks, see
     docs/keys.md; require_pool: refuse to start without a node, or when this engine cannot use the pool;
     save_decode: save the blocks of answers, not only of prompts; staging: bytes of host memory, on every
-    rank, between the engine's memory and the pool's."""
+    rank, between the engine's memory and the pool's; fetch: bytes that a question may bring from other hosts
+    before it promises them, 0 for none."""
 
     node: str | None = None
     tenant: str = "default"
@@ -31,6 +33,7 @@ class Settings:
     require_pool: bool = False
     save_decode: bool = False
     staging: int = STAGING_BYTES
+    fetch: int = FETCH_BYTES
 
     @classmethod
     def read(cls, environment: Mapping[str, str], server_url: str | None = None) -> Settings:
@@ -64,7 +67,8 @@ class Settings:
             namespace=_text(given, "namespace", "default"),
             require_pool=_flag(given, "require_pool"),
             save_decode=_flag(given, "save_decode"),
-            staging=_size(given.get("staging", STAGING_BYTES)),
+            staging=_size(given, "staging", STAGING_BYTES, at_least=1),
+            fetch=_size(given, "fetch", FETCH_BYTES, at_least=0),
         )
 
     def socket(self) -> Path:
@@ -96,12 +100,13 @@ def _flag(given: Mapping[str, Any], key: str) -> bool:
     raise _wrong(key, f"{key} must be true or false, not {value!r}")
 
 
-def _size(value: object) -> int:
+def _size(given: Mapping[str, Any], key: str, default: int, *, at_least: int) -> int:
+    value = given.get(key, default)
     if isinstance(value, str):
-        return parse_size(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        value = parse_size(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= at_least:
         return value
-    raise _wrong("staging", f"staging must be a size such as '512MiB', not {value!r}")
+    raise _wrong(key, f"{key} must be a size such as '512MiB', not {value!r}")
 
 
 def _wrong(key: str, sentence: str) -> ConfigError:

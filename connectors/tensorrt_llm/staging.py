@@ -45,7 +45,8 @@ class Slots:
         self._freed = threading.Condition()
 
     def take(self, count: int, *, wait: bool) -> list[int]:
-        """At most ``count``; with ``wait`` at least one."""
+        """At most ``count``; with ``wait`` at least one: who has slots gives them back, at the latest when a
+        deadline of its own ends."""
         with self._freed:
             while wait and not self._free:
                 self._freed.wait()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from moonpool.connectors.tensorrt_llm.messages import Pages
 from moonpool.core.keys import DIGEST_BYTES
 
 KNOWN_MAX = 1 << 18
+KNOWN_S = 60.0
 
 
 @dataclass(slots=True)
@@ -54,30 +56,48 @@ class Chain:
 
 class Known:
     """Digests that were in the pool when last heard of, so that a prompt that comes again is not copied out
-    of the engine again. What a lookup misses, or a worker could not save, is forgotten. Any thread."""
+    of the engine again. What a lookup misses, or a worker could not save, is forgotten, and everything when
+    the node is another one. What was not heard of for KNOWN_S is doubtful: the pool may have evicted what
+    every engine has on its device, since nobody reads it there. Any thread."""
 
-    def __init__(self, limit: int = KNOWN_MAX) -> None:
+    def __init__(self, limit: int = KNOWN_MAX, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
-        self._digests: OrderedDict[bytes, None] = OrderedDict()
+        self._clock = clock
+        self._heard_s: OrderedDict[bytes, float] = OrderedDict()
+        self._life = b""
         self._lock = threading.Lock()
 
     def add(self, digests: Iterable[bytes]) -> None:
+        now_s = self._clock()
         with self._lock:
             for digest in digests:
-                self._digests[digest] = None
-                self._digests.move_to_end(digest)
-            while len(self._digests) > self._limit:
-                self._digests.popitem(last=False)
+                self._heard_s[digest] = now_s
+                self._heard_s.move_to_end(digest)
+            while len(self._heard_s) > self._limit:
+                self._heard_s.popitem(last=False)
 
     def forget(self, digests: Iterable[bytes]) -> None:
         with self._lock:
             for digest in digests:
-                self._digests.pop(digest, None)
+                self._heard_s.pop(digest, None)
+
+    def of(self, life: bytes) -> None:
+        """``life``: which node this is; b"" when there is none now. Another one is empty."""
+        with self._lock:
+            if life and life != self._life:
+                self._life = life
+                self._heard_s.clear()
+
+    def doubtful(self, digests: Iterable[bytes]) -> list[bytes]:
+        """Those of them that are known, but only from long ago."""
+        latest_s = self._clock() - KNOWN_S
+        with self._lock:
+            return [digest for digest in digests if self._heard_s.get(digest, latest_s + 1) <= latest_s]
 
     def leading(self, digests: Sequence[bytes]) -> int:
         """How many of them, from the first on, are known."""
         with self._lock:
-            return next((at for at, one in enumerate(digests) if one not in self._digests), len(digests))
+            return next((at for at, one in enumerate(digests) if one not in self._heard_s), len(digests))
 
 
 def split(digests: bytes) -> list[bytes]:

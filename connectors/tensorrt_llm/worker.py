@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from moonpool.connectors.tensorrt_llm import compat
+from moonpool.connectors.tensorrt_llm.fetch import Kept, Offer
 from moonpool.connectors.tensorrt_llm.layout import missing, read_layout, read_tensor
-from moonpool.connectors.tensorrt_llm.link import Engine, Link, Offer, name_list, names
+from moonpool.connectors.tensorrt_llm.link import Engine, Link, name_list, names
 from moonpool.connectors.tensorrt_llm.messages import Load, Plan, Save
 from moonpool.connectors.tensorrt_llm.pool import Views
 from moonpool.connectors.tensorrt_llm.staging import Move, Slots
@@ -67,7 +68,12 @@ class MoonpoolWorker(compat.Worker):
             else:
                 with self._lock:
                     self._running.add(load.request_id)
-                self._threads[0].submit(self._load, engine, load, offer, engine.mover.mark(stream))
+                try:
+                    mark = engine.mover.mark(stream)
+                except Exception as error:  # of CUDA; said to the engine in get_finished
+                    self._ended(load.request_id, error)
+                else:
+                    self._threads[0].submit(self._load, engine, load, offer, mark)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """Nothing: a request runs when all of its layers are there."""
@@ -152,18 +158,20 @@ class MoonpoolWorker(compat.Worker):
     def _move_in(self, engine: Engine, load: Load, offer: Offer | None, mark: Any) -> int:
         """Raises Error when not all of the blocks are there."""
         blocks = len(load.digests) // DIGEST_BYTES
-        views = self._promised(engine, load, offer, blocks)
-        width, columns = len(engine.shape.columns), engine.shape.columns
+        columns = engine.shape.columns
+        promised = self._promised(engine, load, offer)
         assert self._slots is not None
         done = 0
         while done < blocks:
             slots = self._slots[0].take(blocks - done, wait=True)
             try:
                 moves: list[Move] = []
+                width = len(columns)
+                found = iter(promised(done * width, (done + len(slots)) * width))
                 for slot in slots:
                     block, place = done + len(moves), engine.mover.staging[slot]
-                    for column, view in zip(columns, views[block * width : (block + 1) * width], strict=True):
-                        source, at = np.frombuffer(view, np.uint8), 0
+                    for column in columns:
+                        source, at = np.frombuffer(next(found), np.uint8), 0
                         for offset, size in column.rows:
                             place[offset : offset + size] = source[at : at + size]
                             at += size
@@ -174,28 +182,28 @@ class MoonpoolWorker(compat.Worker):
                 self._slots[0].give(slots)
         return blocks
 
-    def _promised(self, engine: Engine, load: Load, offer: Offer | None, blocks: int) -> Views:
-        """This rank's objects of the promised blocks: out of the scheduler's hands where it is in this
-        process, else from the pool, where the scheduler keeps them."""
-        ranges = tuple(column.ranges for column in engine.shape.columns)
+    def _promised(self, engine: Engine, load: Load, offer: Offer | None) -> Callable[[int, int], Views]:
+        """Who gives this rank's promised objects [first, last): the scheduler's hands where it is in this
+        process, else the pool, where the scheduler keeps them."""
         if offer is not None:
-            width, own = len(engine.shape.ranges), [engine.shape.ranges.index(each) for each in ranges]
-            return [offer.views[block * width + column] for block in range(blocks) for column in own]
-        if not blocks:
-            return []
-        wanted, deadline_s = name_list(load.digests, ranges), time.monotonic() + LOAD_DEADLINE_S
-        while True:  # whatever one answer was: the objects are held, and giving up costs the engine
-            try:
-                views = engine.pool.reach().views(wanted, len(ranges))
-                if len(views) == len(wanted):
-                    return views
-                error: Error = Unavailable("the pool does not have promised blocks", operation="load")
-            except Error as failure:
-                error = failure
-            with self._lock:
-                cancelled = load.request_id in self._cancelled
-            if cancelled or time.monotonic() > deadline_s or self._closing.wait(ASK_AGAIN_S):
-                raise error
+            return lambda first, last: offer.views[first:last]
+        columns = tuple(column.ranges for column in engine.shape.columns)
+        wanted = name_list(load.digests, columns)
+        kept = Kept(lambda: engine.pool.reach().hold(wanted, len(columns)), len(wanted))
+
+        def patient(first: int, last: int) -> Views:
+            deadline_s = time.monotonic() + LOAD_DEADLINE_S
+            while True:  # whatever one answer was: the objects are held, and giving up costs the engine
+                try:
+                    return kept.views(first, last)
+                except Error as failure:
+                    error = failure
+                with self._lock:
+                    cancelled = load.request_id in self._cancelled
+                if cancelled or time.monotonic() > deadline_s or self._closing.wait(ASK_AGAIN_S):
+                    raise error
+
+        return patient
 
     # Saves
 

@@ -87,6 +87,11 @@ class Pin:
     @property
     def names(self) -> list:
         ...
+    @property
+    def objects(self) -> list:
+        """
+        (size, whether it lies on another host, whence reading takes a network) of each name; -1: a miss
+        """
 class Client:
     """
     One process's access to one node, in one space.
@@ -124,6 +129,11 @@ class Client:
     @property
     def connected(self) -> bool:
         ...
+    @property
+    def incarnation(self) -> bytes:
+        """
+        Of the node that was there at the last call; empty when none was.
+        """
 class PartTable:
     """
     Strided memory: columns of (address, stride, length) rows.

@@ -86,6 +86,16 @@ py::tuple pin_answer(Pinned pinned, const Names& names) {
     return py::make_tuple(py::bytes(hits), pin);
 }
 
+py::list PyPin::objects() const {
+    py::list rows;
+    for (size_t i = 0; i < names.size() && !held.pins.empty(); ++i) {
+        bool there = held.has(i);
+        rows.append(py::make_tuple(there ? static_cast<int64_t>(held.descriptors[i].size) : kMiss,
+                                   there && held.pin_of(i)->session()->remote()));
+    }
+    return rows;
+}
+
 py::tuple prefix_answer(Prefix prefix, const Names& names, uint32_t width) {
     py::list holders;
     for (size_t block = 0; block < prefix.blocks; ++block) {

@@ -19,6 +19,7 @@ struct PyPin {
     std::vector<std::string> names;  // one for each descriptor; generation 0: was not found, is not pinned
 
     void release() { held.pins.clear(); }  // views that were made under it go on holding it
+    py::list objects() const;
 };
 
 // Makes the type of the views; once, at import.

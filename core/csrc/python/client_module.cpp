@@ -46,6 +46,12 @@ bool PyClient::connected() {
     return client_->connected();
 }
 
+py::bytes PyClient::incarnation() {
+    Incarnation life = client_->incarnation();
+    if (life == Incarnation{}) return py::bytes();
+    return py::bytes(reinterpret_cast<const char*>(life.data()), life.size());
+}
+
 void PyClient::close() {
     py::gil_scoped_release nogil;
     client_->close();
@@ -210,11 +216,15 @@ void bind_client(py::module_& m) {
     py::class_<PyPin, std::shared_ptr<PyPin>>(
         m, "Pin", "A right to read some objects; released by release() or when dropped.")
         .def("release", &PyPin::release)
-        .def_property_readonly("names", [](const PyPin& pin) {
-            py::list names;
-            for (const std::string& name : pin.names) names.append(py::bytes(name));
-            return names;
-        });
+        .def_property_readonly("names",
+                               [](const PyPin& pin) {
+                                   py::list names;
+                                   for (const std::string& name : pin.names) names.append(py::bytes(name));
+                                   return names;
+                               })
+        .def_property_readonly("objects", &PyPin::objects,
+                               "(size, whether it lies on another host, whence reading takes a network) of "
+                               "each name; -1: a miss");
 
     py::class_<PyClient>(m, "Client", "One process's access to one node, in one space.")
         .def(py::init<std::string, const py::bytes&, std::string, std::string, const py::bytes&, double,
@@ -225,6 +235,8 @@ void bind_client(py::module_& m) {
              py::keep_alive<1, 8>())
         .def("connect", &PyClient::connect)
         .def_property_readonly("connected", &PyClient::connected)
+        .def_property_readonly("incarnation", &PyClient::incarnation,
+                               "Of the node that was there at the last call; empty when none was.")
         .def("close", &PyClient::close)
         .def("put", &PyClient::put, py::arg("keys"), py::arg("buffers"), py::arg("parents") = py::none(),
              py::arg("replace") = false, py::arg("ack") = true, py::arg("timeout_s") = -1.0,

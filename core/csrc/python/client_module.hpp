@@ -24,6 +24,7 @@ class PyClient {
              std::optional<std::shared_ptr<TlsClient>> tls);
     void connect();
     bool connected();
+    py::bytes incarnation();
     void close();
     py::tuple put(const py::object& keys, const py::object& buffers, const py::object& parents, bool replace,
                   bool ack, double timeout_s, uint32_t replicas, const py::object& nodes,

@@ -62,6 +62,11 @@ class Client {
 
     Status connect() { return own_.connect(); }
     bool connected() { return own_.connected(); }
+    // Of the own node's life at the last call; zeros when there was none.
+    Incarnation incarnation() {
+        std::shared_ptr<Session> session = own_.current();
+        return session == nullptr ? Incarnation{} : session->incarnation();
+    }
     void close();
     Status check_open() const { return own_.check_open(); }
 

@@ -18,6 +18,7 @@ from moonpool import Store
 from moonpool.connectors import seeker
 from moonpool.connectors.tensorrt_llm import compat, worker
 from moonpool.connectors.tensorrt_llm import pool as pools
+from moonpool.connectors.tensorrt_llm import tokens as chains
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.keys import block_digests, block_name
 from tests.connectors.tensorrt_llm.conftest import MIB, Ended, Make, Node
@@ -378,6 +379,79 @@ def test_node_killed_in_mid_store(make: Make, node: Node, monkeypatch: pytest.Mo
     check(make(), PROMPT, 20)
 
 
+def test_a_node_that_came_back_empty_is_filled_again(
+    make: Make, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with what the engine has on its device, and so does not ask for."""
+    monkeypatch.setattr(pools, "REST_MAX_S", 0.02)
+    monkeypatch.setattr(pools, "REST_S", 0.02)
+    node.start()
+    engine, longer = make(), [*PROMPT, *range(200, 216)]
+    check(engine, PROMPT, 0)
+    node.kill()
+    node.start()
+    until(lambda: _asks(engine))
+    check(engine, longer, 0, on_device=16)
+    check(make(), longer, 36)
+
+
+@pytest.mark.parametrize("on_device", [16, 22])
+def test_what_the_pool_evicted_is_saved_again(
+    make: Make, node: Node, monkeypatch: pytest.MonkeyPatch, on_device: int
+) -> None:
+    """Nobody reads from the pool what every engine has on its device, so just that is evicted."""
+    node.start(2 * MIB)
+    first, second = make(**LARGE), make(**LARGE)
+    check(first, PROMPT, 0)
+    for salt in range(10):  # more than the pool holds
+        second.run([salt] * 60, until)
+        second.flush()
+    saved = counts(first)["saved_objects"]
+    first.run(PROMPT, until, on_device=on_device)
+    first.flush()
+    assert counts(first)["saved_objects"] < saved + 40  # heard of a moment ago
+    monkeypatch.setattr(chains, "KNOWN_S", 0.0)
+    first.run(PROMPT, until, on_device=on_device)
+    first.flush()
+    check(make(**LARGE), PROMPT, 20)
+
+
+def test_what_was_heard_of_long_ago_is_doubtful() -> None:
+    now_s = [1000.0]
+    known = chains.Known(limit=3, clock=lambda: now_s[0])
+    known.add([b"a", b"b"])
+    now_s[0] += chains.KNOWN_S / 2
+    known.add([b"b", b"c"])
+    assert known.doubtful([b"a", b"b", b"c", b"d"]) == []
+    now_s[0] += chains.KNOWN_S / 2
+    assert known.doubtful([b"a", b"b", b"c", b"d"]) == [b"a"]
+    assert known.leading([b"a", b"b", b"d"]) == 2  # until it is asked for
+    known.of(b"one")
+    assert known.leading([b"a"]) == 0
+    known.add([b"a", b"b", b"c", b"d"])
+    known.of(b"")  # nobody there now
+    known.of(b"one")
+    assert known.leading([b"b", b"c", b"d"]) == 3
+    assert known.leading([b"a"]) == 0  # too many
+    known.of(b"another")
+    assert known.leading([b"b"]) == 0
+
+
+def test_a_stream_that_cannot_be_marked(make: Make, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was promised is not loaded, so the engine must hear of it."""
+    node.start()
+    first, second = make(), make()
+    check(first, PROMPT, 0)
+    request = second.start(PROMPT)
+
+    def mark(stream: Any) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(second.scheduler._link.engine.mover, "mark", mark)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        second.step([], [request])
+
+
 def test_a_full_pool(make: Make, node: Node, caplog: pytest.LogCaptureFixture) -> None:
     """Everything in it is pinned by promises: saves are refused, counted and said once."""
     node.start(2 * MIB)
@@ -504,17 +578,17 @@ def test_a_rank_outlives_a_pool_that_is_silent_for_a_moment(
     check(first, PROMPT, 0)
     other = second.ranks[1][0]._link.engine.pool
     other.failed("a save that took too long")
-    views, answers = pools.Connection.views, [0]
+    hold, answers = pools.Connection.hold, [0]
 
-    def some_views(connection: pools.Connection, names: Any, width: int) -> Any:
+    def at_last(connection: pools.Connection, names: Any, width: int) -> Any:
         if connection is not other._connection:
-            return views(connection, names, width)
+            return hold(connection, names, width)
         answers[0] += 1
         if answers[0] == 1:
             raise Unavailable("in this moment", operation="longest_prefix")
-        return [] if answers[0] == 2 else views(connection, names, width)
+        return None if answers[0] == 2 else hold(connection, names, width)
 
-    monkeypatch.setattr(pools.Connection, "views", some_views)
+    monkeypatch.setattr(pools.Connection, "hold", at_last)
     check(second, PROMPT, 20)
     assert answers == [3]
 

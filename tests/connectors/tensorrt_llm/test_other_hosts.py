@@ -1,0 +1,235 @@
+"""Blocks that another host has: two nodes with a host each and a master, an engine on each."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonpool import _native
+from moonpool.connectors.tensorrt_llm import fetch, worker
+from moonpool.connectors.tensorrt_llm import pool as pools
+from tests.connectors.tensorrt_llm.conftest import Make, Node
+from tests.connectors.tensorrt_llm.stub_engine import Engine
+from tests.connectors.tensorrt_llm.test_connector import PROMPT, check, counts
+from tests.core.store_bed import MIB, TOKEN, NodeProcess, until
+
+OBJECT = 3 * 2 * 4 * 4 * 2  # of a block and a head: layers, (K, V), tokens, numbers, bytes
+BLOCK = 8 * OBJECT
+
+
+class Hosts:
+    """A master, and nodes that it knows."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.master = _native.MasterServer(["127.0.0.1:0"], TOKEN)
+        self.master.start()
+        self.nodes: dict[str, NodeProcess] = {}
+
+    def start(self, name: str) -> NodeProcess:
+        socket = self.folder / f"{name}.sock"
+        socket.unlink(missing_ok=True)
+        node = NodeProcess(
+            socket,
+            name=name,
+            host_id=f"host-{name}",
+            master=self.master.addresses[0],
+            listen=["127.0.0.1:0"],
+        )
+        self.nodes[name] = node
+        until(lambda: node.metric("master_joined"))
+        return node
+
+    def told(self) -> None:
+        """Waits until the master knows of every object."""
+        until(
+            lambda: (
+                self.master.metrics()["directory_rows"]
+                == sum(node.metric("objects") for node in self.nodes.values())
+            )
+        )
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.close()
+        self.master.stop()
+
+
+@pytest.fixture
+def hosts(node: Node, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN", TOKEN.decode())
+    monkeypatch.setattr(fetch, "FETCH_S", 10.0)  # what is slow is said by the test, not by the machine
+    made = Hosts(folder)
+    made.start("a")
+    made.start("b")
+    yield made
+    made.close()
+
+
+def on(hosts: Hosts, make: Make, name: str, options: dict[str, Any] | None = None, **more: Any) -> Engine:
+    return make({"node": str(hosts.folder / f"{name}.sock")} | (options or {}), **more)
+
+
+class Reads:
+    """What engines of this process read under their pins. far: bytes of other hosts; ``hold``: these come
+    when ``gate`` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, hold: bool = False) -> None:
+        self.gate = threading.Event()
+        self.far: dict[int, int] = {}  # by the connection's id
+        self.largest = 0
+        views = pools.Held.views
+
+        def seen(held: pools.Held, which: Any) -> Any:
+            size = sum(held.sizes[at] for at in which if held.far[at])
+            if size and hold:
+                assert self.gate.wait(30)
+            self.largest = max(self.largest, size)
+            self.far[id(held._client)] = self.far.get(id(held._client), 0) + size
+            return views(held, which)
+
+        monkeypatch.setattr(pools.Held, "views", seen)
+
+    def of(self, rank: Any) -> int:
+        connection = rank._link.engine.pool.connection()
+        assert connection is not None
+        return self.far.get(id(connection._client), 0)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_an_engine_takes_what_another_host_has(
+    make: Make, hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tp_size: int
+) -> None:
+    """Every rank reads its own columns, and nobody else's."""
+    ranks = {"tp_size": tp_size}
+    first, second = on(hosts, make, "a", args=ranks), on(hosts, make, "b", args=ranks)
+    check(first, PROMPT, 0)
+    hosts.told()
+    reads = Reads(monkeypatch)
+    check(second, PROMPT, 20)
+    assert [reads.of(rank) for rank, _ in second.ranks] == [5 * BLOCK // tp_size] * tp_size
+
+
+def test_a_question_does_not_wait_for_slow_bytes(
+    make: Make, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It promises what is here, the engine computes the rest, and keeps it on its own host. What comes too
+    late is dropped, and until it has come, nothing else is brought."""
+    first, second = on(hosts, make, "a"), on(hosts, make, "b")
+    check(first, PROMPT, 0)
+    hosts.told()
+    monkeypatch.setattr(fetch, "FETCH_S", 0.01)
+    reads = Reads(monkeypatch, hold=True)
+    try:
+        request = second.start(PROMPT)  # returns while the bytes are held
+        assert second.matched == 0
+        second.step([request])
+        assert second.answer(request) == second.expected(PROMPT)
+        second.finish(request)
+        second.flush()
+        check(second, PROMPT, 20)  # it is here now
+        check(first, [9] * 9, 0)
+        hosts.told()
+        check(second, [9] * 9, 0)  # not even asked for while the other comes
+        assert reads.of(second.ranks[0][0]) == 0
+    finally:
+        reads.gate.set()
+    assert counts(second)["too_far_blocks"] == 5 + 2
+
+
+def test_a_question_brings_no_more_than_it_may(
+    make: Make, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = on(hosts, make, "a"), on(hosts, make, "b", {"fetch": 3 * BLOCK + 1})
+    none = on(hosts, make, "b", {"fetch": 0})
+    check(first, PROMPT, 0)
+    hosts.told()
+    none.start(PROMPT)
+    assert none.matched == 0
+    check(second, PROMPT, 12)
+    check(second, PROMPT, 20)  # what it computed is on its own host
+
+
+def test_all_promises_together_are_bounded(make: Make, hosts: Hosts) -> None:
+    """By the staging, until they are loaded."""
+    first, second = on(hosts, make, "a"), on(hosts, make, "b", {"staging": 8 * BLOCK})
+    prompts = [[salt] * 21 for salt in range(1, 4)]
+    for tokens in prompts:
+        check(first, tokens, 0)
+    hosts.told()
+    requests = []
+    for tokens, hit in zip(prompts, (20, 12, 0), strict=True):  # 5 blocks, 3 blocks, none
+        requests.append(second.start(tokens))
+        assert second.matched == hit
+        if hit:
+            assert second.step([], [requests[-1]]) or until(lambda: second.poll([]))
+        else:
+            second.step(requests)  # all of them run
+    second.flush()
+    for request, tokens in zip(requests, prompts, strict=True):
+        assert second.answer(request) == second.expected(tokens)
+        second.finish(request)
+    gc.collect()
+    check(first, [7] * 21, 0)
+    hosts.told()
+    check(second, [7] * 21, 20)
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_other_host_dies_after_the_promise(
+    make: Make, hosts: Hosts, signal_number: signal.Signals
+) -> None:
+    """What was promised is here."""
+    first, second = on(hosts, make, "a"), on(hosts, make, "b")
+    check(first, PROMPT, 0)
+    hosts.told()
+    request = second.start(PROMPT)
+    assert second.matched == 20
+    hosts.nodes["a"].process.send_signal(signal_number)
+    assert (second.step([], [request]) or until(lambda: second.poll([]))) == [request.request_id]
+    second.step([request])
+    assert second.answer(request) == second.expected(PROMPT)
+    second.finish(request)
+
+
+def test_a_rank_reads_no_more_at_once_than_its_staging(
+    make: Make, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has to ask the pool itself, while the scheduler's pins keep it there."""
+    ranks = {"tp_size": 2}
+    first = on(hosts, make, "a", args=ranks)
+    second = on(hosts, make, "b", {"staging": 8 * BLOCK // 2}, args=ranks)  # 2 slots for loads
+    tokens = list(range(60))
+    check(first, tokens, 0)
+    hosts.told()
+    reads = Reads(monkeypatch)
+    monkeypatch.setattr(second.scheduler._link.engine.fetch, "_room", MIB)
+    monkeypatch.setattr(fetch, "PIECE_BYTES", BLOCK)
+    check(second, tokens, 56)
+    assert reads.largest == BLOCK  # 2 blocks' half
+    assert [reads.of(rank) for rank, _ in second.ranks] == [14 * BLOCK // 2] * 2
+
+
+def test_a_promise_is_pinned_on_the_other_host(
+    make: Make, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until every rank has read it: more ranks than the scheduler's read it themselves."""
+    monkeypatch.setattr(worker, "LOAD_DEADLINE_S", 0.0)
+    ranks = {"tp_size": 2}
+    first, second = on(hosts, make, "a", args=ranks), on(hosts, make, "b", args=ranks)
+    check(first, PROMPT, 0)
+    hosts.told()
+    request = second.start(PROMPT)
+    assert second.matched == 20
+    assert hosts.nodes["a"].metric("pins") == 1
+    assert (second.step([], [request]) or until(lambda: second.poll([]))) == [request.request_id]
+    second.step([request])
+    assert second.answer(request) == second.expected(PROMPT)
+    second.finish(request)
+    until(lambda: hosts.nodes["a"].metric("pins") == 0)
