@@ -21,6 +21,7 @@ def test_options() -> None:
     assert Settings.read({}) == Settings()
     given = Settings.read({VARIABLE: '{"node": "/run/a.sock", "staging": "64MiB", "save_decode": true}'})
     assert (given.node, given.staging, given.save_decode) == ("/run/a.sock", 64 << 20, True)
+    assert Settings.read({VARIABLE: '{"fetch": 0}'}).fetch == 0
     assert Settings.read({}, "moonpool:///run/b.sock").node == "/run/b.sock"
     assert Settings.read({VARIABLE: '{"node": "a"}'}, "moonpool://b").node == "a"
 
@@ -37,6 +38,8 @@ def test_options() -> None:
         ('{"require_pool": 1}', "true or false"),
         ('{"staging": -1}', "staging"),
         ('{"staging": true}', "staging"),
+        ('{"staging": "0"}', "staging"),
+        ('{"fetch": -1}', "fetch"),
     ],
 )
 def test_options_that_are_wrong(text: str, sentence: str) -> None:
