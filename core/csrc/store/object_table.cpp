@@ -225,7 +225,7 @@ uint32_t ObjectTable::first_of(const Order& order, bool for_memory) const {
             apart != order.apart.end() && (in_list == kNoSlot || apart->first < objects_[in_list].last_used);
         uint32_t victim = from_apart ? apart->second : in_list;
         if (victim == kNoSlot) return kNoSlot;
-        bool passed = for_memory && i < kWalkMax && leases_.inside_open(extent(victim));
+        bool passed = for_memory && i < kWalkMax && !frees_memory(victim);
         if (!held_back(victim) && !passed) return victim;
         if (i == kWalkMax) return kNoSlot;
         if (from_apart) {
@@ -234,6 +234,17 @@ uint32_t ObjectTable::first_of(const Order& order, bool for_memory) const {
             in_list = objects_[in_list].newer;
         }
     }
+}
+
+// Whether something comes free when it is evicted: what lies in an open lease does so only when that ends.
+// But one that stands for its group takes the others along, and its parents can go when it has gone: the end
+// of a chain in the slab of an idle writer must not keep all of the chain.
+bool ObjectTable::frees_memory(uint32_t slot) const {
+    auto inside = [&](uint32_t each) { return leases_.inside_open(extent(each)); };
+    for (int i = 0; i < kWalkMax && slot != kNoSlot; ++i, slot = objects_[slot].parent) {
+        if (!inside(slot) || !std::ranges::all_of(mates(slot), inside)) return true;
+    }
+    return false;
 }
 
 // The first that its group keeps, for when there is nothing else.

@@ -257,6 +257,7 @@ class ObjectTable {
     void release(uint32_t slot);  // complete or detached -> free
     uint32_t first_evictable(bool for_memory) const;
     uint32_t first_of(const Order& order, bool for_memory) const;
+    bool frees_memory(uint32_t slot) const;
     uint32_t first_member(bool for_memory) const;
     bool evict(uint32_t victim);
 

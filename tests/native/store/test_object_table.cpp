@@ -474,6 +474,25 @@ TEST_CASE("object table: a group goes whole while anything else can go, soft pin
     CHECK(broken > 10);
 }
 
+TEST_CASE("object table: the end of a chain in an open lease does not keep the rest of it") {
+    // As of a writer that stored a conversation, and fills its slab no further.
+    Bed bed(16);
+    REQUIRE(bed.commit("first") == ObjectTable::Commit::kStored);
+    REQUIRE(bed.commit("second", bed.find("first")) == ObjectTable::Commit::kStored);
+    auto slab = bed.leases.open(4 * kObjectBytes, 4 * kObjectBytes, kObjectBytes);
+    REQUIRE(slab);
+    Extent extent{slab->offset, kObjectBytes};
+    REQUIRE(bed.leases.commit(extent));
+    REQUIRE(bed.table.commit(0, kHash("last"), "last", extent, 0, bed.find("second"), false, {}) ==
+            ObjectTable::Commit::kStored);
+    REQUIRE(bed.commit("newer") == ObjectTable::Commit::kStored);
+    CHECK(bed.table.evict_for_memory());
+    CHECK(bed.find("last") == kNoSlot);
+    CHECK(bed.table.evict_for_memory());
+    CHECK(bed.find("second") == kNoSlot);
+    CHECK(bed.find("newer") != kNoSlot);
+}
+
 TEST_CASE("object table: groups that are children of each other go all the same") {
     Bed bed(4);
     Keep a{Hash128{1, 1}, 0}, b{Hash128{2, 2}, 0};
