@@ -383,8 +383,8 @@ def test_a_node_that_came_back_empty_is_filled_again(
     make: Make, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with what the engine has on its device, and so does not ask for."""
-    monkeypatch.setattr(pools, "REST_MAX_S", 0.02)
-    monkeypatch.setattr(pools, "REST_S", 0.02)
+    monkeypatch.setattr(seeker, "REST_MAX_S", 0.02)
+    monkeypatch.setattr(seeker, "REST_S", 0.02)
     node.start()
     engine, longer = make(), [*PROMPT, *range(200, 216)]
     check(engine, PROMPT, 0)
