@@ -153,6 +153,7 @@ def test_a_question_brings_no_more_than_it_may(
     none.start(PROMPT)
     assert none.matched == 0
     check(second, PROMPT, 12)
+    hosts.told()
     check(second, PROMPT, 20)  # what it computed is on its own host
 
 
