@@ -47,13 +47,7 @@ class Fairness:
         elif tenant in self._waiting:
             self._last = self.served(tenant)
             del self._waiting[tenant]
-            if len(self._served) > 2 * len(self._waiting) + IDLE_MAX:
-                least = self._least()  # where the others would begin anyway
-                self._served = {
-                    name: value
-                    for name, value in self._served.items()
-                    if value > least or name in self._waiting
-                }
+            self._prune()
 
     def _least(self) -> float:
         return min(map(self.served, self._waiting), default=self._last)
@@ -61,8 +55,19 @@ class Fairness:
     def charge(self, tenant: str, prompt: int, answer: int = 0) -> None:
         """Tokens that were, or are to be, computed for it. What is less than nothing is not counted."""
         tokens = max(prompt, 0) + ANSWER_WEIGHT * max(answer, 0)
-        self._served[tenant] = self.served(tenant) + tokens / self._weights.get(tenant, 1.0)
+        # Taken out first, so that who was served last is the last.
+        self._served[tenant] = self._served.pop(tenant, 0.0) + tokens / self._weights.get(tenant, 1.0)
+        self._prune()
 
     def rank(self, tenant: str, priority: int, arrived_s: float) -> tuple[float, float, float]:
         """The least goes first."""
         return (-priority, self.served(tenant), arrived_s)
+
+    def _prune(self) -> None:
+        """Whoever was not served for longest is forgotten, unless it waits: it begins where the others are."""
+        too_many = len(self._served) - 2 * (len(self._waiting) + IDLE_MAX)
+        if too_many <= 0:
+            return
+        idle = [name for name in self._served if name not in self._waiting]
+        for name in idle[:-IDLE_MAX]:
+            del self._served[name]

@@ -76,7 +76,23 @@ def test_tenants_that_never_come_back_leave_nothing_behind() -> None:
         fairness.waits(name)
         fairness.charge(name, chance.randrange(1_000))
         fairness.goes(name)
-    assert len(fairness._served) <= IDLE_MAX + 1
+    assert len(fairness._served) <= 2 * IDLE_MAX + 1
     fairness.goes("nobody")
     fairness.charge("nobody", -5, answer=-5)
     assert fairness.served("nobody") == 0.0
+
+
+def test_tenants_that_never_wait_leave_nothing_behind_either() -> None:
+    fairness = Fairness()
+    fairness.waits("waits")
+    for number in range(20_000):
+        fairness.charge(f"t{number}", 100)
+        fairness.charge("often", 1)
+    assert len(fairness._served) <= 2 * IDLE_MAX + 2
+    assert fairness.served("often") == 20_000  # who is served all the time is not forgotten
+    assert fairness.served("t0") == 0.0
+    assert fairness.served("t19999") == 100.0
+    fairness.charge("waits", 7)
+    for number in range(20_000):
+        fairness.charge(f"u{number}", 100)
+    assert fairness.served("waits") == 7.0
