@@ -166,7 +166,7 @@ def test_close_fails_what_has_not_started(runtime_dir: Path) -> None:
 def test_the_queue_has_a_maximum(runtime_dir: Path) -> None:
     async def main() -> None:
         node = NodeProcess(runtime_dir / "n.sock")
-        async with AsyncStore(str(runtime_dir / "n.sock"), token=TOKEN, timeout_s=0.3) as store:
+        async with AsyncStore(str(runtime_dir / "n.sock"), token=TOKEN, timeout_s=3.0) as store:
             await store.put("k", b"x")
             node.stop()
             calls = [asyncio.ensure_future(store.put(f"late{i}", b"x")) for i in range(4200)]
