@@ -64,7 +64,7 @@ class Fairness:
         return (-priority, self.served(tenant), arrived_s)
 
     def _prune(self) -> None:
-        """Whoever was not served for longest is forgotten, unless it waits: it then begins where others are."""
+        """Whoever was not served for longest is forgotten, unless it waits."""
         too_many = len(self._served) - 2 * (len(self._waiting) + IDLE_MAX)
         if too_many <= 0:
             return
