@@ -103,7 +103,10 @@ class Sequences:
                 continue
             with self._lock:
                 if isinstance(event, _Stored):
-                    self._stored(holder, event)
+                    try:
+                        self._stored(holder, event)
+                    except (TypeError, ValueError, OverflowError, IndexError):
+                        self.odd += 1  # ids that are none, or blocks of any size; nothing of it was taken
                 elif isinstance(event, _Removed):
                     for name in event.block_hashes:
                         self._removed(holder, name, _tier(event.medium))

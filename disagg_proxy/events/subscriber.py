@@ -10,7 +10,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -183,31 +184,43 @@ class Subscriber:
         with self._lock:
             orders, self._orders = self._orders, []
         for order in orders:
-            order()
+            with _net("an order"):
+                order()
 
     def _run(self) -> None:
-        poller = self._poller
         more = False
         while not self._stopping:
-            asking = [link.asking for link in self._links if link.asking is not None]
-            for socket in asking:
-                poller.register(socket, zmq.POLLIN)
-            ready = dict(poller.poll(0 if more else int(_TICK_S * 1000)))
-            for socket in asking:
-                poller.unregister(socket)
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
+            ready = self._ready(0.0 if more else _TICK_S)
             self._obey()
             more = False
             for link in self._links:
-                if link.monitor in ready:
-                    self._on_monitor(link)
-                if link.asking is not None and link.asking in ready:
-                    more |= self._on_answers(link, link.asking)
-                if link.sub in ready:
-                    more |= self._on_messages(link)
-            self._on_tick()
+                more |= self._on_ready(link, ready)
+            with _net("the tick"):
+                self._on_tick()
         self._close()
+
+    def _ready(self, wait_s: float) -> dict[object, int]:
+        asking = [link.asking for link in self._links if link.asking is not None]
+        for socket in asking:
+            self._poller.register(socket, zmq.POLLIN)
+        ready: dict[object, int] = dict(self._poller.poll(int(wait_s * 1000)))
+        for socket in asking:
+            self._poller.unregister(socket)
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        return ready
+
+    def _on_ready(self, link: _Link, ready: Mapping[object, int]) -> bool:
+        """Whether there is more at once."""
+        more = False
+        with _net(link.source.name):
+            if link.monitor in ready:
+                self._on_monitor(link)
+            if link.asking is not None and link.asking in ready:
+                more |= self._on_answers(link, link.asking)
+            if link.sub in ready:
+                more |= self._on_messages(link)
+        return more
 
     def _on_tick(self) -> None:
         now_s = self._clock()
@@ -306,12 +319,19 @@ class Subscriber:
                 link.counts.skipped += result.skipped
                 link.counts.lag_s = max(0.0, self._wall() - result.sent_s)
                 link.counts.lag_max_s = max(link.counts.lag_max_s, link.counts.lag_s)
-            if self.tap is not None and not link.source.pool:
-                self.tap.take(link.place, payload)
         except Error as error:
             link.counts.malformed += 1
             log.debug("the events of %s: %s", link.source.name, error)
             self.forget(link)  # it may have told of removals
+            return
+        if self.tap is None or link.source.pool:
+            return
+        try:
+            self.tap.take(link.place, payload)
+        except Exception:  # what the indexes could read is theirs; the tap alone is void
+            link.counts.malformed += 1
+            log.exception("the events of %s", link.source.name)
+            self.tap.forget(link.place)
 
     def _indexes_of(self, link: _Link, payload: bytes) -> Sequence[_native.PrefixIndex]:
         """A node of the pool holds blocks of any size; an engine has one, which its first blocks tell."""
@@ -398,6 +418,15 @@ class Subscriber:
         link.sub.disable_monitor()
         link.monitor.close(linger=0)
         link.sub.close(linger=0)
+
+
+@contextmanager
+def _net(what: str) -> Iterator[None]:
+    """Around what nobody thought of: the other streams go on."""
+    try:
+        yield
+    except Exception:
+        log.exception("event streams: %s", what)
 
 
 class _LinkSink:

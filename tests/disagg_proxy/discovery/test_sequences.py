@@ -84,6 +84,24 @@ def test_the_older_form_is_read_and_garbage_is_counted() -> None:
     made.check_integrity()
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        BlockStored([1], None, [-1] * BLOCK, BLOCK),
+        BlockStored([1], None, [1 << 32] * BLOCK, BLOCK),
+        BlockStored([1], None, [1] * BLOCK, 1 << 32),
+        BlockStored([1], None, [1] * BLOCK, 1 << 63),
+        *(BlockStored([1], None, [each] * BLOCK, BLOCK) for each in ("a", None, 0.5, [], [[]], {})),  # type: ignore[list-item]
+    ],
+)
+def test_ids_that_are_none_cost_their_event_alone(event: BlockStored) -> None:
+    made = Sequences()
+    made.take(0, batch(event, stored(0, 1)))
+    assert made.odd == 1
+    assert made.leading(SPACE, hashes(list(range(BLOCK))), 0) == (1, 1, 1)
+    made.check_integrity()
+
+
 def test_it_is_bounded() -> None:
     made = Sequences(names_max=3)
     made.take(0, batch(stored(0, 2)))

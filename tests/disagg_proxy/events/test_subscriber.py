@@ -74,6 +74,42 @@ def test_what_was_said_before_and_what_comes_after(engine: Engine) -> None:
         made.stop()
 
 
+class BrokenTap:
+    """It raises for each batch."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[int] = []
+
+    def take(self, holder: int, payload: bytes) -> None:
+        raise OverflowError(holder)
+
+    def forget(self, holder: int) -> None:
+        self.forgotten.append(holder)
+
+
+def test_a_tap_that_breaks_stops_no_stream(engine: Engine) -> None:
+    made, indexes = subscriber(engine.spec())
+    made.tap = tap = BrokenTap()
+    try:
+        engine.tell(stored(chain(0, 2), 0))
+        engine.tell(stored(chain(8, 2), 10))
+        eventually(lambda: matched(indexes, chain(8, 2)) == 2)
+        eventually(lambda: totals(made)["malformed_total"] == 2)
+        assert len(tap.forgotten) >= 2
+    finally:
+        made.stop()
+
+
+def test_an_order_that_breaks_stops_no_stream(engine: Engine) -> None:
+    made, _ = subscriber(EventSource("other", "ipc:///nonexistent/events"))
+    try:
+        made._order(lambda: [][0])
+        made.follow(engine.spec("late"), 1)
+        eventually(lambda: "late" in made.stats())
+    finally:
+        made.stop()
+
+
 def test_a_restart_behind_the_same_port_forgets_the_old_life(engine: Engine) -> None:
     old, new = chain(0, 3), chain(1000, 3)
     engine.tell(stored(old, 1))
