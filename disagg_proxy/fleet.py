@@ -124,7 +124,7 @@ class Fleet:
         self._stop_checking(engine)
         self._dispatcher.part(engine)
         if self._subscriber is not None and found.events is not None:
-            self._subscriber.drop(found.events.name)
+            self._subscriber.drop(found.events.name, engine.place)
         if engine.bootstrap in self._pages:
             self._pages.remove(engine.bootstrap)
         if found.spec.role == "prefill":

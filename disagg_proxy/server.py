@@ -269,8 +269,11 @@ class Proxy:
             return None
         first = settings.places + settings.pool_nodes
         streams = SubscribedStreams(self._subscriber, first, HOLDERS_MAX - first)
-        there = self.fleet.find
-        return Registry(streams, clock=self._loop.time, is_there=lambda name: there(name) is not None)
+        return Registry(streams, clock=self._loop.time, is_there=self._is_there)
+
+    def _is_there(self, spec: EngineSpec) -> bool:
+        found = self.fleet.find(spec.name)
+        return found is not None and found.spec.address == spec.address
 
     def _registry_pages(self) -> RegistryPages | None:
         registry = self._registry

@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import math
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
@@ -30,19 +30,20 @@ TENANT = "default"
 _TYPES = ("vllm", "sglang")
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Part = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^|]*$")]  # of Key's text
 
 
 class Registration(msgspec.Struct):
     """Members as Mooncake documents them; url, role, bootstrap and ttl_s are ours. ttl_s: it is to be made
     again within so long, 0: it stays until it is unregistered."""
 
-    instance_id: Name
+    instance_id: _Part
     endpoint: Text = ""
     replay_endpoint: Text = ""
     type: Text = "vLLM"
     modelname: Text = ""
     lora_name: Text | None = None
-    tenant_id: Name = TENANT
+    tenant_id: _Part = TENANT
     block_size: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
     dp_rank: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
     additionalsalt: Text = ""
@@ -73,7 +74,8 @@ class _Unregistration(msgspec.Struct):
 
 @dataclass(slots=True)
 class Publisher:
-    """holder: of its own in the indexes; None: it has none, because it is an engine's, or has no events."""
+    """found: the engine that it stands for; None: it stands for none, or another rank does. holder: of its
+    own in the indexes; None: it has none, because it is an engine's, or has no events."""
 
     told: Registration
     found: Found | None
@@ -105,7 +107,7 @@ class Keys:
 
 
 class Registry:
-    """A source of engines. On the event loop. is_there: whether an engine of this name gets requests."""
+    """A source of engines. On the event loop. is_there: whether requests go to this engine."""
 
     name = "http"
 
@@ -114,7 +116,7 @@ class Registry:
         streams: Streams,
         *,
         clock: Callable[[], float],
-        is_there: Callable[[str], bool] = lambda name: True,
+        is_there: Callable[[EngineSpec], bool] = lambda spec: True,
     ) -> None:
         self.publishers: dict[Key, Publisher] = {}
         self._streams = streams
@@ -136,8 +138,7 @@ class Registry:
                     await self._changed.wait()
             except TimeoutError:
                 now_s = self._clock()
-                for key in [key for key, each in self.publishers.items() if each.expires_s <= now_s]:
-                    self._end(key)
+                self._end([key for key, each in self.publishers.items() if each.expires_s <= now_s])
                 listener.found(self._engines())  # they may come back: their engines are given the grace
 
     def register(self, body: bytes) -> Answer:
@@ -155,18 +156,22 @@ class Registry:
             known.told, known.expires_s = told, expires_s
             self._changed.set()
             return self._registered(told)
-        if known is not None:
-            self._end(told.key)
-        if len(self.publishers) >= PUBLISHERS_MAX:
+        if known is None and len(self.publishers) >= PUBLISHERS_MAX:
             return _bad(f"there are {PUBLISHERS_MAX} registrations, and no room for more", status=503)
-        if found is not None and any(self._engine_of(found.name)):
+        if found is not None and (other := self._engine_of(found.name, told.key)) is not None:
+            if other.spec.address != found.spec.address:
+                return _bad(f"{found.name} is an engine at {other.spec.url}; give this one another id", 409)
             found = None  # another rank's registration is the engine's
+        if known is not None and known.holder is not None:
+            self._streams.drop(str(told.key), known.holder)
         holder = None
         if found is None and events is not None:
-            holder = self._streams.follow(str(told.key), events)
-            if holder is None:
+            holder = self._streams.follow(str(told.key), replace(events, name=str(told.key)))
+            if holder is None:  # so none was dropped: what was registered before stays as it is
                 return _bad("as many streams of events are followed as there may be", status=503)
         self.publishers[told.key] = Publisher(told, found, holder, expires_s)
+        if known is not None and known.found is not None and found is None:
+            self._hand_on({known.found.name})
         self._tell()
         return self._registered(told)
 
@@ -185,31 +190,48 @@ class Registry:
         ]
         if not keys:
             return refused(404, f"nobody is registered as {told.instance_id}", "not_registered")
-        ended = frozenset(name for key in keys if (name := self._end(key)))
-        self._tell(ended)
+        self._tell(self._end(keys))
         said = {"status": "unregistered successfully", "removed_instances": [str(key) for key in keys]}
         return Answer(200, msgspec.json.encode(said))
 
     def _registered(self, told: Registration) -> Answer:
         said = {"status": "registered successfully", "instance_id": told.instance_id}
         if told.url:
-            said["engine"] = "there" if self._is_there(told.instance_id) else "waiting"
+            found = _found(told)
+            said["engine"] = "there" if found is not None and self._is_there(found.spec) else "waiting"
         return Answer(200, msgspec.json.encode(said))
 
-    def _engine_of(self, name: str) -> list[Publisher]:
-        return [
-            each for each in self.publishers.values() if each.found is not None and each.found.name == name
-        ]
+    def _engine_of(self, name: str, but: Key) -> Found | None:
+        """The engine of this name that another registration than ``but`` stands for."""
+        for key, each in self.publishers.items():
+            if each.found is not None and each.found.name == name and key != but:
+                return each.found
+        return None
 
     def _engines(self) -> list[Found]:
         return [each.found for each in self.publishers.values() if each.found is not None]
 
-    def _end(self, key: Key) -> str:
-        """The name of the engine that it was, if it was one."""
-        gone = self.publishers.pop(key)
-        if gone.holder is not None:
-            self._streams.drop(str(key), gone.holder)
-        return "" if gone.found is None else gone.found.name
+    def _end(self, keys: Iterable[Key]) -> frozenset[str]:
+        """The names of the engines that they stood for."""
+        names = set()
+        for key in keys:
+            gone = self.publishers.pop(key)
+            if gone.holder is not None:
+                self._streams.drop(str(key), gone.holder)
+            if gone.found is not None:
+                names.add(gone.found.name)
+        self._hand_on(names)
+        return frozenset(names)
+
+    def _hand_on(self, names: Iterable[str]) -> None:
+        """For engines of these names the next rank's registration stands, if there is one."""
+        orphans = set(names)
+        for key, each in self.publishers.items():
+            if each.told.url and key.instance_id in orphans:
+                orphans.discard(key.instance_id)
+                if each.holder is not None:
+                    self._streams.drop(str(key), each.holder)
+                each.found, each.holder = _found(each.told), None
 
     def _tell(self, ended: Set[str] = frozenset()) -> None:
         if self._listener is not None:
@@ -236,8 +258,7 @@ def _events(told: Registration) -> EventSource | None:
     for endpoint in (told.endpoint, told.replay_endpoint):
         if endpoint and not endpoint.startswith("tcp://"):
             raise ConfigError(f"an endpoint is at tcp://host:port, not {endpoint!r}")
-    name = told.instance_id if told.url else str(told.key)
-    return EventSource(name, told.endpoint, told.replay_endpoint)
+    return EventSource(told.instance_id, told.endpoint, told.replay_endpoint)
 
 
 def _bad(sentence: str, status: int = 400) -> Answer:

@@ -48,5 +48,5 @@ class SubscribedStreams:
     def drop(self, name: str, holder: int) -> None:
         """What it told is forgotten before the holder is another's: the subscriber obeys in order."""
         if self._subscriber is not None:
-            self._subscriber.drop(name)
+            self._subscriber.drop(name, holder)
         self._free.append(holder)

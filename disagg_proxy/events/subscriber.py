@@ -124,12 +124,12 @@ class Subscriber:
             self._close()
 
     def follow(self, source: EventSource, place: int, model: str = "") -> None:
-        """One more stream, of a name that none has. On any thread."""
+        """One more stream; not followed, with a warning, when another has its name. On any thread."""
         self._order(lambda: self._open(source, place, model))
 
-    def drop(self, name: str) -> None:
+    def drop(self, name: str, place: int) -> None:
         """A stream less; what it told is forgotten. On any thread."""
-        self._order(lambda: self._drop(name))
+        self._order(lambda: self._drop(name, place))
 
     def in_rotation(self, name: str, present: bool) -> None:
         """An engine left the rotation or came back. One that stays away for gone_s is forgotten."""
@@ -354,6 +354,9 @@ class Subscriber:
     # ---- sockets
 
     def _open(self, source: EventSource, place: int, model: str) -> None:
+        if any(each.source.name == source.name for each in self._links):
+            log.warning("the events of %s at %s: another stream has its name", source.name, source.endpoint)
+            return
         try:
             link = self._link(source, place, model)
         except zmq.ZMQError as error:
@@ -363,8 +366,8 @@ class Subscriber:
         self._poller.register(link.sub, zmq.POLLIN)
         self._poller.register(link.monitor, zmq.POLLIN)
 
-    def _drop(self, name: str) -> None:
-        link = next((each for each in self._links if each.source.name == name), None)
+    def _drop(self, name: str, place: int) -> None:
+        link = next((each for each in self._links if (each.source.name, each.place) == (name, place)), None)
         if link is None:
             return
         self._links = tuple(each for each in self._links if each is not link)

@@ -221,6 +221,74 @@ class NoStreams:
         raise AssertionError(name)
 
 
+class Streams:
+    """How many there may be; those that are followed, by name."""
+
+    def __init__(self, count: int) -> None:
+        self.free = list(range(count))
+        self.followed: dict[str, tuple[int, EventSource]] = {}
+
+    def follow(self, name: str, source: EventSource) -> int | None:
+        if not self.free:
+            return None
+        assert name == source.name
+        assert name not in self.followed
+        self.followed[name] = self.free.pop(), source
+        return self.followed[name][0]
+
+    def drop(self, name: str, holder: int) -> None:
+        assert self.followed.pop(name)[0] == holder
+        self.free.append(holder)
+
+
+def registration(rank: int, **more: object) -> bytes:
+    told = {"instance_id": "p0", "url": "http://h:1", "endpoint": f"tcp://h:{5000 + rank}", "dp_rank": rank}
+    return json.dumps({**told, **more}).encode()
+
+
+def test_a_further_rank_has_a_stream_of_its_own_name_and_stands_in_for_the_first() -> None:
+    streams = Streams(2)
+    registry = Registry(streams, clock=lambda: 0.0)
+    for rank in range(3):
+        assert registry.register(registration(rank)).status == 200
+    assert {name: source.endpoint for name, (_, source) in streams.followed.items()} == {
+        "p0|default|1": "tcp://h:5001",
+        "p0|default|2": "tcp://h:5002",
+    }
+    assert registry.unregister(b'{"instance_id": "p0", "dp_rank": 0}').status == 200
+    (engine,) = registry._engines()
+    assert (engine.name, engine.events) == ("p0", EventSource("p0", "tcp://h:5001"))
+    assert list(streams.followed) == ["p0|default|2"]
+    assert registry.register(registration(1, url="")).status == 200  # a stream alone: the engine is rank 2's
+    (engine,) = registry._engines()
+    assert engine.events == EventSource("p0", "tcp://h:5002")
+    assert registry.unregister(b'{"instance_id": "p0"}').status == 200
+    assert (registry._engines(), streams.followed) == ([], {})
+
+
+def test_a_rank_at_another_url_is_told_to_take_another_id() -> None:
+    registry = Registry(Streams(2), clock=lambda: 0.0)
+    assert registry.register(registration(0)).status == 200
+    assert registry.register(registration(1, url="http://h:2")).status == 409
+    assert registry.register(registration(0, url="http://h:2")).status == 200  # its own, elsewhere
+    for wrong in ({"instance_id": "a|b"}, {"tenant_id": "a|b"}):
+        assert registry.register(registration(3, url="", **wrong)).status == 400
+
+
+def test_a_registration_that_finds_no_room_changes_nothing() -> None:
+    registry = Registry(Streams(0), clock=lambda: 0.0)
+    assert registry.register(registration(0)).status == 200
+    before = registry._engines()
+    assert registry.register(registration(0, url="")).status == 503
+    assert registry._engines() == before
+
+
+def test_an_engine_is_waiting_when_another_has_its_name() -> None:
+    registry = Registry(Streams(0), clock=lambda: 0.0, is_there=lambda spec: spec.address == ("other", 1))
+    said = registry.register(registration(0)).body
+    assert json.loads(said)["engine"] == "waiting"
+
+
 def test_registrations_are_bounded() -> None:
     registry = Registry(NoStreams(), clock=lambda: 0.0)
     for number in range(PUBLISHERS_MAX):

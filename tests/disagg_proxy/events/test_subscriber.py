@@ -100,6 +100,20 @@ def test_a_tap_that_breaks_stops_no_stream(engine: Engine) -> None:
         made.stop()
 
 
+def test_a_name_is_one_streams_and_only_its_own_place_drops_it(engine: Engine) -> None:
+    made, indexes = subscriber(engine.spec())
+    engine.tell(stored(chain(0, 2), 0))
+    try:
+        made.follow(engine.spec(), 1)
+        made.drop("e0", 1)
+        made.follow(EventSource("last", "ipc:///nonexistent/events"), 2)
+        eventually(lambda: "last" in made.stats() and matched(indexes, chain(0, 2)) == 2)
+        assert matched(indexes, chain(0, 2), 1) == 0
+        assert len(made._links) == 2
+    finally:
+        made.stop()
+
+
 def test_an_order_that_breaks_stops_no_stream(engine: Engine) -> None:
     made, _ = subscriber(EventSource("other", "ipc:///nonexistent/events"))
     try:
