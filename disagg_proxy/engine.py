@@ -253,4 +253,4 @@ def _may_not_reach(page: tuple[str, int], specs: Sequence[EngineSpec]) -> Engine
 def host_field(host: str, port: int) -> str:
     """Host and port as they stand in a Host field; a name of other letters as DNS has it."""
     name = f"[{host}]" if ":" in host else host
-    return f"{name}:{port}".encode("idna" if not name.isascii() else "ascii").decode()
+    return f"{name if name.isascii() else name.encode('idna').decode()}:{port}"

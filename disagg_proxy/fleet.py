@@ -82,14 +82,35 @@ class Fleet:
         return None if place in self._leaving else self._dispatcher.at[place]
 
     def join(self, found: Found) -> Engine:
-        """Raises LookupError when the name is taken or no place is free."""
+        """Raises LookupError when the name is taken or no place is free. Whatever is wrong, the
+        engine is not there then, and its place is free."""
         spec = found.spec
         if spec.name in self._there:
             raise LookupError(f"there is an engine called {spec.name} already")
         if not self._free:
             raise LookupError(f"there are {self._settings.places} engines, and no place for {spec.name}")
-        place = heapq.heappop(self._free)
+        place = self._free[0]
         engine = Engine(place, spec, self._settings, lambda: self._specs(spec))
+        heapq.heappop(self._free)
+        try:
+            self._enter(found, engine)
+        except Exception:
+            self._undo(found, engine)
+            raise
+        engine.serve_by(self._relay)
+        if found.model:
+            row = msgspec.json.encode({"id": found.model, "object": "model"})
+            engine.named = {found.model: row}
+            engine.serves(None)
+        if spec.role == "prefill":
+            self._share_pages()
+        if self._started:
+            self._check(engine)
+        return engine
+
+    def _enter(self, found: Found, engine: Engine) -> None:
+        """Into the tables of all parts; the data plane's last, for from there requests may come."""
+        spec, place = found.spec, engine.place
         engine.turned = self._turned
         engine.became = self._dispatcher.became
         self._there[spec.name] = found, engine
@@ -102,16 +123,17 @@ class Fleet:
             self._subscriber.follow(found.events, place)
         self._dispatcher.join(engine)
         self._relay.add_engine(place, engine.name, engine.host, engine.role)
-        engine.serve_by(self._relay)
-        if found.model:
-            row = msgspec.json.encode({"id": found.model, "object": "model"})
-            engine.named = {found.model: row}
-            engine.serves(None)
-        if spec.role == "prefill":
-            self._share_pages()
-        if self._started:
-            self._check(engine)
-        return engine
+
+    def _undo(self, found: Found, engine: Engine) -> None:
+        """The data plane never heard of the engine: nothing was sent there."""
+        self._there.pop(engine.name, None)
+        if self._subscriber is not None and found.events is not None:
+            self._subscriber.drop(found.events.name, engine.place)
+        if self._dispatcher.at[engine.place] is engine:
+            self._dispatcher.part(engine)
+            self._dispatcher.leave(engine)
+        self._locality.leave(engine.place)
+        heapq.heappush(self._free, engine.place)
 
     def leave(self, name: str) -> None:
         """No request goes to the engine any more; those that are there have drain_s to end. Nothing, when

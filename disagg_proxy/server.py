@@ -23,7 +23,7 @@ import uvloop
 
 from moonpool._native import ProxyRequest, Relay
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.conductor.plan import Decision
+from moonpool.disagg_proxy.conductor.plan import Decision, refused
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.discovery.follower import Follower
 from moonpool.disagg_proxy.discovery.members import Members
@@ -318,7 +318,12 @@ class Proxy:
         return None
 
     def _make_page(self, request: ProxyRequest) -> None:
-        self.relay.resume(request, self._pages.answer(request))
+        try:
+            answer = self._pages.answer(request)
+        except Exception:  # whoever asked is told at once
+            _log.exception("a page could not be made")
+            answer = refused(500, "the proxy's log says what went wrong", "page")
+        self.relay.resume(request, answer)
 
     def _refused(self, place: int, why: str) -> None:
         """On the data plane's thread."""

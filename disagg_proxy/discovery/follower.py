@@ -83,9 +83,14 @@ class Follower(Collector):
             _log.info("engine %s leaves: %s", name, why)
             self._fleet.leave(name)
         for found in changes.join:
+            try:
+                self._fleet.join(found)
+            except Exception:  # the others join; this one is tried again when something else changes
+                _log.exception("engine %s (%s) cannot join", found.name, found.spec.url)
+                self._members.cannot_join(found.name)
+                continue
             self.joined += 1
             _log.info("engine %s (%s, %s) joins", found.name, found.spec.url, found.spec.role)
-            self._fleet.join(found)
         self._tell_refused()
         due_s = self._members.next_s()
         if self._timer is not None:
@@ -139,7 +144,7 @@ class Follower(Collector):
             "Engines that are offered and not taken, by reason",
             labels=("reason",),
         )
-        for reason in ("duplicate", "no_room"):
+        for reason in ("duplicate", "no_room", "broken"):
             refused.add_metric((reason,), self._members.refused[reason])
         yield refused
         yield GaugeMetricFamily(

@@ -132,6 +132,11 @@ class Members:
                 self._members[each.name] = _Member(each, state.name)
         return Changes(tuple(leave.items()), tuple(join))
 
+    def cannot_join(self, name: str) -> None:
+        """The fleet could not take an engine that was to join: it is none."""
+        del self._members[name]
+        self.refused["broken"] += 1
+
     def next_s(self) -> float | None:
         """When ``changes`` may have something new, if nothing happens before."""
         missing = [each.missing_s for each in self._members.values() if each.missing_s is not None]

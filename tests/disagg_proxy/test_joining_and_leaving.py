@@ -11,6 +11,7 @@ import pytest
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.discovery.source import Found
+from moonpool.disagg_proxy.engine import Engine, host_field
 from moonpool.disagg_proxy.settings import Deadlines, EngineSpec, HealthChecks, ProxySettings
 from tests.disagg_proxy.harness import Bed, Exchange, MockEngine, bed, until, with_deadline
 
@@ -218,6 +219,45 @@ async def test_metrics_name_each_engine_once_when_a_successor_has_its_name() -> 
         assert '\nmoonpool_proxy_requests_in_flight{engine="engine-0"} 0.0' in text
         client.leave()
         await until(lambda: len(b.counters.engines) == 1)
+
+
+@with_deadline
+async def test_an_engine_that_cannot_join_leaves_its_place_and_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with bed(0, discovery=("http",), policy="conductor", tokenizer=("none",), engines_max=2) as b:
+        fleet, follower = b.proxy.fleet, b.proxy._follower
+        assert follower is not None
+        became = b.proxy._dispatcher.became
+
+        def broken(engine: Engine) -> None:
+            if engine.name == "bad":
+                raise RuntimeError("not today")
+            became(engine)
+
+        monkeypatch.setattr(b.proxy._dispatcher, "became", broken)
+        specs = [EngineSpec(name, f"http://127.0.0.1:{port}") for port, name in ((1, "bad"), (2, "good"))]
+        for _ in range(3):
+            follower._found("http", [Found(spec) for spec in specs], frozenset())
+            assert [engine.name for engine in b.proxy.engines] == ["good"]
+        assert follower._members.refused["broken"] == 1
+        assert fleet.room == 1
+        b.proxy.check_integrity()
+
+
+@with_deadline
+async def test_a_page_that_cannot_be_made_is_answered() -> None:
+    async with bed(1) as b:
+        b.proxy._pages._data = None  # type: ignore[assignment]
+        assert (await b.ask("GET", "/ui/data")).status == 500
+        assert (await b.ask("GET", "/health")).status == 200
+
+
+def test_a_host_of_other_letters_is_written_as_dns_has_it() -> None:
+    assert host_field("b\u00fccher", 8000) == "xn--bcher-kva:8000"
+    label = "a" * 55 + "\u00fc"
+    assert host_field(label, 8000).endswith(":8000")
+    assert host_field("::1", 80) == "[::1]:80"
 
 
 def test_engines_have_as_many_places_as_the_indexes_have_holders() -> None:
