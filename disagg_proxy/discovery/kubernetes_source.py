@@ -46,6 +46,7 @@ _log = logging.getLogger("moonpool.proxy")
 
 class _Meta(msgspec.Struct, rename="camel"):
     name: str
+    namespace: str = ""
     resource_version: str = ""
     deletion_timestamp: str | None = None
     labels: dict[str, str] | None = None
@@ -163,7 +164,7 @@ class KubernetesSource:
             if answer.status != 200:
                 raise _Lost(_why(answer.status, content, self._namespace))
             page = _list.decode(content)
-            pods |= {pod.metadata.name: pod for pod in page.items}
+            pods |= {self._name(pod): pod for pod in page.items}
             if not page.metadata.continue_ or len(pods) >= OFFERED_MAX:
                 return pods, page.metadata.resource_version
             query["continue"] = page.metadata.continue_
@@ -201,10 +202,10 @@ class KubernetesSource:
                 version = pod.metadata.resource_version or version
                 ended = frozenset[str]()
                 if change.type == "DELETED":
-                    pods.pop(pod.metadata.name, None)
-                    ended = frozenset({name_of(pod.metadata.name)})
-                elif len(pods) < OFFERED_MAX or pod.metadata.name in pods:
-                    pods[pod.metadata.name] = pod
+                    pods.pop(self._name(pod), None)
+                    ended = frozenset({name_of(self._name(pod))})
+                elif len(pods) < OFFERED_MAX or self._name(pod) in pods:
+                    pods[self._name(pod)] = pod
                 listener.found(self._engines(pods), ended | self._ending(pods))
         if clock() - began_s < AT_ONCE_S:
             raise _Lost("it ended the watch at once")
@@ -217,6 +218,12 @@ class KubernetesSource:
     def _headers(self) -> dict[str, str]:
         token = _read(self._account / "token")
         return {"Authorization": f"Bearer {token}"} if token else {}
+
+    def _name(self, pod: _Pod) -> str:
+        """Pods of two namespaces may have one name. No two names are alike: there is no
+        dot in a namespace."""
+        name = pod.metadata.name
+        return f"{pod.metadata.namespace}.{name}" if self._namespace == "*" else name
 
     @staticmethod
     def _ending(pods: Mapping[str, _Pod]) -> frozenset[str]:

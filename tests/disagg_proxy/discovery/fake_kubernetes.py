@@ -19,6 +19,11 @@ def pod(name: str, ip: str = "10.0.0.1", *, phase: str = "Running", **meta: Any)
     return {"metadata": metadata, "status": {"phase": phase, "podIP": ip}, "spec": {"containers": []}}
 
 
+def key_of(item: Object) -> str:
+    meta = item["metadata"]
+    return f"{meta['namespace']}/{meta['name']}" if "namespace" in meta else str(meta["name"])
+
+
 class Kubernetes:
     def __init__(self) -> None:
         self.url = ""
@@ -35,11 +40,12 @@ class Kubernetes:
         self._ended = False
 
     def put(self, item: Object) -> None:
-        kind = "MODIFIED" if item["metadata"]["name"] in self.pods else "ADDED"
-        self._say(kind, item)
-        self.pods[item["metadata"]["name"]] = item
+        key = key_of(item)
+        self._say("MODIFIED" if key in self.pods else "ADDED", item)
+        self.pods[key] = item
 
     def delete(self, name: str) -> None:
+        """name: behind its namespace and a slash, where the pod has one."""
         self._say("DELETED", self.pods.pop(name))
 
     def bookmark(self) -> None:
@@ -118,7 +124,8 @@ class Kubernetes:
 @asynccontextmanager
 async def kubernetes(namespace: str = "prod", port: int = 0) -> AsyncIterator[Kubernetes]:
     made, app = Kubernetes(), web.Application()
-    app.router.add_get(f"/api/v1/namespaces/{namespace}/pods", made.answer)
+    path = "/api/v1/pods" if namespace == "*" else f"/api/v1/namespaces/{namespace}/pods"
+    app.router.add_get(path, made.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.01)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()

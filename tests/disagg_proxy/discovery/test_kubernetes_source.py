@@ -52,6 +52,22 @@ async def test_pods_come_change_and_go() -> None:
 
 
 @with_deadline
+async def test_pods_of_one_name_in_two_namespaces_are_two_engines() -> None:
+    async with kubernetes("*") as k:
+        k.put(pod("vllm-0", "10.0.0.1", namespace="blue"))
+        k.put(pod("vllm-0", "10.0.0.2", namespace="green"))
+        made = KubernetesSource(f"*/app=vllm?api={k.url}", {}, Path("/nowhere"), retry_s=0.001)
+        async with heard(made) as h:
+            await until(lambda: h.sets == [["blue.vllm-0", "green.vllm-0"]])
+            k.put(pod("vllm-0", "10.0.0.1", namespace="blue", resourceVersion="7"))  # its status changed
+            k.delete("blue/vllm-0")
+            await until(lambda: h.sets[-1] == ["green.vllm-0"])
+            assert h.sets[1] == h.sets[0]
+            assert h.ended[-1] == {"blue.vllm-0"}
+            assert h.last[0].spec.url == "http://10.0.0.2:8000"
+
+
+@with_deadline
 async def test_options_labels_and_annotations_say_what_a_pod_is() -> None:
     async with kubernetes() as k:
         k.put(pod("plain"))
