@@ -244,8 +244,11 @@ def bootstrap_of(
 
 def _may_not_reach(page: tuple[str, int], specs: Sequence[EngineSpec]) -> EngineSpec | None:
     """An engine that answers, and may be on another machine than this one, where alone the page is."""
-    if not Address(*page).is_loopback:
-        return None
+    return far_engine(specs) if Address(*page).is_loopback else None
+
+
+def far_engine(specs: Sequence[EngineSpec]) -> EngineSpec | None:
+    """One that answers, and may be on another machine than this one."""
     answering = (each for each in specs if each.role != "prefill")
     return next((each for each in answering if not Address(*each.address).is_loopback), None)
 

@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from moonpool._native import Relay
+from moonpool.core.addresses import Address
 from moonpool.disagg_proxy.bootstrap import Bootstrap
 from moonpool.disagg_proxy.discovery.source import Found
 from moonpool.disagg_proxy.dispatcher import Dispatcher
-from moonpool.disagg_proxy.engine import Engine
+from moonpool.disagg_proxy.engine import Engine, bootstrap_of, far_engine
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from moonpool.disagg_proxy.health import HealthChecker
 from moonpool.disagg_proxy.locality import Locality
@@ -102,8 +103,7 @@ class Fleet:
             row = msgspec.json.encode({"id": found.model, "object": "model"})
             engine.named = {found.model: row}
             engine.serves(None)
-        if spec.role == "prefill":
-            self._share_pages()
+        self._share_pages()
         if self._started:
             self._check(engine)
         return engine
@@ -149,8 +149,7 @@ class Fleet:
             self._subscriber.drop(found.events.name, engine.place)
         if engine.bootstrap in self._pages:
             self._pages.remove(engine.bootstrap)
-        if found.spec.role == "prefill":
-            self._share_pages()
+        self._share_pages()
         self._relay.remove_engine(engine.place, self._settings.deadlines.drain_s)
 
     def gone(self, place: int) -> None:
@@ -213,27 +212,33 @@ class Fleet:
             task.cancel()
 
     def _share_pages(self) -> None:
-        """Which bootstrap pages there are has changed."""
-        shared = shared_bootstraps(self._specs())
-        addresses = {spec.bootstrap_address for spec in self._specs()}
-        for engine in self.engines:
-            page = engine.bootstrap
-            if page is None:
+        """Which engines there are has changed, so another page may be usable, or one no longer."""
+        given = [engine for engine in self.engines if engine.spec.role == "prefill"]
+        if not given or self._settings.handover not in ("auto", "concurrent"):
+            return
+        specs = self._specs()
+        shared = shared_bootstraps(specs)
+        addresses = frozenset(each for spec in specs if (each := spec.bootstrap_address) is not None)
+        far: bool | None = None  # nobody has looked
+        for engine in given:
+            address = engine.spec.bootstrap_address
+            if address is None:
                 continue
-            if page.address in shared:
-                engine.bootstrap = None
-                if page in self._pages:
-                    self._pages.remove(page)
-                _log.warning(
-                    "engine %s: prefill and decode take two steps, because another prefill engine has come "
-                    "that would have its bootstrap page at %s:%d, too",
-                    engine.name,
-                    *page.address,
-                )
-                continue
-            page.others = frozenset(each for each in addresses if each is not None) - {page.address}
-            if page not in self._pages:
-                self._pages.append(page)
+            if Address(*address).is_loopback and far is None:
+                far = far_engine(specs) is not None
+            usable = address not in shared and not (far and Address(*address).is_loopback)
+            if usable != (engine.bootstrap is not None):
+                if engine.bootstrap is not None:
+                    _log.warning("engine %s: who has come keeps its bootstrap page from use", engine.name)
+                    if engine.bootstrap in self._pages:
+                        self._pages.remove(engine.bootstrap)
+                engine.bootstrap = bootstrap_of(
+                    engine.spec, self._settings, specs
+                )  # it says why there is none
+            if engine.bootstrap is not None:
+                engine.bootstrap.others = addresses - {address}
+                if engine.bootstrap not in self._pages:
+                    self._pages.append(engine.bootstrap)
 
     def _turned(self, engine: Engine, healthy: bool) -> None:
         """An engine left the rotation, or came back."""

@@ -222,6 +222,31 @@ async def test_metrics_name_each_engine_once_when_a_successor_has_its_name() -> 
 
 
 @with_deadline
+async def test_a_bootstrap_page_is_used_while_it_is_one_engines_and_decode_reaches_it() -> None:
+    async with bed(0, discovery=("http",), handover="auto") as b:
+        fleet = b.proxy.fleet
+
+        def prefill(name: str, port: int) -> EngineSpec:
+            return EngineSpec(name, f"http://127.0.0.1:{port}", "prefill", "9998")
+
+        old = fleet.join(Found(prefill("old", 1)))
+        assert old.bootstrap is not None
+        assert fleet._pages == [old.bootstrap]
+        new = fleet.join(Found(prefill("new", 2)))
+        assert (old.bootstrap, new.bootstrap, fleet._pages) == (None, None, [])
+        fleet.leave("old")
+        assert new.bootstrap is not None
+        assert fleet._pages == [new.bootstrap]
+        page = new.bootstrap
+        fleet.join(Found(EngineSpec("near", "http://127.0.0.1:3", "decode")))
+        assert new.bootstrap is page  # nothing has changed: what is known of it stays
+        fleet.join(Found(EngineSpec("far", "http://10.0.0.1:3", "decode")))
+        assert (new.bootstrap, fleet._pages) == (None, [])
+        fleet.leave("far")
+        assert fleet._pages == [new.bootstrap]
+
+
+@with_deadline
 async def test_an_engine_that_cannot_join_leaves_its_place_and_stops_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
