@@ -26,7 +26,7 @@ from moonpool.disagg_proxy.admission.ticket import Ticket
 from moonpool.disagg_proxy.admission.wishes import BadHeader, Wishes
 from moonpool.disagg_proxy.conductor.admission import Admission, Refusal
 from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Choice, Request
-from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, Asked, Gate
+from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, RELEASED_MAX, Asked, Gate
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, Plan, refused
 from moonpool.disagg_proxy.conductor.policy import Policy
@@ -331,17 +331,27 @@ class Dispatcher:
             await asyncio.sleep(RELEASE_EVERY_S)
             with self._lock:
                 self._learn(self._observed())
-                now_s = self._clock()
-                left = [*self.gate.expire(now_s), *self.gate.release(now_s)]
-            for ticket, refusal in left:
-                if refusal is not None:
-                    self._turn_away(ticket, refusal)
-                elif ticket.choice is not None:
-                    waited_s = ticket.sent_s - ticket.request.arrived_s
-                    self._resume(
-                        ticket.request,
-                        self._sent(ticket.request, ticket.choice, ticket.place, ticket.sent_s, waited_s),
-                    )
+                late = self.gate.expire(self._clock())
+            for ticket, refusal in late:
+                self._turn_away(ticket, refusal)
+            while self._released() == RELEASED_MAX:
+                await asyncio.sleep(0)  # others want the lock, and the loop, too
+
+    def _released(self) -> int:
+        """How many wait no longer."""
+        assert self.gate is not None
+        with self._lock:
+            left = self.gate.release(self._clock())
+        for ticket, refusal in left:
+            if refusal is not None:
+                self._turn_away(ticket, refusal)
+            elif ticket.choice is not None:
+                waited_s = ticket.sent_s - ticket.request.arrived_s
+                self._resume(
+                    ticket.request,
+                    self._sent(ticket.request, ticket.choice, ticket.place, ticket.sent_s, waited_s),
+                )
+        return len(left)
 
     def _turn_away(self, ticket: Ticket, refusal: Refusal) -> None:
         self._resume(ticket.request, ticket.turned_away(refusal))
@@ -385,7 +395,7 @@ class Dispatcher:
         return Asked(
             choice.prefill_s,
             refusal,
-            final=refusal is not None and refusal.reason == "ttft",
+            final=self.admission.is_final(refusal, asked, instances, ticket.objective),
             prompt=asked.tokens - asked.own_at(choice.computes),
             answer=round(self.admission.answers.tokens),
         )

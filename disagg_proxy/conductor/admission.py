@@ -15,6 +15,7 @@ Pure: ``now_s`` is an argument.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from typing import NamedTuple
 from moonpool.disagg_proxy.conductor.ahead import Ahead, Occupancy
 from moonpool.disagg_proxy.conductor.answers import Answers, Times
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.margin import Margin
 
 LEAD_PRIOR_S = 2.0
@@ -130,6 +131,18 @@ class Admission:
         elif self._exceeds(gap_s, wanted):
             refusal = self._too_slow(gap_s, wanted)
         return Outlook(first_s, gap_s, refusal)
+
+    def is_final(
+        self, refusal: Refusal | None, request: Request, instances: Sequence[Instance], wanted: Objective
+    ) -> bool:
+        """Whether waiting would not help: its time is over, or decode would be too slow if nothing else were
+        there. A margin above one is not counted: it may shrink again."""
+        if refusal is None or refusal.reason != "gap":
+            return refusal is not None and refusal.reason == "ttft"
+        margin = min(self.gap_margin.factor, 1.0)
+        answering = [each for each in instances if each.role is not Role.PREFILL] or instances
+        nobody = Occupancy(0.0, 0.0)
+        return all(self._gap_s(request, each, nobody) * margin > wanted.gap_s for each in answering)
 
     def after_prefill(self, name: int, request: Request, choice: Choice) -> Refusal | None:
         """With ``Look.AFTER``: what the decode instance says when the prompt is computed."""

@@ -64,9 +64,8 @@ class Fairness:
         return (-priority, self.served(tenant), arrived_s)
 
     def _prune(self) -> None:
-        """Whoever was not served for longest is forgotten, unless it waits."""
-        too_many = len(self._served) - 2 * (len(self._waiting) + IDLE_MAX)
-        if too_many <= 0:
+        """Who was not served for longest is forgotten, unless it waits: it begins where the others are."""
+        if len(self._served) <= 2 * (len(self._waiting) + IDLE_MAX):
             return
         idle = [name for name in self._served if name not in self._waiting]
         for name in idle[:-IDLE_MAX]:

@@ -5,6 +5,7 @@
              --instances are busy, others wait, or
                decode would be too slow----------------> waits: no line, or it is full -> refused
     waiting  --its turn, and nothing speaks against it-> sent
+             --its turn, decode would be too slow------> is set aside; asked about again, others go on
              --it would be too late--------------------> refused: ttft
              --its deadline----------------------------> refused: deadline
 
@@ -16,7 +17,8 @@ computed by nobody. Pure: the owner is asked, and time is an argument.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Hashable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from moonpool.disagg_proxy.conductor.admission import Refusal
@@ -28,7 +30,8 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 HOLD_S = 1.0  # of prefill that each engine has in line: less would let it run dry, more lets nobody pass
 RELEASE_EVERY_S = 0.05  # while somebody waits
-RELEASED_MAX = 64  # at one time, so that others get the lock
+RELEASED_MAX = 16  # at one time, so that others get the lock
+ASIDE_MAX = 16  # of a group that at one time are asked about in vain
 
 
 class Asked(NamedTuple):
@@ -64,6 +67,7 @@ class Gate(Generic[T]):
         self.line: Line[T] = Line(waiting_max, self.fairness)
         self.deadline_s = deadline_s
         self._owner = owner
+        self._next: Hashable = None  # the group that is first at the next release
         self._until_s = math.inf
 
     def arrive(
@@ -75,8 +79,7 @@ class Gate(Generic[T]):
         if not self.line.waiting_max:
             return owner.ask(ticket, 0.0, now_s, send=True).refusal, None
         ahead_s = self.line.ahead_s(group, priority) / max(owner.share(ticket), 1)
-        first = self.line.first(group)
-        waits = owner.is_busy(ticket, now_s) or (first is not None and first.priority >= priority)
+        waits = self.line.has_before(group, priority) or owner.is_busy(ticket, now_s)
         asked = owner.ask(ticket, ahead_s, now_s, send=not waits)
         if not waits and asked.refusal is None:
             self.fairness.charge(tenant, asked.prompt, asked.answer)
@@ -95,32 +98,62 @@ class Gate(Generic[T]):
         return (refusal, None) if out.ticket is ticket else (None, (out.ticket, refusal))
 
     def release(self, now_s: float) -> list[tuple[T, Refusal | None]]:
-        """Those who wait no longer: sent, or why not. Call it again until there are none."""
+        """Those who wait no longer: sent, or why not; the groups by turns. Call it again while there are
+        RELEASED_MAX: fewer, and nobody is left who may go now."""
         left: list[tuple[T, Refusal | None]] = []
-        for group in self.line.groups:
-            while len(left) < RELEASED_MAX and (entry := self.line.first(group)) is not None:
-                if self._owner.is_gone(entry.ticket):
-                    self.line.remove(entry)
-                    continue
-                if self._owner.is_busy(entry.ticket, now_s):
-                    break
-                waited_s = max(now_s - entry.since_s, 0.0)
-                asked = self._owner.ask(entry.ticket, waited_s, now_s, send=True)
-                if asked.refusal is not None and not asked.final:
-                    break
-                self.line.remove(entry)
-                if asked.refusal is None:
-                    self.fairness.charge(entry.tenant, asked.prompt, asked.answer)
-                left.append((entry.ticket, asked.refusal))
+        groups = self.line.groups
+        start = groups.index(self._next) if self._next in groups else 0
+        turns = deque((group, self._release(group, now_s)) for group in groups[start:] + groups[:start])
+        while turns and len(left) < RELEASED_MAX:
+            group, going = turns.popleft()
+            gone = next(going, None)
+            if gone is not None:
+                left.append(gone)
+                turns.append((group, going))
+        self._next = turns[0][0] if turns else None
         return left
+
+    def _release(self, group: Hashable, now_s: float) -> Iterator[tuple[T, Refusal | None]]:
+        """Those of a group, until its engines are busy."""
+        in_vain = 0
+        for entry in self.line.aside(group, ASIDE_MAX):
+            if self._owner.is_busy(entry.ticket, now_s):
+                return
+            if (gone := self._try(entry, now_s)) is not None:
+                yield gone
+        while in_vain < ASIDE_MAX and (entry := self.line.first(group)) is not None:
+            if self._owner.is_gone(entry.ticket):
+                self.line.remove(entry)
+                continue
+            if self._owner.is_busy(entry.ticket, now_s):
+                return
+            gone = self._try(entry, now_s)
+            if gone is not None:
+                yield gone
+            else:
+                self.line.set_aside(entry)
+                in_vain += 1
+
+    def _try(self, entry: Waiting[T], now_s: float) -> tuple[T, Refusal | None] | None:
+        """None: not yet."""
+        waited_s = max(now_s - entry.since_s, 0.0)
+        asked = self._owner.ask(entry.ticket, waited_s, now_s, send=True)
+        if asked.refusal is not None and not asked.final:
+            return None
+        self.line.remove(entry)
+        if asked.refusal is None:
+            self.fairness.charge(entry.tenant, asked.prompt, asked.answer)
+        return entry.ticket, asked.refusal
 
     def expire(self, now_s: float) -> list[tuple[T, Refusal]]:
         """Those whose deadline has passed; who is gone leaves, too."""
-        for entry in [entry for entry in self.line if self._owner.is_gone(entry.ticket)]:
-            self.line.remove(entry)
-        late = self.line.overdue(now_s)
-        for entry in late:
-            self.line.remove(entry)
+        late = []
+        for entry in list(self.line):
+            if self._owner.is_gone(entry.ticket):
+                self.line.remove(entry)
+            elif entry.deadline_s <= now_s:
+                self.line.remove(entry)
+                late.append(entry)
         return [(entry.ticket, self._too_long(entry, now_s)) for entry in late]
 
     def hurry(self, deadline_s: float) -> None:

@@ -1,15 +1,21 @@
-"""Requests that wait in the proxy: by priority, then by tenant, then by deadline; of bounded number. Pure."""
+"""Requests that wait in the proxy: by priority, then by tenant, then by deadline; of bounded number. Pure.
+
+Those for whom an engine was free, but none that meets their own objective, are set aside: they keep their
+order, and nobody behind them waits for them.
+"""
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from moonpool.disagg_proxy.conductor.fairness import Fairness
+
+TENANTS_MAX = 256  # that are told apart in the line; who comes then waits with the others of no name
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -18,7 +24,7 @@ K = TypeVar("K")
 @dataclass(slots=True, eq=False)
 class Waiting(Generic[T]):
     """group: those who wait for the same instances. priority: higher is more urgent. work_s: seconds of
-    prefill that it will take."""
+    prefill that it will take. tenant: the line may change it, when there are too many."""
 
     ticket: T
     group: Hashable
@@ -28,9 +34,61 @@ class Waiting(Generic[T]):
     deadline_s: float
     work_s: float = 0.0
     number: int = 0  # of equal deadlines the first to come goes first
+    aside: bool = False
 
 
-_Key = tuple[int, str]  # priority and tenant
+class _Lane(Generic[T]):
+    """Some of a group. by: priority and tenant, each list in the order of deadlines, none empty."""
+
+    def __init__(self) -> None:
+        self.by: dict[int, dict[str, list[Waiting[T]]]] = {}
+        self.work_s: dict[int, float] = {}  # by priority
+
+    def __iter__(self) -> Iterator[Waiting[T]]:
+        for tenants in self.by.values():
+            yield from itertools.chain.from_iterable(tenants.values())
+
+    def add(self, entry: Waiting[T]) -> None:
+        waiting = self.by.setdefault(entry.priority, {}).setdefault(entry.tenant, [])
+        bisect.insort(waiting, entry, key=_order)
+        self.work_s[entry.priority] = self.work_s.get(entry.priority, 0.0) + entry.work_s
+
+    def remove(self, entry: Waiting[T]) -> None:
+        tenants = self.by[entry.priority]
+        waiting = tenants[entry.tenant]
+        place = bisect.bisect_left(waiting, _order(entry), key=_order)
+        assert waiting[place] is entry
+        del waiting[place]
+        self.work_s[entry.priority] -= entry.work_s
+        if not waiting:
+            del tenants[entry.tenant]
+        if not tenants:
+            del self.by[entry.priority], self.work_s[entry.priority]
+
+    def first(self, served: Callable[[str], float]) -> Waiting[T] | None:
+        if not self.by:
+            return None
+        heads = (waiting[0] for waiting in self.by[max(self.by)].values())
+        return min(heads, key=lambda each: (served(each.tenant), each.deadline_s, each.number))
+
+    def check_integrity(self) -> None:
+        for priority, tenants in self.by.items():
+            for waiting in tenants.values():
+                if not waiting or waiting != sorted(waiting, key=_order):
+                    raise AssertionError("the line is not in order")
+            total_s = sum(entry.work_s for waiting in tenants.values() for entry in waiting)
+            if abs(total_s - self.work_s[priority]) > 1e-6 * max(total_s, 1.0):
+                raise AssertionError("their work does not add up")
+
+
+class _Group(Generic[T]):
+    """ready: those who wait for an engine. turn: those aside, by when each was last looked at; some have left
+    since."""
+
+    def __init__(self) -> None:
+        self.ready: _Lane[T] = _Lane()
+        self.aside: _Lane[T] = _Lane()
+        self.turn: deque[Waiting[T]] = deque()
 
 
 class Line(Generic[T]):
@@ -39,8 +97,7 @@ class Line(Generic[T]):
     def __init__(self, waiting_max: int, fairness: Fairness) -> None:
         self.waiting_max = waiting_max
         self._fairness = fairness
-        self._groups: dict[Hashable, dict[_Key, list[Waiting[T]]]] = {}  # each in the order of deadlines
-        self._work_s: dict[Hashable, dict[int, float]] = {}  # by priority
+        self._groups: dict[Hashable, _Group[T]] = {}
         self._priorities: Counter[int] = Counter()
         self._tenants: Counter[str] = Counter()
         self._count = 0
@@ -51,9 +108,9 @@ class Line(Generic[T]):
 
     def __iter__(self) -> Iterator[Waiting[T]]:
         """In no order."""
-        return itertools.chain.from_iterable(
-            itertools.chain.from_iterable(lists.values()) for lists in self._groups.values()
-        )
+        for group in self._groups.values():
+            yield from group.ready
+            yield from group.aside
 
     @property
     def groups(self) -> list[Hashable]:
@@ -62,16 +119,15 @@ class Line(Generic[T]):
     def add(self, entry: Waiting[T]) -> Waiting[T] | None:
         """Returns who has to go for it, perhaps itself; None: there is room."""
         out = None
+        if entry.tenant not in self._tenants and len(self._tenants) >= TENANTS_MAX:
+            entry.tenant = ""
         if self._count >= self.waiting_max:
             out = self._least_wanted(entry)
             if out is entry:
                 return entry
             self.remove(out)
         entry.number = next(self._numbers)
-        waiting = self._groups.setdefault(entry.group, {}).setdefault((entry.priority, entry.tenant), [])
-        bisect.insort(waiting, entry, key=_order)
-        work_s = self._work_s.setdefault(entry.group, {})
-        work_s[entry.priority] = work_s.get(entry.priority, 0.0) + entry.work_s
+        self._groups.setdefault(entry.group, _Group()).ready.add(entry)
         self._priorities[entry.priority] += 1
         self._tenants[entry.tenant] += 1
         self._fairness.waits(entry.tenant)
@@ -79,53 +135,73 @@ class Line(Generic[T]):
         return out
 
     def first(self, group: Hashable) -> Waiting[T] | None:
-        """The next of these."""
-        lists = self._groups.get(group)
-        if not lists:
-            return None
-        served = self._fairness.served
-        return min(
-            (waiting[0] for waiting in lists.values()),
-            key=lambda each: (-each.priority, served(each.tenant), each.deadline_s, each.number),
-        )
+        """The next of those who wait for an engine."""
+        found = self._groups.get(group)
+        return None if found is None else found.ready.first(self._fairness.served)
+
+    def set_aside(self, entry: Waiting[T]) -> None:
+        """An engine was free, and yet it was not sent, for the sake of its own objective."""
+        group = self._groups[entry.group]
+        group.ready.remove(entry)
+        group.aside.add(entry)
+        group.turn.append(entry)
+        entry.aside = True
+
+    def aside(self, group: Hashable, count: int) -> list[Waiting[T]]:
+        """So many of those set aside, to be asked about again: the first one of all, and then those that were
+        not looked at for longest, so that each has its turn."""
+        found = self._groups.get(group)
+        if found is None or (first := found.aside.first(self._fairness.served)) is None:
+            return []
+        turn, seen = found.turn, {id(first): first}
+        for _ in range(len(turn)):
+            if len(seen) >= count:
+                break
+            entry = turn.popleft()
+            if entry.aside:
+                turn.append(entry)
+                seen[id(entry)] = entry
+        return list(seen.values())
 
     def remove(self, entry: Waiting[T]) -> None:
-        lists, key = self._groups[entry.group], (entry.priority, entry.tenant)
-        waiting = lists[key]
-        place = bisect.bisect_left(waiting, _order(entry), key=_order)
-        assert waiting[place] is entry
-        del waiting[place]
-        self._work_s[entry.group][entry.priority] -= entry.work_s
-        if not waiting:
-            del lists[key]
-        if not lists:
-            del self._groups[entry.group], self._work_s[entry.group]
+        group = self._groups[entry.group]
+        if entry.aside:
+            group.aside.remove(entry)
+            entry.aside = False
+        else:
+            group.ready.remove(entry)
+        if not group.ready.by and not group.aside.by:
+            del self._groups[entry.group]
         _less(self._priorities, entry.priority)
         _less(self._tenants, entry.tenant)
         self._fairness.goes(entry.tenant)
         self._count -= 1
 
-    def ahead_s(self, group: Hashable, priority: int) -> float:
-        """Seconds of prefill of those whom one that came now would wait for."""
-        work_s = self._work_s.get(group)
-        return max(sum(s for own, s in work_s.items() if own >= priority), 0.0) if work_s else 0.0
+    def has_before(self, group: Hashable, priority: int) -> bool:
+        """Whether somebody waits whom one that came now would have to let go first."""
+        found = self._groups.get(group)
+        return (
+            found is not None
+            and max(max(lane.by, default=priority - 1) for lane in (found.ready, found.aside)) >= priority
+        )
 
-    def overdue(self, now_s: float) -> list[Waiting[T]]:
-        """Those whose deadline has passed; they stay in the line."""
-        return [entry for entry in self if entry.deadline_s <= now_s]
+    def ahead_s(self, group: Hashable, priority: int) -> float:
+        """Seconds of prefill of those whom one that came now would wait for: of nobody who is aside."""
+        found = self._groups.get(group)
+        if found is None:
+            return 0.0
+        return max(sum(s for own, s in found.ready.work_s.items() if own >= priority), 0.0)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant is broken."""
         every = list(self)
         if self._count != len(every) or self._tenants != Counter(entry.tenant for entry in every):
             raise AssertionError("those who wait do not add up")
-        for group, lists in self._groups.items():
-            for waiting in lists.values():
-                if not waiting or waiting != sorted(waiting, key=_order):
-                    raise AssertionError("the line is not in order")
-            total_s = sum(entry.work_s for waiting in lists.values() for entry in waiting)
-            if abs(total_s - sum(self._work_s[group].values())) > 1e-6 * max(total_s, 1.0):
-                raise AssertionError("their work does not add up")
+        for group in self._groups.values():
+            group.ready.check_integrity()
+            group.aside.check_integrity()
+            if {id(entry) for entry in group.aside} != {id(each) for each in group.turn if each.aside}:
+                raise AssertionError("who is aside does not have its turn")
 
     def _least_wanted(self, entry: Waiting[T]) -> Waiting[T]:
         """Of the least urgent the last one of the tenant that has most in line. A newcomer that is no more
@@ -137,9 +213,9 @@ class Line(Generic[T]):
             return entry
         last = [
             waiting[-1]
-            for lists in self._groups.values()
-            for key, waiting in lists.items()
-            if key[0] == priority
+            for group in self._groups.values()
+            for lane in (group.ready, group.aside)
+            for waiting in lane.by.get(priority, {}).values()
         ]
         out = max(last, key=lambda each: (self._tenants[each.tenant], each.deadline_s, each.number))
         if entry.priority > priority or self._tenants[out.tenant] > self._tenants[entry.tenant] + 1:

@@ -175,7 +175,10 @@ class Desk:
         refusal = None if outlook is None else outlook.refusal
         if send and refusal is None:
             self._send(ticket, asked, choice, outlook)
-        return Asked(choice.prefill_s, refusal, final=refusal is not None and refusal.reason == "ttft")
+        final = self._admission is not None and self._admission.is_final(
+            refusal, asked, self.fleet.instances, self._admission.objective
+        )
+        return Asked(choice.prefill_s, refusal, final=final)
 
     # What happens to a request
 
@@ -210,7 +213,10 @@ class Desk:
     def _release(self) -> None:
         self._releases = False
         now_s = self._events.now_s
-        for job, refusal in (*self._gate.expire(now_s), *self._gate.release(now_s)):
-            if refusal is not None:
-                self._refuse(job, refusal.reason)
+        for job, late in self._gate.expire(now_s):
+            self._refuse(job, late.reason)
+        while left := self._gate.release(now_s):
+            for job, refusal in left:
+                if refusal is not None:
+                    self._refuse(job, refusal.reason)
         self._release_later()

@@ -196,6 +196,24 @@ async def test_who_leaves_is_in_the_queue_no_more() -> None:
 
 
 @with_deadline
+async def test_who_wants_what_no_engine_can_do_keeps_nobody_waiting() -> None:
+    clock = FakeClock()
+    async with bed(1, clock=clock, **gated(queue_max=10, queue_deadline=500.0)) as running:  # type: ignore[arg-type]
+        slow(running.engines).set()
+        never = await post(running, 10, "X-Moonpool-Gap-SLO: 0.000001\r\nX-Moonpool-Priority: 9\r\n")
+        assert reason(await never.answer()) == "gap"
+        dispatcher = running.proxy._dispatcher
+        assert dispatcher.admission is not None
+        dispatcher.admission.gap_margin.factor = 4.0  # so that an empty engine is too slow only for now
+        strict = await post(running, 10, "X-Moonpool-Gap-SLO: 0.02\r\nX-Moonpool-Priority: 9\r\n")
+        await until(lambda: waiting(running) == 1)
+        assert (await (await post(running, 10, first=2)).answer()).status == 200
+        assert waiting(running) == 1
+        dispatcher.admission.gap_margin.factor = 1.0
+        assert (await strict.answer()).status == 200
+
+
+@with_deadline
 async def test_an_end_lets_who_waits_go_on_or_refuses_it_but_forgets_nobody() -> None:
     clock = FakeClock()
     async with bed(1, clock=clock, **gated(queue_max=10, queue_deadline=500.0)) as running:  # type: ignore[arg-type]

@@ -64,6 +64,31 @@ def test_decode_is_looked_at_when_the_prefill_will_have_ended() -> None:
         assert refusals == {Look.NOW: now_says, Look.AHEAD: ahead_says, Look.NEVER: None}, state
 
 
+def test_what_no_empty_instance_can_do_is_not_waited_for() -> None:
+    prefill, decode = pair()
+    quicker = Instance(2, "q", Role.DECODE)
+    for _ in range(200):
+        quicker.decode_model.observe(1, 100, 0.004)
+    admission = Admission(Objective())
+    asked, one = Request(tokens=100), choice(prefill, decode, 1.0)
+    for gap_s, alone, both in ((0.005, True, False), (0.001, True, True), (0.0104, False, False)):
+        wanted = Objective(gap_s=gap_s)
+        refusal = admission.outlook(asked, one, 0.0, objective=wanted).refusal
+        if gap_s < 0.01:
+            assert refusal is not None
+        assert admission.is_final(refusal, asked, (prefill, decode), wanted) is alone
+        assert admission.is_final(refusal, asked, (prefill, decode, quicker), wanted) is both
+    wanted = Objective(ttft_s=0.1)
+    refusal = admission.outlook(asked, one, 0.0, objective=wanted).refusal
+    assert admission.is_final(refusal, asked, (prefill, decode), wanted)
+    assert not admission.is_final(None, asked, (prefill, decode), wanted)
+    admission.gap_margin.factor = 3.0  # it may shrink again
+    wanted = Objective(gap_s=0.02)
+    refusal = admission.outlook(asked, one, 0.0, objective=wanted).refusal
+    assert refusal is not None
+    assert not admission.is_final(refusal, asked, (prefill, decode), wanted)
+
+
 def test_no_room_at_decode_is_a_wait() -> None:
     prefill, decode = pair(room_tokens=20_000)
     admission = Admission(Objective(ttft_s=5.0))

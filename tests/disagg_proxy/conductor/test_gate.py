@@ -11,8 +11,8 @@ import pytest
 
 from moonpool.disagg_proxy.conductor.admission import Refusal
 from moonpool.disagg_proxy.conductor.fairness import Fairness
-from moonpool.disagg_proxy.conductor.gate import Asked, Gate
-from moonpool.disagg_proxy.conductor.line import Line, Waiting
+from moonpool.disagg_proxy.conductor.gate import RELEASED_MAX, Asked, Gate
+from moonpool.disagg_proxy.conductor.line import TENANTS_MAX, Line, Waiting
 
 
 @dataclass
@@ -21,6 +21,8 @@ class Engine:
 
     free: bool = True
     slow: bool = False  # decode is
+    strict: set[int] = field(default_factory=set)  # for whom it is
+    room: int = 1
     late: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
     sent: list[int] = field(default_factory=list)
@@ -39,11 +41,12 @@ class Engine:
         self.waited_s[ticket] = waited_s
         if ticket in self.late:
             return Asked(3.0, Refusal("ttft", 1.0, ""), final=True)
-        if self.slow:
+        if self.slow or ticket in self.strict:
             return Asked(3.0, Refusal("gap", 1.0, ""))
         if send:
             self.sent.append(ticket)
-            self.free = False
+            self.room -= 1
+            self.free = self.room > 0
         return Asked(3.0, None, prompt=100)
 
 
@@ -109,6 +112,61 @@ def test_a_decode_that_is_too_slow_is_waited_for() -> None:
     assert gate.release(1.0) == []
     engine.slow = False
     assert gate.release(2.0) == [(1, None)]
+
+
+def test_who_wants_more_than_decode_gives_now_keeps_nobody_from_an_engine() -> None:
+    engine = Engine(strict=set(range(40)), room=1_000)
+    gate: Gate[int] = Gate(engine, 100, 60.0)
+    for ticket in range(40):
+        gate.arrive(ticket, "g", f"t{ticket}", 5, 30.0, 0.0)
+    for ticket in range(40, 44):
+        gate.arrive(ticket, "g", "", 0, 30.0, 0.0)
+    assert engine.waited_s[43] == 43 * 1.5
+    for tick in range(3):  # each looks at so many in vain
+        assert gate.release(tick / 20) == ([] if tick < 2 else [(each, None) for each in range(40, 44)])
+        gate.line.check_integrity()
+    engine.waited_s.clear()
+    gate.arrive(50, "g", "", 0, 30.0, 1.0)
+    assert engine.waited_s.pop(50) == 0.0  # nobody is before it, as far as engines go
+    assert gate.release(1.0) == [(50, None)]
+    for _ in range(3):
+        gate.release(1.0)
+    assert set(engine.waited_s) == {*range(40), 50}  # each has its turn
+    engine.strict = set(range(39))
+    assert [ticket for _ in range(4) for ticket, _ in gate.release(2.0)] == [39]
+    engine.strict.clear()
+    gate.arrive(60, "g", "", 5, 30.0, 3.0)
+    found = [ticket for _ in range(5) for ticket, _ in gate.release(3.0)]
+    assert sorted(found) == [*range(39), 60]
+    assert found.index(60) >= 16  # those who were aside before it are asked first
+    assert not gate.line
+    gate.line.check_integrity()
+
+
+def test_groups_take_turns_and_all_who_may_go_do() -> None:
+    engine = Engine(free=False, room=1_000)
+    gate: Gate[int] = Gate(engine, 1_000, 60.0)
+    for ticket in range(200):
+        gate.arrive(ticket, "many", "", 0, 60.0, 0.0)
+    for ticket in range(200, 240):
+        gate.arrive(ticket, f"group {ticket}", "", 0, 60.0, 0.0)
+    engine.free = True
+    seen: list[int] = []
+    while left := gate.release(1.0):
+        assert len(left) == RELEASED_MAX or not gate.line
+        seen += [ticket for ticket, _ in left]
+    assert sorted(seen) == list(range(240))
+    assert max(seen.index(ticket) for ticket in range(200, 240)) < 50
+
+
+def test_more_tenants_than_are_told_apart_share_a_place_in_line() -> None:
+    gate: Gate[int] = Gate(Engine(free=False), 5_000, 60.0)
+    for ticket in range(4_000):
+        gate.arrive(ticket, "g", f"t{ticket}", ticket % 2, 60.0, 0.0)
+    tenants = {entry.tenant for entry in gate.line}
+    assert len(tenants) == TENANTS_MAX + 1
+    assert sum(entry.tenant == "" for entry in gate.line) == 4_000 - TENANTS_MAX
+    gate.line.check_integrity()
 
 
 def test_deadlines_who_is_gone_and_an_end() -> None:
