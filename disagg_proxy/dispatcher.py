@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -47,6 +47,17 @@ EVERYBODY = AdmissionSettings()
 _GENERATES = frozenset(("chat", "completions", "generate"))
 
 _log = logging.getLogger("moonpool.proxy")
+
+
+class _Fit(NamedTuple):
+    """Instances that may be chosen now. computing: those that compute prompts."""
+
+    instances: tuple[Instance, ...]
+    computing: tuple[Instance, ...]
+
+    @classmethod
+    def of(cls, instances: tuple[Instance, ...]) -> _Fit:
+        return cls(instances, tuple(each for each in instances if each.role is not Role.DECODE))
 
 
 class Dispatcher:
@@ -97,7 +108,10 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._loop = loop
         self._asking: set[asyncio.Task[None]] = set()
-        self._candidates: dict[tuple[int, ...], tuple[tuple[Instance, ...], tuple[Instance, ...]]] = {}
+        self._candidates: dict[tuple[int, ...], tuple[_Fit, _Fit]] = {}
+        # Of those that wait for a model: the last candidates, and the engines that there were then.
+        self._last: dict[str, tuple[tuple[int, ...], tuple[Engine, ...]]] = {}
+        self._fit: dict[str, _Fit] = {}  # by model
 
     @property
     def instances(self) -> tuple[Instance, ...]:
@@ -187,8 +201,10 @@ class Dispatcher:
         self.became(engine)
 
     def part(self, engine: Engine) -> None:
-        """The engine is leaving: no request goes there any more."""
+        """The engine is leaving: no request goes there any more, of those that wait neither."""
         self._set_engines(each for each in self.engines if each is not engine)
+        with self._lock:
+            self._fit.clear()
 
     def leave(self, engine: Engine) -> None:
         """All that was sent to the engine is over, and its place is free."""
@@ -209,6 +225,8 @@ class Dispatcher:
         if instance is not None:
             instance.role, instance.alone = Role(engine.role), engine.alone
         self._candidates = {}  # a new one: on another thread somebody may be adding to the old
+        with self._lock:
+            self._fit.clear()
 
     def forget(self, engine: Engine) -> None:
         """The engine left the rotation: what it had in work and in its cache is not counted on."""
@@ -264,7 +282,7 @@ class Dispatcher:
         return self._choose(request, asked, place)
 
     def _choose(self, request: ProxyRequest, asked: Request, place: Place | None) -> Decision:
-        instances = self._those(request)
+        instances = self._those(request).instances
         if not instances:
             return _nobody()
         try:
@@ -302,12 +320,15 @@ class Dispatcher:
         """None: it waits."""
         assert self.gate is not None
         assert self.admission is not None
-        ticket = Ticket(request, asked, place, wished.objective(self.admission.objective))
+        # Those that may go to the same engines; which ones these are may change while they wait.
+        model = "" if self._models(request, request.model) is None else request.model
+        ticket = Ticket(request, asked, place, wished.objective(self.admission.objective), model)
         with self._lock:
             self._learn(self._observed())
             now_s = self._clock()
+            self._last[model] = request.candidates, self.engines
             refusal, out = self.gate.arrive(
-                ticket, request.candidates, asked.tenant, asked.priority, ticket.objective.ttft_s, now_s
+                ticket, model, asked.tenant, asked.priority, ticket.objective.ttft_s, now_s
             )
             ticket.waits = refusal is None and ticket.choice is None
         if out is not None:
@@ -331,6 +352,7 @@ class Dispatcher:
             await asyncio.sleep(RELEASE_EVERY_S)
             with self._lock:
                 self._learn(self._observed())
+                self._look_again()
                 late = self.gate.expire(self._clock())
             for ticket, refusal in late:
                 self._turn_away(ticket, refusal)
@@ -346,12 +368,18 @@ class Dispatcher:
             if refusal is not None:
                 self._turn_away(ticket, refusal)
             elif ticket.choice is not None:
-                waited_s = ticket.sent_s - ticket.request.arrived_s
-                self._resume(
-                    ticket.request,
-                    self._sent(ticket.request, ticket.choice, ticket.place, ticket.sent_s, waited_s),
-                )
+                self._send_later(ticket, ticket.choice)
         return len(left)
+
+    def _send_later(self, ticket: Ticket, choice: Choice) -> None:
+        request = ticket.request
+        try:
+            waited_s = ticket.sent_s - request.arrived_s
+            plan = self._sent(request, choice, ticket.place, ticket.sent_s, waited_s)
+        except Exception:  # of a policy's choice: the others must not wait in vain for it
+            self._policy_failed()
+            plan = Plan(choice.decode.place, note=1)
+        self._resume(request, plan)
 
     def _turn_away(self, ticket: Ticket, refusal: Refusal) -> None:
         self._resume(ticket.request, ticket.turned_away(refusal))
@@ -359,11 +387,11 @@ class Dispatcher:
     # What the gate asks
 
     def is_busy(self, ticket: Ticket, now_s: float) -> bool:
-        computing = self._computing(ticket)
+        computing = self._able(ticket).computing
         return bool(computing) and all(each.books.wait_s(now_s) >= HOLD_S for each in computing)
 
     def share(self, ticket: Ticket) -> int:
-        return len(self._computing(ticket))
+        return len(self._able(ticket).computing)
 
     def is_gone(self, ticket: Ticket) -> bool:
         return ticket.request.gone
@@ -371,7 +399,7 @@ class Dispatcher:
     def ask(self, ticket: Ticket, waited_s: float, now_s: float, *, send: bool) -> Asked:
         assert self.admission is not None
         request, asked = ticket.request, ticket.asked
-        instances = self._able(ticket)
+        instances = self._able(ticket).instances
         if not instances:
             ticket.answer = _nobody()
             return Asked(0.0, Refusal("no_engine", 0.0, ""), final=True)
@@ -402,27 +430,48 @@ class Dispatcher:
 
     def _choice_at_gate(self, ticket: Ticket, instances: Sequence[Instance], now_s: float) -> Choice:
         try:
-            return self._policy.choose(ticket.asked, instances, now_s)
+            choice = self._policy.choose(ticket.asked, instances, now_s)
+            if choice.decode not in instances:
+                raise LookupError(f"the policy chose {choice.decode.name}, which is not among the candidates")
+            return choice
         except Exception:  # a policy of the user's own
             if not ticket.waits:
                 raise  # the data plane counts it
             self._policy_failed()
             return Choice(instances[0])
 
-    def _able(self, ticket: Ticket) -> Sequence[Instance]:
-        """Of the instances that its request may go to those that are well now; all, when none is."""
-        instances = self._those(ticket.request)
+    def _able(self, ticket: Ticket) -> _Fit:
+        """The instances that its request may go to now."""
         if not ticket.waits:
-            return instances
-        well = [each for each in instances if self._is_well(each)]
-        return well or instances
+            return self._those(ticket.request)
+        found = self._fit.get(ticket.model)
+        if found is None:
+            found = self._fit[ticket.model] = _Fit.of(self._now_there(ticket.model))
+        return found
 
-    def _is_well(self, instance: Instance) -> bool:
-        engine = self.at[instance.place]
-        return engine is not None and engine.liveness.healthy
+    def _now_there(self, model: str) -> tuple[Instance, ...]:
+        """What the relay would say now of those that wait for this model: its last candidates that are still
+        there, and who has joined since; when none of them is well, any that serves it."""
+        places, engines = self._last.get(model, ((), ()))
+        joined = set() if engines is self.engines else set(self.engines).difference(engines)
+        serve = [each for each in self.engines if not model or each.models is None or model in each.models]
+        asked = set(places)
+        well = [each for each in serve if each.liveness.healthy and (each.place in asked or each in joined)]
+        found = well or [each for each in serve if each.liveness.healthy] or serve
+        return tuple(each for engine in found if (each := self._instance_at[engine.place]) is not None)
 
-    def _computing(self, ticket: Ticket) -> list[Instance]:
-        return [each for each in self._able(ticket) if each.role is not Role.DECODE]
+    def _look_again(self) -> None:
+        """Which engines those that wait may go to. Where nothing has changed it is the same tuple, of which
+        policies know already who does what."""
+        assert self.gate is not None
+        waiting = set(self.gate.line.groups)
+        self._last = {model: each for model, each in self._last.items() if model in waiting}
+        before, self._fit = self._fit, {}
+        for model in self._last:
+            there, known = self._now_there(model), before.get(model)
+            if known is not None and known.instances == there:
+                there = known.instances
+            self._fit[model] = _Fit.of(there)
 
     def _policy_failed(self) -> None:
         self.late_errors += 1
@@ -430,7 +479,7 @@ class Dispatcher:
             _log.exception("the policy failed; the request goes to the first engine that may have it")
 
     def _choose_simply(self, request: ProxyRequest) -> Decision:
-        instances = self._those(request)
+        instances = self._those(request).instances
         if not instances:
             return _nobody()
         choice = self._policy.choose(UNKNOWN, instances, request.arrived_s)
@@ -442,7 +491,7 @@ class Dispatcher:
             return choice.decode.place
         return self._plan(request, choice, note=0)
 
-    def _those(self, request: ProxyRequest) -> Sequence[Instance]:
+    def _those(self, request: ProxyRequest) -> _Fit:
         """The instances that may be chosen; for what is no generation those that answer by themselves. None
         are left when the client has left and so have the engines."""
         places, known = request.candidates, self._candidates
@@ -453,7 +502,7 @@ class Dispatcher:
             at = self._instance_at
             instances = tuple(each for place in places if (each := at[place]) is not None)
             whole = tuple(each for each in instances if each.role is not Role.PREFILL) or instances
-            found = known[places] = (instances, whole)
+            found = known[places] = (_Fit.of(instances), _Fit.of(whole))
         return found[0] if request.kind in _GENERATES else found[1]
 
     def _plan(self, request: ProxyRequest, choice: Choice, *, note: int, waited_s: float = 0.0) -> Plan:

@@ -23,6 +23,7 @@ class Ticket:
     asked: Request
     place: Place | None
     objective: Objective
+    model: str  # "": engines do not say which they serve
     waits: bool = False
     choice: Choice | None = None
     sent_s: float = 0.0

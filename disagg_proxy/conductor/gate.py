@@ -116,10 +116,10 @@ class Gate(Generic[T]):
     def _release(self, group: Hashable, now_s: float) -> Iterator[tuple[T, Refusal | None]]:
         """Those of a group, until its engines are busy."""
         in_vain = 0
-        for entry in self.line.aside(group, ASIDE_MAX):
-            if self._owner.is_busy(entry.ticket, now_s):
+        for aside in self.line.aside(group, ASIDE_MAX):
+            if self._owner.is_busy(aside.ticket, now_s):
                 return
-            if (gone := self._try(entry, now_s)) is not None:
+            if (gone := self._try(aside, now_s)) is not None:
                 yield gone
         while in_vain < ASIDE_MAX and (entry := self.line.first(group)) is not None:
             if self._owner.is_gone(entry.ticket):

@@ -13,6 +13,7 @@ import time
 import pytest
 
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
+from moonpool.disagg_proxy.discovery.source import Found
 from tests.disagg_proxy.harness import (
     Answer,
     Bed,
@@ -244,6 +245,95 @@ async def test_an_engine_that_dies_while_others_wait_costs_them_nothing() -> Non
         may_go.set()
         assert [(await client.answer()).status for client in clients] == [200] * 4
         assert waiting(running) == 0
+
+
+@with_deadline
+async def test_who_waits_goes_to_an_engine_that_joins_before_who_comes_then() -> None:
+    settings = gated(queue_max=10) | {"discovery": ("http",), "engines_max": 3}
+    async with bed(1, **settings) as running:  # type: ignore[arg-type]
+        may_go = slow(running.engines)
+        clients = [await post(running, LONG)]
+        await until(lambda: len(running.engines[0].seen) == 1)
+        for first in (2, 3, 4):
+            clients.append(await post(running, LONG, first=first))
+            await until(lambda count=first - 1: waiting(running) == count)  # type: ignore[misc]
+        more = Slow("more")
+        more.may_go = may_go
+        await more.start()
+        running.engines.append(more)
+        joined = running.proxy.fleet.join(Found(more.spec))
+        await until(lambda: joined.liveness.healthy)
+        clients.append(await post(running, LONG, first=5))
+        await until(lambda: len(more.seen) == 1)
+        assert json.loads(more.seen[0].body)["prompt"][0] == 2
+        await until(lambda: waiting(running) == 3)
+        may_go.set()
+        assert [(await client.answer()).status for client in clients] == [200] * 5
+
+
+@with_deadline
+async def test_nobody_who_waits_is_sent_to_an_engine_that_leaves() -> None:
+    settings = gated(queue_max=10) | {"discovery": ("http",), "engines_max": 3}
+    async with bed(2, **settings) as running:  # type: ignore[arg-type]
+        leaver, other = running.engines
+        others_may_go, end = slow([other]), asyncio.Event()
+        first_token = asyncio.Event()
+
+        async def stream(exchange: Exchange) -> None:
+            await first_token.wait()
+            await exchange.begin_stream()
+            await exchange.event('{"choices":[{"text":"x"}]}')
+            await end.wait()
+            await exchange.event("[DONE]")
+            await exchange.end_stream()
+
+        leaver.behave = stream
+        gate = running.proxy._dispatcher.gate
+        assert gate is not None
+        came, arrive = [], gate.arrive
+
+        def count(*args: object) -> object:
+            came.append(args[0])
+            return arrive(*args)  # type: ignore[arg-type]
+
+        gate.arrive = count  # type: ignore[method-assign, assignment]
+        clients = [await post(running, LONG, first=number) for number in (1, 2)]
+        await until(lambda: len(leaver.seen) == len(other.seen) == 1)
+        for number in (3, 4, 5):
+            clients.append(await post(running, LONG, first=number))
+            await until(lambda count=number - 2: waiting(running) == count)  # type: ignore[misc]
+        running.proxy.fleet.leave(leaver.name)
+        first_token.set()
+        instance = running.proxy._dispatcher._instance_at[0]
+        assert instance is not None
+        await until(lambda: instance.books.wait_s(running.proxy._dispatcher._clock()) < 1.0)
+        others_may_go.set()
+        await until(lambda: len(other.seen) == 4)
+        assert [json.loads(seen.body)["prompt"][0] for seen in other.seen[1:]] == [3, 4, 5]
+        assert len(leaver.seen) == 1
+        assert len(came) == 5
+        end.set()
+
+
+@with_deadline
+async def test_a_policy_that_chooses_nonsense_keeps_nobody_waiting() -> None:
+    async with bed(1, **gated(queue_max=10)) as running:  # type: ignore[arg-type]
+        may_go = slow(running.engines)
+        clients = [await post(running, LONG)]
+        await until(lambda: len(running.engines[0].seen) == 1)
+        for first in (2, 3):
+            clients.append(await post(running, LONG, first=first))
+            await until(lambda count=first - 1: waiting(running) == count)  # type: ignore[misc]
+        dispatcher = running.proxy._dispatcher
+        dispatcher._policy.choose = lambda *args: None  # type: ignore[method-assign, assignment, return-value]
+
+        def fail(*args: object) -> None:
+            raise RuntimeError("odd")
+
+        dispatcher.chosen = fail
+        may_go.set()
+        assert [(await client.answer()).status for client in clients] == [200] * 3
+        assert dispatcher.late_errors == 4
 
 
 @with_deadline
