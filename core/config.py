@@ -392,7 +392,7 @@ HELP: dict[str, str] = {
     "proxy.discovery_keys_file": "keys of those who may register engines over HTTP, one per line; empty: "
     "those of proxy.api_keys_file",
     "proxy.ttft_slo": "refuse at once (429) what would get its first token later; 0: nothing",
-    "proxy.gap_slo": "refuse at once (429) what would get its tokens more slowly, each; 0: nothing",
+    "proxy.gap_slo": "refuse (429), or let wait, what would get its tokens more slowly; 0: nothing",
     "proxy.queue_max": "so many requests may wait in the proxy until engines are free; 0: none",
     "proxy.queue_deadline": "the longest such wait; then 429",
     "proxy.client_connections_max": "the most client connections",

@@ -13,7 +13,9 @@ import time
 import pytest
 
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
+from moonpool.disagg_proxy.admission.ticket import Ticket
 from moonpool.disagg_proxy.discovery.source import Found
+from moonpool.disagg_proxy.dispatcher import _Fit
 from tests.disagg_proxy.harness import (
     Answer,
     Bed,
@@ -313,6 +315,35 @@ async def test_nobody_who_waits_is_sent_to_an_engine_that_leaves() -> None:
         assert len(leaver.seen) == 1
         assert len(came) == 5
         end.set()
+
+
+@with_deadline
+async def test_while_engines_stay_the_same_policies_get_the_same_tuple() -> None:
+    """They keep what they have found about it, which takes long where there are many engines."""
+    async with bed(2, **gated(queue_max=10)) as running:  # type: ignore[arg-type]
+        may_go = slow(running.engines)
+        clients = [await post(running, LONG, first=number) for number in (1, 2, 3)]
+        await until(lambda: waiting(running) == 1)
+        dispatcher, given = running.proxy._dispatcher, []
+        able = dispatcher._able
+
+        def looked(ticket: Ticket) -> _Fit:
+            given.append(able(ticket).instances)
+            return able(ticket)
+
+        dispatcher._able = looked  # type: ignore[method-assign]
+        await until(lambda: len(given) >= 3)
+        assert len(set(map(id, given))) == 1
+        dispatcher.became(dispatcher.engines[0])  # another role, perhaps
+        seen = len(given)
+        await until(lambda: len(given) > seen)
+        assert given[-1] == given[0]
+        assert given[-1] is not given[0]
+        dispatcher.engines[0].refused("it is not there")
+        await until(lambda: len(given[-1]) == 1)
+        assert given[-1] == dispatcher.instances[1:]
+        may_go.set()
+        assert [(await client.answer()).status for client in clients] == [200] * 3
 
 
 @with_deadline
