@@ -426,6 +426,7 @@ class Dispatcher:
             final=self.admission.is_final(refusal, asked, instances, ticket.objective),
             prompt=asked.tokens - asked.own_at(choice.computes),
             answer=round(self.admission.answers.tokens),
+            gap_s=ticket.objective.gap_s,
         )
 
     def _choice_at_gate(self, ticket: Ticket, instances: Sequence[Instance], now_s: float) -> Choice:

@@ -32,17 +32,21 @@ HOLD_S = 1.0  # of prefill that each engine has in line: less would let it run d
 RELEASE_EVERY_S = 0.05  # while somebody waits
 RELEASED_MAX = 16  # at one time, so that others get the lock
 ASIDE_MAX = 16  # of a group that at one time are asked about in vain
+TURNS = 2  # of those aside that at one time are asked about out of order, in vain
+UNASKED_MAX = 256  # that are set aside without being asked about
 
 
 class Asked(NamedTuple):
     """work_s: seconds of prefill that it will take; refusal: why it was not sent, None: it was, if it was to
-    be; final: waiting would not help; prompt, answer: tokens that are to be computed for it."""
+    be; final: waiting would not help; prompt, answer: tokens that are to be computed for it; gap_s: its own
+    objective."""
 
     work_s: float
     refusal: Refusal | None
     final: bool = False
     prompt: int = 0
     answer: int = 0
+    gap_s: float = math.inf
 
 
 class Owner(Protocol[T_contra]):
@@ -87,7 +91,9 @@ class Gate(Generic[T]):
         if asked.final:
             return asked.refusal, None
         deadline_s = min(now_s + min(self.deadline_s, ttft_s), self._until_s)
-        out = self.line.add(Waiting(ticket, group, tenant, priority, now_s, deadline_s, asked.work_s))
+        out = self.line.add(
+            Waiting(ticket, group, tenant, priority, now_s, deadline_s, asked.work_s, asked.gap_s)
+        )
         if out is None:
             return None, None
         refusal = Refusal(
@@ -114,25 +120,42 @@ class Gate(Generic[T]):
         return left
 
     def _release(self, group: Hashable, now_s: float) -> Iterator[tuple[T, Refusal | None]]:
-        """Those of a group, until its engines are busy."""
-        in_vain = 0
-        for aside in self.line.aside(group, ASIDE_MAX):
-            if self._owner.is_busy(aside.ticket, now_s):
+        """Those of a group, until its engines are busy. Who wants no less than somebody who was asked about
+        in vain keeps behind it, except that each has its turn: one that asks too much, or is too long, would
+        keep them for good."""
+        line, owner, in_vain, unasked = self.line, self._owner, 0, 0
+        too_much_s = -math.inf
+        while (entry := line.first_aside(group)) is not None:
+            if owner.is_busy(entry.ticket, now_s):
                 return
-            if (gone := self._try(aside, now_s)) is not None:
-                yield gone
-        while in_vain < ASIDE_MAX and (entry := self.line.first(group)) is not None:
-            if self._owner.is_gone(entry.ticket):
-                self.line.remove(entry)
-                continue
-            if self._owner.is_busy(entry.ticket, now_s):
+            if (gone := self._try(entry, now_s)) is None:
+                too_much_s = entry.gap_s
+                break
+            yield gone
+        turns = TURNS
+        while turns and (entry := line.turn(group)) is not None:
+            if owner.is_busy(entry.ticket, now_s):
                 return
-            gone = self._try(entry, now_s)
-            if gone is not None:
+            if (gone := self._try(entry, now_s)) is not None:
                 yield gone
             else:
-                self.line.set_aside(entry)
-                in_vain += 1
+                turns -= 1
+        while in_vain < ASIDE_MAX and unasked < UNASKED_MAX and (entry := line.first(group)) is not None:
+            if entry.gap_s <= too_much_s:
+                line.set_aside(entry)
+                unasked += 1
+                continue
+            if owner.is_gone(entry.ticket):
+                line.remove(entry)
+                continue
+            if owner.is_busy(entry.ticket, now_s):
+                return
+            if (gone := self._try(entry, now_s)) is not None:
+                yield gone
+                continue
+            line.set_aside(entry)
+            too_much_s = max(too_much_s, entry.gap_s)
+            in_vain += 1
 
     def _try(self, entry: Waiting[T], now_s: float) -> tuple[T, Refusal | None] | None:
         """None: not yet."""

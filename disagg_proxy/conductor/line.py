@@ -1,13 +1,14 @@
 """Requests that wait in the proxy: by priority, then by tenant, then by deadline; of bounded number. Pure.
 
 Those for whom an engine was free, but none that meets their own objective, are set aside: they keep their
-order, and nobody behind them waits for them.
+order, and nobody behind them who wants less waits for them.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class Waiting(Generic[T]):
     since_s: float
     deadline_s: float
     work_s: float = 0.0
+    gap_s: float = math.inf  # its own objective
     number: int = 0  # of equal deadlines the first to come goes first
     aside: bool = False
 
@@ -147,21 +149,20 @@ class Line(Generic[T]):
         group.turn.append(entry)
         entry.aside = True
 
-    def aside(self, group: Hashable, count: int) -> list[Waiting[T]]:
-        """So many of those set aside, to be asked about again: the first one of all, and then those that were
-        not looked at for longest, so that each has its turn."""
+    def first_aside(self, group: Hashable) -> Waiting[T] | None:
+        """The next of those who were set aside."""
         found = self._groups.get(group)
-        if found is None or (first := found.aside.first(self._fairness.served)) is None:
-            return []
-        turn, seen = found.turn, {id(first): first}
-        for _ in range(len(turn)):
-            if len(seen) >= count:
-                break
-            entry = turn.popleft()
+        return None if found is None else found.aside.first(self._fairness.served)
+
+    def turn(self, group: Hashable) -> Waiting[T] | None:
+        """Of those set aside the one at whom nobody has looked for longest; looks at it."""
+        found = self._groups.get(group)
+        while found is not None and found.turn:
+            entry = found.turn.popleft()
             if entry.aside:
-                turn.append(entry)
-                seen[id(entry)] = entry
-        return list(seen.values())
+                found.turn.append(entry)
+                return entry
+        return None
 
     def remove(self, entry: Waiting[T]) -> None:
         group = self._groups[entry.group]

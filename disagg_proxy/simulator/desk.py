@@ -178,7 +178,8 @@ class Desk:
         final = self._admission is not None and self._admission.is_final(
             refusal, asked, self.fleet.instances, self._admission.objective
         )
-        return Asked(choice.prefill_s, refusal, final=final)
+        gap_s = math.inf if self._admission is None else self._admission.objective.gap_s
+        return Asked(choice.prefill_s, refusal, final=final, gap_s=gap_s)
 
     # What happens to a request
 
