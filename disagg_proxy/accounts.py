@@ -49,7 +49,8 @@ class _Sent:
 
 class Accounts:
     """Not thread safe: the dispatcher's lock guards it. changed: hears of each change, for other proxies;
-    ended: of each request at its end, with its choice, what was known of it, and when it was sent."""
+    ended: of each request at its end, with its choice, what was known of it, and when it was sent; went: of
+    each choice that is carried out (a policy's ``sent``)."""
 
     def __init__(self, instances: Sequence[Instance] = (), admission: Admission | None = None) -> None:
         self.admission = admission
@@ -59,6 +60,7 @@ class Accounts:
         self.nonsense = 0  # observations whose times cannot be
         self.changed: Callable[[Change], None] | None = None
         self.ended: Callable[[tuple[Observation, Choice, Request, float]], None] | None = None
+        self.went: Callable[[Request, Choice, float], None] | None = None
         self._sent: dict[int, _Sent] = {}
         self._learnt_s: dict[object, float] = {}  # by model
         for instance in instances:
@@ -140,6 +142,8 @@ class Accounts:
             )
         if self.changed is not None:
             self.changed(_said(request, sent, now_s))
+        if self.went is not None:
+            self.went(asked, choice, now_s)
 
     def in_flight(self, now_s: float) -> list[Change]:
         """All that was sent and is not over, for a proxy that has heard of none of it."""

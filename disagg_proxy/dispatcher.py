@@ -29,7 +29,7 @@ from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Choice, Reques
 from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, RELEASED_MAX, Asked, Gate
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, Plan, refused
-from moonpool.disagg_proxy.conductor.policy import Policy
+from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
 from moonpool.disagg_proxy.conductor.sender import Sender
 from moonpool.disagg_proxy.engine import Engine
 from moonpool.disagg_proxy.handovers import Handovers
@@ -94,10 +94,11 @@ class Dispatcher:
         self.known = KnownPrompts()
         self._pool = Sender()  # all of its nodes: which of them would send is the master's choice
         self.blind = 0
-        self.late_errors = 0  # of the policy, about prompts whose ids came later
+        self.late_errors = 0  # of the policy, that the data plane does not count
         self.chosen: Callable[[ProxyRequest, Choice], None] | None = None  # hears of each choice
         self.placed: Callable[[Instance, Place], None] | None = None  # hears where each prompt went
-        self._policy = policy
+        self._policy, self._hook = policy, hook_of(policy)
+        self.accounts.went = self._went
         # Of a policy that looks at prompts every record is kept account of.
         self._read = observations.read if policy.uses_tokens else observations.read_kept
         self._locality = locality
@@ -474,10 +475,18 @@ class Dispatcher:
                 there = known.instances
             self._fit[model] = _Fit.of(there)
 
-    def _policy_failed(self) -> None:
+    def _went(self, asked: Request, choice: Choice, now_s: float) -> None:
+        try:
+            self._hook(asked, choice, now_s)
+        except Exception:  # a policy of the user's own; the request is on its way
+            self._policy_failed("the policy failed when it was told what was sent; the request goes on")
+
+    def _policy_failed(
+        self, what: str = "the policy failed; the request goes to the first engine that may have it"
+    ) -> None:
         self.late_errors += 1
         if self.late_errors <= TRACEBACKS_MAX:
-            _log.exception("the policy failed; the request goes to the first engine that may have it")
+            _log.exception(what)
 
     def _choose_simply(self, request: ProxyRequest) -> Decision:
         instances = self._those(request).instances
@@ -486,6 +495,7 @@ class Dispatcher:
         choice = self._policy.choose(UNKNOWN, instances, request.arrived_s)
         if not choice.decode.alone and (refusal := _refusal(request, choice)):
             return refusal
+        self._went(UNKNOWN, choice, request.arrived_s)
         if self.chosen is not None:
             self.chosen(request, choice)
         if choice.prefill is None and not choice.why:

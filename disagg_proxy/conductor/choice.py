@@ -45,7 +45,8 @@ class Choice(NamedTuple):
     prefill: computes the prompt and hands it to decode; None: decode does both.
 
     prefill_s: predicted seconds of the prompt's fetch and computation, without the wait. why: what it was
-    weighed by, for people. fetch: whether what the pool holds is to be fetched, where the instance obeys.
+    weighed by, for people. fetch: whether what the pool holds is to be fetched, where the instance obeys;
+    lost_s: predicted seconds that to fetch it takes more than to compute it.
     """
 
     decode: Instance
@@ -53,6 +54,7 @@ class Choice(NamedTuple):
     prefill_s: float = 0.0
     why: Mapping[str, float | int | str] = MappingProxyType({})
     fetch: bool = True
+    lost_s: float = 0.0
 
     @property
     def computes(self) -> Instance:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
@@ -22,14 +22,25 @@ from moonpool.disagg_proxy.conductor.policies.round_robin import RoundRobin
 
 
 class Policy(Protocol):
-    """Pure: it keeps no clock, opens nothing, waits for nothing; it is called for each request in turn."""
+    """Pure: it keeps no clock, opens nothing, waits for nothing; it is called for each request in turn.
+
+    One that keeps account of what it chose has a method ``sent(request, choice, now_s)``, too: it is called
+    for each choice that was carried out, and for no other.
+    """
 
     uses_tokens: bool
     """Whether prompts are tokenised and looked up for it; without, ``Request`` says nothing of tokens."""
 
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        """instances: never empty, ordered by place. now_s: seconds of a monotonic clock."""
+        """instances: never empty, ordered by place. now_s: seconds of a monotonic clock.
+
+        Changes nothing that a later choice depends on: it is asked about requests that are then refused, and
+        again and again about one that waits.
+        """
         ...
+
+
+Hook = Callable[[Request, Choice, float], None]
 
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
@@ -69,8 +80,19 @@ def make_policy(name: str) -> Policy:
         raise _bad(
             f"the policy {name} needs a method choose(request, instances, now_s) and a bool uses_tokens"
         )
+    if not callable(getattr(policy, "sent", _nothing)):
+        raise _bad(f"what the policy {name} has as sent is no method sent(request, choice, now_s)")
     made: Policy = policy
     return made
+
+
+def hook_of(policy: Policy) -> Hook:
+    """What hears of each choice that was carried out."""
+    return cast(Hook, getattr(policy, "sent", _nothing))
+
+
+def _nothing(request: Request, choice: Choice, now_s: float) -> None:
+    pass
 
 
 def _bad(sentence: str) -> ConfigError:

@@ -16,7 +16,7 @@ from moonpool.disagg_proxy.conductor.admission import Admission, Outlook, Refusa
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, Asked, Gate
 from moonpool.disagg_proxy.conductor.instance import Role
-from moonpool.disagg_proxy.conductor.policy import Policy
+from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
 from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
 from moonpool.disagg_proxy.peers.shared import Shared
 from moonpool.disagg_proxy.simulator.cache import Caches
@@ -52,6 +52,7 @@ class Desk:
         queue_deadline_s: float = 30.0,
     ) -> None:
         self.accounts = Accounts((), admission)
+        self.accounts.went = hook_of(policy)
         self._policy = policy
         self._admission = admission
         self._gate: Gate[Job] = Gate(self, queue, queue_deadline_s)

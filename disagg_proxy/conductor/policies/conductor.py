@@ -73,6 +73,18 @@ class Conductor:
         best = self._compute(request, together or answering, now_s)
         return self._choice(request, best.instance, None, best, best.instance.gap_s(request.tokens))
 
+    def sent(self, request: Request, choice: Choice, now_s: float) -> None:
+        computes, decode = choice.computes, choice.decode
+        self._turn += 1
+        computes.turn = decode.turn = self._turn
+        own, in_pool = request.own_at(computes), request.from_pool(computes)
+        if in_pool and computes.obeys:  # what may be spent on tries, and what was
+            ttft_s = float(choice.why.get("wait_s", 0.0)) + choice.prefill_s
+            self._spare_s = min(self._spare_s + TRY_SHARE * ttft_s, TRY_MOST * ttft_s)
+            self._spare_s = max(self._spare_s - choice.lost_s, 0.0)
+        self._space.observe(request.tokens - own, own + (in_pool if choice.fetch else 0))
+        self._sessions.keep(request.session, computes, request.tokens)
+
     def _compute(
         self, request: Request, group: Group, now_s: float, *, without: Instance | None = None
     ) -> _Found:
@@ -108,28 +120,15 @@ class Conductor:
             self._harm_of, self._harm_at_s = instances, now_s
         return self._harm
 
-    def _count(self, best: _Found) -> None:
-        """What may be spent on tries, and what was."""
-        self._spare_s = min(self._spare_s + TRY_SHARE * best.ttft_s, TRY_MOST * best.ttft_s)
-        self._spare_s = max(self._spare_s - best.lost_s, 0.0)
-
+    @staticmethod
     def _choice(
-        self,
         request: Request,
         decode: Instance,
         prefill: Instance | None,
         best: _Found,
         gap_s: float,
     ) -> Choice:
-        computes = best.instance
-        self._turn += 1
-        computes.turn = decode.turn = self._turn
-        in_pool = request.from_pool(computes)
-        if in_pool and computes.obeys:
-            self._count(best)
-        stored = request.tokens - best.own
-        self._space.observe(stored, best.own + (in_pool if best.fetches else 0))
-        self._sessions.keep(request.session, computes, request.tokens)
+        in_pool = request.from_pool(best.instance)
         handover_s = 0.0 if prefill is None else decode.handover_model.predict(request.tokens)
         return Choice(
             decode,
@@ -143,9 +142,10 @@ class Conductor:
                 "prefill_s": best.prefill_s - best.transfer_s,
                 "handover_s": handover_s,
                 "prompt_tokens": request.tokens,
-                "own_tokens": request.own_at(computes),
+                "own_tokens": request.own_at(best.instance),
                 "pool_tokens": in_pool,
                 "reason": best.reason,
             },
             best.fetches or not in_pool,
+            best.lost_s,
         )

@@ -23,8 +23,9 @@ class LeastLoad:
         apart = [instance for instance in prefillers(instances) if instance is not decode]
         return Choice(decode, self._least(apart) if apart else None)
 
-    def _least(self, instances: Sequence[Instance]) -> Instance:
-        chosen = min(instances, key=lambda each: (each.in_flight, self._turns.get(each.place, -1)))
+    def sent(self, request: Request, choice: Choice, now_s: float) -> None:
         self._turn += 1
-        self._turns[chosen.place] = self._turn
-        return chosen
+        self._turns[choice.decode.place] = self._turns[choice.computes.place] = self._turn
+
+    def _least(self, instances: Sequence[Instance]) -> Instance:
+        return min(instances, key=lambda each: (each.in_flight, self._turns.get(each.place, -1)))

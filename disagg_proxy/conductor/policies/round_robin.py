@@ -28,10 +28,14 @@ class RoundRobin:
                     prefill = instance
             elif decode is None or decode.place <= self._last < instance.place:
                 decode = instance
-        if prefill is not None:
-            self._last_prefill = prefill.place
         if decode is None:
             assert prefill is not None
             return Choice(prefill)
-        self._last = decode.place
         return Choice(decode, prefill)
+
+    def sent(self, request: Request, choice: Choice, now_s: float) -> None:
+        for each in (choice.decode, choice.computes):
+            if each.role is _PREFILL:
+                self._last_prefill = each.place
+            else:
+                self._last = each.place

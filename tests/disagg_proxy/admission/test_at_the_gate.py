@@ -16,6 +16,9 @@ from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.admission.ticket import Ticket
 from moonpool.disagg_proxy.discovery.source import Found
 from moonpool.disagg_proxy.dispatcher import _Fit
+
+
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from tests.disagg_proxy.harness import (
     Answer,
     Bed,
@@ -416,6 +419,30 @@ async def test_a_policy_that_fails_does_not_keep_those_who_wait() -> None:
         may_go.set()
         assert [(await client.answer()).status for client in (first, waits)] == [200, 200]
         assert dispatcher.late_errors == 1
+
+
+@with_deadline
+async def test_a_policy_hears_of_what_is_sent_and_of_nothing_else() -> None:
+    async with bed(1, **gated(queue_max=1)) as running:  # type: ignore[arg-type]
+        dispatcher, told = running.proxy._dispatcher, []
+
+        def hear(asked: Request, choice: Choice, now_s: float) -> None:
+            told.append((asked.tokens, asked.session, choice.decode.place))
+            raise RuntimeError("odd")  # which costs nobody an answer
+
+        dispatcher._hook = hear
+        may_go = slow(running.engines)
+        first = await post(running, LONG, "X-Moonpool-Session: a\r\n")
+        await until(lambda: len(running.engines[0].seen) == 1)
+        waits = await post(running, LONG + 1, "X-Moonpool-Session: b\r\n", first=2)
+        await until(lambda: waiting(running) == 1)
+        refused = await post(running, LONG + 2, "X-Moonpool-Session: c\r\n", first=3)
+        assert (await refused.answer()).status == 429
+        assert told == [(LONG, "a", 0)]
+        may_go.set()
+        assert [(await client.answer()).status for client in (first, waits)] == [200, 200]
+        assert told == [(LONG, "a", 0), (LONG + 1, "b", 0)]
+        assert dispatcher.late_errors == 2
 
 
 @pytest.mark.parametrize("seed", range(2))

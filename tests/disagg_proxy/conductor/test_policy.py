@@ -7,7 +7,7 @@ import pytest
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.conductor.policy import POLICIES, make_policy
+from moonpool.disagg_proxy.conductor.policy import POLICIES, hook_of, make_policy
 
 
 class MyOwn:
@@ -17,8 +17,20 @@ class MyOwn:
         return Choice(instances[-1])
 
 
+class Counts(MyOwn):
+    def __init__(self) -> None:
+        self.count = 0
+
+    def sent(self, request: Request, choice: Choice, now_s: float) -> None:
+        self.count += 1
+
+
 class Unfit:
     pass
+
+
+class SentIsNoMethod(MyOwn):
+    sent = 1
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -31,12 +43,21 @@ def test_a_class_of_the_users_own_is_made_by_its_path() -> None:
     assert make_policy(f"{__name__}:MyOwn").choose(Request(), instances, 0.0).decode.place == 2
 
 
+def test_it_may_hear_of_what_was_sent_or_not() -> None:
+    policy, choice = Counts(), Choice(Instance(0, "e"))
+    hook_of(policy)(Request(), choice, 0.0)
+    hook_of(make_policy(f"{__name__}:MyOwn"))(Request(), choice, 0.0)
+    assert policy.count == 1
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="round_robin"):
         make_policy("fastest")
 
 
-@pytest.mark.parametrize("path", ["no.such.module:Class", f"{__name__}:Absent", f"{__name__}:Unfit"])
+@pytest.mark.parametrize(
+    "path", ["no.such.module:Class", f"{__name__}:Absent", f"{__name__}:Unfit", f"{__name__}:SentIsNoMethod"]
+)
 def test_a_class_that_cannot_be_used_is_refused_in_one_sentence(path: str) -> None:
     with pytest.raises(ConfigError, match="policy"):
         make_policy(path)

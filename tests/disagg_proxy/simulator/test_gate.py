@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from moonpool.disagg_proxy.conductor.admission import Admission, Look, Objective
-from moonpool.disagg_proxy.conductor.policy import make_policy
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
+from moonpool.disagg_proxy.conductor.policy import Policy, make_policy
 from moonpool.disagg_proxy.simulator.cluster import Cluster, ClusterSettings
 from moonpool.disagg_proxy.simulator.desk import Desk
 from moonpool.disagg_proxy.simulator.job import Job
@@ -16,7 +20,7 @@ from tests.disagg_proxy.simulator.test_cluster import PLAIN
 
 
 def served(
-    look: Look, objective: Objective, arrivals: list[Arrival], queue: int = 0
+    look: Look, objective: Objective, arrivals: list[Arrival], queue: int = 0, policy: Policy | None = None
 ) -> tuple[list[Job], float]:
     """(each request, seconds that prefill was busy); one prefill and one decode instance, where each request
     that decodes makes a gap 10 ms longer."""
@@ -24,7 +28,7 @@ def served(
     machine = replace(PLAIN, step_request_s=0.01)
     cluster = Cluster(
         ClusterSettings(prefill=1, decode=1, machine=machine),
-        [Desk(make_policy("conductor"), Admission(objective, look), queue, 60.0)],
+        [Desk(policy or make_policy("conductor"), Admission(objective, look), queue, 60.0)],
         jobs.append,
     )
     cluster.run(arrivals)
@@ -62,3 +66,25 @@ def test_a_queue_serves_later_what_would_be_refused_now() -> None:
 def test_who_waits_too_long_is_refused() -> None:
     jobs, _ = served(Look.NEVER, Objective(), [Arrival(0.0, 300_000, 1, (n,)) for n in range(5)], queue=2)
     assert [job.why_not for job in jobs] == ["", "deadline", "deadline", "queue_full", "queue_full"]
+
+
+class Counting(Conductor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = self.told = 0
+
+    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
+        self.asked += 1
+        return super().choose(request, instances, now_s)
+
+    def sent(self, request: Request, choice: Choice, now_s: float) -> None:
+        self.told += 1
+        super().sent(request, choice, now_s)
+
+
+def test_a_policy_hears_of_what_is_sent_and_of_nothing_else() -> None:
+    policy = Counting()
+    jobs, _ = served(Look.AHEAD, Objective(ttft_s=5.0, gap_s=0.08), crowd(200), queue=10, policy=policy)
+    sent = sum(not job.why_not for job in jobs)
+    assert 0 < sent < len(jobs) < policy.asked
+    assert policy.told == sent

@@ -40,14 +40,15 @@ class Scored:
         costs = [self.cost(request, each, now_s) for each in answering]
         return self._choice(request, self._least(answering, costs), None, min(costs))
 
+    def sent(self, request: Request, choice: Choice, now_s: float) -> None:
+        self._turn += 1
+        self._turns[choice.decode.place] = self._turns[choice.computes.place] = self._turn
+
     def _least(self, instances: Sequence[Instance], costs: Sequence[float]) -> Instance:
         least = min(costs)
         turns = self._turns.get
         equal = [each for each, cost in zip(instances, costs, strict=True) if cost <= least]
-        found = min(equal, key=lambda each: turns(each.place, -1)) if len(equal) > 1 else equal[0]
-        self._turn += 1
-        self._turns[found.place] = self._turn
-        return found
+        return min(equal, key=lambda each: turns(each.place, -1)) if len(equal) > 1 else equal[0]
 
     def _choice(self, request: Request, decode: Instance, prefill: Instance | None, cost: float) -> Choice:
         own = request.own_at(prefill or decode)

@@ -11,6 +11,7 @@ from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.conductor import TRY_SHARE, Conductor
 from moonpool.disagg_proxy.conductor.sender import Sender
+from tests.disagg_proxy.conductor.policies.sending import send
 
 SEED = 20261121
 KEYS = {
@@ -133,7 +134,7 @@ def test_what_was_directed_to_be_fetched_is_ahead_of_the_next_fetch() -> None:
     engines = fleet(2)
     accounts, policy, sender = Accounts(engines), Conductor(), Sender()
     request = Request(10_000, (0, 0), 9_000, holder=sender)
-    choice = policy.choose(request, engines, 0.0)
+    choice = send(policy, request, engines)
     accounts.sent(1, choice, request, streams=True, now_s=0.0)
     alone_s = float(choice.why["transfer_s"])
     assert sender.ahead_s(0.0) == pytest.approx(alone_s)
@@ -148,7 +149,7 @@ def test_a_mistaken_refusal_to_fetch_is_found_out() -> None:
     fetches_at(engines[0], 1e-3)
     policy, request, fetched = Conductor(), Request(10_000, (0,), 9_000), 0
     for _ in range(6_000):
-        choice = policy.choose(request, engines, 0.0)
+        choice = send(policy, request, engines)
         fetched += choice.fetch
         pool = 9_000 if choice.fetch else 0
         engines[0].prefill_model.observe(10_000, 0, pool, 0.02 + 1e-4 * (10_000 - pool) + 1e-6 * pool)
@@ -160,7 +161,7 @@ def test_tries_of_a_slow_link_cost_little() -> None:
     fetches_at(engines[0], 1e-3)
     policy, request, fetched = Conductor(), Request(10_000, (0,), 9_000), 0
     for _ in range(3_000):
-        choice = policy.choose(request, engines, 0.0)
+        choice = send(policy, request, engines)
         fetched += choice.fetch
         pool = 9_000 if choice.fetch else 0
         engines[0].prefill_model.observe(10_000, 0, pool, 0.02 + 1e-4 * (10_000 - pool) + 1e-3 * pool)
@@ -186,7 +187,7 @@ def test_a_copy_costs_the_room_that_it_takes() -> None:
 def test_a_session_stays_while_predictions_cannot_tell() -> None:
     engines, policy = fleet(3), Conductor()
     request = Request(2_000, session="s")
-    first = policy.choose(request, engines, 0.0).decode
+    first = send(policy, request, engines).decode
     others = [engine for engine in engines if engine is not first]
     first.books.decode_began(1, 10, 0.0)  # busier by a request, which would be reason enough to go
     assert policy.choose(request._replace(session="t"), engines, 0.0).decode is not first
@@ -204,15 +205,44 @@ def test_a_session_stays_while_predictions_cannot_tell() -> None:
 
 def test_a_session_whose_prompt_is_not_known_goes_where_its_last_one_is() -> None:
     engines, policy = fleet(3), Conductor()
-    first = policy.choose(Request(8_000, session="s"), engines, 0.0).decode
+    first = send(policy, Request(8_000, session="s"), engines).decode
     busy(first, first.prefill_model.predict(8_000) * 0.5)
     assert policy.choose(Request(session="s"), engines, 0.0).decode is first
     assert policy.choose(Request(), engines, 0.0).decode is not first
 
 
+def test_a_conversation_that_was_refused_is_nowhere() -> None:
+    engines, policy = fleet(3), Conductor()
+    for _ in range(3):
+        policy.choose(Request(30_000, session="s"), engines, 0.0)
+    assert policy.choose(Request(session="s"), engines, 0.0).why["reason"] == "turn"
+
+
+def test_what_is_not_sent_neither_saves_nor_spends_time_for_tries() -> None:
+    """In overload most decisions are not carried out."""
+    engines, policy = fleet(1), Conductor()
+    fetches_at(engines[0], 1e-3)
+    request = Request(10_000, (0,), 9_000)
+    assert not any(policy.choose(request, engines, 0.0).fetch for _ in range(6_000))
+    while not policy.choose(request, engines, 0.0).fetch:
+        send(policy, request, engines)
+    assert all(policy.choose(request, engines, 0.0).fetch for _ in range(100))
+    send(policy, request, engines)
+    assert not policy.choose(request, engines, 0.0).fetch
+
+
+def test_a_conversation_of_unknown_length_says_nothing_of_room() -> None:
+    engines, policy = fleet(1), Conductor()
+    for _ in range(50):
+        send(policy, Request(50_000, (25_000,), session="s"), engines)
+        chance = policy._space.chance
+        send(policy, Request(session="s"), engines)
+        assert policy._space.chance == chance
+
+
 def test_a_session_whose_engine_left_goes_elsewhere() -> None:
     engines, policy = fleet(2), Conductor()
-    first = policy.choose(Request(2_000, session="s"), engines, 0.0).decode
+    first = send(policy, Request(2_000, session="s"), engines).decode
     left = tuple(engine for engine in engines if engine is not first)
     again = Instance(first.place, "new at its place")
     busy(again, 5.0)
@@ -224,7 +254,7 @@ def test_decode_counts_what_is_coming_there() -> None:
     accounts, policy, engines = Accounts((prefill, one, other)), Conductor(), (prefill, one, other)
     chosen = []
     for number in range(8):
-        choice = policy.choose(Request(5_000), engines, 0.0)
+        choice = send(policy, Request(5_000), engines)
         accounts.sent(number, choice, Request(5_000), streams=True, now_s=0.0)
         chosen.append(choice.decode.place)
     assert chosen.count(1) == chosen.count(2) == 4

@@ -17,6 +17,7 @@ from moonpool.disagg_proxy.conductor.policies.least_load import LeastLoad
 from moonpool.disagg_proxy.conductor.policies.prefix_affinity import BUSIER_MAX, PrefixAffinity
 from moonpool.disagg_proxy.conductor.policies.round_robin import RoundRobin
 from moonpool.disagg_proxy.conductor.policy import POLICIES, Policy, make_policy
+from tests.disagg_proxy.conductor.policies.sending import send
 
 
 def fleet(both: int = 0, prefill: int = 0, decode: int = 0) -> list[Instance]:
@@ -33,9 +34,9 @@ def busy(instance: Instance, seconds: float, request: int = 1000) -> None:
 
 def test_round_robin_takes_each_in_its_turn_while_others_come_and_go() -> None:
     policy, engines = RoundRobin(), fleet(both=3)
-    assert [policy.choose(Request(), engines, 0.0).decode.place for _ in range(4)] == [0, 1, 2, 0]
-    assert policy.choose(Request(), engines[::2], 0.0).decode.place == 2
-    assert policy.choose(Request(), engines, 0.0).decode.place == 0
+    assert [send(policy, Request(), engines).decode.place for _ in range(4)] == [0, 1, 2, 0]
+    assert send(policy, Request(), engines[::2]).decode.place == 2
+    assert send(policy, Request(), engines).decode.place == 0
 
 
 def test_round_robin_is_fair_over_every_subset() -> None:
@@ -43,13 +44,13 @@ def test_round_robin_is_fair_over_every_subset() -> None:
     for size in (1, 2, 3, 4):
         for subset in combinations(engines, size):
             policy = RoundRobin()
-            places = [policy.choose(Request(), subset, 0.0).decode.place for _ in range(size * 2)]
+            places = [send(policy, Request(), subset).decode.place for _ in range(size * 2)]
             assert places == [each.place for each in subset] * 2
 
 
 def test_round_robin_has_a_turn_for_each_role() -> None:
     policy, engines = RoundRobin(), fleet(prefill=2, decode=3)
-    pairs = [policy.choose(Request(), engines, 0.0) for _ in range(6)]
+    pairs = [send(policy, Request(), engines) for _ in range(6)]
     assert [each.decode.place for each in pairs] == [2, 3, 4, 2, 3, 4]
     assert [each.prefill.place for each in pairs if each.prefill] == [0, 1, 0, 1, 0, 1]
 
@@ -81,6 +82,31 @@ def test_roles_are_kept_in_every_fleet(name: str) -> None:
                 assert choice.prefill is not None
 
 
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_what_was_asked_and_not_sent_changes_no_choice(name: str, rng: random.Random) -> None:
+    """Two that are told of the same requests choose alike, though one is asked far more often."""
+    for both, prefill, decode in ((4, 0, 0), (1, 3, 3), (0, 3, 0)):
+        twins = [(make_policy(name), fleet(both, prefill, decode)) for _ in range(2)]
+
+        def some_request(size: int) -> Request:
+            tokens = rng.choice((0, 100, rng.randrange(1, 30_000)))
+            own = tuple(rng.randrange(tokens + 1) for _ in range(size))
+            pool = rng.randrange(tokens + 1)
+            return Request(tokens, own, pool, session=rng.choice(("", "a", "b")), priority=rng.randrange(2))
+
+        for number in range(60):
+            now_s, size = 0.1 * number, both + prefill + decode
+            for _ in range(rng.randrange(4)):  # refused, or waits
+                twins[0][0].choose(some_request(size), twins[0][1], now_s)
+            request = some_request(size)
+            first, second = (send(policy, request, engines, now_s) for policy, engines in twins)
+            assert (first.decode.place, first.computes.place) == (second.decode.place, second.computes.place)
+            assert (first.why, first.fetch) == (second.why, second.fetch)
+            if number % 7 == 0:
+                for _, engines in twins:
+                    busy(engines[first.computes.place], 0.05, request=1_000 * number)
+
+
 @pytest.mark.parametrize("name", ["prefix_affinity", "conductor"])
 def test_a_short_rest_is_computed_where_it_is_decoded(name: str) -> None:
     engines = fleet(prefill=1, decode=1)
@@ -96,7 +122,7 @@ def test_a_short_rest_is_computed_where_it_is_decoded(name: str) -> None:
 def test_least_load_takes_the_fewest_requests_and_turns_among_equals() -> None:
     policy, engines = LeastLoad(), fleet(both=3)
     busy(engines[0], 1.0)
-    assert [policy.choose(Request(), engines, 0.0).decode.place for _ in range(4)] == [1, 2, 1, 2]
+    assert [send(policy, Request(), engines).decode.place for _ in range(4)] == [1, 2, 1, 2]
 
 
 def test_affinity_stays_until_the_place_is_too_busy() -> None:
@@ -178,7 +204,7 @@ class SmallFleet:
                 end_s, place, request = heapq.heappop(self.ends)
                 self._ended(end_s, place, request)
             own = [cache.get(session, 0) for cache in self.caches]
-            choice = self.policy.choose(Request(tokens=tokens, own=own), self.instances, now_s)
+            choice = send(self.policy, Request(tokens=tokens, own=own), self.instances, now_s)
             waits.append(self._sent(choice, number, session, tokens, own, now_s) - now_s)
         for instance in self.instances:
             instance.check_integrity()
