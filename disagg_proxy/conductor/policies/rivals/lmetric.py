@@ -15,4 +15,4 @@ class LMetric(Scored):
         return max(rest, 1) * (instance.in_flight + 1)
 
     def decode_cost(self, request: Request, instance: Instance, now_s: float) -> float:
-        return instance.in_flight
+        return instance.in_flight + instance.coming

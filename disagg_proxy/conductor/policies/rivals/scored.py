@@ -25,8 +25,8 @@ class Scored:
         raise NotImplementedError
 
     def decode_cost(self, request: Request, instance: Instance, now_s: float) -> float:
-        """Tokens in the KV cache of those that decode there."""
-        return instance.books.context_tokens
+        """Tokens in the KV cache of those that decode there, and will when their prompts are computed."""
+        return instance.books.context_tokens + instance.coming_tokens
 
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
         answering, computing, _ = self._roles.of(instances)

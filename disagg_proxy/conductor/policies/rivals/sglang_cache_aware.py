@@ -36,4 +36,4 @@ class SGLangCacheAware(Scored):
         return instance.in_flight if self._balances else -request.own_at(instance)
 
     def decode_cost(self, request: Request, instance: Instance, now_s: float) -> float:
-        return instance.in_flight
+        return instance.in_flight + instance.coming

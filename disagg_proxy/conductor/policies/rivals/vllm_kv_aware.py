@@ -17,4 +17,4 @@ class VllmKvAware(Scored):
         return instance.books.prefill_rest_tokens + max(request.tokens - held, 0.0)
 
     def decode_cost(self, request: Request, instance: Instance, now_s: float) -> float:
-        return instance.in_flight
+        return instance.in_flight + instance.coming

@@ -10,6 +10,7 @@ from itertools import combinations
 
 import pytest
 
+from moonpool.disagg_proxy.accounts import Accounts
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
@@ -114,6 +115,19 @@ def test_a_short_rest_is_computed_where_it_is_decoded(name: str) -> None:
     cached = Request(tokens=5_000, own=(0, 4_900))
     assert make_policy(name).choose(cached, engines, 0.0).prefill is None
     assert make_policy(name).choose(Request(tokens=5_000), engines, 0.0).prefill is engines[0]
+
+
+RIVALS = ["dynamo_cost", "lmetric", "load_balancing", "min_ttft", "sglang_cache_aware", "vllm_kv_aware"]
+
+
+@pytest.mark.parametrize("name", ["conductor", *RIVALS])
+def test_decode_counts_those_whose_prompts_are_being_computed(name: str) -> None:
+    """While the first one's is, the next answer is made elsewhere, also by another policy's turn."""
+    engines = fleet(prefill=2, decode=2)
+    accounts, request = Accounts(engines), Request(5_000)
+    first = make_policy(name).choose(request, engines, 0.0)
+    accounts.sent(1, first, request, streams=True, now_s=0.0)
+    assert make_policy(name).choose(request, engines, 0.0).decode is not first.decode
 
 
 # ---- each
