@@ -21,6 +21,7 @@ from moonpool.disagg_proxy.simulator.results import Results
 from moonpool.disagg_proxy.simulator.trace import Arrival, Trace, read_trace
 
 TELL_EVERY = 2_000  # requests
+SPEED_MIN, SPEED_MAX = 1e-6, 1e6  # times that are too far apart, or too near, are no longer told apart
 ANY = Objective()
 
 
@@ -46,8 +47,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         make_policy(self.policy)
-        if not 0 < self.speed < float("inf"):
-            raise ConfigError(f"the speed must be positive, not {self.speed}", operation="simulate")
+        if not SPEED_MIN <= self.speed <= SPEED_MAX:
+            raise ConfigError(
+                f"the speed must be positive, {SPEED_MIN:g} to {SPEED_MAX:g}, not {self.speed}",
+                operation="simulate",
+            )
         if self.copies < 1 or self.requests < 0:
             raise ConfigError("copies are 1 or more, and requests cannot be negative", operation="simulate")
         if not 1 <= self.proxies <= 64:

@@ -99,6 +99,24 @@ def test_each_instances_cache_can_be_of_another_kind(trace: Path, capsys: pytest
     assert found["lru"] > found["fifo"]
 
 
+@pytest.mark.parametrize("speed", ["1e-6", "1e6"])
+def test_the_slowest_and_the_fastest_speed(
+    trace: Path, speed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["simulate", str(trace), "--policy", "conductor", "--speed", speed, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["requests"] == 200
+
+
+def test_instances_without_a_cache_reuse_nothing(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of what was computed; requests that are under way together are expected to share, in vain."""
+    none = ["--cache-tokens", "0", "--policy", "conductor,round_robin", "--json", "-"]
+    assert run(["simulate", str(trace), *none]) == 0
+    for each in json.loads(capsys.readouterr().out)["runs"]:
+        assert (each["requests"], each["own"], each["fetched"]) == (200, 0, 0)
+    assert run(["simulate", "cache", str(trace), "--blocks", "0", "--json", "-"]) == 0
+    assert set(map(tuple, json.loads(capsys.readouterr().out)["hit_rate"].values())) == {(0.0,)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -108,6 +126,10 @@ def test_each_instances_cache_can_be_of_another_kind(trace: Path, capsys: pytest
         (["--admission", "maybe"], "--admission is one of none"),
         (["--machine", "abacus"], "--machine knows paper"),
         (["--speed", "0"], "the speed must be positive"),
+        (["--speed", "1e-308"], "the speed must be positive, 1e-06 to 1e+06, not 1e-308"),
+        (["--speed", "1e300"], "the speed must be positive"),
+        (["--speed", "inf"], "the speed must be positive"),
+        (["--speed", "nan"], "the speed must be positive"),
         (["--speed", "fast"], "--speed takes numbers"),
         (["--prefill", "0", "--decode", "2"], "instances that compute prompts"),
         (["--width", "2", "--chunk-tokens", "0"], "a pipeline has a width"),
