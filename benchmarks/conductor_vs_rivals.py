@@ -1,11 +1,13 @@
 """The conductor beside other routers' policies, in the simulator, on public traces: every target in one
 command.
 
-    python -m benchmarks.conductor_vs_rivals --trace-dir DIR [--quick] [--processes N] [--json FILE]
+    python -m benchmarks.conductor_vs_rivals --trace-dir DIR [--quick] [--processes N] [--seeds N]
+        [--parts NAME,...] [--json FILE]
 
 DIR holds conversation_trace.jsonl and synthetic_trace.jsonl as published with the Mooncake paper (FAST '25)
 at github.com/kvcache-ai/Mooncake, folder FAST25-release/traces; MOONPOOL_TRACES names it, too. A figure from
 here proves as much as the simulator's model does (docs/simulator.md). The same seed gives the same figures.
+Who has a gate, a queue or our pool stands in the row or above the column: as shipped the rivals have none.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
 from benchmarks.conductor import (
@@ -43,6 +46,7 @@ def main() -> None:
     parser.add_argument("--trace-dir", type=Path, metavar="DIR", default=os.environ.get("MOONPOOL_TRACES"))
     parser.add_argument("--quick", action="store_true", help="under 50 s: 3,000 requests, one seed")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="simulations at the same time")
+    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="at most so many for a row")
     parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,...", help=", ".join(PARTS))
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -51,11 +55,14 @@ def main() -> None:
     parts = options.parts.split(",")
     if set(parts) - set(PARTS):
         parser.error(f"--parts knows {', '.join(PARTS)}")
-    bed = Bed(Path(options.trace_dir), quick=options.quick, processes=options.processes)
+    if options.seeds < 1:
+        parser.error("--seeds must be 1 or more")
+    bed = Bed(Path(options.trace_dir), quick=options.quick, processes=options.processes, seeds=options.seeds)
     rows = []
     for name in parts:
         found = PARTS[name](bed)
-        print_table(name.replace("_", " "), found, "limit")
+        for _, table in groupby(found, key=lambda row: tuple(row.peers)):
+            print_table(name.replace("_", " "), list(table), "limit")
         rows += found
     if options.json is not None:
         write_json(options.json, rows)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-MORE_IS_BETTER = ("GB/s",)
+MORE_IS_BETTER = ("GB/s", "x", "%")
 TABLE_WIDTH_MIN = 170  # also where the output is a file
 
 

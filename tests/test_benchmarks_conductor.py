@@ -63,13 +63,67 @@ def test_every_row_of_a_quick_run_has_its_figures(load: Any, made: Any) -> None:
             assert "[" in row.work
 
 
-def test_the_capacity_of_ours_counts_what_it_refuses(
+def test_a_row_of_capacity_says_who_has_a_gate(load: Any, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    capacity = load("conductor.capacity")
+    monkeypatch.setattr(capacity, "RIVALS", {"round_robin": 2.6})
+    monkeypatch.setattr(capacity, "QUICK_ROWS", tuple(capacity.ROWS))
+    asked = {}
+    search = made.search
+
+    def told(what: str, searches: Any) -> list[float]:
+        speeds: list[float] = search(what, searches)
+        for each, speed in zip(searches, speeds, strict=True):
+            plan = each.plan
+            asked[plan.policy, plan.cluster.pool, plan.admission is not None] = speed
+        return speeds
+
+    monkeypatch.setattr(made, "search", told)
+    rows = capacity.rows(made)
+    shipped, ungated, gated, pooled = ((row.ours, row.peers["round_robin"]) for row in rows)
+    ours = {gate: asked["conductor", True, gate] for gate in (False, True)}
+    assert shipped == (ours[True], asked["round_robin", False, False])
+    assert ungated == (ours[False], asked["round_robin", False, False])
+    assert gated == (ours[True], asked["round_robin", False, True])
+    assert pooled == (ours[True], asked["round_robin", True, True])
+    assert all(row.met is None for row in rows)  # a part of a trace is not the whole
+    assert min(asked.values()) > 0
+
+
+def test_the_papers_speed_is_where_its_ratio_arises(
     load: Any, made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load("conductor.capacity"), "RIVALS", {"round_robin/local": 2.6})
-    (row,) = load("conductor.capacity").rows(made)
-    assert row.met is None  # a part of a trace is not the whole
-    assert row.ours >= 0.9 * row.peers["round_robin"] > 0
+    first_token = load("conductor.first_token")
+
+    def means(_bed: Any, _what: str, _trace: str, speed: float, _policies: Any) -> list[list[float]]:
+        return [[speed * 1.3, speed * 1.2], [1.0, 1.0]]  # a mean ratio of 1.25 times the speed
+
+    monkeypatch.setattr(first_token, "_means", means)
+    made.quick = False
+    assert first_token.paper_speed(made) == pytest.approx(first_token.PAPER_RATIO / 1.25, abs=0.005)
+
+
+def test_prediction_is_judged_alone_and_under_one_queue(
+    load: Any, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused: 100 by the naive gate, and 99 by prediction: missed, and so with a queue each."""
+    overload = load("conductor.overload")
+    refused = {"naive": 100, "ahead": 99, "naive, queue": 50, "ahead, queue": 49}
+
+    class Told:
+        def __init__(self, gate: str) -> None:
+            self.results = self.loads = self
+            self.good, self.refused = 0.5, refused.get(gate, 60)
+
+        def summary(self, _slo: Any) -> Any:
+            return self
+
+        def correlation(self) -> float:
+            return 0.0
+
+    monkeypatch.setattr(made, "judged", lambda met: met)
+    monkeypatch.setattr(made, "simulate", lambda _what, _plans: [Told(gate) for gate in overload.GATES])
+    rows = [row for row in overload.rows(made) if row.work.startswith("refused")]
+    assert [(row.ours, row.met) for row in rows] == [(99, False), (49, True), (49, False)]
 
 
 def test_a_trace_that_is_not_the_published_one_is_refused(load: Any, made: Any, tmp_path: Path) -> None:

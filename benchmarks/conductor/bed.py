@@ -35,10 +35,11 @@ class Search:
 
 
 class Bed:
-    """quick: fewer requests of each trace, and less of everything."""
+    """quick: fewer requests of each trace, and less of everything. seeds: so many at most."""
 
-    def __init__(self, folder: Path, *, quick: bool, processes: int) -> None:
+    def __init__(self, folder: Path, *, quick: bool, processes: int, seeds: int = 5) -> None:
         self.quick = quick
+        self._seeds_max = 1 if quick else seeds
         self.processes = processes
         self.paths = {
             name: _checked(folder / f"{name}_trace.jsonl", wanted) for name, wanted in SHA256.items()
@@ -56,6 +57,9 @@ class Bed:
 
     def requests(self, name: str) -> int:
         return min(QUICK_REQUESTS, len(self.trace(name))) if self.quick else len(self.trace(name))
+
+    def seeds(self, count: int) -> range:
+        return range(min(count, self._seeds_max))
 
     def plan(
         self, trace: str, cluster: ClusterSettings, policy: str, *, speed: float = 1.0, seed: int = 0
@@ -77,11 +81,23 @@ class Bed:
         return simulate_all(plans, processes=self.processes, done=tell)
 
     def search(self, what: str, searches: Sequence[Search]) -> list[float]:
-        print(f"{what}: {len(searches)} searches", file=sys.stderr)
+        found: list[float] = []
+
+        def tell(speed: float) -> None:
+            plan = searches[len(found)].plan
+            gate = " with the gate" if plan.admission is not None else ""
+            name = plan.policy + ("" if plan.cluster.pool else "/local")
+            print(f"{what}: seed {plan.seed}, {name}{gate}: {speed:.4g}x", file=sys.stderr)
+            found.append(speed)
+
         if self.processes < 2:
-            return list(map(_search, searches))
+            for search in searches:
+                tell(_search(search))
+            return found
         with ProcessPoolExecutor(self.processes) as pool:
-            return list(pool.map(_search, searches))
+            for speed in pool.map(_search, searches):
+                tell(speed)
+        return found
 
     def ideal_prefill_s(self, name: str, machine: Machine) -> float:
         """The mean over the requests, had each found all that any before it left: nothing can be faster."""

@@ -1,79 +1,129 @@
 """More requests than the cluster can take: what is refused, and how many of the others are served in time.
 
-Two decode instances for eight that compute prompts, so that decode is what runs full, as on the paper's
-testbed; with eight, and our model of its machine, decode never needs 100 ms and all gates are one. The naive
-gate looks at decode when a prompt is computed, and what it refuses then was computed for nothing (Mooncake,
-arXiv 2407.00079, section 7: the baseline of its table of rejections).
+Two decode instances for eight that compute prompts: chosen so that decode is what runs full. With eight, the
+paper's set-up, and our model of its machine, decode hardly ever needs 100 ms and the gates are one; a row
+shows that, too. Gate and set-up were chosen on the conversation trace; the synthetic one is the check.
+
+The naive gate looks at decode when a prompt is computed, and what it refuses then was computed for nothing
+(Mooncake, arXiv 2407.00079, section 7: the baseline of its table of rejections). A queue does more than any
+gate, so every gate is shown with one and without: prediction is compared with others under the same queue.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 from benchmarks.conductor.bed import Bed, set_up
 from benchmarks.report import Row
 from moonpool.disagg_proxy.conductor.admission import Look, Objective
 from moonpool.disagg_proxy.simulator.results import Slo
+from moonpool.disagg_proxy.simulator.runs import Plan
 
 SLO = Slo(30.0, 0.1)
-SPEEDS = (2.0, 3.0)
+SEEDS = 3
 QUEUE = 10_000
 GATES: dict[str, tuple[Look | None, int]] = {  # at what it looks, and how many may wait
     "no rejection": (None, 0),
-    "naive gate": (Look.AFTER, 0),
-    "as it is now": (Look.NOW, 0),
+    "naive": (Look.AFTER, 0),
+    "now": (Look.NOW, 0),
     "ahead": (Look.AHEAD, 0),
-    "ahead, with a queue": (Look.AHEAD, QUEUE),
+    "naive, queue": (Look.AFTER, QUEUE),
+    "now, queue": (Look.NOW, QUEUE),
+    "ahead, queue": (Look.AHEAD, QUEUE),
 }
-OURS = "ahead, with a queue"
+OURS = {"ahead": "prediction alone", "ahead, queue": "prediction and a queue"}
+NAIVE_MOST = 0.86  # of the naive gate's rejections: the paper's table
+NONE_LEAST = 1.5
+
+
+@dataclass(frozen=True)
+class Cell:
+    trace: str
+    prefill: int
+    decode: int
+    speed: float
+
+
+CELLS = (
+    Cell("conversation", 8, 2, 2.0),
+    Cell("conversation", 8, 2, 3.0),
+    Cell("conversation", 8, 8, 2.5),
+    Cell("synthetic", 8, 2, 2.0),
+)
 
 
 def rows(bed: Bed) -> list[Row]:
-    cells = [(speed, gate) for speed in (SPEEDS[:1] if bed.quick else SPEEDS) for gate in GATES]
-    plans = [
-        replace(
-            bed.plan("conversation", set_up(8, 2), "conductor", speed=speed),
-            objective=Objective(*SLO),
-            admission=GATES[gate][0],
-            queue=GATES[gate][1],
-        )
-        for speed, gate in cells
-    ]
-    runs = dict(zip(cells, bed.simulate("overload", plans), strict=True))
+    return [row for cell in (CELLS[:1] if bed.quick else CELLS) for row in _rows(bed, cell)]
+
+
+def _rows(bed: Bed, cell: Cell) -> list[Row]:
+    """Figures are means of the seeds; a target is met where every seed meets it."""
+    seeds = bed.seeds(SEEDS)
+    what = f"{cell.trace}, {cell.prefill}P+{cell.decode}D, {cell.speed:g}x"
+    plans = [_plan(bed, cell, gate, seed) for gate in GATES for seed in seeds]
+    runs = iter(bed.simulate(f"overload, {what}", plans))
+    found = {gate: [next(runs) for _ in seeds] for gate in GATES}
+    good = {gate: [run.results.summary(SLO).good * 100 for run in each] for gate, each in found.items()}
+    refused = {
+        gate: [float(run.results.summary(SLO).refused) for run in each] for gate, each in found.items()
+    }
+    loads = {gate: [run.loads.correlation() for run in each] for gate, each in found.items()}
+    end = f"[{what}, {bed.requests(cell.trace):,} requests, {len(seeds)} seed{'s' * (len(seeds) > 1)}]"
     made = []
-    for speed in sorted({speed for speed, _ in cells}):
-        what = f"{speed:g}x [conversation, {bed.requests('conversation'):,} requests, 8P+2D]"
-        found = {gate: runs[speed, gate].results.summary(SLO) for gate in GATES}
-        loads = {gate: runs[speed, gate].loads.correlation() for gate in GATES}
-        others = [gate for gate in GATES if gate != OURS]
-        ours = found[OURS]
-        made += [
-            Row(
-                f"within TTFT 30 s and gaps of 100 ms, {what}",
-                ours.good * 100,
+    for ours, called in OURS.items():
+        within = all(
+            mine >= NONE_LEAST * none for mine, none in zip(good[ours], good["no rejection"], strict=True)
+        )
+        made.append(
+            _row(
+                f"within TTFT 30 s and gaps of 100 ms, {called} {end}",
                 "%",
-                {gate: found[gate].good * 100 for gate in others},
+                good,
+                ours,
+                f">= {NONE_LEAST}x no rejection",
+                within,
                 100.0,
-                ">= 1.5x of no rejection",
-                ours.good >= 1.5 * found["no rejection"].good,
-            ),
-            Row(
-                f"refused, {what}",
-                ours.refused,
+            )
+        )
+    for ours, naive, said in (
+        ("ahead", "naive", "naive"),
+        ("ahead, queue", "naive", "naive, which has no queue"),
+        ("ahead, queue", "naive, queue", "naive with the same queue"),
+    ):
+        fewer = all(
+            mine <= NAIVE_MOST * other for mine, other in zip(refused[ours], refused[naive], strict=True)
+        )
+        made.append(
+            _row(
+                f"refused, {OURS[ours]} {end}",
                 "",
-                {gate: float(found[gate].refused) for gate in others},
-                None,
-                "<= 0.86x of the naive gate",
-                bed.judged(ours.refused <= 0.86 * found["naive gate"].refused),
-            ),
-            Row(
-                f"correlation of prefill's and decode's load over time, {what}",
-                loads[OURS],
-                "",
-                {gate: loads[gate] for gate in others},
-                None,
-                "",
-                None,
-            ),
-        ]
+                refused,
+                ours,
+                f"<= {NAIVE_MOST}x {said}",
+                bed.judged(fewer),
+            )
+        )
+    made.append(
+        _row(f"correlation of prefill's and decode's load, prediction alone {end}", "", loads, "ahead")
+    )
     return made
+
+
+def _plan(bed: Bed, cell: Cell, gate: str, seed: int) -> Plan:
+    plan = bed.plan(cell.trace, set_up(cell.prefill, cell.decode), "conductor", speed=cell.speed, seed=seed)
+    look, queue = GATES[gate]
+    return replace(plan, objective=Objective(*SLO), admission=look, queue=queue)
+
+
+def _row(
+    work: str,
+    unit: str,
+    figures: dict[str, list[float]],
+    ours: str,
+    target: str = "",
+    met: bool | None = None,
+    limit: float | None = None,
+) -> Row:
+    others = {gate: fmean(each) for gate, each in figures.items() if gate not in OURS}
+    return Row(work, fmean(figures[ours]), unit, others, limit, target, met)
