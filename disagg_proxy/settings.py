@@ -175,6 +175,8 @@ class ProxySettings:
             parse_source_name(name)
         if self.registers:
             self._check_registers()
+        elif self.discovery_keys_file:
+            raise _bad("discovery_keys_file", "keys of those who may register are for --discovery http alone")
         if not self.engines and not self.discovery:
             raise _bad(
                 "engines",

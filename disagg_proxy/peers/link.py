@@ -35,6 +35,7 @@ from moonpool.disagg_proxy.peers.wire import (
     Change,
     Head,
     Kind,
+    Placed,
     decode_changes,
     decode_head,
     encode,
@@ -219,12 +220,19 @@ class Link:
         if self._state_wanted and now_s - self._state_sent_s >= self._settings.state_s:
             self._state_wanted = False
             self._state_sent_s = now_s
-            self._send(Kind.STATE, self._state(self._outbox.clear))
+            self._send(Kind.STATE, self._state(self._forget_told))
         while self._outbox:
             changes = [self._outbox.popleft() for _ in range(min(len(self._outbox), CHANGES_MAX))]
             self._send(Kind.CHANGES, changes)
         if now_s - self._beat_sent_s >= self._settings.beat_s:
             self._send(Kind.CHANGES, [])
+
+    def _forget_told(self) -> None:
+        """What a state says need not be told; blocks are in none."""
+        for _ in range(len(self._outbox)):
+            change = self._outbox.popleft()
+            if isinstance(change, Placed):
+                self._outbox.append(change)
 
     def _send(self, kind: Kind, changes: list[Change]) -> None:
         self._sequence += 1

@@ -119,7 +119,12 @@ class Data:
         return self.history.total
 
     def books(self) -> dict[str, Books]:
-        """Of each instance by name; of none where the policy keeps no books."""
+        """Of each instance that is there, by name; of none where the policy keeps no books."""
+        found, there = self._books(), self._dispatcher.instances
+        return {each.name: found[each.place] for each in there if each.place in found}
+
+    def _books(self) -> dict[int, Books]:
+        """By place, of those that are leaving, too."""
         return self._dispatcher.in_books(_books) if self._dispatcher.uses_tokens else {}
 
     def page(self) -> bytes:
@@ -133,10 +138,10 @@ class Data:
     def _page(self, now_s: float) -> Page:
         dispatcher, history, counters = self._dispatcher, self.history, self._look()
         instances = tuple(dispatcher.instances)
-        engines = {each.name: each for each in dispatcher.engines}
-        books = self.books()
+        engines = {each.place: each for each in dispatcher.engines}
+        books = self._books()
         rows = [
-            _engine_row(engines.get(each.name), each, books.get(each.name, _NO_BOOKS))
+            _engine_row(engines.get(each.place), each, books.get(each.place, _NO_BOOKS))
             for each in counters.engines
         ]
         if len(rows) > ROWS_MAX:
@@ -184,12 +189,14 @@ class Books(NamedTuple):
 _NO_BOOKS = Books(0.0, -1, -1, 0)
 
 
-def _books(accounts: Accounts, now_s: float) -> dict[str, Books]:
-    """By name. The books' lock is held: nothing but reading."""
+def _books(accounts: Accounts, now_s: float) -> dict[int, Books]:
+    """By place. The books' lock is held: nothing but reading."""
     found = {}
     for instance in accounts.instances:
         books = instance.books
-        found[instance.name] = Books(books.wait_s(now_s), books.prefills, books.decodes, books.context_tokens)
+        found[instance.place] = Books(
+            books.wait_s(now_s), books.prefills, books.decodes, books.context_tokens
+        )
     return found
 
 

@@ -217,6 +217,9 @@ async def test_metrics_name_each_engine_once_when_a_successor_has_its_name() -> 
         text = (await b.ask("GET", "/metrics")).body.decode()
         assert text.count('\nmoonpool_proxy_requests_in_flight{engine="engine-0"}') == 1
         assert '\nmoonpool_proxy_requests_in_flight{engine="engine-0"} 0.0' in text
+        shown = json.loads((await b.ask("GET", "/ui/data")).body)
+        rows = [dict(zip(shown["engine_columns"], row, strict=True)) for row in shown["engine_rows"]]
+        assert [(row["health"], row["in_flight"]) for row in rows] == [("leaving", 1), ("healthy", 0)]
         client.leave()
         await until(lambda: len(b.counters.engines) == 1)
 

@@ -211,6 +211,8 @@ def test_an_open_address_needs_keys_and_several_processes_another_source() -> No
         ProxySettings(host="0.0.0.0", discovery=("http",))
     with pytest.raises(ConfigError, match="--processes 1"):
         ProxySettings(discovery=("http",), processes=2)
+    with pytest.raises(ConfigError, match="--discovery http alone"):
+        ProxySettings(discovery=("file:x",), discovery_keys_file="keys")
 
 
 class NoStreams:

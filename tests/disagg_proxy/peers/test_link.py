@@ -16,7 +16,7 @@ import zmq
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.peers.link import Link
 from moonpool.disagg_proxy.peers.settings import PeerSettings
-from moonpool.disagg_proxy.peers.wire import VERSION, Change, Gone, Head, Kind, Sent, encode
+from moonpool.disagg_proxy.peers.wire import VERSION, Change, Gone, Head, Kind, Placed, Sent, encode
 
 DEADLINE_S = 20.0
 QUICK = {"gather_s": 0.001, "beat_s": 0.05, "silent_s": 0.6, "resolve_s": 0.1, "state_s": 0.01}
@@ -101,6 +101,19 @@ def test_each_hears_of_all_others(at: Callable[[str], str]) -> None:
         for request in range(0, 1000, 10):
             three[0].end(request)
         three[1].wait_for(set(), whole[2])
+
+
+def test_a_state_takes_back_no_blocks(at: Callable[[str], str]) -> None:
+    """They wait to be told when the state is made, and are in none."""
+    one = Proxy(at("a"))
+    try:
+        one.send(1)
+        one.link.tell(Placed("e0", 16, b"k" * 16))
+        one.send(2)
+        assert [sent.request for sent in one._state(one.link._forget_told)] == [1, 2]  # type: ignore[union-attr]
+        assert list(one.link._outbox) == [Placed("e0", 16, b"k" * 16)]
+    finally:
+        one.link.stop()
 
 
 def test_who_comes_later_is_told_all_and_who_restarts_begins_anew(at: Callable[[str], str]) -> None:
