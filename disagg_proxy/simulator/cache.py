@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from moonpool.disagg_proxy.simulator.eviction.cache import Cache
 from moonpool.disagg_proxy.simulator.eviction.recency import Lru
+from moonpool.disagg_proxy.simulator.expected import Expected, drop
 
 _FEW = 24  # bits that are walked one by one; more are written out at once
 
@@ -30,9 +31,6 @@ class Held:
 class Caches:
     """One cache for each place. Who holds a block is a set of bits, so that one question for a prompt costs a
     few operations a block and not one for each cache.
-
-    What is on its way to a place counts for a question about the future (``expected``), as in a proxy's
-    index.
     """
 
     def __init__(self, blocks_max: int, make: Callable[[int], Cache] = Lru, *, places: int = 0) -> None:
@@ -40,8 +38,6 @@ class Caches:
         self._blocks_max = blocks_max
         self._make = make
         self._holders: dict[int, int] = {}
-        self._expected: dict[int, int] = {}
-        self._expected_count: list[dict[int, int]] = []  # by place
         self._bits: list[int] = []  # by place
         for _ in range(places):
             self.add()
@@ -49,7 +45,6 @@ class Caches:
     def add(self) -> None:
         """One more place."""
         self._bits.append(1 << len(self.caches))
-        self._expected_count.append({})
         self.caches.append(self._make(self._blocks_max))
 
     def keep(self, place: int, blocks: Sequence[int], now_s: float) -> None:
@@ -60,40 +55,18 @@ class Caches:
             # Most blocks have one holder: all of its blocks share one number.
             held = holders.get(block)
             holders[block] = bit if held is None else held | bit
-        _drop(holders, gone, bit)
-
-    def expect(self, place: int, blocks: Sequence[int]) -> None:
-        """A prompt of these blocks is on its way there, until ``arrived``."""
-        bit, expected, counts = self._bits[place], self._expected, self._expected_count[place]
-        for block in blocks:
-            if block in counts:
-                counts[block] += 1
-            else:
-                counts[block] = 1
-                held = expected.get(block)
-                expected[block] = bit if held is None else held | bit
-
-    def arrived(self, place: int, blocks: Sequence[int]) -> None:
-        bit, counts = self._bits[place], self._expected_count[place]
-        over = []
-        for block in blocks:
-            count = counts[block]
-            if count > 1:
-                counts[block] = count - 1
-            else:
-                del counts[block]
-                over.append(block)
-        _drop(self._expected, over, bit)
+        drop(holders, gone, bit)
 
     def clear(self, place: int) -> None:
         """The cache is gone with all that it held."""
-        _drop(self._holders, self.caches[place].clear(), self._bits[place])
+        drop(self._holders, self.caches[place].clear(), self._bits[place])
 
-    def find(self, blocks: Sequence[int], *, expected: bool = False, unit: int = 1) -> Held:
-        """expected: by_place counts what is on its way there, too. unit: what by_place counts a block as."""
+    def find(self, blocks: Sequence[int], *, expected: Expected | None = None, unit: int = 1) -> Held:
+        """expected: by_place counts what is on its way there, too, as in a proxy's index. unit: what by_place
+        counts a block as."""
         by_place = [0] * len(self.caches)
         holders = self._holders.get
-        coming = self._expected.get if expected else None
+        coming = expected.holders.get if expected is not None else None
         alive = (1 << len(by_place)) - 1
         count = anywhere = 0
         for count, block in enumerate(blocks):
@@ -124,20 +97,6 @@ class Caches:
                 (block in cache) == bool(places >> place & 1) for place, cache in enumerate(self.caches)
             )
         assert sum(map(len, self.caches)) == sum(places.bit_count() for places in self._holders.values())
-        expected: dict[int, int] = {}
-        for place, counts in enumerate(self._expected_count):
-            for block in counts:
-                expected[block] = expected.get(block, 0) | 1 << place
-        assert expected == self._expected
-
-
-def _drop(holders: dict[int, int], blocks: Sequence[int], bit: int) -> None:
-    for block in blocks:
-        held = holders[block]
-        if held == bit:
-            del holders[block]
-        else:
-            holders[block] = held ^ bit
 
 
 def _write(values: list[int], places: int, value: int) -> None:

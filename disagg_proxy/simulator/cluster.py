@@ -44,7 +44,7 @@ class ClusterSettings:
     width:        nodes of a prefill instance, in a pipeline of chunks.
     layerwise:    KV is handed over while it is computed; else after the whole prompt.
     eviction:     a name of CACHES: what an instance's prefix cache does when it is full.
-    exchanging:   several proxies tell each other what they have in flight.
+    exchanging:   several proxies tell each other what they have in flight, and which blocks it brings where.
     """
 
     prefill: int = 0
@@ -94,9 +94,10 @@ class Cluster:
         self.engines: list[PrefillEngine | WholeEngine] = []
         counts = {"prefill": settings.prefill, "decode": settings.decode, "whole": settings.whole}
         self._desks = tuple(desks)
+        self._exchanging = settings.exchanging and len(desks) > 1
         for number, desk in enumerate(desks):
             desk.open(self, Fleet(counts, machine.room_tokens), pool=settings.pool)
-            if settings.exchanging and len(desks) > 1:
+            if self._exchanging:
                 desk.accounts.changed = functools.partial(self._tell, number)
         for instance in self.instances:
             self._open(instance.place)
@@ -176,8 +177,6 @@ class Cluster:
     # What a proxy does
 
     def submit(self, job: Job) -> None:
-        self.caches.expect(job.prefill_place, job.arrival.full_blocks)
-        job.expected = True
         self._live[job.name] = job
         self.engines[job.prefill_place].submit(job)
 
@@ -206,9 +205,20 @@ class Cluster:
 
     def _settle(self, job: Job) -> None:
         """Its prompt is not on its way any more."""
-        if job.expected:
-            job.expected = False
-            self.caches.arrived(job.prefill_place, job.arrival.full_blocks)
+        if not job.expected:
+            return
+        job.expected = False
+        place, blocks = job.prefill_place, job.arrival.full_blocks
+        self._desk(job).expected.arrived(place, blocks)
+        if self._exchanging:  # what was placed they have heard before
+            self.events.at(
+                self.events.now_s + TELL_AFTER_S, functools.partial(self._is_there, job.desk, place, blocks)
+            )
+
+    def _is_there(self, number: int, place: int, blocks: Sequence[int]) -> None:
+        for other, desk in enumerate(self._desks):
+            if other != number:
+                desk.expected.arrived(place, blocks)
 
     def _again(self, job: Job) -> None:
         """An instance died before the first token."""

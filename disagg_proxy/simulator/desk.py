@@ -3,7 +3,8 @@
     arrival -> gate: refused, waits, or -> what the caches hold -> policy.choose -> admission -> sent
 
 What the engines do with it comes back by ``observe``, as a data plane would have recorded it. Several desks
-have instances, books and models of their own, and tell each other what they have in flight.
+have instances, books and models of their own, and tell each other what they have in flight, and which blocks
+it brings where.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from moonpool.disagg_proxy.accounts import Accounts
 from moonpool.disagg_proxy.conductor.admission import Admission, Outlook, Refusal, ttft_s
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, Asked, Gate
-from moonpool.disagg_proxy.conductor.instance import Role
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
 from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
 from moonpool.disagg_proxy.peers.shared import Shared
+from moonpool.disagg_proxy.peers.wire import Placed
 from moonpool.disagg_proxy.simulator.cache import Caches
 from moonpool.disagg_proxy.simulator.events import Events
+from moonpool.disagg_proxy.simulator.expected import Expected
 from moonpool.disagg_proxy.simulator.fleet import Fleet
 from moonpool.disagg_proxy.simulator.job import Job
 from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS
 
 NO_INSTANCE = "no_instance"
+KEY_BYTES = 16  # of a block, between proxies
 
 
 class Engines(Protocol):
@@ -53,6 +57,7 @@ class Desk:
     ) -> None:
         self.accounts = Accounts((), admission)
         self.accounts.went = hook_of(policy)
+        self.expected = Expected()
         self._policy = policy
         self._admission = admission
         self._gate: Gate[Job] = Gate(self, queue, queue_deadline_s)
@@ -64,7 +69,9 @@ class Desk:
         self._engines = engines
         self._events = engines.events
         self._pool = pool
-        self.shared = Shared(lambda name: next((each for each in fleet.instances if each.name == name), None))
+        self.shared = Shared(
+            lambda name: next((each for each in fleet.instances if each.name == name), None), self._placed
+        )
         for instance in fleet.instances:
             self.accounts.join(instance)
 
@@ -78,6 +85,7 @@ class Desk:
         """Nothing of the instance is under way any more."""
         self.accounts.forget(place)
         self.accounts.leave(place)
+        self.expected.forget(place)
 
     def arrive(self, job: Job) -> None:
         longest_s = math.inf if self._admission is None else self._admission.objective.ttft_s
@@ -150,6 +158,7 @@ class Desk:
         if not len(self.shared):
             self.accounts.check_integrity()
         self.shared.check_integrity()
+        self.expected.check_integrity()
 
     # What the gate asks
 
@@ -185,7 +194,7 @@ class Desk:
     # What happens to a request
 
     def _choose(self, job: Job) -> tuple[Request, Choice]:
-        held = self._engines.caches.find(job.arrival.full_blocks, expected=True, unit=BLOCK_TOKENS)
+        held = self._engines.caches.find(job.arrival.full_blocks, expected=self.expected, unit=BLOCK_TOKENS)
         asked = Request(
             job.arrival.tokens,
             held.by_place,
@@ -201,7 +210,19 @@ class Desk:
         job.fetches = self._pool and choice.fetch
         job.predicted_ttft_s = now_s - job.arrival.at_s + ttft_s(asked, choice, now_s)
         self.accounts.sent(job.name, choice, asked, streams=True, now_s=now_s, outlook=outlook)
+        blocks = job.arrival.full_blocks
+        self.expected.expect(job.prefill_place, blocks)
+        job.expected = True
+        if self.accounts.changed is not None:
+            keys = b"".join([block.to_bytes(KEY_BYTES) for block in blocks])
+            self.accounts.changed(Placed(choice.computes.name, BLOCK_TOKENS, keys))
         self._engines.submit(job)
+
+    def _placed(self, instance: Instance, block_tokens: int, keys: bytes) -> None:
+        """Another proxy has sent a prompt of these blocks there."""
+        ends = range(KEY_BYTES, len(keys) + 1, KEY_BYTES)
+        blocks = [int.from_bytes(keys[end - KEY_BYTES : end]) for end in ends]
+        self.expected.expect(instance.place, blocks)
 
     def _refuse(self, job: Job, why: str) -> None:
         job.why_not = why

@@ -4,6 +4,7 @@ import pytest
 
 from moonpool.disagg_proxy.simulator.cache import Caches
 from moonpool.disagg_proxy.simulator.eviction.recency import Lru
+from moonpool.disagg_proxy.simulator.expected import Expected
 
 
 def test_a_chain_loses_its_end_first() -> None:
@@ -36,24 +37,32 @@ def test_a_prompt_is_found_as_far_as_each_place_holds_it() -> None:
 
 
 def test_what_is_on_its_way_counts_where_it_goes_until_it_is_there() -> None:
-    caches = Caches(100, places=2)
+    caches, expected = Caches(100, places=2), Expected()
     caches.keep(0, [1], 0.0)
-    caches.expect(1, [1, 2, 3])
-    caches.expect(1, [1, 2])
+    expected.expect(1, [1, 2, 3])
+    expected.expect(1, [1, 2])
     assert caches.find([1, 2, 3]).by_place == [1, 0]
-    coming = caches.find([1, 2, 3], expected=True)
+    coming = caches.find([1, 2, 3], expected=expected)
     assert (coming.by_place, coming.anywhere) == ([1, 3], 1)
-    caches.arrived(1, [1, 2, 3])
-    assert caches.find([1, 2, 3], expected=True).by_place == [1, 2]
-    caches.arrived(1, [1, 2])
-    assert caches.find([1, 2, 3], expected=True).by_place == [1, 0]
+    expected.arrived(1, [1, 2, 3])
+    assert caches.find([1, 2, 3], expected=expected).by_place == [1, 2]
+    expected.arrived(1, [1, 2])
+    assert caches.find([1, 2, 3], expected=expected).by_place == [1, 0]
+    expected.expect(0, [1, 2])
+    expected.expect(1, [2, 3])
+    expected.forget(0)
+    expected.arrived(0, [1, 2])  # what is forgotten
+    assert caches.find([1, 2, 3], expected=expected).by_place == [1, 0]
+    expected.arrived(1, [2, 3])
+    assert not expected
     caches.check_integrity()
+    expected.check_integrity()
 
 
 @pytest.mark.parametrize("places", [3, 40])
 def test_sets_of_bits_say_what_a_plain_look_says(places: int, rng: random.Random) -> None:
     chance = rng
-    caches = Caches(30, places=places)
+    caches, expected = Caches(30, places=places), Expected()
     coming: list[tuple[int, list[int]]] = []
     for _ in range(400):
         chain = [chance.randrange(3) + 3 * depth for depth in range(chance.randrange(1, 12))]
@@ -62,13 +71,15 @@ def test_sets_of_bits_say_what_a_plain_look_says(places: int, rng: random.Random
         if act < 0.5:
             caches.keep(place, chain, 0.0)
         elif act < 0.7:
-            caches.expect(place, chain)
+            expected.expect(place, chain)
             coming.append((place, chain))
         elif act < 0.9 and coming:
-            caches.arrived(*coming.pop(chance.randrange(len(coming))))
+            expected.arrived(*coming.pop(chance.randrange(len(coming))))
         elif act > 0.98:
             caches.clear(place)
-        held, later = caches.find(chain), caches.find(chain, expected=True)
+            expected.forget(place)
+            coming = [each for each in coming if each[0] != place]
+        held, later = caches.find(chain), caches.find(chain, expected=expected)
         assert held.by_place == [caches.length(each, chain) for each in range(places)]
         for each in range(places):
             there = {block for at, blocks in coming if at == each for block in blocks}
@@ -77,3 +88,4 @@ def test_sets_of_bits_say_what_a_plain_look_says(places: int, rng: random.Random
         somewhere = [any(block in cache for cache in caches.caches) for block in chain]
         assert held.anywhere == (somewhere.index(False) if False in somewhere else len(chain))
         caches.check_integrity()
+        expected.check_integrity()
