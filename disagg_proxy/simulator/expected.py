@@ -31,10 +31,12 @@ class Expected:
         counts = self._counts.get(place, {})
         over = []
         for block in blocks:
-            count = counts.get(block, 0)
+            if block not in counts:
+                continue
+            count = counts[block]
             if count > 1:
                 counts[block] = count - 1
-            elif count:
+            else:
                 del counts[block]
                 over.append(block)
         drop(self.holders, over, 1 << place)
