@@ -70,7 +70,7 @@ def _rows(bed: Bed, slo_s: float) -> list[Row]:
 def _speeds(bed: Bed, slo_s: float, cells: list[tuple[str, bool]]) -> dict[tuple[str, bool], list[float]]:
     """By policy and whether it has the gate; one speed for each seed."""
     seeds = bed.seeds(SEEDS)
-    near = 0.03 if bed.quick else 0.01
+    near = 0.08 if bed.quick else 0.01
 
     def search(cell: tuple[str, bool], speed: float, seed: int, step: float) -> Search:
         policy, gated = cell
