@@ -156,7 +156,8 @@ def _fill(
         if remedy:
             raise progress.fail(remedy)
     shown = choice.shown if choice else f"{len(requirements)} packages"
-    if shared := share(made, requirements):
+    # Tools are called by their console scripts, which are not shared.
+    if choice and (shared := share(made, requirements)):
         progress.say(f"taking {len(shared)} packages from the other environments")
     progress.run(
         f"installing {shown}" + (f" (about {choice.size}; some minutes the first time)" if choice else ""),
