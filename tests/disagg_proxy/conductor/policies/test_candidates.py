@@ -41,7 +41,7 @@ def random_fleet(rng: random.Random, count: int) -> list[Instance]:
 
 def test_random_fleets_are_weighed_as_by_plain_python(rng: random.Random) -> None:
     reasons = set()
-    for _ in range(400):
+    for _ in range(1_500):
         fleet = random_fleet(rng, rng.choice((1, 2, rng.randrange(3, 40))))
         candidates = Candidates(fleet)
         assert len(candidates) == len(fleet)
