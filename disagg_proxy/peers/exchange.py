@@ -27,6 +27,8 @@ class Exchange:
         self._dispatcher = dispatcher
         self._locality = locality
         self._now_s = 0.0
+        self._seen: tuple[Instance, ...] = ()
+        self._by_name: dict[str, Instance] = {}
         self.shared = Shared(self._find, self._heard_of_blocks)
         self.link = Link(settings, hear=self._hear, lost=self._lost, state=self._state)
         dispatcher.accounts.changed = self.link.tell
@@ -45,7 +47,11 @@ class Exchange:
         self._dispatcher.in_books(lambda _, now: self.shared.expire(now_s - FORGOTTEN_S, now))
 
     def _find(self, name: str) -> Instance | None:
-        return next((each for each in self._dispatcher.instances if each.name == name), None)
+        instances = self._dispatcher.accounts.instances
+        if instances is not self._seen:  # a thousand engines are looked for by name in each message
+            self._seen = instances
+            self._by_name = {each.name: each for each in instances}
+        return self._by_name.get(name)
 
     # From here to the others
 
