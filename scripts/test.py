@@ -57,7 +57,7 @@ def main() -> None:
 
     progress.say("pytest")
     os.chdir(ROOT)
-    command = [str(tools.python), "-m", "pytest", *shlex.split(options.pytest)]
+    command = [str(tools.python), "-m", "pytest", "--durations=25", *shlex.split(options.pytest)]
     os.execve(tools.python, command, env)
 
 

@@ -202,6 +202,7 @@ def test_a_peer_that_stands_still_holds_nobody_up(memory: Memory, monkeypatch: p
     with peer() as other, peer() as another:
         assert engine.send_probe(other.session) == 0
         other.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, other.process.pid, os.WSTOPPED | os.WNOWAIT)  # a signal takes its time
         started_s = time.monotonic()
         assert engine.transfer_sync(other.session, memory.address, other.address, BYTES) < 0
         assert engine.send_probe(other.session) < 0
