@@ -16,8 +16,8 @@ from moonpool.connectors.weights import weights_digest
 from moonpool.core.errors import ConfigError
 from moonpool.core.keys import Json, digest_of
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_NO_MEANING = frozenset(
+COMMIT = re.compile(r"[0-9a-f]{40}")
+NO_MEANING = frozenset(
     {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype"}
 )
 _POSITIONS = (
@@ -57,7 +57,7 @@ def weights_revision(name: str, weights: str, hf_config: Any) -> str:
     if path.exists():
         return f"files {weights_digest(path)}"
     commit = getattr(hf_config, "_commit_hash", None)
-    if isinstance(commit, str) and _COMMIT.fullmatch(commit):
+    if isinstance(commit, str) and COMMIT.fullmatch(commit):
         return f"commit {commit}"
     raise ConfigError(
         f"cannot tell which weights {name!r} stands for: it is neither a local path nor a hub model with a "
@@ -86,7 +86,7 @@ def plain(value: object) -> Json:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items() if str(key) not in _NO_MEANING}
+        return {str(key): plain(item) for key, item in value.items() if str(key) not in NO_MEANING}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, set | frozenset):

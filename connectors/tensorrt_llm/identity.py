@@ -4,20 +4,16 @@ Read from the model's own files, since TensorRT-LLM hands a connector its argume
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moonpool.connectors.identity import COMMIT, NO_MEANING, is_dummy
 from moonpool.connectors.tensorrt_llm.layout import Memory, Shape
 from moonpool.connectors.weights import weights_digest
 from moonpool.core.errors import ConfigError
 from moonpool.core.keys import Json, digest_of
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_NO_MEANING = frozenset(
-    {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype"}
-)
 _POSITIONS = (
     "rope_theta",
     "rope_scaling",
@@ -73,7 +69,7 @@ def identity(
     return {
         "model": digest_of(
             {
-                "config": {key: value for key, value in config.items() if key not in _NO_MEANING},
+                "config": {key: value for key, value in config.items() if key not in NO_MEANING},
                 "dtype": stored if computed == "auto" else computed,
                 "arguments": _arguments(args, shape),
             }
@@ -115,10 +111,9 @@ def _plain(value: Any) -> Json:
 
 def revision(args: Any, folder: Path) -> str:
     """Which weights: the hub commit, or a digest over the files of a local path."""
-    if str(getattr(args, "load_format", "auto")).rpartition(".")[2].lower() == "dummy":
-        # Made-up weights are a function of the shapes they are cut into, and of nothing on disk.
+    if is_dummy(getattr(args, "load_format", "auto")):
         return f"dummy tp={args.tensor_parallel_size}"
-    if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name):
+    if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
         return f"commit {folder.name}"
     return f"files {weights_digest(folder)}"
 

@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moonpool.connectors.objects import TP_SIZE_MAX, heads_per_object
 from moonpool.core.keys import Json, Ranges, digest_of
 
-TP_SIZE_MAX = 8
 KNOWN_BACKEND = "TRTLLM"
 
 
@@ -292,15 +292,6 @@ def _raw(memory: Memory, model: Model) -> Shape:
         saves=True,
         whole=True,
     )
-
-
-def heads_per_object(kv_heads: int) -> int:
-    """Heads that one object holds: at most an eighth of the model's, and a divisor of what a rank has under
-    every tensor-parallel size up to 8 that divides them, so that no such size changes an object."""
-    shares = [kv_heads // size for size in range(1, TP_SIZE_MAX + 1) if kv_heads % size == 0]
-    common = math.gcd(*shares)
-    limit = max(1, kv_heads // TP_SIZE_MAX)
-    return max(heads for heads in range(1, limit + 1) if common % heads == 0)
 
 
 def missing(pages: Sequence[Sequence[int]], block: int) -> set[int]:

@@ -14,8 +14,6 @@ from moonpool import _native
 from moonpool.connectors.seeker import Seeker
 from moonpool.connectors.tensorrt_llm.compat import Log
 from moonpool.connectors.tensorrt_llm.settings import Settings
-from moonpool.core import paths
-from moonpool.core.control_tls import control_client_of
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.keys import BLOCK_NAME_BYTES
 
@@ -57,18 +55,7 @@ class Connection:
     @classmethod
     def dial(cls, settings: Settings, fingerprint: bytes) -> Connection:
         """Raises Unavailable without a node, AuthError when the token does not fit."""
-        socket = str(settings.socket())
-        client = _native.Client(
-            socket,
-            paths.client_token(socket),
-            settings.tenant,
-            settings.namespace,
-            fingerprint,
-            TIMEOUT_S,
-            tls=control_client_of(socket),
-        )
-        client.connect()
-        return cls(client)
+        return cls(settings.dial(fingerprint, TIMEOUT_S))
 
     def hold(self, names: Sequence[bytes], width: int) -> Held | None:
         """The objects of the longest prefix of blocks of ``width`` names that are all there, pinned where

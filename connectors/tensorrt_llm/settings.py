@@ -7,9 +7,9 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from moonpool.connectors.options import PoolOptions
 from moonpool.core import paths
 from moonpool.core.errors import ConfigError
 from moonpool.core.units import parse_size
@@ -20,17 +20,15 @@ FETCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(PoolOptions):
     """node: socket path, node name, or None for the default socket; tenant, namespace: whose blocks, see
     docs/keys.md; require_pool: refuse to start without a node, or when this engine cannot use the pool;
     save_decode: save the blocks of answers, not only of prompts; staging: bytes of host memory, on every
     rank, between the engine's memory and the pool's; fetch: bytes that a question may bring from other hosts
     before it promises them, 0 for none."""
 
-    node: str | None = None
-    tenant: str = "default"
-    namespace: str = "default"
-    require_pool: bool = False
+    place: ClassVar[str] = VARIABLE
+
     save_decode: bool = False
     staging: int = STAGING_BYTES
     fetch: int = FETCH_BYTES
@@ -46,7 +44,8 @@ class Settings:
             raise _wrong(VARIABLE, f"is not JSON: {error}") from None
         if not isinstance(given, dict):
             raise _wrong(VARIABLE, "must be a JSON object")
-        known = [field.name for field in fields(cls)]
+        # Where blocks lie first, as the documentation has it.
+        known = [field.name for field in sorted(fields(cls), key=lambda field: field.name == "require_pool")]
         for key in given:
             if key in ("token", "cluster_token"):
                 raise _wrong(
@@ -70,20 +69,6 @@ class Settings:
             staging=_size(given, "staging", STAGING_BYTES, at_least=1),
             fetch=_size(given, "fetch", FETCH_BYTES, at_least=0),
         )
-
-    def socket(self) -> Path:
-        """The Unix socket to connect to. Raises ConfigError for an address of another host."""
-        if self.node is None:
-            return paths.default_node_socket()
-        if "/" in self.node:
-            return paths.check_socket_path(Path(self.node))
-        if ":" in self.node:
-            raise _wrong(
-                "node",
-                f"node is {self.node!r}: an engine uses a node of its own host; give the path of its Unix "
-                f"socket, or leave it out for the default one",
-            )
-        return paths.node_socket(self.node)
 
 
 def _text(given: Mapping[str, Any], key: str, default: str) -> str:
