@@ -32,7 +32,7 @@ from moonpool.core.errors import ConfigError
 from moonpool.core.processes import die_with_parent
 from moonpool.disagg_proxy import server
 from moonpool.disagg_proxy.settings import ProxySettings
-from moonpool.disagg_proxy.takeover import Offer, Predecessor, find_predecessor
+from moonpool.disagg_proxy.takeover import Offer, Predecessor
 
 _EXIT_USAGE = 2
 _READY_S = 60.0  # of a process; a first look at its engines
@@ -74,7 +74,7 @@ class _Group:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        await self._bind()
+        self._predecessor = await server.take_over_or_bind(self._settings, self._listening)
         host, port = self._listening[0].getsockname()[:2]
         children = [_Child(number) for number in range(self._settings.processes)]
         offer = None
@@ -113,15 +113,6 @@ class _Group:
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
-
-    async def _bind(self) -> None:
-        host, port = self._settings.host, self._settings.port
-        if self._settings.take_over:
-            self._predecessor = await asyncio.to_thread(find_predecessor, host, port)
-        if self._predecessor is not None:
-            self._listening = self._predecessor.listening
-            return
-        await asyncio.to_thread(server.bind, host, port, self._listening)
 
     async def _keep(self, child: _Child, folder: str) -> None:
         """Starts a process, again and again. Raises ConfigError when it never serves."""

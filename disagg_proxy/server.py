@@ -356,13 +356,7 @@ class Proxy:
     async def _bind(self) -> None:
         if self._is_one_of_several:
             return
-        host, port = self._settings.host, self._settings.port
-        if self._settings.take_over:
-            self._predecessor = await asyncio.to_thread(find_predecessor, host, port)
-        if self._predecessor is not None:
-            self._listening = self._predecessor.listening
-            return
-        await asyncio.to_thread(bind, host, port, self._listening)
+        self._predecessor = await take_over_or_bind(self._settings, self._listening)
 
     async def _stop_listening(self) -> None:
         if self._offer is not None:
@@ -372,6 +366,18 @@ class Proxy:
         for listening in self._listening:
             listening.close()
         self._listening.clear()
+
+
+async def take_over_or_bind(settings: ProxySettings, listening: list[socket.socket]) -> Predecessor | None:
+    """Adds the sockets of the proxy that runs at the settings' address, where that is wanted and there is
+    one, which is returned; else new ones. Raises as ``bind``."""
+    host, port = settings.host, settings.port
+    predecessor = await asyncio.to_thread(find_predecessor, host, port) if settings.take_over else None
+    if predecessor is None:
+        await asyncio.to_thread(bind, host, port, listening)
+    else:
+        listening.extend(predecessor.listening)
+    return predecessor
 
 
 def bind(host: str, port: int, listening: list[socket.socket]) -> None:

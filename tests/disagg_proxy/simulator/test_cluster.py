@@ -47,6 +47,22 @@ def run(
     return sorted(jobs, key=lambda job: job.name)
 
 
+def at_random(rng: random.Random, count: int, per_s: float) -> list[Arrival]:
+    """Some prompts begin alike."""
+    arrivals = []
+    at_s = 0.0
+    for number in range(count):
+        at_s += rng.expovariate(per_s)
+        tokens = rng.randrange(1, 4000)
+        shared = rng.randrange(5) * 100
+        blocks = tuple(
+            shared + place if place < 3 else 1000 + 10 * number + place
+            for place in range(-(-tokens // BLOCK_TOKENS))
+        )
+        arrivals.append(Arrival(at_s, tokens, rng.randrange(0, 200), blocks))
+    return arrivals
+
+
 def test_a_prompt_takes_its_tokens_and_those_behind_it_wait() -> None:
     first, second = run(
         ClusterSettings(prefill=1, machine=PLAIN),
@@ -191,18 +207,7 @@ def test_admission_looks_at_decode_ahead_of_time() -> None:
 def test_every_request_ends_under_every_policy(
     policy: str, settings: ClusterSettings, rng: random.Random
 ) -> None:
-    arrivals = []
-    at_s = 0.0
-    for number in range(150):
-        at_s += rng.expovariate(1.0)
-        tokens = rng.randrange(1, 4000)
-        shared = rng.randrange(5) * 100
-        blocks = tuple(
-            shared + place if place < 3 else 1000 + 10 * number + place
-            for place in range(-(-tokens // BLOCK_TOKENS))
-        )
-        arrivals.append(Arrival(at_s, tokens, rng.randrange(0, 200), blocks))
-    for job in run(settings, arrivals, policy):
+    for job in run(settings, at_random(rng, 150, 1.0), policy):
         assert job.arrival.at_s <= job.begun_s <= job.computed_s <= job.first_s <= job.done_s < math.inf
         assert 0 <= job.own + job.fetched < job.arrival.tokens
 

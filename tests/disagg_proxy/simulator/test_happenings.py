@@ -16,7 +16,7 @@ from moonpool.disagg_proxy.simulator.desk import Desk
 from moonpool.disagg_proxy.simulator.happenings import Act, Happening, check, parse, read_happenings
 from moonpool.disagg_proxy.simulator.job import Job
 from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS, Arrival
-from tests.disagg_proxy.simulator.test_cluster import PLAIN
+from tests.disagg_proxy.simulator.test_cluster import PLAIN, at_random
 
 
 def run(
@@ -125,18 +125,7 @@ def test_every_request_is_over_however_instances_come_and_go(policy: str, rng: r
             name = there.pop(rng.randrange(len(there)))
             gone.append(name)
             happenings.append(f"{at_s:.3f} {rng.choice(('kill', 'leave'))} {name}")
-    arrivals = []
-    at_s = 0.0
-    for number in range(200):
-        at_s += rng.expovariate(1.5)
-        tokens = rng.randrange(1, 4000)
-        shared = rng.randrange(5) * 100
-        blocks = tuple(
-            shared + place if place < 3 else 1000 + 10 * number + place
-            for place in range(-(-tokens // BLOCK_TOKENS))
-        )
-        arrivals.append(Arrival(at_s, tokens, rng.randrange(0, 200), blocks))
-    jobs = run(settings, arrivals, *happenings, policy=policy)
+    jobs = run(settings, at_random(rng, 200, 1.5), *happenings, policy=policy)
     served = [job for job in jobs if not job.why_not]
     assert {job.why_not for job in jobs} <= {"", "lost", "no_instance"}
     assert len(served) > 40
