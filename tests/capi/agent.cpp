@@ -148,7 +148,8 @@ std::string answer(std::istringstream& in) {
         codes.push_back(getLocalIpAndPort(engine, address, sizeof(address)));
         codes.push_back(getLocalIpAndPort(nullptr, address, sizeof(address)));
         codes.push_back(registerLocalMemory(engine, nullptr, 4096, "*", 1));
-        codes.push_back(registerLocalMemory(engine, reinterpret_cast<void*>(0x7f0000000000), 4096, "*", 1));
+        // Below vm.mmap_min_addr: where no layout of the process puts anything
+        codes.push_back(registerLocalMemory(engine, reinterpret_cast<void*>(4096), 4096, "*", 1));
         codes.push_back(registerLocalMemory(engine, const_cast<char*>("read-only text"), 4, "*", 1));
         codes.push_back(registerLocalMemory(engine, memory.data(), 0, "*", 1));
         codes.push_back(registerLocalMemory(engine, memory.data() + 16, 16, "*", 1));  // overlaps
