@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.observations import Observation
+from moonpool.disagg_proxy.data_plane.observations import Observation
 from moonpool.disagg_proxy.server import Proxy
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
 from moonpool.disagg_proxy.ui.history import FRESH_MAX, LAST_MAX, History

@@ -1,9 +1,21 @@
 """The proxy: one HTTP address in front of many engines that speak the OpenAI API.
 
 Bytes are moved by the data plane in C++ (``core/csrc/relay``, ``_native.Relay``): one thread that serves all
-sockets and asks Python once a request where it goes. Here is what is not per byte: settings, the choice
-(``dispatcher.py``, ``conductor/``), health checks, the proxy's own pages and metrics. It is not an HTTP
-framework, and parses no request in Python unless a policy looks at prompts.
+sockets and asks Python once a request where it goes. Here is what is not per byte: settings, the choice,
+health checks, the proxy's own pages and metrics. It is not an HTTP framework, and parses no request in Python
+unless a policy looks at prompts.
+
+    server, fleet, settings    puts the parts together, runs them; engines that join and leave
+    group, takeover            several processes at one address, one after the other
+    dispatch                   one request: what is known of its prompt, candidates, the plan, the books
+    conductor, admission       who computes it, and whether it is taken: pure
+    tokens, events             what is known of a prompt: its ids, and who has its blocks
+    engines, discovery         one engine, its health and its kind; which engines there are
+    peers                      several proxies that share their books
+    data_plane                 what the C++ half reports
+    pages, ui, tracing         what is shown: metrics, a page for people, spans
+
+    simulator, replay, sizing, mock_engine    commands of their own; the proxy imports none of them
 
 Start at ``server.serve``; docs/proxy.md has the map, the limits, the metrics and what happens when things
 fail.

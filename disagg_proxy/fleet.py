@@ -18,13 +18,13 @@ import msgspec
 
 from moonpool._native import Relay
 from moonpool.core.addresses import Address
-from moonpool.disagg_proxy.bootstrap import Bootstrap
 from moonpool.disagg_proxy.discovery.source import Found
-from moonpool.disagg_proxy.dispatcher import Dispatcher
-from moonpool.disagg_proxy.engine import Engine, bootstrap_of, far_engine
+from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
+from moonpool.disagg_proxy.dispatch.locality import Locality
+from moonpool.disagg_proxy.engines.bootstrap import Bootstrap
+from moonpool.disagg_proxy.engines.engine import Engine, bootstrap_of, far_engine
+from moonpool.disagg_proxy.engines.health import HealthChecker
 from moonpool.disagg_proxy.events.subscriber import Subscriber
-from moonpool.disagg_proxy.health import HealthChecker
-from moonpool.disagg_proxy.locality import Locality
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings, shared_bootstraps
 from moonpool.disagg_proxy.tracing.recorder import Recorder
 

@@ -25,6 +25,7 @@ from moonpool._native import ProxyRequest, Relay
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import Decision, refused
 from moonpool.disagg_proxy.conductor.policy import make_policy
+from moonpool.disagg_proxy.data_plane.counters import Counters, look
 from moonpool.disagg_proxy.discovery.follower import Follower
 from moonpool.disagg_proxy.discovery.members import Members
 from moonpool.disagg_proxy.discovery.queries import Queries
@@ -33,14 +34,13 @@ from moonpool.disagg_proxy.discovery.registry_pages import RegistryPages, Subscr
 from moonpool.disagg_proxy.discovery.sequences import Sequences
 from moonpool.disagg_proxy.discovery.source import Found
 from moonpool.disagg_proxy.discovery.sources import make_sources
-from moonpool.disagg_proxy.dispatcher import ASKED_MAX, Dispatcher
-from moonpool.disagg_proxy.engine import Engine
+from moonpool.disagg_proxy.dispatch.dispatcher import ASKED_MAX, Dispatcher
+from moonpool.disagg_proxy.dispatch.locality import Locality
+from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.events.indexes import HOLDERS_MAX, Indexes
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from moonpool.disagg_proxy.fleet import Fleet
-from moonpool.disagg_proxy.locality import Locality
-from moonpool.disagg_proxy.metrics import Counters, look
-from moonpool.disagg_proxy.pages import Pages
+from moonpool.disagg_proxy.pages.pages import Pages
 from moonpool.disagg_proxy.peers.exchange import Exchange
 from moonpool.disagg_proxy.peers.metrics import PeerCollector
 from moonpool.disagg_proxy.settings import (

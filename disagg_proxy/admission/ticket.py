@@ -9,7 +9,7 @@ from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.admission import Objective, Refusal
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
-from moonpool.disagg_proxy.locality import Place
+from moonpool.disagg_proxy.dispatch.locality import Place
 
 RETRY_AFTER_S_MAX = 3600.0
 

@@ -20,7 +20,7 @@ from moonpool.core.keys import chain_seed
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
 from moonpool.disagg_proxy.discovery.registry import TENANT, Name, Publisher, Text
 from moonpool.disagg_proxy.discovery.sequences import Sequences, Space
-from moonpool.disagg_proxy.engine import Engine
+from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.events.indexes import MODEL_ANY, Indexes
 
 QUERY_BYTES_MAX = 16 << 20

@@ -6,10 +6,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from moonpool.disagg_proxy.accounts import FORGOTTEN_S
 from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.dispatcher import Dispatcher
-from moonpool.disagg_proxy.locality import Locality, Place
+from moonpool.disagg_proxy.dispatch.accounts import FORGOTTEN_S
+from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
+from moonpool.disagg_proxy.dispatch.locality import Locality, Place
 from moonpool.disagg_proxy.peers.link import Link
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 from moonpool.disagg_proxy.peers.shared import Shared

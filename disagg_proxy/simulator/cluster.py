@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
-from moonpool.disagg_proxy.observations import Handed, Outcome, Stage
+from moonpool.disagg_proxy.data_plane.observations import Handed, Outcome, Stage
 from moonpool.disagg_proxy.peers.wire import Change
 from moonpool.disagg_proxy.simulator.cache import Caches
 from moonpool.disagg_proxy.simulator.desk import Desk

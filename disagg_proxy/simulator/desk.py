@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from moonpool.disagg_proxy.accounts import Accounts
 from moonpool.disagg_proxy.conductor.admission import Admission, Outlook, Refusal, ttft_s
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, Asked, Gate
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
-from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.dispatch.accounts import Accounts
 from moonpool.disagg_proxy.peers.shared import Shared
 from moonpool.disagg_proxy.peers.wire import Placed
 from moonpool.disagg_proxy.simulator.cache import Caches

@@ -17,9 +17,9 @@ from prometheus_client.registry import Collector
 
 from moonpool import __version__
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy import observations
 from moonpool.disagg_proxy.conductor.choice import Choice
-from moonpool.disagg_proxy.observations import Observation, Stage
+from moonpool.disagg_proxy.data_plane import observations
+from moonpool.disagg_proxy.data_plane.observations import Observation, Stage
 from moonpool.disagg_proxy.tracing.spans import Noted, Span, spans_of
 
 if TYPE_CHECKING:

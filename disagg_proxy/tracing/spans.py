@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moonpool.disagg_proxy.observations import Handed, Observation, Outcome
+from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome
 
 Value = str | int | float | bool
 _FAILED = (Outcome.FAILED, Outcome.BROKEN_OFF)

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import msgspec
 
 from moonpool import __version__
-from moonpool.disagg_proxy.accounts import Accounts
 from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.dispatcher import Dispatcher
-from moonpool.disagg_proxy.engine import Engine
-from moonpool.disagg_proxy.metrics import Counters, EngineCounters
+from moonpool.disagg_proxy.data_plane.counters import Counters, EngineCounters
+from moonpool.disagg_proxy.dispatch.accounts import Accounts
+from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
+from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.ui.explain import why_here, why_miss
 from moonpool.disagg_proxy.ui.history import STEP_S, History, Over, Step, Total
 

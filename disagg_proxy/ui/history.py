@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.observations import Observation
+from moonpool.disagg_proxy.data_plane.observations import Observation
 
 STEP_S = 5.0
 STEPS_MAX = 180

@@ -25,7 +25,7 @@ import uvloop
 import moonpool
 from moonpool._native import ProxyRequest, Relay
 from moonpool.disagg_proxy.conductor.plan import Decision
-from moonpool.disagg_proxy.metrics import Counters, EngineCounters
+from moonpool.disagg_proxy.data_plane.counters import Counters, EngineCounters
 from moonpool.disagg_proxy.server import Proxy
 from moonpool.disagg_proxy.settings import (
     BreakerLimits,
@@ -381,7 +381,7 @@ class Bed:
         """The value of one sample; 0 when it is not there."""
         from prometheus_client import CollectorRegistry
 
-        from moonpool.disagg_proxy.metrics import ProxyCollector
+        from moonpool.disagg_proxy.pages.metrics import ProxyCollector
 
         registry = CollectorRegistry()
         registry.register(ProxyCollector(self.proxy.counters))

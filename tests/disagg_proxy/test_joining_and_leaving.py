@@ -11,7 +11,7 @@ import pytest
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.discovery.source import Found
-from moonpool.disagg_proxy.engine import Engine, host_field
+from moonpool.disagg_proxy.engines.engine import Engine, host_field
 from moonpool.disagg_proxy.settings import Deadlines, EngineSpec, HealthChecks, ProxySettings
 from tests.disagg_proxy.harness import Bed, Exchange, MockEngine, bed, until, with_deadline
 

@@ -1,4 +1,5 @@
-// What a relay has counted and what its connections are doing, as Python sees it (disagg_proxy/metrics.py).
+// What a relay has counted and what its connections are doing, as Python sees it
+// (disagg_proxy/data_plane/counters.py).
 #pragma once
 
 #include <pybind11/pybind11.h>

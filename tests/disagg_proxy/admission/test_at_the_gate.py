@@ -16,7 +16,7 @@ from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.admission.ticket import Ticket
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.discovery.source import Found
-from moonpool.disagg_proxy.dispatcher import _Fit
+from moonpool.disagg_proxy.dispatch.dispatcher import _Fit
 from tests.disagg_proxy.harness import (
     Answer,
     Bed,

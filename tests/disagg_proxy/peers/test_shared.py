@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from moonpool.disagg_proxy.accounts import Accounts
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
-from moonpool.disagg_proxy.observations import Observation, Outcome, Stage
+from moonpool.disagg_proxy.data_plane.observations import Observation, Outcome, Stage
+from moonpool.disagg_proxy.dispatch.accounts import Accounts
 from moonpool.disagg_proxy.peers.shared import Shared
 from moonpool.disagg_proxy.peers.wire import (
     VERSION,

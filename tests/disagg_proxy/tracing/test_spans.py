@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
 from moonpool.disagg_proxy.tracing.spans import Noted, Span, spans_of
 
 ENGINES = ("p0", "d0")

@@ -7,7 +7,7 @@ from typing import Any
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.observations import Observation
+from moonpool.disagg_proxy.data_plane.observations import Observation
 from moonpool.disagg_proxy.ui.data import EngineRow, LastRow, Page
 from moonpool.disagg_proxy.ui.history import STEP_S, Over, Step
 

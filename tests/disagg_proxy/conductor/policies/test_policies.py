@@ -10,7 +10,6 @@ from itertools import combinations
 
 import pytest
 
-from moonpool.disagg_proxy.accounts import Accounts
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
@@ -18,6 +17,7 @@ from moonpool.disagg_proxy.conductor.policies.least_load import LeastLoad
 from moonpool.disagg_proxy.conductor.policies.prefix_affinity import BUSIER_MAX, PrefixAffinity
 from moonpool.disagg_proxy.conductor.policies.round_robin import RoundRobin
 from moonpool.disagg_proxy.conductor.policy import POLICIES, Policy, make_policy
+from moonpool.disagg_proxy.dispatch.accounts import Accounts
 from tests.disagg_proxy.conductor.policies.sending import send
 
 

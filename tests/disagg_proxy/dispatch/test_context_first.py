@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from .harness import Bed, Behaviour, Exchange, bed, with_deadline
+from tests.disagg_proxy.harness import Bed, Behaviour, Exchange, bed, with_deadline
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PARAMS = {

@@ -12,8 +12,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy import health
-from moonpool.disagg_proxy.bootstrap import (
+from moonpool.disagg_proxy.engines import health
+from moonpool.disagg_proxy.engines.bootstrap import (
     RETRY_S_MAX,
     Bootstrap,
     Rank,
@@ -21,12 +21,11 @@ from moonpool.disagg_proxy.bootstrap import (
     parameters,
     read_page,
 )
-from moonpool.disagg_proxy.engine import bootstrap_of
-from moonpool.disagg_proxy.health import _ranks_at
-from moonpool.disagg_proxy.page_watch import DISTRUST_S, LATE_MAX, LATE_S
+from moonpool.disagg_proxy.engines.engine import bootstrap_of
+from moonpool.disagg_proxy.engines.health import _ranks_at
+from moonpool.disagg_proxy.engines.page_watch import DISTRUST_S, LATE_MAX, LATE_S
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings, parse_engines
-
-from .harness import with_deadline
+from tests.disagg_proxy.harness import with_deadline
 
 URL = "http://h:8998"
 ONE = (Rank("a", URL),)

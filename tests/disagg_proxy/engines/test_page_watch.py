@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from moonpool.disagg_proxy.observations import Outcome
-from moonpool.disagg_proxy.page_watch import (
+from moonpool.disagg_proxy.data_plane.observations import Outcome
+from moonpool.disagg_proxy.engines.page_watch import (
     DISTRUST_S,
     LATE_MAX,
     TOKEN_S,
@@ -17,8 +17,7 @@ from moonpool.disagg_proxy.page_watch import (
     Verdict,
     wait_of,
 )
-
-from .tracing.test_spans import TWO_STEPS
+from tests.disagg_proxy.tracing.test_spans import TWO_STEPS
 
 PATIENCE_S = 5.0  # of a decode engine's connector
 SOON_S = 0.05

@@ -17,14 +17,10 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
-
 from moonpool._native import ProxyRequest
-from moonpool.disagg_proxy.bootstrap import parameters
 from moonpool.disagg_proxy.conductor.plan import (
     Plan,
     concurrent,
@@ -32,12 +28,13 @@ from moonpool.disagg_proxy.conductor.plan import (
     generation_first,
     one_shot,
 )
-from moonpool.disagg_proxy.engine import Engine
-from moonpool.disagg_proxy.metrics import BOUNDS_S, Histogram, buckets
-from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
-from moonpool.disagg_proxy.page_watch import wait_of
-from moonpool.disagg_proxy.sglang import Rooms
-from moonpool.disagg_proxy.tensorrt_llm import Numbers, to_context, to_generation
+from moonpool.disagg_proxy.data_plane.counters import BOUNDS_S, Histogram
+from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.engines.bootstrap import parameters
+from moonpool.disagg_proxy.engines.engine import Engine
+from moonpool.disagg_proxy.engines.page_watch import wait_of
+from moonpool.disagg_proxy.engines.sglang import Rooms
+from moonpool.disagg_proxy.engines.tensorrt_llm import Numbers, to_context, to_generation
 
 RANK_HEADER = b"X-data-parallel-rank"
 UNTAKEN_TOKENS_MIN = 256  # a shorter prompt may have no whole block
@@ -146,65 +143,6 @@ class FormStats:
         done_s = seen.prefill_done_s or seen.first_byte_s
         self.gap = _with(self.gap, max(0.0, seen.first_byte_s - done_s))
         self.first_byte = _with(self.first_byte, max(0.0, seen.first_byte_s - seen.sent_prefill_s))
-
-
-class HandoverCollector(Collector):
-    def __init__(self, handovers: Handovers) -> None:
-        self._handovers = handovers
-
-    def collect(self) -> Iterator[Metric]:
-        if not any(engine is not None and engine.role == "prefill" for engine in self._handovers.engines):
-            return
-        ended = CounterMetricFamily(
-            "moonpool_proxy_handovers",
-            "Requests whose decode engine was told where a prefill engine's work lies",
-            labels=("form", "outcome"),
-        )
-        untaken = CounterMetricFamily(
-            "moonpool_proxy_handovers_untaken",
-            "Hand-overs of which nothing arrived, as the decode engine's count of cached tokens says",
-            labels=("form",),
-        )
-        gap = HistogramMetricFamily(
-            "moonpool_proxy_handover_gap_seconds",
-            "From the end of a prefill to the first token of a stream",
-            labels=("form",),
-        )
-        first = HistogramMetricFamily(
-            "moonpool_proxy_handover_first_byte_seconds",
-            "From asking a prefill engine to the first token of a stream",
-            labels=("form",),
-        )
-        for form, stats in self._handovers.stats.items():
-            label = form.name.lower()
-            for outcome, count in sorted(stats.outcomes.items()):
-                ended.add_metric((label, outcome), count)
-            untaken.add_metric((label,), stats.untaken)
-            gap.add_metric((label,), buckets=buckets(stats.gap), sum_value=stats.gap[1])
-            first.add_metric((label,), buckets=buckets(stats.first_byte), sum_value=stats.first_byte[1])
-        yield from (ended, untaken, gap, first)
-        yield from self._pages()
-
-    def _pages(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily(
-            "moonpool_proxy_bootstrap_up", "1 while the bootstrap page is known", labels=("engine",)
-        )
-        restarts = CounterMetricFamily(
-            "moonpool_proxy_bootstrap_restarts",
-            "Times at which a prefill engine had another id",
-            labels=("engine",),
-        )
-        stale = CounterMetricFamily(
-            "moonpool_proxy_stale_handovers",
-            "Requests that may have been sent with the id of an engine that was gone: decode computed them",
-            labels=("engine",),
-        )
-        for engine in self._handovers.engines:
-            if engine is not None and engine.bootstrap is not None and engine.meeting is None:
-                up.add_metric((engine.name,), float(engine.bootstrap.up))
-                restarts.add_metric((engine.name,), engine.bootstrap.restarts)
-                stale.add_metric((engine.name,), engine.bootstrap.stale)
-        yield from (up, restarts, stale)
 
 
 def is_timed(seen: Observation) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from enum import Enum
 
-from moonpool.disagg_proxy.observations import Observation, Outcome
+from moonpool.disagg_proxy.data_plane.observations import Observation, Outcome
 
 LATE_S = 2.5  # of a hand-over: no take of blocks is so slow
 LATE_MAX = 4  # of the last WINDOW hand-overs to one decode engine

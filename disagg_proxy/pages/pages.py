@@ -9,16 +9,17 @@ from prometheus_client.registry import Collector
 
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.plan import Answer, error_body
-from moonpool.disagg_proxy.conductor_metrics import ConductorCollector
+from moonpool.disagg_proxy.data_plane.counters import Counters, EngineCounters
 from moonpool.disagg_proxy.discovery.follower import Follower, SourceRow
 from moonpool.disagg_proxy.discovery.registry_pages import RegistryPages
-from moonpool.disagg_proxy.dispatcher import Dispatcher
-from moonpool.disagg_proxy.engine import Engine
+from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
+from moonpool.disagg_proxy.dispatch.locality import Locality
+from moonpool.disagg_proxy.engines.engine import Engine
+from moonpool.disagg_proxy.engines.health import merged_models
 from moonpool.disagg_proxy.events.subscriber import Subscriber
-from moonpool.disagg_proxy.handovers import HandoverCollector
-from moonpool.disagg_proxy.health import merged_models
-from moonpool.disagg_proxy.locality import Locality
-from moonpool.disagg_proxy.metrics import CONTENT_TYPE, Counters, EngineCounters, ProxyCollector, exposition
+from moonpool.disagg_proxy.pages.conductor_metrics import ConductorCollector
+from moonpool.disagg_proxy.pages.handover_metrics import HandoverCollector
+from moonpool.disagg_proxy.pages.metrics import CONTENT_TYPE, ProxyCollector, exposition
 from moonpool.disagg_proxy.ui.data import Data
 from moonpool.disagg_proxy.ui.metrics import PromptCollector
 from moonpool.disagg_proxy.ui.page import data_answer, page_answer

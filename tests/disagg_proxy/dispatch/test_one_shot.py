@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from moonpool.disagg_proxy import health
-from moonpool.disagg_proxy.dispatcher import PROMPTS_MAX
-from moonpool.disagg_proxy.engine import Engine
+from moonpool.disagg_proxy.dispatch.dispatcher import PROMPTS_MAX
+from moonpool.disagg_proxy.engines import health
+from moonpool.disagg_proxy.engines.engine import Engine
+from moonpool.disagg_proxy.engines.sglang import Meeting, Rooms, ServerInfo, read_server_info
 from moonpool.disagg_proxy.mock_engine.server import MockEngine
 from moonpool.disagg_proxy.mock_engine.settings import MockSettings
 from moonpool.disagg_proxy.settings import (
@@ -27,12 +28,19 @@ from moonpool.disagg_proxy.settings import (
     Limits,
     ProxySettings,
 )
-from moonpool.disagg_proxy.sglang import Meeting, Rooms, ServerInfo, read_server_info
-
-from .harness import Answer, Bed, Behaviour, Exchange, bed, with_deadline
-from .harness import until as turned
-from .test_fleet import Fleet, fleet, play, text_of
-from .test_handovers import PROMPT, SELDOM, SLOW_PREFILL, check, engine_of, metrics_of, text_for, until
+from tests.disagg_proxy.dispatch.test_handovers import (
+    PROMPT,
+    SELDOM,
+    SLOW_PREFILL,
+    check,
+    engine_of,
+    metrics_of,
+    text_for,
+    until,
+)
+from tests.disagg_proxy.harness import Answer, Bed, Behaviour, Exchange, bed, with_deadline
+from tests.disagg_proxy.harness import until as turned
+from tests.disagg_proxy.test_fleet import Fleet, fleet, play, text_of
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

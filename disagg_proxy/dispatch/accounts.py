@@ -16,7 +16,7 @@ from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Outl
 from moonpool.disagg_proxy.conductor.calibration import Calibration
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
 from moonpool.disagg_proxy.peers.wire import Begun, Change, Gone, Prefilled, Sent
 from moonpool.disagg_proxy.tokens.watch import PredictionWatch
 

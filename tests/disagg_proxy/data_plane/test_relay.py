@@ -8,8 +8,16 @@ import socket
 from dataclasses import replace
 
 from moonpool.disagg_proxy.settings import BreakerLimits, Deadlines, Limits
-
-from .harness import NEVER_S, Exchange, FakeClock, MockEngine, bed, request_bytes, until, with_deadline
+from tests.disagg_proxy.harness import (
+    NEVER_S,
+    Exchange,
+    FakeClock,
+    MockEngine,
+    bed,
+    request_bytes,
+    until,
+    with_deadline,
+)
 
 CHAT = "/v1/chat/completions"
 

@@ -8,8 +8,8 @@ import time
 import msgspec
 
 from moonpool.core.kv_events import Batch, BlockStored
+from moonpool.disagg_proxy.dispatch.locality import Locality
 from moonpool.disagg_proxy.events.indexes import MODEL_ANY, Indexes
-from moonpool.disagg_proxy.locality import Locality
 
 IDS = list(range(256))
 

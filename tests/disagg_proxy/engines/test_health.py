@@ -11,10 +11,9 @@ import resource
 import pytest
 
 from moonpool.disagg_proxy.conductor.liveness import Health
-from moonpool.disagg_proxy.health import HealthChecker
+from moonpool.disagg_proxy.engines.health import HealthChecker
 from moonpool.disagg_proxy.settings import HealthChecks
-
-from .harness import MockEngine, bed, until, with_deadline
+from tests.disagg_proxy.harness import MockEngine, bed, until, with_deadline
 
 OFTEN = HealthChecks(interval_s=0.01)
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
+from moonpool.disagg_proxy.engines.tensorrt_llm import Numbers, read_server_info
 from moonpool.disagg_proxy.settings import HealthChecks
-from moonpool.disagg_proxy.tensorrt_llm import Numbers, read_server_info
-
-from .harness import Answer, Bed, Exchange, MockEngine, bed, until, with_deadline
+from tests.disagg_proxy.harness import Answer, Bed, Exchange, MockEngine, bed, until, with_deadline
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOLD = {"ctx_dp_rank": 0, "ctx_info_endpoint": ["tcp://10.0.0.1:4711", "tcp://10.0.0.1:4712"]}

@@ -14,10 +14,9 @@ import pytest
 
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, concurrent, single, two_step
-from moonpool.disagg_proxy.observations import read
+from moonpool.disagg_proxy.data_plane.observations import read
 from moonpool.disagg_proxy.settings import Deadlines, Limits
-
-from .harness import Bed, Behaviour, Exchange, bed, until, with_deadline
+from tests.disagg_proxy.harness import Bed, Behaviour, Exchange, bed, until, with_deadline
 
 CHAT = "/v1/chat/completions"
 BODY = (

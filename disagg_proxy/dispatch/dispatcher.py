@@ -18,8 +18,6 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from moonpool._native import ProxyRequest
-from moonpool.disagg_proxy import observations
-from moonpool.disagg_proxy.accounts import Accounts
 from moonpool.disagg_proxy.admission import wishes
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.admission.ticket import Ticket
@@ -31,11 +29,13 @@ from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, Plan, refused
 from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
 from moonpool.disagg_proxy.conductor.sender import Sender
-from moonpool.disagg_proxy.engine import Engine
-from moonpool.disagg_proxy.handovers import Handovers
-from moonpool.disagg_proxy.locality import Locality, Place, seed_of
-from moonpool.disagg_proxy.observations import Handed
-from moonpool.disagg_proxy.sglang import PROMPTS_MAX
+from moonpool.disagg_proxy.data_plane import observations
+from moonpool.disagg_proxy.data_plane.observations import Handed
+from moonpool.disagg_proxy.dispatch.accounts import Accounts
+from moonpool.disagg_proxy.dispatch.handovers import Handovers
+from moonpool.disagg_proxy.dispatch.locality import Locality, Place, seed_of
+from moonpool.disagg_proxy.engines.engine import Engine
+from moonpool.disagg_proxy.engines.sglang import PROMPTS_MAX
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.source import KnownPrompts, TextPrompt, TokenSource
 

@@ -8,8 +8,16 @@ import json
 import pytest
 
 from moonpool.disagg_proxy.settings import Deadlines, Limits
-
-from .harness import Bed, Client, Exchange, FakeClock, bed, request_bytes, until, with_deadline
+from tests.disagg_proxy.harness import (
+    Bed,
+    Client,
+    Exchange,
+    FakeClock,
+    bed,
+    request_bytes,
+    until,
+    with_deadline,
+)
 
 CHAT = "/v1/chat/completions"
 

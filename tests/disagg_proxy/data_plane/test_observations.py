@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.disagg_proxy.observations import RECORD, Observation, Outcome, Stage, read, read_kept
+from moonpool.disagg_proxy.data_plane.observations import RECORD, Observation, Outcome, Stage, read, read_kept
 
 
 def test_a_record_is_read_as_the_data_plane_writes_it() -> None:

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from moonpool.disagg_proxy.accounts import FORGOTTEN_S, Accounts
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
-from moonpool.disagg_proxy.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.dispatch.accounts import FORGOTTEN_S, Accounts
 
 BLANK = Observation(
     0, 1, -1, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1, -1, -1, -1, 200, 0, 1, 0, 1, 0, 1, b"", b"", b""

@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 
-from moonpool.disagg_proxy import page_watch
+from moonpool.disagg_proxy.engines import page_watch
 from moonpool.disagg_proxy.mock_engine import api
 from moonpool.disagg_proxy.mock_engine.server import MockEngine
 from moonpool.disagg_proxy.mock_engine.settings import MockSettings
 from moonpool.disagg_proxy.mock_engine.timing import Timing
 from moonpool.disagg_proxy.settings import HealthChecks
-
-from .test_fleet import SEED, Fleet, fleet, play, text_of
+from tests.disagg_proxy.test_fleet import SEED, Fleet, fleet, play, text_of
 
 FORMS = ("two_step", "concurrent")
 ALL_FORMS = (*FORMS, "one_shot", "context_first", "generation_first")
@@ -244,7 +243,7 @@ def test_a_prefill_engine_that_restarts_has_another_id() -> None:
 
 async def check(f: Fleet) -> None:
     """One round of health checks."""
-    from moonpool.disagg_proxy.health import HealthChecker
+    from moonpool.disagg_proxy.engines.health import HealthChecker
 
     for engine in f.proxy.engines:
         await HealthChecker(engine, HealthChecks()).check()

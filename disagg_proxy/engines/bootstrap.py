@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moonpool.disagg_proxy.page_watch import DISTRUST_S, LATE_MAX, LATE_S, WINDOW, PageWatch, Verdict
+from moonpool.disagg_proxy.engines.page_watch import DISTRUST_S, LATE_MAX, LATE_S, WINDOW, PageWatch, Verdict
 
 RANKS_MAX = 256
 RETRY_S_MAX = 30.0  # a page that does not answer is asked for less and less often

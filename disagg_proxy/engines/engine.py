@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from moonpool.core.addresses import Address
-from moonpool.disagg_proxy.bootstrap import Bootstrap
 from moonpool.disagg_proxy.conductor.liveness import Liveness
+from moonpool.disagg_proxy.engines.bootstrap import Bootstrap
+from moonpool.disagg_proxy.engines.sglang import HEALTH_S, MODES, OWN_MEMBERS, Meeting, ServerInfo
+from moonpool.disagg_proxy.engines.tensorrt_llm import MEMBER
 from moonpool.disagg_proxy.settings import BOOTSTRAP_PORT, EngineSpec, ProxySettings, shared_bootstraps
-from moonpool.disagg_proxy.sglang import HEALTH_S, MODES, OWN_MEMBERS, Meeting, ServerInfo
-from moonpool.disagg_proxy.tensorrt_llm import MEMBER
 
 if TYPE_CHECKING:
     from moonpool._native import Relay

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moonpool.disagg_proxy.dispatcher import Dispatcher
+from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
+from moonpool.disagg_proxy.dispatch.locality import Locality
 from moonpool.disagg_proxy.events.subscriber import Subscriber
-from moonpool.disagg_proxy.locality import Locality
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 Values = dict[tuple[str, ...], float]  # by the values of the labels

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from moonpool.disagg_proxy.metrics import BOUNDS_S, buckets
-
-from .harness import bed, with_deadline
+from moonpool.disagg_proxy.data_plane.counters import BOUNDS_S
+from moonpool.disagg_proxy.pages.metrics import buckets
+from tests.disagg_proxy.harness import bed, with_deadline
 
 NAMES = {
     "moonpool_proxy_accepted_connections": "counter",

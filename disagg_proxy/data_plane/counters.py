@@ -1,0 +1,74 @@
+"""What the data plane has counted: ``Relay.counters``, as values. Latencies are counted between bounds."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moonpool._native import Relay
+
+BOUNDS_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+)
+
+
+Histogram = tuple[list[int], float]  # counts between the bounds and above all, and the sum in seconds
+
+
+class EngineCounters(msgspec.Struct):
+    """Of one engine. leaving: it was removed, and some request is still there. answers: by the first digit of
+    their status. failures: by (stage, reason). disconnects: by stage. prefills: by how they ended."""
+
+    place: int
+    name: str
+    leaving: bool
+    healthy: bool
+    breaker_closed: bool
+    failures_in_a_row: int
+    in_flight: int
+    connections: int
+    idle: int
+    answers: list[int]
+    failures: dict[tuple[str, str], int]
+    disconnects: dict[str, int]
+    prefills: dict[str, int]
+    retries: int
+    relayed_bytes: int
+    first_byte: Histogram
+    whole: Histogram
+    prefill: Histogram
+
+
+class Counters(msgspec.Struct):
+    """What the data plane has counted. engines: ordered by place. whole: whether its invariants hold."""
+
+    engines: list[EngineCounters]
+    rejected: dict[str, int]
+    client_connections: int
+    held_body_bytes: int
+    accepted: int
+    observations_dropped: int
+    log_lines_dropped: int
+    policy_errors: int
+    whole: bool
+
+
+def look(relay: Relay) -> Counters:
+    """The counters of a data plane as they are now."""
+    return msgspec.convert(relay.counters(), Counters)
