@@ -5,8 +5,9 @@ sockets and asks Python once a request where it goes. Here is what is not per by
 health checks, the proxy's own pages and metrics. It is not an HTTP framework, and parses no request in Python
 unless a policy looks at prompts.
 
-    server, fleet, settings    puts the parts together, runs them; engines that join and leave
-    group, takeover            several processes at one address, one after the other
+    server, fleet, settings    puts the parts together; engines that join and leave
+    process, group             a proxy as a process, and as several of them
+    listening, takeover        its sockets, from a proxy to its successor
     dispatch                   one request: what is known of its prompt, candidates, the plan, the books
     conductor, admission       who computes it, and whether it is taken: pure
     tokens, events             what is known of a prompt: its ids, and who has its blocks

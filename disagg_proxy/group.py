@@ -30,7 +30,9 @@ from moonpool.core.addresses import Address, parse_address
 from moonpool.core.backoff import Backoff
 from moonpool.core.errors import ConfigError
 from moonpool.core.processes import die_with_parent
-from moonpool.disagg_proxy import server
+from moonpool.disagg_proxy.listening import bind, take_over_or_bind
+from moonpool.disagg_proxy.process import line
+from moonpool.disagg_proxy.process import run as run_one
 from moonpool.disagg_proxy.settings import ProxySettings
 from moonpool.disagg_proxy.takeover import Offer, Predecessor
 
@@ -74,7 +76,7 @@ class _Group:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        self._predecessor = await server.take_over_or_bind(self._settings, self._listening)
+        self._predecessor = await take_over_or_bind(self._settings, self._listening)
         host, port = self._listening[0].getsockname()[:2]
         children = [_Child(number) for number in range(self._settings.processes)]
         offer = None
@@ -87,8 +89,7 @@ class _Group:
                     _raise_first(keepers)
                 if not stopped.done():
                     print(
-                        f"{server.line(self._settings, f'http://{Address(host, port)}')}, "
-                        f"{len(children)} processes",
+                        f"{line(self._settings, f'http://{Address(host, port)}')}, {len(children)} processes",
                         flush=True,
                     )
                     if self._predecessor is not None:
@@ -201,11 +202,11 @@ def _serve(
     if settings.process_listen:
         address = parse_address(settings.process_listen, "proxy.process_listen")
         try:
-            server.bind(address.host, address.port, sockets)
+            bind(address.host, address.port, sockets)
         except ConfigError as error:
             print(error, file=sys.stderr)
             sys.exit(_EXIT_USAGE)
-    sys.exit(server.run(settings, sockets=sockets, ready=lambda _: tells.send(True)))
+    sys.exit(run_one(settings, sockets=sockets, ready=lambda _: tells.send(True)))
 
 
 def _next(text: str, number: int) -> str:

@@ -1,4 +1,4 @@
-"""Puts the proxy together and runs it: ``serve`` on a loop that exists, ``run`` as a process of its own.
+"""Puts the proxy together: ``serve`` runs it on a loop that exists, ``process.run`` as a process of its own.
 
 Threads: the data plane's (``_native.Relay``), which serves all sockets and enters Python once a request for
 the decision; those that tokenise text and decide about it; and the event loop that ``serve`` is called on,
@@ -8,23 +8,19 @@ for health checks, pages and signals.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
-import resource
-import signal
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
-import uvloop
+from prometheus_client.registry import Collector
 
 from moonpool._native import ProxyRequest, Relay
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import Decision, refused
-from moonpool.disagg_proxy.conductor.policy import make_policy
+from moonpool.disagg_proxy.conductor.policy import Policy, make_policy
 from moonpool.disagg_proxy.data_plane.counters import Counters, look
 from moonpool.disagg_proxy.discovery.follower import Follower
 from moonpool.disagg_proxy.discovery.members import Members
@@ -40,33 +36,22 @@ from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.events.indexes import HOLDERS_MAX, Indexes
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from moonpool.disagg_proxy.fleet import Fleet
+from moonpool.disagg_proxy.listening import take_over_or_bind
 from moonpool.disagg_proxy.pages.pages import Pages
 from moonpool.disagg_proxy.peers.exchange import Exchange
 from moonpool.disagg_proxy.peers.metrics import PeerCollector
-from moonpool.disagg_proxy.settings import (
-    BreakerLimits,
-    Deadlines,
-    EngineSpec,
-    HealthChecks,
-    Limits,
-    ProxySettings,
-    parse_engines,
-    parse_tokenizers,
-    read_api_keys,
-)
-from moonpool.disagg_proxy.takeover import Offer, Predecessor, find_predecessor
+from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings, parse_tokenizers, read_api_keys
+from moonpool.disagg_proxy.takeover import Offer, Predecessor
 from moonpool.disagg_proxy.tokens.engine_source import EngineSource
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.source import TokenSource
-from moonpool.disagg_proxy.tokens.threads import TextThreads, are_at_work
+from moonpool.disagg_proxy.tokens.threads import TextThreads
 from moonpool.disagg_proxy.tracing.recorder import Recorder, exporter_of
 from moonpool.disagg_proxy.ui.data import Data
 
 _log = logging.getLogger("moonpool.proxy")
 _BACKLOG = 1024
-_FILES_RESERVED = 128  # for all but clients and their engines: refused ones, health checks, pages
 _OBSERVE_EVERY_S = 0.25
-_SWITCH_INTERVAL_S = 0.0005  # how long a page being made may keep a request's decision waiting
 
 
 class Proxy:
@@ -92,15 +77,7 @@ class Proxy:
         self.replaced = asyncio.Event()  # another proxy serves at our address
         self._indexes = Indexes()
         self._locality = Locality(self._indexes)
-        policy = make_policy(settings.policy)
-        holders = settings.places + settings.pool_nodes
-        if policy.uses_tokens and holders > HOLDERS_MAX:
-            raise ConfigError(
-                f"proxy: {holders:,} engines and nodes of the pool, and {settings.policy} looks for "
-                f"prompts at {HOLDERS_MAX:,} at most; take several proxies, or round_robin",
-                operation="config",
-                key="proxy.engines",
-            )
+        policy = _policy(settings)
         tokens = _token_source(settings, lambda: self.engines) if policy.uses_tokens else None
         self._dispatcher = Dispatcher(
             policy,
@@ -120,29 +97,8 @@ class Proxy:
         if self._recorder is not None:
             self._dispatcher.chosen = self._recorder.chosen
         self._subscriber = self._listen_to_events() if policy.uses_tokens else None
-        self._exchange: Exchange | None = None
-        if settings.peers.listen and policy.uses_tokens:
-            self._exchange = Exchange(settings.peers, self._dispatcher, self._locality)
-        elif settings.peers.listen:
-            _log.warning("the policy %s keeps no books that proxies could exchange", settings.policy)
-        self.relay = Relay(
-            engines=[],
-            engines_max=settings.places,
-            limits=asdict(settings.limits),
-            deadlines=_deadlines(settings),
-            breaker=asdict(settings.breaker),
-            api_keys=read_api_keys(settings.api_keys_file),
-            access_log=settings.access_log,
-            instance=os.urandom(6).hex(),
-            retry_after_s=settings.health.interval_s,
-            spans=self._recorder is not None,
-            texts_max=ASKED_MAX if self._tokenises else 0,
-            decide=decide or self._dispatcher.decide,
-            page=self._page,
-            refused=self._refused,
-            gone=self._gone,
-            registry=settings.registers,
-        )
+        self._exchange = self._exchange_books()
+        self.relay = self._make_relay(decide or self._dispatcher.decide)
         self.fleet = Fleet(
             settings, self.relay, self._dispatcher, self._locality, self._subscriber, self._recorder
         )
@@ -152,20 +108,7 @@ class Proxy:
         self._registry = self._register()
         self._follower = self._follow()
         self.ui = Data(self._dispatcher, self.counters, self.relay.now, settings.policy)
-        self._pages = Pages(
-            self._dispatcher,
-            self._locality,
-            self._subscriber,
-            self.counters,
-            settings.policy,
-            self.ui,
-            [
-                *((self._recorder,) if self._recorder is not None else ()),
-                *((PeerCollector(self._exchange),) if self._exchange is not None else ()),
-            ],
-            self._follower,
-            self._registry_pages(),
-        )
+        self._pages = self._make_pages()
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -246,6 +189,56 @@ class Proxy:
         if self._follower is not None:
             self._follower.check_integrity()
         self._dispatcher.check_integrity()
+
+    def _make_relay(self, decide: Callable[[ProxyRequest], Decision]) -> Relay:
+        """Its thread runs from here on; engines join later."""
+        settings = self._settings
+        return Relay(
+            engines=[],
+            engines_max=settings.places,
+            limits=asdict(settings.limits),
+            deadlines=_deadlines(settings),
+            breaker=asdict(settings.breaker),
+            api_keys=read_api_keys(settings.api_keys_file),
+            access_log=settings.access_log,
+            instance=os.urandom(6).hex(),
+            retry_after_s=settings.health.interval_s,
+            spans=self._recorder is not None,
+            texts_max=ASKED_MAX if self._tokenises else 0,
+            decide=decide,
+            page=self._page,
+            refused=self._refused,
+            gone=self._gone,
+            registry=settings.registers,
+        )
+
+    def _make_pages(self) -> Pages:
+        shown: list[Collector] = []
+        if self._recorder is not None:
+            shown.append(self._recorder)
+        if self._exchange is not None:
+            shown.append(PeerCollector(self._exchange))
+        return Pages(
+            self._dispatcher,
+            self._locality,
+            self._subscriber,
+            self.counters,
+            self._settings.policy,
+            self.ui,
+            shown,
+            self._follower,
+            self._registry_pages(),
+        )
+
+    def _exchange_books(self) -> Exchange | None:
+        """None: nobody is told."""
+        settings = self._settings
+        if not settings.peers.listen:
+            return None
+        if not self._dispatcher.uses_tokens:
+            _log.warning("the policy %s keeps no books that proxies could exchange", settings.policy)
+            return None
+        return Exchange(settings.peers, self._dispatcher, self._locality)
 
     def _resume(self, request: ProxyRequest, decision: Decision) -> None:
         self.relay.resume(request, decision)
@@ -368,36 +361,6 @@ class Proxy:
         self._listening.clear()
 
 
-async def take_over_or_bind(settings: ProxySettings, listening: list[socket.socket]) -> Predecessor | None:
-    """Adds the sockets of the proxy that runs at the settings' address, where that is wanted and there is
-    one, which is returned; else new ones. Raises as ``bind``."""
-    host, port = settings.host, settings.port
-    predecessor = await asyncio.to_thread(find_predecessor, host, port) if settings.take_over else None
-    if predecessor is None:
-        await asyncio.to_thread(bind, host, port, listening)
-    else:
-        listening.extend(predecessor.listening)
-    return predecessor
-
-
-def bind(host: str, port: int, listening: list[socket.socket]) -> None:
-    """Adds a socket for each address of the host. Raises ConfigError; what was bound before is then there."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in dict.fromkeys(found):
-            one = socket.socket(family, kind, protocol)
-            listening.append(one)
-            one.setblocking(False)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            one.bind(address)
-            if port == 0:
-                break  # each would get a port of its own
-    except OSError as error:
-        raise _no_address(host, port, error) from error
-
-
 def _deadlines(settings: ProxySettings) -> dict[str, float]:
     """The data plane's. It gives a request up for which no decision comes: not while it may wait for one."""
     values = asdict(settings.deadlines)
@@ -405,6 +368,20 @@ def _deadlines(settings: ProxySettings) -> dict[str, float]:
     if settings.admission.queue_max:
         values["decide_s"] += settings.admission.queue_deadline
     return values
+
+
+def _policy(settings: ProxySettings) -> Policy:
+    """Raises ConfigError for one that looks for prompts at more engines and nodes than an index holds."""
+    policy = make_policy(settings.policy)
+    holders = settings.places + settings.pool_nodes
+    if policy.uses_tokens and holders > HOLDERS_MAX:
+        raise ConfigError(
+            f"proxy: {holders:,} engines and nodes of the pool, and {settings.policy} looks for "
+            f"prompts at {HOLDERS_MAX:,} at most; take several proxies, or round_robin",
+            operation="config",
+            key="proxy.engines",
+        )
+    return policy
 
 
 def _token_source(
@@ -460,124 +437,3 @@ async def _any_of(*events: asyncio.Event) -> None:
     finally:
         for each in waiting:
             each.cancel()
-
-
-def run(
-    settings: ProxySettings,
-    *,
-    sockets: Sequence[socket.socket] = (),
-    ready: Callable[[str], None] | None = None,
-) -> int:
-    """Run a proxy in this process until SIGTERM or SIGINT. Returns the exit code: 0, or 2 for a setting that
-    is wrong. ready: in the place of a printed line.
-
-    A second signal ends it without waiting for running requests.
-    """
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve_until_signal(_fit_open_files(settings), sockets, ready))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        pass
-    if are_at_work():
-        # A long text keeps a tokenizer busy: nothing can end it, and it must not come back into a Python that
-        # is gone.
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(0)
-    return 0
-
-
-async def _serve_until_signal(
-    settings: ProxySettings, sockets: Sequence[socket.socket], ready: Callable[[str], None] | None
-) -> None:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    serving = asyncio.current_task()
-
-    def on_signal() -> None:
-        if stop.is_set() and serving is not None:
-            serving.cancel()
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-
-    def tell(url: str) -> None:
-        print(line(settings, url), flush=True)
-
-    await serve(
-        settings,
-        ready=ready or tell,
-        stop=stop,
-        sockets=sockets,
-    )
-
-
-def line(settings: ProxySettings, url: str) -> str:
-    """What a proxy prints when it serves."""
-    named = [f"{engine.name} at {engine.url}" for engine in settings.engines]
-    engines = ", ".join((*named, *(f"those of {name}" for name in settings.discovery)))
-    return f"moonpool proxy: serving on {url} ({settings.policy} over {engines})"
-
-
-def _fit_open_files(settings: ProxySettings) -> ProxySettings:
-    """Raise the limit of open files as far as this process may, and bound the clients so that all of them can
-    wait for an answer at one time: each needs its own connection and one to an engine, or to two engines
-    where prefill and decode may be asked at once."""
-    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
-    meets = settings.discovery or any(spec.bootstrap_address for spec in settings.engines)
-    twice = settings.handover != "two_step" and bool(meets)
-    files_each = 3 if twice else 2
-    wanted = settings.limits.client_connections_max
-    needed = wanted * files_each + _FILES_RESERVED
-    if allowed == resource.RLIM_INFINITY or allowed >= needed:
-        return settings
-    fitting = max(1, (allowed - _FILES_RESERVED) // files_each)
-    _log.warning(
-        "this process may open %d files and needs %d for each client that waits for an answer, so it takes "
-        "%d clients at one time instead of %d; ulimit -Hn %d (LimitNOFILE= of systemd) before the start "
-        "allows them all",
-        allowed,
-        files_each,
-        fitting,
-        wanted,
-        needed,
-    )
-    return replace(settings, limits=replace(settings.limits, client_connections_max=fitting))
-
-
-def _no_address(host: str, port: int, error: OSError) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        holder = f"ss -ltnp 'sport = :{port}'"
-        what = (
-            f"{host}:{port} is in use; stop what listens there ({holder}), choose another --port, or, if "
-            "that is a proxy, replace it with --take-over"
-        )
-    elif error.errno == errno.EACCES:
-        what = f"{host}:{port} may not be opened by this user; choose a --port above 1023"
-    elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        what = f"{host!r} is no address of this machine; choose another --host"
-    else:
-        what = f"cannot listen on {host}:{port}: {error.strerror or error}"
-    return ConfigError(
-        f"moonpool proxy: {what}", operation="listen", key="proxy.port", peer=f"{host}:{port}", cause=error
-    )
-
-
-__all__ = [
-    "BreakerLimits",
-    "Deadlines",
-    "EngineSpec",
-    "HealthChecks",
-    "Limits",
-    "Proxy",
-    "ProxySettings",
-    "parse_engines",
-    "run",
-    "serve",
-]

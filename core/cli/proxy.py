@@ -132,7 +132,7 @@ def proxy(
     from moonpool.core.addresses import Address, parse_address
     from moonpool.core.config import load
     from moonpool.core.proxy_settings import proxy_settings
-    from moonpool.disagg_proxy import group, server
+    from moonpool.disagg_proxy import group, process
 
     if listen is not None and (host is not None or port is not None):
         raise typer.BadParameter("--listen and --host or --port exclude each other")
@@ -169,4 +169,4 @@ def proxy(
     )
     logs.set_up(settings)
     made = replace(proxy_settings(settings), take_over=take_over)
-    return server.run(made) if made.processes == 1 else group.run(made)
+    return process.run(made) if made.processes == 1 else group.run(made)

@@ -301,7 +301,8 @@ class ProxyProcess:
 
 PROGRAM = """
 import json, sys
-from moonpool.disagg_proxy.server import ProxySettings, parse_engines, run
+from moonpool.disagg_proxy.process import run
+from moonpool.disagg_proxy.settings import ProxySettings, parse_engines
 sys.exit(run(ProxySettings(engines=parse_engines(sys.argv[2:]), **json.loads(sys.argv[1]))))
 """
 

@@ -1,19 +1,16 @@
-"""Starting, draining and ending, in this process and as a process of its own."""
+"""Starting, draining and ending."""
 
 from __future__ import annotations
 
 import asyncio
-import resource
-import signal
-import socket
 import threading
 
 import pytest
 
 from moonpool._native import ProxyRequest
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.server import ProxySettings, _fit_open_files, run, serve
-from moonpool.disagg_proxy.settings import Deadlines, EngineSpec
+from moonpool.disagg_proxy.server import serve
+from moonpool.disagg_proxy.settings import Deadlines, ProxySettings
 
 from .harness import (
     Client,
@@ -21,8 +18,6 @@ from .harness import (
     FakeClock,
     MockEngine,
     bed,
-    proxy_process,
-    request_bytes,
     until,
     with_deadline,
 )
@@ -100,71 +95,11 @@ async def test_serve_says_when_it_is_ready_and_stops_when_told() -> None:
     await engine.stop()
 
 
-def test_address_in_use(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
-        settings = ProxySettings(port=port, engines=(MockEngine("a").spec,))
-        assert run(settings) == 2
-        message = capsys.readouterr().err
-        assert f"127.0.0.1:{port} is in use" in message
-        assert "--port" in message
-        assert "Traceback" not in message
-
-
 @with_deadline
 async def test_an_address_of_another_machine() -> None:
     settings = ProxySettings(host="192.0.2.1", port=0, engines=(MockEngine("a").spec,))
     with pytest.raises(ConfigError, match=r"'192.0.2.1' is no address of this machine"):
         await serve(settings)
-
-
-@with_deadline
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_process_finishes_its_request_on_a_signal_and_exits_with_0(number: signal.Signals) -> None:
-    goon = asyncio.Event()
-
-    async def wait(exchange: Exchange) -> None:
-        await goon.wait()
-        await exchange.answer(b"{}")
-
-    engine = MockEngine("a")
-    engine.behave = wait
-    await engine.start()
-    async with proxy_process(engine) as proxy:
-        client = await proxy.client()
-        await client.send(request_bytes("POST", CHAT, b"{}"))
-        await until(lambda: bool(engine.seen))
-        probe = await proxy.client()
-        await probe.ask("GET", "/health")
-        proxy.process.send_signal(number)
-        assert await probe.ended() == b""  # the idle connection goes first: the drain has begun
-        goon.set()
-        assert (await client.answer()).status == 200
-        assert await proxy.process.wait() == 0
-    await engine.stop()
-
-
-@with_deadline
-async def test_a_second_signal_ends_a_process_at_once() -> None:
-    async def never(exchange: Exchange) -> None:
-        await exchange.gone.wait()
-
-    engine = MockEngine("a")
-    engine.behave = never
-    await engine.start()
-    async with proxy_process(engine) as proxy:
-        client, probe = await proxy.client(), await proxy.client()
-        await client.send(request_bytes("POST", CHAT, b"{}"))
-        await until(lambda: bool(engine.seen))
-        await probe.ask("GET", "/health")
-        proxy.process.send_signal(signal.SIGTERM)
-        assert await probe.ended() == b""
-        proxy.process.send_signal(signal.SIGTERM)
-        assert await client.ended() == b""
-        assert await proxy.process.wait() == 0
-    await engine.stop()
 
 
 @with_deadline
@@ -212,37 +147,3 @@ async def test_a_drain_waits_a_little_for_the_first_request_of_a_connection() ->
         clock.now += 3
         assert await silent.ended() == b""
         assert await draining
-
-
-PAIR = (EngineSpec("p", "http://127.0.0.1:1", "prefill"), EngineSpec("d", "http://127.0.0.1:2", "decode"))
-ALONE = (EngineSpec("e", "http://127.0.0.1:1"),)
-
-
-@pytest.mark.parametrize(
-    ("engines", "handover", "allowed", "clients"),
-    [
-        (ALONE, "auto", 20_128, 10_000),
-        (ALONE, "auto", 20_127, 9_999),
-        (ALONE, "auto", 4_096, 1_984),
-        (PAIR, "auto", 30_128, 10_000),
-        (PAIR, "auto", 16_384, 5_418),
-        (PAIR, "two_step", 16_384, 8_128),
-        (ALONE, "auto", 64, 1),
-        (ALONE, "auto", resource.RLIM_INFINITY, 10_000),
-    ],
-)
-def test_all_clients_may_wait_for_an_answer_at_one_time(
-    engines: tuple[EngineSpec, ...],
-    handover: str,
-    allowed: int,
-    clients: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, allowed))
-    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
-    settings = _fit_open_files(ProxySettings(engines=engines, handover=handover))
-    assert settings.limits.client_connections_max == clients
-    warned = [record.getMessage() for record in caplog.records]
-    assert len(warned) == (clients < 10_000)
-    assert all(f"takes {clients} clients at one time instead of 10000" in each for each in warned)

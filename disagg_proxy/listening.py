@@ -1,0 +1,59 @@
+"""The sockets that a proxy listens on: its own, or those of the proxy that it replaces."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.settings import ProxySettings
+from moonpool.disagg_proxy.takeover import Predecessor, find_predecessor
+
+
+async def take_over_or_bind(settings: ProxySettings, listening: list[socket.socket]) -> Predecessor | None:
+    """Adds the sockets of the proxy that runs at the settings' address, where that is wanted and there is
+    one, which is returned; else new ones. Raises as ``bind``."""
+    host, port = settings.host, settings.port
+    predecessor = await asyncio.to_thread(find_predecessor, host, port) if settings.take_over else None
+    if predecessor is None:
+        await asyncio.to_thread(bind, host, port, listening)
+    else:
+        listening.extend(predecessor.listening)
+    return predecessor
+
+
+def bind(host: str, port: int, listening: list[socket.socket]) -> None:
+    """Adds a socket for each address of the host. Raises ConfigError; what was bound before is then there."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            one = socket.socket(family, kind, protocol)
+            listening.append(one)
+            one.setblocking(False)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind(address)
+            if port == 0:
+                break  # each would get a port of its own
+    except OSError as error:
+        raise _no_address(host, port, error) from error
+
+
+def _no_address(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        holder = f"ss -ltnp 'sport = :{port}'"
+        what = (
+            f"{host}:{port} is in use; stop what listens there ({holder}), choose another --port, or, if "
+            "that is a proxy, replace it with --take-over"
+        )
+    elif error.errno == errno.EACCES:
+        what = f"{host}:{port} may not be opened by this user; choose a --port above 1023"
+    elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        what = f"{host!r} is no address of this machine; choose another --host"
+    else:
+        what = f"cannot listen on {host}:{port}: {error.strerror or error}"
+    return ConfigError(
+        f"moonpool proxy: {what}", operation="listen", key="proxy.port", peer=f"{host}:{port}", cause=error
+    )

@@ -1,0 +1,113 @@
+"""A proxy as a process: its signals, its exit code, what it prints, how many files it may open."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import uvloop
+
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.server import serve
+from moonpool.disagg_proxy.settings import ProxySettings
+from moonpool.disagg_proxy.tokens.threads import are_at_work
+
+_log = logging.getLogger("moonpool.proxy")
+_FILES_RESERVED = 128  # for all but clients and their engines: refused ones, health checks, pages
+_SWITCH_INTERVAL_S = 0.0005  # how long a page being made may keep a request's decision waiting
+
+
+def run(
+    settings: ProxySettings,
+    *,
+    sockets: Sequence[socket.socket] = (),
+    ready: Callable[[str], None] | None = None,
+) -> int:
+    """Run a proxy in this process until SIGTERM or SIGINT. Returns the exit code: 0, or 2 for a setting that
+    is wrong. ready: in the place of a printed line.
+
+    A second signal ends it without waiting for running requests.
+    """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve_until_signal(_fit_open_files(settings), sockets, ready))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        pass
+    if are_at_work():
+        # A long text keeps a tokenizer busy: nothing can end it, and it must not come back into a Python that
+        # is gone.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
+    return 0
+
+
+async def _serve_until_signal(
+    settings: ProxySettings, sockets: Sequence[socket.socket], ready: Callable[[str], None] | None
+) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    serving = asyncio.current_task()
+
+    def on_signal() -> None:
+        if stop.is_set() and serving is not None:
+            serving.cancel()
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+
+    def tell(url: str) -> None:
+        print(line(settings, url), flush=True)
+
+    await serve(
+        settings,
+        ready=ready or tell,
+        stop=stop,
+        sockets=sockets,
+    )
+
+
+def line(settings: ProxySettings, url: str) -> str:
+    """What a proxy prints when it serves."""
+    named = [f"{engine.name} at {engine.url}" for engine in settings.engines]
+    engines = ", ".join((*named, *(f"those of {name}" for name in settings.discovery)))
+    return f"moonpool proxy: serving on {url} ({settings.policy} over {engines})"
+
+
+def _fit_open_files(settings: ProxySettings) -> ProxySettings:
+    """Raise the limit of open files as far as this process may, and bound the clients so that all of them can
+    wait for an answer at one time: each needs its own connection and one to an engine, or to two engines
+    where prefill and decode may be asked at once."""
+    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
+    meets = settings.discovery or any(spec.bootstrap_address for spec in settings.engines)
+    twice = settings.handover != "two_step" and bool(meets)
+    files_each = 3 if twice else 2
+    wanted = settings.limits.client_connections_max
+    needed = wanted * files_each + _FILES_RESERVED
+    if allowed == resource.RLIM_INFINITY or allowed >= needed:
+        return settings
+    fitting = max(1, (allowed - _FILES_RESERVED) // files_each)
+    _log.warning(
+        "this process may open %d files and needs %d for each client that waits for an answer, so it takes "
+        "%d clients at one time instead of %d; ulimit -Hn %d (LimitNOFILE= of systemd) before the start "
+        "allows them all",
+        allowed,
+        files_each,
+        fitting,
+        wanted,
+        needed,
+    )
+    return replace(settings, limits=replace(settings.limits, client_connections_max=fitting))

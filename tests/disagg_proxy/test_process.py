@@ -1,0 +1,111 @@
+"""A proxy as a process of its own: signals, exit codes, open files."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import signal
+import socket
+
+import pytest
+
+from moonpool.disagg_proxy.process import _fit_open_files, run
+from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
+
+from .harness import Exchange, MockEngine, proxy_process, request_bytes, until, with_deadline
+
+CHAT = "/v1/chat/completions"
+
+
+def test_address_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        settings = ProxySettings(port=port, engines=(MockEngine("a").spec,))
+        assert run(settings) == 2
+        message = capsys.readouterr().err
+        assert f"127.0.0.1:{port} is in use" in message
+        assert "--port" in message
+        assert "Traceback" not in message
+
+
+@with_deadline
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_process_finishes_its_request_on_a_signal_and_exits_with_0(number: signal.Signals) -> None:
+    goon = asyncio.Event()
+
+    async def wait(exchange: Exchange) -> None:
+        await goon.wait()
+        await exchange.answer(b"{}")
+
+    engine = MockEngine("a")
+    engine.behave = wait
+    await engine.start()
+    async with proxy_process(engine) as proxy:
+        client = await proxy.client()
+        await client.send(request_bytes("POST", CHAT, b"{}"))
+        await until(lambda: bool(engine.seen))
+        probe = await proxy.client()
+        await probe.ask("GET", "/health")
+        proxy.process.send_signal(number)
+        assert await probe.ended() == b""  # the idle connection goes first: the drain has begun
+        goon.set()
+        assert (await client.answer()).status == 200
+        assert await proxy.process.wait() == 0
+    await engine.stop()
+
+
+@with_deadline
+async def test_a_second_signal_ends_a_process_at_once() -> None:
+    async def never(exchange: Exchange) -> None:
+        await exchange.gone.wait()
+
+    engine = MockEngine("a")
+    engine.behave = never
+    await engine.start()
+    async with proxy_process(engine) as proxy:
+        client, probe = await proxy.client(), await proxy.client()
+        await client.send(request_bytes("POST", CHAT, b"{}"))
+        await until(lambda: bool(engine.seen))
+        await probe.ask("GET", "/health")
+        proxy.process.send_signal(signal.SIGTERM)
+        assert await probe.ended() == b""
+        proxy.process.send_signal(signal.SIGTERM)
+        assert await client.ended() == b""
+        assert await proxy.process.wait() == 0
+    await engine.stop()
+
+
+PAIR = (EngineSpec("p", "http://127.0.0.1:1", "prefill"), EngineSpec("d", "http://127.0.0.1:2", "decode"))
+ALONE = (EngineSpec("e", "http://127.0.0.1:1"),)
+
+
+@pytest.mark.parametrize(
+    ("engines", "handover", "allowed", "clients"),
+    [
+        (ALONE, "auto", 20_128, 10_000),
+        (ALONE, "auto", 20_127, 9_999),
+        (ALONE, "auto", 4_096, 1_984),
+        (PAIR, "auto", 30_128, 10_000),
+        (PAIR, "auto", 16_384, 5_418),
+        (PAIR, "two_step", 16_384, 8_128),
+        (ALONE, "auto", 64, 1),
+        (ALONE, "auto", resource.RLIM_INFINITY, 10_000),
+    ],
+)
+def test_all_clients_may_wait_for_an_answer_at_one_time(
+    engines: tuple[EngineSpec, ...],
+    handover: str,
+    allowed: int,
+    clients: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, allowed))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
+    settings = _fit_open_files(ProxySettings(engines=engines, handover=handover))
+    assert settings.limits.client_connections_max == clients
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == (clients < 10_000)
+    assert all(f"takes {clients} clients at one time instead of 10000" in each for each in warned)
