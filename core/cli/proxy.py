@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
+from moonpool.core.cli import proxy_options as of
 from moonpool.core.cli.options import ConfigFile, TokenFile, examples
 
 
@@ -26,102 +25,31 @@ def register(app: typer.Typer) -> None:
 
 
 def proxy(
-    engine: Annotated[
-        list[str] | None, typer.Option(metavar="URL|NAME=URL", help="An engine; give it once for each.")
-    ] = None,
-    prefill: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="URL|NAME=URL",
-            help="Computes prompts for --decode; once for each. #bootstrap=PORT behind it, where not 8998.",
-        ),
-    ] = None,
-    decode: Annotated[
-        list[str] | None,
-        typer.Option(metavar="URL|NAME=URL", help="An engine that answers what --prefill computed."),
-    ] = None,
-    listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Address of the OpenAI API.")
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="The address alone.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="The port alone; 0: a free one.")] = None,
-    take_over: Annotated[
-        bool, typer.Option("--take-over", help="Replace a proxy that runs there; no connection is refused.")
-    ] = False,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            help="conductor (default with --prefill and --decode, or events), prefix_affinity, least_load, "
-            "round_robin (default otherwise), or package.module:Class."
-        ),
-    ] = None,
-    handover: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORM",
-            help="From prefill to decode: auto, two_step, concurrent, one_shot, context_first,"
-            " generation_first.",
-        ),
-    ] = None,
-    api_keys_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="API keys of clients, one per line.")
-    ] = None,
-    access_log: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Gets a line per request; - is standard output.")
-    ] = None,
-    otlp_endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="Gets OpenTelemetry spans, such as http://host:4318.")
-    ] = None,
-    tokenizer: Annotated[
-        list[str] | None,
-        typer.Option(metavar="MODEL=FOLDER", help="Tokenise here instead of asking engines; or: none."),
-    ] = None,
-    events: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=ZMQ", help="KV events of an engine; once for each.")
-    ] = None,
-    pool_events: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=ZMQ", help="KV events of a node of the pool.")
-    ] = None,
-    discovery: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Find engines while it runs: file:PATH, http, etcd:URL/PREFIX, kubernetes:NAMESPACE/LABELS.",
-        ),
-    ] = None,
-    discovery_keys_file: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Keys of who may register engines over HTTP, one per line."),
-    ] = None,
-    processes: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Processes that serve at the address.")
-    ] = None,
-    process_listen: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Reach each of them alone, too: at PORT, PORT + 1, ..."),
-    ] = None,
-    peer_listen: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Where other proxies hear what this one has in flight."),
-    ] = None,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HOST:PORT", help="Another proxy's --peer-listen; once for each."),
-    ] = None,
-    ttft_slo: Annotated[
-        float | None,
-        typer.Option(min=0.0, metavar="SECONDS", help="Refuse what would get its first token later."),
-    ] = None,
-    gap_slo: Annotated[
-        float | None,
-        typer.Option(min=0.0, metavar="SECONDS", help="Refuse what would get its tokens more slowly, each."),
-    ] = None,
-    queue_max: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="So many requests may wait until engines are free.")
-    ] = None,
-    queue_deadline: Annotated[
-        float | None, typer.Option(min=0.0, metavar="SECONDS", help="The longest such wait.")
-    ] = None,
+    engine: of.Engines = None,
+    prefill: of.Prefill = None,
+    decode: of.Decode = None,
+    discovery: of.Discovery = None,
+    discovery_keys_file: of.DiscoveryKeysFile = None,
+    listen: of.Listen = None,
+    host: of.Host = None,
+    port: of.Port = None,
+    take_over: of.TakeOver = False,
+    policy: of.Policy = None,
+    handover: of.Handover = None,
+    tokenizer: of.Tokenizer = None,
+    events: of.Events = None,
+    pool_events: of.PoolEvents = None,
+    ttft_slo: of.TtftSlo = None,
+    gap_slo: of.GapSlo = None,
+    queue_max: of.QueueMax = None,
+    queue_deadline: of.QueueDeadline = None,
+    processes: of.Processes = None,
+    process_listen: of.ProcessListen = None,
+    peer_listen: of.PeerListen = None,
+    peer: of.Peers = None,
+    api_keys_file: of.ApiKeysFile = None,
+    access_log: of.AccessLog = None,
+    otlp_endpoint: of.OtlpEndpoint = None,
     config: ConfigFile = None,
     token_file: TokenFile = None,
 ) -> int:
@@ -145,25 +73,25 @@ def proxy(
             "proxy.engines": engine or None,
             "proxy.prefill": prefill or None,
             "proxy.decode": decode or None,
-            "proxy.api_keys_file": api_keys_file,
-            "proxy.access_log": access_log,
-            "proxy.otlp_endpoint": otlp_endpoint,
+            "proxy.discovery": discovery or None,
+            "proxy.discovery_keys_file": discovery_keys_file,
+            "proxy.listen": listen,
+            "proxy.policy": policy,
+            "proxy.handover": handover,
             "proxy.tokenizer": tokenizer or None,
             "proxy.events": events or None,
             "proxy.pool_events": pool_events or None,
-            "proxy.discovery": discovery or None,
-            "proxy.discovery_keys_file": discovery_keys_file,
             "proxy.ttft_slo": ttft_slo,
             "proxy.gap_slo": gap_slo,
             "proxy.queue_max": queue_max,
             "proxy.queue_deadline": queue_deadline,
-            "proxy.listen": listen,
-            "proxy.policy": policy,
             "proxy.processes": processes,
             "proxy.process_listen": process_listen,
             "proxy.peer_listen": peer_listen,
             "proxy.peers": peer or None,
-            "proxy.handover": handover,
+            "proxy.api_keys_file": api_keys_file,
+            "proxy.access_log": access_log,
+            "proxy.otlp_endpoint": otlp_endpoint,
             "cluster.token_file": None if token_file is None else str(token_file),
         },
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
+from moonpool.core.cli import simulate_options as of
 from moonpool.core.cli.options import examples, write_text
 from moonpool.core.cli.simulate_cache import simulate_cache
 
@@ -44,7 +45,6 @@ def register(app: typer.Typer) -> None:
         "cache",
         epilog=examples(
             "moonpool simulate cache conversation_trace.jsonl --plot hits.html",
-            "moonpool simulate trace.jsonl --event '600s kill prefill-3' --event '900s join prefill-3'",
             "moonpool simulate cache trace.jsonl --policy lru,s3fifo --blocks 1000,10000 --json -",
         ),
     )(simulate_cache)
@@ -53,59 +53,35 @@ def register(app: typer.Typer) -> None:
 
 def simulate(
     trace: Annotated[Path, typer.Argument(help="Lines of timestamp, input_length, output_length, hash_ids.")],
-    policy: Annotated[
-        str,
-        typer.Option(metavar="NAME,...", help="As in proxy.policy. NAME/local: without the pool."),
-    ] = "conductor,min_ttft/local,load_balancing/local,round_robin/local",
-    prefill: Annotated[int, typer.Option(min=0, help="Instances that compute prompts.")] = 8,
-    decode: Annotated[
-        int, typer.Option(min=0, help="Instances that make answers; 0: only first tokens are made.")
-    ] = 8,
-    whole: Annotated[int, typer.Option(min=0, help="Instances that do both.")] = 0,
-    speed: Annotated[str, typer.Option(metavar="TIMES,...", help="How much faster requests come.")] = "1",
-    copies: Annotated[int, typer.Option(min=1, help="Groups of users that all do the whole trace.")] = 1,
-    requests: Annotated[int, typer.Option(min=0, help="So many at most; 0: all.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the arrivals within rounded times.")] = 0,
-    ttft_slo: Annotated[float, typer.Option(min=0.0, help="Seconds to the first token.")] = 30.0,
-    gap_slo: Annotated[
-        float, typer.Option(min=0.0, help="Seconds, mean of the longest tenth of the gaps; 0: any.")
-    ] = 0.0,
-    admission: Annotated[
-        str, typer.Option(metavar="none|never|now|ahead|after", help="Refuse; looking at decode when.")
-    ] = "none",
-    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait in a proxy.")] = 0,
-    queue_deadline: Annotated[float, typer.Option(min=0.0, help="Seconds, the longest such wait.")] = 30.0,
-    proxies: Annotated[
-        int, typer.Option(min=1, max=64, help="So many, which exchange what they have in flight.")
-    ] = 1,
-    apart: Annotated[bool, typer.Option("--apart", help="The proxies exchange nothing.")] = False,
-    machine: Annotated[str, typer.Option(metavar="NAME", help="What instances can do.")] = "paper",
-    faster: Annotated[float, typer.Option(min=1e-3, help="So many times that machine's compute.")] = 1.0,
-    cache_tokens: Annotated[
-        int, typer.Option(min=-1, help="An instance's prefix cache; -1: the machine's.")
-    ] = -1,
-    chunk_tokens: Annotated[int, typer.Option(min=0, help="Of a prompt at one time; 0: all.")] = 8192,
-    eviction: Annotated[
-        str, typer.Option(metavar="NAME", help="What a full prefix cache does; see `simulate cache`.")
-    ] = "lru",
-    width: Annotated[int, typer.Option(min=1, help="Nodes of a prefill instance, in a pipeline.")] = 1,
-    serial: Annotated[bool, typer.Option("--serial", help="Hand KV over after the whole prompt.")] = False,
-    event: Annotated[
-        list[str] | None,
-        typer.Option(metavar="'600s kill prefill-3'", help="Join, leave or kill; may be repeated."),
-    ] = None,
-    events: Annotated[Path | None, typer.Option(metavar="FILE", help="Such events, one a line.")] = None,
-    capacity: Annotated[
-        bool, typer.Option("--capacity", help="Find the greatest speed with 90 % within the objective.")
-    ] = False,
-    sweep_pd: Annotated[
-        int, typer.Option(min=0, help="So many instances: which split into prefill and decode is best?")
-    ] = 0,
-    processes: Annotated[int, typer.Option(min=1, help="Simulations at the same time.")] = 1,
-    plot: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Draw it: .png or .html; may be repeated.")
-    ] = None,
-    json: Annotated[str, typer.Option("--json", metavar="FILE|-", help="Write the figures there.")] = "",
+    speed: of.Speed = "1",
+    copies: of.Copies = 1,
+    requests: of.Requests = 0,
+    seed: of.Seed = 0,
+    prefill: of.Prefill = 8,
+    decode: of.Decode = 8,
+    whole: of.Whole = 0,
+    machine: of.Machine = "paper",
+    faster: of.Faster = 1.0,
+    cache_tokens: of.CacheTokens = -1,
+    chunk_tokens: of.ChunkTokens = 8192,
+    eviction: of.Eviction = "lru",
+    width: of.Width = 1,
+    serial: of.Serial = False,
+    event: of.Event = None,
+    events: of.Events = None,
+    policy: of.Policy = "conductor,min_ttft/local,load_balancing/local,round_robin/local",
+    proxies: of.Proxies = 1,
+    apart: of.Apart = False,
+    ttft_slo: of.TtftSlo = 30.0,
+    gap_slo: of.GapSlo = 0.0,
+    admission: of.Admission = "none",
+    queue: of.Queue = 0,
+    queue_deadline: of.QueueDeadline = 30.0,
+    capacity: of.Capacity = False,
+    sweep_pd: of.SweepPd = 0,
+    processes: of.Processes = 1,
+    plot: of.Plot = None,
+    json: of.Json = "",
 ) -> int:
     """Replay a trace against simulated instances under the proxy's own policies, and compare these.
 

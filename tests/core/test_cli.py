@@ -49,6 +49,25 @@ def test_each_command_has_help_with_an_example(
     assert " ".join(["moonpool", *command]) in text.split("Example", 1)[1]
 
 
+@pytest.mark.parametrize(
+    ("command", "groups"),
+    [
+        ("proxy", ["Engines", "Address", "Choice of an engine", "Admission", "Several processes", "Access"]),
+        ("simulate", ["Load", "Instances", "Proxies", "Objective and admission", "Question and answer"]),
+    ],
+)
+def test_many_options_are_shown_in_groups(
+    command: str, groups: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert [text.index(f"─ {group}") for group in groups] == sorted(text.index(f"─ {g}") for g in groups)
+    own = text.split("─ Options ", 1)[1].split("╰", 1)[0]
+    assert [line.split()[1] for line in own.splitlines() if "--" in line] == (
+        ["--config", "--token-file", "--help"] if command == "proxy" else ["--help"]
+    )
+
+
 def test_the_help_of_all_names_each_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     text = capsys.readouterr().out
