@@ -3,8 +3,9 @@ Mooncake's conductor.
 
     {"<tenant>": {"<instance>": {"longest_matched", "GPU", "DP": {"<rank>": ...}, "CPU", "DISK"}}}
 
-All are tokens, of whole blocks, from the prompt's start. GPU: on the device; CPU: on the device or in the
-host's memory, DISK: anywhere, each 0 when it adds nothing to the tier before.
+All are tokens, of whole blocks, from the prompt's start. GPU: on the device; CPU: on the device or in host
+memory, that of the pool included, DISK: anywhere, the pool's disks included, each 0 when it adds nothing to
+the tier before. The pool is everybody's; DP has what a rank holds itself, by which ranks can be told apart.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import msgspec
 import numpy as np
 
 from moonpool import _native
-from moonpool.core.keys import chain_seed
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
 from moonpool.disagg_proxy.discovery.registry import TENANT, Name, Publisher, Text
 from moonpool.disagg_proxy.discovery.sequences import Sequences, Space
@@ -85,16 +85,7 @@ class Queries:
         if isinstance(asked, Answer):
             return asked
         ids = np.array(asked.token_ids, "<u4").tobytes()
-        index = self._index(asked.block_size)
-        matches: dict[str | None, _Match] = {}
-
-        def leading(holder: _Holder) -> Tiers:
-            salt = asked.cache_salt if holder.salt is None else None
-            if salt not in matches:
-                matches[salt] = _Match(index, ids, chain_seed(asked.lora_name or None, salt or None))
-            return matches[salt].of(holder.place)
-
-        return self._answer(asked, leading)
+        return self._answer(asked, lambda index, space: index.keys(ids, space.seed))
 
     def by_hashes(self, body: bytes) -> Answer:
         """The answer to POST /query_by_hash."""
@@ -105,19 +96,26 @@ class Queries:
         if hashes is None:
             return refused(400, "a query has seq_hashes", "query")
 
-        def leading(holder: _Holder) -> Tiers:
-            salt = asked.cache_salt if holder.salt is None else None
-            space = Space(asked.block_size, asked.lora_name or "", salt or "")
-            return self._sequences.leading(space, hashes, holder.place)
+        return self._answer(asked, lambda index, space: self._sequences.keys(space, hashes))
 
-        return self._answer(asked, leading)
-
-    def _answer(self, asked: _Query | _HashQuery, leading: Callable[[_Holder], Tiers]) -> Answer:
+    def _answer(
+        self, asked: _Query | _HashQuery, keys: Callable[[_native.PrefixIndex, Space], bytes]
+    ) -> Answer:
+        """keys: of the prompt's blocks in the index, as they are called in a space."""
+        index = self._index(asked.block_size)
+        matches: dict[str, _Match] = {}  # by salt
         rows: dict[str, dict[int, Tiers]] = {}
+        pools: dict[str, Tiers] = {}
         for holder in self._holders(asked):
-            if asked.instance_id in (None, holder.instance):
-                rows.setdefault(holder.instance, {})[holder.rank] = leading(holder)
-        said = {name: _row(ranks, asked.block_size) for name, ranks in rows.items()}
+            if asked.instance_id not in (None, holder.instance):
+                continue
+            salt = (asked.cache_salt or "") if holder.salt is None else ""
+            if salt not in matches:
+                space = Space(asked.block_size, asked.lora_name or "", salt)
+                matches[salt] = _Match(index, b"" if index is None else keys(index, space))
+            rows.setdefault(holder.instance, {})[holder.rank] = matches[salt].of(holder.place)
+            pools[holder.instance] = matches[salt].pool
+        said = {name: _row(ranks, pools[name], asked.block_size) for name, ranks in rows.items()}
         return Answer(200, msgspec.json.encode({asked.tenant_id: said}))
 
     def _index(self, block_size: int) -> _native.PrefixIndex | None:
@@ -148,12 +146,14 @@ class Queries:
 
 
 class _Match:
-    """Of one prompt. index: None: nobody has blocks of this size."""
+    """Of one prompt. index: None: nobody has blocks of this size. pool: of all its nodes together."""
 
-    def __init__(self, index: _native.PrefixIndex | None, ids: bytes, seed: bytes) -> None:
+    def __init__(self, index: _native.PrefixIndex | None, keys: bytes) -> None:
+        self.pool: Tiers = 0, 0, 0
         self._tiers: list[memoryview[int]] = []
         if index is not None:
-            match = index.match(index.keys(ids, seed))
+            match = index.match(keys)
+            self.pool = 0, match.pool_host, match.pool_blocks
             self._tiers = [memoryview(each).cast("I") for each in (match.device, match.host, match.blocks)]
 
     def of(self, place: int) -> Tiers:
@@ -186,8 +186,8 @@ def _fits(publisher: Publisher, asked: _Query | _HashQuery) -> bool:
     return not told.additionalsalt or told.additionalsalt == asked.cache_salt
 
 
-def _row(ranks: Mapping[int, Tiers], block: int) -> dict[str, object]:
-    device, host, anywhere = (max(tiers) * block for tiers in zip(*ranks.values(), strict=True))
+def _row(ranks: Mapping[int, Tiers], pool: Tiers, block: int) -> dict[str, object]:
+    device, host, anywhere = (max(tiers) * block for tiers in zip(pool, *ranks.values(), strict=True))
     return {
         "longest_matched": anywhere,
         "GPU": device,

@@ -1,10 +1,12 @@
-"""Who holds which blocks by their rolling hashes, for ``POST /query_by_hash`` alone.
+"""Which blocks rolling hashes name, for ``POST /query_by_hash`` alone.
+
+    a rolling hash --keys()--> our own digests --PrefixIndex.match()--> who has them, and where
 
 The prefix index knows blocks by our own digests, from which no hash of another kind can be had. So where
-engines register over HTTP their events are looked at a second time: tokens make the hashes of Mooncake's
-indexer API, and an engine's own name of a block is kept to know what is removed. What cannot be placed for
-certain is left out: a parent that was never told, images, several cache groups. What was just sent to an
-engine is not counted either.
+engines register over HTTP their events are looked at a second time: their tokens make the hashes of
+Mooncake's indexer API, and the digests that they stand for. What a hash means stays known when its engine has
+dropped the block, for the pool may have it still. What cannot be placed for certain is left out: a parent
+that was never told, images, several cache groups.
 
 Any thread may call anything.
 """
@@ -13,14 +15,18 @@ from __future__ import annotations
 
 import array
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from moonpool import _native
+from moonpool.core.keys import DIGEST_BYTES, chain_seed
 
 NAMES_MAX = 1 << 20  # blocks of all holders together; beyond it further ones are not known
+KNOWN_MAX = 1 << 20  # hashes that mean something; beyond it those that were told longest ago are forgotten
+KEY_BYTES = 16  # of a digest, its beginning: what the index names a block by
 
 Name = int | bytes
 
@@ -31,6 +37,11 @@ class Space(NamedTuple):
     block_tokens: int
     lora: str = ""
     salt: str = ""
+
+    @property
+    def seed(self) -> bytes:
+        """What stands before the first block of its chains."""
+        return chain_seed(self.lora or None, self.salt or None)
 
 
 class _Stored(msgspec.Struct, tag="BlockStored"):
@@ -66,24 +77,26 @@ _event = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
 
 
 class _Block(msgspec.Struct):
-    """A block of a holder. copies: by tier, for an engine tells of each."""
+    """A block that a holder has under some name. copies: an engine tells of each, in every tier."""
 
     space: Space
     sequence: int
-    copies: list[int]
+    digest: bytes
+    copies: int = 0
 
 
 class Sequences:
-    """names_max: beyond it blocks are not taken, and ``dropped`` counts them."""
+    """names_max: beyond it blocks are not taken, and ``dropped`` counts them. known_max: of hashes."""
 
-    def __init__(self, names_max: int = NAMES_MAX) -> None:
+    def __init__(self, names_max: int = NAMES_MAX, known_max: int = KNOWN_MAX) -> None:
         self.dropped = 0
         self.odd = 0  # batches and events that could not be read
         self._names_max = names_max
+        self._known_max = known_max
         self._count = 0
         self._lock = threading.Lock()
         self._names: dict[int, dict[Name, _Block]] = {}  # by holder
-        self._held: dict[tuple[Space, int], dict[int, list[int]]] = {}  # copies by tier, by holder
+        self._known: OrderedDict[tuple[Space, int], bytes] = OrderedDict()  # keys of the index
 
     def __len__(self) -> int:
         return self._count
@@ -109,40 +122,35 @@ class Sequences:
                         self.odd += 1  # ids that are none, or blocks of any size; nothing of it was taken
                 elif isinstance(event, _Removed):
                     for name in event.block_hashes:
-                        self._removed(holder, name, _tier(event.medium))
+                        self._removed(holder, name)
                 else:
                     self._forget(holder)
 
     def forget(self, holder: int) -> None:
-        """All that it told is void."""
+        """All that it told is void; what its hashes mean is not."""
         with self._lock:
             self._forget(holder)
 
-    def leading(self, space: Space, sequences: Sequence[int], holder: int) -> tuple[int, int, int]:
-        """Leading blocks of a holder: on the device, there or in the host's memory, anywhere."""
+    def keys(self, space: Space, sequences: Sequence[int]) -> bytes:
+        """The index's keys of these blocks, 16 bytes each, up to the first that nobody told of."""
+        found = []
         with self._lock:
-            rows: list[list[int]] = []
             for sequence in sequences:
-                copies = self._held.get((space, sequence), {}).get(holder)
-                if copies is None:
+                key = self._known.get((space, sequence))
+                if key is None:
                     break
-                rows.append(list(copies))
-        device, host, anywhere = (
-            next((at for at, copies in enumerate(rows) if not any(copies[:tiers])), len(rows))
-            for tiers in (1, 2, 3)
-        )
-        return device, host, anywhere
+                found.append(key)
+        return b"".join(found)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant is broken."""
-        held: dict[tuple[Space, int], dict[int, list[int]]] = {}
-        for holder, names in self._names.items():
+        if self._count != sum(map(len, self._names.values())) or len(self._known) > self._known_max:
+            raise AssertionError("there are more names or hashes than were counted")
+        for names in self._names.values():
             for block in names.values():
-                row = held.setdefault((block.space, block.sequence), {}).setdefault(holder, [0, 0, 0])
-                for tier, count in enumerate(block.copies):
-                    row[tier] += count
-        if held != self._held or self._count != sum(map(len, self._names.values())):
-            raise AssertionError("what is held is not what was told")
+                known = self._known.get((block.space, block.sequence), block.digest)
+                if block.copies < 1 or not block.digest.startswith(known):
+                    raise AssertionError("a block is named that is not there, or is another")
 
     def _stored(self, holder: int, event: _Stored) -> None:
         if (
@@ -156,59 +164,49 @@ class Sequences:
         parent = None if event.parent_block_hash is None else names.get(event.parent_block_hash)
         if salt is None or event.block_size <= 0 or (parent is None and event.parent_block_hash is not None):
             return
-        space = Space(event.block_size, event.lora_name or "", salt)
-        if parent is not None:
-            space = parent.space
         tokens = array.array("I", (each[0] if isinstance(each, list) else each for each in event.token_ids))
-        sequences = _native.sequence_hashes(
-            tokens, event.block_size, None if parent is None else parent.sequence
-        )
+        if parent is None:
+            space = Space(event.block_size, event.lora_name or "", salt)
+            sequences = _native.sequence_hashes(tokens, space.block_tokens)
+            digests = _native.block_digests(tokens, space.block_tokens, space.seed)
+        else:
+            space = parent.space
+            sequences = _native.sequence_hashes(tokens, space.block_tokens, parent.sequence)
+            digests = _native.block_digests(tokens, space.block_tokens, b"", parent.digest)
         if len(sequences) != len(event.block_hashes):
             return
-        tier = _tier(event.medium)
-        for name, sequence in zip(event.block_hashes, sequences, strict=True):
+        for at, (name, sequence) in enumerate(zip(event.block_hashes, sequences, strict=True)):
             block = names.get(name)
             if block is None:
                 if self._count >= self._names_max:
                     self.dropped += 1
                     return
-                block = names[name] = _Block(space, sequence, [0, 0, 0])
+                digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+                block = names[name] = _Block(space, sequence, digest)
                 self._count += 1
-            self._count_copies(holder, block, tier, 1)
+            block.copies += 1
+            self._learn(block)
 
-    def _removed(self, holder: int, name: Name, tier: int) -> None:
+    def _learn(self, block: _Block) -> None:
+        """What its hash means, newly told."""
+        which = block.space, block.sequence
+        self._known[which] = block.digest[:KEY_BYTES]
+        self._known.move_to_end(which)
+        if len(self._known) > self._known_max:
+            self._known.popitem(last=False)
+
+    def _removed(self, holder: int, name: Name) -> None:
         names = self._names.get(holder, {})
         block = names.get(name)
-        if block is None or not block.copies[tier]:
+        if block is None:
             return
-        self._count_copies(holder, block, tier, -1)
-        if not any(block.copies):
+        block.copies -= 1
+        if not block.copies:
             del names[name]
             self._count -= 1
 
-    def _count_copies(self, holder: int, block: _Block, tier: int, more: int) -> None:
-        key = block.space, block.sequence
-        row = self._held.setdefault(key, {})
-        copies = row.setdefault(holder, [0, 0, 0])
-        block.copies[tier] += more
-        copies[tier] += more
-        if not any(copies):
-            del row[holder]
-            if not row:
-                del self._held[key]
-
     def _forget(self, holder: int) -> None:
-        for block in self._names.pop(holder, {}).values():
-            self._count -= 1
-            for tier, count in enumerate(block.copies):
-                if count:
-                    self._count_copies(holder, block, tier, -count)
-
-
-def _tier(medium: str | None) -> int:
-    if medium is None or medium == "GPU":
-        return 0
-    return 1 if medium.startswith("CPU") else 2
+        self._count -= len(self._names.pop(holder, ()))
 
 
 def _salt(event: _Stored) -> str | None:

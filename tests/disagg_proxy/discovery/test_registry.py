@@ -13,7 +13,8 @@ import pytest
 
 from moonpool import _native
 from moonpool.core.errors import ConfigError
-from moonpool.core.kv_events import BlockRemoved
+from moonpool.core.keys import block_digests
+from moonpool.core.kv_events import BlockRemoved, BlockStored
 from moonpool.disagg_proxy.discovery.registry import PUBLISHERS_MAX, Registry
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.settings import ProxySettings
@@ -136,6 +137,44 @@ async def test_a_router_asks_who_has_how_much(publishers: list[Engine]) -> None:
         assert list((await asked())["default"]) == ["one"]
         _, explained = await ask_with_decision(b, chain(0, 8))
         assert explained["own_tokens"] == 4 * BLOCK
+
+
+@with_deadline
+async def test_the_pool_is_everybodys_host_memory_and_disk(publishers: list[Engine]) -> None:
+    """One node has the beginning in memory and another what follows; the end is on a disk. An engine that has
+    dropped what it told of still says what its hashes mean."""
+    nodes = [Engine(), Engine()]
+    sources = [EventSource(f"n{each}", node.endpoint, node.replay, True) for each, node in enumerate(nodes)]
+    own, bare = publishers
+    tokens = chain(0, 8)
+    digests = block_digests(tokens, BLOCK)
+    async with bed(0, events=tuple(sources), **HTTP) as b:
+        for name, engine in (("own", own), ("bare", bare)):
+            body = {"instance_id": name, "endpoint": engine.endpoint, "replay_endpoint": engine.replay}
+            assert (await post(b, "/register", {**body, "block_size": BLOCK}))[0] == 200
+        own.tell(stored(tokens, 100))
+        bare.tell(stored(chain(1000, 1), 100))
+        nodes[0].tell(BlockStored(digests[:3], medium="CPU"))
+        nodes[1].tell(BlockStored(digests[3:5], medium="CPU"), BlockStored(digests[5:6], medium="DISK"))
+        common = {"model": "m", "block_size": BLOCK}
+        asked = [
+            ("/query", {**common, "token_ids": tokens}),
+            ("/query_by_hash", {**common, "seq_hashes": by_hash(tokens)}),
+        ]
+        of_own = {"longest_matched": 32, "GPU": 32, "DP": {"0": 32}, "CPU": 0, "DISK": 0}
+        of_bare = {"longest_matched": 24, "GPU": 0, "DP": {"0": 0}, "CPU": 20, "DISK": 24}
+        for path, query in asked:
+            while await post(b, path, query) != (200, {"default": {"own": of_own, "bare": of_bare}}):
+                await asyncio.sleep(0.002)
+        own.tell(BlockRemoved(list(range(102, 108)), medium="GPU"))
+        of_own = {"longest_matched": 24, "GPU": 8, "DP": {"0": 8}, "CPU": 20, "DISK": 24}
+        for path, query in asked:
+            while await post(b, path, query) != (200, {"default": {"own": of_own, "bare": of_bare}}):
+                await asyncio.sleep(0.002)
+        status, said = await post(b, "/query", {**asked[0][1], "cache_salt": "s"})
+        assert (status, said["default"]["bare"]["longest_matched"]) == (200, 0)
+    for node in nodes:
+        node.stop()
 
 
 def by_hash(tokens: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Blocks by their rolling hashes, told as engines tell them."""
+"""What rolling hashes mean, told as engines tell it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from moonpool import _native
+from moonpool.core.keys import chain_seed
 from moonpool.core.kv_events import AllBlocksCleared, Batch, BlockRemoved, BlockStored
 from moonpool.disagg_proxy.discovery.sequences import Sequences, Space
 
@@ -42,34 +43,52 @@ def test_the_hashes_are_those_of_the_api() -> None:
         _native.sequence_hashes(array.array("I", [1]), 0)
 
 
-def test_blocks_are_found_in_the_tiers_where_they_are() -> None:
-    made, chain = Sequences(), hashes(list(range(16)))
-    made.take(3, batch(stored(0, 4)))
-    assert made.leading(SPACE, chain, 3) == (4, 4, 4)
-    assert made.leading(SPACE, [*chain, 1], 3) == (4, 4, 4)
-    assert made.leading(SPACE, chain, 4) == (0, 0, 0)
-    assert made.leading(Space(8), chain, 3) == (0, 0, 0)
-    made.take(3, batch(stored(8, 2, 4, medium="CPU_PINNED")))
-    made.take(3, batch(BlockRemoved([8, 12], medium="GPU")))
-    assert made.leading(SPACE, chain, 3) == (2, 4, 4)
-    made.take(3, batch(BlockRemoved([8], medium="CPU"), BlockRemoved([99], medium="GPU")))
-    assert made.leading(SPACE, chain, 3) == (2, 2, 2)
+def keys(tokens: list[int], seed: bytes = b"") -> bytes:
+    """As the prefix index calls the blocks."""
+    return _native.PrefixIndex(BLOCK).keys(array.array("I", tokens), seed)
+
+
+def known(made: Sequences, space: Space, chain: list[int]) -> int:
+    return len(made.keys(space, chain)) // 16
+
+
+def test_hashes_mean_the_blocks_of_the_index() -> None:
+    made, tokens = Sequences(), list(range(16))
+    chain = hashes(tokens)
+    made.take(3, batch(stored(0, 2), stored(8, 2, 4, medium="CPU_PINNED")))
+    assert made.keys(SPACE, chain) == keys(tokens)
+    assert made.keys(SPACE, [*chain, 1]) == keys(tokens)
+    assert made.keys(SPACE, [chain[0], 1, chain[1]]) == keys(tokens[:BLOCK])
+    assert made.keys(Space(8), chain) == b""
     made.check_integrity()
-    made.take(3, batch(AllBlocksCleared()))
-    assert (made.leading(SPACE, chain, 3), len(made)) == ((0, 0, 0), 0)
+
+
+def test_what_a_hash_means_stays_known_when_its_engine_has_dropped_the_block() -> None:
+    """The name goes with the last copy, and with it what could be placed behind it."""
+    made, tokens = Sequences(), list(range(12))
+    made.take(3, batch(stored(0, 2), stored(0, 1, medium="CPU")))
+    made.take(3, batch(BlockRemoved([0, 4], medium="GPU")))
+    assert len(made) == 1
+    made.take(3, batch(stored(8, 1, 4)))
+    assert made.keys(SPACE, hashes(tokens)) == keys(tokens[:8])
+    made.take(3, batch(BlockRemoved([0], medium="CPU"), BlockRemoved([99])))
+    made.take(4, batch(stored(0, 3), AllBlocksCleared()))
+    assert len(made) == 0
+    assert made.keys(SPACE, hashes(tokens)) == keys(tokens)
     made.check_integrity()
 
 
 def test_salt_and_lora_are_spaces_of_their_own_and_images_are_left_out() -> None:
-    made, chain = Sequences(), hashes(list(range(8)))
+    made, tokens = Sequences(), list(range(8))
+    chain = hashes(tokens)
     made.take(0, batch(stored(0, 1, extra_keys=[("s",)]), stored(4, 1, 0)))
-    assert made.leading(Space(BLOCK, "", "s"), chain, 0) == (2, 2, 2)
-    assert made.leading(SPACE, chain, 0) == (0, 0, 0)
+    assert made.keys(Space(BLOCK, "", "s"), chain) == keys(tokens, chain_seed(None, "s"))
+    assert made.keys(SPACE, chain) == b""
     made.take(1, batch(stored(0, 2, lora_id=1, lora_name="l", extra_keys=[("l",), ("l",)])))
-    assert made.leading(Space(BLOCK, "l"), chain, 1) == (2, 2, 2)
+    assert made.keys(Space(BLOCK, "l"), chain) == keys(tokens, chain_seed("l", None))
     made.take(2, batch(stored(0, 2, extra_keys=[(["image", 0],), None]), stored(0, 1, lora_id=1)))
     made.take(2, batch(stored(4, 1, 77)))  # a parent that was never told
-    assert made.leading(SPACE, chain, 2) == (0, 0, 0)
+    assert made.keys(SPACE, chain) == b""
     made.check_integrity()
 
 
@@ -77,7 +96,7 @@ def test_the_older_form_is_read_and_garbage_is_counted() -> None:
     made = Sequences()
     old = [0.0, [["BlockStored", [1, 2], None, list(range(8)), BLOCK], ["BlockRemoved", [2]]]]
     made.take(0, msgspec.msgpack.encode(old))
-    assert made.leading(SPACE, hashes(list(range(8))), 0) == (1, 1, 1)
+    assert (len(made), known(made, SPACE, hashes(list(range(8))))) == (1, 2)
     for payload in (b"", b"\xc1", msgspec.msgpack.encode([0.0, [{"type": "BlockStored"}, ["X"], 3, []]])):
         made.take(0, payload)
     assert made.odd == 6
@@ -98,40 +117,44 @@ def test_ids_that_are_none_cost_their_event_alone(event: BlockStored) -> None:
     made = Sequences()
     made.take(0, batch(event, stored(0, 1)))
     assert made.odd == 1
-    assert made.leading(SPACE, hashes(list(range(BLOCK))), 0) == (1, 1, 1)
+    assert known(made, SPACE, hashes(list(range(BLOCK)))) == 1
     made.check_integrity()
 
 
 def test_it_is_bounded() -> None:
-    made = Sequences(names_max=3)
+    made = Sequences(names_max=3, known_max=2)
     made.take(0, batch(stored(0, 2)))
     made.take(1, batch(stored(0, 4)))
     assert (len(made), made.dropped) == (3, 1)
-    assert made.leading(SPACE, hashes(list(range(16))), 1) == (1, 1, 1)
+    assert known(made, SPACE, hashes(list(range(16)))) == 2
+    made.forget(1)
+    made.take(1, batch(stored(100, 1)))
+    assert known(made, SPACE, hashes(list(range(16)))) == 1  # the second was told longest ago
+    assert known(made, SPACE, hashes(list(range(100, 104)))) == 1
     made.check_integrity()
 
 
 def test_it_agrees_with_a_plain_count_whatever_is_told(rng: random.Random) -> None:
-    made, chain = Sequences(), hashes(list(range(32)))
-    plain: dict[int, Counter[tuple[int, int]]] = {holder: Counter() for holder in range(3)}
-    media = ("GPU", "CPU", "DISK")
+    made, tokens = Sequences(), list(range(32))
+    names: dict[int, Counter[int]] = {holder: Counter() for holder in range(3)}
+    told: set[int] = set()
     for _ in range(3000):
-        holder, tier, block = rng.randrange(3), rng.randrange(3), rng.randrange(8)
-        known = plain[holder]
-        there = any(known[block - 1, each] for each in range(3))
+        holder, block = rng.randrange(3), rng.randrange(8)
+        medium = rng.choice(("GPU", "CPU", "DISK"))
+        there = names[holder]
         if rng.random() < 0.02:
             made.forget(holder)
-            known.clear()
+            there.clear()
         elif rng.random() < 0.5:
             parent = (block - 1) * BLOCK if block else None
-            made.take(holder, batch(stored(block * BLOCK, 1, parent, medium=media[tier])))
-            known[block, tier] += not block or there
+            made.take(holder, batch(stored(block * BLOCK, 1, parent, medium=medium)))
+            if not block or there[block - 1]:
+                there[block] += 1
+                told.add(block)
         else:
-            made.take(holder, batch(BlockRemoved([block * BLOCK], medium=media[tier])))
-            known[block, tier] = max(0, known[block, tier] - 1)
+            made.take(holder, batch(BlockRemoved([block * BLOCK], medium=medium)))
+            there[block] = max(0, there[block] - 1)
         made.check_integrity()
-        expected = []
-        for tiers in (1, 2, 3):
-            held = [any(known[each, low] for low in range(tiers)) for each in range(8)]
-            expected.append(held.index(False) if False in held else 8)
-        assert made.leading(SPACE, chain, holder) == tuple(expected)
+        assert len(made) == sum(count > 0 for each in names.values() for count in each.values())
+        leading = next((each for each in range(8) if each not in told), 8)
+        assert made.keys(SPACE, hashes(tokens)) == keys(tokens[: leading * BLOCK])
