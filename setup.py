@@ -45,6 +45,7 @@ C_ONLY = {"-Wstrict-prototypes", "-Wmissing-prototypes"}
 
 def objects_folder(compiler: list[str], flags: list[str]) -> Path:
     """Where the objects of exactly this compiler, these flags and this Python live."""
+    compiler = [word for word in compiler if Path(word).name != "ccache"]  # it makes the same objects
     version = subprocess.run([compiler[0], "--version"], capture_output=True, text=True, check=True).stdout
     identity = [version, *compiler, *flags, pybind11.__version__, str(sysconfig.get_config_var("EXT_SUFFIX"))]
     return Path("build") / f"native-{hashlib.sha256(repr(identity).encode()).hexdigest()[:12]}"

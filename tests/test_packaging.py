@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WHEEL_BYTES_MAX = 5_000_000
 LINKS = ("core", "connectors", "disagg_proxy")
+COMPILERS = {"CC": sysconfig.get_config_var("CC"), "CXX": sysconfig.get_config_var("CXX")}
 # What programs of C and C++ use of the wheel (docs/tensorrt_llm.md, docs/nixl.md).
 C_FILES = (
     "moonpool/capi/include/transfer_engine_c.h",
@@ -100,12 +102,26 @@ def test_requirements_are_what_is_imported() -> None:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An sdist, and a wheel built from it, as a package index would have them."""
+    """An sdist, and a wheel built from it, as a package index would have them.
+
+    The sdist gets the objects of this checkout. What an object was made from is written beside it, and where
+    a file of that is missing it is compiled anew, which fails for the same reason as without them. HEAVY=1
+    compiles everything.
+    """
     pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("dist")
     source = tmp_path_factory.mktemp("source") / "moonpool"
+    build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", folder)
     shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*IN_TREE))
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source)
+    run(*build, "--sdist", source)
+    (path,) = folder.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        archive.extractall(source.parent, filter="data")
+    unpacked = source.parent / path.name.removesuffix(".tar.gz")
+    if not os.environ.get("HEAVY"):
+        for objects in (ROOT / "build").glob("native-*[0-9a-f]"):
+            shutil.copytree(objects, unpacked / "build" / objects.name)
+    run(*build, "--wheel", unpacked)
     return folder
 
 
@@ -212,14 +228,19 @@ def test_an_edit_compiles_one_file(tmp_path: Path) -> None:
         '    PyModule_AddIntConstant(self, "a", a());\n    return self;\n}\n'
     )
 
-    def compiled() -> set[str]:
+    def compiled(**env: str) -> set[str]:
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.o")}
-        run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=tmp_path)
+        run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=tmp_path, **env)
         after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.o")}
         return {path.stem for path, time_ns in after.items() if before.get(path) != time_ns}
 
     assert compiled() == {"a", "b", "module"}
     assert compiled() == set()
+    (tmp_path / "ccache").write_text('#!/bin/sh\nexec "$@"\n')
+    (tmp_path / "ccache").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    compilers = {name: "ccache " + os.environ.get(name, default) for name, default in COMPILERS.items()}
+    assert compiled(PATH=path, **compilers) == set()
     (source / "b.cpp").write_text("int b() { return 3; }\n")
     assert compiled() == {"b"}
     (source / "a.hpp").write_text("#pragma once\n\nint a();\n")
