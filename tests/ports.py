@@ -7,6 +7,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 
+def free_port() -> int:
+    """Where nobody listened a moment ago, for a server that does not bind to a port that is held."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @contextmanager
 def held_ports(count: int) -> Iterator[list[int]]:
     """Where nobody listens, and that the kernel gives to nobody else meanwhile.

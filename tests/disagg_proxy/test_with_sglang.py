@@ -28,12 +28,12 @@ from tests.disagg_proxy.events.beds import eventually
 from tests.disagg_proxy.test_with_vllm import (
     Address,
     fetch,
-    free_port,
     metrics,
     started,
     text_of,
     until_ready,
 )
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 

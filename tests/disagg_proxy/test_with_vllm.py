@@ -40,6 +40,7 @@ from tests.connectors.vllm.conftest import KV_CONFIG
 from tests.connectors.vllm.processes import environment
 from tests.disagg_proxy.events.beds import eventually
 from tests.disagg_proxy.simulator.real import conversations, measured, outcomes, simulated
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -210,14 +211,6 @@ def metrics(address: Address) -> dict[tuple[str, str], float]:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def text_of(seed: int, tokens: int) -> str:

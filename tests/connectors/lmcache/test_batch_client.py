@@ -17,7 +17,7 @@ import pytest
 from moonpool import _native
 from moonpool.core import paths
 from moonpool.core.errors import InvalidArgument
-from tests.connectors.lmcache.conftest import TOKEN, Node
+from tests.connectors.own_node import TOKEN, Node
 from tests.connectors.vllm.processes import Node as NodeProcess
 
 MIB = 1 << 20

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import pytest
 
 from tests.connectors.vllm.processes import Engine, Node, environment
 from tests.core.store_bed import until
+from tests.ports import free_port
 
 HERE = Path(__file__).resolve().parent
 CHUNK, PROMPT = 256, 700
@@ -116,13 +116,6 @@ def end(server: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
     server.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_a_second_engine_and_server_take_it_from_the_pool(pair: Any, rng: Any) -> None:

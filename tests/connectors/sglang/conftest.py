@@ -1,16 +1,14 @@
-"""What the tests share: a node of this process's own, and backends that use it."""
+"""What the tests share: backends that use a node of this process's own."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moonpool import _native
 from moonpool.connectors.sglang import MoonpoolHiCache, compat, updates
+from tests.connectors.own_node import Node
 from tests.connectors.sglang.fakes import (
     Engine,
     HostPool,
@@ -19,43 +17,14 @@ from tests.connectors.sglang.fakes import (
     WeightUpdater,
 )
 
-TOKEN = b"a token of this test"
 EXTRA = {"backend_name": "moonpool", "interface_v1": 1}
 Make = Callable[..., MoonpoolHiCache]
 
 
-class Node:
-    """A node at a socket, which may come and go."""
-
-    def __init__(self, folder: Path) -> None:
-        self.socket = folder / "n.sock"
-        self.server: _native.Server | None = None
-
-    def start(self, size: int = 16 << 20) -> Node:
-        self.server = _native.Server(str(self.socket), [("default", size)], TOKEN)
-        self.server.start()
-        return self
-
-    def stop(self) -> None:
-        if self.server is not None:
-            assert self.server.check_integrity()
-            self.server.stop()
-            self.server = None
-
-
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="moonpool-") as path:  # sockets have short paths only
-        yield Path(path)
-
-
-@pytest.fixture
-def node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    """Not started."""
-    monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN", TOKEN.decode())
-    node = Node(folder)
-    yield node
-    node.stop()
+def node(node: Node) -> Node:
+    node.slab_bytes = 0  # as nodes choose it
+    return node
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.connectors.sglang.reference import MAX_TOKENS
+from tests.ports import free_port
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[2] / "src"
@@ -90,7 +90,7 @@ class Server:
     ) -> None:
         self.backend = backend
         self.extra = (POOL if backend == "dynamic" else {}) | {"prefetch_threshold": PAGE_TOKENS} | extra
-        self.port = _free_port()
+        self.port = free_port()
         self.log = log
         command = [
             *(os.environ["MOONPOOL_SGLANG_PYTHON"], "-m", "sglang.launch_server", *FLAGS),
@@ -190,9 +190,3 @@ class Server:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -15,7 +15,8 @@ from moonpool import Store
 from moonpool.connectors.sglang import MoonpoolHiCache
 from moonpool.connectors.sglang import pool as pools
 from moonpool.core.errors import ConfigError, Unavailable
-from tests.connectors.sglang.conftest import Make, Node
+from tests.connectors.own_node import Node
+from tests.connectors.sglang.conftest import Make
 from tests.connectors.sglang.fakes import (
     SHAPES,
     Engine,

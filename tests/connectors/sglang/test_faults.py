@@ -23,7 +23,8 @@ from moonpool import Store, _native
 from moonpool.connectors.sglang import MoonpoolHiCache
 from moonpool.connectors.sglang import pool as pools
 from moonpool.core.errors import Closed, InvalidArgument
-from tests.connectors.sglang.conftest import TOKEN, Make, Node
+from tests.connectors.own_node import TOKEN, Node
+from tests.connectors.sglang.conftest import Make
 from tests.connectors.sglang.fakes import (
     Engine,
     HostPool,

@@ -13,8 +13,9 @@ import pytest
 
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.sglang import compat, updates
+from tests.connectors.own_node import Node
 from tests.connectors.sglang import sglang_cpu
-from tests.connectors.sglang.conftest import Make, Node
+from tests.connectors.sglang.conftest import Make
 from tests.connectors.sglang.fakes import (
     Engine,
     MambaPoolHost,

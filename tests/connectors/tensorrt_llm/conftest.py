@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,12 +63,6 @@ class Node:
             self.process.stdin.close()  # type: ignore[union-attr]
             self.process.stdout.close()  # type: ignore[union-attr]
             self.process = None
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="moonpool-") as path:  # sockets have short paths only
-        yield Path(path)
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import sys
 import pytest
 from lmcache.v1 import basic_check
 
-from tests.connectors.lmcache.conftest import Node
 from tests.connectors.lmcache.real.l2 import BY_NAME, BY_PATH, NATIVE
+from tests.connectors.own_node import Node
 
 
 def passed(*arguments: str) -> dict[str, str]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.connectors.lmcache.conftest import Node
 from tests.connectors.lmcache.real.beds import EngineProcess
+from tests.connectors.own_node import Node
 from tests.connectors.vllm.processes import Node as NodeProcess
 from tests.core.store_bed import until
 

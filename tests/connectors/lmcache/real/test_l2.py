@@ -14,8 +14,8 @@ from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 from moonpool.connectors.lmcache.adapter import parse_wire_key, wire_key
 from moonpool.connectors.lmcache.locks import HELD_S, UNASKED_S
 from moonpool.core.errors import ConfigError, Unavailable
-from tests.connectors.lmcache.conftest import Node
 from tests.connectors.lmcache.real.l2 import BY_NAME, BY_PATH, L2, NATIVE, SHAPE, L2Process, key
+from tests.connectors.own_node import Node
 from tests.core.store_bed import until
 
 SIZE = SHAPE.numel() * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import select
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 
 from tests.connectors.lmcache.real.beds import EngineProcess
 from tests.core.master_bed import MasterProcess, environment
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -56,13 +56,6 @@ def test_mooncakestore(master: MasterProcess, folder: Path, save_chunk_meta: boo
         first.kill()
         if second is not None:
             second.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_the_p2p_channel() -> None:

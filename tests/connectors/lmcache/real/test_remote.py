@@ -22,8 +22,8 @@ from lmcache.v1.memory_management import BytesBufferMemoryObj, MemoryFormat
 from lmcache.v1.storage_backend import RemoteBackend
 
 from moonpool.connectors.lmcache.remote import FULL, LENT_SHARE, identity
-from tests.connectors.lmcache.conftest import Node
 from tests.connectors.lmcache.real.beds import CONFIG, HEAD_SIZE, HEADS, LAYERS, Backend, expected
+from tests.connectors.own_node import Node
 from tests.core.store_bed import until
 
 MIB = 1 << 20

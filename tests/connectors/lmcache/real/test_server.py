@@ -17,8 +17,8 @@ from lmcache.v1.distributed.config import (
 from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig, get_l2_adapter_config_class
 from lmcache.v1.distributed.storage_manager import StorageManager
 
-from tests.connectors.lmcache.conftest import Node
 from tests.connectors.lmcache.real.l2 import BY_NAME, NATIVE, SHAPE, key, memory
+from tests.connectors.own_node import Node
 from tests.core.store_bed import until
 
 LAYOUT = MemoryLayoutDesc([SHAPE], [torch.bfloat16])

@@ -18,8 +18,9 @@ from typing import Any
 
 from tests.connectors.sglang.bed import Bed, HuggingFace
 from tests.connectors.sglang.reference import MAX_TOKENS
-from tests.connectors.sglang.server import FLAGS, Server, _free_port, environment
+from tests.connectors.sglang.server import FLAGS, Server, environment
 from tests.connectors.sglang.transfer.installed import install
+from tests.ports import free_port
 
 HICACHE = ("--enable-hierarchical-cache", "--hicache-write", "--hicache-storage")
 
@@ -37,7 +38,7 @@ class Half(Server):
         bootstrap_port: int,
         tp_size: int = 1,
     ) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.log = log
         self.bootstrap_port = bootstrap_port
         self._command = [
@@ -134,7 +135,7 @@ class Line:
 @contextmanager
 def make_line(bed: Bed, asked: list[list[int]], tp_size: int = 1, kind: type[Half] = Half) -> Iterator[Line]:
     """tp_size: of decode."""
-    plugins, port = (bed.plugin, bed.folder / "moonpool"), _free_port()
+    plugins, port = (bed.plugin, bed.folder / "moonpool"), free_port()
     install(plugins[1])
     halves = [
         kind(mode, bed.model, bed.runtime, plugins, bed.folder / f"{mode}.log", port, size)

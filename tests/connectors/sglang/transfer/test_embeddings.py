@@ -16,7 +16,7 @@ from moonpool.connectors.sglang import compat
 from moonpool.connectors.sglang.transfer import embeddings, hook, settings
 from moonpool.connectors.sglang.transfer.embeddings import MoonpoolEmbeddings, space_of
 from moonpool.core.errors import ConfigError
-from tests.connectors.sglang.conftest import Node
+from tests.connectors.own_node import Node
 
 
 class Config:

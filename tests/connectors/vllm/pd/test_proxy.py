@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ import pytest
 
 from tests.connectors.vllm.conftest import BLOCK_TOKENS, make_prompt
 from tests.connectors.vllm.processes import environment
-from tests.ports import held_ports
+from tests.ports import held_ports, held_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -94,7 +93,7 @@ def line(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPath
         runtime = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
         names = ("prefill", "decode", *FORMS)
         ports = dict(zip(names, stack.enter_context(held_ports(len(names))), strict=True))
-        ports["bootstrap"] = neighbouring_ports(RANKS)
+        ports["bootstrap"] = stack.enter_context(held_run(RANKS))
         extra = {"bootstrap_port": ports["bootstrap"], "lease_s": 3.0}
         running = {}
         for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
@@ -165,19 +164,6 @@ def fetch(
         return response.status, response.headers, response.read()
     finally:
         connection.close()
-
-
-def neighbouring_ports(count: int) -> int:
-    """The first of them."""
-    while True:
-        with ExitStack() as stack:
-            (first,) = stack.enter_context(held_ports(1))
-            try:
-                for port in range(first + 1, first + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except (OSError, OverflowError):
-                continue
-            return first
 
 
 def tokens_of(answer: dict[str, Any]) -> list[int]:
