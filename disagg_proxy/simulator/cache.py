@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from moonpool.disagg_proxy.simulator.eviction.cache import Cache
 from moonpool.disagg_proxy.simulator.eviction.recency import Lru
@@ -13,19 +16,15 @@ _FEW = 24  # bits that are walked one by one; more are written out at once
 
 class Held:
     """What a prompt's blocks are to the caches: leading ones by place, times ``find``'s unit, and in all of
-    them together.
+    them together. best: the first place that holds most of them.
     """
 
-    __slots__ = ("anywhere", "by_place")
+    __slots__ = ("anywhere", "best", "by_place")
 
-    def __init__(self, by_place: list[int], anywhere: int) -> None:
+    def __init__(self, by_place: array[int], anywhere: int, best: int) -> None:
         self.by_place = by_place
         self.anywhere = anywhere
-
-    @property
-    def best(self) -> int:
-        """The place that holds most of them."""
-        return self.by_place.index(max(self.by_place))
+        self.best = best
 
 
 class Caches:
@@ -39,12 +38,14 @@ class Caches:
         self._make = make
         self._holders: dict[int, int] = {}
         self._bits: list[int] = []  # by place
+        self._nobody = b""  # a zero for each place
         for _ in range(places):
             self.add()
 
     def add(self) -> None:
         """One more place."""
         self._bits.append(1 << len(self.caches))
+        self._nobody += bytes(4)
         self.caches.append(self._make(self._blocks_max))
 
     def keep(self, place: int, blocks: Sequence[int], now_s: float) -> None:
@@ -64,10 +65,10 @@ class Caches:
     def find(self, blocks: Sequence[int], *, expected: Expected | None = None, unit: int = 1) -> Held:
         """expected: by_place counts what is on its way there, too, as in a proxy's index. unit: what by_place
         counts a block as."""
-        by_place = [0] * len(self.caches)
+        by_place = array("I", self._nobody)
         holders = self._holders.get
         coming = expected.holders.get if expected is not None else None
-        alive = (1 << len(by_place)) - 1
+        alive = most = (1 << len(by_place)) - 1
         count = anywhere = 0
         for count, block in enumerate(blocks):
             having = holders(block, 0)
@@ -77,15 +78,20 @@ class Caches:
             if alive & ~having:
                 _write(by_place, alive & ~having, count * unit)
                 alive &= having
-                if not alive and anywhere <= count:
+                if alive:
+                    most = alive
+                elif anywhere <= count:
                     break
         _write(by_place, alive, len(blocks) * unit)
-        return Held(by_place, anywhere)
+        return Held(by_place, anywhere, (most & -most).bit_length() - 1)
 
     def length(self, place: int, blocks: Sequence[int]) -> int:
         """How many leading blocks this cache holds."""
-        cache = self.caches[place]
-        return next((count for count, block in enumerate(blocks) if block not in cache), len(blocks))
+        holders, bit = self._holders.get, self._bits[place]
+        for count, block in enumerate(blocks):
+            if not holders(block, 0) & bit:
+                return count
+        return len(blocks)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant is broken."""
@@ -99,14 +105,15 @@ class Caches:
         assert sum(map(len, self.caches)) == sum(places.bit_count() for places in self._holders.values())
 
 
-def _write(values: list[int], places: int, value: int) -> None:
+def _write(values: array[int], places: int, value: int) -> None:
     """value to each of these places (a set of bits)."""
     if not value or not places:
         return
     if places.bit_count() > _FEW:
-        for place, bit in enumerate(bin(places)[:1:-1]):
-            if bit == "1":
-                values[place] = value
+        size = len(values)
+        bits = np.frombuffer(places.to_bytes((size + 7) // 8, "little"), np.uint8)
+        chosen = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
+        np.frombuffer(values, np.uint32)[chosen] = value
         return
     while places:
         place = places.bit_length() - 1

@@ -130,25 +130,22 @@ class Decoding:
 
     def _gap_of(self, joined: _Joined) -> float:
         parts: list[tuple[float, float]] = []  # (gap, how many)
-        until = joined.end_step
-        for stretch in reversed(self._stretches):
-            if stretch.from_step < until:
-                count = until - max(stretch.from_step, joined.from_step)
-                if count > 0:
-                    once_s = stretch.once_s
-                    if stretch.from_step == joined.from_step:
-                        once_s -= joined.before_s
-                    elif stretch.from_step < joined.from_step:
-                        once_s = 0.0  # it was not there yet
-                    once = min(count, 1.0) if once_s > 0 else 0.0
-                    if once:
-                        parts.append((stretch.gap_s + once_s, once))
-                    parts.append((stretch.gap_s, count - once))
-                until = max(stretch.from_step, joined.from_step)
-            if stretch.from_step <= joined.from_step:
+        begin, until = joined.from_step, joined.end_step
+        for from_step, gap_s, once_s in reversed(self._stretches):
+            if from_step < until:
+                count = until - (from_step if from_step > begin else begin)
+                if once_s and from_step <= begin:  # of the stall, what was before it came is not its own
+                    once_s = once_s - joined.before_s if from_step == begin else 0.0
+                if once_s > 0:
+                    once = min(count, 1.0)
+                    parts.append((gap_s + once_s, once))
+                    count -= once
+                parts.append((gap_s, count))
+                until = from_step
+            if from_step <= begin:
                 break
         parts.sort(reverse=True)
-        wanted = left = max((joined.end_step - joined.from_step) * LONGEST_SHARE, 1.0)
+        wanted = left = max((joined.end_step - begin) * LONGEST_SHARE, 1.0)
         total_s = 0.0
         for gap_s, count in parts:
             taken = min(count, left)

@@ -124,32 +124,33 @@ class Desk:
         """As the data plane of a proxy would have recorded it."""
         now_s = self._events.now_s
         apart = job.prefill_place != job.decode_place
+        reused = job.own + job.fetched
         self.accounts.learn(
-            Observation(
-                request=job.name,
-                note=1,
-                prefill=job.prefill_place if apart else -1,
-                decode=job.decode_place,
-                arrived_s=job.arrival.at_s,
-                sent_prefill_s=job.arrival.at_s if apart else 0.0,
-                prefill_done_s=job.computed_s if apart else 0.0,
-                sent_decode_s=job.computed_s if apart else job.arrival.at_s,
-                first_byte_s=now_s if stage is Stage.BEGUN else job.first_s,
-                last_byte_s=now_s if stage is Stage.ENDED else 0.0,
-                prompt_tokens=job.arrival.tokens,
-                cached_tokens=job.own + job.fetched,
-                completion_tokens=job.arrival.answer_tokens,
-                prefill_cached_tokens=job.own + job.fetched,
-                status=200,
-                outcome=outcome,
-                attempts=1 + job.attempt,
-                handed_over=handed,
-                stream=1,
-                stage=stage,
-                sampled=0,
-                trace_id=b"",
-                parent_id=b"",
-                span_id=b"",
+            Observation(  # in order, because that many names cost four times as much
+                job.name,
+                1,  # note
+                job.prefill_place if apart else -1,
+                job.decode_place,
+                job.arrival.at_s,
+                job.arrival.at_s if apart else 0.0,  # sent_prefill_s
+                job.computed_s if apart else 0.0,  # prefill_done_s
+                job.computed_s if apart else job.arrival.at_s,  # sent_decode_s
+                now_s if stage is Stage.BEGUN else job.first_s,
+                now_s if stage is Stage.ENDED else 0.0,  # last_byte_s
+                job.arrival.tokens,
+                reused,  # cached_tokens
+                job.arrival.answer_tokens,
+                reused,  # prefill_cached_tokens
+                200,  # status
+                outcome,
+                1 + job.attempt,
+                handed,
+                1,  # stream
+                stage,
+                0,  # sampled
+                b"",
+                b"",
+                b"",
             )
         )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 
 class Lru:
@@ -15,7 +15,7 @@ class Lru:
 
     def __init__(self, blocks_max: int) -> None:
         self.blocks_max = blocks_max
-        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._blocks: dict[int, None] = {}  # the next to go first
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -28,13 +28,15 @@ class Lru:
         new = []
         for block in reversed(blocks[: self.blocks_max]):
             if block not in kept:
-                kept[block] = None
                 new.append(block)
             elif self.touches:
-                kept.move_to_end(block)
+                del kept[block]
+            kept[block] = None
         if len(kept) <= self.blocks_max:
             return new, []
-        gone = [kept.popitem(last=False)[0] for _ in range(len(kept) - self.blocks_max)]
+        gone = list(islice(kept, len(kept) - self.blocks_max))
+        for block in gone:
+            del kept[block]
         return new, gone
 
     def clear(self) -> list[int]:
