@@ -49,12 +49,19 @@ class HealthChecker:
         self._pages = pages
         self._loop = asyncio.get_running_loop()
         self._short = False  # the log knows that checks cannot be made
+        self._broke = False  # the log knows that one broke
         self.first: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self) -> None:
         while True:
             began = self._loop.time()
-            await self.check()
+            try:
+                await self.check()
+            except Exception:  # what nobody thought of: the engine keeps its state, and is checked again
+                self._engine.not_checked()
+                if not self._broke:
+                    self._broke = True
+                    _log.exception("a check of engine %s broke; it keeps the state it had", self._engine.name)
             if not self.first.done():
                 self.first.set_result(None)
             await asyncio.sleep(max(0.0, began + self._checks.interval_s - self._loop.time()))
@@ -189,7 +196,9 @@ async def _get(
     async with asyncio.timeout(connect_s):
         reader, writer = await asyncio.open_connection(*address, limit=_HEAD_BYTES_MAX)
     try:
-        peer = writer.get_extra_info("peername")[:2]
+        peer = writer.get_extra_info("peername")
+        if peer is None:  # the engine's reset was there before the loop looked
+            raise ConnectionResetError("reset the connection that it had accepted")
         writer.write(
             f"GET {path} HTTP/1.0\r\nHost: {host_field(*address)}\r\nUser-Agent: moonpool-proxy\r\n"
             "Connection: close\r\n\r\n".encode()
@@ -206,7 +215,7 @@ async def _get(
             raise ConnectionError("closed the connection before its answer was complete") from None
         except (asyncio.LimitOverrunError, ValueError, IndexError):
             raise ConnectionError("sent a broken answer") from None
-        return status, body, peer
+        return status, body, peer[:2]
     finally:
         writer.transport.abort()
 

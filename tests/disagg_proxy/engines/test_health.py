@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import resource
+from typing import Any
 
 import pytest
 
@@ -86,6 +87,59 @@ async def test_checks_leave_no_connections_behind() -> None:
         await until(enough)
         assert max(seen) <= 2  # though the mock ignores "Connection: close"
         assert b.metric("moonpool_proxy_upstream_connections", engine="engine-0") == 0
+
+
+class Nameless:
+    """A connection that was reset before the loop looked: it has no peer."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self.transport = writer.transport
+
+    def get_extra_info(self, name: str) -> None:
+        assert name == "peername"
+
+
+@with_deadline
+async def test_an_engine_that_accepts_and_resets_is_dead_and_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resets = True
+    connect = asyncio.open_connection
+
+    async def connect_and_be_reset(*args: Any, **more: Any) -> tuple[asyncio.StreamReader, Any]:
+        reader, writer = await connect(*args, **more)
+        return reader, Nameless(writer) if resets else writer
+
+    async with bed(1, health=OFTEN) as b:
+        engine = b.proxy.engines[0]
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio, "open_connection", connect_and_be_reset)
+            await until(lambda: engine.liveness.state is Health.DEAD)
+            assert engine.liveness.why == "GET /health failed: reset the connection that it had accepted"
+            resets = False
+            await until(lambda: engine.liveness.healthy)
+
+
+@with_deadline
+async def test_a_check_that_breaks_is_not_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of an engine whose first check breaks nobody knows anything; the proxy opens, and it is asked again."""
+    broken = 3
+
+    async def look(self: HealthChecker) -> None:
+        nonlocal broken
+        if broken:
+            broken -= 1
+            raise ZeroDivisionError("not thought of")
+
+    monkeypatch.setattr(HealthChecker, "_look_at_models", look)
+    async with bed(1, health=OFTEN) as b:
+        await until(lambda: b.proxy.engines[0].liveness.healthy)
+        assert broken == 0
+    told = [record for record in caplog.records if "a check of engine engine-0 broke" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].exc_info
 
 
 def open_for_ever(held: list[int]) -> None:
