@@ -1,7 +1,8 @@
 """Several processes that serve at one address: each a whole proxy with the same listening sockets, so that
 the kernel gives each client to one that is free, and what waits in line is lost with none of them.
 
-    this process   binds, hands the sockets out, starts again who dies, passes SIGTERM on
+    this process   binds, hands the sockets out, starts again who dies, passes SIGTERM on, kills at a second
+                   signal: a terminal and a service manager signal all processes at one time
     process i      a proxy; tells its siblings what it has in flight (peers/), through a socket in a folder
                    of this user alone
 
@@ -206,7 +207,7 @@ def _serve(
         except ConfigError as error:
             print(error, file=sys.stderr)
             sys.exit(_EXIT_USAGE)
-    sys.exit(run_one(settings, sockets=sockets, ready=lambda _: tells.send(True)))
+    sys.exit(run_one(settings, sockets=sockets, ready=lambda _: tells.send(True), patient=True))
 
 
 def _next(text: str, number: int) -> str:

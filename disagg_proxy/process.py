@@ -29,16 +29,18 @@ def run(
     *,
     sockets: Sequence[socket.socket] = (),
     ready: Callable[[str], None] | None = None,
+    patient: bool = False,
 ) -> int:
     """Run a proxy in this process until SIGTERM or SIGINT. Returns the exit code: 0, or 2 for a setting that
     is wrong. ready: in the place of a printed line.
 
-    A second signal ends it without waiting for running requests.
+    A second signal ends it without waiting for running requests; not when it is patient: then whoever started
+    this process kills it, and may pass a signal on that came to both.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve_until_signal(_fit_open_files(settings), sockets, ready))
+            runner.run(_serve_until_signal(_fit_open_files(settings), sockets, ready, patient=patient))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -54,14 +56,18 @@ def run(
 
 
 async def _serve_until_signal(
-    settings: ProxySettings, sockets: Sequence[socket.socket], ready: Callable[[str], None] | None
+    settings: ProxySettings,
+    sockets: Sequence[socket.socket],
+    ready: Callable[[str], None] | None,
+    *,
+    patient: bool,
 ) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     serving = asyncio.current_task()
 
     def on_signal() -> None:
-        if stop.is_set() and serving is not None:
+        if stop.is_set() and serving is not None and not patient:
             serving.cancel()
         stop.set()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import os
 import re
 import signal
@@ -14,6 +15,8 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 import moonpool
 from moonpool.core.processes import descendants
@@ -65,6 +68,7 @@ async def group(engine: MockEngine, processes: int, *more: str) -> AsyncIterator
             *("--process-listen", f"127.0.0.1:{own_port}", *more),
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": str(Path(moonpool.__file__).parent.parent)},
+            start_new_session=True,
         )
         try:
             assert process.stdout is not None
@@ -124,6 +128,44 @@ async def test_all_serve_know_of_each_other_and_end_together() -> None:
         assert (await client.ended()).endswith(b"0\r\n\r\n")
         assert await several.process.wait() == 0
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    await engine.stop()
+
+
+@_several
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_to_all_processes_at_once_cuts_no_answer(number: signal.Signals) -> None:
+    """As of a terminal and of a service manager. The first process passes it on, so each of the others hears
+    of it twice. When all hear of it again, it is over."""
+    engine = MockEngine("a")
+    goon = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.event("first")
+        await (exchange.gone if b"never" in exchange.body else goon).wait()
+        await exchange.end_stream()
+
+    engine.behave = answer
+    await engine.start()
+    async with group(engine, 2, "--listen", "127.0.0.1:0") as several:
+        pids = several.pids()
+        clients = []
+        for user in ("short", "never"):
+            client = Client(*await asyncio.open_connection("127.0.0.1", several.port))
+            body = {"model": "m", "messages": [], "stream": True, "user": user}
+            await client.request("POST", CHAT, json.dumps(body).encode())
+            await client.head()
+            clients.append(client)
+        os.killpg(several.process.pid, number)
+        await until(lambda: not _takes(several.port))
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+        goon.set()
+        assert (await clients[0].ended()).endswith(b"0\r\n\r\n")
+        assert several.process.returncode is None
+        os.killpg(several.process.pid, number)
+        await clients[1].ended()
+        assert await several.process.wait() == 0
     await engine.stop()
 
 
