@@ -12,20 +12,20 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from moonpool._native import Relay
-from moonpool.core.addresses import Address
 from moonpool.disagg_proxy.discovery.source import Found
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.dispatch.locality import Locality
 from moonpool.disagg_proxy.engines.bootstrap import Bootstrap
-from moonpool.disagg_proxy.engines.engine import Engine, bootstrap_of, far_engine
+from moonpool.disagg_proxy.engines.engine import Engine, bootstrap_of
 from moonpool.disagg_proxy.engines.health import HealthChecker
+from moonpool.disagg_proxy.engines.neighbours import Neighbours
 from moonpool.disagg_proxy.events.subscriber import Subscriber
-from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings, shared_bootstraps
+from moonpool.disagg_proxy.settings import ProxySettings
 from moonpool.disagg_proxy.tracing.recorder import Recorder
 
 _log = logging.getLogger("moonpool.proxy")
@@ -52,7 +52,8 @@ class Fleet:
         self._free = list(range(settings.places))
         self._there: dict[str, tuple[Found, Engine]] = {}
         self._leaving: dict[int, Engine] = {}  # by place
-        self._pages: list[Bootstrap] = []
+        self._pages: dict[int, Bootstrap] = {}  # by place
+        self._neighbours = Neighbours(settings.engines)  # those of the settings are there, or on their way
         self._checkers: dict[int, HealthChecker] = {}  # by place
         self._checks: dict[int, asyncio.Task[None]] = {}
         self._started = False
@@ -91,7 +92,8 @@ class Fleet:
         if not self._free:
             raise LookupError(f"there are {self._settings.places} engines, and no place for {spec.name}")
         place = self._free[0]
-        engine = Engine(place, spec, self._settings, lambda: self._specs(spec))
+        touched = self._neighbours.add(spec)
+        engine = Engine(place, spec, self._settings, self._neighbours)
         heapq.heappop(self._free)
         try:
             self._enter(found, engine)
@@ -103,7 +105,8 @@ class Fleet:
             row = msgspec.json.encode({"id": found.model, "object": "model"})
             engine.named = {found.model: row}
             engine.serves(None)
-        self._share_pages()
+        self._look_at_page(engine)
+        self._look_at_pages(touched)
         if self._started:
             self._check(engine)
         return engine
@@ -127,6 +130,7 @@ class Fleet:
     def _undo(self, found: Found, engine: Engine) -> None:
         """The data plane never heard of the engine: nothing was sent there."""
         self._there.pop(engine.name, None)
+        self._neighbours.remove(engine.name)
         if self._subscriber is not None and found.events is not None:
             self._subscriber.drop(found.events.name, engine.place)
         if self._dispatcher.at[engine.place] is engine:
@@ -147,9 +151,8 @@ class Fleet:
         self._dispatcher.part(engine)
         if self._subscriber is not None and found.events is not None:
             self._subscriber.drop(found.events.name, engine.place)
-        if engine.bootstrap in self._pages:
-            self._pages.remove(engine.bootstrap)
-        self._share_pages()
+        self._pages.pop(engine.place, None)
+        self._look_at_pages(self._neighbours.remove(name))
         self._relay.remove_engine(engine.place, self._settings.deadlines.drain_s)
 
     def gone(self, place: int) -> None:
@@ -190,16 +193,8 @@ class Fleet:
         for engine in self.engines:
             engine.check_integrity()
 
-    def _specs(self, joining: EngineSpec | None = None) -> Sequence[EngineSpec]:
-        """Of all engines; those of the settings are all there, or on their way."""
-        specs = {spec.name: spec for spec in self._settings.engines}
-        specs |= {name: found.spec for name, (found, _) in self._there.items()}
-        if joining is not None:
-            specs[joining.name] = joining
-        return tuple(specs.values())
-
     def _check(self, engine: Engine) -> None:
-        checker = HealthChecker(engine, self._settings.health, self._pages)
+        checker = HealthChecker(engine, self._settings.health, self._pages.values())
         self._checkers[engine.place] = checker
         self._checks[engine.place] = asyncio.get_running_loop().create_task(checker.run())
 
@@ -211,34 +206,26 @@ class Fleet:
         if task is not None:
             task.cancel()
 
-    def _share_pages(self) -> None:
-        """Which engines there are has changed, so another page may be usable, or one no longer."""
-        given = [engine for engine in self.engines if engine.spec.role == "prefill"]
-        if not given or self._settings.handover not in ("auto", "concurrent"):
+    def _look_at_pages(self, names: Iterable[str]) -> None:
+        for name in names:
+            there = self._there.get(name)
+            if there is not None:
+                self._look_at_page(there[1])
+
+    def _look_at_page(self, engine: Engine) -> None:
+        """Who has come or gone may have made its bootstrap page usable, or keep it from use."""
+        address = engine.spec.bootstrap_address
+        if address is None or self._settings.handover not in ("auto", "concurrent"):
             return
-        specs = self._specs()
-        shared = shared_bootstraps(specs)
-        addresses = frozenset(each for spec in specs if (each := spec.bootstrap_address) is not None)
-        far: bool | None = None  # nobody has looked
-        for engine in given:
-            address = engine.spec.bootstrap_address
-            if address is None:
-                continue
-            if Address(*address).is_loopback and far is None:
-                far = far_engine(specs) is not None
-            usable = address not in shared and not (far and Address(*address).is_loopback)
-            if usable != (engine.bootstrap is not None):
-                if engine.bootstrap is not None:
-                    _log.warning("engine %s: who has come keeps its bootstrap page from use", engine.name)
-                    if engine.bootstrap in self._pages:
-                        self._pages.remove(engine.bootstrap)
-                engine.bootstrap = bootstrap_of(
-                    engine.spec, self._settings, specs
-                )  # it says why there is none
-            if engine.bootstrap is not None:
-                engine.bootstrap.others = addresses - {address}
-                if engine.bootstrap not in self._pages:
-                    self._pages.append(engine.bootstrap)
+        usable = not self._neighbours.is_shared(address) and self._neighbours.cut_off(address) is None
+        if usable != (engine.bootstrap is not None):
+            if not usable:
+                _log.warning("engine %s: who has come keeps its bootstrap page from use", engine.name)
+            engine.bootstrap = bootstrap_of(engine.spec, self._settings, self._neighbours)  # says why not
+        if engine.bootstrap is not None:
+            self._pages[engine.place] = engine.bootstrap
+        else:
+            self._pages.pop(engine.place, None)
 
     def _turned(self, engine: Engine, healthy: bool) -> None:
         """An engine left the rotation, or came back."""

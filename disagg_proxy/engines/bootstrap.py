@@ -70,7 +70,7 @@ def is_next(last: Rank, rank: Rank) -> bool:
 
 
 class Bootstrap:
-    """What is known of one engine's page. address: of the page; others: those of other engines' pages;
+    """What is known of one engine's page. address: of the page; pages: those of all engines' pages, now;
     expected: whether somebody counts on it, so that a page that is not there is worth a warning. ``take`` may
     be called on any thread, the rest on the event loop.
 
@@ -86,10 +86,10 @@ class Bootstrap:
         *,
         expected: bool,
         retry_s: float,
-        others: Set[tuple[str, int]] = frozenset(),
+        pages: Set[tuple[str, int]] = frozenset(),
     ) -> None:
         self.address = address
-        self.others = others
+        self.pages = pages
         self.says: frozenset[str] = frozenset()
         self.restarts = 0
         self.stale = 0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from moonpool.core.addresses import Address
 from moonpool.disagg_proxy.conductor.liveness import Liveness
 from moonpool.disagg_proxy.engines.bootstrap import Bootstrap
+from moonpool.disagg_proxy.engines.neighbours import Neighbours
 from moonpool.disagg_proxy.engines.sglang import HEALTH_S, MODES, OWN_MEMBERS, Meeting, ServerInfo
 from moonpool.disagg_proxy.engines.tensorrt_llm import MEMBER
-from moonpool.disagg_proxy.settings import BOOTSTRAP_PORT, EngineSpec, ProxySettings, shared_bootstraps
+from moonpool.disagg_proxy.settings import BOOTSTRAP_PORT, EngineSpec, ProxySettings
 
 if TYPE_CHECKING:
     from moonpool._native import Relay
@@ -40,9 +40,9 @@ class Engine:
         place: int,
         spec: EngineSpec,
         settings: ProxySettings,
-        specs: Callable[[], Sequence[EngineSpec]] | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
-        """specs: of all engines that are there now, this one too; None: those of the settings."""
+        """neighbours: all engines that are there now, this one too; None: those of the settings."""
         self.place = place
         self.name = spec.name
         self.url = spec.url
@@ -52,8 +52,8 @@ class Engine:
         self.liveness = Liveness(settings.health.timeouts_max)
         self.models: dict[str, bytes] | None = None
         self.named: dict[str, bytes] | None = None  # models that whoever named it said; it may say otherwise
-        self.specs = specs or (lambda: settings.engines)
-        self.bootstrap = bootstrap_of(spec, settings, self.specs()) if spec.role == "prefill" else None
+        self.neighbours = Neighbours(settings.engines) if neighbours is None else neighbours
+        self.bootstrap = bootstrap_of(spec, settings, self.neighbours)
         self.meeting: Meeting | None = None
         self.alone = True
         self.relay: Relay | None = None
@@ -161,7 +161,7 @@ class Engine:
         self._tell_role()
         if self.meeting is not None and not self._warned:
             self._warned = True
-            if far := _may_not_reach((self.meeting.host, self.meeting.port), self.specs()):
+            if far := self.neighbours.cut_off((self.meeting.host, self.meeting.port)):
                 _log.warning(
                     "%s (%s) would be told to meet engine %s at %s:%d, on this host alone, and then waits in "
                     "vain; name the engine by an address that decode engines reach, too, or its bootstrap "
@@ -201,16 +201,12 @@ class Engine:
         return time.monotonic() if self.relay is None else self.relay.now()
 
 
-def bootstrap_of(
-    spec: EngineSpec, settings: ProxySettings, specs: Sequence[EngineSpec] | None = None
-) -> Bootstrap | None:
-    """The bootstrap page that hand-overs from this engine may be arranged by. specs: of all engines; None:
-    those of the settings."""
-    specs = settings.engines if specs is None else specs
+def bootstrap_of(spec: EngineSpec, settings: ProxySettings, neighbours: Neighbours) -> Bootstrap | None:
+    """The bootstrap page that hand-overs from this engine may be arranged by. neighbours: all engines."""
     place = spec.bootstrap_address
     if place is None or settings.handover not in ("auto", "concurrent"):
         return None
-    if place in shared_bootstraps(specs):
+    if neighbours.is_shared(place):
         _log.info(
             "engine %s: prefill and decode take two steps, because other prefill engines would have their "
             "bootstrap page at %s:%d, too; give each its own, --prefill %s#bootstrap=PORT",
@@ -219,7 +215,7 @@ def bootstrap_of(
             spec.url,
         )
         return None
-    if far := _may_not_reach(place, specs):
+    if far := neighbours.cut_off(place):
         _log.warning(
             "engine %s: prefill and decode take two steps, because %s (%s) would be told to meet it at "
             "%s:%d, on this host alone; name the engine by an address that decode engines reach, too, or "
@@ -232,25 +228,13 @@ def bootstrap_of(
         )
         return None
     expected = bool(spec.bootstrap) or settings.handover == "concurrent"
-    others = {each.bootstrap_address for each in specs} - {place, None}
     return Bootstrap(
         spec.name,
         place,
         expected=expected,
         retry_s=settings.health.interval_s,
-        others=frozenset(each for each in others if each is not None),
+        pages=neighbours.pages,
     )
-
-
-def _may_not_reach(page: tuple[str, int], specs: Sequence[EngineSpec]) -> EngineSpec | None:
-    """An engine that answers, and may be on another machine than this one, where alone the page is."""
-    return far_engine(specs) if Address(*page).is_loopback else None
-
-
-def far_engine(specs: Sequence[EngineSpec]) -> EngineSpec | None:
-    """One that answers, and may be on another machine than this one."""
-    answering = (each for each in specs if each.role != "prefill")
-    return next((each for each in answering if not Address(*each.address).is_loopback), None)
 
 
 def host_field(host: str, port: int) -> str:

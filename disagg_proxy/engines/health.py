@@ -11,7 +11,7 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import replace
 
 import msgspec
@@ -43,7 +43,7 @@ class HealthChecker:
     """Checks one engine until cancelled. ``first`` is done after the first outcome, good or bad. pages: the
     bootstrap pages of all engines."""
 
-    def __init__(self, engine: Engine, checks: HealthChecks, pages: Sequence[Bootstrap] = ()) -> None:
+    def __init__(self, engine: Engine, checks: HealthChecks, pages: Collection[Bootstrap] = ()) -> None:
         self._engine = engine
         self._checks = checks
         self._pages = pages
@@ -134,7 +134,7 @@ class HealthChecker:
 
     async def _look_at_bootstrap(self, bootstrap: Bootstrap) -> None:
         try:
-            ranks = await _ranks_at(*bootstrap.address, self._checks.timeout_s, bootstrap.others)
+            ranks = await _ranks_at(*bootstrap.address, self._checks.timeout_s, bootstrap.pages)
         except TimeoutError:
             return bootstrap.failed("no answer", self._loop.time())
         except OSError as error:
@@ -158,10 +158,10 @@ class HealthChecker:
 
 
 async def _ranks_at(
-    host: str, port: int, timeout_s: float, others: Set[tuple[str, int]] = frozenset()
+    host: str, port: int, timeout_s: float, pages: Set[tuple[str, int]] = frozenset()
 ) -> tuple[Rank, ...]:
-    """What a bootstrap page says, and those of further ranks on the ports behind it, up to the page of one of
-    the others; () when it is none.
+    """What a bootstrap page says, and those of further ranks on the ports behind it, up to another of the
+    pages of engines; () when it is none.
 
     Raises OSError: TimeoutError when it does not answer, or for want of our own, which says nothing of it. A
     following port that does not answer is taken to be nobody's.
@@ -170,7 +170,7 @@ async def _ranks_at(
     end_s = loop.time() + timeout_s
     ranks: tuple[Rank, ...] = ()
     for number in range(port, min(port + RANKS_MAX, 65536)):
-        if ranks and (host, number) in others:
+        if ranks and (host, number) in pages:
             break
         try:
             async with asyncio.timeout_at(min(end_s, loop.time() + _NEXT_RANK_S) if ranks else end_s):

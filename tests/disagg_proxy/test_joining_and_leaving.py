@@ -234,19 +234,19 @@ async def test_a_bootstrap_page_is_used_while_it_is_one_engines_and_decode_reach
 
         old = fleet.join(Found(prefill("old", 1)))
         assert old.bootstrap is not None
-        assert fleet._pages == [old.bootstrap]
+        assert list(fleet._pages.values()) == [old.bootstrap]
         new = fleet.join(Found(prefill("new", 2)))
-        assert (old.bootstrap, new.bootstrap, fleet._pages) == (None, None, [])
+        assert (old.bootstrap, new.bootstrap, fleet._pages) == (None, None, {})
         fleet.leave("old")
         assert new.bootstrap is not None
-        assert fleet._pages == [new.bootstrap]
+        assert list(fleet._pages.values()) == [new.bootstrap]
         page = new.bootstrap
         fleet.join(Found(EngineSpec("near", "http://127.0.0.1:3", "decode")))
         assert new.bootstrap is page  # nothing has changed: what is known of it stays
         fleet.join(Found(EngineSpec("far", "http://10.0.0.1:3", "decode")))
-        assert (new.bootstrap, fleet._pages) == (None, [])
+        assert (new.bootstrap, fleet._pages) == (None, {})
         fleet.leave("far")
-        assert fleet._pages == [new.bootstrap]
+        assert list(fleet._pages.values()) == [new.bootstrap]
 
 
 @with_deadline
