@@ -52,6 +52,7 @@ class Fleet:
         self._free = list(range(settings.places))
         self._there: dict[str, tuple[Found, Engine]] = {}
         self._leaving: dict[int, Engine] = {}  # by place
+        self._failed: set[int] = set()  # places of those that leave because they could not join
         self._pages: dict[int, Bootstrap] = {}  # by place
         self._neighbours = Neighbours(settings.engines)  # those of the settings are there, or on their way
         self._checkers: dict[int, HealthChecker] = {}  # by place
@@ -91,29 +92,32 @@ class Fleet:
             raise LookupError(f"there is an engine called {spec.name} already")
         if not self._free:
             raise LookupError(f"there are {self._settings.places} engines, and no place for {spec.name}")
-        place = self._free[0]
+        place = heapq.heappop(self._free)
         touched = self._neighbours.add(spec)
-        engine = Engine(place, spec, self._settings, self._neighbours)
-        heapq.heappop(self._free)
         try:
-            self._enter(found, engine)
+            engine = self._enter(found, place)
         except Exception:
-            self._undo(found, engine)
+            self._undo(found, place)
             raise
-        engine.serve_by(self._relay)
-        if found.model:
-            row = msgspec.json.encode({"id": found.model, "object": "model"})
-            engine.named = {found.model: row}
+        try:
+            engine.serve_by(self._relay)
             engine.serves(None)
-        self._look_at_page(engine)
-        self._look_at_pages(touched)
-        if self._started:
-            self._check(engine)
+            self._look_at_page(engine)
+            self._look_at_pages(touched)
+            if self._started:
+                self._check(engine)
+        except Exception:
+            self._failed.add(place)
+            self.leave(spec.name)
+            raise
         return engine
 
-    def _enter(self, found: Found, engine: Engine) -> None:
+    def _enter(self, found: Found, place: int) -> Engine:
         """Into the tables of all parts; the data plane's last, for from there requests may come."""
-        spec, place = found.spec, engine.place
+        spec = found.spec
+        engine = Engine(place, spec, self._settings, self._neighbours)
+        if found.model:
+            engine.named = {found.model: msgspec.json.encode({"id": found.model, "object": "model"})}
         engine.turned = self._turned
         engine.became = self._dispatcher.became
         self._there[spec.name] = found, engine
@@ -126,18 +130,21 @@ class Fleet:
             self._subscriber.follow(found.events, place)
         self._dispatcher.join(engine)
         self._relay.add_engine(place, engine.name, engine.host, engine.role)
+        return engine
 
-    def _undo(self, found: Found, engine: Engine) -> None:
+    def _undo(self, found: Found, place: int) -> None:
         """The data plane never heard of the engine: nothing was sent there."""
-        self._there.pop(engine.name, None)
-        self._neighbours.remove(engine.name)
+        name = found.spec.name
+        self._there.pop(name, None)
+        self._neighbours.remove(name)
         if self._subscriber is not None and found.events is not None:
-            self._subscriber.drop(found.events.name, engine.place)
-        if self._dispatcher.at[engine.place] is engine:
+            self._subscriber.drop(found.events.name, place)
+        engine = self._dispatcher.at[place]
+        if engine is not None:
             self._dispatcher.part(engine)
             self._dispatcher.leave(engine)
-        self._locality.leave(engine.place)
-        heapq.heappush(self._free, engine.place)
+        self._locality.leave(place)
+        heapq.heappush(self._free, place)
 
     def leave(self, name: str) -> None:
         """No request goes to the engine any more; those that are there have drain_s to end. Nothing, when
@@ -164,7 +171,10 @@ class Fleet:
         self._locality.leave(place)
         heapq.heappush(self._free, place)
         _log.info("engine %s (%s) is gone", engine.name, engine.url)
-        self.freed()
+        if place in self._failed:
+            self._failed.remove(place)  # it would be tried again at once, and without end
+        else:
+            self.freed()
 
     async def start(self) -> None:
         """Check all engines once, and then again and again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -270,6 +271,58 @@ async def test_an_engine_that_cannot_join_leaves_its_place_and_stops_no_other(
             assert [engine.name for engine in b.proxy.engines] == ["good"]
         assert follower._members.refused["broken"] == 1
         assert fleet.room == 1
+        b.proxy.check_integrity()
+
+
+@with_deadline
+async def test_an_engine_that_fails_once_it_is_in_leaves_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not there when join has raised, and can join when what was wrong is mended. Its place is
+    another's when the data plane has let go of it; nobody tries it again because of that."""
+    async with bed(0, discovery=("http",), policy="conductor", tokenizer=("none",), engines_max=2) as b:
+        fleet, freed = b.proxy.fleet, 0
+
+        def looked() -> None:
+            nonlocal freed
+            freed += 1
+
+        def broken(engine: Engine, relay: object) -> None:
+            raise RuntimeError("not today")
+
+        fleet.freed = looked
+        bad = Found(EngineSpec("bad", "http://127.0.0.1:1"), model="m")
+        with monkeypatch.context() as patched:
+            patched.setattr(Engine, "serve_by", broken)
+            with pytest.raises(RuntimeError, match="not today"):
+                fleet.join(bad)
+        assert fleet.find("bad") is None
+        assert not b.proxy.engines
+        await until(lambda: fleet.room == 2)
+        assert not freed
+        b.proxy.check_integrity()
+        fleet.join(bad)
+        fleet.leave("bad")
+        await until(lambda: freed == 1)
+
+
+@with_deadline
+async def test_a_model_that_is_no_text_is_mended(tmp_path: Path) -> None:
+    """Half of a surrogate pair, which JSON can write and UTF-8 cannot."""
+    told = tmp_path / "engines.json"
+
+    def tell(model: str) -> None:
+        row = {"name": "e", "url": "http://127.0.0.1:9", "model": model}
+        told.write_text(json.dumps({"engines": [row]}))
+
+    tell("\ud800")
+    async with bed(0, discovery=(f"file:{told}",)) as b:
+        assert not b.proxy.engines
+        follower = b.proxy._follower
+        assert follower is not None
+        assert follower._members.refused["broken"] == 1
+        b.proxy.check_integrity()
+        tell("fine")
+        await until(lambda: len(b.proxy.engines) == 1)
+        assert b.proxy.fleet.find("e") is not None
         b.proxy.check_integrity()
 
 
