@@ -127,6 +127,8 @@ class Cluster:
         for desk in self._desks:
             desk.check_integrity()
         self.caches.check_integrity()
+        busy = {place for job in self._live.values() for place in (job.prefill_place, job.decode_place)}
+        assert self._leaving <= busy
 
     # What engines say
 
@@ -223,12 +225,16 @@ class Cluster:
     def _again(self, job: Job) -> None:
         """An instance died before the first token."""
         self._settle(job)
-        del self._live[job.name]
+        self._left(job)
         self._desk(job).again(job)
 
     def _over(self, job: Job) -> None:
-        del self._live[job.name]
+        self._left(job)
         self._done(job)
+
+    def _left(self, job: Job) -> None:
+        """It is at no instance any more: one that leaves may have waited for that."""
+        del self._live[job.name]
         for place in (job.prefill_place, job.decode_place):
             if place in self._leaving:
                 self._close_if_idle(place)
@@ -262,6 +268,7 @@ class Cluster:
 
     def _kill(self, place: int) -> None:
         """What it held is gone; who waited for a first token is sent anew, whose answer had begun is lost."""
+        self._leaving.discard(place)
         self.engines[place].dead = True
         self.caches.clear(place)
         now_s = self.events.now_s
@@ -271,9 +278,8 @@ class Cluster:
             if job.first_s < math.inf:
                 if place == job.decode_place:
                     self._desk(job).observe(job, Stage.ENDED, handed=Handed.NOT, outcome=Outcome.BROKEN_OFF)
-                    del self._live[job.name]
                     job.why_not = "lost"
-                    self._done(job)
+                    self._over(job)
             elif prompt_there or (place == job.decode_place and job.computed_s < math.inf):
                 again.append(job)
             elif place == job.decode_place:

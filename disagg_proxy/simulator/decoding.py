@@ -87,9 +87,13 @@ class Decoding:
     def pop(self, now_s: float) -> Left:
         """The first to end leaves, at ``next_s``."""
         self.advance(now_s)
+        short = self._order[0].end_step - self._steps
+        if short > 0:  # by rounding
+            self._steps += short
+            self._context += short * len(self._order)
         joined = heapq.heappop(self._order)
-        self._steps = max(self._steps, joined.end_step)
-        self._context -= joined.context + (joined.end_step - joined.from_step)
+        # All that it was given: a whole step where it wanted less.
+        self._context -= joined.context + (self._steps - joined.from_step)
         left = Left(joined.name, self._gap_of(joined))
         self._note(0.0)
         return left

@@ -35,7 +35,8 @@ class Outcomes(Protocol):
 class PrefillEngine:
     """width: nodes that compute a prompt together, chunk after chunk through a pipeline of stages (chunked
     pipeline parallelism, Mooncake, FAST '25): so many chunks of a prompt, or of the next one, are in work at
-    one time. A chunk takes a width-th of its time in each stage. dead: it does nothing more.
+    one time. A chunk takes a width-th of its time in each stage, and waits for the one before it. dead: it
+    does nothing more.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class PrefillEngine:
         self._events = events
         self._caches = caches
         self._outcomes = outcomes
-        self._width = width
-        self._chunk_tokens = chunk_tokens
+        self._free_s = [0.0] * width  # by stage, when it has done what is under way
+        self._chunk_tokens = chunk_tokens if width > 1 else 1 << 31  # alone it gains nothing by chunks
         self._line: deque[Job] = deque()
         self._busy = False
         self.dead = False
@@ -85,19 +86,27 @@ class PrefillEngine:
         if self.dead:
             return
         job = self._line.popleft()
-        now_s = job.begun_s = self._events.now_s
+        job.begun_s = self._events.now_s
         begin_prompt(job, self._caches, self.place)
-        tokens, reused = job.arrival.tokens, job.arrival.tokens - job.left
-        whole_s = self._machine.compute_s(tokens, reused)
-        held_s = whole_s / self._width
-        self.busy_s += held_s
-        last = min(job.left, self._chunk_tokens)
-        share = last / job.left if job.left else 0.0
-        through_s = held_s + (self._width - 1) / self._width * whole_s * share
-        self._events.at(now_s + through_s, lambda: self._end(job))
-        self._events.at(now_s + held_s, self._free)
+        self._events.at(self._send_through(job), lambda: self._end(job))
+        self._events.at(self._free_s[0], self._free)
         if self._line:
             self._outcomes.next(self._line[0])
+
+    def _send_through(self, job: Job) -> float:
+        """Returns when its last chunk has left the last stage."""
+        tokens, step = job.arrival.tokens, self._chunk_tokens
+        reused = tokens - job.left
+        before_s = at_s = 0.0
+        for end in (*range(reused + step, tokens, step), tokens):
+            until_s = self._machine.compute_s(end, reused)
+            held_s = (until_s - before_s) / len(self._free_s)
+            before_s = until_s
+            self.busy_s += held_s
+            at_s = self._events.now_s
+            for stage, free_s in enumerate(self._free_s):
+                at_s = self._free_s[stage] = max(at_s, free_s) + held_s
+        return at_s
 
     def _end(self, job: Job) -> None:
         if self.dead:

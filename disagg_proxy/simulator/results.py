@@ -20,9 +20,10 @@ class Slo(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Shares are of all requests, refused ones included; seconds are of those that were served.
+    """good is of all requests, refused ones included; all else of those that were served.
 
-    own, fetched:    share of the prompts' tokens that came from the instance's own cache and from others'.
+    own, fetched:    share of the served prompts' tokens that came from the instance's own cache and from
+                     others'.
     good:            share that was served within the objective.
     error_*_s:       so far off were the predictions of the first token, half, 90 % and 99 % of them at most;
     bias_s:          observed minus predicted, the mean. NaN without any prediction.

@@ -159,6 +159,23 @@ def test_a_pipeline_overlaps_the_chunks_of_a_prompt() -> None:
     assert short.ttft_s == pytest.approx(0.1)
 
 
+def test_a_chunk_waits_in_each_stage_for_the_one_before_it() -> None:
+    settings = ClusterSettings(prefill=1, machine=PLAIN, width=4, chunk_tokens=400)
+    jobs = run(settings, [Arrival(0.0, 1000, 1, (1, 2)), Arrival(0.0, 100, 1, (3,))])
+    # 100 ms in each stage, twice, and 50 ms, which finds the last stage busy until 500 ms.
+    assert jobs[0].ttft_s == pytest.approx(0.55)
+    assert jobs[1].begun_s == pytest.approx(0.25)
+    assert jobs[1].ttft_s == pytest.approx(0.575)
+
+
+def test_the_last_chunks_of_a_long_prompt_take_longest() -> None:
+    steep = replace(PLAIN, prefill_token_s=0.0, prefill_token2_s=1e-6)
+    settings = ClusterSettings(prefill=1, machine=steep, width=2, chunk_tokens=500)
+    (job,) = run(settings, [Arrival(0.0, 1000, 1, (1, 2))])
+    # 0.25 s and 0.75 s, half of that in each stage.
+    assert job.ttft_s == pytest.approx(0.125 + 0.375 + 0.375)
+
+
 def test_what_is_predicted_too_late_is_refused() -> None:
     # Enough of them that the models have learnt this machine.
     lonely = [Arrival(10.0 * number, 1000, 1, (2 * number, 2 * number + 1)) for number in range(200)]

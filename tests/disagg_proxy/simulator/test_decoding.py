@@ -109,6 +109,19 @@ def test_a_stall_with_a_step_gives_a_token_at_its_end() -> None:
     assert decoding.pop(now_s).gap_s == pytest.approx(0.21)
 
 
+def test_steps_that_are_more_than_somebody_wanted_leave_nothing_behind() -> None:
+    decoding = Decoding(PAPER)
+    now_s = 0.0
+    for name in range(200):
+        decoding.advance(now_s + 0.01)  # a fraction of a step
+        decoding.join(name, 100, 3, now_s + 0.01)
+        now_s = decoding.stall(0.2, now_s + 0.01, step=True)
+        while decoding.next_s() <= now_s:
+            decoding.pop(now_s)
+    drain(decoding)
+    assert decoding.context_tokens == pytest.approx(0, abs=1e-6)
+
+
 def test_what_is_remembered_of_the_past_stays_small() -> None:
     decoding = Decoding(PAPER)
     now_s = 0.0

@@ -87,6 +87,18 @@ def test_who_leaves_ends_what_it_has() -> None:
     assert later == {2}
 
 
+@pytest.mark.parametrize("kill_s", [1.5, 3.0], ids=["sent anew", "lost"])
+def test_who_leaves_is_gone_when_what_it_had_went_on_elsewhere(kill_s: float) -> None:
+    slow = replace(PLAIN, link_bytes_s=1000.0)  # a hand-over takes a second
+    settings = ClusterSettings(prefill=2, decode=2, machine=slow, layerwise=False)
+    arrivals = [Arrival(0.0, 1000, 501, (1, 2)), Arrival(20.0, 1000, 2, (1, 2))]
+    first, later = run(settings, arrivals, "0.5 leave prefill-0", f"{kill_s} kill decode-0")
+    assert (first.attempt, first.why_not) == ((1, "") if kill_s == 1.5 else (0, "lost"))
+    assert later.prefill_place == 1
+    assert later.fetched == 0
+    assert later.own == (BLOCK_TOKENS if first.attempt else 0)  # of its second attempt
+
+
 def test_who_joins_gets_its_share() -> None:
     settings = ClusterSettings(prefill=1, machine=PLAIN)
     arrivals = [Arrival(1.1 * number, 1000, 1, (2 * number, 2 * number + 1)) for number in range(60)]
