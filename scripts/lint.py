@@ -27,10 +27,11 @@ def lint(progress: Progress, tools: Environment, fix: bool = False) -> bool:
         for path in Path(ROOT, folder).rglob(pattern)
     )
     ruff = [str(tools.python), "-m", "ruff"]
+    seen = environments.cache() / "mypy" / environments.checkout()
     commands = [
         [*ruff, "check", *(["--fix"] if fix else []), *python],
         [*ruff, "format", *([] if fix else ["--check", "--diff"]), *python],
-        [str(tools.python), "-m", "mypy", "-p", "moonpool"],
+        [str(tools.python), "-m", "mypy", "--cache-dir", str(seen), "-p", "moonpool"],
         [str(tools.program("clang-format")), *(["-i"] if fix else ["--dry-run", "-Werror"]), *native],
     ]
     clean = True

@@ -55,12 +55,17 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "iproute2": lambda: shutil.which("ip") is not None,  # test hosts are network namespaces
     "etcd-server": lambda: shutil.which("etcd") is not None,  # discovery
     "chromium": lambda: shutil.which("chromium") is not None,  # looks at the proxy's page
+    "ccache": lambda: shutil.which("ccache") is not None,
 }
 BUILD = ("python3-venv", "python3-dev", "g++")
 ENGINE = ("libnuma1",)
 SGLANG = (*ENGINE, "libssl-dev")
 TEST = ("doctest-dev", "iproute2", "etcd-server")
-TEST_WISHES = ("chromium",)
+# Package -> what is so without it.
+TEST_WISHES = {
+    "chromium": "the tests that want it are skipped",
+    "ccache": "each new checkout compiles the whole core",
+}
 
 
 def require(progress: Progress, *packages: str) -> None:
@@ -91,19 +96,17 @@ def require(progress: Progress, *packages: str) -> None:
 
 
 def wish(progress: Progress, *packages: str) -> None:
-    """Installs what is missing of these where that can be done, and goes on without the rest: the tests that
-    want them say so themselves.
-    """
+    """Installs what is missing of these TEST_WISHES where that can be done, and goes on without the rest."""
     missing = [package for package in packages if not CHECKS[package]()]
     if not missing or os.geteuid() != 0 or shutil.which("apt-get") is None:
         return
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for package in missing:
-        progress.say(f"apt-get install {package}, which some tests want")
+        progress.say(f"apt-get install {package}; without it {TEST_WISHES[package]}")
         install = ["apt-get", "install", "-y", "--no-install-recommends", package]
         code, _ = progress.attempt(install, env)
         if code:  # maybe the lists of packages are old
             progress.attempt(["apt-get", "update"], env)
             code, _ = progress.attempt(install, env)
         if code:
-            progress.say(f"{package} is not to be had here: the tests that want it are skipped")
+            progress.say(f"{package} is not to be had here: {TEST_WISHES[package]}")

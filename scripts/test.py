@@ -39,7 +39,9 @@ def main() -> None:
         if not lint(progress, tools):
             raise progress.fail("lint is not clean (see above); `make lint FIX=1` repairs layout and imports")
         progress.run(
-            "native tests under ASan, UBSan and TSan", ["make", "-C", ROOT / "tests" / "native"], env
+            "native tests under ASan, UBSan and TSan",
+            ["make", "-C", ROOT / "tests" / "native"],
+            environments.compiler_env(),
         )
     if with_vllm:
         env["MOONPOOL_VLLM_PYTHON"] = str(environments.engine(progress).python)

@@ -48,6 +48,7 @@ def test_what_tests_wish_for_ends_nothing_when_it_is_not_to_be_had(
 ) -> None:
     packages = importlib.import_module("scripts.system_packages")
     monkeypatch.setattr(packages, "CHECKS", {"there": lambda: True, "a": lambda: False})
+    monkeypatch.setattr(packages, "TEST_WISHES", {"a": "this is slow"})
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr("shutil.which", lambda name: name)
     left, ran = list(codes), []
@@ -59,7 +60,7 @@ def test_what_tests_wish_for_ends_nothing_when_it_is_not_to_be_had(
     monkeypatch.setattr(progress, "attempt", attempt)
     packages.wish(progress, "there", "a")
     assert ran == ["install", "update", "install"][: len(codes)]
-    assert ("a is not to be had" in capsys.readouterr().out) == (codes[-1] != 0)
+    assert ("a is not to be had here: this is slow" in capsys.readouterr().out) == (codes[-1] != 0)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     packages.wish(progress, "a")
     assert not left
@@ -77,6 +78,20 @@ def test_a_compiler_may_be_a_command_of_several_words(
     for command, there in (("", False), ("c++", True), ("ccache c++ -m64", True), ("ccache clang++", False)):
         monkeypatch.setenv("CXX", command)
         assert packages._has_compiler() is there, command
+
+
+def test_ccache_stands_before_the_compilers_where_it_is(
+    scripts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setattr(scripts, "CCACHE", tmp_path / "none")
+    assert scripts.compiler_env() == scripts.clean_env()
+    monkeypatch.setattr(scripts, "CCACHE", tmp_path)
+    monkeypatch.setenv("CCACHE_DIR", "/mine")
+    env = scripts.compiler_env()
+    assert env["PATH"] == f"{tmp_path}:/bin"
+    assert env["CCACHE_DIR"] == "/mine"  # a user's settings stay
+    assert env["CCACHE_BASEDIR"] == str(ROOT)
 
 
 def test_a_missing_cpu_build_of_torch_says_what_to_set(

@@ -335,7 +335,7 @@ TEST_CASE("master: no stale copy survives, whatever the order") {
 #if defined(__SANITIZE_THREAD__)
     constexpr int kSteps = 500;  // there are no threads in this one, and each look at all shards takes long
 #else
-    constexpr int kSteps = 20000;
+    constexpr int kSteps = 5000;
 #endif
     for (int step = 0; step < kSteps; ++step) {
         now += random.below(40);
