@@ -22,9 +22,10 @@ double Standing::gap_s(int64_t tokens) const {
 Candidates::Weighed Candidates::weigh(const Standing& standing, const Prompt& prompt, int64_t own) const {
     std::span<const double> by = standing.prefill->coefficients();
     double a = by[0], b = by[1] * kThousand, c = by[2] * kMillion;
-    double latency = by[3], token = by[4] * kThousand, hidden = by[5] * kThousand, share = by[6];
-    auto rest = static_cast<double>(prompt.tokens - own);
-    double prefill_s = a + b * rest + c * (square(prompt.tokens) - square(own));
+    double load = by[3] * kThousand;
+    double latency = by[4], token = by[5] * kThousand, hidden = by[6] * kThousand, share = by[7];
+    auto rest = static_cast<double>(prompt.tokens - own), held = static_cast<double>(own);
+    double prefill_s = a + b * rest + c * (square(prompt.tokens) - square(own)) + load * held;
     double wait_s = standing.books->wait_s(prompt.now_s);
     auto pull = static_cast<double>(prompt.pool - own);
     bool fetches = pull > 0;

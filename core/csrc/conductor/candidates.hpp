@@ -39,7 +39,7 @@ struct Standing {
     int64_t coming = 0, coming_tokens = 0;  // requests that others prefill for it, tokens of their prompts
     int64_t turn = -1;                      // when a policy last chose it, by the policy's own count
     const std::shared_ptr<Books> books;
-    // Of prefill: a, b, c, latency, token, hidden, share; of decode: d, e, k.
+    // Of prefill: a, b, c, load, latency, token, hidden, share; of decode: d, e, k.
     const std::shared_ptr<const Regression> prefill, decode;
 };
 

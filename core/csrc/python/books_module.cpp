@@ -55,9 +55,9 @@ py::typing::Tuple<py::float_, py::ellipsis> coefficients(const Regression& self)
 std::shared_ptr<Standing> make_standing(uint32_t place, int64_t room_tokens, std::shared_ptr<Books> books,
                                         std::shared_ptr<Regression> prefill,
                                         std::shared_ptr<Regression> decode) {
-    if (!books || !prefill || prefill->coefficients().size() != 7 || !decode ||
+    if (!books || !prefill || prefill->coefficients().size() != 8 || !decode ||
         decode->coefficients().size() != 3) {
-        refuse("an instance has books, and models of seven and of three coefficients");
+        refuse("an instance has books, and models of eight and of three coefficients");
     }
     return std::make_shared<Standing>(place, room_tokens, std::move(books), std::move(prefill),
                                       std::move(decode));

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
 from moonpool._native import Regression
 from moonpool.disagg_proxy.conductor.prediction import DecodeModel, HandoverModel, PrefillModel
+from moonpool.disagg_proxy.simulator.machine import MACHINES
 
 SEED = 20261121
 
@@ -47,6 +49,40 @@ def test_prefill_is_learnt_from_noisy_samples() -> None:
     after = worst_error(model, rng)
     assert before > 0.3
     assert after < 0.08
+
+
+def conversation(rng: random.Random) -> tuple[int, int]:
+    """Long prompts of which most have their beginning in the engine's cache, in whole blocks, as the public
+    conversation trace has them: (tokens, own)."""
+    tokens = min(int(rng.lognormvariate(8.9, 1.0)), 120_000)
+    return tokens, int(tokens * rng.choice((0.0, 0.0, rng.random(), 1.0))) // 512 * 512
+
+
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_what_is_reused_costs_its_load_and_leaves_the_rest_right(name: str) -> None:
+    """Exact times of a machine that loads what is reused: each prompt, long or short, cold or cached."""
+    rng, machine, model = random.Random(SEED), MACHINES[name], PrefillModel()
+    print("seed", SEED)
+    for _ in range(1_000):
+        tokens, own = conversation(rng)
+        model.observe(tokens, own, 0, machine.compute_s(tokens, own))
+    for case in ((1_000, 0), (10_000, 0), (50_000, 0), (100_000, 0), (50_000, 49_000), (100_000, 50_000)):
+        assert model.predict(*case) == pytest.approx(machine.compute_s(*case), rel=0.02)
+
+
+def test_what_is_reused_is_learnt_under_noise_and_never_gets_below_nothing() -> None:
+    """Of an engine that has it in the GPU's memory, where it costs nothing, and of one that loads it; within
+    the noise that a sample has."""
+    for load_s in (0.0, 2.4e-6, 2e-5):
+        machine = replace(MACHINES["paper"], reuse_token_s=load_s)
+        rng, model = random.Random(SEED), PrefillModel()
+        for _ in range(1_000):
+            tokens, own = conversation(rng)
+            model.observe(tokens, own, 0, machine.compute_s(tokens, own) * rng.uniform(0.9, 1.1))
+            model.regression.check_integrity()
+        for case in ((10_000, 0), (50_000, 0), (50_000, 49_000), (50_000, 25_000)):
+            assert model.predict(*case) == pytest.approx(machine.compute_s(*case), rel=0.1)
+        assert min(model.regression.coefficients) >= 0.0
 
 
 def test_few_samples_replace_the_prior() -> None:

@@ -9,7 +9,7 @@ namespace moonpool {
 namespace {
 
 std::shared_ptr<Standing> standing(uint32_t place) {
-    std::vector<double> prior{0.02, 0.1, 0.001, 0.005, 0.002, 0.001, 1.0};
+    std::vector<double> prior{0.02, 0.1, 0.001, 0.001, 0.005, 0.002, 0.001, 1.0};
     auto prefill = std::make_shared<Regression>(prior, prior, 0.01);
     std::vector<double> slopes{0.01, 0.0003, 0.00002};
     auto decode = std::make_shared<Regression>(slopes, slopes, 0.01);

@@ -38,9 +38,9 @@ def cheapest(
         own = owned[instance.place] if instance.place < len(owned) else 0
         if instance is last and last_own >= 0:
             own = last_own
-        a, b, c, latency, token, hidden, share = instance.prefill_model.regression.coefficients
+        a, b, c, load, latency, token, hidden, share = instance.prefill_model.regression.coefficients
         rest = tokens - own
-        prefill_s = a + b * _K * rest + c * _M * (tokens * tokens - own * own)
+        prefill_s = a + b * _K * rest + c * _M * (tokens * tokens - own * own) + load * _K * own
         transfer_s = lost_s = 0.0
         pull = in_pool - own
         fetches = pull > 0

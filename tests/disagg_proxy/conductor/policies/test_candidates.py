@@ -99,5 +99,5 @@ def test_what_cannot_be_weighed_is_refused() -> None:
         with pytest.raises((InvalidArgument, TypeError, OverflowError, ValueError)):
             candidates.cheapest(10, own, 0, 0.0)
     three = Regression([1.0] * 3, [1.0] * 3, floor=0.1)
-    with pytest.raises(InvalidArgument, match="seven"):
+    with pytest.raises(InvalidArgument, match="eight"):
         Standing(0, 0, Books(), three, three)
