@@ -124,6 +124,7 @@ class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     discovery_grace_s: Duration = 10.0
     engines_max: Count = 1024
     discovery_keys_file: str = ""
+    discovery_registry_file: str = ""
     client_connections_max: Count = 10_000
     head_bytes_max: Size = parse_size("32KiB")
     body_bytes_max: Size = parse_size("64MiB")
@@ -391,6 +392,8 @@ HELP: dict[str, str] = {
     "proxy.engines_max": "the most engines with proxy.discovery",
     "proxy.discovery_keys_file": "keys of those who may register engines over HTTP, one per line; empty: "
     "those of proxy.api_keys_file",
+    "proxy.discovery_registry_file": "file that keeps engines which registered over HTTP; empty: a restart "
+    "forgets them",
     "proxy.ttft_slo": "refuse at once (429) what would get its first token later; 0: nothing",
     "proxy.gap_slo": "refuse (429), or let wait, what would get its tokens more slowly; 0: nothing",
     "proxy.queue_max": "so many requests may wait in the proxy until engines are free; 0: none",

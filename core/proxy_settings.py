@@ -56,6 +56,7 @@ def proxy_settings(config: Config) -> ProxySettings:
         discovery_grace_s=config.proxy.discovery_grace_s,
         engines_max=config.proxy.engines_max,
         discovery_keys_file=config.proxy.discovery_keys_file,
+        discovery_registry_file=config.proxy.discovery_registry_file,
         limits=_part(Limits, "", config),
         deadlines=_part(Deadlines, "", config),
         health=_part(HealthChecks, "health_", config),

@@ -184,9 +184,13 @@ class _Group:
             ),
         )
         log = settings.access_log
+        registry = settings.discovery_registry_file
+        if settings.registers and not registry:  # an engine registers at one of them
+            registry = f"{folder}/registrations.json"
         return replace(
             settings,
             peers=peers,
+            discovery_registry_file=registry,
             process_listen=settings.process_listen and _next(settings.process_listen, number),
             access_log=f"{log}.{number}" if log not in ("", "-") else log,
         )

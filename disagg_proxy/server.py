@@ -25,8 +25,9 @@ from moonpool.disagg_proxy.data_plane.counters import Counters, look
 from moonpool.disagg_proxy.discovery.follower import Follower
 from moonpool.disagg_proxy.discovery.members import Members
 from moonpool.disagg_proxy.discovery.queries import Queries
-from moonpool.disagg_proxy.discovery.registry import Keys, Registry
-from moonpool.disagg_proxy.discovery.registry_pages import RegistryPages, SubscribedStreams
+from moonpool.disagg_proxy.discovery.registry import Registry
+from moonpool.disagg_proxy.discovery.registry_file import RegistryFile
+from moonpool.disagg_proxy.discovery.registry_pages import Keys, RegistryPages, SubscribedStreams
 from moonpool.disagg_proxy.discovery.sequences import Sequences
 from moonpool.disagg_proxy.discovery.source import Found
 from moonpool.disagg_proxy.discovery.sources import make_sources
@@ -262,7 +263,8 @@ class Proxy:
             return None
         first = settings.places + settings.pool_nodes
         streams = SubscribedStreams(self._subscriber, first, HOLDERS_MAX - first)
-        return Registry(streams, clock=self._loop.time, is_there=self._is_there)
+        file = RegistryFile(settings.discovery_registry_file) if settings.discovery_registry_file else None
+        return Registry(streams, clock=self._loop.time, is_there=self._is_there, file=file)
 
     def _is_there(self, spec: EngineSpec) -> bool:
         found = self.fleet.find(spec.name)

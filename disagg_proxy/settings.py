@@ -167,6 +167,7 @@ class ProxySettings:
     discovery_grace_s: float = 10.0  # an engine that is missing there for so long is removed
     engines_max: int = 1024  # with discovery: at one time, those that are leaving too
     discovery_keys_file: str = ""  # of who may register, where not those of api_keys_file
+    discovery_registry_file: str = ""  # keeps who registered; "": a restart forgets them
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -177,6 +178,8 @@ class ProxySettings:
             self._check_registers()
         elif self.discovery_keys_file:
             raise _bad("discovery_keys_file", "keys of those who may register are for --discovery http alone")
+        elif self.discovery_registry_file:
+            raise _bad("discovery_registry_file", "registrations are kept with --discovery http alone")
         if not self.engines and not self.discovery:
             raise _bad(
                 "engines",
@@ -229,10 +232,6 @@ class ProxySettings:
                 "discovery",
                 "whoever reaches the proxy could register an engine and read prompts; give "
                 "--discovery-keys-file with keys of those who may",
-            )
-        if self.processes > 1:
-            raise _bad(
-                "discovery", "an engine registers at one process; take --processes 1, or another source"
             )
 
     def _check_handover(self) -> None:

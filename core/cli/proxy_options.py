@@ -40,6 +40,9 @@ Discovery = Annotated[
 DiscoveryKeysFile = Annotated[
     str | None, _engines(metavar="FILE", help="Keys of who may register engines over HTTP, one per line.")
 ]
+DiscoveryRegistryFile = Annotated[
+    str | None, _engines(metavar="FILE", help="Keeps engines that registered over a restart.")
+]
 
 # Address
 Listen = Annotated[str | None, _address(metavar="HOST:PORT", help="Address of the OpenAI API.")]

@@ -18,7 +18,8 @@ import numpy as np
 
 from moonpool import _native
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
-from moonpool.disagg_proxy.discovery.registry import TENANT, Name, Publisher, Text
+from moonpool.disagg_proxy.discovery.registration import TENANT, Name, Text
+from moonpool.disagg_proxy.discovery.registry import Publisher
 from moonpool.disagg_proxy.discovery.sequences import Sequences, Space
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.events.indexes import MODEL_ANY, Indexes

@@ -9,61 +9,28 @@ own in the indexes, behind the engines' places and the pool's nodes.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
+import logging
 import math
-from collections.abc import Callable, Iterable, Set
+import random
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
-from typing import Annotated, NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
+from moonpool.disagg_proxy.discovery.registration import TENANT, Key, Name, Registration
+from moonpool.disagg_proxy.discovery.registry_file import RegistryFile, Row
 from moonpool.disagg_proxy.discovery.source import Found, Listener
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.settings import EngineSpec
 
 REGISTRATION_BYTES_MAX = 64 << 10
 PUBLISHERS_MAX = 4096
-TENANT = "default"
-_TYPES = ("vllm", "sglang")
-Text = Annotated[str, msgspec.Meta(max_length=1024)]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-_Part = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^|]*$")]  # of Key's text
-
-
-class Registration(msgspec.Struct):
-    """Members as Mooncake documents them; url, role, bootstrap and ttl_s are ours. ttl_s: it is to be made
-    again within so long, 0: it stays until it is unregistered."""
-
-    instance_id: _Part
-    endpoint: Text = ""
-    replay_endpoint: Text = ""
-    type: Text = "vLLM"
-    modelname: Text = ""
-    lora_name: Text | None = None
-    tenant_id: _Part = TENANT
-    block_size: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
-    dp_rank: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
-    additionalsalt: Text = ""
-    url: Text = ""
-    role: Text = "both"
-    bootstrap: Text | int = ""
-    ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-
-    @property
-    def key(self) -> Key:
-        return Key(self.instance_id, self.tenant_id, self.dp_rank)
-
-
-class Key(NamedTuple):
-    instance_id: str
-    tenant_id: str
-    dp_rank: int
-
-    def __str__(self) -> str:
-        return f"{self.instance_id}|{self.tenant_id}|{self.dp_rank}"
+LOOK_EVERY_S = 0.25  # at the file
+DEAD_S = 60.0  # that ended so long ago are taken out of the file: by then every process has ended them
+_log = logging.getLogger("moonpool.proxy")
 
 
 class _Unregistration(msgspec.Struct):
@@ -77,10 +44,14 @@ class Publisher:
     """found: the engine that it stands for; None: it stands for none, or another rank does. holder: of its
     own in the indexes; None: it has none, because it is an engine's, or has no events."""
 
-    told: Registration
+    row: Row
     found: Found | None
     holder: int | None
     expires_s: float
+
+    @property
+    def told(self) -> Registration:
+        return self.row.told
 
 
 class Streams(Protocol):
@@ -92,22 +63,9 @@ class Streams(Protocol):
     def drop(self, name: str, holder: int) -> None: ...
 
 
-class Keys:
-    """Who may: whoever sends one of these. None at all: everybody."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def fits(self, authorization: bytes | None) -> bool:
-        """All are compared, in constant time."""
-        scheme, _, key = (authorization or b"").partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        fitting = [hmac.compare_digest(digest, each) for each in self._digests]
-        return not self._digests or (scheme.lower() == b"bearer" and any(fitting))
-
-
 class Registry:
-    """A source of engines. On the event loop. is_there: whether requests go to this engine."""
+    """A source of engines. On the event loop. is_there: whether requests go to this engine. file: where it is
+    kept, and shared with other processes."""
 
     name = "http"
 
@@ -117,18 +75,31 @@ class Registry:
         *,
         clock: Callable[[], float],
         is_there: Callable[[EngineSpec], bool] = lambda spec: True,
+        file: RegistryFile | None = None,
     ) -> None:
         self.publishers: dict[Key, Publisher] = {}
         self._streams = streams
         self._clock = clock
         self._is_there = is_there
+        self._file = file
         self._listener: Listener | None = None
         self._changed = asyncio.Event()
+        self._dead: dict[Key, tuple[int, float]] = {}  # that ended by themselves: their numbers, and when
+        self._left_out: dict[Key, int] = {}  # rows of the file that could not be taken: their numbers
+        self._unwritten = False
 
     async def run(self, listener: Listener) -> None:
-        """Ends registrations that were not made again in time."""
+        """Ends registrations that were not made again in time, and follows the file."""
         self._listener = listener
+        if self._file is not None:
+            await self._sync(self._file)
         listener.found(self._engines())
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._expire(listener))
+            if self._file is not None:
+                tasks.create_task(self._share(self._file))
+
+    async def _expire(self, listener: Listener) -> None:
         while True:
             self._changed.clear()
             due_s = min((each.expires_s for each in self.publishers.values()), default=math.inf)
@@ -138,24 +109,95 @@ class Registry:
                     await self._changed.wait()
             except TimeoutError:
                 now_s = self._clock()
-                self._end([key for key, each in self.publishers.items() if each.expires_s <= now_s])
+                over = [key for key, each in self.publishers.items() if each.expires_s <= now_s]
+                if self._file is not None:
+                    self._dead |= {key: (self.publishers[key].row.made, now_s) for key in over}
+                self._end(over)
                 listener.found(self._engines())  # they may come back: their engines are given the grace
+
+    async def _share(self, file: RegistryFile) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self._sync(file)
+
+    async def _sync(self, file: RegistryFile) -> None:
+        """Takes what others were told, or this proxy before its restart; writes what was told here."""
+        dead = {key: made for key, (made, at_s) in self._dead.items() if self._clock() - at_s > DEAD_S}
+        writes = file.changes or dead
+        known = {key: each.row for key, each in self.publishers.items()} if writes else {}
+        try:
+            rows = await file.sync(known, dead)
+        except BlockingIOError:
+            return  # another process is writing
+        except OSError as error:
+            if not self._unwritten:
+                _log.warning(
+                    "the registrations cannot be kept in %s (%s): a restart, or another process, will not "
+                    "know them until they are made again",
+                    file.path,
+                    error.strerror or error,
+                )
+            self._unwritten = True
+            return
+        self._unwritten = False
+        for key in dead:
+            self._dead.pop(key, None)
+        if rows is not None:
+            self._follow(rows, file.changes)
+
+    def _follow(self, rows: Mapping[Key, Row], newer: Mapping[Key, Row | None]) -> None:
+        """What the file has, but for what is newer here."""
+        before = self._engines()
+        for key, row in rows.items():
+            known = self.publishers.get(key)
+            made = known.row.made if known is not None else self._dead.get(key, (None, 0.0))[0]
+            if key in newer or row.made in (made, self._left_out.get(key)) or self._renew(row):
+                continue
+            try:
+                refusal = self._enter(row)
+            except ConfigError as error:  # somebody else has written the file
+                refusal = _bad(str(error))
+            if refusal is not None:
+                if key not in self._left_out:
+                    _log.warning("the registration %s is left out: %s", key, refusal.body.decode())
+                self._left_out[key] = row.made
+        self._left_out = {key: made for key, made in self._left_out.items() if key in rows}
+        ended = self._end([key for key in self.publishers if key not in rows and key not in newer])
+        if ended or before != self._engines():
+            self._tell(ended)
 
     def register(self, body: bytes) -> Answer:
         """The answer to POST /register."""
         if len(body) > REGISTRATION_BYTES_MAX:
             return _bad(f"a registration has {REGISTRATION_BYTES_MAX} bytes at most", status=413)
         try:
-            told = msgspec.json.decode(body, type=Registration)
-            found, events = _found(told), _events(told)
+            row = Row(msgspec.json.decode(body, type=Registration), random.getrandbits(53))
+            if not self._renew(row):
+                refusal = self._enter(row)
+                if refusal is not None:
+                    return refusal
+                self._tell()
         except (msgspec.MsgspecError, ConfigError, ValueError, RecursionError) as error:
             return _bad(str(error))
-        expires_s = self._clock() + told.ttl_s if told.ttl_s else math.inf
+        if self._file is not None:
+            self._file.told(row.told.key, row)
+        return self._registered(row.told)
+
+    def _renew(self, row: Row) -> bool:
+        """Whether it is made again, and says the same."""
+        known = self.publishers.get(row.told.key)
+        if known is None or msgspec.structs.replace(known.told, ttl_s=row.told.ttl_s) != row.told:
+            return False
+        known.row, known.expires_s = row, self._expires_s(row)
+        self._changed.set()
+        return True
+
+    def _enter(self, row: Row) -> Answer | None:
+        """None: it is there now; else why not, and nothing has changed. Raises ConfigError for what cannot be
+        meant."""
+        told = row.told
+        found, events = told.found(), told.events()
         known = self.publishers.get(told.key)
-        if known is not None and msgspec.structs.replace(known.told, ttl_s=told.ttl_s) == told:
-            known.told, known.expires_s = told, expires_s
-            self._changed.set()
-            return self._registered(told)
         if known is None and len(self.publishers) >= PUBLISHERS_MAX:
             return _bad(f"there are {PUBLISHERS_MAX} registrations, and no room for more", status=503)
         if found is not None and (other := self._engine_of(found.name, told.key)) is not None:
@@ -169,11 +211,14 @@ class Registry:
             holder = self._streams.follow(str(told.key), replace(events, name=str(told.key)))
             if holder is None:  # so none was dropped: what was registered before stays as it is
                 return _bad("as many streams of events are followed as there may be", status=503)
-        self.publishers[told.key] = Publisher(told, found, holder, expires_s)
+        self.publishers[told.key] = Publisher(row, found, holder, self._expires_s(row))
         if known is not None and known.found is not None and found is None:
             self._hand_on({known.found.name})
-        self._tell()
-        return self._registered(told)
+        self._changed.set()
+        return None
+
+    def _expires_s(self, row: Row) -> float:
+        return self._clock() + row.told.ttl_s if row.told.ttl_s else math.inf
 
     def unregister(self, body: bytes) -> Answer:
         """The answer to POST /unregister."""
@@ -191,13 +236,16 @@ class Registry:
         if not keys:
             return refused(404, f"nobody is registered as {told.instance_id}", "not_registered")
         self._tell(self._end(keys))
+        if self._file is not None:
+            for key in keys:
+                self._file.told(key, None)
         said = {"status": "unregistered successfully", "removed_instances": [str(key) for key in keys]}
         return Answer(200, msgspec.json.encode(said))
 
     def _registered(self, told: Registration) -> Answer:
         said = {"status": "registered successfully", "instance_id": told.instance_id}
         if told.url:
-            found = _found(told)
+            found = told.found()
             said["engine"] = "there" if found is not None and self._is_there(found.spec) else "waiting"
         return Answer(200, msgspec.json.encode(said))
 
@@ -231,34 +279,12 @@ class Registry:
                 orphans.discard(key.instance_id)
                 if each.holder is not None:
                     self._streams.drop(str(key), each.holder)
-                each.found, each.holder = _found(each.told), None
+                each.found, each.holder = each.told.found(), None
 
     def _tell(self, ended: Set[str] = frozenset()) -> None:
         if self._listener is not None:
             self._listener.found(self._engines(), ended)
         self._changed.set()
-
-
-def _found(told: Registration) -> Found | None:
-    if not told.url:
-        if not told.endpoint:
-            raise ConfigError("a registration has an endpoint (of KV events), a url (of an engine), or both")
-        return None
-    spec = EngineSpec(told.instance_id, told.url, told.role, str(told.bootstrap))
-    return Found(spec, _events(told), told.modelname)
-
-
-def _events(told: Registration) -> EventSource | None:
-    if not told.endpoint:
-        return None
-    if told.type.lower() not in _TYPES:
-        raise ConfigError(
-            f"the events of a publisher of type {told.type!r} cannot be read; vLLM and SGLang can"
-        )
-    for endpoint in (told.endpoint, told.replay_endpoint):
-        if endpoint and not endpoint.startswith("tcp://"):
-            raise ConfigError(f"an endpoint is at tcp://host:port, not {endpoint!r}")
-    return EventSource(told.instance_id, told.endpoint, told.replay_endpoint)
 
 
 def _bad(sentence: str, status: int = 400) -> Answer:

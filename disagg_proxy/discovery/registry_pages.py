@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+from collections.abc import Iterable
+
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
 from moonpool.disagg_proxy.discovery.queries import Queries
-from moonpool.disagg_proxy.discovery.registry import Keys, Registry
+from moonpool.disagg_proxy.discovery.registry import Registry
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.events.subscriber import Subscriber
+
+
+class Keys:
+    """Who may: whoever sends one of these. None at all: everybody."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def fits(self, authorization: bytes | None) -> bool:
+        """All are compared, in constant time."""
+        scheme, _, key = (authorization or b"").partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        fitting = [hmac.compare_digest(digest, each) for each in self._digests]
+        return not self._digests or (scheme.lower() == b"bearer" and any(fitting))
 
 
 class RegistryPages:

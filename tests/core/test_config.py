@@ -254,6 +254,7 @@ def test_the_proxys_keys_are_those_of_its_settings_with_the_same_defaults() -> N
     known |= set(AdmissionSettings.__dataclass_fields__)
     known |= {"processes", "process_listen", "peer_listen", "peers"}
     known |= {"discovery", "discovery_grace_s", "engines_max", "discovery_keys_file"}
+    known |= {"discovery_registry_file"}
     known |= {f"health_{name}" for name in HealthChecks.__dataclass_fields__}
     known |= set(Limits.__dataclass_fields__) | set(Deadlines.__dataclass_fields__)
     assert set(config.Proxy.__struct_fields__) <= known

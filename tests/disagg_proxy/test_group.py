@@ -248,3 +248,34 @@ def _takes(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@_several
+async def test_an_engine_that_registers_at_one_is_there_in_all_and_in_one_that_starts_again() -> None:
+    engine, other = MockEngine("a"), MockEngine("b")
+    for each in (engine, other):
+        await each.start()
+    async with group(engine, 2, "--listen", "127.0.0.1:0", "--discovery", "http") as several:
+        client = Client(*await asyncio.open_connection("127.0.0.1", several.port))
+        body = json.dumps({"instance_id": "b", "url": other.spec.url}).encode()
+        assert (await client.ask("POST", "/register", body)).status == 200
+
+        async def everywhere(there: bool) -> None:
+            for number in range(2):
+                while (other.spec.url in await several.page(number, "/engines")) != there:
+                    await asyncio.sleep(0.01)
+
+        await everywhere(True)
+        victim = min(several.pids())
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: len(several.pids()) == 2 and victim not in several.pids())
+        while True:  # the new one does not listen yet
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                await everywhere(True)
+                break
+            await asyncio.sleep(0.01)
+        client = Client(*await asyncio.open_connection("127.0.0.1", several.port))
+        assert (await client.ask("POST", "/unregister", b'{"instance_id": "b"}')).status == 200
+        await everywhere(False)
+    for each in (engine, other):
+        await each.stop()

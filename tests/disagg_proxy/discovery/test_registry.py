@@ -245,13 +245,13 @@ async def test_only_who_has_a_key_registers(tmp_path: Path) -> None:
             assert (await post(b, "/query", query, head))[0] == may_ask
 
 
-def test_an_open_address_needs_keys_and_several_processes_another_source() -> None:
+def test_an_open_address_needs_keys() -> None:
     with pytest.raises(ConfigError, match="--discovery-keys-file"):
         ProxySettings(host="0.0.0.0", discovery=("http",))
-    with pytest.raises(ConfigError, match="--processes 1"):
-        ProxySettings(discovery=("http",), processes=2)
     with pytest.raises(ConfigError, match="--discovery http alone"):
         ProxySettings(discovery=("file:x",), discovery_keys_file="keys")
+    with pytest.raises(ConfigError, match="--discovery http alone"):
+        ProxySettings(discovery=("file:x",), discovery_registry_file="registered")
 
 
 class NoStreams:

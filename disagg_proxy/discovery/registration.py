@@ -1,0 +1,76 @@
+"""What a publisher of KV events says when it registers, in the form of Mooncake's conductor. Values only."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.discovery.source import Found
+from moonpool.disagg_proxy.events.settings import EventSource
+from moonpool.disagg_proxy.settings import EngineSpec
+
+TENANT = "default"
+_TYPES = ("vllm", "sglang")
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Part = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^|]*$")]  # of Key's text
+
+
+class Registration(msgspec.Struct):
+    """Members as Mooncake documents them; url, role, bootstrap and ttl_s are ours. ttl_s: it is to be made
+    again within so long, 0: it stays until it is unregistered."""
+
+    instance_id: _Part
+    endpoint: Text = ""
+    replay_endpoint: Text = ""
+    type: Text = "vLLM"
+    modelname: Text = ""
+    lora_name: Text | None = None
+    tenant_id: _Part = TENANT
+    block_size: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
+    additionalsalt: Text = ""
+    url: Text = ""
+    role: Text = "both"
+    bootstrap: Text | int = ""
+    ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+    @property
+    def key(self) -> Key:
+        return Key(self.instance_id, self.tenant_id, self.dp_rank)
+
+    def found(self) -> Found | None:
+        """The engine; None: it is none, its events are only followed. Raises ConfigError for what cannot be
+        meant."""
+        if not self.url:
+            if not self.endpoint:
+                raise ConfigError(
+                    "a registration has an endpoint (of KV events), a url (of an engine), or both"
+                )
+            return None
+        spec = EngineSpec(self.instance_id, self.url, self.role, str(self.bootstrap))
+        return Found(spec, self.events(), self.modelname)
+
+    def events(self) -> EventSource | None:
+        """None: it has none. Raises ConfigError for those that cannot be followed."""
+        if not self.endpoint:
+            return None
+        if self.type.lower() not in _TYPES:
+            raise ConfigError(
+                f"the events of a publisher of type {self.type!r} cannot be read; vLLM and SGLang can"
+            )
+        for endpoint in (self.endpoint, self.replay_endpoint):
+            if endpoint and not endpoint.startswith("tcp://"):
+                raise ConfigError(f"an endpoint is at tcp://host:port, not {endpoint!r}")
+        return EventSource(self.instance_id, self.endpoint, self.replay_endpoint)
+
+
+class Key(NamedTuple):
+    instance_id: str
+    tenant_id: str
+    dp_rank: int
+
+    def __str__(self) -> str:
+        return f"{self.instance_id}|{self.tenant_id}|{self.dp_rank}"

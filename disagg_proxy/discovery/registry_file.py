@@ -1,0 +1,130 @@
+"""Registrations in a file: kept over a restart of the proxy, and shared by the processes of one.
+
+    told() --> changes --sync(): lock, read, change, rename--> the file --sync(): it looks different--> rows
+
+Who changes the file holds a lock beside it and replaces it as a whole, so nobody sees half of it. It holds no
+times: a registration that is made again has another number there, and whoever sees that counts its time anew.
+So a clock that jumps ends nothing, and what was registered before a restart has all its time again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from moonpool.disagg_proxy.discovery.registration import Key, Registration
+
+FILE_BYTES_MAX = 64 << 20
+_log = logging.getLogger("moonpool.proxy")
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A registration. made: any number, another each time that it is made."""
+
+    told: Registration
+    made: int
+
+
+class _File(msgspec.Struct):
+    registrations: list[Row]
+
+
+class RegistryFile:
+    """``told`` and ``sync`` on one event loop; files are touched in a thread."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.changes: dict[Key, Row | None] = {}  # that are not written yet; None: it is to go
+        self._mark: tuple[int, ...] | None = None  # what the file looked like
+        self._broken: tuple[int, ...] | None = None  # and when it was said to be broken
+
+    def told(self, key: Key, row: Row | None) -> None:
+        """Somebody registered, or, None, unregistered here."""
+        self.changes[key] = row
+
+    async def sync(self, known: Mapping[Key, Row], dead: Mapping[Key, int]) -> Mapping[Key, Row] | None:
+        """Writes what was told, and reads what others have written; None: nothing is new. known: rows for a
+        file that is lost; dead: to be left out, if they were not made again since. Raises OSError."""
+        changes = dict(self.changes)
+        rows: dict[Key, Row] | None
+        if changes or dead:
+            rows = await asyncio.to_thread(self._change, changes, known, dead)
+        else:
+            rows = await asyncio.to_thread(self._read)
+        for key, row in changes.items():
+            if self.changes[key] is row:  # else it changed while this was written
+                del self.changes[key]
+        return rows
+
+    def _change(
+        self, changes: Mapping[Key, Row | None], known: Mapping[Key, Row], dead: Mapping[Key, int]
+    ) -> dict[Key, Row]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            self._mark = None
+            there = self._read()
+            rows = dict(known if there is None else there)
+            for key, made in dead.items():
+                if key in rows and rows[key].made == made:
+                    del rows[key]
+            for key, row in changes.items():
+                if row is not None:
+                    rows[key] = row
+                else:
+                    rows.pop(key, None)
+            self._write(msgspec.json.encode(_File(list(rows.values()))))
+            self._mark = self._look()
+        return rows
+
+    def _read(self) -> dict[Key, Row] | None:
+        """None: it looks as before, is not there, or is broken, which is said once."""
+        mark = self._look()
+        if mark is None or mark == self._mark:
+            return None
+        try:
+            with self.path.open("rb") as file:
+                content = file.read(FILE_BYTES_MAX + 1)
+            rows = msgspec.json.decode(content, type=_File).registrations
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            if mark != self._broken:
+                _log.warning("%s has no registrations (%s); it will be written anew", self.path, error)
+            self._mark = self._broken = mark
+            return None
+        self._mark = mark
+        return {row.told.key: row for row in rows}
+
+    def _look(self) -> tuple[int, ...] | None:
+        """None: it is not there."""
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+
+    def _write(self, content: bytes) -> None:
+        """Whoever can write it can bring in engines: it is its user's alone."""
+        part = self.path.with_name(f"{self.path.name}.part")
+        with suppress(FileNotFoundError):
+            part.unlink()
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, self.path)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Raises BlockingIOError while another process has it."""
+        descriptor = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,200 @@
+"""Registrations that are kept in a file: over a restart, and by several registries at one time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonpool.disagg_proxy.discovery import registry as module
+from moonpool.disagg_proxy.discovery.registry import Registry
+from moonpool.disagg_proxy.discovery.registry_file import RegistryFile
+from moonpool.disagg_proxy.events.settings import EventSource
+from tests.disagg_proxy.discovery.heard import Heard, heard
+from tests.disagg_proxy.harness import MockEngine, bed, until, with_deadline
+
+
+class NoStreams:
+    def follow(self, name: str, source: EventSource) -> int | None:
+        return None
+
+    def drop(self, name: str, holder: int) -> None:
+        raise AssertionError(name)
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.001)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "registered.json"
+
+
+def body(name: str, url: str = "", **more: object) -> bytes:
+    return json.dumps({"instance_id": name, "url": url or f"http://{name}:1", **more}).encode()
+
+
+@contextlib.asynccontextmanager
+async def registry(path: Path, clock: Clock | None = None) -> AsyncIterator[tuple[Registry, Heard]]:
+    made = Registry(NoStreams(), clock=clock or Clock(), file=RegistryFile(str(path)))
+    async with heard(made) as listener:
+        await until(lambda: bool(listener.sets))
+        yield made, listener
+
+
+def names(made: Registry) -> set[str]:
+    return {key.instance_id for key in made.publishers}
+
+
+async def written(made: Registry) -> None:
+    assert made._file is not None
+    await until(lambda: not made._file.changes)  # type: ignore[union-attr]
+
+
+@with_deadline
+async def test_a_restart_forgets_nobody(path: Path) -> None:
+    async with registry(path) as (made, _):
+        for name in ("a", "b", "c"):
+            assert made.register(body(name, role="prefill", bootstrap=7)).status == 200
+        assert made.unregister(b'{"instance_id": "b"}').status == 200
+        await written(made)
+        before = made._engines()
+    assert path.stat().st_mode & 0o777 == 0o600
+    async with registry(path) as (made, listener):
+        assert listener.sets[0] == ["a", "c"]  # with the first that it says
+        assert made._engines() == before
+
+
+@with_deadline
+async def test_what_one_is_told_all_know(path: Path) -> None:
+    async with registry(path) as (one, of_one), registry(path) as (two, of_two):
+        assert one.register(body("a")).status == 200
+        assert two.register(body("b")).status == 200
+        await until(lambda: names(one) == names(two) == {"a", "b"})
+        assert two.register(body("a", "http://elsewhere:1")).status == 200
+        await until(
+            lambda: {each.spec.url for each in one._engines()} == {"http://elsewhere:1", "http://b:1"}
+        )
+        assert one.unregister(b'{"instance_id": "b"}').status == 200
+        await until(lambda: names(two) == {"a"})
+        assert of_two.ended[-1] == {"b"}  # it said so itself: there is no grace for it
+        assert of_one.last == of_two.last
+
+
+@with_deadline
+async def test_who_is_not_made_again_ends_everywhere_and_in_the_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DEAD_S", 0.0)
+    clocks = Clock(), Clock()
+    async with registry(path, clocks[0]) as (one, of_one), registry(path, clocks[1]) as (two, of_two):
+        one.register(body("a", ttl_s=10))
+        one.register(body("stays"))
+        await until(lambda: names(two) == {"a", "stays"})
+        for clock in clocks:
+            clock.now_s = 9.0
+        two.register(body("a", ttl_s=10))  # again, at another process
+        await written(two)
+        await until(lambda: one.publishers[next(iter(one.publishers))].expires_s == 19.0)
+        for clock in clocks:
+            clock.now_s = 20.0
+        for each in (one, two):
+            each._changed.set()
+        await until(lambda: names(one) == names(two) == {"stays"})
+        assert not any((*of_one.ended, *of_two.ended))  # it may come back: the grace counts
+        clocks[0].now_s = 21.0
+        await until(lambda: "http://a:1" not in path.read_text())
+        two.register(body("a", ttl_s=10))
+        await until(lambda: names(one) == {"a", "stays"})
+
+
+@with_deadline
+@pytest.mark.parametrize("broken", [b"", b"{", b'{"registrations": [{"told": {}}]}', b"\xff" * 100])
+async def test_a_broken_file_is_none_and_is_said_once(
+    path: Path, broken: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.parent.mkdir()
+    path.write_bytes(broken)
+    async with registry(path) as (made, listener):
+        assert listener.sets[0] == []
+        assert made.register(body("a")).status == 200
+        await written(made)
+        assert [record.message.partition(" (")[0] for record in caplog.records] == [
+            f"{path} has no registrations"
+        ]
+    async with registry(path) as (_, listener):
+        assert listener.sets[0] == ["a"]
+
+
+@with_deadline
+async def test_a_file_that_breaks_or_goes_takes_nobody_along(path: Path) -> None:
+    async with registry(path) as (one, _), registry(path) as (two, _):
+        one.register(body("a"))
+        await until(lambda: names(two) == {"a"})
+        for ttl_s, spoil in enumerate((lambda: path.write_text("{"), path.unlink)):
+            spoil()
+            assert two.register(body("b", ttl_s=ttl_s)).status == 200
+            await written(two)
+            await until(lambda: names(one) == names(two) == {"a", "b"})
+            assert {"http://a:1", "http://b:1"} <= set(path.read_text().split('"'))
+        wrong = {"told": {"instance_id": "c", "url": "ftp:"}, "made": 1}
+        path.write_text(json.dumps({"registrations": [wrong]}))
+        await until(lambda: names(one) == names(two) == set())  # whoever writes it says what there is
+
+
+@with_deadline
+async def test_where_nothing_can_be_written_engines_serve_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "registered.json"
+    one = MockEngine("one")
+    await one.start()
+    async with bed(
+        0, discovery=("http",), policy="conductor", tokenizer=("none",), discovery_registry_file=str(path)
+    ) as b:
+        b.engines.append(one)
+        assert (await b.ask("POST", "/register", body("one", one.spec.url))).status == 200
+        await until(lambda: bool(b.proxy.engines) and b.proxy.engines[0].liveness.healthy)
+        assert (await b.ask("POST", "/v1/completions", b"{}")).status == 200
+        await until(lambda: any("cannot be kept in" in record.message for record in caplog.records))
+
+
+@with_deadline
+async def test_several_agree_whatever_they_are_told(path: Path, rng: random.Random) -> None:
+    """Each name is told to one of them at a time, as an engine does."""
+    async with contextlib.AsyncExitStack() as stack:
+        all_: list[Registry] = []
+        for _ in range(3):
+            all_.append((await stack.enter_async_context(registry(path)))[0])
+        expected: dict[str, str] = {}
+
+        def same(each: Registry) -> bool:
+            return {one.name: one.spec.url for one in each._engines()} == expected
+
+        for _ in range(40):
+            for name in rng.sample("abcdefgh", 4):
+                told: Any = rng.choice(all_)
+                if name in expected and rng.random() < 0.4:
+                    if told.unregister(json.dumps({"instance_id": name}).encode()).status == 200:
+                        del expected[name]
+                else:
+                    expected[name] = f"http://{name}:{rng.randrange(1, 4)}"
+                    assert told.register(body(name, expected[name], ttl_s=rng.choice((0, 60)))).status == 200
+                await asyncio.sleep(0)
+            await until(lambda: all(map(same, all_)))
