@@ -18,9 +18,8 @@ from dataclasses import asdict
 from prometheus_client.registry import Collector
 
 from moonpool._native import ProxyRequest, Relay
-from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import Decision, refused
-from moonpool.disagg_proxy.conductor.policy import Policy, make_policy
+from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.data_plane.counters import Counters, look
 from moonpool.disagg_proxy.discovery.follower import Follower
 from moonpool.disagg_proxy.discovery.members import Members
@@ -78,7 +77,7 @@ class Proxy:
         self.replaced = asyncio.Event()  # another proxy serves at our address
         self._indexes = Indexes()
         self._locality = Locality(self._indexes)
-        policy = _policy(settings)
+        policy = make_policy(settings.policy)
         tokens = _token_source(settings, lambda: self.engines) if policy.uses_tokens else None
         self._dispatcher = Dispatcher(
             policy,
@@ -371,19 +370,6 @@ def _deadlines(settings: ProxySettings) -> dict[str, float]:
         values["decide_s"] += settings.admission.queue_deadline
     return values
 
-
-def _policy(settings: ProxySettings) -> Policy:
-    """Raises ConfigError for one that looks for prompts at more engines and nodes than an index holds."""
-    policy = make_policy(settings.policy)
-    holders = settings.places + settings.pool_nodes
-    if policy.uses_tokens and holders > HOLDERS_MAX:
-        raise ConfigError(
-            f"proxy: {holders:,} engines and nodes of the pool, and {settings.policy} looks for "
-            f"prompts at {HOLDERS_MAX:,} at most; take several proxies, or round_robin",
-            operation="config",
-            key="proxy.engines",
-        )
-    return policy
 
 
 def _token_source(

@@ -189,6 +189,7 @@ class ProxySettings:
             raise _bad(
                 "engines_max", f"{len(self.engines)} engines are given, {self.engines_max} may be there"
             )
+        self._check_holders()
         if self.discovery_grace_s < 0:
             raise _bad("discovery_grace_s", f"discovery_grace_s is 0 or more, not {self.discovery_grace_s}")
         roles = {engine.role for engine in self.engines}
@@ -226,6 +227,20 @@ class ProxySettings:
         for part in ("limits", "deadlines", "health", "breaker"):
             _check_positive(part, getattr(self, part))
 
+    def _check_holders(self) -> None:
+        """Policies that look at prompts know where the blocks of so many lie."""
+        engines = max(len(self.engines), self.engines_max if self.discovery else 0)
+        if engines + self.pool_nodes <= HOLDERS_MAX or not make_policy(self.policy).uses_tokens:
+            return
+        most = HOLDERS_MAX - self.pool_nodes
+        raise _bad(
+            "engines_max" if self.discovery else "engines",
+            f"{engines:,} engines and {self.pool_nodes:,} nodes of the pool, and {self.policy} looks for "
+            f"prompts at {HOLDERS_MAX:,} at most; "
+            + (f"set engines_max to {most:,} or less, " if self.discovery and most > 0 else "")
+            + "take several proxies, or --policy round_robin",
+        )
+
     def _check_registers(self) -> None:
         if not self.loopback and not self.api_keys_file and not self.discovery_keys_file:
             raise _bad(
@@ -262,7 +277,7 @@ class ProxySettings:
         """For engines, at one time. Without discovery: as many as there are."""
         if not self.discovery:
             return len(self.engines)
-        return max(len(self.engines), min(self.engines_max, HOLDERS_MAX - self.pool_nodes))
+        return self.engines_max
 
     @property
     def loopback(self) -> bool:

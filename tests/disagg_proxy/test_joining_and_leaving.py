@@ -7,12 +7,17 @@ import json
 import random
 from pathlib import Path
 
+
+from typing import Any
+
 import pytest
 
 from moonpool._native import ProxyRequest
+from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.discovery.source import Found
 from moonpool.disagg_proxy.engines.engine import Engine, host_field
+from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.settings import Deadlines, EngineSpec, HealthChecks, ProxySettings
 from tests.disagg_proxy.harness import Bed, Exchange, MockEngine, bed, until, with_deadline
 
@@ -347,3 +352,16 @@ def test_engines_have_as_many_places_as_the_indexes_have_holders() -> None:
     assert ProxySettings(engines=some, discovery=("http",), engines_max=100).places == 100
     with pytest.raises(Exception, match="3 engines are given, 2 may be there"):
         ProxySettings(engines=some, discovery=("http",), engines_max=2)
+
+
+def test_more_than_a_policy_can_look_at_is_refused_and_not_cut() -> None:
+    pool = tuple(EventSource(f"n{number}", "tcp://h:1", pool=True) for number in range(48))
+    http: dict[str, Any] = {"discovery": ("http",)}
+    assert ProxySettings(**http, events=pool, engines_max=2000, policy="conductor").places == 2000
+    with pytest.raises(ConfigError, match=r"2,001 engines and 48 nodes .* 2,048 .* engines_max to 2,000"):
+        ProxySettings(**http, events=pool, engines_max=2001, policy="conductor")
+    assert ProxySettings(**http, events=pool, engines_max=5000, policy="round_robin").places == 5000
+    many = tuple(EngineSpec(f"e{number}", f"http://h{number}:1") for number in range(2049))
+    with pytest.raises(ConfigError, match=r"2,049 engines and 0 nodes .* take several proxies"):
+        ProxySettings(engines=many, policy="conductor")
+    assert ProxySettings(engines=many).places == 2049
