@@ -18,7 +18,7 @@ from dataclasses import asdict
 from prometheus_client.registry import Collector
 
 from moonpool._native import ProxyRequest, Relay
-from moonpool.disagg_proxy.conductor.plan import Decision, refused
+from moonpool.disagg_proxy.conductor.plan import Answer, Decision, refused
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.data_plane.counters import Counters, look
 from moonpool.disagg_proxy.discovery.follower import Follower
@@ -167,6 +167,7 @@ class Proxy:
         await self.fleet.close()
         await self._dispatcher.close()
         await asyncio.to_thread(self.relay.close)
+        await asyncio.to_thread(self._pages.close)
         if self._exchange is not None:
             await asyncio.to_thread(self._exchange.stop)
         if self._text_threads is not None:
@@ -312,12 +313,14 @@ class Proxy:
         return None
 
     def _make_page(self, request: ProxyRequest) -> None:
+        def reply(answer: Answer) -> None:
+            self.relay.resume(request, answer)
+
         try:
-            answer = self._pages.answer(request)
+            self._pages.answer(request, reply)
         except Exception:  # whoever asked is told at once
             _log.exception("a page could not be made")
-            answer = refused(500, "the proxy's log says what went wrong", "page")
-        self.relay.resume(request, answer)
+            reply(refused(500, "the proxy's log says what went wrong", "page"))
 
     def _refused(self, place: int, why: str) -> None:
         """On the data plane's thread."""
@@ -369,7 +372,6 @@ def _deadlines(settings: ProxySettings) -> dict[str, float]:
     if settings.admission.queue_max:
         values["decide_s"] += settings.admission.queue_deadline
     return values
-
 
 
 def _token_source(

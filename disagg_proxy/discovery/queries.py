@@ -24,7 +24,7 @@ from moonpool.disagg_proxy.discovery.sequences import Sequences, Space
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.events.indexes import MODEL_ANY, Indexes
 
-QUERY_BYTES_MAX = 16 << 20
+QUERY_BYTES_MAX = 16 << 20  # a million tokens and more
 Tiers = tuple[int, int, int]  # leading blocks on the device, there or in the host's memory, anywhere
 Asked = TypeVar("Asked", "_Query", "_HashQuery")
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -32,8 +32,10 @@ Hash = Annotated[int, msgspec.Meta(ge=0)]  # of 64 bits
 
 
 class _Query(msgspec.Struct):
+    """token_ids: read apart, without a Python object for each."""
+
     model: Text
-    token_ids: list[Id]
+    token_ids: msgspec.Raw
     block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
     lora_name: Text | None = None
     lora_id: int | None = None
@@ -66,7 +68,7 @@ class _Holder(NamedTuple):
 
 
 class Queries:
-    """On the event loop. engines: that are there; publishers: registered ones."""
+    """On any one thread. engines: that are there; publishers: registered ones."""
 
     def __init__(
         self,
@@ -85,7 +87,9 @@ class Queries:
         asked = _read(body, _Query)
         if isinstance(asked, Answer):
             return asked
-        ids = np.array(asked.token_ids, "<u4").tobytes()
+        ids = _ids(body, asked.token_ids)
+        if isinstance(ids, Answer):
+            return ids
         return self._answer(asked, lambda index, space: index.keys(ids, space.seed))
 
     def by_hashes(self, body: bytes) -> Answer:
@@ -127,7 +131,7 @@ class Queries:
 
     def _holders(self, asked: _Query | _HashQuery) -> Iterator[_Holder]:
         registered: dict[str, Publisher] = {}
-        for each in self._publishers():
+        for each in tuple(self._publishers()):  # at once: the event loop changes them
             told = each.told
             if each.found is not None:
                 registered[each.found.name] = each
@@ -176,6 +180,17 @@ def _read(body: bytes, kind: type[Asked]) -> Asked | Answer:
     if asked.lora_id is not None:
         return refused(400, "give lora_name in the place of lora_id, which names nothing here", "query")
     return asked
+
+
+def _ids(body: bytes, told: msgspec.Raw) -> bytes | Answer:
+    """The ids of a prompt, u32 each, or what is wrong with them."""
+    ids = _native.json_token_ids(body, "token_ids")
+    if ids is not None and bytes(told).count(b"[") == 1:
+        return bytes(ids)
+    try:
+        return np.array(msgspec.json.decode(told, type=list[Id]), "<u4").tobytes()
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return refused(400, f"token_ids: {error}", "query")
 
 
 def _fits(publisher: Publisher, asked: _Query | _HashQuery) -> bool:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
+from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
 from moonpool.disagg_proxy.discovery.queries import Queries
 from moonpool.disagg_proxy.discovery.registry import Registry
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.events.subscriber import Subscriber
+
+QUERIES_MAX = 256  # that wait; their bodies count in bodies_bytes_max
+_log = logging.getLogger("moonpool.proxy")
 
 
 class Keys:
@@ -28,25 +35,45 @@ class Keys:
 
 
 class RegistryPages:
-    """registrars: who may register; askers: who may ask."""
+    """On the event loop; queries are answered on a thread, for long prompts take time. registrars: who may
+    register; askers: who may ask."""
 
     def __init__(self, registry: Registry, queries: Queries, registrars: Keys, askers: Keys) -> None:
         self._registry = registry
         self._queries = queries
         self._registrars = registrars
         self._askers = askers
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefix-queries")
+        self._room = threading.Semaphore(QUERIES_MAX)
 
-    def answer(self, path: bytes, authorization: bytes | None, body: bytes) -> Answer:
-        """Of a POST."""
-        keys = self._registrars if path in (b"/register", b"/unregister") else self._askers
-        if not keys.fits(authorization):
+    def answer(self, request: ProxyRequest, reply: Callable[[Answer], None]) -> None:
+        """To a POST. reply: on any thread."""
+        path = request.path
+        registers = path in (b"/register", b"/unregister")
+        keys = self._registrars if registers else self._askers
+        if not keys.fits(request.headers("authorization")):
             why = "this path wants a key: send Authorization: Bearer KEY with one that its operator gave you"
-            return refused(401, why, "invalid_api_key")
-        if path == b"/register":
-            return self._registry.register(body)
-        if path == b"/unregister":
-            return self._registry.unregister(body)
-        return self._queries.by_tokens(body) if path == b"/query" else self._queries.by_hashes(body)
+            return reply(refused(401, why, "invalid_api_key"))
+        if registers:
+            take = self._registry.register if path == b"/register" else self._registry.unregister
+            return reply(take(bytes(request.body)))
+        if not self._room.acquire(blocking=False):
+            return reply(refused(503, f"{QUERIES_MAX} queries wait already; ask again later", "busy"))
+        self._thread.submit(self._ask, request, reply)
+
+    def close(self) -> None:
+        """Waits for a query that is being answered; others are dropped."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _ask(self, request: ProxyRequest, reply: Callable[[Answer], None]) -> None:
+        try:
+            by = self._queries.by_tokens if request.path == b"/query" else self._queries.by_hashes
+            reply(by(bytes(request.body)))
+        except Exception:  # whoever asked is told at once
+            _log.exception("a query could not be answered")
+            reply(refused(500, "the proxy's log says what went wrong", "page"))
+        finally:
+            self._room.release()
 
 
 class SubscribedStreams:

@@ -89,11 +89,18 @@ class Pages:
         self._data = data
         self._page = page_answer()
 
-    def answer(self, request: ProxyRequest) -> Answer:
-        """The page at a path of the proxy's own."""
-        path = request.path
+    def answer(self, request: ProxyRequest, reply: Callable[[Answer], None]) -> None:
+        """At a path of the proxy's own. reply: on any thread."""
         if self._registry is not None and request.method == b"POST":
-            return self._registry.answer(path, request.headers("authorization"), bytes(request.body))
+            self._registry.answer(request, reply)
+        else:
+            reply(self._answer_at(request.path))
+
+    def close(self) -> None:
+        if self._registry is not None:
+            self._registry.close()
+
+    def _answer_at(self, path: bytes) -> Answer:
         if path == b"/metrics":
             return Answer(200, exposition(*self._collectors), CONTENT_TYPE)
         if path == b"/engines":

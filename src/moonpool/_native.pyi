@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['BatchClient', 'Books', 'Candidates', 'Client', 'Decoded', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'Standing', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_value', 'key_hash', 'kv_event_block_tokens', 'sequence_hashes']
+__all__: list[str] = ['BatchClient', 'Books', 'Candidates', 'Client', 'Decoded', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'Standing', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'block_digests', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'sequence_hashes']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -955,6 +955,10 @@ def json_edited(text: bytes, changes: collections.abc.Sequence[tuple[str, str | 
 def json_members(text: bytes) -> typing.Any:
     """
     For tests: the members of a JSON object as (key, text of the value), or None when it is none.
+    """
+def json_token_ids(text: bytes, name: str) -> typing.Any:
+    """
+    The last member of this name of an object, a list of token ids, as u32 each; None for anything else.
     """
 def json_value(text: bytes, name: str) -> typing.Any:
     """

@@ -32,7 +32,7 @@ struct Match {
     py::bytes row(KvTier tier) const { return to_bytes(match.by_tier[static_cast<size_t>(tier)]); }
 };
 
-std::span<const BlockKey> keys_of(const ArrayOf<BlockKey>& array) { return array.span(); }
+std::span<const BlockKey> span_of(const ArrayOf<BlockKey>& array) { return array.span(); }
 
 KvTier tier_of(uint32_t tier) {
     if (tier < kKvTiers) return static_cast<KvTier>(tier);
@@ -62,33 +62,40 @@ class PyPrefixIndex {
         Status status = success();
         {
             py::gil_scoped_release nogil;
-            status = index_->apply(holder, place, keys_of(in), keys_of(out));
+            status = index_->apply(holder, place, span_of(in), span_of(out));
         }
         unwrap(std::move(status), "apply");
     }
 
     void dispatched(uint32_t holder, const py::object& keys, double now_s, double ttl_s) {
         ArrayOf<BlockKey> array(keys, "keys");
-        unwrap(index_->dispatched(holder, keys_of(array), now_s, ttl_s), "dispatched");
+        unwrap(index_->dispatched(holder, span_of(array), now_s, ttl_s), "dispatched");
     }
 
     Match match(const py::object& keys) const {
         ArrayOf<BlockKey> array(keys, "keys");
-        return Match{index_->match(keys_of(array))};
+        py::gil_scoped_release nogil;
+        return Match{index_->match(span_of(array))};
     }
 
     py::bytes keys(const py::object& token_ids, const py::bytes& seed) const {
         ArrayOf<uint32_t> tokens(token_ids, "token_ids");
-        return chain(tokens.span(), seed);
+        std::string_view before(seed);
+        std::vector<Digest> digests;
+        {
+            py::gil_scoped_release nogil;
+            digests = digests_of(tokens.span(), before);
+        }
+        return keys_of(digests);
     }
 
     // keys() and match() in one, with what a decision wants to know.
     py::tuple look(const py::object& token_ids, const py::bytes& seed, size_t holders,
                    const py::object& others) const {
         ArrayOf<uint32_t> tokens(token_ids, "token_ids");
-        py::bytes keys = chain(tokens.span(), seed);
+        py::bytes keys = keys_of(digests_of(tokens.span(), std::string_view(seed)));
         ArrayOf<BlockKey> array(keys, "keys");
-        PrefixMatch match = index_->match(keys_of(array));
+        PrefixMatch match = index_->match(span_of(array));
         const std::vector<uint32_t>& device = match.by_tier[static_cast<size_t>(KvTier::kDevice)];
         ArrayOf<uint32_t> known(others, "others");
         if (known.span().size() > holders) {
@@ -149,13 +156,16 @@ class PyPrefixIndex {
     }
 
    private:
-    py::bytes chain(std::span<const uint32_t> tokens, const py::bytes& seed) const {
-        std::string_view before(seed);
+    std::vector<Digest> digests_of(std::span<const uint32_t> tokens, std::string_view seed) const {
         std::vector<Digest> digests(tokens.size() / index_->block_tokens());
-        if (digests.empty()) return py::bytes();
+        if (digests.empty()) return digests;
         block_digests(tokens, index_->block_tokens(),
-                      std::span(reinterpret_cast<const uint8_t*>(before.data()), before.size()),
+                      std::span(reinterpret_cast<const uint8_t*>(seed.data()), seed.size()),
                       digests.front().data());
+        return digests;
+    }
+
+    static py::bytes keys_of(const std::vector<Digest>& digests) {
         auto out = py::reinterpret_steal<py::bytes>(
             PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(digests.size() * kKeyBytes)));
         if (!out) throw py::error_already_set();

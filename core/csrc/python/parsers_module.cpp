@@ -1,5 +1,6 @@
 // The parsers of the proxy's relay, as tests see them: tests/disagg_proxy/http compares them with httptools
-// and with Python's json at random. The relay itself calls them in C++.
+// and with Python's json at random. The relay itself calls them in C++. json_token_ids is for queries of the
+// proxy's, too.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -81,6 +82,20 @@ py::object json_value(const py::bytes& text, const std::string& name) {
     return py::none();
 }
 
+// The ids of a list of token ids that the last member of this name is, u32 each; None for anything else.
+py::object json_token_ids(const py::bytes& text, const std::string& name) {
+    std::string_view view(text);
+    std::vector<uint32_t> ids;
+    bool found = false;
+    {
+        py::gil_scoped_release nogil;  // a prompt may be megabytes long
+        json::Object object;
+        const json::Member* member = object.scan(view) ? object.find(name) : nullptr;
+        found = member != nullptr && json::token_ids_of(*member, ids);
+    }
+    return found ? py::object(to_bytes(ids)) : py::none();
+}
+
 // text with each (key, value) set, or dropped where the value is None; None: the text is no JSON object.
 py::object json_edited(const py::bytes& text,
                        const std::vector<std::pair<std::string, std::optional<std::string>>>& changes) {
@@ -109,6 +124,9 @@ void bind_parsers(py::module_& m) {
     m.def(
         "json_value", &json_value, py::arg("text"), py::arg("name"),
         "For tests: the last member of this name as int, bool, bytes or token ids; None for anything else.");
+    m.def("json_token_ids", &json_token_ids, py::arg("text"), py::arg("name"),
+          "The last member of this name of an object, a list of token ids, as u32 each; None for anything "
+          "else.");
     m.def("json_edited", &json_edited, py::arg("text"), py::arg("changes"),
           "For tests: the object's text with members set, or dropped where the value is None.");
 }

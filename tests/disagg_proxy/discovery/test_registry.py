@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from moonpool import _native
 from moonpool.core.errors import ConfigError
 from moonpool.core.keys import block_digests
 from moonpool.core.kv_events import BlockRemoved, BlockStored
+from moonpool.disagg_proxy.conductor.plan import Answer
+from moonpool.disagg_proxy.discovery import registry_pages
+from moonpool.disagg_proxy.discovery.queries import QUERY_BYTES_MAX, Queries
 from moonpool.disagg_proxy.discovery.registry import PUBLISHERS_MAX, Registry
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.settings import ProxySettings
@@ -140,6 +144,33 @@ async def test_a_router_asks_who_has_how_much(publishers: list[Engine]) -> None:
 
 
 @with_deadline
+async def test_a_query_holds_up_nothing_and_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_pages, "QUERIES_MAX", 2)
+    goon = threading.Event()
+
+    async with bed(1, **HTTP) as b:
+        answer = Queries.by_tokens
+
+        def waits(self: Queries, body: bytes) -> Answer:
+            assert goon.wait(20)
+            return answer(self, body)
+
+        monkeypatch.setattr(Queries, "by_tokens", waits)
+        query = {"model": "m", "token_ids": [1, 2, 3, 4], "block_size": BLOCK}
+        asked = [asyncio.ensure_future(post(b, "/query", query)) for _ in range(3)]
+        over, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        (status, said) = over.pop().result()
+        assert (status, "queries wait already" in said["error"]["message"]) == (503, True)
+        assert (await b.ask("GET", "/health")).status == 200
+        assert (await b.ask("POST", "/v1/completions", b"{}")).status == 200
+        goon.set()
+        assert [(await each)[0] for each in waiting] == [200, 200]
+        assert (await post(b, "/query", query))[0] == 200
+        monkeypatch.setattr(Queries, "by_tokens", lambda self, body: 1 / 0)
+        assert (await post(b, "/query", query))[0] == 500
+
+
+@with_deadline
 async def test_the_pool_is_everybodys_host_memory_and_disk(publishers: list[Engine]) -> None:
     """One node has the beginning in memory and another what follows; the end is on a disk. An engine that has
     dropped what it told of still says what its hashes mean."""
@@ -173,6 +204,8 @@ async def test_the_pool_is_everybodys_host_memory_and_disk(publishers: list[Engi
                 await asyncio.sleep(0.002)
         status, said = await post(b, "/query", {**asked[0][1], "cache_salt": "s"})
         assert (status, said["default"]["bare"]["longest_matched"]) == (200, 0)
+        status, said = await post(b, "/query", {**asked[0][1], "token_ids": []})
+        assert (status, said["default"]["own"]["longest_matched"]) == (200, 0)
     for node in nodes:
         node.stop()
 
@@ -207,10 +240,13 @@ async def test_what_is_wrong_with_a_registration_is_said() -> None:
             status, said = await post(b, "/register", body)
             assert (status, sentence in said["error"]["message"]) == (400, True), said
         assert (await b.ask("POST", "/register", b"x" * 70_000)).status == 413
+        assert (await b.ask("POST", "/query", b"x" * (QUERY_BYTES_MAX + 1))).status == 413
         assert (await b.ask("GET", "/register")).status == 405
         for query, sentence in (
             ({"model": "m", "token_ids": [-1], "block_size": 4}, ">= 0"),
             ({"model": "m", "token_ids": [1 << 32], "block_size": 4}, "<"),
+            ({"model": "m", "token_ids": [[1, 2]], "block_size": 4}, "token_ids: "),
+            ({"model": "m", "token_ids": [1, "2"], "block_size": 4}, "token_ids: "),
             ({"model": "m", "token_ids": [1], "block_size": 0}, ">= 1"),
             ({"model": "m", "token_ids": [1]}, "block_size"),
             ({"model": "m", "token_ids": [1], "block_size": 4, "lora_id": 1}, "lora_name"),
