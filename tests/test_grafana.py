@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from moonpool.disagg_proxy.events.settings import parse_event_sources
@@ -21,6 +23,7 @@ from .disagg_proxy.harness import Exchange, bed, with_deadline
 from .ports import held_ports
 
 DASHBOARD = Path(__file__).parent.parent / "deploy" / "grafana.json"
+PROMTOOL = shutil.which("promtool")
 _NAME = re.compile(r"\bmoonpool_[a-z0-9_]+")
 _SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}
 
@@ -83,6 +86,22 @@ async def of_a_proxy() -> str:
             return (await b.ask("GET", "/metrics")).body.decode()
 
 
+def live_pages() -> list[str]:
+    """The metrics of a node, a master and a proxy."""
+    pages: list[str] = []
+
+    @with_deadline
+    async def gather() -> None:
+        async with process("node", "--dram", "64MiB") as page:
+            pages.append(page)
+        async with process("master", "--listen", "127.0.0.1:0") as page:
+            pages.append(page)
+        pages.append(await of_a_proxy())
+
+    gather()
+    return pages
+
+
 def test_every_panel_says_what_it_shows_and_overlaps_none() -> None:
     taken = set()
     for panel in panels():
@@ -104,18 +123,35 @@ def test_every_panel_says_what_it_shows_and_overlaps_none() -> None:
             assert expression.count(left) == expression.count(right), expression
 
 
+@pytest.mark.skipif(PROMTOOL is None, reason="no promtool: apt-get install prometheus")
+def test_prometheus_understands_each_expression_and_every_page(tmp_path: Path, runtime_dir: Path) -> None:
+    """With the variables set as Grafana sets them."""
+    assert PROMTOOL is not None
+    rules = [
+        {
+            "record": f"panel:{number}",
+            "expr": each.replace("$__rate_interval", "1m").replace("$engine", "engine-0|.*"),
+        }
+        for number, each in enumerate(expressions())
+    ]
+    file = tmp_path / "rules.yaml"  # JSON is YAML
+    file.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
+    checked = subprocess.run([PROMTOOL, "check", "rules", file], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    assert f"SUCCESS: {len(rules)} rules found" in checked.stdout
+
+    for page in live_pages():
+        checked = subprocess.run(
+            [PROMTOOL, "check", "metrics"], input=page, capture_output=True, text=True, check=False
+        )
+        assert checked.returncode == 0, checked.stderr
+
+
 def test_each_metric_is_there_with_the_labels_that_are_asked_for(runtime_dir: Path) -> None:
     there: dict[str, set[str]] = {}
 
-    @with_deadline
-    async def gather() -> None:
-        async with process("node", "--dram", "64MiB") as page:
-            there.update(samples(page))
-        async with process("master", "--listen", "127.0.0.1:0") as page:
-            there.update(samples(page))
-        there.update(samples(await of_a_proxy()))
-
-    gather()
+    for page in live_pages():
+        there.update(samples(page))
     asked: set[str] = set()
     variables = json.loads(DASHBOARD.read_text())["templating"]["list"]
     for expression in [*expressions(), *(str(each["query"]) for each in variables)]:
