@@ -6,8 +6,6 @@ import asyncio
 import json
 import random
 from pathlib import Path
-
-
 from typing import Any
 
 import pytest
