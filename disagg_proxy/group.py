@@ -31,8 +31,8 @@ from moonpool.core.addresses import Address, parse_address
 from moonpool.core.backoff import Backoff
 from moonpool.core.errors import ConfigError
 from moonpool.core.processes import die_with_parent
-from moonpool.disagg_proxy.listening import bind, take_over_or_bind
-from moonpool.disagg_proxy.process import line
+from moonpool.disagg_proxy.listening import take_or_bind, take_over_or_bind
+from moonpool.disagg_proxy.process import REPLACED, line
 from moonpool.disagg_proxy.process import run as run_one
 from moonpool.disagg_proxy.settings import ProxySettings
 from moonpool.disagg_proxy.takeover import Offer, Predecessor
@@ -69,15 +69,27 @@ class _Group:
     def __init__(self, settings: ProxySettings) -> None:
         self._settings = settings
         self._listening: list[socket.socket] = []
+        self._own: list[list[socket.socket]] = []  # at which each process is reached alone
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._predecessor: Predecessor | None = None
+        self._replaced = False
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        self._predecessor = await take_over_or_bind(self._settings, self._listening)
+        try:
+            self._predecessor = await take_over_or_bind(self._settings, self._listening)
+            await asyncio.to_thread(self._listen_alone)
+            return await self._serve()
+        finally:
+            if self._predecessor is not None:
+                self._predecessor.close()
+            for each in self._all_sockets():
+                each.close()
+
+    async def _serve(self) -> int:
         host, port = self._listening[0].getsockname()[:2]
         children = [_Child(number) for number in range(self._settings.processes)]
         offer = None
@@ -95,15 +107,13 @@ class _Group:
                     )
                     if self._predecessor is not None:
                         await self._predecessor.release()
-                    offer = Offer(self._settings.host, port, self._listening, self._stop.set)
+                    offer = Offer(self._settings.host, port, self._all_sockets(), self._on_replaced)
                     await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)
                     _raise_first(keepers)
             finally:
                 if offer is not None:
                     await offer.close()
-                if self._predecessor is not None:
-                    self._predecessor.close()
-                for each in self._listening:
+                for each in self._all_sockets():
                     each.close()
                 for task in (stopped, *keepers):
                     task.cancel()
@@ -116,6 +126,21 @@ class _Group:
             self._hurry.set()
         self._stop.set()
 
+    def _on_replaced(self) -> None:
+        self._replaced = True
+        self._stop.set()
+
+    def _all_sockets(self) -> list[socket.socket]:
+        return [*self._listening, *(each for own in self._own for each in own)]
+
+    def _listen_alone(self) -> None:
+        """Raises ConfigError."""
+        for number in range(self._settings.processes if self._settings.process_listen else 0):
+            text = _next(self._settings.process_listen, number)
+            host, port = parse_address(text, "proxy.process_listen")
+            self._own.append([])
+            take_or_bind(self._predecessor, host, port, self._own[-1], "--process-listen")
+
     async def _keep(self, child: _Child, folder: str) -> None:
         """Starts a process, again and again. Raises ConfigError when it never serves."""
         failures = 0
@@ -123,7 +148,7 @@ class _Group:
             hears, tells = _spawning.Pipe(duplex=False)
             child.process = process = _spawning.Process(
                 target=_serve,
-                args=(self._of(child.number, folder), list(self._listening), tells, os.getpid()),
+                args=(self._of(child.number, folder), self._sockets_of(child.number), tells, os.getpid()),
                 name=f"moonpool-proxy-{child.number}",
             )
             process.start()  # here: it ends with the thread that has started it
@@ -156,7 +181,8 @@ class _Group:
         """They drain together; who is not done in time, or at a second signal, is killed."""
         running = [each.process for each in children if each.process is not None and each.process.is_alive()]
         for process in running:
-            process.terminate()
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, REPLACED if self._replaced else signal.SIGTERM)
         ended = asyncio.ensure_future(asyncio.gather(*(_ended(process) for process in running)))
         hurried = asyncio.ensure_future(self._hurry.wait())
         waits: set[asyncio.Future[Any]] = {ended, hurried}
@@ -170,6 +196,9 @@ class _Group:
             if process.is_alive():
                 process.kill()
         await asyncio.gather(ended, hurried, return_exceptions=True)
+
+    def _sockets_of(self, number: int) -> list[socket.socket]:
+        return [*self._listening, *(self._own[number] if self._own else ())]
 
     def _of(self, number: int, folder: str) -> ProxySettings:
         """What one process is told. Other hosts' proxies are taken to have as many processes as this one."""
@@ -191,7 +220,7 @@ class _Group:
             settings,
             peers=peers,
             discovery_registry_file=registry,
-            process_listen=settings.process_listen and _next(settings.process_listen, number),
+            take_over=self._predecessor is not None,
             access_log=f"{log}.{number}" if log not in ("", "-") else log,
         )
 
@@ -204,13 +233,6 @@ def _serve(
 ) -> None:
     """In the new process."""
     die_with_parent(parent, signal.SIGTERM)
-    if settings.process_listen:
-        address = parse_address(settings.process_listen, "proxy.process_listen")
-        try:
-            bind(address.host, address.port, sockets)
-        except ConfigError as error:
-            print(error, file=sys.stderr)
-            sys.exit(_EXIT_USAGE)
     sys.exit(run_one(settings, sockets=sockets, ready=lambda _: tells.send(True), patient=True))
 
 

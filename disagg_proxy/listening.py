@@ -13,20 +13,37 @@ from moonpool.disagg_proxy.takeover import Predecessor, find_predecessor
 
 async def take_over_or_bind(settings: ProxySettings, listening: list[socket.socket]) -> Predecessor | None:
     """Adds the sockets of the proxy that runs at the settings' address, where that is wanted and there is
-    one, which is returned; else new ones. Raises as ``bind``."""
+    one, which is returned; else new ones. Raises as ``take_or_bind``."""
     host, port = settings.host, settings.port
     predecessor = await asyncio.to_thread(find_predecessor, host, port) if settings.take_over else None
-    if predecessor is None:
-        await asyncio.to_thread(bind, host, port, listening)
-    else:
-        listening.extend(predecessor.listening)
+    try:
+        await asyncio.to_thread(take_or_bind, predecessor, host, port, listening)
+    except ConfigError:
+        if predecessor is not None:
+            predecessor.close()
+        raise
     return predecessor
 
 
-def bind(host: str, port: int, listening: list[socket.socket]) -> None:
-    """Adds a socket for each address of the host. Raises ConfigError; what was bound before is then there."""
+def take_or_bind(
+    predecessor: Predecessor | None,
+    host: str,
+    port: int,
+    listening: list[socket.socket],
+    option: str = "--port",
+) -> None:
+    """Adds a socket for each address of the host: the predecessor's, or, where it has none, new ones. option:
+    that the address comes from.
+
+    Raises ConfigError; what was bound before is then there.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        if predecessor is not None:
+            taken = predecessor.take({(str(address[0]), int(address[1])) for *_, address in found})
+            listening.extend(taken)
+            if taken:
+                return
         for family, kind, protocol, _, address in dict.fromkeys(found):
             one = socket.socket(family, kind, protocol)
             listening.append(one)
@@ -38,18 +55,18 @@ def bind(host: str, port: int, listening: list[socket.socket]) -> None:
             if port == 0:
                 break  # each would get a port of its own
     except OSError as error:
-        raise _no_address(host, port, error) from error
+        raise _no_address(host, port, option, error) from error
 
 
-def _no_address(host: str, port: int, error: OSError) -> ConfigError:
+def _no_address(host: str, port: int, option: str, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         holder = f"ss -ltnp 'sport = :{port}'"
         what = (
-            f"{host}:{port} is in use; stop what listens there ({holder}), choose another --port, or, if "
+            f"{host}:{port} is in use; stop what listens there ({holder}), choose another {option}, or, if "
             "that is a proxy, replace it with --take-over"
         )
     elif error.errno == errno.EACCES:
-        what = f"{host}:{port} may not be opened by this user; choose a --port above 1023"
+        what = f"{host}:{port} may not be opened by this user; choose a {option} above 1023"
     elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         what = f"{host!r} is no address of this machine; choose another --host"
     else:

@@ -21,6 +21,7 @@ from moonpool.disagg_proxy.tokens.threads import are_at_work
 
 _log = logging.getLogger("moonpool.proxy")
 _FILES_RESERVED = 128  # for all but clients and their engines: refused ones, health checks, pages
+REPLACED = signal.SIGUSR1  # to a patient one: as SIGTERM, and a successor wants its addresses
 _SWITCH_INTERVAL_S = 0.0005  # how long a page being made may keep a request's decision waiting
 
 
@@ -63,7 +64,7 @@ async def _serve_until_signal(
     patient: bool,
 ) -> None:
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+    stop, replaced = asyncio.Event(), asyncio.Event()
     serving = asyncio.current_task()
 
     def on_signal() -> None:
@@ -73,6 +74,8 @@ async def _serve_until_signal(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    if patient:
+        loop.add_signal_handler(REPLACED, replaced.set)
 
     def tell(url: str) -> None:
         print(line(settings, url), flush=True)
@@ -82,6 +85,7 @@ async def _serve_until_signal(
         ready=ready or tell,
         stop=stop,
         sockets=sockets,
+        replaced=replaced,
     )
 
 

@@ -63,9 +63,11 @@ class Proxy:
         settings: ProxySettings,
         decide: Callable[[ProxyRequest], Decision] | None = None,
         sockets: Sequence[socket.socket] = (),
+        replaced: asyncio.Event | None = None,
     ) -> None:
         """decide: in the place of the settings' policy; called on the data plane's thread. sockets: bound
-        already, in the place of the settings' address, and somebody else's to hand over.
+        already, in the place of the settings' address, and somebody else's to hand over, who then sets
+        ``replaced``.
         """
         self._loop = asyncio.get_running_loop()
         self._settings = settings
@@ -74,7 +76,7 @@ class Proxy:
         self._is_one_of_several = bool(sockets)
         self._predecessor: Predecessor | None = None
         self._offer: Offer | None = None
-        self.replaced = asyncio.Event()  # another proxy serves at our address
+        self.replaced = asyncio.Event() if replaced is None else replaced  # another proxy is at our address
         self._indexes = Indexes()
         self._locality = Locality(self._indexes)
         policy = make_policy(settings.policy)
@@ -122,7 +124,8 @@ class Proxy:
         if self._subscriber is not None:
             self._subscriber.start()
         if self._exchange is not None:
-            self._exchange.start()
+            follows = self._predecessor is not None or self._is_one_of_several
+            self._exchange.start(waits=self._settings.take_over and follows)
         if self._tokenises:
             self._text_threads = TextThreads(
                 self.relay.next_text,
@@ -153,6 +156,8 @@ class Proxy:
     async def drain(self) -> bool:
         """Accept no more, let running requests finish within drain_s. Returns whether all did."""
         await self._stop_listening()
+        if self._exchange is not None and self.replaced.is_set():
+            self._exchange.let_go()
         self._dispatcher.hurry(self._settings.deadlines.drain_s / 2)
         return await asyncio.to_thread(self.relay.drain, self._settings.deadlines.drain_s)
 
@@ -239,7 +244,7 @@ class Proxy:
         if not self._dispatcher.uses_tokens:
             _log.warning("the policy %s keeps no books that proxies could exchange", settings.policy)
             return None
-        return Exchange(settings.peers, self._dispatcher, self._locality)
+        return Exchange(settings.peers, self._dispatcher, self._locality, waits=settings.take_over)
 
     def _resume(self, request: ProxyRequest, decision: Decision) -> None:
         self.relay.resume(request, decision)
@@ -399,6 +404,7 @@ async def serve(
     ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
     sockets: Sequence[socket.socket] = (),
+    replaced: asyncio.Event | None = None,
 ) -> None:
     """Serve until stop is set (or the task is cancelled), or until another proxy has taken over the address;
     then drain and return.
@@ -406,7 +412,7 @@ async def serve(
     ready: called once with the URL when requests are accepted and every engine was checked once.
     Raises ConfigError when the address cannot be had.
     """
-    proxy = Proxy(settings, sockets=sockets)
+    proxy = Proxy(settings, sockets=sockets, replaced=replaced)
     try:
         url = await proxy.open()
         if ready is not None:

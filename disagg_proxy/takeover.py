@@ -3,7 +3,8 @@
 The running one hands its listening sockets over, through a UNIX socket named after the address (in the
 abstract name space, so there is no file that could be left behind). For a moment both accept from the same
 queue, so no connection is between the two. Only when the new one serves, the old one drains and ends; a new
-one that fails before that has changed nothing.
+one that fails before that has changed nothing. The address for other proxies is ZeroMQ's, which shares no
+socket: the old one lets go of it when it is told, and the new one tries until then (peers/link.py).
 
     new: connects           old: the listening sockets (SCM_RIGHTS)
     new: checks its engines, accepts, b"taken"      old: gives up the name, closes this connection, drains
@@ -16,12 +17,12 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 
 _GREETING = b"moonpool-proxy 1"
 _TAKEN = b"taken"
-_SOCKETS_MAX = 16
+_SOCKETS_MAX = 200  # two for each of 64 processes, and theirs; the kernel's limit is 253
 _ANSWER_S = 5.0  # of the old proxy
 _PREPARE_S = 120.0  # of the new one, from the sockets to serving
 _PAUSE_S = 1.0  # before what failed for want of open files, or of the name, is tried again
@@ -30,17 +31,25 @@ _log = logging.getLogger("moonpool.proxy")
 
 
 class Predecessor:
-    """A proxy that runs at this address and has handed over its sockets. ``release`` it, or ``close``."""
+    """A proxy that runs at this address and has handed over its sockets: ``take`` them, then ``release`` it,
+    or ``close``."""
 
     def __init__(self, connection: socket.socket, listening: list[socket.socket]) -> None:
         self._connection = connection
         self.listening = listening
+
+    def take(self, places: Set[tuple[str, int]]) -> list[socket.socket]:
+        """Those at these addresses; the caller's from now on."""
+        taken = [each for each in self.listening if each.getsockname()[:2] in places]
+        self.listening = [each for each in self.listening if each not in taken]
+        return taken
 
     async def release(self) -> None:
         """We serve: it may go."""
         await asyncio.to_thread(self._release)
 
     def _release(self) -> None:
+        self._close_rest()
         with self._connection:
             try:
                 self._connection.sendall(_TAKEN)
@@ -49,7 +58,13 @@ class Predecessor:
                 _log.warning("the proxy that ran here has not confirmed that it will end: %s", error)
 
     def close(self) -> None:
+        self._close_rest()
         self._connection.close()
+
+    def _close_rest(self) -> None:
+        """What nobody has taken: the predecessor had more addresses."""
+        while self.listening:
+            self.listening.pop().close()
 
 
 def find_predecessor(host: str, port: int) -> Predecessor | None:

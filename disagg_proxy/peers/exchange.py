@@ -21,21 +21,27 @@ log = logging.getLogger("moonpool.proxy")
 
 
 class Exchange:
-    """start, then stop. Raises ConfigError when the address for other proxies cannot be had."""
+    """start, then stop. Raises ConfigError when the address for other proxies cannot be had. waits, and
+    ``let_go``: see ``link.py``."""
 
-    def __init__(self, settings: PeerSettings, dispatcher: Dispatcher, locality: Locality) -> None:
+    def __init__(
+        self, settings: PeerSettings, dispatcher: Dispatcher, locality: Locality, *, waits: bool = False
+    ) -> None:
         self._dispatcher = dispatcher
         self._locality = locality
         self._now_s = 0.0
         self._seen: tuple[Instance, ...] = ()
         self._by_name: dict[str, Instance] = {}
         self.shared = Shared(self._find, self._heard_of_blocks)
-        self.link = Link(settings, hear=self._hear, lost=self._lost, state=self._state)
+        self.link = Link(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
         dispatcher.accounts.changed = self.link.tell
         dispatcher.placed = self._tell_blocks
 
-    def start(self) -> None:
-        self.link.start()
+    def start(self, *, waits: bool = False) -> None:
+        self.link.start(waits=waits)
+
+    def let_go(self) -> None:
+        self.link.let_go()
 
     def stop(self) -> None:
         """Idempotent."""

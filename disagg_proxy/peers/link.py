@@ -10,6 +10,7 @@ it missed comes back with the state.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import math
@@ -41,7 +42,7 @@ from moonpool.disagg_proxy.peers.wire import (
     encode,
 )
 
-_TICK_S = 0.1
+_TICK_S = 0.1  # also between two looks whether an address is free
 _STOP_TIMEOUT_S = 10.0
 _AT_ONCE = 64  # messages of one proxy before the others get their turn
 _OUTBOX_MAX = 200_000  # changes that wait for the thread; beyond it they are dropped, and a state says all
@@ -81,6 +82,7 @@ class Link:
     hear:  (sender, kind, changes), on this thread; kind STATE replaces all that was known of the sender.
     lost:  (sender): it is not heard of any more, or it is another one after a restart.
     state: what this proxy has in flight. It runs ``then`` while nothing can be told.
+    waits: an address that is in use may become free: it is tried again, and until then nobody hears of us.
     Raises ConfigError when the address cannot be had.
     """
 
@@ -91,6 +93,7 @@ class Link:
         hear: Callable[[str, Kind, list[Change]], None],
         lost: Callable[[str], None],
         state: Callable[[Callable[[], None]], list[Change]],
+        waits: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = os.urandom(8).hex()
@@ -102,28 +105,26 @@ class Link:
         self._asleep = True
         self._sequence = 0
         self._stopping = False
+        self._lets_go = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = _authenticate(self._context, settings.token)
         self._peers: dict[str, _Peer] = {}
         self._lock = threading.Lock()  # of _peers, for stats
         self._state_wanted = False
-        self._state_sent_s = self._beat_sent_s = self._resolved_s = -math.inf
+        self._state_sent_s = self._beat_sent_s = self._resolved_s = self._bound_s = -math.inf
         # Names are looked up beside the exchange: a name server that is silent must not hold it up.
         self._lookups = ThreadPoolExecutor(1, "proxy-peers-names")
         self._lookup: Future[set[str] | None] | None = None
+        self._unbound = list(settings.listen)
+        self._bound: list[str] = []
         try:
             self._pub = self._publish()
+            self._bind(waits)
         except (zmq.ZMQError, OSError) as error:
             self._end()
             os.close(self._wake)
-            raise ConfigError(
-                f"proxy: other proxies cannot be served at {', '.join(settings.listen)}: {error}; choose "
-                f"another --peer-listen",
-                operation="listen",
-                key="proxy.peer_listen",
-                cause=error,
-            ) from error
+            raise self._no_address(error) from error
         self._thread = threading.Thread(target=self._run, name="proxy-peers", daemon=True)
 
     @property
@@ -131,8 +132,18 @@ class Link:
         """The endpoint that others subscribe to."""
         return self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def start(self) -> None:
+    def start(self, *, waits: bool = False) -> None:
+        """Raises ConfigError when an address is in use, unless it waits for it."""
+        if self._unbound and not waits:
+            raise self._no_address(zmq.ZMQError(errno.EADDRINUSE))
+        if self._unbound:
+            log.info("other proxies hear of this one when %s is free", ", ".join(self._unbound))
         self._thread.start()
+
+    def let_go(self) -> None:
+        """A successor wants the address: others will hear of it, and of us no longer."""
+        self._lets_go = True
+        os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
         """Ends the thread and closes the sockets. May be called twice."""
@@ -187,6 +198,10 @@ class Link:
         more = False
         while not self._stopping:
             try:
+                if self._lets_go:
+                    self._unbind()
+                elif self._unbound and self._clock() - self._bound_s >= _TICK_S:
+                    self._bind(waits=True)
                 self._resolve()
                 subs = {where: peer.sub for where, peer in self._peers.items()}
                 for where in known.keys() - subs.keys():
@@ -267,6 +282,8 @@ class Link:
     def _take(self, peer: _Peer, head: Head, body: bytes) -> None:
         now_s = self._clock()
         if head.sender == self.name:
+            if peer.sender != self.name:
+                self._forget(peer, "has given its place to this one")
             peer.sender = self.name  # our own address was among those given
             return
         if head.sender != peer.sender or peer.twin:
@@ -344,9 +361,33 @@ class Link:
         if self._settings.token:
             public, secret = _keys(self._settings.token)
             pub.curve_server, pub.curve_publickey, pub.curve_secretkey = True, public, secret
-        for text in self._settings.listen:
-            pub.bind(_text(endpoint(text)))
         return pub
+
+    def _bind(self, waits: bool) -> None:
+        self._bound_s = self._clock()
+        for text in list(self._unbound):
+            try:
+                self._pub.bind(_text(endpoint(text)))
+            except zmq.ZMQError as error:
+                if waits and error.errno == errno.EADDRINUSE:
+                    continue
+                raise
+            self._unbound.remove(text)
+            self._bound.append(self.where)
+
+    def _unbind(self) -> None:
+        self._unbound.clear()
+        while self._bound:
+            self._pub.unbind(self._bound.pop())
+
+    def _no_address(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"proxy: other proxies cannot be served at {', '.join(self._settings.listen)}: {error}; choose "
+            f"another --peer-listen",
+            operation="listen",
+            key="proxy.peer_listen",
+            cause=error,
+        )
 
     def _subscribe(self, where: str) -> zmq.Socket[bytes]:
         sub = self._context.socket(zmq.SUB)

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import zmq
 
 import moonpool
 from moonpool.core.processes import descendants
+from moonpool.disagg_proxy.peers.wire import decode_head
 from tests.ports import held_run
 
 from .harness import Client, Exchange, MockEngine, until, with_deadline
@@ -59,9 +61,11 @@ class Group:
 
 
 @contextlib.asynccontextmanager
-async def group(engine: MockEngine, processes: int, *more: str) -> AsyncIterator[Group]:
+async def group(engine: MockEngine, processes: int, *more: str, own_port: int = 0) -> AsyncIterator[Group]:
+    """own_port: of the first process; 0: a free one."""
     assert moonpool.__file__ is not None
-    with held_run(processes) as own_port:
+    with contextlib.ExitStack() as stack:
+        own_port = own_port or stack.enter_context(held_run(processes))
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "moonpool", "proxy", "--processes", str(processes)),
             *("--policy", "conductor", "--engine", engine.spec.url, "--tokenizer", "none"),
@@ -193,28 +197,49 @@ async def test_one_that_is_killed_refuses_nobody_and_comes_back() -> None:
 
 @_several
 async def test_a_group_takes_over_from_a_group() -> None:
+    """By the same command, so all addresses are those of the old one. What it still answers holds up none of
+    them."""
     engine = MockEngine("a")
-    engine.behave = lambda exchange: exchange.answer(b"{}")
+    goon = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        if b"long" in exchange.body:
+            await goon.wait()
+        await exchange.answer(b"{}")
+
+    async def load() -> None:
+        try:
+            while True:
+                await old.ask()
+        except Exception as error:
+            failed.append(error)
+
+    failed: list[BaseException] = []
+    engine.behave = answer
     await engine.start()
-    async with group(engine, 2, "--listen", "127.0.0.1:0") as old:
-        failed: list[BaseException] = []
-
-        async def load() -> None:
-            try:
-                while True:
-                    await old.ask()
-            except Exception as error:
-                failed.append(error)
-
-        asking = asyncio.ensure_future(load())
-        async with group(engine, 2, "--listen", f"127.0.0.1:{old.port}", "--take-over") as new:
-            assert new.port == old.port
-            assert await old.process.wait() == 0
-            for _ in range(20):
-                await new.ask()
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            assert not failed
+    with held_run(2) as peer_port:
+        exchanged = ("--peer-listen", f"127.0.0.1:{peer_port}", "--peer", f"127.0.0.1:{peer_port}")
+        async with group(engine, 2, "--listen", "127.0.0.1:0", *exchanged) as old:
+            spoke = await _who_speaks_at(peer_port)
+            asking = asyncio.ensure_future(load())
+            long = asyncio.ensure_future(old.ask(b'{"model":"m","messages":[],"user":"long"}'))
+            await until(lambda: any(b"long" in each.body for each in engine.seen))
+            same = ("--listen", f"127.0.0.1:{old.port}", *exchanged)
+            async with group(engine, 2, *same, "--take-over", own_port=old.own_port) as new:
+                assert new.port == old.port
+                while spoke & await _who_speaks_at(peer_port):
+                    pass
+                assert old.process.returncode is None
+                goon.set()
+                assert await long
+                assert await old.process.wait() == 0
+                for number in range(2):
+                    assert "moonpool_proxy_requests" in await new.page(number, "/metrics")
+                for _ in range(20):
+                    await new.ask()
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+                assert not failed
     await engine.stop()
 
 
@@ -242,6 +267,19 @@ async def test_an_address_in_use_is_one_sentence() -> None:
     assert process.returncode == 2
     assert said.decode().count("\n") == 1
     assert f"127.0.0.1:{port} is in use" in said.decode()
+
+
+async def _who_speaks_at(peer_port: int) -> set[str]:
+    """The names of both processes, as other proxies hear them."""
+
+    def hear(port: int) -> str:
+        with zmq.Context() as context, context.socket(zmq.SUB) as heard:
+            heard.setsockopt(zmq.LINGER, 0)
+            heard.connect(f"tcp://127.0.0.1:{port}")
+            heard.subscribe(b"")
+            return decode_head(heard.recv_multipart()[0]).sender
+
+    return set(await asyncio.gather(*(asyncio.to_thread(hear, peer_port + number) for number in range(2))))
 
 
 def _takes(port: int) -> bool:

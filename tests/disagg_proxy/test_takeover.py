@@ -9,12 +9,17 @@ import os
 import resource
 import socket
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy import takeover
+from moonpool.disagg_proxy.peers.settings import PeerSettings
+from moonpool.disagg_proxy.server import Proxy
 from moonpool.disagg_proxy.settings import ProxySettings
 from moonpool.disagg_proxy.takeover import Offer, Predecessor, find_predecessor
+from tests.ports import held_ports
 
 from .harness import Client, Exchange, MockEngine, bed, proxy_process, until, with_deadline
 
@@ -172,3 +177,39 @@ async def test_a_predecessor_that_says_nothing_is_told_of(caplog: pytest.LogCapt
         await Predecessor(ours, []).release()
         assert theirs.recv(16) == takeover._TAKEN
     assert "has not confirmed that it will end" in caplog.text
+
+
+@with_deadline
+async def test_the_address_for_other_proxies_goes_to_the_successor() -> None:
+    """The same command each time: it is in use until the predecessor has been told to go."""
+    engine = MockEngine("a")
+    await engine.start()
+    with held_ports(2) as (port, peer_port):
+        settings = ProxySettings(
+            port=port,
+            engines=(engine.spec,),
+            policy="conductor",
+            tokenizer=("none",),
+            take_over=True,
+            peers=PeerSettings((f"127.0.0.1:{peer_port}",)),
+        )
+        old, new = Proxy(settings), Proxy(settings)
+        try:
+            await old.open()
+            await new.open()
+            await asyncio.wait_for(old.replaced.wait(), 20)
+            link = new._exchange.link if new._exchange is not None else None
+            assert link is not None
+            assert link._unbound
+            assert await old.drain()
+            await until(lambda: not link._unbound)
+            assert link.where.endswith(f":{peer_port}")
+        finally:
+            await new.close()
+            await old.close()
+        with (
+            socket.create_server(("127.0.0.1", peer_port)),
+            pytest.raises(ConfigError, match="--peer-listen"),
+        ):
+            Proxy(replace(settings, take_over=False))
+    await engine.stop()

@@ -25,12 +25,15 @@ QUICK = {"gather_s": 0.001, "beat_s": 0.05, "silent_s": 0.6, "resolve_s": 0.1, "
 class Proxy:
     """A link, what it has in flight, and what it heard of others: by sender the requests it knows of."""
 
-    def __init__(self, listen: str, *peers: str, token: bytes = b"", **more: float) -> None:
+    def __init__(
+        self, listen: str, *peers: str, token: bytes = b"", waits: bool = False, **more: float
+    ) -> None:
         self.flight: dict[int, Sent] = {}
         self.known: dict[str, set[int]] = {}
         self.changed = threading.Condition()
         settings = PeerSettings((listen,), peers, token, **{**QUICK, **more})  # type: ignore[arg-type]
-        self.link = Link(settings, hear=self._hear, lost=self._lost, state=self._state)
+        self.waits = waits
+        self.link = Link(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
 
     def send(self, request: int) -> None:
         with self.changed:
@@ -78,7 +81,7 @@ def proxies(*them: Proxy) -> Iterator[None]:
     with ExitStack() as stack:
         for each in them:
             stack.callback(each.link.stop)
-            each.link.start()
+            each.link.start(waits=each.waits)
         yield
 
 
@@ -243,3 +246,30 @@ def test_an_address_that_is_taken_or_open_to_all_is_refused(at: Callable[[str], 
     with pytest.raises(ConfigError, match="--peer-listen HOST:PORT"):
         PeerSettings((), ("127.0.0.1:7000",))
     assert PeerSettings(("0.0.0.0:7000",), ("far.example:7000",), b"t" * 32)
+
+
+@pytest.mark.parametrize("token", [b"", b"t" * 32])
+def test_a_successor_is_heard_where_its_predecessor_was(at: Callable[[str], str], token: bytes) -> None:
+    """As soon as that one lets go of the address, though it still has requests. Its own address may be among
+    those that the successor listens to: what it heard there of the predecessor is nobody's then."""
+    old = Proxy("127.0.0.1:0", token=token)
+    where = f"127.0.0.1:{old.link.where.rpartition(':')[2]}"
+    new, other = Proxy(where, where, token=token, waits=True), Proxy(at("c"), where, token=token)
+    with proxies(old, new, other):
+        old.send(1)
+        new.send(2)
+        other.wait_for({1})
+        new.wait_for({1})
+        old.link.let_go()
+        other.wait_for({2})
+        new.wait(lambda: not new.known)
+        new.send(3)
+        other.wait_for({2, 3})
+
+
+def test_who_waits_for_an_address_says_so_before_it_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        link = Proxy(f"127.0.0.1:{taken.getsockname()[1]}", waits=True).link
+        with pytest.raises(ConfigError, match="choose another --peer-listen"):
+            link.start()
+        link.stop()
