@@ -72,12 +72,14 @@ class Caches:
         count = anywhere = 0
         for count, block in enumerate(blocks):
             having = holders(block, 0)
-            anywhere += having != 0 and anywhere == count
+            if having and anywhere == count:
+                anywhere += 1
             if coming is not None:
                 having |= coming(block, 0)
-            if alive & ~having:
-                _write(by_place, alive & ~having, count * unit)
-                alive &= having
+            left = alive & having
+            if left != alive:
+                _write(by_place, alive ^ left, count * unit)
+                alive = left
                 if alive:
                     most = alive
                 elif anywhere <= count:

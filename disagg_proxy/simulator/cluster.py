@@ -33,6 +33,8 @@ from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS, Arrival
 
 TELL_AFTER_S = 0.004  # from one proxy to the others: what is gathered, and the way
 
+_DECODE = Role.DECODE  # an enum's members are slow to look up
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
@@ -133,7 +135,7 @@ class Cluster:
     # What engines say
 
     def next(self, job: Job) -> None:
-        blocks, place, now_s = job.arrival.full_blocks, job.prefill_place, self.events.now_s
+        blocks, place, now_s = job.blocks, job.prefill_place, self.events.now_s
         held = self.caches.find(blocks)
         own = held.by_place[place]
         job.own, job.ready_s = own * BLOCK_TOKENS, now_s
@@ -210,7 +212,7 @@ class Cluster:
         if not job.expected:
             return
         job.expected = False
-        place, blocks = job.prefill_place, job.arrival.full_blocks
+        place, blocks = job.prefill_place, job.blocks
         self._desk(job).expected.arrived(place, blocks)
         if self._exchanging:  # what was placed they have heard before
             self.events.at(
@@ -301,7 +303,7 @@ class Cluster:
 
     def _look(self, now_s: float) -> None:
         """How loaded prefill and decode are."""
-        waits_s = [each.books.wait_s(now_s) for each in self.instances if each.role is not Role.DECODE]
+        waits_s = [each.books.wait_s(now_s) for each in self.instances if each.role is not _DECODE]
         gaps_s = [engine.gap_s(now_s) for engine in self.engines if isinstance(engine, WholeEngine)]
         self.loads.add(now_s, sum(waits_s) / max(len(waits_s), 1), sum(gaps_s) / max(len(gaps_s), 1))
 

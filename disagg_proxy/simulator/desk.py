@@ -31,6 +31,9 @@ from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS
 NO_INSTANCE = "no_instance"
 KEY_BYTES = 16  # of a block, between proxies
 
+_BEGUN, _ENDED = Stage.BEGUN, Stage.ENDED  # an enum's members are slow to look up
+_DECODE = Role.DECODE
+
 
 class Engines(Protocol):
     """What a desk stands before."""
@@ -135,8 +138,8 @@ class Desk:
                 job.arrival.at_s if apart else 0.0,  # sent_prefill_s
                 job.computed_s if apart else 0.0,  # prefill_done_s
                 job.computed_s if apart else job.arrival.at_s,  # sent_decode_s
-                now_s if stage is Stage.BEGUN else job.first_s,
-                now_s if stage is Stage.ENDED else 0.0,  # last_byte_s
+                now_s if stage is _BEGUN else job.first_s,
+                now_s if stage is _ENDED else 0.0,  # last_byte_s
                 job.arrival.tokens,
                 reused,  # cached_tokens
                 job.arrival.answer_tokens,
@@ -167,11 +170,11 @@ class Desk:
         return all(
             each.books.wait_s(now_s) >= HOLD_S
             for each in self.fleet.instances
-            if each.role is not Role.DECODE
+            if each.role is not _DECODE
         )
 
     def share(self, ticket: Job) -> int:
-        return sum(each.role is not Role.DECODE for each in self.fleet.instances)
+        return sum(each.role is not _DECODE for each in self.fleet.instances)
 
     def is_gone(self, ticket: Job) -> bool:
         return False
@@ -195,7 +198,7 @@ class Desk:
     # What happens to a request
 
     def _choose(self, job: Job) -> tuple[Request, Choice]:
-        held = self._engines.caches.find(job.arrival.full_blocks, expected=self.expected, unit=BLOCK_TOKENS)
+        held = self._engines.caches.find(job.blocks, expected=self.expected, unit=BLOCK_TOKENS)
         asked = Request(
             job.arrival.tokens,
             held.by_place,
@@ -211,7 +214,7 @@ class Desk:
         job.fetches = self._pool and choice.fetch
         job.predicted_ttft_s = now_s - job.arrival.at_s + ttft_s(asked, choice, now_s)
         self.accounts.sent(job.name, choice, asked, streams=True, now_s=now_s, outlook=outlook)
-        blocks = job.arrival.full_blocks
+        blocks = job.blocks
         self.expected.expect(job.prefill_place, blocks)
         job.expected = True
         if self.accounts.changed is not None:

@@ -112,7 +112,7 @@ class PrefillEngine:
         if self.dead:
             return
         job.computed_s = self._events.now_s
-        self._caches.keep(self.place, job.arrival.full_blocks, self._events.now_s)
+        self._caches.keep(self.place, job.blocks, self._events.now_s)
         self._outcomes.computed(job)
 
     def _free(self) -> None:
@@ -228,7 +228,7 @@ class WholeEngine:
         if job.left == 0:
             job.computed_s = self._events.now_s
             self._job = None
-            self._caches.keep(self.place, job.arrival.full_blocks, self._events.now_s)
+            self._caches.keep(self.place, job.blocks, self._events.now_s)
             self._join(job)
         self._go_on()
 
@@ -259,7 +259,7 @@ class WholeEngine:
 
 def begin_prompt(job: Job, caches: Caches, place: int) -> None:
     """What is reused is what is here now: room may have been taken from what was fetched."""
-    held = caches.length(place, job.arrival.full_blocks) * BLOCK_TOKENS
+    held = caches.length(place, job.blocks) * BLOCK_TOKENS
     job.fetched = min(job.fetched, max(held - job.own, 0))
     job.own = held - job.fetched
     job.left = job.arrival.tokens - held

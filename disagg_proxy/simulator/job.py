@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
@@ -19,6 +20,7 @@ class Job:
     done_s:   its last token.                                 gap_s: the mean of its longest tenth of gaps.
     own, fetched: tokens that were reused, from the instance's own cache and from others'.
     desk: the number of the proxy that it came to.
+    blocks: of its prompt, those that a cache may keep.
     fetches: whether it is to fetch what others hold.
     why_not:  why it was refused, or given up; "" for neither.
     """
@@ -44,7 +46,11 @@ class Job:
     attempt: int = 0
     expected: bool = False  # its prompt is on its way to prefill_place
     orphan: bool = False  # where it was to decode is dead
-    left: int = field(default=0)  # tokens of the prompt that are still to be computed, chunk by chunk
+    left: int = 0  # tokens of the prompt that are still to be computed, chunk by chunk
+    blocks: Sequence[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.blocks = self.arrival.full_blocks
 
     def restart(self) -> None:
         """Nothing has come of it."""
