@@ -218,6 +218,7 @@ class _Group:
             registry = f"{folder}/registrations.json"
         return replace(
             settings,
+            process_number=number,
             peers=peers,
             discovery_registry_file=registry,
             take_over=self._predecessor is not None,

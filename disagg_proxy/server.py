@@ -47,7 +47,7 @@ from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.source import TokenSource
 from moonpool.disagg_proxy.tokens.threads import TextThreads
 from moonpool.disagg_proxy.tracing.recorder import Recorder, exporter_of
-from moonpool.disagg_proxy.ui.data import Data
+from moonpool.disagg_proxy.ui.data import Data, Group
 
 _log = logging.getLogger("moonpool.proxy")
 _BACKLOG = 1024
@@ -109,7 +109,7 @@ class Proxy:
             self.fleet.join(Found(spec, events.get(spec.name)))
         self._registry = self._register()
         self._follower = self._follow()
-        self.ui = Data(self._dispatcher, self.counters, self.relay.now, settings.policy)
+        self.ui = Data(self._dispatcher, self.counters, self.relay.now, settings.policy, self._group)
         self._pages = self._make_pages()
 
     @property
@@ -235,6 +235,15 @@ class Proxy:
             self._follower,
             self._registry_pages(),
         )
+
+    def _group(self) -> Group:
+        """Which of the proxies this is, for the page."""
+        settings, exchange = self._settings, self._exchange
+        group = Group(settings.process_number, settings.processes, settings.process_listen)
+        if exchange is not None:
+            group.others = sum(bool(row["connected"]) for row in exchange.link.stats().values())
+            group.their_requests = len(exchange.shared)
+        return group
 
     def _exchange_books(self) -> Exchange | None:
         """None: nobody is told."""

@@ -162,6 +162,7 @@ class ProxySettings:
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     peers: PeerSettings = field(default_factory=PeerSettings)
     processes: int = 1  # that serve at one address
+    process_number: int = 0  # of this one among them
     process_listen: str = ""  # HOST:PORT at which each process is reached alone, at PORT, PORT + 1, ...
     discovery: tuple[str, ...] = ()  # where further engines are looked for; discovery/names.py
     discovery_grace_s: float = 10.0  # an engine that is missing there for so long is removed

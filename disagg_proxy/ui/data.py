@@ -68,9 +68,21 @@ class LastRow(msgspec.Struct):
     why_miss: str
 
 
+class Group(msgspec.Struct):
+    """Which process this is: ``number`` (from 0) of ``processes`` at one address, reached alone at ``listen``
+    ("": nowhere). others: proxies that it hears; their_requests: of those, in its books."""
+
+    number: int = 0
+    processes: int = 1
+    listen: str = ""
+    others: int = 0
+    their_requests: int = 0
+
+
 class Page(msgspec.Struct):
     version: str
     process: int
+    group: Group
     policy: str
     explains: bool  # whether the policy looks at prompts, so that there is anything to explain
     clock_s: float
@@ -98,11 +110,13 @@ class Data:
         look: Callable[[], Counters],
         clock: Callable[[], float],
         policy: str,
+        group: Callable[[], Group] = Group,
     ) -> None:
         self._dispatcher = dispatcher
         self._look = look
         self._clock = clock
         self._policy = policy
+        self._group = group
         self._made = b""
         self._made_s = -math.inf
         self.history = History(self.wait_s, lambda: look().rejected)
@@ -154,6 +168,7 @@ class Data:
         return Page(
             version=__version__,
             process=os.getpid(),
+            group=self._group(),
             policy=self._policy,
             explains=dispatcher.uses_tokens,
             clock_s=now_s,

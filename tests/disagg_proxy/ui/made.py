@@ -8,7 +8,7 @@ from typing import Any
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.data_plane.observations import Observation
-from moonpool.disagg_proxy.ui.data import EngineRow, LastRow, Page
+from moonpool.disagg_proxy.ui.data import EngineRow, Group, LastRow, Page
 from moonpool.disagg_proxy.ui.history import STEP_S, Over, Step
 
 INSTANCES = tuple(Instance(place, f"p{place}") for place in range(3))
@@ -94,6 +94,7 @@ def page(engines: int, **other: Any) -> dict[str, Any]:
     made = Page(
         version="9.9",
         process=1,
+        group=Group(),
         policy="conductor",
         explains=True,
         clock_s=1000.0,

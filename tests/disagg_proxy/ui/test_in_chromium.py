@@ -19,6 +19,7 @@ from moonpool.disagg_proxy.replay.run import Plan, replay_here
 from moonpool.disagg_proxy.replay.sender import Bounds
 from moonpool.disagg_proxy.server import Proxy
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
+from moonpool.disagg_proxy.ui.data import Group
 from moonpool.disagg_proxy.ui.page import page_answer
 
 from ..harness import with_deadline
@@ -133,6 +134,31 @@ async def test_a_thousand_instances() -> None:
         wide = await t.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         assert wide  # nothing hangs out of the page
         assert not t.problems
+
+
+@in_time
+async def test_one_process_of_several_says_which_it_is_and_what_it_shares() -> None:
+    first = page(3, group=Group(1, 4, "127.0.0.1:9001", 3, 17), process=11)
+    second = page(3, group=Group(2, 4, "127.0.0.1:9002", 3, 17), process=12)
+    async with serving([(200, first), (200, second)]) as url, tab() as t:
+        await t.open(url)
+        await t.until(FRESH)
+        assert await t.text("#process") == "process 2 of 4"
+        said = await t.text("#share")
+        assert "3 others tell this one, of 17 requests" in said
+        assert "this one is also at 127.0.0.1:9001" in said
+        await t.until("document.getElementById('process').textContent === 'process 3 of 4'")
+        assert "Another process than before" in await t.text("#share")
+        assert not t.problems
+    async with serving([(200, page(3, group=Group(others=1)))]) as url, tab() as t:
+        await t.open(url)
+        await t.until(FRESH)
+        assert await t.text("#process") == ""
+        assert "1 other tells this one" in await t.text("#share")
+    async with serving([(200, page(3))]) as url, tab() as t:
+        await t.open(url)
+        await t.until(FRESH)
+        assert await t.evaluate("document.getElementById('share').hidden")
 
 
 @in_time
