@@ -92,7 +92,7 @@ class Dispatcher:
         self.accounts = Accounts(admission=self.admission)
         self.handovers = Handovers(self.at, handover=handover)
         self.known = KnownPrompts()
-        self._pool = Sender()  # all of its nodes: which of them would send is the master's choice
+        self._pool = Sender()  # all of its nodes: which of them will send nobody tells us
         self.blind = 0
         self.late_errors = 0  # of the policy, that the data plane does not count
         self.chosen: Callable[[ProxyRequest, Choice], None] | None = None  # hears of each choice
