@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -239,12 +240,13 @@ def test_make_test_hands_real_engines_to_pytest(
     for name in ("tools", "engine", "alone"):
         monkeypatch.setattr(test.environments, name, made)
     handed: list[dict[str, str]] = []
-    monkeypatch.setattr("os.execve", lambda python, command, env: handed.append(env))
+    monkeypatch.setattr(test, "in_two", lambda command, env, log: handed.append(env))
     monkeypatch.setattr("os.chdir", lambda _: None)
     monkeypatch.setattr("sys.argv", ["test", "--only-pytest", *([] if engines else ["--no-engine"])])
     for name in [name for name in test.os.environ if name.endswith("_PYTHON")]:
         monkeypatch.delenv(name)
-    test.main()
+    with pytest.raises(SystemExit):
+        test.main()
     found = {name: Path(value).parts[0] for name, value in handed[0].items() if name.endswith("_PYTHON")}
     expected = {
         "MOONPOOL_VLLM_PYTHON": "vllm",
@@ -254,6 +256,18 @@ def test_make_test_hands_real_engines_to_pytest(
         "MOONPOOL_NIXL_PYTHON": "nixl-1.5.1",
     }
     assert found == (expected if engines else {})
+
+
+@pytest.mark.parametrize("codes", [(0, 0, 0), (3, 0, 3), (0, 4, 4), (3, 4, 3)])
+def test_the_clusters_tests_run_beside_the_others(
+    scripts: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], codes: tuple[int, int, int]
+) -> None:
+    others, cluster, code = codes
+    test = importlib.import_module("scripts.test")
+    ends = f"import sys; print(sys.argv[1:]); sys.exit({others} if '--ignore' in sys.argv[-1] else {cluster})"
+    assert test.in_two([sys.executable, "-c", ends], dict(os.environ), tmp_path / "log") == code
+    printed = capfd.readouterr().out.splitlines()
+    assert printed[:2] == ["['--ignore=tests/cluster']", "['-p', 'no:cacheprovider', 'tests/cluster']"]
 
 
 def test_the_matrix_says_which_versions_it_knows(
