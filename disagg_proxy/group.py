@@ -219,6 +219,7 @@ class _Group:
         return replace(
             settings,
             process_number=number,
+            process_listen=settings.process_listen and _next(settings.process_listen, number),
             peers=peers,
             discovery_registry_file=registry,
             take_over=self._predecessor is not None,

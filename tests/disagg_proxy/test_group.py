@@ -126,9 +126,9 @@ async def test_all_serve_know_of_each_other_and_end_together() -> None:
             listen = f"127.0.0.1:{several.own_port + number}"
             while True:  # a page is kept for a second
                 data = json.loads(await several.page(number, "/ui/data"))
-                group, mine = data["group"], data["engine_rows"][0][data["engine_columns"].index("in_flight")]
-                assert (group["number"], group["processes"], group["listen"]) == (number, 3, listen)
-                if (group["others"], group["their_requests"] + mine) == (2, 1):
+                said, mine = data["group"], data["engine_rows"][0][data["engine_columns"].index("in_flight")]
+                assert (said["number"], said["processes"], said["listen"]) == (number, 3, listen)
+                if (said["others"], said["their_requests"] + mine) == (2, 1):
                     break
         pids = several.pids()
         assert len(pids) == 3
