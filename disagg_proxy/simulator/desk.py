@@ -168,9 +168,7 @@ class Desk:
 
     def is_busy(self, ticket: Job, now_s: float) -> bool:
         return all(
-            each.books.wait_s(now_s) >= HOLD_S
-            for each in self.fleet.instances
-            if each.role is not _DECODE
+            each.books.wait_s(now_s) >= HOLD_S for each in self.fleet.instances if each.role is not _DECODE
         )
 
     def share(self, ticket: Job) -> int:

@@ -120,7 +120,7 @@ async def test_all_serve_know_of_each_other_and_end_together() -> None:
                 held = re.search(r'^moonpool_proxy_books_requests\{engine="engine-0"\} (\S+)$', page, re.M)
                 assert held, page
                 connected = re.findall(r"^moonpool_proxy_peer_connected\{.*\} (\S+)$", page, re.M)
-                if (float(held[1]), connected) == (1.0, ["1.0", "1.0"]):  # a busy machine is silent for a while
+                if (float(held[1]), connected) == (1.0, ["1.0", "1.0"]):  # a busy one is silent for a while
                     break
             listen = f"127.0.0.1:{several.own_port + number}"
             while True:  # a page is kept for a second
