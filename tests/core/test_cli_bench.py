@@ -324,7 +324,8 @@ def test_a_running_node_is_left_as_it_was(tmp_path: Path, runtime_dir: Path) -> 
             options = ["--seconds", "0.2", "--size", "4KiB", "--json", str(file)]
             assert run(["bench", "store", "--node", "t", *options]) == 0
             assert json.loads(file.read_text())["node"] == "t"
-            assert rows_of(file)[0]["node_cpu_s_per_million"] > 0
+            # Some verbs need nothing of the node.
+            assert max(row["node_cpu_s_per_million"] for row in rows_of(file)) > 0
             assert kept.get("mine") == b"stays"
             assert kept.stat()["objects"] == 1
         assert run(["bench", "store", "--node", "absent", *options]) == 3
