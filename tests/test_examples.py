@@ -151,11 +151,17 @@ def test_up_toml_is_a_valid_configuration() -> None:
 
 
 def test_tiny_model_is_the_same_everywhere(tmp_path: Path) -> None:
-    """The demo's model depends on its seed alone; engines that share a pool must have the same weights."""
+    """Engines that share a pool must have the same weights, which depend on the seed alone; nothing else
+    does.
+    """
     for name in ("a", "b"):
         subprocess.run([sys.executable, EXAMPLES / "demo" / "tiny_model.py", tmp_path / name], check=True)
     for path in sorted((tmp_path / "a").iterdir()):
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+    subprocess.run([sys.executable, EXAMPLES / "demo" / "tiny_model.py", tmp_path / "c", "1"], check=True)
+    pairs = [(path, tmp_path / "c" / path.name) for path in (tmp_path / "a").iterdir()]
+    differ = [path.name for path, other in pairs if path.read_bytes() != other.read_bytes()]
+    assert differ == ["model.safetensors"]
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     header_bytes = int.from_bytes((tmp_path / "a" / "model.safetensors").read_bytes()[:8], "little")
     header = json.loads((tmp_path / "a" / "model.safetensors").read_bytes()[8 : 8 + header_bytes])

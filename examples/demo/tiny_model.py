@@ -5,7 +5,7 @@ over real keys and values, so one wrong byte in a loaded block changes what it s
 same files everywhere. Written with numpy alone, so that making it takes a second; any engine that reads the
 Hugging Face layout takes it.
 
-    python examples/demo/tiny_model.py FOLDER
+    python examples/demo/tiny_model.py FOLDER [SEED]
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def config() -> dict[str, object]:
     }
 
 
-def weights() -> dict[str, np.ndarray]:
+def weights(seed: int) -> dict[str, np.ndarray]:
     """Name -> float32 array; projections are (out, in)."""
-    random = np.random.default_rng(SEED)
+    random = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> np.ndarray:
         return (random.standard_normal((rows, columns)) * SPREAD).astype(np.float32)
@@ -149,15 +149,17 @@ def safetensors(tensors: dict[str, np.ndarray]) -> bytes:
     return len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in tensors.values())
 
 
-def make(folder: Path) -> Path:
-    """Makes the model in ``folder`` unless it is there; a half-made one is never visible."""
+def make(folder: Path, seed: int = SEED) -> Path:
+    """Makes the model in ``folder`` unless one is there; a half-made one is never visible. Another seed gives
+    other weights.
+    """
     if (folder / "config.json").exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=".tiny-", dir=folder.parent))
     try:
         draft.chmod(0o755)
-        (draft / "model.safetensors").write_bytes(safetensors(weights()))
+        (draft / "model.safetensors").write_bytes(safetensors(weights(seed)))
         for name, content in (
             ("config.json", config()),
             ("tokenizer.json", tokenizer()),
@@ -174,6 +176,6 @@ def make(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) not in (2, 3):
         sys.exit(__doc__)
-    print(make(Path(sys.argv[1])))
+    print(make(Path(sys.argv[1]), *map(int, sys.argv[2:])))

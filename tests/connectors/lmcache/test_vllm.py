@@ -20,6 +20,7 @@ from tests.core.store_bed import until
 from tests.ports import free_port
 
 HERE = Path(__file__).resolve().parent
+TINY_MODEL = HERE.parents[2] / "examples" / "demo" / "tiny_model.py"
 CHUNK, PROMPT = 256, 700
 HELD = PROMPT // CHUNK * CHUNK
 ADAPTER = {
@@ -74,8 +75,7 @@ def pair(
     with tempfile.TemporaryDirectory(prefix="moonpool-") as path, ExitStack() as stack:
         folder = Path(path)
         model = folder / "model"
-        make_model = [vllm_python, str(HERE.parent / "vllm" / "tiny_model.py"), str(model), "0"]
-        subprocess.run(make_model, env=environment(folder), check=True)
+        subprocess.run([sys.executable, TINY_MODEL, model], check=True)
         node = Node(folder / "run").start()
         stack.callback(node.kill)
 

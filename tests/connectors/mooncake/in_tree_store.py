@@ -1,5 +1,6 @@
-"""vLLM's own MooncakeStoreConnector over the drop-in: ``in_tree_store.py MODEL``. Says as JSON what it
-answered and how many tokens of each prompt it did not compute, then waits for the end of stdin.
+"""vLLM's own MooncakeStoreConnector over the drop-in: ``in_tree_store.py MODEL``. After a line on stdin it
+runs its prompts, says as JSON what it answered and how many tokens of each it did not compute, and waits for
+the end of stdin.
 
 On a CPU the connector needs two names of torch that only a GPU has; nothing of vLLM or of the drop-in is
 changed.
@@ -60,6 +61,7 @@ def main() -> None:
         {"prompt_token_ids": [source.randrange(256) for _ in range(PROMPT_TOKENS)]} for _ in range(PROMPTS)
     ]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    sys.stdin.readline()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     said = {
         "tokens": [list(one.outputs[0].token_ids) for one in outputs],

@@ -20,13 +20,13 @@ from tests.core.master_bed import MasterProcess
 from tests.core.store_bed import MIB, until
 
 HERE = Path(__file__).parent
-MODEL_SCRIPT = HERE.parent / "vllm" / "tiny_model.py"
+MODEL_SCRIPT = HERE.parents[2] / "examples" / "demo" / "tiny_model.py"
 START_TIMEOUT_S = 240.0
 PROMPTS, BLOCKS, BLOCK_TOKENS = 3, 300 // 32, 32
 
 
 class InTree:
-    """An engine; its answers come when it has started and run all prompts."""
+    """An engine that starts."""
 
     def __init__(self, python: str, model: Path, config: Path) -> None:
         environment = {**os.environ, **ENGINE_ENVIRONMENT, "MOONCAKE_CONFIG_PATH": str(config)}
@@ -40,7 +40,11 @@ class InTree:
         )
 
     def answers(self) -> Any:
+        """When it has started it runs its prompts, and these are its answers."""
+        assert self.process.stdin is not None
         assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
         assert select.select([self.process.stdout], [], [], START_TIMEOUT_S)[0], "the engine says nothing"
         line = self.process.stdout.readline()
         assert line, f"the engine ended with {self.process.wait()}"
@@ -59,7 +63,7 @@ def test_a_second_engine_hits_what_the_first_stored(
 ) -> None:
     pool = make_store(64 * MIB)
     model = tmp_path / "model"
-    subprocess.run([vllm_python, str(MODEL_SCRIPT), str(model), "7"], check=True, stdout=sys.stderr)
+    subprocess.run([sys.executable, MODEL_SCRIPT, model], check=True)
     config = tmp_path / "mooncake.json"
     config.write_text(
         json.dumps(
@@ -74,19 +78,16 @@ def test_a_second_engine_hits_what_the_first_stored(
             }
         )
     )
-    first = InTree(vllm_python, model, config)
+    first, second = engines = [InTree(vllm_python, model, config) for _ in range(2)]
     try:
         cold = first.answers()
-        stored = until(lambda: pool._ask(lambda store: store.stat())["objects"] >= PROMPTS * BLOCKS, 60)
-    finally:
+        assert until(lambda: pool._ask(lambda store: store.stat())["objects"] >= PROMPTS * BLOCKS, 60)
+        assert cold["cached"] == [0] * PROMPTS
         first.end()
-    assert stored
-    assert cold["cached"] == [0] * PROMPTS
-    second = InTree(vllm_python, model, config)
-    try:
         warm = second.answers()
     finally:
-        second.end()
+        for engine in engines:
+            engine.end()
     assert warm["tokens"] == cold["tokens"]
     assert warm["cached"] == [BLOCKS * BLOCK_TOKENS] * PROMPTS
     assert pool.remove_all(force=True) >= PROMPTS * BLOCKS

@@ -15,7 +15,7 @@ import pytest
 from tests.connectors.vllm.processes import Engine, EngineFailed
 
 HERE = Path(__file__).parent
-MODEL_SCRIPT = HERE.parent / "vllm" / "tiny_model.py"
+MODEL_SCRIPT = HERE.parents[2] / "examples" / "demo" / "tiny_model.py"
 PROMPT_TOKENS, BLOCK_TOKENS, NEW_TOKENS = (300, 33, 1000), 32, 12
 PREFILL_ID = "prefill-1"
 
@@ -61,7 +61,7 @@ def test_what_one_engine_computed_another_goes_on_with(
 ) -> None:
     monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(free_port))
     model = tmp_path / "model"
-    subprocess.run([vllm_python, str(MODEL_SCRIPT), str(model), "7"], check=True, stdout=sys.stderr)
+    subprocess.run([sys.executable, MODEL_SCRIPT, model], check=True)
     source = random.Random(11)
     prompts = [[source.randrange(256) for _ in range(n)] for n in PROMPT_TOKENS]
     engines = {

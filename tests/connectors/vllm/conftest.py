@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.connectors.vllm.processes import Engine, Node, environment
+from tests.connectors.vllm.processes import Engine, Node
 
 KV_CONFIG = {
     "kv_connector": "Mooncake",
@@ -23,6 +24,7 @@ KV_CONFIG = {
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"lease_s": 3.0},
 }
+TINY_MODEL = Path(__file__).parents[3] / "examples" / "demo" / "tiny_model.py"
 JOIN_TIMEOUT_S = 20.0
 BLOCK_TOKENS = 32
 BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 4  # layers x (K and V) x KV heads x head size x float32
@@ -69,18 +71,12 @@ def vllm_python() -> str:
 
 
 @pytest.fixture(scope="session")
-def models(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two models of equal config and different weights."""
     folder = tmp_path_factory.mktemp("models")
     paths = [folder / "seed0", folder / "seed1"]
-    arguments = [text for seed, path in enumerate(paths) for text in (str(path), str(seed))]
-    subprocess.run(
-        [vllm_python, str(Path(__file__).parent / "tiny_model.py"), *arguments],
-        env=environment(folder),
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
+    for seed, path in enumerate(paths):
+        subprocess.run([sys.executable, TINY_MODEL, path, str(seed)], check=True, timeout=60)
     return paths
 
 
