@@ -12,7 +12,7 @@ from moonpool.disagg_proxy.simulator.cluster import ClusterSettings
 from moonpool.disagg_proxy.simulator.runs import Plan, simulate
 
 MANY = 1_000_000
-MINUTES_MAX = 15
+MINUTES_MAX = 10  # of CPU: other work on the machine makes the wall clock slower, and that little
 
 
 def rows(bed: Bed) -> list[Row]:
@@ -50,19 +50,20 @@ def _large(bed: Bed) -> list[Row]:
 
     began_s = time.monotonic()
     run = simulate(plan, bed.trace("conversation"), tell)
-    minutes = (time.monotonic() - began_s) / 60
+    minutes, cpu_minutes = (time.monotonic() - began_s) / 60, run.cpu_s / 60
     grown = _peak_mib() / at_half
     what = f"[{len(run.results):,} requests, 500P+500D, conductor]"
     return [
         Row(
-            f"simulate a large fleet {what}",
-            minutes,
+            f"simulate a large fleet, CPU {what}",
+            cpu_minutes,
             "min",
             {},
             None,
             f"<= {MINUTES_MAX} min",
-            minutes <= MINUTES_MAX,
+            cpu_minutes <= MINUTES_MAX,
         ),
+        Row(f"simulate a large fleet, by the clock {what}", minutes, "min", {}, None, "", None),
         Row(f"peak memory {what}", _peak_mib(), "MiB", {}, None, "second half adds < 10 %", grown < 1.1),
     ]
 
