@@ -47,6 +47,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 TINY_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "tiny_model.py"
 ENGINES = ("prefill", "decode")
 BLOCK_TOKENS = 32
+CACHE_BYTES = 256 << 20  # 2,048 blocks: all of the longest replay here, and what was measured before it
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 START_S = 400.0
 ANSWER_S = 120.0
@@ -140,7 +141,7 @@ def engine_command(python: str, pair: Pair, name: str, runtime: Path) -> list[st
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(pair.model)]
     command += ["--host", host, "--port", str(port), "--served-model-name", "tiny", "--dtype", "float32"]
     command += ["--max-model-len", "4096", "--max-num-seqs", "8", "--block-size", str(BLOCK_TOKENS)]
-    command += ["--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager", "--seed", "0"]
+    command += ["--kv-cache-memory-bytes", str(CACHE_BYTES), "--enforce-eager", "--seed", "0"]
     command += ["--kv-transfer-config", json.dumps(KV_CONFIG), "--kv-events-config", json.dumps(events)]
     command += ["--enable-prompt-tokens-details"]
     return command + (["--enable-scale-out"] if name == "prefill" else [])
