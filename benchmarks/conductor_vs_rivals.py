@@ -28,6 +28,7 @@ from benchmarks.conductor import (
     scale,
 )
 from benchmarks.conductor.bed import PUBLISHED, Bed
+from benchmarks.options import add_options
 from benchmarks.report import Row, print_table, write_json
 
 PARTS: dict[str, Callable[[Bed], list[Row]]] = {
@@ -44,11 +45,10 @@ PARTS: dict[str, Callable[[Bed], list[Row]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trace-dir", type=Path, metavar="DIR", default=os.environ.get("MOONPOOL_TRACES"))
-    parser.add_argument("--quick", action="store_true", help="under 50 s: 3,000 requests, one seed")
+    add_options(parser, "under 50 s: 3,000 requests, one seed")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="simulations at the same time")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="at most so many for a row")
     parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,...", help=", ".join(PARTS))
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     if options.trace_dir is None:
         parser.error(f"--trace-dir is needed; the traces are published at {PUBLISHED}")

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.engine.fleet import Failed, Fleet, moonpool_config, ready, vllm_python
+from benchmarks.options import add_options
 from benchmarks.processes import Talker, end_on_sigterm
 from benchmarks.report import Row, print_table, write_json
 
@@ -103,11 +104,10 @@ def medians(rows: list[list[float]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_overhead", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true", help="fewer steps; under 240 s")
+    add_options(parser, "fewer steps; under 240 s")
     parser.add_argument(
         "--vllm-python", default=vllm_python(), metavar="PYTHON", help="(MOONPOOL_VLLM_PYTHON)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     end_on_sigterm()
     with ExitStack() as stack:

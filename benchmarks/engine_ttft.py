@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.fleet import Failed, Fleet, moonpool_config, prompt, ready, vllm_python
+from benchmarks.options import add_options
 from benchmarks.processes import Talker, end_on_sigterm
 from benchmarks.report import Row, print_table, write_json
 
@@ -99,11 +100,10 @@ def rows(length: int, first_s: dict[str, list[float]]) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_ttft", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true", help="fewer prompts; under 240 s")
+    add_options(parser, "fewer prompts; under 240 s")
     parser.add_argument(
         "--vllm-python", default=vllm_python(), metavar="PYTHON", help="(MOONPOOL_VLLM_PYTHON)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     end_on_sigterm()
     with ExitStack() as stack:

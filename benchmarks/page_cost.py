@@ -1,16 +1,19 @@
 """What the page at /ui costs the proxy: for each request on the thread that decides, for each request on the
 event loop, and for each page of a thousand instances.
 
-    python -m benchmarks.page_cost
+    python -m benchmarks.page_cost [--quick] [--json FILE]
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import statistics
 import time
 from collections.abc import Callable
 
+from benchmarks.options import add_options
+from benchmarks.report import Row, print_table, write_json
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.data_plane.observations import Observation
@@ -19,7 +22,7 @@ from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
 from moonpool.disagg_proxy.ui.history import FRESH_MAX, LAST_MAX, History
 
 INSTANCES = 1_000
-ROUNDS = 200
+TURNS, QUICK_TURNS = 200, 20
 
 
 def over() -> tuple[Observation, Choice, Request, float]:
@@ -31,17 +34,17 @@ def over() -> tuple[Observation, Choice, Request, float]:
     return Observation(**values), Choice(Instance(3, "engine-3"), None, 0.3, why), asked, 10.0
 
 
-def each_us(work: Callable[[], object], count: int) -> float:
-    """The median round's CPU time for one of ``count``, in microseconds."""
-    rounds = []
-    for _ in range(ROUNDS):
+def each_us(work: Callable[[], object], count: int, turns: int) -> float:
+    """The median turn's CPU time for one of ``count``, in microseconds."""
+    taken_us = []
+    for _ in range(turns):
         began_s = time.thread_time()
         work()
-        rounds.append((time.thread_time() - began_s) / count * 1e6)
-    return statistics.median(rounds)
+        taken_us.append((time.thread_time() - began_s) / count * 1e6)
+    return statistics.median(taken_us)
 
 
-def of_a_request() -> tuple[float, float]:
+def of_a_request(turns: int) -> tuple[float, float]:
     """(on the thread that decides, on the event loop)"""
     history = History(float, dict)
     observation, choice, asked, sent_s = over()
@@ -52,13 +55,13 @@ def of_a_request() -> tuple[float, float]:
             if ended is not None:
                 ended((observation, choice, asked, sent_s))
 
-    ending = each_us(end, FRESH_MAX)
+    ending = each_us(end, FRESH_MAX, turns)
 
     def end_and_gather() -> None:
         end()
         history.gather(10.0)
 
-    return ending, each_us(end_and_gather, FRESH_MAX) - ending
+    return ending, each_us(end_and_gather, FRESH_MAX, turns) - ending
 
 
 async def of_a_page() -> tuple[float, float, int]:
@@ -85,12 +88,26 @@ async def of_a_page() -> tuple[float, float, int]:
 
 
 def main() -> None:
-    deciding_us, gathering_us = of_a_request()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_options(parser, "fewer turns")
+    options = parser.parse_args()
+    deciding_us, gathering_us = of_a_request(QUICK_TURNS if options.quick else TURNS)
     page_ms, gauges_ms, size = asyncio.run(of_a_page())
-    print(f"a request, on the thread that decides   {deciding_us:6.2f} us")
-    print(f"a request, on the event loop            {gathering_us:6.2f} us")
-    print(f"a page of {INSTANCES:,} instances            {page_ms:6.1f} ms, {size:,} bytes")
-    print(f"the longest line of them, each 5 s      {gauges_ms:6.1f} ms")
+    rows = [
+        _row("a request, on the thread that decides", deciding_us, "us"),
+        _row("a request, on the event loop", gathering_us, "us"),
+        _row(f"a page [{INSTANCES:,} instances, {size:,} bytes]", page_ms, "ms"),
+        _row("the longest line of it, each 5 s", gauges_ms, "ms"),
+    ]
+    print_table("CPU time of the proxy's page", rows)
+    if options.json:
+        write_json(options.json, rows)
+
+
+def _row(work: str, ours: float, unit: str) -> Row:
+    return Row(work, ours, unit, {}, None, "", None)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
 """What a hand-over from a prefill to a decode engine takes, beside vLLM's in-tree NixlConnector.
 
-    python -m benchmarks.pd_handover [--nixl DIR] [--vllm-python PYTHON] [--quick] [--json FILE]
+    python -m benchmarks.pd_handover [--nixl DIR | --peers-venv DIR] [--vllm-python PYTHON] [--quick]
+        [--json FILE]
 
 --nixl DIR: a folder with NIXL for that Python, made by
 
     PYTHON -m pip install --no-deps --target DIR nixl==1.5.1 nixl-cu12==1.5.1
 
-Without it our figures stand alone. Four real engines in four processes on one host: a prefill and a decode
-engine with our connector, without a pool, and a pair with NIXL over UCX as it runs on CPU. Each round
-computes a new prompt on each prefill engine and hands it over, the pairs in turn. Time: from the request's
-arrival at the decode engine until its scheduler knows that the KV is here. CPU: of both processes, user and
-system, in that time, and at the prefill engine until its blocks are free again. The tokens that decode goes
-on with must be equal between the pairs. Figures are medians; the first rounds, after which all KV memory was
-touched once, are not counted.
+--peers-venv DIR: a venv with the same two. Without either our figures stand alone. Four real engines in four
+processes on one host: a prefill and a decode engine with our connector, without a pool, and a pair with NIXL
+over UCX as it runs on CPU. Each round computes a new prompt on each prefill engine and hands it over, the
+pairs in turn. Time: from the request's arrival at the decode engine until its scheduler knows that the KV is
+here. CPU: of both processes, user and system, in that time, and at the prefill engine until its blocks are
+free again. The tokens that decode goes on with must be equal between the pairs. Figures are medians; the
+first rounds, after which all KV memory was touched once, are not counted.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.fleet import Failed, Fleet, prompt, ready, vllm_python
+from benchmarks.options import add_options
 from benchmarks.processes import Talker, end_on_sigterm
 from benchmarks.report import Row, print_table, write_json
 
@@ -122,6 +124,19 @@ def rows_of(pairs: dict[str, Pair], length: int, rounds: int) -> list[Row]:
     return rows
 
 
+def nixl_of(venv: Path, folder: Path) -> Path | None:
+    """A folder inside of ``folder`` with NIXL alone: the rest of ``venv`` would hide what the engine has.
+    None where it has no NIXL."""
+    found = [path.resolve() for path in venv.glob("lib/python3*/site-packages/nixl*")]
+    if "nixl" not in (path.name for path in found):
+        return None
+    alone = folder / "nixl"
+    alone.mkdir()
+    for path in found:
+        (alone / path.name).symlink_to(path)
+    return alone
+
+
 def _nixl(folder: Path, port: int) -> dict[str, Any]:
     return {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")])),
@@ -135,18 +150,18 @@ def _nixl(folder: Path, port: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pd_handover", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true", help="fewer prompts; under 240 s")
+    add_options(parser, "fewer prompts; under 240 s", "a venv with NIXL, for --nixl")
     parser.add_argument("--nixl", type=Path, metavar="DIR", help="a folder with NIXL, see above")
     parser.add_argument(
         "--vllm-python", default=vllm_python(), metavar="PYTHON", help="(MOONPOOL_VLLM_PYTHON)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     end_on_sigterm()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-bench-")))
         try:
-            pairs = pairs_of(Fleet(folder, options.vllm_python, stack), options.nixl)
+            nixl = options.nixl or (options.peers_venv and nixl_of(options.peers_venv, folder))
+            pairs = pairs_of(Fleet(folder, options.vllm_python, stack), nixl)
             rows = measure(pairs, 7 if options.quick else 25)
         except Failed as error:
             sys.exit(f"pd_handover: {error}")

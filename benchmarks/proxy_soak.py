@@ -1,6 +1,6 @@
 """Whether the proxy's memory stays flat: a million requests, and what the process holds.
 
-    python -m benchmarks.proxy_soak [--requests 1000000]
+    python -m benchmarks.proxy_soak [--requests 1000000] [--quick] [--json FILE]
 
 Two proxies take turns: one with round robin over two engines, and one that hands over between prefill and
 decode engines, chosen by the KV events that they tell, for prompts of token ids that are all new. A round is
@@ -21,11 +21,14 @@ from pathlib import Path
 
 import uvloop
 
+from benchmarks.options import add_options
 from benchmarks.processes import Failed, Process
 from benchmarks.proxy import load, prompts
 from benchmarks.proxy.bed import Bed
+from benchmarks.report import Row, write_json
 
 CLIENTS = 64
+REQUESTS, QUICK_REQUESTS = 1_000_000, 40_000
 ROUND = 5_000
 LEAVING = 64
 WARM = 3  # of ten looks
@@ -62,15 +65,17 @@ class Watched:
         print(f"{self.name}: {done:>9} requests  {memory / 2**20:6.1f} MiB  {files} files")
         self._seen.append((memory, files))
 
-    def is_flat(self) -> bool:
+    def row(self) -> Row:
+        """What it held more in the end than when it was warm."""
         (warm, files), (now, more) = self._seen[WARM], self._seen[-1]
         flat = now - warm <= GROWTH_MAX_BYTES and more - files <= FILES_GROWTH_MAX
         print(f"{self.name}: {(now - warm) / 2**20:+.1f} MiB, {more - files:+d} files since it was warm")
-        return flat
+        target = f"<= {GROWTH_MAX_BYTES >> 20} MiB, <= {FILES_GROWTH_MAX} files"
+        return Row(f"{self.name}: growth", (now - warm) / 2**20, "MiB", {}, None, target, flat)
 
 
-def soak(requests: int) -> bool:
-    """Whether the proxies held no more in the end. Raises Failed, or RuntimeError for a wrong answer."""
+def soak(requests: int) -> list[Row]:
+    """What each proxy held more in the end. Raises Failed, or RuntimeError for a wrong answer."""
     with ExitStack() as stack:
         bed = Bed(stack, None)
         plain = Watched("plain", *bed.routers("")["ours"])
@@ -99,22 +104,26 @@ def soak(requests: int) -> bool:
                 looks += 1
                 for watched in (plain, aware):
                     watched.look(done // 2)
-        flat = [watched.is_flat() for watched in (plain, aware)]
-        print("flat" if all(flat) else "NOT FLAT")
-        return all(flat)
+        return [watched.row() for watched in (plain, aware)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=1_000_000)
+    parser.add_argument("--requests", type=int, help="1,000,000; quick: 40,000")
+    add_options(parser, "fewer requests")
     options = parser.parse_args()
     try:
-        return 0 if soak(options.requests) else 1
+        rows = soak(options.requests or (QUICK_REQUESTS if options.quick else REQUESTS))
     except (Failed, RuntimeError, TimeoutError) as error:
         print(f"proxy_soak: {error}", file=sys.stderr)
         return 1
+    flat = all(row.met for row in rows)
+    print("flat" if flat else "NOT FLAT")
+    if options.json:
+        write_json(options.json, rows)
+    return 0 if flat else 1
 
 
 if __name__ == "__main__":

@@ -210,9 +210,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--peers-venv", type=Path)
+    parser.add_argument("--peers-venv", type=Path, metavar="DIR")
     parser.add_argument("--quick", action="store_true", help="under 50 s")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     rounds, requests = (2, 2000) if options.quick else (5, 10000)
     try:

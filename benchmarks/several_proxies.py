@@ -25,6 +25,7 @@ from pathlib import Path
 
 import aiohttp
 
+from benchmarks.options import add_options
 from benchmarks.processes import Process, free_port
 from benchmarks.report import Row, print_table, write_json
 
@@ -96,13 +97,15 @@ def run(arm: str, engines: list[str], seconds: float, folder: Path) -> Outcome:
     """arm: one, exchanging, apart."""
     with ExitStack() as stack:
         ports = [free_port() for _ in range(PROXIES if arm == "apart" else 1)]
+        processes = []
         for port in ports:
             words = [sys.executable, "-m", "moonpool", "proxy", "--listen", f"127.0.0.1:{port}"]
             words += ["--policy", "conductor", "--tokenizer", "none"]
             words += [word for url in engines for word in ("--engine", url)]
             words += ["--processes", str(PROXIES)] if arm == "exchanging" else []
-            process = Process(words, folder / f"{arm}-{port}.log")
-            stack.callback(process.stop)
+            processes.append(Process(words, folder / f"{arm}-{port}.log"))
+            stack.callback(processes[-1].stop)
+        for process in processes:
             process.wait_for_output("serving on")
         return asyncio.run(drive([f"http://127.0.0.1:{port}" for port in ports], seconds))
 
@@ -145,9 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="one short round; under 50 s")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--peers-venv", type=Path, metavar="DIR", help="not used here")
+    add_options(parser, "one short round; under 50 s")
     arguments = parser.parse_args()
     rounds, seconds = (1, 5.0) if arguments.quick else (3, 30.0)
     found: dict[str, list[Outcome]] = {"one": [], "exchanging": [], "apart": []}
@@ -155,14 +156,15 @@ def main() -> None:
         folder = Path(name)
         timing = ["--prefill-us", str(PREFILL_S_PER_TOKEN * 1e6), "--step-tokens", "65536"]
         with ExitStack() as stack:
-            engines = []
+            engines, processes = [], []
             for number in range(ENGINES):
                 port = free_port()
                 words = [sys.executable, "-m", "moonpool", "mock-engine", "--port", str(port), *timing]
-                process = Process(words, folder / f"engine-{number}.log")
-                stack.callback(process.stop)
-                process.wait_for_output("on http")
+                processes.append(Process(words, folder / f"engine-{number}.log"))
+                stack.callback(processes[-1].stop)
                 engines.append(f"http://127.0.0.1:{port}")
+            for process in processes:
+                process.wait_for_output("on http")
             for _ in range(rounds):
                 for arm, outcomes in found.items():
                     outcomes.append(run(arm, engines, seconds, folder))

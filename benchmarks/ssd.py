@@ -28,6 +28,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.options import add_options
 from benchmarks.report import Row, print_table, write_json
 from moonpool import Store, _native
 
@@ -181,8 +182,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="a folder on the disk (default: the working directory)")
     parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--rounds", type=int, help="counted rounds (9; quick: 3)")
-    parser.add_argument("--quick", action="store_true", help="under 40 s; figures are rougher")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    add_options(parser, "under 40 s; figures are rougher")
     options = parser.parse_args()
     rounds = options.rounds or (3 if options.quick else 9)
     missing = "not run: apt-get install fio"

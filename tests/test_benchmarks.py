@@ -138,6 +138,47 @@ def test_the_drop_in_may_take_5_us_more(load: Any, more_us: float, met: bool) ->
     assert (row.ours, row.peers, row.met) == (3.0 + more_us, {"moonpool": 3.0}, met)
 
 
+SCRIPTS = sorted(
+    path.stem for path in (ROOT / "benchmarks").glob("*.py") if "parse_args()" in path.read_text()
+)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_benchmark_takes_the_same_options(
+    load: Any, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        load(name).main()
+    told = capsys.readouterr().out
+    assert not ended.value.code
+    assert all(f"\n  {option}" in told for option in ("--quick", "--peers-venv DIR", "--json FILE")), told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_what_the_page_costs_is_rows(tmp_path: Path) -> None:
+    result = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks.page_cost", "--quick", "--json", str(result)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=55)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = json.loads(result.read_text())["rows"]
+    assert [row["unit"] for row in rows] == ["us", "us", "ms", "ms"]
+    assert all(row["ours"] > 0 for row in rows)
+
+
+def test_nixl_is_taken_out_of_a_venv_alone(load: Any, tmp_path: Path) -> None:
+    packages = tmp_path / "venv" / "lib" / "python3.11" / "site-packages"
+    nixl_of = load("pd_handover").nixl_of
+    assert nixl_of(tmp_path / "venv", tmp_path) is None
+    for name in ("nixl", "nixl_cu12.libs", "numpy"):
+        (packages / name).mkdir(parents=True)
+    (packages / "nixl" / "__init__.py").touch()
+    alone = nixl_of(tmp_path / "venv", tmp_path)
+    assert sorted(path.name for path in alone.iterdir()) == ["nixl", "nixl_cu12.libs"]
+    assert (alone / "nixl" / "__init__.py").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from moonpool.disagg_proxy.simulator.runs import Plan, Run
 
 RUN = "run"
+TRACE_HELP = """Lines of timestamp, input_length, output_length, hash_ids; published ones:
+github.com/kvcache-ai/Mooncake, FAST25-release/traces."""
 TABLE_WIDTH = 140
 
 
@@ -52,7 +54,7 @@ def register(app: typer.Typer) -> None:
 
 
 def simulate(
-    trace: Annotated[Path, typer.Argument(help="Lines of timestamp, input_length, output_length, hash_ids.")],
+    trace: Annotated[Path, typer.Argument(help=TRACE_HELP)],
     speed: of.Speed = "1",
     copies: of.Copies = 1,
     requests: of.Requests = 0,
