@@ -65,7 +65,10 @@ def run(plan: Plan, tell: Callable[[Event], None], *, pid: int | None = None) ->
         for spec in plan.specs:
             with suppress(FileNotFoundError):
                 spec.log.replace(spec.log.with_name(spec.log.name + ".old"))
-        asyncio.run(_run(plan, tell, os.getpid() if pid is None else pid))
+        try:
+            asyncio.run(_run(plan, tell, os.getpid() if pid is None else pid))
+        finally:
+            plan.ports.release()
 
 
 async def _run(plan: Plan, tell: Callable[[Event], None], pid: int) -> None:

@@ -16,10 +16,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from moonpool.core import paths
 from moonpool.core.addresses import Address, parse_address
 from moonpool.core.config import Config, Engine, UpNode
 from moonpool.core.errors import ConfigError, Unavailable
+from moonpool.core.held_ports import HeldPorts
 from moonpool.core.http_get import answers_ok, get_json
 from moonpool.core.node_socket import is_served
 from moonpool.core.proxy_settings import policy_of
@@ -52,11 +51,12 @@ OWN_EVENTS = {KV_EVENTS_CONFIG, "--data-parallel-size", "-dp"}
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to run; ``models`` and ``sockets`` by the name of the process."""
+    """What is to run; ``models`` and ``sockets`` by the name of the process, ``ports`` of all."""
 
     specs: tuple[Spec, ...]
     log_dir: Path
     limits: Limits
+    ports: HeldPorts
     models: Mapping[str, str] = field(default_factory=dict)
     sockets: Mapping[str, str] = field(default_factory=dict)
 
@@ -80,9 +80,14 @@ def plan(config: Config, *, config_file: str = "", env: Mapping[str, str] | None
     runtime = paths.runtime_dir(ensure=True)
     log_dir = Path(up.log_dir).absolute() if up.log_dir else runtime / "logs"
     _make_folder(log_dir)
-    with ExitStack() as held:
-        planner = _Planner(config, config_file, env, log_dir, held)
+    ports = HeldPorts()
+    planner = _Planner(config, config_file, env, log_dir, ports)
+    try:
         specs = planner.all()
+        ports.settle()
+    except BaseException:
+        ports.release()
+        raise
     limits = Limits(
         ready_timeout_s=up.ready_timeout_s,
         start_attempts_max=up.start_attempts_max,
@@ -92,14 +97,14 @@ def plan(config: Config, *, config_file: str = "", env: Mapping[str, str] | None
         backoff_reset_s=up.backoff_reset_s,
         progress_interval_s=up.progress_interval_s,
     )
-    return Plan(tuple(specs), log_dir, limits, planner.models, planner.sockets)
+    return Plan(tuple(specs), log_dir, limits, ports, planner.models, planner.sockets)
 
 
 class _Planner:
     """Makes the specs in the order of their stages; what one stage decides, the next one reads."""
 
     def __init__(
-        self, config: Config, config_file: str, env: Mapping[str, str], log_dir: Path, held: ExitStack
+        self, config: Config, config_file: str, env: Mapping[str, str], log_dir: Path, ports: HeldPorts
     ) -> None:
         self.config = config
         self.models: dict[str, str] = {}
@@ -107,7 +112,7 @@ class _Planner:
         self._config_option = ["--config", str(Path(config_file).absolute())] if config_file else []
         self._env = env
         self._log_dir = log_dir
-        self._held = held
+        self._ports = ports
         self._names = {"proxy"}
         self._master = str(master_address(config) or "")  # what the nodes join
         self._nodes: dict[str, str] = {}  # name of the node -> its socket
@@ -249,7 +254,7 @@ class _Planner:
         if not engine.health.startswith("/"):
             raise _wrong(f"{key}.health", "must start with /")
         node = self._node_of(engine, index, key)
-        address = _free_address(Address(engine.host, engine.port), f"{key}.port", self._held)
+        address = self._ports.take(Address(engine.host, engine.port), f"{key}.port", keep=not engine.command)
         env = {**self._env, **engine.env}
         if engine.command:
             if engine.model or engine.args:
@@ -318,7 +323,7 @@ class _Planner:
     def _proxy(self, roles: Sequence[str], engines: Sequence[Spec]) -> Spec:
         """In front of the engines that are started here and of those that [proxy] names."""
         key = "proxy.listen"
-        address = _free_address(parse_address(self.config.proxy.listen, key), key, self._held)
+        address = self._ports.take(parse_address(self.config.proxy.listen, key), key)
         url = f"http://{_from_here(address)}"
 
         async def ready() -> bool:
@@ -347,37 +352,12 @@ class _Planner:
         address = parse_address(text, key)
         require_token(self.config, address, key)
         by_default = self.config.origin(key).kind == "default" and "[" not in key
-        return _free_address(address, key, self._held, or_any=by_default)
+        return self._ports.take(address, key, or_any=by_default)
 
     def _take_name(self, name: str, key: str) -> None:
         if name in self._names:
             raise _wrong(key, f"{name} is taken; names of processes must differ")
         self._names.add(name)
-
-
-def _free_address(address: Address, key: str, held: ExitStack, *, or_any: bool = False) -> Address:
-    """``address`` with a real port. It is held until ``held`` closes, so that no two of ours get the same.
-
-    Raises ConfigError when somebody else listens there: else we would take that one for ours when it answers.
-    or_any: then any free port will do.
-    """
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
-    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        probe.bind(address)
-        probe.listen(1)
-    except OSError as error:
-        if or_any and address.port:
-            return _free_address(address._replace(port=0), key, held)
-        raise ConfigError(
-            f"{key}: address {address} cannot be used: {error.strerror}; choose another, or port 0 for any",
-            operation="up",
-            key=key,
-            peer=str(address),
-            cause=error,
-        ) from error
-    return address._replace(port=probe.getsockname()[1])
 
 
 def _event_sockets(process: str) -> tuple[str, str]:

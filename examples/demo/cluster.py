@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from model_choice import Model
@@ -36,16 +36,18 @@ class StartFailed(Exception):
     """Something did not come up; the text says what, and where its log is."""
 
 
-def free_port(preferred: int = 0) -> int:
-    """The preferred port when nobody listens there, else any free one."""
+def held_port(stack: ExitStack, preferred: int = 0) -> int:
+    """The preferred port when nobody listens there, else any free one. The kernel gives it to nobody else as
+    long as ``stack`` is open; a server that sets SO_REUSEADDR may bind there.
+    """
     for port in (preferred, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
+        holder = stack.enter_context(socket.socket())
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            holder.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return int(holder.getsockname()[1])
     raise StartFailed("no free TCP port on 127.0.0.1")
 
 
@@ -70,13 +72,14 @@ class Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix="moonpool-demo-", dir="/tmp"))
         self.runtime = self.folder / "run"
         self.runtime.mkdir(mode=0o700)
-        self.proxy: Address = ("127.0.0.1", free_port(8080))
+        held = self._held = ExitStack()
+        self.proxy: Address = ("127.0.0.1", held_port(held, 8080))
         names = ["node"] if nodes == 1 else [f"node-{name}" for name in NODES]
         self.nodes: dict[str, Address] = {
-            name: ("127.0.0.1", free_port(0 if index else 7711)) for index, name in enumerate(names)
+            name: ("127.0.0.1", held_port(held, 0 if index else 7711)) for index, name in enumerate(names)
         }
-        self.master: Address | None = ("127.0.0.1", free_port(7701)) if nodes > 1 else None
-        self.engines: dict[str, Address] = {name: ("127.0.0.1", free_port()) for name in ENGINES}
+        self.master: Address | None = ("127.0.0.1", held_port(held, 7701)) if nodes > 1 else None
+        self.engines: dict[str, Address] = {name: ("127.0.0.1", held_port(held)) for name in ENGINES}
         self.config = self.folder / "up.toml"
         self.config.write_text(self._toml(model, cpu))
         self.logs = self.folder / "logs"
@@ -162,6 +165,7 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 failed = True
         _kill_descendants()
+        self._held.close()
         if not failed:
             shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from moonpool.core import config, up_plan
+from moonpool.core.addresses import parse_address
 from moonpool.core.errors import ConfigError
 from moonpool.core.supervisor import Spec
 
@@ -510,6 +511,25 @@ def test_a_port_in_use_is_refused_before_anything_starts(runtime: Path) -> None:
             ConfigError, match=rf"up.engine\[0\].port: address 127.0.0.1:{port} cannot be used"
         ):
             planned(config.Engine(command=["x"], port=port))
+
+
+def test_a_planned_port_is_given_to_nobody_else_until_its_process_listens(runtime: Path, vllm: str) -> None:
+    """An engine takes a minute to get there, and comes back after a crash."""
+    plan = planned(config.Engine(model="m", executable=vllm))
+    address = parse_address(spec_of(plan, "engine-0").url.removeprefix("http://"), "url")
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(address)
+    for _ in range(2):
+        socket.create_server(address).close()  # sets SO_REUSEADDR
+    plan.ports.release()
+    with socket.socket() as stranger:
+        stranger.bind(address)
+
+
+def test_the_port_of_a_command_is_free_for_it_whatever_it_sets(runtime: Path) -> None:
+    plan = planned(config.Engine(command=["x"]))
+    with socket.socket() as server:
+        server.bind(parse_address(spec_of(plan, "engine-0").url.removeprefix("http://"), "url"))
 
 
 def test_nothing_to_run_is_one_sentence(runtime: Path) -> None:
