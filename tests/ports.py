@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+
+_KEPT = ExitStack()
+atexit.register(_KEPT.close)
 
 
 def free_port() -> int:
@@ -26,6 +30,12 @@ def held_ports(count: int) -> Iterator[list[int]]:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.bind(("127.0.0.1", 0))
         yield [int(one.getsockname()[1]) for one in held]
+
+
+def kept_port() -> int:
+    """Such a port for as long as this process lives: for engines, which take a minute until they listen."""
+    (port,) = _KEPT.enter_context(held_ports(1))
+    return port
 
 
 @contextmanager

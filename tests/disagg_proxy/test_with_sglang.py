@@ -33,7 +33,7 @@ from tests.disagg_proxy.test_with_vllm import (
     text_of,
     until_ready,
 )
-from tests.ports import free_port
+from tests.ports import kept_port
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -110,7 +110,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
         bed = stack.enter_context(make_bed(tmp_path_factory.mktemp("proxy")))
         line = stack.enter_context(make_line(bed, asked, kind=Speaking))
         said = dict(zip(PROMPTS, zip(line.expected, line.logprobs, strict=True), strict=True))
-        proxy, log = ("127.0.0.1", free_port()), bed.folder / "proxy.log"
+        proxy, log = ("127.0.0.1", kept_port()), bed.folder / "proxy.log"
         command = [sys.executable, "-m", "moonpool", "proxy", "--policy", "conductor"]
         command += ["--listen", f"{proxy[0]}:{proxy[1]}"]
         for half in (line.pair.prefill, line.pair.decode):  # no role is given

@@ -40,7 +40,7 @@ from tests.connectors.vllm.conftest import KV_CONFIG
 from tests.connectors.vllm.processes import environment
 from tests.disagg_proxy.events.beds import eventually
 from tests.disagg_proxy.simulator.real import conversations, measured, outcomes, simulated
-from tests.ports import free_port
+from tests.ports import kept_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -114,14 +114,14 @@ def pair(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         pair = Pair(model, {}, events, heard, indexes)
         running = {}
         for name in ENGINES:
-            pair.engines[name] = ("127.0.0.1", free_port())
+            pair.engines[name] = ("127.0.0.1", kept_port())
             pair.logs[name] = folder / f"{name}.log"
             command = engine_command(vllm_python, pair, name, runtime)
             running[name] = started(stack, command, pair.logs[name], runtime)
         for name, process in running.items():
             until_ready(process, pair.engines[name], pair.logs[name])
         for name, option in (("engine", []), ("local", ["--tokenizer", f"tiny={model}"])):
-            pair.proxies[name] = ("127.0.0.1", free_port())
+            pair.proxies[name] = ("127.0.0.1", kept_port())
             pair.logs[f"{name} proxy"] = folder / f"{name}-proxy.log"
             command = proxy_command(pair, pair.proxies[name]) + option
             process = started(stack, command, pair.logs[f"{name} proxy"], runtime)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.connectors.sglang.reference import MAX_TOKENS
-from tests.ports import free_port
+from tests.ports import kept_port
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[2] / "src"
@@ -90,7 +90,7 @@ class Server:
     ) -> None:
         self.backend = backend
         self.extra = (POOL if backend == "dynamic" else {}) | {"prefetch_threshold": PAGE_TOKENS} | extra
-        self.port = free_port()
+        self.port = kept_port()
         self.log = log
         command = [
             *(os.environ["MOONPOOL_SGLANG_PYTHON"], "-m", "sglang.launch_server", *FLAGS),

@@ -20,7 +20,7 @@ from tests.connectors.sglang.bed import Bed, HuggingFace
 from tests.connectors.sglang.reference import MAX_TOKENS
 from tests.connectors.sglang.server import FLAGS, Server, environment
 from tests.connectors.sglang.transfer.installed import install
-from tests.ports import free_port
+from tests.ports import kept_port
 
 HICACHE = ("--enable-hierarchical-cache", "--hicache-write", "--hicache-storage")
 
@@ -38,7 +38,7 @@ class Half(Server):
         bootstrap_port: int,
         tp_size: int = 1,
     ) -> None:
-        self.port = free_port()
+        self.port = kept_port()
         self.log = log
         self.bootstrap_port = bootstrap_port
         self._command = [
@@ -135,7 +135,7 @@ class Line:
 @contextmanager
 def make_line(bed: Bed, asked: list[list[int]], tp_size: int = 1, kind: type[Half] = Half) -> Iterator[Line]:
     """tp_size: of decode."""
-    plugins, port = (bed.plugin, bed.folder / "moonpool"), free_port()
+    plugins, port = (bed.plugin, bed.folder / "moonpool"), kept_port()
     install(plugins[1])
     halves = [
         kind(mode, bed.model, bed.runtime, plugins, bed.folder / f"{mode}.log", port, size)
