@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -140,3 +143,31 @@ def test_no_file_names_a_place_on_somebodys_machine() -> None:
                 if match[1] not in NEUTRAL:
                     found.append(f"{path.relative_to(ROOT)}: {match[0]}")
     assert not found
+
+
+PASSED_ON = ("vllm", "sglang")  # whose other options are those of the engine
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """The words of each line that begins with `moonpool`, with the lines that it goes on in."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    found = re.findall(r"^(?: {4}|\$ )?moonpool ([a-z].*)$", joined, re.M)
+    return [shlex.split(line, comments=True) for line in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_options_of_printed_commands_exist(page: Path) -> None:
+    from moonpool.core.cli.entry import make_app
+
+    wrong, top = [], typer.main.get_command(make_app())
+    for words in commands_of(page.read_text()):
+        command: Any = top
+        for word in words:
+            below = getattr(command, "commands", {})
+            command = below.get(word) or below.get("run") or command
+        known = {option for parameter in command.params for option in parameter.opts}
+        known |= {option for parameter in command.params for option in parameter.secondary_opts} | {"--help"}
+        named = {word.partition("=")[0] for word in words if word.startswith("--") and len(word) > 2}
+        if words[0] not in PASSED_ON and named - known:
+            wrong.append(f"moonpool {' '.join(words)}: {', '.join(sorted(named - known))}")
+    assert not wrong
