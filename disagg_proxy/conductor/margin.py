@@ -8,6 +8,7 @@ SHARE = 0.9
 PACE_S = 300.0  # in which it would change by a factor of e if every prediction were exceeded
 PAUSE_S_MAX = 1.0  # a longer one between two observations counts as so much
 LEAST, MOST = 0.5, 4.0
+NEAR = 0.9  # of the limit: predictions that come so close to it decide
 
 
 class Margin:
@@ -15,8 +16,8 @@ class Margin:
 
     A quantile found by small steps (stochastic approximation): up when it was exceeded, down by less when
     not, so that it stands where both balance. What it lets in is observed only an answer later, so it moves
-    slowly against the clock, however many observations there are: a quick one would swing. Predictions far
-    below the limit decide nothing, and teach nothing.
+    slowly against the clock, however many observations there are: a quick one would swing. Predictions
+    well below the limit decide nothing, and teach nothing unless it is exceeded.
     """
 
     def __init__(self, share: float = SHARE) -> None:
@@ -29,7 +30,7 @@ class Margin:
         if not (0 < predicted_s < math.inf and 0 <= observed_s < math.inf):
             return
         expected_s = predicted_s * self.factor
-        if max(expected_s, observed_s) < limit_s / 2:
+        if expected_s < NEAR * limit_s and observed_s <= limit_s:
             return
         passed_s = min(max(now_s - self._last_s, 0.0), PAUSE_S_MAX)
         self._last_s = now_s

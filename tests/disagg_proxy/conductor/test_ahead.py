@@ -180,3 +180,21 @@ def test_a_margin_believes_no_single_observation_and_no_nonsense() -> None:
         margin.observe(10.0, 6.0, 12.0, 1e6 + number * 1.0)
     assert margin.factor >= LEAST
     assert PRIOR > 0
+
+
+def test_a_margin_learns_from_what_was_near_the_limit_and_from_what_exceeded_it() -> None:
+    """Not from a start with empty engines: what is predicted half of the limit and turns out to be two thirds
+    harms nobody, and a margin that it had raised would keep others out for long."""
+    margin, now_s = Margin(), 0.0
+    for _ in range(2_000):
+        now_s += 1.0
+        margin.observe(6.0, 8.0, 12.0, now_s)
+    assert margin.factor == 1.0
+    for _ in range(50):
+        now_s += 1.0
+        margin.observe(6.0, 12.5, 12.0, now_s)
+    assert margin.factor > 1.1
+    for _ in range(300):
+        now_s += 1.0
+        margin.observe(11.0 / margin.factor, 9.0, 12.0, now_s)
+    assert margin.factor < 1.06
