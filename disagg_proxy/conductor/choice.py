@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -18,7 +19,8 @@ class Request(NamedTuple):
     known; answer_tokens: the most it may answer.
 
     tenant: who asks, "" for nobody in particular; priority: higher is more urgent; session: a conversation
-    whose requests share their beginning, "" when not known.
+    whose requests share their beginning, "" when not known. gap_s: wanted between two tokens of an answer, by
+    this request and, as far as is known, by those that decode.
     """
 
     tokens: int = 0
@@ -29,6 +31,7 @@ class Request(NamedTuple):
     priority: int = 0
     session: str = ""
     holder: Sender | None = None
+    gap_s: float = math.inf
 
     def own_at(self, instance: Instance) -> int:
         return self.own[instance.place] if instance.place < len(self.own) else 0

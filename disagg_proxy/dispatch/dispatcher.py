@@ -323,7 +323,10 @@ class Dispatcher:
         assert self.admission is not None
         # Those that may go to the same engines; which ones these are may change while they wait.
         model = "" if self._models(request, request.model) is None else request.model
-        ticket = Ticket(request, asked, place, wished.objective(self.admission.objective), model)
+        objective = wished.objective(self.admission.objective)
+        # A client that takes any gap shares its engine with others, who do not.
+        asked = asked._replace(gap_s=min(objective.gap_s, self.admission.objective.gap_s))
+        ticket = Ticket(request, asked, place, objective, model)
         with self._lock:
             self._learn(self._observed())
             now_s = self._clock()

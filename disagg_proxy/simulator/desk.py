@@ -63,6 +63,7 @@ class Desk:
         self.expected = Expected()
         self._policy = policy
         self._admission = admission
+        self._gap_s = math.inf if admission is None else admission.objective.gap_s
         self._gate: Gate[Job] = Gate(self, queue, queue_deadline_s)
         self._releases = False  # an event for that is planned
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -56,8 +57,15 @@ class Roles:
 
 
 def is_worth_splitting(request: Request, decode: Instance) -> bool:
-    """Whether the part of the prompt that the decode instance lacks is long enough for a hand-over. A prompt
-    of unknown length is, and any where the instance computes none."""
+    """Whether the part of the prompt that the decode instance lacks is long enough for a hand-over, or would
+    keep those that decode there from their next token for too long. A prompt of unknown length is, and any
+    where the instance computes none."""
+    own = request.own_at(decode)
     if not request.tokens or not decode.alone:
         return True
-    return request.tokens - max(request.own_at(decode), request.pool) >= SPLIT_TOKENS_MIN
+    if request.tokens - max(own, request.pool) >= SPLIT_TOKENS_MIN:
+        return True
+    if request.gap_s == math.inf or not decode.books.decodes:
+        return False
+    stall_s = decode.prefill_model.predict(request.tokens, own, request.from_pool(decode))
+    return decode.gap_s(request.tokens) + stall_s > request.gap_s

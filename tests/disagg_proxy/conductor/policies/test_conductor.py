@@ -292,3 +292,16 @@ def test_random_fleets_get_sound_choices() -> None:
             assert choice.computes in engines
             assert choice.prefill_s >= 0
             assert float(choice.why["predicted_ttft_s"]) >= choice.prefill_s
+
+
+def test_a_short_rest_is_computed_where_others_decode_only_if_their_gaps_allow_it() -> None:
+    prefill, decode = Instance(0, "p", Role.PREFILL), Instance(1, "d", Role.DECODE)
+    engines = prefill, decode
+    for number in range(300):
+        decode.prefill_model.observe(100 + number % 7, 0, 0, 0.05)
+    asked = Request(100, gap_s=0.04)
+    assert Conductor().choose(asked, engines, 0.0).prefill is None  # nobody decodes there
+    decode.books.decode_began(1, 1_000, 0.0)
+    assert Conductor().choose(asked, engines, 0.0).prefill is prefill
+    assert Conductor().choose(asked._replace(gap_s=0.08), engines, 0.0).prefill is None  # 10 ms and 50
+    assert Conductor().choose(Request(100), engines, 0.0).prefill is None
