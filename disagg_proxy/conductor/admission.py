@@ -15,7 +15,7 @@ Pure: ``now_s`` is an argument.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -23,10 +23,13 @@ from typing import NamedTuple
 from moonpool.disagg_proxy.conductor.ahead import Ahead, Occupancy
 from moonpool.disagg_proxy.conductor.answers import Answers, Times
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.demand import Demand
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.margin import Margin
 
 LEAD_PRIOR_S = 2.0
+PRIORITY_MOST = 4  # beyond it a priority weighs no more, either way; one more may ask twice as much
+GROUPS_MAX = 64  # whose demand is told apart: one for each model that is served
 
 
 class Objective(NamedTuple):
@@ -97,11 +100,28 @@ class Admission:
         self.leads = Times(LEAD_PRIOR_S)
         self.ttft_margin = Margin()
         self.gap_margin = Margin()
+        self._demand: dict[Hashable, Demand] = {}
         self._ahead: dict[Instance, Ahead] = {}
         self._taken: dict[int, _Taken] = {}
 
     def __len__(self) -> int:
         return len(self._taken)
+
+    def is_dear(self, group: Hashable, request: Request, instances: Sequence[Instance], now_s: float) -> bool:
+        """Whether it takes a place at decode that serves more of those that come (``demand.py``). To be asked
+        once about each that comes. group: of those that may go to the same instances."""
+        if self.look is not Look.AHEAD or not self.objective.any:
+            return False
+        demand = self._demand.get(group)
+        if demand is None:
+            if len(self._demand) >= GROUPS_MAX:
+                del self._demand[next(iter(self._demand))]
+            demand = self._demand[group] = Demand()
+        demand.add(request.tokens, now_s)
+        limit_s = self.objective.gap_s / self.gap_margin.factor
+        longest = demand.longest(_answering(instances), limit_s, self.answers, now_s)
+        urgency: float = 2.0 ** max(min(request.priority, PRIORITY_MOST), -PRIORITY_MOST)
+        return request.tokens > longest * urgency
 
     def outlook(
         self,
@@ -111,11 +131,13 @@ class Admission:
         *,
         objective: Objective | None = None,
         waited_s: float = 0.0,
+        dear: bool = False,
     ) -> Outlook:
-        """objective: this request's own. waited_s: that it has waited, or will before it is sent."""
+        """objective: this request's own. waited_s: that it has waited, or will before it is sent. dear: it is
+        taken only where more room is left than others are likely to need."""
         wanted = objective or self.objective
         first_s = ttft_s(request, choice, now_s)
-        gap_s = math.nan
+        gap_s, there = math.nan, Occupancy(0.0, 0.0)
         if self.look in (Look.AHEAD, Look.NOW):
             there = self._then(choice.decode, first_s, now_s)
             first_s += self._room_wait_s(request, choice.decode, there)
@@ -130,6 +152,12 @@ class Admission:
             )
         elif self._exceeds(gap_s, wanted):
             refusal = self._too_slow(gap_s, wanted)
+        elif dear and self._is_wanted(request, choice.decode, there, wanted):
+            refusal = Refusal(
+                "long",
+                self.answers.times.mean_s,
+                f"more comes than decode can take, and {request.tokens} tokens take the room of others",
+            )
         return Outlook(first_s, gap_s, refusal)
 
     def is_final(
@@ -140,9 +168,10 @@ class Admission:
         if refusal is None or refusal.reason != "gap":
             return refusal is not None and refusal.reason == "ttft"
         margin = min(self.gap_margin.factor, 1.0)
-        answering = [each for each in instances if each.role is not Role.PREFILL] or instances
         nobody = Occupancy(0.0, 0.0)
-        return all(self._gap_s(request, each, nobody) * margin > wanted.gap_s for each in answering)
+        return all(
+            self._gap_s(request, each, nobody) * margin > wanted.gap_s for each in _answering(instances)
+        )
 
     def after_prefill(self, name: int, request: Request, choice: Choice) -> Refusal | None:
         """With ``Look.AFTER``: what the decode instance says when the prompt is computed."""
@@ -265,6 +294,15 @@ class Admission:
         lacks = self._lacks(request, decode, there)
         return lacks / decode.room_tokens * self.answers.times.mean_s if lacks > 0 else 0.0
 
+    def _is_wanted(self, request: Request, decode: Instance, there: Occupancy, wanted: Objective) -> bool:
+        """Whether others are likely to need its place: how many are there at a time varies by the root of
+        their number, and seldom by twice as much."""
+        more = 1.0 + 2.0 / math.sqrt(max(there.requests, 1.0))
+        fuller = Occupancy(there.requests * more, there.context_tokens * more)
+        return self._exceeds(self._gap_s(request, decode, fuller), wanted) or (
+            self._lacks(request, decode, fuller) > 0
+        )
+
     def _exceeds(self, gap_s: float, wanted: Objective) -> bool:
         return gap_s * self.gap_margin.factor > wanted.gap_s
 
@@ -280,3 +318,7 @@ class Admission:
     @staticmethod
     def _note(decode: Instance, ahead: Ahead, now_s: float, *, stall_s: float = 0.0) -> None:
         ahead.note(decode.decode_model.predict(*ahead.now()), now_s, stall_s=stall_s)
+
+
+def _answering(instances: Sequence[Instance]) -> Sequence[Instance]:
+    return [each for each in instances if each.role is not Role.PREFILL] or instances

@@ -32,7 +32,9 @@ HOLD_S = 1.0  # of prefill that each engine has in line: less would let it run d
 RELEASE_EVERY_S = 0.05  # while somebody waits
 RELEASED_MAX = 16  # at one time, so that others get the lock
 ASIDE_MAX = 16  # of a group that at one time are asked about in vain
-TURNS = 2  # of those aside that at one time are asked about out of order, in vain
+TURN_EVERY_S = (
+    1.0  # that one of those aside is asked about out of order: it takes room that the first waits for
+)
 UNASKED_MAX = 256  # that are set aside without being asked about
 
 
@@ -56,8 +58,14 @@ class Owner(Protocol[T_contra]):
     def share(self, ticket: T_contra) -> int:
         """How many instances compute the prompts that wait with it."""
 
-    def ask(self, ticket: T_contra, waited_s: float, now_s: float, *, send: bool) -> Asked:
-        """Predicts; sends it, if nothing speaks against that and ``send``."""
+    def is_dear(self, ticket: T_contra, now_s: float) -> bool:
+        """Whether it takes the place of several others; asked once, when it comes."""
+
+    def ask(
+        self, ticket: T_contra, waited_s: float, now_s: float, *, send: bool, dear: bool = False
+    ) -> Asked:
+        """Predicts; sends it, if nothing speaks against that and ``send``. dear: only where there is room to
+        spare."""
 
     def is_gone(self, ticket: T_contra) -> bool:
         """Whether nobody wants the answer any more."""
@@ -80,8 +88,9 @@ class Gate(Generic[T]):
         """(why it is refused, who else is, for its sake). group, tenant, priority: see Waiting; ttft_s: after
         which nobody wants its first token."""
         owner = self._owner
+        dear = owner.is_dear(ticket, now_s)
         if not self.line.waiting_max:
-            return owner.ask(ticket, 0.0, now_s, send=True).refusal, None
+            return owner.ask(ticket, 0.0, now_s, send=True, dear=dear).refusal, None
         ahead_s = self.line.ahead_s(group, priority) / max(owner.share(ticket), 1)
         waits = self.line.has_before(group, priority) or owner.is_busy(ticket, now_s)
         asked = owner.ask(ticket, ahead_s, now_s, send=not waits)
@@ -92,7 +101,7 @@ class Gate(Generic[T]):
             return asked.refusal, None
         deadline_s = min(now_s + min(self.deadline_s, ttft_s), self._until_s)
         out = self.line.add(
-            Waiting(ticket, group, tenant, priority, now_s, deadline_s, asked.work_s, asked.gap_s)
+            Waiting(ticket, group, tenant, priority, now_s, deadline_s, asked.work_s, asked.gap_s, dear)
         )
         if out is None:
             return None, None
@@ -132,14 +141,13 @@ class Gate(Generic[T]):
                 too_much_s = entry.gap_s
                 break
             yield gone
-        turns = TURNS
-        while turns and (entry := line.turn(group)) is not None:
-            if owner.is_busy(entry.ticket, now_s):
-                return
-            if (gone := self._try(entry, now_s)) is not None:
+        if line.is_turn(group, now_s, TURN_EVERY_S):
+            while (entry := line.turn(group)) is not None:
+                if owner.is_busy(entry.ticket, now_s):
+                    return
+                if (gone := self._try(entry, now_s)) is None:
+                    break
                 yield gone
-            else:
-                turns -= 1
         while in_vain < ASIDE_MAX and unasked < UNASKED_MAX and (entry := line.first(group)) is not None:
             if entry.gap_s <= too_much_s:
                 line.set_aside(entry)

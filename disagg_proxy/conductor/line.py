@@ -1,4 +1,5 @@
-"""Requests that wait in the proxy: by priority, then by tenant, then by deadline; of bounded number. Pure.
+"""Requests that wait in the proxy: by priority, then by tenant, dear ones last, then by deadline; of bounded
+number. Pure.
 
 Those for whom an engine was free, but none that meets their own objective, are set aside: they keep their
 order, and nobody behind them who wants less waits for them.
@@ -35,12 +36,13 @@ class Waiting(Generic[T]):
     deadline_s: float
     work_s: float = 0.0
     gap_s: float = math.inf  # its own objective
+    dear: bool = False  # goes behind the others of its tenant
     number: int = 0  # of equal deadlines the first to come goes first
     aside: bool = False
 
 
 class _Lane(Generic[T]):
-    """Some of a group. by: priority and tenant, each list in the order of deadlines, none empty."""
+    """Some of a group. by: priority and tenant, each list in ``_order``, none empty."""
 
     def __init__(self) -> None:
         self.by: dict[int, dict[str, list[Waiting[T]]]] = {}
@@ -71,7 +73,7 @@ class _Lane(Generic[T]):
         if not self.by:
             return None
         heads = (waiting[0] for waiting in self.by[max(self.by)].values())
-        return min(heads, key=lambda each: (served(each.tenant), each.deadline_s, each.number))
+        return min(heads, key=lambda each: (served(each.tenant), *_order(each)))
 
     def check_integrity(self) -> None:
         for priority, tenants in self.by.items():
@@ -91,6 +93,7 @@ class _Group(Generic[T]):
         self.ready: _Lane[T] = _Lane()
         self.aside: _Lane[T] = _Lane()
         self.turn: deque[Waiting[T]] = deque()
+        self.turned_s = -math.inf
 
 
 class Line(Generic[T]):
@@ -153,6 +156,14 @@ class Line(Generic[T]):
         """The next of those who were set aside."""
         found = self._groups.get(group)
         return None if found is None else found.aside.first(self._fairness.served)
+
+    def is_turn(self, group: Hashable, now_s: float, every_s: float) -> bool:
+        """Whether it is time again for others than the first of those set aside; then it is their turn."""
+        found = self._groups.get(group)
+        if found is None or not found.turn or 0.0 <= now_s - found.turned_s < every_s:
+            return False
+        found.turned_s = now_s
+        return True
 
     def turn(self, group: Hashable) -> Waiting[T] | None:
         """Of those set aside the one at whom nobody has looked for longest; looks at it."""
@@ -218,7 +229,7 @@ class Line(Generic[T]):
             for lane in (group.ready, group.aside)
             for waiting in lane.by.get(priority, {}).values()
         ]
-        out = max(last, key=lambda each: (self._tenants[each.tenant], each.deadline_s, each.number))
+        out = max(last, key=lambda each: (self._tenants[each.tenant], *_order(each)))
         if entry.priority > priority or self._tenants[out.tenant] > self._tenants[entry.tenant] + 1:
             return out
         return entry
@@ -230,5 +241,5 @@ def _less(counts: Counter[K], value: K) -> None:
         del counts[value]
 
 
-def _order(entry: Waiting[T]) -> tuple[float, int]:
-    return entry.deadline_s, entry.number
+def _order(entry: Waiting[T]) -> tuple[bool, float, int]:
+    return entry.dear, entry.deadline_s, entry.number

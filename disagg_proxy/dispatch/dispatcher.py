@@ -400,7 +400,12 @@ class Dispatcher:
     def is_gone(self, ticket: Ticket) -> bool:
         return ticket.request.gone
 
-    def ask(self, ticket: Ticket, waited_s: float, now_s: float, *, send: bool) -> Asked:
+    def is_dear(self, ticket: Ticket, now_s: float) -> bool:
+        assert self.admission is not None
+        instances = self._able(ticket).instances
+        return bool(instances) and self.admission.is_dear(ticket.model, ticket.asked, instances, now_s)
+
+    def ask(self, ticket: Ticket, waited_s: float, now_s: float, *, send: bool, dear: bool = False) -> Asked:
         assert self.admission is not None
         request, asked = ticket.request, ticket.asked
         instances = self._able(ticket).instances
@@ -411,7 +416,9 @@ class Dispatcher:
         if not choice.decode.alone and (answer := _refusal(request, choice)):
             ticket.answer = answer
             return Asked(0.0, Refusal("no_engine", 0.0, ""), final=True)
-        outlook = self.admission.outlook(asked, choice, now_s, objective=ticket.objective, waited_s=waited_s)
+        outlook = self.admission.outlook(
+            asked, choice, now_s, objective=ticket.objective, waited_s=waited_s, dear=dear
+        )
         refusal = outlook.refusal
         if refusal is None and send:
             self.accounts.sent(

@@ -178,13 +178,19 @@ class Desk:
     def is_gone(self, ticket: Job) -> bool:
         return False
 
-    def ask(self, ticket: Job, waited_s: float, now_s: float, *, send: bool) -> Asked:
+    def is_dear(self, ticket: Job, now_s: float) -> bool:
+        if self._admission is None:
+            return False
+        asked = Request(ticket.arrival.tokens)
+        return self._admission.is_dear(None, asked, self.fleet.instances, now_s)
+
+    def ask(self, ticket: Job, waited_s: float, now_s: float, *, send: bool, dear: bool = False) -> Asked:
         if not self.fleet.can_serve():
             return Asked(0.0, Refusal(NO_INSTANCE, 0.0, "no instance is left"), final=True)
         asked, choice = self._choose(ticket)
         outlook = None
         if self._admission is not None:
-            outlook = self._admission.outlook(asked, choice, now_s, waited_s=waited_s)
+            outlook = self._admission.outlook(asked, choice, now_s, waited_s=waited_s, dear=dear)
         refusal = None if outlook is None else outlook.refusal
         if send and refusal is None:
             self._send(ticket, asked, choice, outlook)
@@ -203,6 +209,7 @@ class Desk:
             held.by_place,
             held.anywhere * BLOCK_TOKENS if self._pool else 0,
             holder=self.fleet.at[held.best].sender if self._pool and held.anywhere else None,
+            gap_s=self._gap_s,
         )
         return asked, self._policy.choose(asked, self.fleet.instances, self._events.now_s)
 

@@ -11,7 +11,7 @@ import pytest
 
 from moonpool.disagg_proxy.conductor.admission import Refusal
 from moonpool.disagg_proxy.conductor.fairness import Fairness
-from moonpool.disagg_proxy.conductor.gate import RELEASED_MAX, Asked, Gate
+from moonpool.disagg_proxy.conductor.gate import RELEASED_MAX, TURN_EVERY_S, Asked, Gate
 from moonpool.disagg_proxy.conductor.line import TENANTS_MAX, Line, Waiting
 
 
@@ -27,6 +27,7 @@ class Engine:
     gone: set[int] = field(default_factory=set)
     sent: list[int] = field(default_factory=list)
     waited_s: dict[int, float] = field(default_factory=dict)
+    dear: set[int] = field(default_factory=set)
 
     def is_busy(self, ticket: int, now_s: float) -> bool:
         return not self.free
@@ -37,8 +38,13 @@ class Engine:
     def is_gone(self, ticket: int) -> bool:
         return ticket in self.gone
 
-    def ask(self, ticket: int, waited_s: float, now_s: float, *, send: bool) -> Asked:
+    def is_dear(self, ticket: int, now_s: float) -> bool:
+        return ticket in self.dear
+
+    def ask(self, ticket: int, waited_s: float, now_s: float, *, send: bool, dear: bool = False) -> Asked:
         self.waited_s[ticket] = waited_s
+        if dear:
+            return Asked(3.0, Refusal("long", 1.0, ""))
         if ticket in self.late:
             return Asked(3.0, Refusal("ttft", 1.0, ""), final=True)
         if self.slow or ticket in self.strict:
@@ -128,14 +134,14 @@ def test_who_wants_more_than_decode_gives_now_keeps_nobody_from_an_engine() -> N
     gate.arrive(50, "g", "", 0, 30.0, 1.0)
     assert engine.waited_s.pop(50) == 0.0  # nobody is before it, as far as engines go
     assert gate.release(1.0) == [(50, None)]
-    for _ in range(20):
-        gate.release(1.0)
+    for tick in range(40):
+        gate.release(1.0 + tick * TURN_EVERY_S)
     assert set(engine.waited_s) == {*range(40), 50}  # each has its turn
     engine.strict = set(range(39))
-    assert [ticket for _ in range(20) for ticket, _ in gate.release(2.0)] == [39]
+    assert [ticket for tick in range(40) for ticket, _ in gate.release(50.0 + tick * TURN_EVERY_S)] == [39]
     engine.strict.clear()
-    gate.arrive(60, "g", "", 5, 30.0, 3.0)
-    found = [ticket for _ in range(5) for ticket, _ in gate.release(3.0)]
+    gate.arrive(60, "g", "", 5, 30.0, 100.0)
+    found = [ticket for _ in range(5) for ticket, _ in gate.release(100.0)]
     assert sorted(found) == [*range(39), 60]
     assert found.index(60) >= 16  # those who were aside before it are asked first
     assert not gate.line
@@ -149,13 +155,32 @@ def test_who_wants_no_less_keeps_behind_but_has_its_turn() -> None:
         gate.arrive(ticket, "g", "", 0, 30.0, 0.0)
     gate.release(1.0)
     engine.waited_s.clear()
-    gate.release(2.0)
-    assert len(engine.waited_s) <= 3  # the first, and two in turn: what is in vain for one is for most
+    for tick in range(20):
+        gate.release(2.0 + tick * TURN_EVERY_S / 20)
+    assert len(engine.waited_s) <= 2  # the first, and one in turn: what is in vain for one is for most
     engine.slow, engine.strict = False, {0}  # the first is a prompt too long
     sent = [ticket for tick in range(10) for ticket, _ in gate.release(3.0 + tick)]
     assert sorted(sent) == list(range(1, 10))
     engine.strict.clear()
     assert gate.release(20.0) == [(0, None)]
+
+
+def test_who_takes_the_place_of_several_goes_behind_them_and_without_a_queue_not_at_all() -> None:
+    engine = Engine(free=False, dear={1, 2, 5, 9})
+    gate: Gate[int] = Gate(engine, 6, 60.0)
+    for ticket in range(1, 7):
+        gate.arrive(ticket, "g", "other" if ticket == 5 else "", 0, 30.0 + ticket, 0.0)
+    while gate.line:
+        engine.free = True
+        gate.release(1.0)
+        if len(engine.sent) == 3:
+            gate.arrive(7, "g", "", 0, 90.0, 1.0)
+    assert [each for each in engine.sent if each != 5] == [3, 4, 6, 7, 1, 2]
+    assert engine.sent.index(5) < 3  # its tenant has no less than the others
+    gate.line.check_integrity()
+    without: Gate[int] = Gate(engine, 0, 60.0)
+    assert why(without.arrive(9, "g", "", 0, 30.0, 2.0)) == "long"
+    assert 9 not in engine.sent
 
 
 def test_groups_take_turns_and_all_who_may_go_do() -> None:

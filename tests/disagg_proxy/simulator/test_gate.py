@@ -68,6 +68,32 @@ def test_who_waits_too_long_is_refused() -> None:
     assert [job.why_not for job in jobs] == ["", "deadline", "deadline", "queue_full", "queue_full"]
 
 
+def swing(look: Look, lead_s: int) -> float:
+    """How far decode's load swings, the 5th to the 95th percentile over time as a share of what is allowed:
+    twice as many come as decode can take, their prefill takes so long, their answers about half a minute."""
+    machine = replace(PLAIN, step_request_s=0.001, room_tokens=10_000_000, prefill_token_s=lead_s / 1_000)
+    allowed = Objective(gap_s=0.05)  # 40 at once
+    cluster = Cluster(
+        ClusterSettings(prefill=3 * lead_s, decode=1, machine=machine),
+        [Desk(make_policy("conductor"), Admission(allowed, look))],
+        lambda job: None,
+    )
+    cluster.run(Arrival(number / 2.7, 1_000, 600, (number,)) for number in range(1_600))
+    loads = cluster.loads
+    seen = sorted(
+        gap_s / allowed.gap_s for at_s, gap_s in zip(loads.at_s, loads.gap_s, strict=True) if at_s > 200.0
+    )
+    return seen[len(seen) * 95 // 100] - seen[len(seen) * 5 // 100]
+
+
+def test_prediction_damps_the_swing_of_a_gate_that_looks_at_decode_as_it_is() -> None:
+    """Mooncake, arXiv 2407.00079, section 7.3. What is let in while decode looks empty arrives there a whole
+    prefill later, all together; the longer that takes the wider it swings."""
+    assert swing(Look.NOW, 1) < 0.25
+    assert swing(Look.NOW, 10) > 0.8
+    assert swing(Look.AHEAD, 10) < 0.3
+
+
 class Counting(Conductor):
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,72 @@
+"""What comes, and up to which length of prompt decode can serve all of it: the price of a place.
+
+When more comes than decode can take somebody is refused, and a long prompt takes the place of several short
+ones. A gate that takes whoever fits at its arrival serves few: this one reckons from what came lately who can
+be served if the shortest go first, and calls the others *dear* (a bid price: Talluri and van Ryzin, "An
+analysis of bid-price controls for network revenue management", Management Science 44, 1998). What arrives at
+a rate and stays for a time is there rate x time at once (Little). Pure, and of bounded size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from moonpool.disagg_proxy.conductor.answers import Answers
+from moonpool.disagg_proxy.conductor.flow import OVER_S, YOUNG_S
+from moonpool.disagg_proxy.conductor.instance import Instance
+
+PER_OCTAVE = 16  # classes of lengths: within one nobody is dearer
+CLASSES = 24 * PER_OCTAVE
+EVERY_S = 1.0  # the length is an average over a minute
+
+
+class Demand:
+    """Of requests that may decode at the same instances. Not thread safe."""
+
+    def __init__(self) -> None:
+        self._came = np.zeros((2, CLASSES))  # requests, tokens; faded
+        self._born_s = self._to_s = math.nan
+        self._looked_s = -math.inf
+        self._longest = math.inf
+
+    def add(self, tokens: int, now_s: float) -> None:
+        """A request came, whatever becomes of it. A clock that goes back is taken to stand still."""
+        if not self._born_s <= now_s < math.inf:
+            self._born_s = self._to_s = now_s
+        self._came *= math.exp(-max(now_s - self._to_s, 0.0) / OVER_S)
+        self._to_s = max(now_s, self._to_s)
+        self._came[:, _class(tokens)] += (1.0, tokens)
+
+    def longest(self, instances: Sequence[Instance], gap_s: float, answers: Answers, now_s: float) -> float:
+        """Up to so many tokens of a prompt all that comes can decode there, none of its gaps longer than
+        gap_s."""
+        if not 0.0 <= now_s - self._looked_s < EVERY_S:
+            self._looked_s = now_s
+            self._longest = self._look(instances, gap_s, answers, now_s)
+        return self._longest
+
+    def _look(self, instances: Sequence[Instance], gap_s: float, answers: Answers, now_s: float) -> float:
+        age_s = max(now_s - self._born_s, YOUNG_S)
+        over_s = OVER_S * -math.expm1(-age_s / OVER_S)
+        share = answers.times.mean_s / over_s / len(instances)
+        requests, tokens = np.cumsum(self._came, axis=1) * share  # at once, of each class and all below
+        none, request, token = np.mean([_gaps(each) for each in instances], axis=0)
+        full = none + request * requests + token * tokens > gap_s
+        room = min((each.room_tokens for each in instances if each.room_tokens), default=math.inf)
+        full |= tokens + requests * answers.tokens > room
+        # The class in which it becomes full is not dear: decode itself decides about it.
+        return 2.0 ** ((int(full.argmax()) + 1) / PER_OCTAVE) if full.any() else math.inf
+
+
+def _gaps(instance: Instance) -> tuple[float, float, float]:
+    """Seconds: of an empty instance, and how much longer each request, and each token, makes a gap."""
+    gap_s = instance.decode_model.predict
+    none = gap_s(0, 0)
+    return none, gap_s(1, 0) - none, (gap_s(0, 1e6) - none) / 1e6
+
+
+def _class(tokens: int) -> int:
+    return min(int(math.log2(max(tokens, 1)) * PER_OCTAVE), CLASSES - 1)

@@ -1,0 +1,123 @@
+"""Up to which length of prompt all that comes can be served, held against what decode can take."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from moonpool.disagg_proxy.conductor.admission import Admission, Look, Objective
+from moonpool.disagg_proxy.conductor.answers import Answers
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.demand import EVERY_S, PER_OCTAVE, Demand
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
+
+WITHIN = 2.0 ** (1.5 / PER_OCTAVE)  # a class and a half
+
+
+def taught(seconds: float) -> Answers:
+    answers = Answers()
+    for _ in range(2_000):
+        answers.observe(seconds, 100)
+    return answers
+
+
+def decodes(count: int, room_tokens: int = 0) -> list[Instance]:
+    """10 ms, 0.3 ms for each request, and 0.02 ms for a thousand tokens."""
+    return [Instance(place, f"d{place}", Role.DECODE, room_tokens=room_tokens) for place in range(count)]
+
+
+def come(demand: Demand, rate: float, tokens: list[int], seconds: float = 600.0) -> None:
+    chance = random.Random(5)
+    for number in range(int(seconds * rate)):
+        demand.add(chance.choice(tokens), number / rate)
+
+
+def test_what_can_all_be_served_is_not_dear() -> None:
+    demand = Demand()
+    assert demand.longest(decodes(1), 0.05, taught(10.0), 0.0) == math.inf  # nobody has come
+    come(demand, 5.0, [100, 50_000, 100_000])  # 50 at once: 15 ms of requests and 50 ms of tokens
+    assert demand.longest(decodes(1), 0.09, taught(10.0), 600.0) == math.inf
+    assert 50_000 < demand.longest(decodes(1), 0.033, taught(10.0), 600.0 + EVERY_S) < 100_000
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_longest_are_dear_as_far_as_there_is_no_room(count: int) -> None:
+    """100 at once, their prompts evenly 1,000 to 100,000: each instance's gap 0.01 + 0.0003 n + 2e-8 c."""
+    demand = Demand()
+    come(demand, 10.0 * count, list(range(1_000, 101_000, 1_000)))
+    found = demand.longest(decodes(count), 0.07, taught(10.0), 600.0)
+    # With those up to x thousand tokens: 0.01 + 0.0003 x + 2e-5 x (x + 1) / 2 = 0.07
+    assert found / 1_000 == pytest.approx(63.9, rel=WITHIN - 1 + 0.05)
+
+
+def test_room_bounds_them_too_where_it_is_known() -> None:
+    demand = Demand()
+    come(demand, 10.0, list(range(1_000, 101_000, 1_000)))
+    found = demand.longest(decodes(1, room_tokens=500_000), math.inf, taught(10.0), 600.0)
+    assert found / 1_000 == pytest.approx(31, rel=WITHIN - 1 + 0.05)  # 31 x 32 / 2 = 496
+
+
+def test_who_asks_as_much_as_all_others_is_not_dear() -> None:
+    """Else nobody would be served."""
+    demand = Demand()
+    come(demand, 50.0, [8_000])
+    found = demand.longest(decodes(1), 0.05, taught(10.0), 600.0)
+    assert 8_000 < found < 8_000 * 2.0 ** (2 / PER_OCTAVE)
+
+
+def test_what_came_long_ago_and_clocks_that_jump_are_nothing() -> None:
+    demand = Demand()
+    come(demand, 50.0, [8_000, 80_000])
+    assert demand.longest(decodes(1), 0.05, taught(10.0), 600.0) < 80_000
+    demand.add(8_000, 1_200.0)
+    assert demand.longest(decodes(1), 0.05, taught(10.0), 1_200.0) == math.inf
+    for now_s in (5.0, math.nan, 1e12, -3.0, 600.0):
+        demand.add(100, now_s)
+        assert demand.longest(decodes(1), 0.05, taught(10.0), now_s) > 0
+
+
+def admission(look: Look = Look.AHEAD, gap_s: float = 0.05) -> Admission:
+    made = Admission(Objective(gap_s=gap_s), look)
+    made.answers = taught(10.0)
+    return made
+
+
+def test_only_under_overload_and_by_priority_and_by_group() -> None:
+    fleet = [Instance(9, "p", Role.PREFILL), *decodes(1)]
+
+    def dear(gate: Admission, rate: float, request: Request, group: str = "g") -> bool:
+        chance = random.Random(1)
+        for number in range(int(300 * rate)):
+            gate.is_dear("g", Request(chance.randrange(100, 100_000)), fleet, number / rate)
+        return gate.is_dear(group, request, fleet, 300.0)
+
+    long = Request(60_000)
+    assert dear(admission(), 10.0, long)
+    assert not dear(admission(), 10.0, Request(500))
+    assert not dear(admission(), 10.0, long._replace(priority=2))
+    assert not dear(admission(), 10.0, long, group="another model")
+    assert not dear(admission(), 1.0, long)
+    assert not dear(admission(Look.NOW), 10.0, long)
+    assert not dear(admission(gap_s=math.inf), 10.0, long)
+    gate = admission()
+    for group in range(1_000):
+        gate.is_dear(group, long, fleet, 0.0)
+    assert len(gate._demand) <= 64
+
+
+def test_a_dear_one_is_taken_where_nobody_needs_its_place() -> None:
+    (decode,) = decodes(1)
+    choice = Choice(decode, Instance(9, "p", Role.PREFILL), 1.0)
+    asked = Request(10_000)
+    gate = admission()
+    assert gate.outlook(asked, choice, 0.0, dear=True).refusal is None
+    for name in range(115):  # 44.5 ms; by chance there are 21 more at a time
+        gate.taken(name, Request(1), choice, gate.outlook(Request(1), choice, 0.0), 0.0)
+        gate.began(name, 0.0)
+    assert gate.outlook(asked, choice, 0.0).refusal is None
+    refusal = gate.outlook(asked, choice, 0.0, dear=True).refusal
+    assert refusal is not None
+    assert refusal.reason == "long"
+    assert gate.outlook(asked, choice, 0.0, dear=True, objective=Objective(gap_s=0.06)).refusal is None
