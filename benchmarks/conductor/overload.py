@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from benchmarks.conductor import swing
 from benchmarks.conductor.bed import Bed, set_up
 from benchmarks.report import Row
 from moonpool.disagg_proxy.conductor.admission import Look, Objective
@@ -54,7 +55,8 @@ CELLS = (
 
 
 def rows(bed: Bed) -> list[Row]:
-    return [row for cell in (CELLS[:1] if bed.quick else CELLS) for row in _rows(bed, cell)]
+    cells = CELLS[:1] if bed.quick else CELLS
+    return [row for cell in cells for row in _rows(bed, cell)] + ([] if bed.quick else swing.rows())
 
 
 def _rows(bed: Bed, cell: Cell) -> list[Row]:
