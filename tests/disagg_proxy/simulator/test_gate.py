@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -66,6 +67,28 @@ def test_a_queue_serves_later_what_would_be_refused_now() -> None:
 def test_who_waits_too_long_is_refused() -> None:
     jobs, _ = served(Look.NEVER, Objective(), [Arrival(0.0, 300_000, 1, (n,)) for n in range(5)], queue=2)
     assert [job.why_not for job in jobs] == ["", "deadline", "deadline", "queue_full", "queue_full"]
+
+
+def test_in_overload_it_is_long_prompts_that_are_refused() -> None:
+    """About half more come than decode can take, where a prompt of 20,000 tokens takes what 200 of 100 do."""
+    jobs: list[Job] = []
+    chance = random.Random(3)
+    machine = replace(
+        PLAIN, prefill_token_s=1e-5, step_request_s=1e-4, step_token_s=1e-7, room_tokens=10_000_000
+    )
+    cluster = Cluster(
+        ClusterSettings(prefill=4, decode=1, machine=machine),
+        [Desk(make_policy("conductor"), Admission(Objective(gap_s=0.05), Look.AHEAD))],
+        jobs.append,
+    )
+    cluster.run(
+        Arrival(number * 0.25, chance.randrange(100, 20_000), 300, (number,)) for number in range(2_400)
+    )
+    late = [job for job in jobs if job.arrival.at_s > 100.0]
+    short = [bool(job.why_not) for job in late if job.arrival.tokens < 10_000]
+    long = [bool(job.why_not) for job in late if job.arrival.tokens >= 15_000]
+    assert sum(long) > 3 * sum(short)
+    assert any(job.why_not == "long" for job in late)
 
 
 def swing(look: Look, lead_s: int) -> float:
