@@ -766,7 +766,7 @@ class Candidates:
         ...
     def cheapest(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.Any, pool: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex, *, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, urgency: typing.SupportsFloat | typing.SupportsIndex = 1.0, harm: typing.SupportsFloat | typing.SupportsIndex = 0.0, chance: typing.SupportsFloat | typing.SupportsIndex = 0.0, spare_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, without: Standing | None = None, last: Standing | None = None, last_own: typing.SupportsInt | typing.SupportsIndex = -1, noise: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> tuple:
         """
-        Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s).
+        Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost).
         """
     def least_gap(self, tokens: typing.SupportsInt | typing.SupportsIndex, need_tokens: typing.SupportsInt | typing.SupportsIndex) -> tuple[int, float]:
         """

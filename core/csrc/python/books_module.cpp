@@ -119,7 +119,7 @@ py::tuple cheapest(Candidates& self, int64_t tokens, const py::object& own, int6
                                    .noise = noise},
                                   held.span());
     return py::make_tuple(best.which, kReasons[static_cast<size_t>(best.reason)], best.ttft_s, best.prefill_s,
-                          best.transfer_s, best.own, best.fetches, best.lost_s);
+                          best.transfer_s, best.own, best.fetches, best.lost_s, best.cost);
 }
 
 }  // namespace
@@ -226,7 +226,7 @@ void bind_books(py::module_& m) {
              py::arg("chance") = 0.0, py::arg("spare_s") = 0.0, py::arg("without") = py::none(),
              py::arg("last") = py::none(), py::arg("last_own") = -1, py::arg("noise") = 0.0,
              "Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, "
-             "lost_s).")
+             "lost_s, cost).")
         .def(
             "least_gap",
             [](const Candidates& self, int64_t tokens, int64_t need_tokens) {

@@ -8,6 +8,8 @@
     take the least; of equals (within 1 ms) the longest match, then the fewest requests, then the one that was
         chosen longest ago; a conversation stays where it was, when predictions are no better than to tell
     decode: among those with room for prompt and answer, the least predicted gap between tokens
+    where some engines serve requests whole beside others for prefill and decode: the best of those, at
+        cost + x (requests that decode there), or the best pair, at cost + urgency hand-over
 
 The paper chooses between fetching and computing by a threshold set by hand; here the model does. Affinity
 needs no slack set by hand, either: where a prefix lies work is saved, and what saved work is worth to those
@@ -16,19 +18,16 @@ who come later (``flow.harm``) grows with the load. docs/conductor.md has the so
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.flow import harm
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.roles import Group, Roles, is_worth_splitting
 from moonpool.disagg_proxy.conductor.sessions import Sessions
 from moonpool.disagg_proxy.conductor.space import Space
 
 PRIORITY_MOST = 4  # beyond it a priority weighs no more, either way
-HARM_EVERY_S = 1.0  # it is an average over a minute
 TRY_SHARE = 0.02  # of requests' time, that fetches may cost which seem not worth it: to find out a mistake
 TRY_MOST = 20.0  # times a request's time that may be saved up for that
 _PREFILL = Role.PREFILL  # an enum's members are slow to look up
@@ -46,6 +45,7 @@ class _Found(NamedTuple):
     own: int
     fetches: bool
     lost_s: float
+    cost: float
 
 
 class Conductor:
@@ -56,9 +56,6 @@ class Conductor:
         self._roles = Roles()
         self._space = Space()
         self._sessions = Sessions()
-        self._harm = 0.0
-        self._harm_at_s = -math.inf
-        self._harm_of: Sequence[Instance] = ()
         self._spare_s = 0.0  # for tries
 
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
@@ -68,10 +65,12 @@ class Conductor:
             if is_worth_splitting(request, decode):
                 taken = decode if decode.role is _PREFILL else None  # nobody else answers
                 best = self._compute(request, computing, now_s, without=taken)
-                prefill = None if best.instance is decode else best.instance
-                return self._choice(request, decode, prefill, best, gap_s)
-        best = self._compute(request, together or answering, now_s)
-        return self._choice(request, best.instance, None, best, best.instance.gap_s(request.tokens))
+                whole = self._compute(request, together, now_s) if together else None
+                if whole is None or self._is_apart_better(request, decode, best, whole):
+                    prefill = None if best.instance is decode else best.instance
+                    return self._choice(request, decode, prefill, best, gap_s)
+                return self._whole(request, whole)
+        return self._whole(request, self._compute(request, together or answering, now_s))
 
     def sent(self, request: Request, choice: Choice, now_s: float) -> None:
         computes, decode = choice.computes, choice.decode
@@ -98,8 +97,8 @@ class Conductor:
             request.pool,
             now_s,
             ahead_s=request.holder.ahead_s(now_s) if request.holder is not None else 0.0,
-            urgency=2.0 ** max(min(request.priority, PRIORITY_MOST), -PRIORITY_MOST),
-            harm=self._harm_now(group, now_s),
+            urgency=_urgency(request),
+            harm=group.harm(now_s),
             chance=self._space.chance,
             spare_s=self._spare_s,
             without=without,
@@ -114,11 +113,16 @@ class Conductor:
         which, gap_s = group.candidates.least_gap(request.tokens, request.tokens + request.answer_tokens)
         return group[which], gap_s
 
-    def _harm_now(self, instances: Sequence[Instance], now_s: float) -> float:
-        if instances is not self._harm_of or not 0.0 <= now_s - self._harm_at_s < HARM_EVERY_S:
-            self._harm = harm([instance.flow for instance in instances], now_s)
-            self._harm_of, self._harm_at_s = instances, now_s
-        return self._harm
+    @staticmethod
+    def _is_apart_better(request: Request, decode: Instance, apart: _Found, whole: _Found) -> bool:
+        """Whether to compute the prompt elsewhere and to hand it to decode costs less than to serve it whole,
+        where those that decode get no tokens meanwhile."""
+        handover_s = decode.handover_model.predict(request.tokens)
+        stalled_s = whole.instance.books.decodes * whole.prefill_s
+        return apart.cost + _urgency(request) * handover_s < whole.cost + stalled_s
+
+    def _whole(self, request: Request, best: _Found) -> Choice:
+        return self._choice(request, best.instance, None, best, best.instance.gap_s(request.tokens))
 
     @staticmethod
     def _choice(
@@ -149,3 +153,7 @@ class Conductor:
             best.fetches or not in_pool,
             best.lost_s,
         )
+
+
+def _urgency(request: Request) -> float:
+    return 2.0 ** max(min(request.priority, PRIORITY_MOST), -PRIORITY_MOST)

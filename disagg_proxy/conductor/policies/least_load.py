@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.conductor.policies.roles import decoders, prefillers
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.policies.roles import computers, decoders
+
+_BOTH = Role.BOTH  # an enum's members are slow to look up
 
 
 class LeastLoad:
-    """By requests in flight; of equals the one that was chosen longest ago."""
+    """By requests in flight; of equals the one that was chosen longest ago. Who computes prompts for others
+    and who serves requests whole are weighed together."""
 
     uses_tokens = False
 
@@ -20,8 +23,9 @@ class LeastLoad:
 
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
         decode = self._least(decoders(instances))
-        apart = [instance for instance in prefillers(instances) if instance is not decode]
-        return Choice(decode, self._least(apart) if apart else None)
+        apart = [each for each in computers(instances) if each is not decode or each.role is _BOTH]
+        best = self._least(apart) if apart else decode
+        return Choice(best) if best.role is _BOTH else Choice(decode, None if best is decode else best)
 
     def sent(self, request: Request, choice: Choice, now_s: float) -> None:
         self._turn += 1

@@ -5,28 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.conductor.policies.roles import decoders, is_worth_splitting, prefillers
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.policies.roles import computers, decoders, is_worth_splitting
 
 BUSIER_MAX = 8  # requests more than the least busy one has
 SHARE_MIN = 0.1  # of the prompt, below which a match decides nothing
+_BOTH = Role.BOTH  # an enum's members are slow to look up
 
 
 class PrefixAffinity:
     """The longest match in an instance's own cache, among those that have at most BUSIER_MAX requests more
-    than the least busy; without a match the least busy. Simple, and it needs no model; ``conductor`` weighs
-    both in seconds."""
+    than the least busy; without a match the least busy. Who computes prompts for others and who serves
+    requests whole are weighed together. Simple, and it needs no model; ``conductor`` weighs both in seconds.
+    """
 
     uses_tokens = True
 
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        answering, computing = decoders(instances), prefillers(instances)
+        answering, computing = decoders(instances), computers(instances)
         decode = self._near(request, answering)
         if not computing or not is_worth_splitting(request, decode):
             return self._choice(request, decode, None)
         least_busy = min(answering, key=lambda each: (each.in_flight, each.place))
-        apart = [instance for instance in computing if instance is not least_busy]
-        return self._choice(request, least_busy, self._near(request, apart)) if apart else Choice(decode)
+        able = [each for each in computing if each is not least_busy or each.role is _BOTH]
+        if not able:
+            return Choice(decode)
+        best = self._near(request, able)
+        if best.role is _BOTH:
+            return self._choice(request, best, None)
+        return self._choice(request, least_busy, best)
 
     @staticmethod
     def _near(request: Request, instances: Sequence[Instance]) -> Instance:

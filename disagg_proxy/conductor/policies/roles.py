@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from math import inf
 
 from moonpool._native import Candidates
 from moonpool.disagg_proxy.conductor.choice import Request
+from moonpool.disagg_proxy.conductor.flow import harm
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 
 _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 _BOTH = Role.BOTH
+HARM_EVERY_S = 1.0  # it is an average over a minute
 KNOWN_MAX = 16  # tuples of instances: of each model and kind of request one is in use
 SPLIT_TOKENS_MIN = 256  # a shorter rest is computed where it is decoded
 
 
-def prefillers(instances: Sequence[Instance]) -> list[Instance]:
-    return [instance for instance in instances if instance.role is _PREFILL]
+def computers(instances: Sequence[Instance]) -> list[Instance]:
+    """Those that compute prompts, for others or for themselves."""
+    return [instance for instance in instances if instance.role is _PREFILL or instance.role is _BOTH]
 
 
 def decoders(instances: Sequence[Instance]) -> list[Instance]:
@@ -28,9 +32,18 @@ def decoders(instances: Sequence[Instance]) -> list[Instance]:
 class Group(tuple[Instance, ...]):
     """Instances to choose among. candidates: the same, to be weighed all at once."""
 
+    _harm = 0.0
+    _harm_at_s = -inf
+
     @cached_property
     def candidates(self) -> Candidates:
         return Candidates(self)
+
+    def harm(self, now_s: float) -> float:
+        """What ``flow.harm`` says of them, up to HARM_EVERY_S old."""
+        if not 0.0 <= now_s - self._harm_at_s < HARM_EVERY_S:
+            self._harm, self._harm_at_s = harm([instance.flow for instance in self], now_s), now_s
+        return self._harm
 
 
 Groups = tuple[Group, Group, Group]
@@ -47,8 +60,9 @@ class Roles:
         known = self._known.get(id(instances))
         if known is not None and known[0] is instances:
             return known[1]
+        prefill = [instance for instance in instances if instance.role is _PREFILL]
         both = [instance for instance in instances if instance.role is _BOTH]
-        found = (Group(decoders(instances)), Group(prefillers(instances)), Group(both))
+        found = (Group(decoders(instances)), Group(prefill), Group(both))
         if isinstance(instances, tuple):  # a list may change
             if len(self._known) >= KNOWN_MAX:
                 self._known.clear()

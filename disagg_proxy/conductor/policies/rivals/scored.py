@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.roles import Roles, is_worth_splitting
 
 
 class Scored:
-    """The least ``cost`` computes; with prefill and decode apart, the least ``decode_cost`` decodes. Of
-    equals the one that was chosen longest ago.
+    """The least ``cost`` computes; with prefill and decode apart, the least ``decode_cost`` decodes. Where
+    some serve requests whole beside those, the least ``cost`` of all that compute (the projects do not say;
+    it is the plain generalisation). Of equals the one that was chosen longest ago.
     """
 
     uses_tokens = True
@@ -29,13 +30,16 @@ class Scored:
         return instance.books.context_tokens + instance.coming_tokens
 
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        answering, computing, _ = self._roles.of(instances)
+        answering, computing, together = self._roles.of(instances)
         if computing:
             decode = self._least(answering, [self.decode_cost(request, each, now_s) for each in answering])
-            apart = [instance for instance in computing if instance is not decode]
-            if apart and is_worth_splitting(request, decode):
-                costs = [self.cost(request, each, now_s) for each in apart]
-                return self._choice(request, decode, self._least(apart, costs), min(costs))
+            able = [*(each for each in computing if each is not decode), *together]
+            if able and is_worth_splitting(request, decode):
+                costs = [self.cost(request, each, now_s) for each in able]
+                best, least = self._least(able, costs), min(costs)
+                if best.role is Role.BOTH:
+                    return self._choice(request, best, None, least)
+                return self._choice(request, decode, best, least)
             return self._choice(request, decode, None, 0.0)
         costs = [self.cost(request, each, now_s) for each in answering]
         return self._choice(request, self._least(answering, costs), None, min(costs))

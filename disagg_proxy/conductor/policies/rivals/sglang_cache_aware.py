@@ -23,10 +23,11 @@ class SGLangCacheAware(Scored):
         self._balances = False
 
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        _, computing, _ = self._roles.of(instances)
-        counts = [each.in_flight for each in computing or instances]
+        _, computing, together = self._roles.of(instances)
+        able = [*computing, *together] or instances
+        counts = [each.in_flight for each in able]
         apart = max(counts) - min(counts)
-        longest = max(request.own_at(each) for each in computing or instances)
+        longest = max(request.own_at(each) for each in able)
         self._balances = (apart > IMBALANCE_MIN and max(counts) > IMBALANCE_TIMES * min(counts)) or (
             longest <= SHARE_MIN * request.tokens
         )

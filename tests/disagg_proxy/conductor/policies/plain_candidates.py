@@ -12,7 +12,7 @@ EQUAL_GAP_S = 0.00005
 _K = 1e-3
 _M = 1e-6
 
-Found = tuple[Instance, str, float, float, float, int, bool, float]
+Found = tuple[Instance, str, float, float, float, int, bool, float, float]
 _Row = tuple[float, float, float, float, int, bool, Instance, float]
 
 
@@ -59,8 +59,9 @@ def cheapest(
         ttft_s = wait_s + prefill_s
         cost = urgency * ttft_s + harm * prefill_s * (wait_s + 0.5 * prefill_s) + chance * b * _K * rest
         found.append((cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s))
-    (_, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s), reason = _best(found, last, noise)
-    return instance, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s
+    row, reason = _best(found, last, noise)
+    cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s = row
+    return instance, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost
 
 
 def _best(found: list[_Row], last: Instance | None, noise: float) -> tuple[_Row, str]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from statistics import fmean
 
-from moonpool.disagg_proxy.conductor.policy import make_policy
+import pytest
+
+from moonpool.disagg_proxy.conductor.policy import POLICIES, make_policy
 from moonpool.disagg_proxy.simulator.cluster import Cluster, ClusterSettings
 from moonpool.disagg_proxy.simulator.desk import Desk
+from moonpool.disagg_proxy.simulator.job import Job
 from moonpool.disagg_proxy.simulator.machine import MACHINES
 from moonpool.disagg_proxy.simulator.results import Results, Slo
 from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS, Arrival
@@ -62,3 +66,31 @@ def test_a_pool_behind_slow_links_does_little_harm() -> None:
     alone_s, slow_s = mean_s("conductor"), mean_s("conductor", pool=True, link_bytes_s=1e9)
     print("seed", SEED, f"without a pool {alone_s:.3f}, behind slow links {slow_s:.3f}")
     assert slow_s < 1.15 * alone_s
+
+
+def coupled(policy: str, *, prefill: int) -> tuple[float, float]:
+    """Three engines that serve requests whole, beside so many for prefill alone: mean seconds to the first
+    token and to the last one."""
+    jobs: list[Job] = []
+    machine = replace(PAPER, cache_tokens=1_000_000)
+    cluster = Cluster(
+        ClusterSettings(prefill=prefill, whole=3, machine=machine), [Desk(make_policy(policy))], jobs.append
+    )
+    cluster.run(each._replace(answer_tokens=100) for each in conversations(400, rate=1.2))
+    cluster.check_integrity()
+    return fmean(job.ttft_s for job in jobs), fmean(job.done_s - job.arrival.at_s for job in jobs)
+
+
+def test_a_prefill_engine_beside_whole_ones_takes_work_off_them() -> None:
+    """It once took every prompt, and the others computed none."""
+    (alone_s, alone_done_s), (beside_s, beside_done_s) = (
+        coupled("conductor", prefill=count) for count in (0, 1)
+    )
+    print("seed", SEED, f"first token {alone_s:.2f}, {beside_s:.2f}; {alone_done_s:.2f}, {beside_done_s:.2f}")
+    assert beside_done_s < 0.85 * alone_done_s
+    assert beside_s < 1.3 * alone_s  # a prompt may wait a little, for others to be stalled less
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_one_prefill_engine_more_makes_no_fleet_slower(policy: str) -> None:
+    assert coupled(policy, prefill=1)[1] < coupled(policy, prefill=0)[1]

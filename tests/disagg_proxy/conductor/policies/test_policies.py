@@ -16,7 +16,7 @@ from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
 from moonpool.disagg_proxy.conductor.policies.least_load import LeastLoad
 from moonpool.disagg_proxy.conductor.policies.prefix_affinity import BUSIER_MAX, PrefixAffinity
 from moonpool.disagg_proxy.conductor.policies.round_robin import RoundRobin
-from moonpool.disagg_proxy.conductor.policy import POLICIES, Policy, make_policy
+from moonpool.disagg_proxy.conductor.policy import POLICIES, Policy, hook_of, make_policy
 from moonpool.disagg_proxy.dispatch.accounts import Accounts
 from tests.disagg_proxy.conductor.policies.sending import send
 
@@ -79,8 +79,37 @@ def test_roles_are_kept_in_every_fleet(name: str) -> None:
             if choice.prefill is not None:
                 assert choice.prefill is not choice.decode
                 assert choice.prefill.role is Role.PREFILL
-            if prefill and (both or decode) and tokens == 10_000:
+            if prefill and decode and not both and tokens == 10_000:
                 assert choice.prefill is not None
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_prefill_engine_beside_whole_ones_takes_its_share_and_no_more(name: str) -> None:
+    """Equal prompts, none of which ends: all that compute get some, and whole ones serve theirs alone."""
+    engines, policy = fleet(both=3, prefill=1), make_policy(name)
+    accounts = Accounts(engines)
+    computed = dict.fromkeys(range(4), 0)
+    for number in range(40):
+        request = Request(tokens=10_000)
+        choice = policy.choose(request, accounts.instances, number * 0.1)
+        hook_of(policy)(request, choice, number * 0.1)
+        accounts.sent(number, choice, request, streams=True, now_s=number * 0.1)
+        computed[choice.computes.place] += 1
+        assert (choice.prefill is None) == (choice.computes.role is Role.BOTH)
+    assert min(computed.values()) >= 5
+    assert max(computed.values()) <= 20
+
+
+def test_a_prompt_is_computed_apart_when_that_costs_less() -> None:
+    """A whole engine that decodes for many stalls them all; an idle one needs no hand-over."""
+    engines, policy, request = fleet(both=1, prefill=1, decode=1), Conductor(), Request(tokens=10_000)
+    assert policy.choose(request, engines, 0.0).prefill is None
+    for number in range(5):
+        engines[0].books.decode_began(number, 1_000, 0.0)
+    apart = policy.choose(request, engines, 0.0)
+    assert (apart.prefill, apart.decode) == (engines[1], engines[2])
+    busy(engines[1], 20.0)
+    assert policy.choose(request, engines, 0.0).decode is engines[0]
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
