@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
+from itertools import islice
+from statistics import fmean
 
 from moonpool._native import Books, Standing
 from moonpool.disagg_proxy.conductor.calibration import Ratios
 from moonpool.disagg_proxy.conductor.flow import Flow
 from moonpool.disagg_proxy.conductor.prediction import DecodeModel, HandoverModel, PrefillModel
 from moonpool.disagg_proxy.conductor.sender import Sender
+
+SISTERS_MAX = 32  # so many know what a thousand do
+LEARNT = 16  # samples, from which on what was learnt is better than the prior
+_MODELS = ("prefill_model", "handover_model", "decode_model")
 
 
 class Role(Enum):
@@ -74,7 +80,17 @@ class Instance(Standing):
     def in_flight(self) -> int:
         return self.books.requests if self.load is None else self.load()
 
+    def learn_from(self, sisters: Iterable[Instance]) -> None:
+        """It is new, and they are what it is: the first guess at its times is the mean of what they have
+        learnt, where they have; it weighs as a prior. What it has learnt itself is kept."""
+        looked_at = list(islice(sisters, SISTERS_MAX))
+        for name in _MODELS:
+            theirs = [getattr(sister, name).regression for sister in looked_at]
+            known = [each.coefficients for each in theirs if each.samples >= LEARNT]
+            if known:
+                getattr(self, name).regression.start([fmean(values) for values in zip(*known, strict=True)])
+
     def check_integrity(self) -> None:
         self.books.check_integrity()
-        for model in (self.prefill_model, self.handover_model, self.decode_model):
-            model.regression.check_integrity()
+        for name in _MODELS:
+            getattr(self, name).regression.check_integrity()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -228,6 +228,18 @@ class Dispatcher:
         self._candidates = {}  # a new one: on another thread somebody may be adding to the old
         with self._lock:
             self._fit.clear()
+            if instance is not None:
+                instance.learn_from(self._sisters(engine))
+
+    def _sisters(self, engine: Engine) -> Iterator[Instance]:
+        """Of the same role, and of the same model as far as that is known."""
+        models = engine.models or engine.named
+        for other in self.engines:
+            if other is engine or other.role != engine.role:
+                continue
+            theirs, instance = other.models or other.named, self._instance_at[other.place]
+            if instance is not None and (not models or not theirs or models.keys() & theirs.keys()):
+                yield instance
 
     def forget(self, engine: Engine) -> None:
         """The engine left the rotation: what it had in work and in its cache is not counted on."""

@@ -113,6 +113,7 @@ class Engine:
             self.models = models
             if self.relay is not None:
                 self.relay.engine_models(self.place, None if models is None else list(models))
+            self.became(self)
 
     def is_met_by(self, context: bytes | None) -> None:
         """What the page of a context server says of it now."""

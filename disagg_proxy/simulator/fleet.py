@@ -8,8 +8,8 @@ from moonpool.disagg_proxy.simulator.happenings import KINDS
 
 class Fleet:
     """counts: how many of each kind at the beginning: prefill, decode, whole; names are KIND-NUMBER.
-    instances: those that may be chosen now, by place. One that joins again has the place it had, and knows
-    nothing.
+    instances: those that may be chosen now, by place. One that joins again has the place it had; who joins
+    begins with what its sisters have learnt.
     """
 
     def __init__(self, counts: dict[str, int], room_tokens: int) -> None:
@@ -36,6 +36,7 @@ class Fleet:
     def join(self, name: str) -> Instance:
         """name: of a kind, or of an instance that is gone."""
         instance = self._make(name.partition("-")[0], name if "-" in name else self._name(name))
+        instance.learn_from(each for each in self.instances if each.role is instance.role)
         self.instances = tuple(sorted((*self.instances, instance), key=lambda each: each.place))
         return instance
 

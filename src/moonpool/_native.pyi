@@ -699,6 +699,10 @@ class Regression:
         """
     def predict(self, features: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> float:
         ...
+    def start(self, coefficients: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> bool:
+        """
+        Begins with these coefficients in the place of the prior's, and as little known. False: there was a sample, or these are no numbers, and nothing changes.
+        """
     @property
     def coefficients(self) -> tuple[float, ...]:
         ...

@@ -35,6 +35,12 @@ Regression::Regression(std::span<const double> prior, std::span<const double> sp
 
 double Regression::predict(std::span<const double> features) const { return dot(coefficients(), features); }
 
+bool Regression::start(std::span<const double> coefficients) {
+    if (samples_ != 0 || !std::all_of(coefficients.begin(), coefficients.end(), is_number)) return false;
+    std::copy(coefficients.begin(), coefficients.end(), coefficients_.begin());
+    return true;
+}
+
 std::optional<double> Regression::observe(std::span<const double> features, double y) {
     bool all_numbers = is_number(y) && std::all_of(features.begin(), features.end(), is_number);
     bool any = std::any_of(features.begin(), features.end(), [](double value) { return value != 0; });

@@ -34,6 +34,10 @@ class Regression {
     // that changes nothing: no set of finite, non-negative numbers, or absurd.
     std::optional<double> observe(std::span<const double> features, double y);
 
+    // Begins with these coefficients in the place of the prior's, and as little known: a first guess from
+    // others. False: there was a sample, or these are no numbers, and nothing changes.
+    bool start(std::span<const double> coefficients);
+
     uint64_t samples() const { return samples_; }
     uint64_t odd() const { return odd_; }          // were absurd
     uint64_t refused() const { return refused_; }  // were no numbers

@@ -41,7 +41,7 @@ std::shared_ptr<Regression> make_regression(const std::vector<double>& prior,
 
 void check_size(const Regression& regression, const std::vector<double>& features) {
     if (features.size() != regression.coefficients().size()) {
-        refuse("a feature for each coefficient is wanted");
+        refuse("a number for each coefficient is wanted");
     }
 }
 
@@ -195,6 +195,16 @@ void bind_books(py::module_& m) {
             py::arg("features"), py::arg("y"),
             "Learns from one sample. The error of the prediction before, y - predicted; None for a sample "
             "that changes nothing: no set of finite, non-negative numbers, or absurd.")
+        .def(
+            "start",
+            [](Regression& self, const std::vector<double>& coefficients) {
+                check_size(self, coefficients);
+                return self.start(coefficients);
+            },
+            py::arg("coefficients"),
+            "Begins with these coefficients in the place of the prior's, and as little known. False: there "
+            "was "
+            "a sample, or these are no numbers, and nothing changes.")
         .def(
             "check_integrity", [](const Regression& self) { raise_if(self.check_integrity()); },
             "Raises AssertionError when an invariant is broken.");

@@ -40,6 +40,13 @@ class Regression:
     def predict(self, features: Sequence[float]) -> float:
         return _dot(self.coefficients, features)
 
+    def start(self, coefficients: Sequence[float]) -> bool:
+        """Begins with these in the place of the prior's, and as little known."""
+        if self.samples or not all(0.0 <= value < math.inf for value in coefficients):
+            return False
+        self.coefficients = tuple(coefficients)
+        return True
+
     def observe(self, features: Sequence[float], y: float) -> float | None:
         """Learns from one sample. Returns the error of the prediction before, y - predicted; None for a
         sample that changes nothing: no set of finite, non-negative numbers, or absurd."""

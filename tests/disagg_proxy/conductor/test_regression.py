@@ -17,13 +17,16 @@ COUNTS = ("samples", "odd", "refused")
 def test_random_samples_teach_the_same_as_in_plain_python(rng: random.Random) -> None:
     held = opened = 0
     for _ in range(60):
-        size = rng.randrange(1, 8)
+        size = rng.randrange(1, 9)
         prior = [rng.random() for _ in range(size)]
         spread = [rng.choice((0.0, 0.1, rng.random())) for _ in range(size)]
         floor = rng.choice((0.005, 0.1))
         native = Regression(prior, spread, floor=floor)
         plain = plain_regression.Regression(prior, spread, floor=floor)
         truth = [rng.choice((0.0, rng.random())) for _ in range(size)]
+        for first in ([rng.random() for _ in range(size)], [math.nan] * size, [-1.0] * size):
+            if rng.random() < 0.5:
+                assert native.start(first) == plain.start(first) == (first[0] >= 0.0)
         for number in range(200):
             if number % 70 == 69:  # it has really changed
                 truth = [value * rng.choice((0.2, 1.0, 4.0)) for value in truth]
@@ -51,8 +54,23 @@ def test_as_many_features_as_coefficients() -> None:
             Regression(prior, spread, floor=0.1)
     native = Regression([1.0, 2.0], [1.0, 1.0], floor=0.1)
     for features in ([1.0], [1.0] * 3):
-        with pytest.raises(InvalidArgument, match="a feature for each"):
+        with pytest.raises(InvalidArgument, match="a number for each"):
             native.observe(features, 1.0)
-        with pytest.raises(InvalidArgument, match="a feature for each"):
+        with pytest.raises(InvalidArgument, match="a number for each"):
             native.predict(features)
+        with pytest.raises(InvalidArgument, match="a number for each"):
+            native.start(features)
     assert native.coefficients == (1.0, 2.0)
+
+
+def test_what_others_know_is_a_first_guess_and_no_more() -> None:
+    """It counts as a prior does: soon replaced by what is observed, and it replaces nothing that was."""
+    guessed = Regression([1.0, 1.0], [2.0, 2.0], floor=0.1)
+    assert guessed.start([5.0, 5.0])
+    assert guessed.predict([1.0, 1.0]) == 10.0
+    for number in range(30):
+        guessed.observe([1.0, number % 7], 1.0 + 2.0 * (number % 7))
+    assert guessed.coefficients == pytest.approx((1.0, 2.0), rel=0.05)
+    assert not guessed.start([5.0, 5.0])
+    assert guessed.coefficients == pytest.approx((1.0, 2.0), rel=0.05)
+    guessed.check_integrity()

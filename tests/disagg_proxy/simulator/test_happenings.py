@@ -217,3 +217,15 @@ def test_a_clock_that_goes_back_is_noticed_and_one_that_leaps_is_followed() -> N
         run(settings, [Arrival(5.0, 100, 1, (1,)), Arrival(4.0, 100, 1, (2,))])
     leap = run(settings, [Arrival(0.0, 100, 1, (1,)), Arrival(1e9, 100, 1, (2,))])
     assert leap[1].ttft_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("who", ["prefill", "prefill-1"])
+def test_one_that_joins_knows_what_its_sisters_have_learnt(who: str, rng: random.Random) -> None:
+    """A machine ten times slower than the prior: the newcomer's very first request is predicted right."""
+    settings = ClusterSettings(prefill=3, machine=PLAIN)
+    arrivals = at_random(rng, 150, 1.0)
+    join_s = arrivals[100].at_s + 1e-3
+    jobs = run(settings, arrivals, "1 kill prefill-1", f"{join_s} join {who}")
+    place = 1 if who == "prefill-1" else 3
+    first = next(job for job in jobs if job.prefill_place == place and job.arrival.at_s > join_s)
+    assert first.predicted_ttft_s == pytest.approx(first.ttft_s, rel=0.05)

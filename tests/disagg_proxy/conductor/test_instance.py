@@ -1,0 +1,65 @@
+"""What a new instance takes over from those that are what it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.disagg_proxy.conductor.instance import LEARNT, SISTERS_MAX, Instance, Role
+
+
+def taught(place: int, token_s: float, samples: int = 200) -> Instance:
+    """It has seen prompts whose every token takes so long, and hand-overs and gaps in proportion."""
+    instance = Instance(place, f"p{place}", Role.PREFILL)
+    for number in range(samples):
+        tokens = 500 + 997 * number % 20_000
+        instance.prefill_model.observe(tokens, 0, 0, 0.1 + token_s * tokens)
+        instance.handover_model.observe(tokens, token_s * 100)
+        instance.decode_model.observe(1 + number % 30, 10 * tokens, token_s * 200)
+    return instance
+
+
+def test_it_begins_with_the_mean_of_what_they_have_learnt() -> None:
+    new, sisters = Instance(9, "new", Role.PREFILL), [taught(0, 1e-4), taught(1, 3e-4)]
+    new.learn_from(sisters)
+    for ask in (
+        lambda each: each.prefill_model.predict(10_000, 4_000),
+        lambda each: each.handover_model.predict(5_000),
+        lambda each: each.decode_model.predict(10, 50_000),
+    ):
+        assert ask(new) == pytest.approx(sum(map(ask, sisters)) / 2)
+    assert new.prefill_model.predict(10_000) == pytest.approx(2.1, rel=0.1)
+    new.check_integrity()
+
+
+def test_who_has_learnt_nothing_teaches_nothing_and_what_was_observed_is_kept() -> None:
+    new, prior = Instance(9, "new"), Instance(8, "prior").prefill_model.predict(10_000)
+    new.learn_from([])
+    new.learn_from([taught(0, 1e-3, samples=LEARNT - 1)])
+    assert new.prefill_model.predict(10_000) == prior
+    new.prefill_model.observe(10_000, 0, 0, 1.0)
+    seen_s = new.prefill_model.predict(10_000)
+    new.learn_from([taught(0, 1e-3)])
+    assert new.prefill_model.predict(10_000) == seen_s
+    assert new.handover_model.predict(1_000) == pytest.approx(0.1, rel=0.1)  # of that it has seen none
+
+
+def test_a_first_guess_that_is_wrong_is_soon_replaced() -> None:
+    new = Instance(9, "new")
+    new.learn_from([taught(0, 1e-4)])
+    for number in range(30):
+        tokens = 500 + 997 * number % 20_000
+        new.prefill_model.observe(tokens, 0, 0, 0.1 + 4e-4 * tokens)
+    assert new.prefill_model.predict(10_000) == pytest.approx(4.1, rel=0.1)
+
+
+def test_of_many_sisters_a_few_are_asked() -> None:
+    asked = 0
+
+    def sisters() -> object:
+        nonlocal asked
+        while True:
+            asked += 1
+            yield Instance(asked, "one")
+
+    Instance(0, "new").learn_from(sisters())  # type: ignore[arg-type]
+    assert asked == SISTERS_MAX
