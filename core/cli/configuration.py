@@ -52,6 +52,6 @@ def schema(
     """Print the JSON schema of the configuration file."""
     import json
 
-    from moonpool.core import config
+    from moonpool.core import config_help
 
-    print(config.markdown() if markdown else json.dumps(config.json_schema(), indent=2))
+    print(config_help.markdown() if markdown else json.dumps(config_help.json_schema(), indent=2))

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moonpool.core import config, units
+from moonpool.core import config, config_help, units
 from moonpool.core.errors import ConfigError
 
 
@@ -205,11 +205,11 @@ def test_rows_show_all_keys_and_never_the_secret(runtime: Path) -> None:
 def test_every_key_has_a_help_text_and_no_help_text_is_left_over() -> None:
     keys = {f"{name}.{field}" for name, kind in config.SECTIONS.items() for field in kind.__struct_fields__}
     keys |= {f"{name}.{field}" for name, kind in config.TABLES.items() for field in kind.__struct_fields__}
-    assert keys == set(config.HELP)
+    assert keys == set(config_help.HELP)
 
 
 def test_the_schema_knows_units_choices_and_no_secret() -> None:
-    schema = config.json_schema()
+    schema = config_help.json_schema()
     assert set(schema["properties"]) == set(config.SECTIONS)
     assert schema["additionalProperties"] is False
     assert schema["properties"]["node"]["properties"]["dram"]["type"] == ["integer", "string"]
@@ -237,7 +237,7 @@ def test_the_examples_are_valid_configurations(example: str, nodes: object, engi
 
 def test_the_documentation_has_every_key_and_default() -> None:
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
-    assert page.endswith(config.markdown() + "\n"), "update it with: moonpool config schema --markdown"
+    assert page.endswith(config_help.markdown() + "\n"), "update it with: moonpool config schema --markdown"
 
 
 def test_the_proxys_keys_are_those_of_its_settings_with_the_same_defaults() -> None:
