@@ -3,7 +3,9 @@ the manual.
 
     plugin     what LMCache loads by itself, so that ``remote_url: moonpool://`` and {"type": "moonpool"} work
     in_tree    the modules that appear inside LMCache's own packages for that
-    remote     the remote connector: chunks between LMCache's host memory and the pool, for in-process engines
+    remote     how LMCache finds the remote connector, and which engines may have one
+    remote_connector
+               chunks between LMCache's host memory and the pool, for in-process engines
     native     the native L2 client, for LMCache's server: no GIL between its memory and the pool
     adapter    the L2 adapter, for LMCache's server: a locked key is pinned in the pool
     expected   what the chunks of this engine look like

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from moonpool.core.keys import Json, canonical_json
 
@@ -18,6 +19,29 @@ def fingerprint(plug: str, fields: Mapping[str, Json]) -> bytes:
     """32 bytes over the plug point and what must be equal; plug points have keys of different kinds and never
     meet."""
     return hashlib.sha256(canonical_json({"lmcache": plug, **fields})).digest()
+
+
+def remote_identity(config: Any, metadata: Any, form: str = "") -> bytes:
+    """What must be equal before engines in LMCache's in-process mode share chunks, beside its own key; the
+    same in all processes of an engine, so nothing that only a worker knows.
+
+    Blending hashes segments without what stands before them, so its keys can be those of a first chunk."""
+    blending = bool(config.enable_blending)
+    return fingerprint(
+        "remote",
+        {
+            "model": metadata.model_name,
+            "world_size": metadata.world_size,
+            "kv_dtype": str(metadata.kv_dtype).removeprefix("torch."),
+            "kv_shape": [int(n) for n in metadata.kv_shape],
+            "chunk_tokens": int(config.chunk_size),
+            "mla": bool(metadata.use_mla),
+            "form": form,
+            "blending": str(config.blend_special_str) if blending else None,
+            "serde": str(config.remote_serde),
+            "hash": str(config.pre_caching_hash_algorithm),
+        },
+    )
 
 
 def name_of(key: str) -> str:

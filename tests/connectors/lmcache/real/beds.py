@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from lmcache.v1.storage_backend import RemoteBackend
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from benchmarks.processes import Talker
-from moonpool.connectors.lmcache.remote import MoonpoolConnector
+from moonpool.connectors.lmcache.remote_connector import MoonpoolConnector
 from tests.core.store_bed import until
 
 LAYERS, HEADS, HEAD_SIZE = 2, 2, 16
 CONFIG = {"chunk_size": 16, "local_cpu": False, "max_local_cpu_size": 0.01, "remote_url": "moonpool://"}
+BY_COPY = {"local_cpu": True}  # LMCache would keep what it gets, so nothing is lent
 
 
 class Backend:
@@ -135,6 +136,9 @@ class Backend:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10)
         self.loop.close()
+
+
+Make = Callable[..., Backend]
 
 
 def expected(number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

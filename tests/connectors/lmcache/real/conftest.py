@@ -6,15 +6,19 @@ its entry points, for this process and those it starts.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moonpool.connectors import seeker
+from tests.connectors.own_node import Node
 
 ROOT = Path(__file__).resolve().parents[4]
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -49,3 +53,31 @@ def _runtime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seeker, "REST_S", 0.05)
     monkeypatch.setattr(seeker, "REST_MAX_S", 0.2)
     (folder / "node.sock").symlink_to(folder / "n.sock")
+
+
+@pytest.fixture
+def make(node: Node) -> Iterator[Callable[..., Any]]:
+    """make(**options): a Backend, closed at the end."""
+    from tests.connectors.lmcache.real.beds import Backend  # LMCache reads the environment above
+
+    made: list[Backend] = []
+
+    def make(**options: Any) -> Backend:
+        made.append(Backend(**options))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
+    """What our loggers said; LMCache's own do not hand on."""
+    logger = logging.getLogger("lmcache.moonpool.remote")
+    level = logger.level
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    yield lambda: caplog.text
+    logger.setLevel(level)
+    logger.removeHandler(caplog.handler)

@@ -56,7 +56,7 @@ def test_a_second_process_retrieves_what_the_first_stored(node: Node, start: Sta
     assert second.call("retrieve", 2)["tokens"] == 0
 
 
-@pytest.mark.heavy  # the short form is in test_remote.py
+@pytest.mark.heavy  # the short form is in test_remote_faults.py
 def test_a_restart_with_a_warm_pool(node: Node, start: Start) -> None:
     node.start()
     first = start(PARTIAL)
