@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -32,6 +32,7 @@ from moonpool.disagg_proxy.conductor.sender import Sender
 from moonpool.disagg_proxy.data_plane import observations
 from moonpool.disagg_proxy.data_plane.observations import Handed
 from moonpool.disagg_proxy.dispatch.accounts import Accounts
+from moonpool.disagg_proxy.dispatch.candidates import GENERATES, Candidates, Fit
 from moonpool.disagg_proxy.dispatch.handovers import Handovers
 from moonpool.disagg_proxy.dispatch.locality import Locality, Place, seed_of
 from moonpool.disagg_proxy.engines.engine import Engine
@@ -44,20 +45,8 @@ ASKED_MAX = 1024  # prompts that are being tokenised; beyond it a request is rou
 TRACEBACKS_MAX = 5
 Result = TypeVar("Result")
 EVERYBODY = AdmissionSettings()
-_GENERATES = frozenset(("chat", "completions", "generate"))
 
 _log = logging.getLogger("moonpool.proxy")
-
-
-class _Fit(NamedTuple):
-    """Instances that may be chosen now. computing: those that compute prompts."""
-
-    instances: tuple[Instance, ...]
-    computing: tuple[Instance, ...]
-
-    @classmethod
-    def of(cls, instances: tuple[Instance, ...]) -> _Fit:
-        return cls(instances, tuple(each for each in instances if each.role is not Role.DECODE))
 
 
 class Dispatcher:
@@ -79,11 +68,9 @@ class Dispatcher:
         handover: str = "auto",
         admission: AdmissionSettings = EVERYBODY,
     ) -> None:
-        # By place; one that is leaving has its place until all that was sent there is over.
-        self.at: list[Engine | None] = [None] * places
-        self._instance_at: list[Instance | None] = [None] * places
-        self.engines: tuple[Engine, ...] = ()  # that requests may go to, ordered by place
-        self._instances: tuple[Instance, ...] = ()  # theirs
+        self.candidates = Candidates(places)
+        self.at = self.candidates.at
+        self._those = self.candidates.of
         self.admission = Admission(admission.objective) if admission.any else None
         self.gate: Gate[Ticket] | None = None
         if self.admission is not None:
@@ -109,15 +96,16 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._loop = loop
         self._asking: set[asyncio.Task[None]] = set()
-        self._candidates: dict[tuple[int, ...], tuple[_Fit, _Fit]] = {}
-        # Of those that wait for a model: the last candidates, and the engines that there were then.
-        self._last: dict[str, tuple[tuple[int, ...], tuple[Engine, ...]]] = {}
-        self._fit: dict[str, _Fit] = {}  # by model
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """That requests may go to, ordered by place."""
+        return self.candidates.engines
 
     @property
     def instances(self) -> tuple[Instance, ...]:
         """Of the engines, ordered by place."""
-        return self._instances
+        return self.candidates.instances
 
     @property
     def uses_tokens(self) -> bool:
@@ -132,7 +120,7 @@ class Dispatcher:
         """The plan for a request, or None when it comes later."""
         if not self._policy.uses_tokens:
             return self._choose_simply(request)
-        if request.kind not in _GENERATES:
+        if request.kind not in GENERATES:
             return self._choose(request, UNKNOWN, None)
         ids = request.prompt_tokens()
         if ids is not None:
@@ -196,50 +184,30 @@ class Dispatcher:
         instance = Instance(engine.place, engine.name, Role(engine.role), load=engine.load)
         with self._lock:
             self.accounts.join(instance)
-        self.at[engine.place] = engine
-        self._instance_at[engine.place] = instance
-        self._set_engines((*self.engines, engine))
+        self.candidates.join(engine, instance)
         self.became(engine)
 
     def part(self, engine: Engine) -> None:
         """The engine is leaving: no request goes there any more, of those that wait neither."""
-        self._set_engines(each for each in self.engines if each is not engine)
+        self.candidates.part(engine)
         with self._lock:
-            self._fit.clear()
+            self.candidates.look_anew()
 
     def leave(self, engine: Engine) -> None:
         """All that was sent to the engine is over, and its place is free."""
         self.learn()
         with self._lock:
             self.accounts.leave(engine.place)
-        self.at[engine.place] = self._instance_at[engine.place] = None
-        self._candidates = {}
-
-    def _set_engines(self, engines: Iterable[Engine]) -> None:
-        self.engines = tuple(sorted(engines, key=lambda each: each.place))
-        at = self._instance_at
-        self._instances = tuple(each for engine in self.engines if (each := at[engine.place]) is not None)
+        self.candidates.leave(engine)
 
     def became(self, engine: Engine) -> None:
         """The engine turned out to be something else than it was given as."""
-        instance = self._instance_at[engine.place]
-        if instance is not None:
-            instance.role, instance.alone = Role(engine.role), engine.alone
-        self._candidates = {}  # a new one: on another thread somebody may be adding to the old
+        instance = self.candidates.instance_at[engine.place]
+        self.candidates.became(engine)
         with self._lock:
-            self._fit.clear()
+            self.candidates.look_anew()
             if instance is not None:
-                instance.learn_from(self._sisters(engine))
-
-    def _sisters(self, engine: Engine) -> Iterator[Instance]:
-        """Of the same role, and of the same model as far as that is known."""
-        models = engine.models or engine.named
-        for other in self.engines:
-            if other is engine or other.role != engine.role:
-                continue
-            theirs, instance = other.models or other.named, self._instance_at[other.place]
-            if instance is not None and (not models or not theirs or models.keys() & theirs.keys()):
-                yield instance
+                instance.learn_from(self.candidates.sisters(engine))
 
     def forget(self, engine: Engine) -> None:
         """The engine left the rotation: what it had in work and in its cache is not counted on."""
@@ -304,7 +272,7 @@ class Dispatcher:
             return refused(400, str(error), "bad_header")
         if wished is not wishes.NOTHING:
             asked = asked._replace(tenant=wished.tenant, priority=wished.priority, session=wished.session)
-        if self.gate is not None and not request.attempt and request.kind in _GENERATES:
+        if self.gate is not None and not request.attempt and request.kind in GENERATES:
             return self._admit(request, asked, place, wished)
         with self._lock:
             self._learn(self._observed())
@@ -342,7 +310,7 @@ class Dispatcher:
         with self._lock:
             self._learn(self._observed())
             now_s = self._clock()
-            self._last[model] = request.candidates, self.engines
+            self.candidates.arrived(model, request)
             refusal, out = self.gate.arrive(
                 ticket, model, asked.tenant, asked.priority, ticket.objective.ttft_s, now_s
             )
@@ -368,7 +336,7 @@ class Dispatcher:
             await asyncio.sleep(RELEASE_EVERY_S)
             with self._lock:
                 self._learn(self._observed())
-                self._look_again()
+                self.candidates.look_again(self.gate.line.groups)
                 late = self.gate.expire(self._clock())
             for ticket, refusal in late:
                 self._turn_away(ticket, refusal)
@@ -464,38 +432,9 @@ class Dispatcher:
             self._policy_failed()
             return Choice(instances[0])
 
-    def _able(self, ticket: Ticket) -> _Fit:
+    def _able(self, ticket: Ticket) -> Fit:
         """The instances that its request may go to now."""
-        if not ticket.waits:
-            return self._those(ticket.request)
-        found = self._fit.get(ticket.model)
-        if found is None:
-            found = self._fit[ticket.model] = _Fit.of(self._now_there(ticket.model))
-        return found
-
-    def _now_there(self, model: str) -> tuple[Instance, ...]:
-        """What the relay would say now of those that wait for this model: its last candidates that are still
-        there, and who has joined since; when none of them is well, any that serves it."""
-        places, engines = self._last.get(model, ((), ()))
-        joined = set() if engines is self.engines else set(self.engines).difference(engines)
-        serve = [each for each in self.engines if not model or each.models is None or model in each.models]
-        asked = set(places)
-        well = [each for each in serve if each.liveness.healthy and (each.place in asked or each in joined)]
-        found = well or [each for each in serve if each.liveness.healthy] or serve
-        return tuple(each for engine in found if (each := self._instance_at[engine.place]) is not None)
-
-    def _look_again(self) -> None:
-        """Which engines those that wait may go to. Where nothing has changed it is the same tuple, of which
-        policies know already who does what."""
-        assert self.gate is not None
-        waiting = set(self.gate.line.groups)
-        self._last = {model: each for model, each in self._last.items() if model in waiting}
-        before, self._fit = self._fit, {}
-        for model in self._last:
-            there, known = self._now_there(model), before.get(model)
-            if known is not None and known.instances == there:
-                there = known.instances
-            self._fit[model] = _Fit.of(there)
+        return self.candidates.of_waiting(ticket.model) if ticket.waits else self._those(ticket.request)
 
     def _went(self, asked: Request, choice: Choice, now_s: float) -> None:
         try:
@@ -523,20 +462,6 @@ class Dispatcher:
         if choice.prefill is None and not choice.why:
             return choice.decode.place
         return self._plan(request, choice, note=0)
-
-    def _those(self, request: ProxyRequest) -> _Fit:
-        """The instances that may be chosen; for what is no generation those that answer by themselves. None
-        are left when the client has left and so have the engines."""
-        places, known = request.candidates, self._candidates
-        found = known.get(places)
-        if found is None:
-            if len(known) >= 4096:  # one for each set of engines that was seen
-                known.clear()
-            at = self._instance_at
-            instances = tuple(each for place in places if (each := at[place]) is not None)
-            whole = tuple(each for each in instances if each.role is not Role.PREFILL) or instances
-            found = known[places] = (_Fit.of(instances), _Fit.of(whole))
-        return found[0] if request.kind in _GENERATES else found[1]
 
     def _plan(self, request: ProxyRequest, choice: Choice, *, note: int, waited_s: float = 0.0) -> Plan:
         decode, prefill = choice.decode, choice.prefill
@@ -581,7 +506,7 @@ def _nobody() -> Answer:
 
 def _refusal(request: ProxyRequest, choice: Choice) -> Answer | None:
     """Why engines that cannot answer alone are not asked; None: they are."""
-    if request.kind not in _GENERATES:
+    if request.kind not in GENERATES:
         return None  # it needs no cache
     if choice.prefill is None or choice.decode.role is Role.PREFILL:
         who = "prefill" if choice.decode.role is Role.DECODE else "decode"

@@ -16,7 +16,7 @@ from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.admission.ticket import Ticket
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.discovery.source import Found
-from moonpool.disagg_proxy.dispatch.dispatcher import _Fit
+from moonpool.disagg_proxy.dispatch.candidates import Fit
 from tests.disagg_proxy.harness import (
     Answer,
     Bed,
@@ -307,7 +307,7 @@ async def test_nobody_who_waits_is_sent_to_an_engine_that_leaves() -> None:
             await until(lambda count=number - 2: waiting(running) == count)  # type: ignore[misc]
         running.proxy.fleet.leave(leaver.name)
         first_token.set()
-        instance = running.proxy._dispatcher._instance_at[0]
+        instance = running.proxy._dispatcher.candidates.instance_at[0]
         assert instance is not None
         await until(lambda: instance.books.wait_s(running.proxy._dispatcher._clock()) < 1.0)
         others_may_go.set()
@@ -328,7 +328,7 @@ async def test_while_engines_stay_the_same_policies_get_the_same_tuple() -> None
         dispatcher, given = running.proxy._dispatcher, []
         able = dispatcher._able
 
-        def looked(ticket: Ticket) -> _Fit:
+        def looked(ticket: Ticket) -> Fit:
             given.append(able(ticket).instances)
             return able(ticket)
 

@@ -1,0 +1,133 @@
+"""Which engines a request may go to: those that the data plane names, and, for one that waits at the gate,
+those that it would name by now.
+
+Engines join and leave on the event loop, and requests are asked about on other threads: what is replaced here
+is replaced whole. What concerns those that wait is the dispatcher's lock to guard. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
+
+from moonpool._native import ProxyRequest
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.engines.engine import Engine
+
+GENERATES = frozenset(("chat", "completions", "generate"))
+_SETS_MAX = 4096  # of engines that were seen together
+
+
+class Fit(NamedTuple):
+    """Instances that may be chosen now. computing: those that compute prompts."""
+
+    instances: tuple[Instance, ...]
+    computing: tuple[Instance, ...]
+
+    @classmethod
+    def of(cls, instances: tuple[Instance, ...]) -> Fit:
+        return cls(instances, tuple(each for each in instances if each.role is not Role.DECODE))
+
+
+class Candidates:
+    """places: for engines."""
+
+    def __init__(self, places: int) -> None:
+        # By place; one that is leaving has its place until all that was sent there is over.
+        self.at: list[Engine | None] = [None] * places
+        self.instance_at: list[Instance | None] = [None] * places
+        self.engines: tuple[Engine, ...] = ()  # that requests may go to, ordered by place
+        self.instances: tuple[Instance, ...] = ()  # theirs
+        self._seen: dict[tuple[int, ...], tuple[Fit, Fit]] = {}
+        # Of those that wait for a model: the last candidates, and the engines that there were then.
+        self._last: dict[str, tuple[tuple[int, ...], tuple[Engine, ...]]] = {}
+        self._waiting: dict[str, Fit] = {}  # by model
+
+    def join(self, engine: Engine, instance: Instance) -> None:
+        self.at[engine.place] = engine
+        self.instance_at[engine.place] = instance
+        self._set_engines((*self.engines, engine))
+
+    def part(self, engine: Engine) -> None:
+        """No request goes there any more. Then ``look_anew``."""
+        self._set_engines(each for each in self.engines if each is not engine)
+
+    def leave(self, engine: Engine) -> None:
+        """Its place is free."""
+        self.at[engine.place] = self.instance_at[engine.place] = None
+        self._seen = {}
+
+    def became(self, engine: Engine) -> None:
+        """It has another role, perhaps. Then ``look_anew``."""
+        instance = self.instance_at[engine.place]
+        if instance is not None:
+            instance.role, instance.alone = Role(engine.role), engine.alone
+        self._seen = {}  # a new one: on another thread somebody may be adding to the old
+
+    def sisters(self, engine: Engine) -> Iterator[Instance]:
+        """Of the same role, and of the same model as far as that is known."""
+        models = engine.models or engine.named
+        for other in self.engines:
+            if other is engine or other.role != engine.role:
+                continue
+            theirs, instance = other.models or other.named, self.instance_at[other.place]
+            if instance is not None and (not models or not theirs or models.keys() & theirs.keys()):
+                yield instance
+
+    def _set_engines(self, engines: Iterable[Engine]) -> None:
+        self.engines = tuple(sorted(engines, key=lambda each: each.place))
+        at = self.instance_at
+        self.instances = tuple(each for engine in self.engines if (each := at[engine.place]) is not None)
+
+    def of(self, request: ProxyRequest) -> Fit:
+        """The instances that may be chosen; for what is no generation those that answer by themselves. None
+        are left when the client has left and so have the engines."""
+        places, known = request.candidates, self._seen
+        found = known.get(places)
+        if found is None:
+            if len(known) >= _SETS_MAX:
+                known.clear()
+            at = self.instance_at
+            instances = tuple(each for place in places if (each := at[place]) is not None)
+            whole = tuple(each for each in instances if each.role is not Role.PREFILL) or instances
+            found = known[places] = (Fit.of(instances), Fit.of(whole))
+        return found[0] if request.kind in GENERATES else found[1]
+
+    # For those that wait
+
+    def arrived(self, model: str, request: ProxyRequest) -> None:
+        """It may have to wait with the others of this model."""
+        self._last[model] = request.candidates, self.engines
+
+    def of_waiting(self, model: str) -> Fit:
+        """The instances that those who wait for this model may go to now."""
+        found = self._waiting.get(model)
+        if found is None:
+            found = self._waiting[model] = Fit.of(self._now_there(model))
+        return found
+
+    def look_anew(self) -> None:
+        """Engines have changed."""
+        self._waiting.clear()
+
+    def look_again(self, waiting: Collection[object]) -> None:
+        """As often as somebody waits; waiting: for which models. Where nothing has changed it is the same
+        tuple, of which policies know already who does what."""
+        self._last = {model: each for model, each in self._last.items() if model in waiting}
+        before, self._waiting = self._waiting, {}
+        for model in self._last:
+            there, known = self._now_there(model), before.get(model)
+            if known is not None and known.instances == there:
+                there = known.instances
+            self._waiting[model] = Fit.of(there)
+
+    def _now_there(self, model: str) -> tuple[Instance, ...]:
+        """What the relay would say now of those that wait for this model: its last candidates that are still
+        there, and who has joined since; when none of them is well, any that serves it."""
+        places, engines = self._last.get(model, ((), ()))
+        joined = set() if engines is self.engines else set(self.engines).difference(engines)
+        serve = [each for each in self.engines if not model or each.models is None or model in each.models]
+        asked = set(places)
+        well = [each for each in serve if each.liveness.healthy and (each.place in asked or each in joined)]
+        found = well or [each for each in serve if each.liveness.healthy] or serve
+        return tuple(each for engine in found if (each := self.instance_at[engine.place]) is not None)
