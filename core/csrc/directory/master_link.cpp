@@ -4,30 +4,11 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 
 #include "directory/protocol.hpp"
 
 namespace moonpool {
-
-namespace {
-
-class Timed {
-   public:
-    explicit Timed(LatencyHistogram& histogram)
-        : histogram_(histogram), start_(std::chrono::steady_clock::now()) {}
-    ~Timed() {
-        auto spent = std::chrono::steady_clock::now() - start_;
-        histogram_.observe(static_cast<uint64_t>(std::chrono::nanoseconds(spent).count()));
-    }
-
-   private:
-    LatencyHistogram& histogram_;
-    std::chrono::steady_clock::time_point start_;
-};
-
-}  // namespace
 
 MasterLink::MasterLink(MasterServer& server, Caller caller, LinkId id, bool is_member, uint64_t now_ms)
     : server_(server),

@@ -18,9 +18,9 @@
 
 #include "base/fd.hpp"
 #include "base/fork.hpp"
+#include "base/latency.hpp"
 #include "base/result.hpp"
 #include "directory/master.hpp"
-#include "store/node_metrics.hpp"
 #include "wire/auth.hpp"
 #include "wire/doorman.hpp"
 #include "wire/limits.hpp"

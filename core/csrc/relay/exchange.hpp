@@ -27,6 +27,7 @@
 #include "relay/observations.hpp"
 #include "relay/one_shot.hpp"
 #include "relay/request.hpp"
+#include "relay/usage.hpp"
 
 namespace moonpool::relay {
 
@@ -64,6 +65,10 @@ class Exchange {
     uint64_t body_bytes() const { return body_bytes_; }
 
    private:
+    static constexpr std::string_view kParameters = "kv_transfer_params";
+    static constexpr std::string_view kEventStream = "text/event-stream";
+    static constexpr size_t kSmallBytes = 16 << 10;  // what a buffer keeps for the next request
+
     enum class State : uint8_t { kOver, kAsking, kPrefilling, kAnswering };
 
     void reset(Client& client, std::shared_ptr<Request> request, bool close);
@@ -104,6 +109,7 @@ class Exchange {
     void observe(Outcome outcome);
     void reached(Stage stage);
     void begun();
+    bool find_any_usage(std::string_view body, Usage& usage) const;
     void read_usage(std::string_view body);
 
     Leg answer_, prefill_;

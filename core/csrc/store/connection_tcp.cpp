@@ -16,10 +16,6 @@ constexpr uint64_t kObjectAlign = 64;
 
 uint64_t aligned(uint64_t size) { return (size + kObjectAlign - 1) / kObjectAlign * kObjectAlign; }
 
-void count(std::atomic<uint64_t>& counter, uint64_t n = 1) {
-    counter.fetch_add(n, std::memory_order_relaxed);
-}
-
 }  // namespace
 
 // u32 space, u8 flags, u8 zero, u16 zero, u32 n, u32 bytes of the rows; n rows: u64 size, u32 crc, bytes16

@@ -1,32 +1,12 @@
 // What a node counts: atomics, written by its loop, read by anyone.
 #pragma once
 
-#include <array>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 
+#include "base/latency.hpp"
+
 namespace moonpool {
-
-class LatencyHistogram {
-   public:
-    static constexpr std::array<double, 14> kBoundsSeconds = {
-        1e-6, 2e-6, 5e-6, 10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 5e-3, 20e-3, 100e-3, 1.0};
-
-    void observe(uint64_t ns) {
-        size_t i = 0;
-        while (i < kBoundsSeconds.size() && static_cast<double>(ns) > kBoundsSeconds[i] * 1e9) ++i;
-        counts_[i].fetch_add(1, std::memory_order_relaxed);
-        sum_ns_.fetch_add(ns, std::memory_order_relaxed);
-    }
-
-    uint64_t count(size_t i) const { return counts_[i].load(std::memory_order_relaxed); }
-    double sum_seconds() const { return static_cast<double>(sum_ns_.load(std::memory_order_relaxed)) * 1e-9; }
-
-   private:
-    std::array<std::atomic<uint64_t>, kBoundsSeconds.size() + 1> counts_{};
-    std::atomic<uint64_t> sum_ns_{0};
-};
 
 struct NodeMetrics {
     using Counter = std::atomic<uint64_t>;
@@ -41,5 +21,9 @@ struct NodeMetrics {
     Counter scrub_dropped_total{0};
     LatencyHistogram lease, commit, lookup, other;
 };
+
+inline void count(NodeMetrics::Counter& counter, uint64_t n = 1) {
+    counter.fetch_add(n, std::memory_order_relaxed);
+}
 
 }  // namespace moonpool

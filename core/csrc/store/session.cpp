@@ -5,7 +5,6 @@
 #include <sched.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 
 #include <algorithm>
 #include <chrono>
@@ -14,19 +13,15 @@
 #include <utility>
 
 #include "base/crc32c.hpp"
-#include "base/hmac.hpp"
 #include "wire/address.hpp"
-#include "wire/congestion.hpp"
 #include "wire/dial.hpp"
 
 namespace moonpool {
 
 namespace {
 
-constexpr uint64_t kObjectAlign = 64;     // a cache line: neighbours do not share one
-constexpr size_t kReadSlotsMax = 256;     // reads told to the node in one frame
-constexpr size_t kPostedMax = 1u << 20;   // bytes of one-way frames, then puts wait for the node again
-constexpr uint64_t kLeaseAheadSlabs = 4;  // a batch leases at most this many slabs in one piece
+constexpr size_t kReadSlotsMax = 256;    // reads told to the node in one frame
+constexpr size_t kPostedMax = 1u << 20;  // bytes of one-way frames, then puts wait for the node again
 
 // How long a caller polls for its answer before it sleeps. A sleeping thread in a virtual machine is woken in
 // 20-50 us, several times what the node needs to answer.
@@ -53,81 +48,11 @@ ssize_t receive_some(int fd, iovec* parts, size_t n_parts, bool near) {
     return ::recvmsg(fd, &message, 0);
 }
 
-Result<Fd> connect_to(const ClientOptions& options, const std::atomic<bool>* given_up) {
-    if (options.dial) return options.dial();
-    const std::string& path = options.socket_path;
-    sockaddr_un address{};
-    address.sun_family = AF_UNIX;
-    if (path.size() >= sizeof(address.sun_path)) {
-        return Error{Code::kInvalidArgument,
-                     "the socket path " + path + " is longer than a Unix socket allows"};
-    }
-    std::memcpy(address.sun_path, path.data(), path.size());
-    Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (!fd.valid()) return os_error("socket");
-    // A node that accepts nobody has a full queue at last; then connect() waits, a piece at a time.
-    Deadline end = deadline_in(options.timeout_ms);
-    set_socket_timeouts(fd.get(), std::clamp(options.timeout_ms, 1, kLookMs));
-    for (;;) {
-        if (given_up != nullptr && given_up->load()) return Error{Code::kClosed, "given up meanwhile"};
-        if (::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0) return fd;
-        if (errno != EINTR && errno != EAGAIN) {
-            return Error{Code::kUnavailable, "no node serves " + path + " (" + std::strerror(errno) +
-                                                 "); start one with: moonpool node"};
-        }
-        if (std::chrono::steady_clock::now() >= end) {
-            return Error{Code::kTimeout, "the node at " + path + " took no connection in time"};
-        }
-    }
-}
-
 Error forked() {
     return Error{Code::kForked, "this handle belongs to the parent process; open a new one after fork"};
 }
 
 }  // namespace
-
-Slab::~Slab() {
-    if (!session.alive()) return;
-    (void)session.arena_.protect(extent.offset, extent.size, false);
-    session.post(Kind::kReturn, [this](Writer& w) { w.number(extent.offset); });
-}
-
-Result<std::shared_ptr<Session>> Session::open(const ClientOptions& options,
-                                               const std::atomic<bool>* given_up) {
-    std::shared_ptr<Session> session(new Session());
-    session->timeout_ms_ = options.timeout_ms;
-    if (options.address.empty()) {
-        Result<Fd> fd = connect_to(options, given_up);
-        if (!fd) return fd.error();
-        session->fd_ = std::move(*fd);
-        session->peer_ = options.dial ? "the embedded node" : options.socket_path;
-        set_socket_timeouts(session->fd_.get(), options.timeout_ms);
-        session->opening_ = Opening{deadline_in(options.timeout_ms), given_up};
-        if (Status status = session->handshake(options); !status) return status.error();
-    } else {
-        DialOptions to{options.address,    options.token,
-                       options.tenant,     std::string(kPurposeStore),
-                       options.timeout_ms, ""};
-        to.given_up = given_up;
-        Result<Dialed> dialed = moonpool::dial(to);
-        if (!dialed) return dialed.error();
-        session->fd_ = std::move(dialed->fd);
-        leave_bbr_when_near(session->fd_.get());
-        session->peer_ = options.address;
-        session->incarnation_ = dialed->incarnation;
-        Reader welcome(dialed->welcome);
-        uint64_t arena_bytes = 0, index_bytes = 0;
-        if (!session->read_welcome(welcome, arena_bytes, index_bytes)) {
-            return Error{Code::kProtocol,
-                         options.address + " does not speak the protocol of a Moonpool node"};
-        }
-    }
-    session->opening_ = Opening{deadline_in(options.timeout_ms), given_up};
-    if (Status status = session->open_space(options); !status) return status.error();
-    session->opening_.reset();
-    return session;
-}
 
 Session::~Session() {
     bool was_alive = alive_.exchange(false);
@@ -153,92 +78,6 @@ void Session::retire() {
     flush_reads();
     std::lock_guard lock(slab_mutex_);
     slab_.reset();
-}
-
-Status Session::handshake(const ClientOptions& options) {
-    FrameHeader header;
-    if (Status status = receive_frame(header, nullptr); !status) return status;
-    Reader challenge(body_);
-    if (header.kind == Kind::kError) return read_error(challenge);
-    Nonce node_nonce;
-    std::string_view nonce = challenge.bytes(node_nonce.size());
-    std::string_view incarnation = challenge.bytes(incarnation_.size());
-    if (header.kind != Kind::kChallenge || !challenge.done()) {
-        return Error{Code::kProtocol, peer_ + " does not speak the protocol of a Moonpool node"};
-    }
-    std::memcpy(node_nonce.data(), nonce.data(), nonce.size());
-    std::memcpy(incarnation_.data(), incarnation.data(), incarnation.size());
-
-    Nonce client_nonce = random_nonce();
-    Mac mac =
-        handshake_mac(Role::kClient, options.token, node_nonce, client_nonce, incarnation_, options.tenant);
-    out_.clear();
-    size_t at = begin_frame(out_, Kind::kAuth, 0, next_request_);
-    Writer w(out_);
-    w.text16(options.tenant);
-    w.bytes(client_nonce.data(), client_nonce.size());
-    w.bytes(mac.data(), mac.size());
-    finish_frame(out_, at);
-    if (Status status = send_all(out_.data(), out_.size()); !status) return status;
-
-    std::vector<Fd> fds;
-    if (Status status = receive_frame(header, &fds); !status) return status;
-    Reader welcome(body_);
-    if (header.kind == Kind::kError) return read_error(welcome);
-    std::string_view proof = welcome.bytes(sizeof(Mac));
-    uint64_t arena_bytes = 0, index_bytes = 0;
-    if (header.kind != Kind::kWelcome || !read_welcome(welcome, arena_bytes, index_bytes) ||
-        fds.size() != 2) {
-        return Error{Code::kProtocol, peer_ + " does not speak the protocol of a Moonpool node"};
-    }
-    Mac expected =
-        handshake_mac(Role::kNode, options.token, node_nonce, client_nonce, incarnation_, options.tenant);
-    if (!equal_constant_time(expected,
-                             std::span(reinterpret_cast<const uint8_t*>(proof.data()), proof.size()))) {
-        return Error{Code::kAuth,
-                     peer_ + " does not know the cluster token: it is not the node that it claims to be"};
-    }
-    Result<Mapping> arena = Mapping::map(fds[0].get(), arena_bytes, true);
-    if (!arena) return arena.error();
-    // Mapped writable first, for the right to make single slabs writable again; read-only from here on.
-    if (Status status = arena->protect(0, arena_bytes, false); !status) return status;
-    arena_ = std::move(*arena);
-    Result<IndexReader> index = IndexReader::open(fds[1].get(), index_bytes, incarnation_);
-    if (!index) return index.error();
-    index_ = std::move(*index);
-    return success();
-}
-
-bool Session::read_welcome(Reader& welcome, uint64_t& arena_bytes, uint64_t& index_bytes) {
-    arena_bytes = arena_bytes_ = welcome.number<uint64_t>();
-    index_bytes = welcome.number<uint64_t>();
-    slab_bytes_ = welcome.number<uint64_t>();
-    object_bytes_max_ = welcome.number<uint64_t>();
-    key_bytes_max_ = welcome.number<uint32_t>();
-    parts_max_ = welcome.number<uint32_t>();
-    frame_bytes_max_ = welcome.number<uint32_t>();
-    frame_keys_max_ = welcome.number<uint32_t>();
-    if (!welcome.ok()) return false;
-    if (welcome.left() == 0) return true;  // a node of the release before
-    node_name_ = std::string(welcome.text16());
-    host_id_ = std::string(welcome.text16());
-    address_ = std::string(welcome.text16());
-    master_ = std::string(welcome.text16());
-    if (welcome.left() != 0) features_ = welcome.number<uint32_t>();
-    return welcome.ok();
-}
-
-Status Session::open_space(const ClientOptions& options) {
-    return call(
-        Kind::kOpenSpace,
-        [&](Writer& w) {
-            w.text16(options.name_space);
-            w.text16(options.fingerprint);
-        },
-        [&](Reader& r) {
-            space_ = r.number<uint32_t>();
-            return r.done();
-        });
 }
 
 // The socket stays open until the last view is gone: a node that was merely late keeps our pins that long, so
@@ -672,101 +511,6 @@ void Session::note_read(uint32_t slot, uint64_t bytes) {
 void Session::flush_reads() {
     std::lock_guard lock(io_mutex_);
     if (alive()) drain(true);
-}
-
-Result<std::shared_ptr<Slab>> Session::lease(uint64_t min, uint64_t want, std::string& why, int timeout_ms) {
-    Extent extent;
-    Status status = call(
-        Kind::kLease,
-        [&](Writer& w) {
-            w.number(min);
-            w.number(want);
-        },
-        [&](Reader& r) {
-            extent.offset = r.number<uint64_t>();
-            extent.size = r.number<uint64_t>();
-            why = std::string(r.text16());
-            return r.done() && extent.size <= arena_.size() && extent.offset <= arena_.size() - extent.size;
-        },
-        timeout_ms);
-    if (!status) return status.error();
-    if (extent.size == 0) return std::shared_ptr<Slab>();
-    auto slab = std::make_shared<Slab>(*this, extent);
-    if (Status writable = make_writable(extent); !writable) return writable.error();
-    return slab;
-}
-
-Status Session::make_writable(Extent extent) {
-    if (Status status = arena_.protect(extent.offset, extent.size, true); !status) return status;
-    bool fresh = false;
-    {
-        std::lock_guard lock(populated_mutex_);
-        populated_.resize(arena_.size() / kHugePageBytes + 1);
-        for (uint64_t page = extent.offset / kHugePageBytes; page <= (extent.end() - 1) / kHugePageBytes;
-             ++page) {
-            fresh |= !populated_[page];
-            populated_[page] = true;
-        }
-    }
-    if (fresh) arena_.populate_for_write(extent.offset, extent.size);
-    return success();
-}
-
-uint64_t Session::room_bytes(uint64_t size) {
-    return (size + kObjectAlign - 1) / kObjectAlign * kObjectAlign;
-}
-
-Result<Room> Session::reserve(uint64_t size, uint64_t ahead, std::shared_ptr<Slab>& own, std::string& why,
-                              int timeout_ms) {
-    if (size == 0) return Room{};
-    if (size > object_bytes_max_) {
-        why = "an object of " + std::to_string(size) + " bytes is over the limit of " +
-              std::to_string(object_bytes_max_) + " bytes (node.object_share_max of the arena)";
-        return Room{};
-    }
-    uint64_t need = room_bytes(size);
-    if (own == nullptr || own->cursor + need > own->extent.size) {
-        own.reset();  // goes back once it is committed, so that what is in it may make room
-        if (need + ahead < slab_bytes_) return reserve_shared(size, ahead, why, timeout_ms);
-        uint64_t want = std::max(need, std::min(need + ahead, slab_bytes_ * kLeaseAheadSlabs));
-        Result<std::shared_ptr<Slab>> slab = lease(need, want, why, timeout_ms);
-        if (!slab) return slab.error();
-        if (*slab == nullptr) return Room{};
-        own = std::move(*slab);
-    }
-    Room room{own, Extent{own->extent.offset + own->cursor, size}};
-    own->cursor += need;
-    return room;
-}
-
-// For what is less than a slab: all threads fill one.
-Result<Room> Session::reserve_shared(uint64_t size, uint64_t ahead, std::string& why, int timeout_ms) {
-    uint64_t need = room_bytes(size);
-    std::lock_guard lock(slab_mutex_);
-    if (slab_ == nullptr || slab_->cursor + need > slab_->extent.size) {
-        // A large object gets a lease of its own; the slab for small ones stays as it is.
-        bool own = need > slab_bytes_ / 2 && ahead == 0;
-        if (!own) slab_.reset();  // goes back once its last writer has committed
-        Result<std::shared_ptr<Slab>> slab = lease(need, own ? need : slab_bytes_, why, timeout_ms);
-        if (!slab) return slab.error();
-        if (*slab == nullptr) return Room{};
-        if (own) {
-            (*slab)->cursor = need;
-            return Room{*slab, Extent{(*slab)->extent.offset, size}};
-        }
-        slab_ = std::move(*slab);
-    }
-    Room room{slab_, Extent{slab_->extent.offset + slab_->cursor, size}};
-    slab_->cursor += need;
-    return room;
-}
-
-void Session::unreserve(Room& room) {
-    if (room.slab == nullptr) return;
-    std::lock_guard lock(slab_mutex_);
-    uint64_t need = room_bytes(room.extent.size);
-    if (room.slab->extent.offset + room.slab->cursor == room.extent.offset + need) room.slab->cursor -= need;
-    room.slab.reset();
 }
 
 }  // namespace moonpool

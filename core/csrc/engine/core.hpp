@@ -1,0 +1,152 @@
+// What an engine is made of, behind its public face. The life of it is in core.cpp, its transfers in
+// core_transfers.cpp; engine.cpp is the face.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.hpp"
+#include "engine/inbox.hpp"
+#include "engine/peer.hpp"
+#include "engine/tickets.hpp"
+#include "transport/loop.hpp"
+#include "transport/loopback/link.hpp"
+#include "transport/shm/target.hpp"
+#include "transport/tcp/target.hpp"
+#include "wire/doorman.hpp"
+
+namespace moonpool {
+
+namespace engine {
+
+inline constexpr uint32_t kWorkersMax = 16;
+
+// What the doorman calls: it may outlive the engine.
+struct Reception {
+    std::mutex mutex;
+    transport::tcp::Target* target = nullptr;
+};
+
+Status check_message(std::string_view message);
+
+}  // namespace engine
+
+using engine::Outcome;
+using engine::Peer;
+using engine::Share;
+using engine::Ticket;
+using transport::Job;
+using transport::Region;
+using transport::RegionKind;
+using transport::Regions;
+using transport::Slice;
+using transport::SliceState;
+
+struct Engine::Core {
+    explicit Core(EngineOptions o)
+        : options(std::move(o)),
+          inbox(kEngineInboxMessagesMax, kEngineInboxBytesMax),
+          workers(engine::kWorkersMax) {}
+
+    EngineOptions options;
+    ForkGuard fork;
+    std::atomic<bool> closing{false};
+    std::atomic<int> calls{0};  // inside of us
+    std::mutex close_mutex;
+    bool closed = false;
+
+    transport::Counters counters;
+    transport::Identity identity;
+    std::shared_ptr<transport::RegionTable> regions = std::make_shared<transport::RegionTable>();
+    std::vector<std::pair<std::string, std::string>> transports;
+    std::vector<std::string> addresses;
+    engine::Inbox inbox;
+    engine::Tickets tickets;
+
+    std::shared_ptr<transport::loopback::Target> loopback;
+    std::unique_ptr<transport::shm::Target> shm;
+    std::unique_ptr<transport::tcp::Target> tcp;
+    std::vector<std::unique_ptr<transport::Loop>> loops;
+    transport::Workers workers;
+    std::shared_ptr<engine::Reception> reception = std::make_shared<engine::Reception>();
+    std::unique_ptr<Doorman> doorman;
+
+    std::mutex peers_mutex;
+    std::unordered_map<uint32_t, std::shared_ptr<Peer>> peers;
+    uint32_t next_peer = 1;
+
+    // ---- life
+
+    Status start();
+    Status start_transports();
+    Purpose purpose();
+    void close();
+    Status revoke(const Region* region, int timeout_ms);
+    bool allows(const char* transport) const {
+        return !options.transports ||
+               std::ranges::find(*options.transports, transport) != options.transports->end();
+    }
+    Status deliver(const std::string& peer, std::span<const std::byte> message) {
+        std::string text(reinterpret_cast<const char*>(message.data()), message.size());
+        Status status = inbox.put(peer, std::move(text));
+        if (!status) {
+            counters.notifications_refused_total.fetch_add(1);
+            return status;
+        }
+        counters.notifications_received_total.fetch_add(1);
+        tickets.wake();
+        return status;
+    }
+
+    // ---- calls
+
+    class Call;
+    Result<std::shared_ptr<Peer>> find_peer(uint32_t segment);
+    Status place_locals(std::span<const Slice> slices, const Regions& known, std::span<Region*> locals);
+    void prepare(Job& job, const TransferRequest& request);
+    Result<uint64_t> transfer_alone(const TransferRequest& request, const std::shared_ptr<Peer>& peer,
+                                    TicketStatus* status);
+    Result<std::shared_ptr<Ticket>> make_ticket(const TransferRequest& request);
+    void launch(const std::shared_ptr<Ticket>& ticket);
+    void end_share(const std::shared_ptr<Ticket>& ticket);
+    void end_ticket(const std::shared_ptr<Ticket>& ticket);
+    Status tell(Peer& peer, std::string_view message);
+    static TransferFailure untold(Peer& peer, const Error& error) {
+        return TransferFailure{error, peer.info().address, peer.control().path(), error.text};
+    }
+};
+
+// Every public call is one: it fails after close(), and close() waits for it.
+class Engine::Core::Call {
+   public:
+    explicit Call(Core& core) : core_(core) {
+        if (core.fork.in_child()) {
+            error_ =
+                Error{Code::kForked, "this engine belongs to the parent process; make a new one after fork"};
+            return;
+        }
+        core.calls.fetch_add(1);
+        entered_ = true;
+        if (core.closing.load()) error_ = Error{Code::kClosed, "this engine is closed"};
+    }
+    ~Call() {
+        if (entered_) core_.calls.fetch_sub(1);
+    }
+    Call(const Call&) = delete;
+
+    bool ok() const { return error_.text.empty(); }
+    const Error& error() const { return error_; }
+
+   private:
+    Core& core_;
+    bool entered_ = false;
+    Error error_;
+};
+
+}  // namespace moonpool

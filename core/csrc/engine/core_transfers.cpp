@@ -1,0 +1,255 @@
+// The half of an engine's core that moves bytes: finds who has them, and follows a transfer to its end.
+#include <algorithm>
+#include <chrono>
+
+#include "engine/core.hpp"
+#include "transport/frames.hpp"
+
+namespace moonpool {
+
+namespace {
+
+constexpr uint64_t kInlineBytesMax = 256u
+                                     << 10;  // of a submitted copy: done at once, as cheap as handing over
+
+// The caller's own transfer: what it needs lives as long as its thread, so that a small one allocates
+// nothing.
+struct Desk {
+    std::unique_ptr<std::atomic<SliceState>[]> states;
+    size_t room = 0;
+    std::vector<Region*> locals;
+
+    void prepare(size_t n) {
+        if (n > room) {
+            room = std::max<size_t>(n, 128);
+            states = std::make_unique<std::atomic<SliceState>[]>(room);
+        }
+        locals.resize(n);
+    }
+};
+
+}  // namespace
+
+Status engine::check_message(std::string_view message) {
+    if (message.size() <= transport::kNotifyBytesMax) return success();
+    return Error{Code::kTooLarge, "a notification has at most " + std::to_string(transport::kNotifyBytesMax) +
+                                      " bytes, not " + std::to_string(message.size())};
+}
+
+Result<std::shared_ptr<Peer>> Engine::Core::find_peer(uint32_t segment) {
+    std::lock_guard lock(peers_mutex);
+    auto it = peers.find(segment);
+    if (it == peers.end()) {
+        return Error{Code::kInvalidArgument,
+                     "no segment " + std::to_string(segment) + " is open; open(address) gives its number"};
+    }
+    return it->second;
+}
+
+Status Engine::Core::place_locals(std::span<const Slice> slices, const Regions& known,
+                                  std::span<Region*> locals) {
+    Region* last = nullptr;
+    for (size_t i = 0; i < slices.size(); ++i) {
+        const Slice& slice = slices[i];
+        locals[i] = last;
+        if (slice.length == 0) continue;
+        if (last == nullptr || !last->contains(slice.local, slice.length)) {
+            const std::shared_ptr<Region>* found = transport::find_region(known, slice.local, slice.length);
+            if (found == nullptr) {
+                Slice local{0, slice.local, slice.length, slice.direction};
+                return Error{Code::kInvalidArgument, "the local range " + transport::range_text(local) +
+                                                         " of slice " + std::to_string(i) +
+                                                         " lies in no registered region; register it first"};
+            }
+            last = found->get();
+            locals[i] = last;
+        }
+    }
+    return success();
+}
+
+void Engine::Core::prepare(Job& job, const TransferRequest& request) {
+    job.background = request.background;
+    job.timeout_ms = request.timeout_ms > 0 ? request.timeout_ms : options.timeout_ms;
+    job.closing = &closing;
+    job.progress_ns = transport::now_ns();
+    job.waiting = job.slices.size();
+    for (size_t i = 0; i < job.slices.size(); ++i) {
+        bool empty = job.slices[i].length == 0;
+        job.states[i].store(empty ? SliceState::kDone : SliceState::kWaiting, std::memory_order_relaxed);
+        if (empty) --job.waiting;
+    }
+}
+
+// Tells how far a job came that did not go well; its error.
+Error report(const Job& job, TransferFailure failure, TicketStatus* status) {
+    Error error = failure.error;
+    if (status == nullptr) return error;
+    status->state = job.stopped() && !job.refused ? TicketState::kCancelled : TicketState::kFailed;
+    status->bytes_done = job.bytes_done;
+    status->slices.resize(job.slices.size());
+    SliceState rest = job.stopped() ? SliceState::kCancelled : SliceState::kFailed;
+    for (size_t i = 0; i < job.slices.size(); ++i) {
+        status->slices[i] = job.is_waiting(i) ? rest : job.states[i].load(std::memory_order_relaxed);
+    }
+    status->failure = std::move(failure);
+    return error;
+}
+
+Result<uint64_t> Engine::Core::transfer_alone(const TransferRequest& request,
+                                              const std::shared_ptr<Peer>& peer, TicketStatus* status) {
+    static thread_local Desk desk;
+    desk.prepare(request.slices.size());
+    Job job;
+    job.slices = request.slices;
+    job.states = {desk.states.get(), request.slices.size()};
+    job.locals = desk.locals;
+    job.regions = regions->all();
+    if (Status placed = place_locals(request.slices, *job.regions, desk.locals); !placed) {
+        return placed.error();
+    }
+    prepare(job, request);
+    Outcome outcome;
+    if (job.waiting != 0) outcome = peer->run(job);
+    if (job.waiting != 0 && closing) return Error{Code::kClosed, "this engine was closed meanwhile"};
+    if (job.waiting != 0 || job.refused) return report(job, peer->explain(job, outcome), status);
+    if (request.notify) {
+        if (Status told = tell(*peer, *request.notify); !told) {
+            return report(job, untold(*peer, told.error()), status);
+        }
+    }
+    return job.bytes_done.load();
+}
+
+Status Engine::Core::tell(Peer& peer, std::string_view message) {
+    if (Status sound = engine::check_message(message); !sound) return sound;
+    auto bytes = std::as_bytes(std::span(message.data(), message.size()));
+    Result<std::vector<std::byte>> answer = peer.control().ask(
+        Kind::kEngineNotify, std::vector<std::byte>(bytes.begin(), bytes.end()), options.timeout_ms);
+    if (!answer) {
+        return Error{answer.error().code, "the notification for engine \"" + peer.info().name + "\" at " +
+                                              peer.info().address + " failed: " + answer.error().text};
+    }
+    counters.notifications_sent_total.fetch_add(1);
+    return success();
+}
+
+Result<std::shared_ptr<Ticket>> Engine::Core::make_ticket(const TransferRequest& request) {
+    auto ticket = std::make_shared<Ticket>();
+    ticket->slices = request.slices.size();
+    if (request.notify) ticket->notify = std::string(*request.notify);
+    // One share for each peer, in the order of their first slices.
+    std::unordered_map<uint32_t, Share*> by_segment;
+    auto share_of = [&](uint32_t segment) -> Result<Share*> {
+        if (auto it = by_segment.find(segment); it != by_segment.end()) return it->second;
+        Result<std::shared_ptr<Peer>> peer = find_peer(segment);
+        if (!peer) return peer.error();
+        ticket->shares.push_back(std::make_unique<Share>());
+        Share* share = ticket->shares.back().get();
+        share->peer = std::move(*peer);
+        by_segment[segment] = share;
+        return share;
+    };
+    if (request.segments.size() == 1) {
+        Result<Share*> share = share_of(request.segments[0]);
+        if (!share) return share.error();
+        (*share)->slices.assign(request.slices.begin(), request.slices.end());
+    } else {
+        for (size_t i = 0; i < request.slices.size(); ++i) {
+            Result<Share*> share = share_of(request.segments[i]);
+            if (!share) return share.error();
+            (*share)->slices.push_back(request.slices[i]);
+            (*share)->places.push_back(i);
+        }
+    }
+    std::shared_ptr<const Regions> known = regions->all();
+    for (const auto& share : ticket->shares) {
+        size_t n = share->slices.size();
+        share->states = std::make_unique<std::atomic<SliceState>[]>(n);
+        share->locals.resize(n);
+        if (Status status = place_locals(share->slices, *known, share->locals); !status) {
+            return status.error();
+        }
+        auto job = std::make_shared<Job>();
+        job->slices = share->slices;
+        job->states = {share->states.get(), n};
+        job->locals = share->locals;
+        job->regions = known;
+        prepare(*job, request);
+        share->job = std::move(job);
+    }
+    return ticket;
+}
+
+void Engine::Core::launch(const std::shared_ptr<Ticket>& ticket) {
+    ticket->shares_left = ticket->shares.size();
+    if (ticket->shares.empty()) {
+        ticket->shares_left = 1;
+        return end_share(ticket);
+    }
+    for (const auto& owned : ticket->shares) {
+        Share* share = owned.get();
+        uint64_t bytes = 0;
+        for (const Slice& slice : share->slices) bytes += slice.length;
+        if (share->job->waiting == 0) {
+            end_share(ticket);
+        } else if (share->peer->copies() && bytes <= kInlineBytesMax) {
+            share->outcome = share->peer->run(*share->job);
+            end_share(ticket);
+        } else {
+            share->peer->post(share->job, workers, [this, ticket, share](Outcome outcome) {
+                share->outcome = std::move(outcome);
+                end_share(ticket);
+            });
+        }
+    }
+}
+
+void Engine::Core::end_share(const std::shared_ptr<Ticket>& ticket) {
+    if (ticket->shares_left.fetch_sub(1) != 1) return;
+    bool whole = true;
+    for (const auto& share : ticket->shares) {
+        whole = whole && share->job->waiting == 0 && !share->job->refused;
+    }
+    // The message waits for an answer: not on a thread that others wait for.
+    if (whole && ticket->notify) return workers.post(false, [this, ticket] { end_ticket(ticket); });
+    end_ticket(ticket);
+}
+
+void Engine::Core::end_ticket(const std::shared_ptr<Ticket>& ticket) {
+    TicketState state = TicketState::kDone;
+    TransferFailure failure;
+    for (const auto& share : ticket->shares) {
+        Job& job = *share->job;
+        if (job.waiting == 0 && !job.refused) continue;
+        if (job.waiting != 0 && job.stopped() && !job.refused) {
+            if (state == TicketState::kDone) {
+                state = TicketState::kCancelled;
+                job.refused = true;
+                job.refusal = closing ? Error{Code::kClosed, "the engine was closed meanwhile"}
+                                      : Error{Code::kInvalidArgument, "it was cancelled"};
+                failure = share->peer->explain(job, share->outcome);
+            }
+        } else if (state != TicketState::kFailed) {
+            state = TicketState::kFailed;
+            failure = share->peer->explain(job, share->outcome);
+        }
+        SliceState rest = job.stopped() ? SliceState::kCancelled : SliceState::kFailed;
+        for (size_t i = 0; i < job.slices.size(); ++i) {
+            if (job.is_waiting(i)) job.states[i].store(rest, std::memory_order_relaxed);
+        }
+    }
+    if (state == TicketState::kDone && ticket->notify) {
+        for (const auto& share : ticket->shares) {
+            Status status = tell(*share->peer, *ticket->notify);
+            if (status) continue;
+            state = TicketState::kFailed;
+            failure = untold(*share->peer, status.error());
+        }
+    }
+    counters.transfers_total.fetch_add(1);
+    if (state == TicketState::kFailed) counters.transfers_failed_total.fetch_add(1);
+    tickets.end(*ticket, state, std::move(failure));
+}
+
+}  // namespace moonpool
