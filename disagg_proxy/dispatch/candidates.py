@@ -7,7 +7,7 @@ is replaced whole. What concerns those that wait is the dispatcher's lock to gua
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from moonpool._native import ProxyRequest
@@ -39,8 +39,6 @@ class Candidates:
         self.engines: tuple[Engine, ...] = ()  # that requests may go to, ordered by place
         self.instances: tuple[Instance, ...] = ()  # theirs
         self._seen: dict[tuple[int, ...], tuple[Fit, Fit]] = {}
-        # Of those that wait for a model: the last candidates, and the engines that there were then.
-        self._last: dict[str, tuple[tuple[int, ...], tuple[Engine, ...]]] = {}
         self._waiting: dict[str, Fit] = {}  # by model
 
     def join(self, engine: Engine, instance: Instance) -> None:
@@ -95,39 +93,34 @@ class Candidates:
 
     # For those that wait
 
-    def arrived(self, model: str, request: ProxyRequest) -> None:
-        """It may have to wait with the others of this model."""
-        self._last[model] = request.candidates, self.engines
-
-    def of_waiting(self, model: str) -> Fit:
+    def of_waiting(self, model: str, now_s: float) -> Fit:
         """The instances that those who wait for this model may go to now."""
         found = self._waiting.get(model)
         if found is None:
-            found = self._waiting[model] = Fit.of(self._now_there(model))
+            found = self._waiting[model] = Fit.of(self._now_there(model, now_s))
         return found
 
     def look_anew(self) -> None:
         """Engines have changed."""
         self._waiting.clear()
 
-    def look_again(self, waiting: Collection[object]) -> None:
+    def look_again(self, waiting: Iterable[str], now_s: float) -> None:
         """As often as somebody waits; waiting: for which models. Where nothing has changed it is the same
         tuple, of which policies know already who does what."""
-        self._last = {model: each for model, each in self._last.items() if model in waiting}
         before, self._waiting = self._waiting, {}
-        for model in self._last:
-            there, known = self._now_there(model), before.get(model)
+        for model in waiting:
+            there, known = self._now_there(model, now_s), before.get(model)
             if known is not None and known.instances == there:
                 there = known.instances
             self._waiting[model] = Fit.of(there)
 
-    def _now_there(self, model: str) -> tuple[Instance, ...]:
-        """What the relay would say now of those that wait for this model: its last candidates that are still
-        there, and who has joined since; when none of them is well, any that serves it."""
-        places, engines = self._last.get(model, ((), ()))
-        joined = set() if engines is self.engines else set(self.engines).difference(engines)
+    def _now_there(self, model: str, now_s: float) -> tuple[Instance, ...]:
+        """What the relay would say now of those that wait for this model: who is well and does not rest,
+        unless all of its role do; when nobody is well, any that serves it."""
         serve = [each for each in self.engines if not model or each.models is None or model in each.models]
-        asked = set(places)
-        well = [each for each in serve if each.liveness.healthy and (each.place in asked or each in joined)]
-        found = well or [each for each in serve if each.liveness.healthy] or serve
-        return tuple(each for engine in found if (each := self.instance_at[engine.place]) is not None)
+        well = [each for each in serve if each.liveness.healthy]
+        resting = {each.place for each in well if each.rests(now_s)}
+        work = {each.role for each in well if each.place not in resting}
+        able = [each for each in well if each.place not in resting or each.role not in work]
+        at = self.instance_at
+        return tuple(each for engine in able or serve if (each := at[engine.place]) is not None)

@@ -310,7 +310,6 @@ class Dispatcher:
         with self._lock:
             self._learn(self._observed())
             now_s = self._clock()
-            self.candidates.arrived(model, request)
             refusal, out = self.gate.arrive(
                 ticket, model, asked.tenant, asked.priority, ticket.objective.ttft_s, now_s
             )
@@ -336,7 +335,7 @@ class Dispatcher:
             await asyncio.sleep(RELEASE_EVERY_S)
             with self._lock:
                 self._learn(self._observed())
-                self.candidates.look_again(self.gate.line.groups)
+                self.candidates.look_again(map(str, self.gate.line.groups), self._clock())
                 late = self.gate.expire(self._clock())
             for ticket, refusal in late:
                 self._turn_away(ticket, refusal)
@@ -434,7 +433,9 @@ class Dispatcher:
 
     def _able(self, ticket: Ticket) -> Fit:
         """The instances that its request may go to now."""
-        return self.candidates.of_waiting(ticket.model) if ticket.waits else self._those(ticket.request)
+        if not ticket.waits:
+            return self._those(ticket.request)
+        return self.candidates.of_waiting(ticket.model, self._clock())
 
     def _went(self, asked: Request, choice: Choice, now_s: float) -> None:
         try:

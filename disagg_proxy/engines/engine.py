@@ -80,6 +80,10 @@ class Engine:
         """Requests that are there now."""
         return 0 if self.relay is None else self.relay.in_flight(self.place)
 
+    def rests(self, now_s: float) -> bool:
+        """Whether it failed requests, so that none goes there as long as another can have it."""
+        return self.relay is not None and self.relay.rests_until(self.place) > now_s
+
     def answered_well(self, peer: tuple[str, int] | None = None) -> None:
         """A health check came back well. peer: the address that answered, to which requests go from now."""
         if self.relay is not None:

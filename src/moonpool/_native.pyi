@@ -930,6 +930,10 @@ class Relay:
         """
         No request goes there any more; those that are there have so long to end. Then gone(place) is called, on the relay's thread: the place is free.
         """
+    def rests_until(self, place: typing.SupportsInt | typing.SupportsIndex) -> float:
+        """
+        Until when the engine gets no request, because it failed some: seconds of now(). 0: it does not rest.
+        """
     def resume(self, request: ProxyRequest, decision: typing.Any) -> None:
         """
         The decision about a request for which decide returned None. From any thread.

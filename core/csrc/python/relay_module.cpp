@@ -262,6 +262,7 @@ class PyRelay final : public relay::Decider {
     }
     double now() const { return relay_->clock(); }
     uint32_t in_flight(size_t place) const { return relay_->in_flight(checked(place)); }
+    double rests_until(size_t place) const { return relay_->rests_until(checked(place)); }
 
     py::bytes take_observations() { return py::bytes(relay_->observations.take()); }
 
@@ -446,6 +447,10 @@ void bind_relay(py::module_& m) {
         .def("skip", &PyRelay::skip, py::arg("seconds"), "For tests: let so much time pass.")
         .def("now", &PyRelay::now, "Seconds of the relay's monotonic clock.")
         .def("in_flight", &PyRelay::in_flight, py::arg("place"))
+        .def(
+            "rests_until", &PyRelay::rests_until, py::arg("place"),
+            "Until when the engine gets no request, because it failed some: seconds of now(). 0: it does not "
+            "rest.")
         .def("take_observations", &PyRelay::take_observations,
              "Records of what was answered since the last call: relay/observations.hpp has their form.")
         .def("counters", &PyRelay::counters)

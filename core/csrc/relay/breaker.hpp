@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "relay/settings.hpp"
 
@@ -27,6 +28,12 @@ class Breaker {
 
     // Whether a request may go to this engine: closed, or its rest is over and no trial is running.
     bool allows(double now) const { return closed_ || (now >= until_ && !trial_); }
+
+    // Until when it allows nothing; 0: it is closed.
+    double rests_until() const {
+        if (closed_) return 0;
+        return trial_ ? std::numeric_limits<double>::infinity() : until_;
+    }
 
     // A request goes there. Returns whether it is the trial; hand that back to finished().
     bool started(double now) {

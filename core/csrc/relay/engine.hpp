@@ -1,5 +1,5 @@
 // Engine: all that the relay knows of one engine, and its open connections. The relay's thread alone touches
-// it, but for in_flight, which policies read.
+// it, but for what policies read of it, a Glance.
 //
 //     there --remove--> leaving: no request begins --its requests and connections are over--> gone
 #pragma once
@@ -22,12 +22,18 @@ namespace moonpool::relay {
 
 class Leg;
 
+// What other threads may read of the engine at a place. Outlives it, since whoever reads holds nothing of it.
+struct Glance {
+    std::atomic<uint32_t> in_flight{0};
+    std::atomic<double> rests_until{0};  // of its breaker
+};
+
 class Engine {
    public:
-    // in_flight: outlives the engine, since whoever reads it holds nothing of it.
-    Engine(size_t place, const EngineSettings& settings, const BreakerLimits& limits,
-           std::atomic<uint32_t>& in_flight)
-        : place(place), settings(settings), role(settings.role), breaker(limits), in_flight(in_flight) {}
+    Engine(size_t place, const EngineSettings& settings, const BreakerLimits& limits, Glance& glance)
+        : place(place), settings(settings), role(settings.role), breaker(limits), glance(glance) {
+        glance.rests_until = 0;  // of the one before
+    }
 
     const size_t place;
     const EngineSettings settings;
@@ -44,7 +50,7 @@ class Engine {
     sockaddr_storage address{};
     socklen_t address_size = 0;
     std::vector<Leg*> legs;  // the requests that are there now; each knows its index
-    std::atomic<uint32_t>& in_flight;
+    Glance& glance;
 
     // Of one that leaves: when its requests are cut, and how many had been removed with it.
     double leaves_at = 0;
@@ -64,7 +70,7 @@ class Engine {
     std::vector<Upstream*> idle;  // the one that was used last is used next; the oldest is first
 
     bool whole() const {
-        return breaker.whole() && idle.size() <= open.size() && legs.size() == in_flight.load();
+        return breaker.whole() && idle.size() <= open.size() && legs.size() == glance.in_flight.load();
     }
 };
 

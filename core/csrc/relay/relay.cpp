@@ -42,12 +42,12 @@ Relay::Relay(Settings given, Decider& decider)
       decider_(decider),
       keys_(settings.api_keys) {
     size_t places = std::max(settings.engines_max, settings.engines.size());
-    in_flight_ = std::make_unique<std::atomic<uint32_t>[]>(places);
+    glances_ = std::make_unique<Glance[]>(places);
     engine_names_.resize(places);
     engines.resize(places);
     for (size_t place = 0; place < settings.engines.size(); ++place) {
         const EngineSettings& engine = settings.engines[place];
-        engines[place] = std::make_unique<Engine>(place, engine, settings.breaker, in_flight_[place]);
+        engines[place] = std::make_unique<Engine>(place, engine, settings.breaker, glances_[place]);
         engine_names_[place] = engine.name;
     }
 }
@@ -125,7 +125,7 @@ void Relay::listen(int fd) {
 void Relay::add_engine(size_t place, EngineSettings engine) {
     post([this, place, engine = std::move(engine)] {
         if (engines[place]) return;  // it is not free
-        engines[place] = std::make_unique<Engine>(place, engine, settings.breaker, in_flight_[place]);
+        engines[place] = std::make_unique<Engine>(place, engine, settings.breaker, glances_[place]);
         engine_names_[place] = engine.name;
     });
 }

@@ -47,7 +47,8 @@ class Relay {
     // No request goes there any more; those that are there have drain_s to end. Then the decider hears that
     // the engine is gone.
     void remove_engine(size_t place, double drain_s);
-    uint32_t in_flight(size_t place) const { return in_flight_[place]; }
+    uint32_t in_flight(size_t place) const { return glances_[place].in_flight; }
+    double rests_until(size_t place) const { return glances_[place].rests_until; }
     void engine_state(size_t place, bool healthy);
     void engine_address(size_t place, const sockaddr_storage& address, socklen_t size);
     void engine_models(size_t place, std::optional<std::vector<std::string>> models);
@@ -130,7 +131,7 @@ class Relay {
     Decider& decider_;
     ApiKeys keys_;
     std::vector<std::string> engine_names_;
-    std::unique_ptr<std::atomic<uint32_t>[]> in_flight_;  // by place
+    std::unique_ptr<Glance[]> glances_;  // by place
     uint64_t removals_ = 0;
     bool models_known_ = false;
     uint64_t next_id_ = 1;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 
 import pytest
@@ -17,6 +18,7 @@ from moonpool.disagg_proxy.admission.ticket import Ticket
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.discovery.source import Found
 from moonpool.disagg_proxy.dispatch.candidates import Fit
+from moonpool.disagg_proxy.settings import BreakerLimits, HealthChecks
 from tests.disagg_proxy.harness import (
     Answer,
     Bed,
@@ -272,6 +274,55 @@ async def test_who_waits_goes_to_an_engine_that_joins_before_who_comes_then() ->
         await until(lambda: waiting(running) == 3)
         may_go.set()
         assert [(await client.answer()).status for client in clients] == [200] * 5
+
+
+@with_deadline
+async def test_who_waits_goes_to_an_engine_that_is_well_again() -> None:
+    """Nobody new comes."""
+    often = HealthChecks(interval_s=0.01)
+    async with bed(2, health=often, **gated(queue_max=10)) as running:  # type: ignore[arg-type]
+        may_go = slow(running.engines)
+        well, ill = running.engines
+        ill.healthy = False
+        await until(lambda: not running.proxy.engines[1].liveness.healthy)
+        clients = [await post(running, LONG)]
+        await until(lambda: len(well.seen) == 1)
+        clients += [await post(running, LONG, first=number) for number in (2, 3)]
+        await until(lambda: waiting(running) == 2)
+        ill.healthy = True
+        await until(lambda: len(ill.seen) == 1)
+        assert waiting(running) == 1
+        may_go.set()
+        assert [(await client.answer()).status for client in clients] == [200] * 3
+
+
+@with_deadline
+async def test_who_waits_goes_to_an_engine_that_has_rested() -> None:
+    """Nobody new comes. One is tried there, and the others when that went well."""
+    clock, breaker = FakeClock(), BreakerLimits(failures_max=1, open_s=10.0)
+    settings = gated(queue_max=10, queue_deadline=1000.0)
+    async with bed(2, clock=clock, breaker=breaker, **settings) as running:  # type: ignore[arg-type]
+        dispatcher, relay = running.proxy._dispatcher, running.proxy.relay
+        may_go = slow(running.engines)
+        good, bad = running.engines
+        serve, bad.behave = bad.behave, lambda exchange: exchange.answer(b"{}", 500)
+        clients = [await post(running, LONG)]
+        await until(lambda: len(good.seen) == 1)
+        assert (await (await post(running, LONG, first=9)).answer()).status == 500
+        await until(lambda: relay.rests_until(1) > relay.now())
+        clients += [await post(running, LONG, first=number) for number in (2, 3)]
+        await until(lambda: waiting(running) == 2)
+        with dispatcher._lock:
+            assert [each.place for each in dispatcher.candidates._now_there("", clock.now)] == [0]
+        bad.behave = serve
+        clock.now += 11
+        await until(lambda: len(bad.seen) == 2)
+        assert relay.rests_until(1) == math.inf
+        with dispatcher._lock:
+            assert [each.place for each in dispatcher.candidates._now_there("", clock.now)] == [0]
+        may_go.set()
+        assert [(await client.answer()).status for client in clients] == [200] * 3
+        await until(lambda: relay.rests_until(1) == 0)
 
 
 @with_deadline

@@ -2,6 +2,7 @@
 #include <doctest/doctest.h>
 
 #include <atomic>
+#include <cmath>
 #include <memory>
 #include <string>
 #include <thread>
@@ -39,6 +40,7 @@ TEST_CASE("a breaker opens after so many failures in a row and closes by one goo
     CHECK_FALSE(breaker.closed());
     for (double rest : {2.0, 4.0, 5.0, 5.0}) {  // twice as long each time, up to the most
         CHECK_FALSE(breaker.allows(now + rest - 0.01));
+        CHECK(breaker.rests_until() == now + rest);
         now += rest;
         CHECK(breaker.allows(now));
         CHECK(ask(Verdict::kBad));
@@ -46,7 +48,8 @@ TEST_CASE("a breaker opens after so many failures in a row and closes by one goo
     now += 5;
     bool trial = breaker.started(now);
     CHECK(trial);
-    CHECK_FALSE(breaker.allows(now));   // one trial at a time
+    CHECK_FALSE(breaker.allows(now));  // one trial at a time
+    CHECK(std::isinf(breaker.rests_until()));
     CHECK_FALSE(breaker.started(now));  // when there is no alternative: no second trial
     breaker.finished(Verdict::kBad, now, false);
     breaker.finished(Verdict::kNone, now, trial);  // its client left: the next one is the trial
@@ -54,6 +57,7 @@ TEST_CASE("a breaker opens after so many failures in a row and closes by one goo
     CHECK(ask(Verdict::kGood));
     CHECK(breaker.closed());
     CHECK(breaker.failures() == 0);
+    CHECK(breaker.rests_until() == 0);
 }
 
 TEST_CASE("a 4xx is an answer") {
