@@ -20,7 +20,8 @@ from moonpool.disagg_proxy.settings import ProxySettings
 from moonpool.disagg_proxy.tokens.threads import are_at_work
 
 _log = logging.getLogger("moonpool.proxy")
-_FILES_RESERVED = 128  # for all but clients and their engines: refused ones, health checks, pages
+_FILES_RESERVED = 128  # for all that does not grow with clients or engines: refused clients, pages, metrics
+_FILES_PER_STREAM = 6  # of KV events: two connections, and the wake-ups of four sockets
 REPLACED = signal.SIGUSR1  # to a patient one: as SIGTERM, and a successor wants its addresses
 _SWITCH_INTERVAL_S = 0.0005  # how long a page being made may keep a request's decision waiting
 
@@ -99,17 +100,21 @@ def line(settings: ProxySettings, url: str) -> str:
 def _fit_open_files(settings: ProxySettings) -> ProxySettings:
     """Raise the limit of open files as far as this process may, and bound the clients so that all of them can
     wait for an answer at one time: each needs its own connection and one to an engine, or to two engines
-    where prefill and decode may be asked at once."""
+    where prefill and decode may be asked at once. Apart from that each engine needs one for its health check,
+    and some for its events; of those that may join half of all files at the most."""
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
     meets = settings.discovery or any(spec.bootstrap_address for spec in settings.engines)
     twice = settings.handover != "two_step" and bool(meets)
     files_each = 3 if twice else 2
     wanted = settings.limits.client_connections_max
-    needed = wanted * files_each + _FILES_RESERVED
+    streams = settings.places + settings.pool_nodes if settings.discovery else len(settings.events)
+    others = _FILES_RESERVED + settings.places + streams * _FILES_PER_STREAM
+    needed = wanted * files_each + others
     if allowed == resource.RLIM_INFINITY or allowed >= needed:
         return settings
-    fitting = max(1, (allowed - _FILES_RESERVED) // files_each)
+    reserved = min(others, max(_FILES_RESERVED, allowed // 2))
+    fitting = max(1, (allowed - reserved) // files_each)
     _log.warning(
         "this process may open %d files and needs %d for each client that waits for an answer, so it takes "
         "%d clients at one time instead of %d; ulimit -Hn %d (LimitNOFILE= of systemd) before the start "

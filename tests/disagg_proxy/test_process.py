@@ -6,9 +6,11 @@ import asyncio
 import resource
 import signal
 import socket
+from typing import Any
 
 import pytest
 
+from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.process import _fit_open_files, run
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
 
@@ -79,24 +81,30 @@ async def test_a_second_signal_ends_a_process_at_once() -> None:
 
 PAIR = (EngineSpec("p", "http://127.0.0.1:1", "prefill"), EngineSpec("d", "http://127.0.0.1:2", "decode"))
 ALONE = (EngineSpec("e", "http://127.0.0.1:1"),)
+STREAMS = (EventSource("e", "tcp://127.0.0.1:3"), EventSource("node", "tcp://127.0.0.1:4", pool=True))
 
 
 @pytest.mark.parametrize(
-    ("engines", "handover", "allowed", "clients"),
+    ("engines", "more", "allowed", "clients"),
     [
-        (ALONE, "auto", 20_128, 10_000),
-        (ALONE, "auto", 20_127, 9_999),
-        (ALONE, "auto", 4_096, 1_984),
-        (PAIR, "auto", 30_128, 10_000),
-        (PAIR, "auto", 16_384, 5_418),
-        (PAIR, "two_step", 16_384, 8_128),
-        (ALONE, "auto", 64, 1),
-        (ALONE, "auto", resource.RLIM_INFINITY, 10_000),
+        (ALONE, {}, 20_129, 10_000),
+        (ALONE, {}, 20_128, 9_999),
+        (ALONE, {}, 4_096, 1_983),
+        (ALONE, {"events": STREAMS}, 20_141, 10_000),
+        (ALONE, {"events": STREAMS}, 20_140, 9_999),
+        (PAIR, {}, 30_130, 10_000),
+        (PAIR, {}, 16_384, 5_418),
+        (PAIR, {"handover": "two_step"}, 16_384, 8_127),
+        (PAIR, {"discovery": ("http",), "engines_max": 100}, 30_828, 10_000),
+        (PAIR, {"discovery": ("http",), "engines_max": 100}, 30_827, 9_999),
+        (ALONE, {"discovery": ("http",)}, 4_096, 682),  # there is room for many more engines than files
+        (ALONE, {}, 64, 1),
+        (ALONE, {}, resource.RLIM_INFINITY, 10_000),
     ],
 )
 def test_all_clients_may_wait_for_an_answer_at_one_time(
     engines: tuple[EngineSpec, ...],
-    handover: str,
+    more: dict[str, Any],
     allowed: int,
     clients: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -104,7 +112,7 @@ def test_all_clients_may_wait_for_an_answer_at_one_time(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, allowed))
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
-    settings = _fit_open_files(ProxySettings(engines=engines, handover=handover))
+    settings = _fit_open_files(ProxySettings(engines=engines, **more))
     assert settings.limits.client_connections_max == clients
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == (clients < 10_000)
