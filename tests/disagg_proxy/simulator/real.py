@@ -41,10 +41,10 @@ def conversations(count: int, turns: int, chance: random.Random) -> list[Arrival
     rows, at_s = [], 0.0
     for each in order:
         said[each] += [next(ids) for _ in range(chance.randint(4, 12))]
-        tokens = (len(said[each]) - 1) * BLOCK_TOKENS + chance.randint(1, BLOCK_TOKENS)
+        # Never a last block that is full: engines keep that one, too, the simulated one does not.
+        tokens = (len(said[each]) - 1) * BLOCK_TOKENS + chance.randint(1, BLOCK_TOKENS - 1)
         rows.append(Arrival(at_s, tokens, chance.randint(2, ANSWER_TOKENS), tuple(said[each])))
-        if tokens % BLOCK_TOKENS:
-            said[each] = [*said[each][:-1], next(ids)]  # the next turn goes on in the middle of a block
+        said[each] = [*said[each][:-1], next(ids)]  # the next turn goes on in the middle of a block
         at_s += chance.expovariate(1.0)
     return rows
 
