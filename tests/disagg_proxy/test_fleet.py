@@ -8,6 +8,7 @@ import asyncio
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -292,6 +293,24 @@ def test_the_time_of_a_prefill_ends_with_the_first_token_not_with_the_head() -> 
             name = compared[0].instance
             assert f'moonpool_proxy_ttft_predictions_total{{engine="{name}"}} 10.0' in text
             assert f'moonpool_proxy_ttft_observed_over_predicted{{engine="{name}",quantile="0.9"}}' in text
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("handover", ["two_step", "one_shot"])
+def test_whole_engines_beside_one_for_prefill_compute_long_prompts_too(handover: str) -> None:
+    """At the same time, so that lines form. It once took every prompt of more than 256 tokens."""
+
+    async def scenario() -> None:
+        timing = Timing(prefill_s_per_token=2e-5)
+        async with fleet("prefill", "both", "both", mock=MockSettings(timing=timing), handover=handover) as f:
+            asked = [f.ask(f"{number} " + "x" * 4_000, stream=False) for number in range(60)]
+            decisions = [decision for _, decision in await asyncio.gather(*asked)]
+            computed = Counter(each.get("prefill") or each["engine"] for each in decisions)
+            print("computed", computed)
+            assert set(computed) <= {"prefill-0", "both-1", "both-2"}
+            assert min(computed["both-1"], computed["both-2"]) >= 10
+            await f.settle()
 
     play(scenario)
 
