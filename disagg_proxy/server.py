@@ -185,7 +185,9 @@ class Proxy:
 
     def counters(self) -> Counters:
         """What was counted so far."""
-        return look(self.relay)
+        counters = look(self.relay)
+        counters.policy_errors += self._dispatcher.late_errors
+        return counters
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of a part is broken."""

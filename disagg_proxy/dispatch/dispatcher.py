@@ -27,6 +27,7 @@ from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Choice, Reques
 from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, RELEASED_MAX, Asked, Gate
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, Plan, refused
+from moonpool.disagg_proxy.conductor.policies.roles import decoders
 from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
 from moonpool.disagg_proxy.conductor.sender import Sender
 from moonpool.disagg_proxy.data_plane import observations
@@ -41,6 +42,7 @@ from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.source import KnownPrompts, TextPrompt, TokenSource
 
 UNKNOWN = Request()
+ANSWER_TOKENS_MAX = 1 << 30  # that a request is taken to ask for; no engine has room for more
 ASKED_MAX = 1024  # prompts that are being tokenised; beyond it a request is routed without its prefix
 TRACEBACKS_MAX = 5
 Result = TypeVar("Result")
@@ -258,7 +260,8 @@ class Dispatcher:
         model = request.model
         seed = seed_of(request.cache_salt, model, self._models(request, model))
         place = self._locality.find(ids, seed)
-        answer_tokens = request.max_tokens or ANSWER_TOKENS
+        # A client may write any number of 64 bits, and what is reckoned with it must still be one.
+        answer_tokens = min(max(request.max_tokens or ANSWER_TOKENS, 1), ANSWER_TOKENS_MAX)
         asked = Request(len(ids) // 4, place.own, place.pool, answer_tokens, holder=self._pool)
         return self._choose(request, asked, place)
 
@@ -425,11 +428,9 @@ class Dispatcher:
             if choice.decode not in instances:
                 raise LookupError(f"the policy chose {choice.decode.name}, which is not among the candidates")
             return choice
-        except Exception:  # a policy of the user's own
-            if not ticket.waits:
-                raise  # the data plane counts it
-            self._policy_failed()
-            return Choice(instances[0])
+        except Exception:  # what comes to the gate is weighed there, whoever chose
+            self._policy_failed("the policy failed; the request goes to the engine with the least work")
+            return _without_policy(ticket.asked, instances, now_s)
 
     def _able(self, ticket: Ticket) -> Fit:
         """The instances that its request may go to now."""
@@ -498,6 +499,19 @@ class Dispatcher:
             self.accounts.learn(observation)
             if observation.handed_over:
                 self.handovers.observed(observation)
+
+
+def _without_policy(asked: Request, instances: Sequence[Instance], now_s: float) -> Choice:
+    """The engine with the least work; with a prefill engine where it does not answer alone."""
+
+    def wait_s(instance: Instance) -> float:
+        return instance.books.wait_s(now_s)
+
+    decode = min(decoders(instances), key=wait_s)
+    computing = [] if decode.alone else [each for each in instances if each.role is Role.PREFILL]
+    computes = min(computing, key=wait_s, default=decode)
+    took_s = computes.prefill_model.predict(asked.tokens, asked.own_at(computes), asked.from_pool(computes))
+    return Choice(decode, computes if computing else None, took_s)
 
 
 def _nobody() -> Answer:

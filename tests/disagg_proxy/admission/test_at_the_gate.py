@@ -471,6 +471,40 @@ async def test_a_policy_that_fails_does_not_keep_those_who_wait() -> None:
 
 
 @with_deadline
+async def test_a_policy_that_fails_lets_nobody_past_the_gate() -> None:
+    roles = ("prefill", "decode")
+    async with bed(2, roles=roles, **gated(ttft_slo=4.0)) as running:  # type: ignore[arg-type]
+        may_go = slow(running.engines)
+        prefill, decode = running.engines
+        dispatcher = running.proxy._dispatcher
+
+        def fail(*args: object) -> None:
+            raise RuntimeError("odd")
+
+        dispatcher._policy.choose = fail  # type: ignore[method-assign, assignment]
+        first = await post(running, LONG)
+        await until(lambda: len(decode.seen) == 1)
+        assert reason(await (await post(running, LONG, first=2)).answer()) == "ttft"
+        may_go.set()
+        assert (await first.answer()).status == 200
+        assert dispatcher.late_errors == 2
+        assert running.metric("moonpool_proxy_policy_errors_total") == 2
+        assert not prefill.seen
+
+
+@pytest.mark.parametrize("most", [2**63 - 1, -(2**63)])
+@with_deadline
+async def test_no_length_of_an_answer_is_a_way_past_the_gate(most: int) -> None:
+    roles = ("prefill", "decode")
+    async with bed(2, roles=roles, **gated(ttft_slo=1.0)) as running:  # type: ignore[arg-type]
+        asked = json.dumps({"model": "m", "prompt": list(range(LONG)), "max_tokens": most}).encode()
+        answer = await running.ask("POST", "/v1/completions", asked)
+        assert (answer.status, reason(answer)) == (429, "ttft")
+        assert not any(engine.seen for engine in running.engines)
+        assert running.metric("moonpool_proxy_policy_errors_total") == 0
+
+
+@with_deadline
 async def test_a_policy_hears_of_what_is_sent_and_of_nothing_else() -> None:
     async with bed(1, **gated(queue_max=1)) as running:  # type: ignore[arg-type]
         dispatcher, told = running.proxy._dispatcher, []
