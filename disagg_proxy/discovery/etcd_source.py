@@ -23,6 +23,7 @@ import msgspec
 
 from moonpool.core.backoff import Backoff
 from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.discovery.gathering import Gathering
 from moonpool.disagg_proxy.discovery.lines import lines_of
 from moonpool.disagg_proxy.discovery.members import OFFERED_MAX
 from moonpool.disagg_proxy.discovery.rows import Row, name_of
@@ -133,7 +134,14 @@ class EtcdSource:
         """Reads all, then tells each change; returns when it was silent for so long that all should be read
         anew. Raises _Lost and what aiohttp and msgspec raise."""
         values, revision = await self._read_all(session)
-        listener.found(self._engines(values))
+        for key in self._odd.keys() - values.keys():
+            del self._odd[key]
+        with Gathering(listener) as told:
+            told.all({_order(key): self._engine(key, value) for key, value in values.items()})
+            await self._watch(session, told, revision)
+
+    async def _watch(self, session: aiohttp.ClientSession, told: Gathering, revision: int) -> None:
+        """Returns when it was silent for too long."""
         begin, end = _range_of(self._prefix)
         create = {"key": begin, "range_end": end, "start_revision": str(revision + 1)}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._silent_s)
@@ -146,11 +154,10 @@ class EtcdSource:
                     watched = _watched_of(line)
                     for event in watched.events:
                         if event.type == "DELETE":
-                            values.pop(event.kv.key, None)
-                        elif len(values) < OFFERED_MAX:
-                            values[event.kv.key] = event.kv.value
-                    if watched.events:
-                        listener.found(self._engines(values))
+                            self._odd.pop(event.kv.key, None)
+                            told.drop(_order(event.kv.key))
+                        else:
+                            told.put(_order(event.kv.key), self._engine(event.kv.key, event.kv.value))
             except aiohttp.SocketTimeoutError:
                 return
         raise _Lost("etcd closed the watch")
@@ -184,20 +191,18 @@ class EtcdSource:
             raise _Lost(f"{path} was answered with {answer.status}: {content[:200].decode(errors='replace')}")
         return content
 
-    def _engines(self, values: Mapping[str, str]) -> list[Found]:
-        """A value that is none is left out, with a warning."""
-        found = []
-        for key, value in sorted(values.items(), key=lambda item: base64.b64decode(item[0])):
-            if self._odd.get(key) == value:
-                continue
-            name = base64.b64decode(key).removeprefix(self._prefix).decode(errors="replace")
-            try:
-                found.append(_row(base64.b64decode(value)).found(name_of(name)))
-            except (ConfigError, msgspec.MsgspecError, ValueError, RecursionError) as error:
-                self._odd[key] = value
-                _log.warning("%s: the value of %s is no engine: %s", self.name, name, error)
-        for key in self._odd.keys() - values.keys():
-            del self._odd[key]
+    def _engine(self, key: str, value: str) -> Found | None:
+        """None, with a warning, for a value that is none."""
+        if self._odd.get(key) == value:
+            return None
+        name = base64.b64decode(key).removeprefix(self._prefix).decode(errors="replace")
+        try:
+            found = _row(base64.b64decode(value)).found(name_of(name))
+        except (ConfigError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+            self._odd[key] = value
+            _log.warning("%s: the value of %s is no engine: %s", self.name, name, error)
+            return None
+        self._odd.pop(key, None)
         return found
 
 
@@ -237,6 +242,11 @@ def _range_of(prefix: bytes) -> tuple[str, str]:
     behind = prefix.rstrip(b"\xff")
     end = behind[:-1] + bytes([behind[-1] + 1])
     return base64.b64encode(prefix).decode(), base64.b64encode(end).decode()
+
+
+def _order(key: str) -> str:
+    """A key as text that is ordered as etcd orders its keys."""
+    return base64.b64decode(key).decode("latin-1")
 
 
 def _row(value: bytes) -> Row:

@@ -2,8 +2,8 @@
 
 The API server is asked for all pods, page by page, and then watched from the resourceVersion of that list. A
 watch ends every few minutes and goes on from where it was; when the server no longer knows that version
-(410), all is read anew. A pod is an engine while it runs and has an address; whether it is well the proxy
-finds out itself. One that is being deleted has ended.
+(410), all is read anew, and after a pause when that happens again soon. A pod is an engine while it runs and
+has an address; whether it is well the proxy finds out itself. One that is being deleted has ended.
 
 Inside of a cluster it reads the service account's token, anew for each connection, because it changes.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import re
 import ssl
@@ -24,6 +25,7 @@ import msgspec
 
 from moonpool.core.backoff import Backoff
 from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.discovery.gathering import Gathering
 from moonpool.disagg_proxy.discovery.lines import lines_of
 from moonpool.disagg_proxy.discovery.members import OFFERED_MAX
 from moonpool.disagg_proxy.discovery.rows import Row, name_of
@@ -37,6 +39,7 @@ ANSWER_S = 30.0
 WATCH_S = 240  # after so long the server ends a watch, which then goes on
 SILENT_S = 120.0  # it sends bookmarks about once a minute
 AT_ONCE_S = 0.05  # a watch that is so short is none
+SOON_S = 10.0  # a server that forgets again within so long is ill, and is left alone for a while
 PORT = 8000
 _OPTIONS = ("api", "port", "role", "events", "replay", "bootstrap", "model")
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -124,6 +127,7 @@ class KubernetesSource:
         self._backoff = Backoff(initial_s=retry_s, max_s=10.0, reset_s=30.0)
         self._silent_s = silent_s
         self._odd: dict[str, str] = {}  # pods that are no engines, and why; the log knows
+        self._forgot_s = -math.inf  # when the server last did not know a version
 
     async def run(self, listener: Listener) -> None:
         clock = asyncio.get_running_loop().time
@@ -139,16 +143,28 @@ class KubernetesSource:
 
     async def _follow(self, session: aiohttp.ClientSession, listener: Listener) -> None:
         """Until the server is lost. Raises _Lost and what aiohttp and msgspec raise."""
-        while True:
-            pods, version = await self._read_all(session)
-            listener.found(self._engines(pods))
-            try:
-                while True:
-                    version = await self._watch(session, listener, pods, version)
-            except (_TooOld, aiohttp.SocketTimeoutError):
-                pass  # all is read anew; when the server is away that says so
+        with Gathering(listener) as told:
+            while True:
+                engines, version = await self._read_all(session)
+                told.all(engines)
+                try:
+                    while True:
+                        version = await self._watch(session, told, version)
+                except (_TooOld, aiohttp.SocketTimeoutError) as error:
+                    if isinstance(error, _TooOld):
+                        self._forgot()
+                    # all is read anew; when the server is away that says so
 
-    async def _read_all(self, session: aiohttp.ClientSession) -> tuple[dict[str, _Pod], str]:
+    def _forgot(self) -> None:
+        """A list or a version is too old. Raises _Lost when that was so a moment ago: real servers say it for
+        a while after they have started, and each list is work for them."""
+        now_s = asyncio.get_running_loop().time()
+        before_s, self._forgot_s = self._forgot_s, now_s
+        if now_s - before_s < SOON_S:
+            raise _Lost("again and again it no longer knows what it has just told (410)")
+
+    async def _read_all(self, session: aiohttp.ClientSession) -> tuple[dict[str, Found | None], str]:
+        """What each pod is, and the version of that."""
         pods: dict[str, _Pod] = {}
         query = {"labelSelector": self._selector, "limit": str(PAGE)}
         while True:
@@ -158,6 +174,7 @@ class KubernetesSource:
             ) as answer:
                 content = await _content(answer)
             if answer.status == 410 and "continue" in query:  # the list is too old to be gone on with
+                self._forgot()
                 pods.clear()
                 del query["continue"]
                 continue
@@ -166,12 +183,13 @@ class KubernetesSource:
             page = _list.decode(content)
             pods |= {self._name(pod): pod for pod in page.items}
             if not page.metadata.continue_ or len(pods) >= OFFERED_MAX:
-                return pods, page.metadata.resource_version
+                for name in self._odd.keys() - pods.keys():
+                    del self._odd[name]
+                engines = {name: self._engine(name, pod) for name, pod in pods.items()}
+                return engines, page.metadata.resource_version
             query["continue"] = page.metadata.continue_
 
-    async def _watch(
-        self, session: aiohttp.ClientSession, listener: Listener, pods: dict[str, _Pod], version: str
-    ) -> str:
+    async def _watch(self, session: aiohttp.ClientSession, told: Gathering, version: str) -> str:
         """Tells each change; returns the version that was seen last when the server ends the watch."""
         query = {
             "labelSelector": self._selector,
@@ -200,13 +218,14 @@ class KubernetesSource:
                     continue
                 pod = _pod.decode(change.object)
                 version = pod.metadata.resource_version or version
-                ended = frozenset[str]()
+                name = self._name(pod)
                 if change.type == "DELETED":
-                    pods.pop(self._name(pod), None)
-                    ended = frozenset({name_of(self._name(pod))})
-                elif len(pods) < OFFERED_MAX or self._name(pod) in pods:
-                    pods[self._name(pod)] = pod
-                listener.found(self._engines(pods), ended | self._ending(pods))
+                    self._odd.pop(name, None)
+                    told.drop(name)
+                else:
+                    told.put(name, self._engine(name, pod))
+                if change.type == "DELETED" or pod.metadata.deletion_timestamp:
+                    told.ended(name_of(name))
         if clock() - began_s < AT_ONCE_S:
             raise _Lost("it ended the watch at once")
         return version
@@ -225,24 +244,18 @@ class KubernetesSource:
         name = pod.metadata.name
         return f"{pod.metadata.namespace}.{name}" if self._namespace == "*" else name
 
-    @staticmethod
-    def _ending(pods: Mapping[str, _Pod]) -> frozenset[str]:
-        return frozenset(name_of(name) for name, pod in pods.items() if pod.metadata.deletion_timestamp)
-
-    def _engines(self, pods: Mapping[str, _Pod]) -> list[Found]:
-        """A pod that cannot be one is left out, with a warning."""
-        found = []
-        for name, pod in sorted(pods.items()):
-            if pod.metadata.deletion_timestamp or pod.status.phase != "Running" or not pod.status.pod_ip:
-                continue
-            try:
-                found.append(self._row(pod).found(name_of(name)))
-            except (ConfigError, ValueError) as error:
-                if self._odd.get(name) != str(error):
-                    self._odd[name] = str(error)
-                    _log.warning("%s: pod %s is no engine: %s", self.name, name, error)
-        for name in self._odd.keys() - pods.keys():
-            del self._odd[name]
+    def _engine(self, name: str, pod: _Pod) -> Found | None:
+        """None for a pod that is none now; for one that cannot be one with a warning."""
+        if pod.metadata.deletion_timestamp or pod.status.phase != "Running" or not pod.status.pod_ip:
+            return None
+        try:
+            found = self._row(pod).found(name_of(name))
+        except (ConfigError, ValueError) as error:
+            if self._odd.get(name) != str(error):
+                self._odd[name] = str(error)
+                _log.warning("%s: pod %s is no engine: %s", self.name, name, error)
+            return None
+        self._odd.pop(name, None)
         return found
 
     def _row(self, pod: _Pod) -> Row:

@@ -32,6 +32,7 @@ class Kubernetes:
         self.version = 100
         self.oldest = 0  # versions before it are gone
         self.status = 0  # what every request is answered with instead
+        self.forgets = ""  # what it answers with 410: "watch", "line" (the first of a watch), or "list"
         self.lists = self.watches = 0
         self.watch_s = 3600.0  # then it ends a watch
         self._history: list[tuple[int, str, Object]] = []
@@ -81,23 +82,31 @@ class Kubernetes:
             return web.json_response({"code": 401, "message": "Unauthorized"}, status=401)
         if request.query.get("watch"):
             return await self._watch(request)
+        if self.forgets == "list" and "continue" in request.query:
+            return web.json_response(
+                {"code": 410, "message": "the continue parameter is too old"}, status=410
+            )
         self.lists += 1
         fitting = [
             item for _, item in sorted(self.pods.items()) if self._fits(item, request.query["labelSelector"])
         ]
         begin, limit = int(request.query.get("continue", "0")), int(request.query["limit"])
         page = {"metadata": {"resourceVersion": str(self.version)}, "items": fitting[begin : begin + limit]}
-        if begin + limit < len(fitting):
+        if begin + limit < len(fitting) or self.forgets == "list":
             page["metadata"]["continue"] = str(begin + limit)  # type: ignore[index]
         return web.json_response({"kind": "PodList", **page})
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         self.watches += 1
         seen, cut = int(request.query["resourceVersion"]), self._cut
-        if seen < self.oldest:
+        if seen < self.oldest or self.forgets == "watch":
             return web.json_response({"code": 410, "message": "too old"}, status=410)
         answer = web.StreamResponse()
         await answer.prepare(request)
+        if self.forgets == "line":
+            said = {"type": "ERROR", "object": {"code": 410, "message": "too old resource version"}}
+            await answer.write(json.dumps(said).encode() + b"\n")
+            return answer
         end_s = asyncio.get_running_loop().time() + self.watch_s
         while not cut.is_set() and not self._ended and asyncio.get_running_loop().time() < end_s:
             changed = self._changed
