@@ -48,6 +48,9 @@ class RegistryPages:
 
     def answer(self, request: ProxyRequest, reply: Callable[[Answer], None]) -> None:
         """To a POST. reply: on any thread."""
+        if _of_a_web_page(request):
+            why = "a web page may not do this: send it without Origin and Sec-Fetch-Site"
+            return reply(refused(403, why, "web_page"))
         path = request.path
         registers = path in (b"/register", b"/unregister")
         keys = self._registrars if registers else self._askers
@@ -74,6 +77,13 @@ class RegistryPages:
             reply(refused(500, "the proxy's log says what went wrong", "page"))
         finally:
             self._room.release()
+
+
+def _of_a_web_page(request: ProxyRequest) -> bool:
+    """On loopback no key is wanted, and any page in a browser there may send a POST, whose answer it need not
+    read. Browsers say Origin with each, also when the page's name was made to mean this host."""
+    site = request.headers("sec-fetch-site")
+    return request.headers("origin") is not None or site not in (None, b"none")
 
 
 class SubscribedStreams:

@@ -281,6 +281,23 @@ async def test_only_who_has_a_key_registers(tmp_path: Path) -> None:
             assert (await post(b, "/query", query, head))[0] == may_ask
 
 
+@with_deadline
+async def test_no_web_page_registers_or_asks() -> None:
+    """A form of any page may be posted to loopback; the page's name may even be made to mean this host."""
+    async with bed(0, **HTTP) as b:
+        body = {"instance_id": "a", "url": "http://127.0.0.1:9"}
+        for head in (
+            "Origin: https://page.example\r\nContent-Type: text/plain\r\n",
+            "Origin: null\r\n",
+            "Sec-Fetch-Site: cross-site\r\n",
+            "Sec-Fetch-Site: same-origin\r\n",
+        ):
+            for path in ("/register", "/unregister", "/query", "/query_by_hash"):
+                assert (await post(b, path, body, head))[0] == 403, (path, head)
+        assert b.proxy.engines == ()
+        assert (await post(b, "/register", body, "Sec-Fetch-Site: none\r\n"))[0] == 200
+
+
 def test_an_open_address_needs_keys() -> None:
     with pytest.raises(ConfigError, match="--discovery-keys-file"):
         ProxySettings(host="0.0.0.0", discovery=("http",))
