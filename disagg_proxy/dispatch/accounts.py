@@ -2,7 +2,8 @@
 
 Every request that was sent with a note comes here three times at most: when it is sent, when its prefill has
 ended, when it is over. Reports may be late or missing (the data plane drops records when nobody fetches
-them): a request that is not heard of for FORGOTTEN_S seconds is taken out of the books.
+them): a request whose first token is not heard of for FORGOTTEN_S seconds is taken out of the books. A stream
+may go on for long after that; it is taken out when its engine has nothing in work, or after STREAMS_S.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from moonpool.disagg_proxy.peers.wire import Begun, Change, Gone, Prefilled, Sen
 from moonpool.disagg_proxy.tokens.watch import PredictionWatch
 
 FORGOTTEN_S = 900.0
+STREAMS_S = 6 * 3600.0
 LEARN_EVERY_S = 0.005  # of one model: more samples say nothing new, and would be a tenth of each decision
 TOLERANCE_TOKENS = 160  # a block of vLLM on a CPU, and a few tokens
 
@@ -162,7 +164,7 @@ class Accounts:
 
     def expire(self, now_s: float) -> None:
         """Takes requests out of the books that nobody reports any more."""
-        for request in [each for each, sent in self._sent.items() if now_s - sent.at_s > FORGOTTEN_S]:
+        for request in [each for each, sent in self._sent.items() if _is_forgotten(sent, now_s)]:
             self._leave(request, now_s)
 
     def forget(self, place: int) -> None:
@@ -230,7 +232,7 @@ class Accounts:
 
     def _ended(self, observation: Observation, sent: _Sent) -> None:
         choice, now_s = sent.choice, observation.last_byte_s
-        if now_s and not self._is_sound(now_s, sent):
+        if now_s and not self._is_sound(now_s, sent, _longest_s(sent)):
             self._leave(observation.request, _no_sooner(now_s, sent))
             return
         answered = observation.outcome == _ANSWERED
@@ -254,9 +256,9 @@ class Accounts:
             self.ended((observation, choice, sent.asked, sent.at_s))
         self._leave(observation.request, now_s)
 
-    def _is_sound(self, at_s: float, sent: _Sent) -> bool:
+    def _is_sound(self, at_s: float, sent: _Sent, longest_s: float = FORGOTTEN_S) -> bool:
         """Whether something can have happened then to a request that was sent when it was."""
-        if 0.0 <= at_s - sent.at_s <= FORGOTTEN_S:  # NaN is in no range
+        if 0.0 <= at_s - sent.at_s <= longest_s:  # NaN is in no range
             return True
         self.nonsense += 1
         return False
@@ -315,6 +317,19 @@ def _said(request: int, sent: _Sent, now_s: float) -> Sent:
         sent.computed,
         sent.decoding,
     )
+
+
+def _longest_s(sent: _Sent) -> float:
+    """How long it may take; an answer that comes whole has no first token to be heard of."""
+    return STREAMS_S if sent.decoding and not sent.silent else FORGOTTEN_S
+
+
+def _is_forgotten(sent: _Sent, now_s: float) -> bool:
+    age_s = now_s - sent.at_s
+    if age_s <= FORGOTTEN_S:
+        return False
+    load = sent.choice.decode.load
+    return age_s > _longest_s(sent) or (load is not None and not load())
 
 
 def _no_sooner(at_s: float, sent: _Sent) -> float:

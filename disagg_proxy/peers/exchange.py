@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.dispatch.accounts import FORGOTTEN_S
+from moonpool.disagg_proxy.dispatch.accounts import FORGOTTEN_S, STREAMS_S
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.dispatch.locality import Locality, Place
 from moonpool.disagg_proxy.peers.link import Link
@@ -50,7 +50,9 @@ class Exchange:
 
     def expire(self, now_s: float) -> None:
         """Takes out requests of others that nobody reports any more."""
-        self._dispatcher.in_books(lambda _, now: self.shared.expire(now_s - FORGOTTEN_S, now))
+        self._dispatcher.in_books(
+            lambda _, now: self.shared.expire(now_s - FORGOTTEN_S, now_s - STREAMS_S, now)
+        )
 
     def _find(self, name: str) -> Instance | None:
         instances = self._dispatcher.accounts.instances

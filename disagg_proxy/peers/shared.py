@@ -104,10 +104,15 @@ class Shared:
             self._leave(theirs, request, now_s)
         return count
 
-    def expire(self, before_s: float, now_s: float) -> None:
-        """Takes out what was sent before that: whoever sent it has forgotten it, too."""
+    def expire(self, before_s: float, streams_before_s: float, now_s: float) -> None:
+        """Takes out what was sent before that, or before the other and streams: whoever sent it has forgotten
+        it, too."""
         for theirs in self._of.values():
-            for request in [each for each, known in theirs.items() if known.sent_s < before_s]:
+            for request in [
+                each
+                for each, known in theirs.items()
+                if known.sent_s < (streams_before_s if known.decoding else before_s)
+            ]:
                 self._leave(theirs, request, now_s)
 
     def check_integrity(self) -> None:

@@ -6,10 +6,11 @@ import random
 
 import pytest
 
+from moonpool.disagg_proxy.conductor.admission import Admission, Objective
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
-from moonpool.disagg_proxy.dispatch.accounts import FORGOTTEN_S, Accounts
+from moonpool.disagg_proxy.dispatch.accounts import FORGOTTEN_S, STREAMS_S, Accounts
 
 BLANK = Observation(
     0, 1, -1, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1, -1, -1, -1, 200, 0, 1, 0, 1, 0, 1, b"", b"", b""
@@ -119,6 +120,37 @@ def test_a_request_that_nobody_reports_is_forgotten() -> None:
     accounts.expire(FORGOTTEN_S - 1)
     assert len(accounts) == 1
     accounts.expire(FORGOTTEN_S + 1)
+    assert len(accounts) == 0
+    accounts.check_integrity()
+
+
+def test_a_stream_may_take_longer_than_a_first_token() -> None:
+    accounts = Accounts([Instance(0, "e")], Admission(Objective()))
+    engine, ended = accounts.instances[0], list[object]()
+    accounts.ended = ended.append
+    accounts.sent(1, Choice(engine), Request(tokens=100), streams=True, now_s=0.0)
+    seen = BLANK._replace(request=1, first_byte_s=1.0)
+    accounts.learn(seen._replace(stage=Stage.BEGUN))
+    accounts.expire(FORGOTTEN_S + 1)
+    assert engine.books.decodes == 1
+    accounts.learn(seen._replace(last_byte_s=2_000.0, completion_tokens=40_000))
+    assert (len(ended), accounts.nonsense, len(accounts)) == (1, 0, 0)
+    assert engine.decode_model.regression.samples == 1
+    accounts.check_integrity()
+
+
+def test_a_stream_whose_end_was_lost_ends_when_its_engine_has_nothing_in_work() -> None:
+    load = [1]
+    accounts = Accounts([Instance(0, "e", load=lambda: load[0]), Instance(1, "f")])
+    for number, engine in enumerate(accounts.instances):
+        accounts.sent(number, Choice(engine), Request(tokens=100), streams=True, now_s=0.0)
+        accounts.learn(BLANK._replace(request=number, first_byte_s=1.0, stage=Stage.BEGUN))
+    accounts.expire(FORGOTTEN_S + 1)
+    assert len(accounts) == 2
+    load[0] = 0
+    accounts.expire(FORGOTTEN_S + 1)
+    assert len(accounts) == 1
+    accounts.expire(STREAMS_S + 1)
     assert len(accounts) == 0
     accounts.check_integrity()
 

@@ -172,10 +172,14 @@ def test_what_nobody_reports_any_more_ends() -> None:
     instances = fleet()
     shared = shared_of(instances)
     shared.apply("a", [Sent(1, "e0", "e0", 5, 0, 0, 1.0, False)], 1.0)
-    shared.expire(1.0, 2.0)
+    shared.apply("a", [Sent(2, "e1", "e1", 5, 0, 0, 1.0, False), Begun(2, True)], 1.0)
+    shared.expire(1.0, 0.0, 2.0)
+    assert len(shared) == 2
+    shared.expire(1.5, 0.0, 2.0)
     assert len(shared) == 1
-    shared.expire(1.5, 2.0)
-    assert len(shared) == 0
+    assert instances[1].books.decodes == 1  # a stream may take long
+    shared.expire(1.5, 1.5, 2.0)
+    assert len(shared) == instances[1].books.decodes == 0
     assert instances[0].books.requests == 0
 
 
