@@ -34,12 +34,15 @@ class EngineSpec:
 
     bootstrap: where a prefill engine's bootstrap page is, PORT (of the URL's host) or HOST:PORT; 0: it has
     none; "": at BOOTSTRAP_PORT, if anywhere, or, of SGLang, where the engine says.
+
+    numbered: nobody gave it a name, and that which it has says only where it stands in this proxy's list.
     """
 
     name: str
     url: str
     role: str = "both"
     bootstrap: str = ""
+    numbered: bool = False
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -65,6 +68,11 @@ class EngineSpec:
                 "engines", f"give the root of the engine, http://{host}:{port or 80}, not {self.url!r}"
             )
         return host, 80 if port is None else port
+
+    @property
+    def known_as(self) -> str:
+        """To other proxies, whose lists may have another order."""
+        return "{}:{}".format(*self.address) if self.numbered else self.name
 
     @property
     def bootstrap_address(self) -> tuple[str, int] | None:
@@ -328,9 +336,10 @@ def parse_engines(texts: Iterable[str], role: str = "both") -> tuple[EngineSpec,
     for place, text in enumerate(texts):
         text, _, bootstrap = text.partition("#bootstrap=")
         name, separator, url = text.partition("=")
-        if not separator or "://" in name:
+        numbered = not separator or "://" in name
+        if numbered:
             name, url = f"{kind}-{place}", text
-        specs.append(EngineSpec(name, url, role, bootstrap))
+        specs.append(EngineSpec(name, url, role, bootstrap, numbered))
     return tuple(specs)
 
 

@@ -27,11 +27,11 @@ class Role(Enum):
 class Instance(Standing):
     """What policies weigh is in C++ (``Standing``), where a thousand instances can be weighed at once.
 
-    place: stable position among all engines. room_tokens: what its KV cache holds; 0: not known. load:
-    says how many requests are there, where somebody counts them better than the books. alone: it can answer
-    without another's prefill, or, a prefill engine, by itself. coming, coming_tokens: requests, and tokens of
-    their prompts, that others prefill for it. obeys: it computes what it is told not to fetch; others fetch
-    whatever the pool holds.
+    place: stable position among all engines. known_as: its name for other proxies. room_tokens: what its KV
+    cache holds; 0: not known. load: says how many requests are there, where somebody counts them better than
+    the books. alone: it can answer without another's prefill, or, a prefill engine, by itself. coming,
+    coming_tokens: requests, and tokens of their prompts, that others prefill for it. obeys: it computes what
+    it is told not to fetch; others fetch whatever the pool holds.
 
     ttft_ratios: how well its first tokens are predicted. flow: what comes to it. sender: what others fetch
     from it. turn: when a policy last chose it, by the policy's own count.
@@ -43,6 +43,7 @@ class Instance(Standing):
         "decode_model",
         "flow",
         "handover_model",
+        "known_as",
         "load",
         "name",
         "place",
@@ -60,11 +61,13 @@ class Instance(Standing):
         *,
         room_tokens: int = 0,
         load: Callable[[], int] | None = None,
+        known_as: str = "",
     ) -> None:
         books, prefill_model, decode_model = Books(), PrefillModel(), DecodeModel()
         super().__init__(place, room_tokens, books, prefill_model.regression, decode_model.regression)
         self.place = place
         self.name = name
+        self.known_as = known_as or name
         self.role = role
         self.alone = True
         self.load = load

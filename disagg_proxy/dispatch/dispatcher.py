@@ -183,7 +183,13 @@ class Dispatcher:
 
     def join(self, engine: Engine) -> None:
         """There is one more engine, at a place where none is."""
-        instance = Instance(engine.place, engine.name, Role(engine.role), load=engine.load)
+        instance = Instance(
+            engine.place,
+            engine.name,
+            Role(engine.role),
+            load=engine.load,
+            known_as=engine.spec.known_as,
+        )
         with self._lock:
             self.accounts.join(instance)
         self.candidates.join(engine, instance)

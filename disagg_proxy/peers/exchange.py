@@ -35,6 +35,7 @@ class Exchange:
         self.shared = Shared(self._find, self._heard_of_blocks)
         self.link = Link(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
         dispatcher.accounts.changed = self.link.tell
+        dispatcher.accounts.others = self.shared.__len__
         dispatcher.placed = self._tell_blocks
 
     def start(self, *, waits: bool = False) -> None:
@@ -58,7 +59,7 @@ class Exchange:
         instances = self._dispatcher.accounts.instances
         if instances is not self._seen:  # a thousand engines are looked for by name in each message
             self._seen = instances
-            self._by_name = {each.name: each for each in instances}
+            self._by_name = {each.known_as: each for each in instances}
         return self._by_name.get(name)
 
     # From here to the others
@@ -66,7 +67,7 @@ class Exchange:
     def _tell_blocks(self, instance: Instance, place: Place) -> None:
         for index, keys in place.keys:
             if keys:
-                self.link.tell(Placed(instance.name, index.block_tokens, keys))
+                self.link.tell(Placed(instance.known_as, index.block_tokens, keys))
 
     def _state(self, then: Callable[[], None]) -> list[Change]:
         def look(accounts: object, now_s: float) -> list[Change]:

@@ -82,7 +82,7 @@ class Shared:
             self._leave(theirs, request, now_s)
         for request, entry in entries.items():
             known = theirs.get(request)
-            if known is not None and (known.computes.name, known.decode.name) != (
+            if known is not None and (known.computes.known_as, known.decode.known_as) != (
                 entry.computes,
                 entry.decode,
             ):

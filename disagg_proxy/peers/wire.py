@@ -2,8 +2,8 @@
 
     frames: Head (msgpack array), list of changes (msgpack arrays with a tag)
 
-A state says all that the sender has in flight and takes the place of what was known of it. Names of engines,
-not places: each proxy numbers its engines as it likes.
+A state says all that the sender has in flight and takes the place of what was known of it. Engines have the
+names that their operator gave them, HOST:PORT where nobody did: each proxy numbers its engines as it likes.
 """
 
 from __future__ import annotations

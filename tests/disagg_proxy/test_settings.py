@@ -25,6 +25,7 @@ def test_names_are_given_or_made() -> None:
         ("left", ("b", 2)),
         ("engine-2", ("::1", 3)),
     ]
+    assert [spec.known_as for spec in specs] == ["a:1", "left", "::1:3"]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from moonpool.disagg_proxy.peers.wire import (
     decode_head,
     encode,
 )
+from moonpool.disagg_proxy.settings import parse_engines
 
 
 def fleet() -> list[Instance]:
@@ -159,6 +160,39 @@ def test_what_cannot_be_is_counted_and_left_out(lie: Sent) -> None:
     assert shared.unknown == 1
     assert len(shared) == 0
     assert all(row == (0, 0, 0, 0, 0, 0.0) for row in loads(instances, 1.0))
+
+
+def test_lists_of_engines_may_have_another_order() -> None:
+    """Names that are made of an engine's position mean nothing elsewhere."""
+
+    def instances_of(*texts: str) -> list[Instance]:
+        specs = parse_engines(texts)
+        return [Instance(place, each.name, known_as=each.known_as) for place, each in enumerate(specs)]
+
+    mine = instances_of("http://u2:1", "x=http://u3:1", "http://u1:1")
+    theirs = instances_of("http://u1:1", "http://u2:1", "x=http://proxied:2", "http://u4:1")
+    told: list[Change] = []
+    accounts = Accounts(theirs)
+    accounts.changed = told.append
+    for number, each in enumerate(theirs):
+        asked = Request(tokens=100 * (number + 1))
+        accounts.sent(number, Choice(each, prefill_s=1.0), asked, streams=True, now_s=0.0)
+    shared = Shared({each.known_as: each for each in mine}.get)
+    shared.apply("a", told, 0.0)
+    shared.replace("a", told, 0.0)
+    held = [each.books.prefill_ended(-1 - number, 1.0) for each, number in zip(mine, (1, 2, 0), strict=True)]
+    assert [ended and ended.tokens for ended in held] == [200, 300, 100]
+    assert shared.unknown == 2  # u4, twice
+
+
+def test_books_that_only_others_fill_are_whole() -> None:
+    instances = fleet()
+    accounts, shared = Accounts(instances), shared_of(instances)
+    shared.apply("a", [Sent(1, "e0", "e0", 5, 0, 0, 1.0, False)], 1.0)
+    with pytest.raises(AssertionError, match="none was sent"):
+        accounts.check_integrity()
+    accounts.others = shared.__len__
+    accounts.check_integrity()
 
 
 def test_no_proxy_can_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
