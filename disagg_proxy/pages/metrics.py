@@ -22,28 +22,31 @@ def buckets(histogram: Histogram) -> list[tuple[str, float]]:
     return rows
 
 
-class ProxyCollector(Collector):
-    """Turns the counts into metric families; ``look`` says what is true now."""
+def proxy_families(counters: Counters) -> Iterator[Metric]:
+    """All that the data plane counts."""
+    engines = _by_name(counters.engines)
+    yield from _proxy_families(counters)
+    yield from _engine_counters(engines)
+    yield from _engine_gauges(engines)
+    yield _histogram("time_to_first_byte", "From a whole request to the answer's first byte", engines)
+    yield _histogram("request", "From a whole request to the answer's last byte", engines)
+    yield _histogram("prefill", "From asking a prefill engine to its answer", engines)
 
-    def __init__(self, look: Callable[[], Counters]) -> None:
-        self._look = look
+
+class Collected(Collector):
+    """Families that are made already."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        gauges = self._look()
-        engines = _by_name(gauges.engines)
-        yield from _proxy_families(gauges)
-        yield from _engine_counters(engines)
-        yield from _engine_gauges(engines)
-        yield _histogram("time_to_first_byte", "From a whole request to the answer's first byte", engines)
-        yield _histogram("request", "From a whole request to the answer's last byte", engines)
-        yield _histogram("prefill", "From asking a prefill engine to its answer", engines)
+        return iter(self._families)
 
 
-def exposition(*collectors: Collector) -> bytes:
+def exposition(families: Sequence[Metric]) -> bytes:
     """The text that Prometheus scrapes."""
     registry = CollectorRegistry(auto_describe=False)
-    for collector in collectors:
-        registry.register(collector)
+    registry.register(Collected(families))
     return generate_latest(registry)
 
 

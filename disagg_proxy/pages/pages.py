@@ -19,7 +19,7 @@ from moonpool.disagg_proxy.engines.health import merged_models
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from moonpool.disagg_proxy.pages.conductor_metrics import ConductorCollector
 from moonpool.disagg_proxy.pages.handover_metrics import HandoverCollector
-from moonpool.disagg_proxy.pages.metrics import CONTENT_TYPE, ProxyCollector, exposition
+from moonpool.disagg_proxy.pages.scrapes import Scrapes
 from moonpool.disagg_proxy.ui.data import Data
 from moonpool.disagg_proxy.ui.metrics import PromptCollector
 from moonpool.disagg_proxy.ui.page import data_answer, page_answer
@@ -74,15 +74,13 @@ class Pages:
     ) -> None:
         self._dispatcher = dispatcher
         self._look = look
-        self._collectors: tuple[Collector, ...] = (
-            ProxyCollector(look),
-            HandoverCollector(dispatcher.handovers),
-        )
+        collectors: list[Collector] = [HandoverCollector(dispatcher.handovers)]
         if dispatcher.uses_tokens:
-            self._collectors += (ConductorCollector(dispatcher, locality, subscriber), PromptCollector(data))
-        self._collectors += tuple(more)
+            collectors += (ConductorCollector(dispatcher, locality, subscriber), PromptCollector(data))
+        collectors += more
         if follower is not None:
-            self._collectors += (follower,)
+            collectors.append(follower)
+        self._scrapes = Scrapes(look, collectors)
         self._follower = follower
         self._registry = registry
         self._policy = policy
@@ -93,16 +91,17 @@ class Pages:
         """At a path of the proxy's own. reply: on any thread."""
         if self._registry is not None and request.method == b"POST":
             self._registry.answer(request, reply)
+        elif request.path == b"/metrics":
+            self._scrapes.answer(reply)
         else:
             reply(self._answer_at(request.path))
 
     def close(self) -> None:
+        self._scrapes.close()
         if self._registry is not None:
             self._registry.close()
 
     def _answer_at(self, path: bytes) -> Answer:
-        if path == b"/metrics":
-            return Answer(200, exposition(*self._collectors), CONTENT_TYPE)
         if path == b"/engines":
             counters = self._look()
             rows = [

@@ -382,10 +382,10 @@ class Bed:
         """The value of one sample; 0 when it is not there."""
         from prometheus_client import CollectorRegistry
 
-        from moonpool.disagg_proxy.pages.metrics import ProxyCollector
+        from moonpool.disagg_proxy.pages.metrics import Collected, proxy_families
 
         registry = CollectorRegistry()
-        registry.register(ProxyCollector(self.proxy.counters))
+        registry.register(Collected(list(proxy_families(self.proxy.counters()))))
         return registry.get_sample_value(name, labels) or 0.0
 
 

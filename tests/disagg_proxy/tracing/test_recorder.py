@@ -238,7 +238,7 @@ def test_one_odd_decision_costs_no_other_spans(caplog: pytest.LogCaptureFixture)
     }
     assert plain["moonpool.request_id"] == "r-3"
     assert len(caplog.records) == 1
-    assert b"moonpool_proxy_spans_dropped_total 2.0" in exposition(recorder)
+    assert b"moonpool_proxy_spans_dropped_total 2.0" in exposition(list(recorder.collect()))
 
 
 def test_the_variables_of_opentelemetry() -> None:

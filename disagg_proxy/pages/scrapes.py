@@ -1,0 +1,73 @@
+"""/metrics without holding up the event loop.
+
+A thousand engines are six megabytes of text, which takes half a second: the loop says what is true now, and a
+thread writes it down. One text is made at a time; one that was work is shown again for KEPT_S, however many
+scrape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from moonpool.disagg_proxy.conductor.plan import Answer, refused
+from moonpool.disagg_proxy.data_plane.counters import Counters
+from moonpool.disagg_proxy.pages.metrics import CONTENT_TYPE, exposition, proxy_families
+
+KEPT_S = 1.0
+CHEAP_S = 0.05  # of a core: a text that took less is made anew each time
+
+_log = logging.getLogger("moonpool.proxy")
+
+
+class Scrapes:
+    """On the event loop. look: the data plane's counters; collectors: of all else."""
+
+    def __init__(self, look: Callable[[], Counters], collectors: Sequence[Collector]) -> None:
+        self._look = look
+        self._collectors = tuple(collectors)
+        self._loop = asyncio.get_running_loop()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
+        self._asking: list[Callable[[Answer], None]] = []
+        self._kept: Answer | None = None
+        self._kept_until_s = 0.0
+
+    def answer(self, reply: Callable[[Answer], None]) -> None:
+        """reply: later, on the event loop."""
+        if self._kept is not None and self._loop.time() < self._kept_until_s:
+            return reply(self._kept)
+        self._kept = None
+        if self._asking:
+            self._asking.append(reply)
+            return
+        counters = self._look()
+        others = [metric for collector in self._collectors for metric in collector.collect()]
+        self._asking.append(reply)
+        self._thread.submit(self._make, counters, others)
+
+    def close(self) -> None:
+        """Waits for the text that is being made."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _make(self, counters: Counters, others: list[Metric]) -> None:
+        """On the thread."""
+        began_s = time.thread_time()
+        try:
+            answer = Answer(200, exposition([*proxy_families(counters), *others]), CONTENT_TYPE)
+        except Exception:  # whoever asked is told at once
+            _log.exception("the metrics could not be written")
+            answer = refused(500, "the proxy's log says what went wrong", "page")
+        self._loop.call_soon_threadsafe(self._made, answer, time.thread_time() - began_s)
+
+    def _made(self, answer: Answer, took_s: float) -> None:
+        if took_s >= CHEAP_S:
+            self._kept, self._kept_until_s = answer, self._loop.time() + KEPT_S
+        asking, self._asking = self._asking, []
+        for reply in asking:
+            reply(answer)
