@@ -173,7 +173,12 @@ class Follower(Collector):
             await asyncio.sleep(RESTART_S)
 
     def _found(self, source: str, engines: Sequence[Found], ended: Set[str]) -> None:
+        before = len(self._members.sources[source].engines)
         self._members.found(source, engines, ended, self._loop.time())
+        if before > 1 and not engines and not ended:  # said on purpose, or by a server that lost its data
+            _log.warning(
+                "%s names no engine any more; the %d that it named leave after the grace", source, before
+            )
         if source in self._told:
             self._told.discard(source)
             _log.info("%s says again which engines there are: %d", source, len(engines))
