@@ -178,7 +178,9 @@ def _capacity(console: Any, plans: list[Plan], slo: Any, json: str) -> int:
 
     from moonpool.disagg_proxy.simulator import report
     from moonpool.disagg_proxy.simulator.capacity import capacity
+    from moonpool.disagg_proxy.simulator.trace import read_trace
 
+    trace = read_trace(plans[0].trace)
     rows = []
     for plan in plans:
         label = report.label(plan)
@@ -187,7 +189,7 @@ def _capacity(console: Any, plans: list[Plan], slo: Any, json: str) -> int:
             def tried(at: float, good: float, label: str = label, status: Any = status) -> None:
                 status.update(f"{label}: {good * 100:.1f} % are good at {at:.3g} times the speed")
 
-            speed = capacity(plan, slo, tried=tried)
+            speed = capacity(plan, slo, trace, tried=tried)
         rows.append({"policy": plan.policy, "pool": plan.cluster.pool, "speed": speed})
         console.print(f"{report.label(plan):40} {speed:.2f} times the trace's speed", highlight=False)
     if json:

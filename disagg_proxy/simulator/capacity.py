@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moonpool.disagg_proxy.simulator.results import Slo
 from moonpool.disagg_proxy.simulator.runs import Plan, simulate
-from moonpool.disagg_proxy.simulator.trace import read_trace
+from moonpool.disagg_proxy.simulator.trace import Trace, read_trace
 
 ENOUGH = 0.9
 NEAR = 0.01  # the answer's relative accuracy
@@ -18,6 +18,7 @@ SPEED_MIN = 0.01  # times the speed to begin with
 def capacity(
     plan: Plan,
     slo: Slo,
+    trace: Trace | None = None,
     *,
     enough: float = ENOUGH,
     near: float = NEAR,
@@ -26,9 +27,10 @@ def capacity(
 ) -> float:
     """By bisection, as if more speed were never better. plan.speed is where it begins; from there it goes up
     or down by ``step``, small where that speed is nearly known. near: the answer's relative accuracy. tried:
-    hears of each speed and the share that was good there. 0: not even at SPEED_MIN of that.
+    hears of each speed and the share that was good there. trace: the plan's, where it was read before. 0: not
+    even at SPEED_MIN of that.
     """
-    trace = read_trace(plan.trace)
+    trace = trace or read_trace(plan.trace)
 
     def good(speed: float) -> bool:
         share = simulate(replace(plan, speed=speed), trace).results.summary(slo).good

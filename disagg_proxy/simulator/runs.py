@@ -113,13 +113,15 @@ def simulate_all(
 ) -> list[Run]:
     """In the order of the plans; ``done`` hears of each in that order."""
     runs = []
+    files = {path: read_trace(path) for path in {plan.trace for plan in plans}}  # a pipe is read but once
+    traces = [files[plan.trace] for plan in plans]
     if processes < 2 or len(plans) < 2:
-        for plan in plans:
-            runs.append(simulate(plan))
+        for plan, trace in zip(plans, traces, strict=True):
+            runs.append(simulate(plan, trace))
             done(runs[-1])
         return runs
     with ProcessPoolExecutor(min(processes, len(plans))) as pool:
-        for run in pool.map(simulate, plans):
+        for run in pool.map(simulate, plans, traces):
             runs.append(run)
             done(run)
     return runs

@@ -77,12 +77,15 @@ class Trace:
         """The requests in order, ``speed`` times as fast, rounded times spread evenly at random.
 
         copies: so many independent groups of users do all of it at the same time; their prompts have nothing
-        in common. Made while it is read, so that a million requests take no memory.
+        in common. Made while it is read, so that a million requests take no memory. Raises ConfigError when
+        the file is another one by now.
         """
         chance = random.Random(seed)
         apart = self._blocks_end
+        count = 0
         groups = ((at_s, list(group)) for at_s, group in groupby(self.rows, key=lambda row: row.at_s))
         for (at_s, group), (next_s, _) in pairwise(chain(groups, [(math.inf, [])])):
+            count += len(group)
             rows = [(row, copy) for row in group for copy in range(copies)]
             width_s = min(self.quantum_s, next_s - at_s)  # steps between rounded times differ a little
             spread = sorted((chance.random() * width_s, place) for place in range(len(rows)))
@@ -90,6 +93,12 @@ class Trace:
                 row, copy = rows[place]
                 blocks = [block + copy * apart for block in row.blocks] if copy else row.blocks
                 yield Arrival((at_s + later_s) / speed, row.tokens, row.answer_tokens, blocks)
+        if count != self._count:
+            raise ConfigError(
+                f"the trace {self.name} had {self._count} requests when it was read first, and has {count} "
+                "now",
+                operation="simulate",
+            )
 
 
 class _File:
@@ -137,8 +146,11 @@ class _File:
 def read_trace(path: Path) -> Trace:
     """Raises ConfigError that names the file and the line: no JSON, a field that is missing or absurd, ids
     that do not fit the length, a time before the one above it, no request at all.
+
+    What can be read only once, a pipe, is kept in memory.
     """
-    trace = Trace(path.stem, _File(path))
+    rows = _File(path)
+    trace = Trace(path.stem, rows if path.is_file() else list(rows))
     if not len(trace):
         raise ConfigError(f"the trace {path} has no request", operation="simulate")
     return trace

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -375,6 +376,19 @@ def test_an_unsorted_trace_is_named_with_its_line(tmp_path: Path, capsys: pytest
     path = write_trace(tmp_path, *reversed(FOUR))
     assert command(["replay", str(path), "--url", "http://127.0.0.1:1"]) == 2
     assert "line 2" in capsys.readouterr().err
+
+
+def test_a_trace_may_come_through_a_pipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mock_engine_url: str
+) -> None:
+    lines = write_trace(tmp_path, *FOUR).read_bytes()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(lines,), daemon=True)
+    writer.start()
+    assert command(["replay", str(pipe), "--url", mock_engine_url, "--speed", "1000", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["answered"] == 4
+    writer.join()
 
 
 def test_ctrl_c_gives_the_report_so_far(tmp_path: Path, mock_engine_url: str) -> None:

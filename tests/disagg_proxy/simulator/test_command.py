@@ -1,7 +1,9 @@
 """`moonpool simulate`, as it is typed."""
 
 import json
+import os
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,36 @@ def test_policies_are_compared_in_one_command(
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "<td>round_robin/local</td>" in page.read_text()
     assert "data:image/png;base64," in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "requests"),
+    [
+        (["--policy", "conductor,round_robin"], [200, 200]),
+        (["--policy", "conductor,round_robin", "--processes", "2"], [200, 200]),
+        (["--policy", "conductor,round_robin", "--capacity"], None),
+    ],
+)
+def test_a_pipe_is_read_once(
+    trace: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    requests: list[int] | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(trace.read_bytes()), daemon=True)
+    writer.start()
+    found = []
+    for path in (pipe, trace):
+        assert run(["simulate", str(path), "--prefill", "1", "--decode", "1", *arguments, "--json", "-"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["runs"])
+        for each in found[-1]:
+            each.pop("cpu_s", None)
+    writer.join()
+    assert found[0] == found[1]
+    assert requests is None or [each["requests"] for each in found[0]] == requests
 
 
 def test_json_on_standard_output_stands_alone(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,14 @@ def test_a_trace_of_nothing_and_one_that_is_not_there_are_refused(tmp_path: Path
         read_trace(tmp_path / "gone.jsonl")
 
 
+def test_a_file_that_lost_requests_since_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, row(0), row(1), row(2))
+    trace = read_trace(path)
+    written(tmp_path, row(0))
+    with pytest.raises(ConfigError, match="had 3 requests when it was read first, and has 1 now"):
+        list(trace.arrivals())
+
+
 def rounded() -> Trace:
     """Every 3 s four requests at one time."""
     rows = [Arrival(3.0 * (number // 4), 600, 5, (number, number + 100)) for number in range(40)]
