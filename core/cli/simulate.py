@@ -106,6 +106,8 @@ def simulate(
     if admission not in looks:
         raise typer.BadParameter(f"--admission is one of {', '.join(looks)}, not {admission}")
     drawn = plot or []
+    speeds = _numbers(speed, "--speed")
+    _check_question(capacity, sweep_pd, gap_slo, whole, drawn, processes, speeds)
     plots.check(drawn)
     of = MACHINES[machine].faster(faster)
     cluster = ClusterSettings(
@@ -137,7 +139,7 @@ def simulate(
             happenings,
             proxies,
         )
-        for times in _numbers(speed, "--speed")
+        for times in speeds
         for name, local in _policies(policy)
     ]
     console = make_console(to_stderr=json == "-")
@@ -148,8 +150,8 @@ def simulate(
     runs = _run(console, plans, processes)
     console.print(report.table(runs, slo), highlight=False)
     if sweep_pd:
-        best = max(runs, key=lambda run: (run.results.good(slo), -run.results.summary(slo).ttft_mean_s))
-        console.print(f"Best: {report.instances(best.plan)} under {report.label(best.plan)}", highlight=False)
+        for best in report.best_splits(runs, slo):
+            console.print(report.recommendation(best, slo), highlight=False)
     for path in drawn:
         run_plots.draw(path, runs, slo)
         console.print(f"drawn: {path}", highlight=False)
@@ -175,9 +177,10 @@ def _run(console: Any, plans: list[Plan], processes: int) -> list[Run]:
 
 def _capacity(console: Any, plans: list[Plan], slo: Any, json: str) -> int:
     import json as encoder
+    import math
 
     from moonpool.disagg_proxy.simulator import report
-    from moonpool.disagg_proxy.simulator.capacity import capacity
+    from moonpool.disagg_proxy.simulator.capacity import SPEED_MAX, capacity
     from moonpool.disagg_proxy.simulator.trace import read_trace
 
     trace = read_trace(plans[0].trace)
@@ -190,8 +193,11 @@ def _capacity(console: Any, plans: list[Plan], slo: Any, json: str) -> int:
                 status.update(f"{label}: {good * 100:.1f} % are good at {at:.3g} times the speed")
 
             speed = capacity(plan, slo, trace, tried=tried)
-        rows.append({"policy": plan.policy, "pool": plan.cluster.pool, "speed": speed})
-        console.print(f"{report.label(plan):40} {speed:.2f} times the trace's speed", highlight=False)
+        endless = speed == math.inf
+        speed = min(speed, max(SPEED_MAX, plan.speed))
+        rows.append({"policy": plan.policy, "pool": plan.cluster.pool, "speed": speed, "at_least": endless})
+        said = f"{'at least ' if endless else ''}{speed:.2f} times the trace's speed"
+        console.print(f"{report.label(plan):40} {said}", highlight=False)
     if json:
         write_text(json, encoder.dumps({"runs": rows}, indent=1), "simulate")
     return 0
@@ -200,12 +206,38 @@ def _capacity(console: Any, plans: list[Plan], slo: Any, json: str) -> int:
 def _splits(plan: Plan, total: int) -> list[Plan]:
     from dataclasses import replace
 
-    if total < 2:
-        raise typer.BadParameter("--sweep-pd needs two instances or more")
     return [
         replace(plan, cluster=replace(plan.cluster, prefill=prefill, decode=total - prefill, whole=0))
         for prefill in range(1, total)
     ]
+
+
+def _check_question(
+    capacity: bool,
+    sweep_pd: int,
+    gap_slo: float,
+    whole: int,
+    drawn: list[Path],
+    processes: int,
+    speeds: list[float],
+) -> None:
+    """Nothing that was asked for is left out without a word. Raises BadParameter."""
+    if capacity:
+        for given, why in (
+            (sweep_pd, "--sweep-pd is another question"),
+            (drawn, "there is nothing to --plot"),
+            (processes > 1, "--processes cannot help, each speed depends on the one before"),
+            (len(speeds) > 1, "--speed is one number, where the search begins"),
+        ):
+            if given:
+                raise typer.BadParameter(f"with --capacity {why}")
+    if sweep_pd:
+        if sweep_pd < 2:
+            raise typer.BadParameter("--sweep-pd needs two instances or more")
+        if whole:
+            raise typer.BadParameter("--sweep-pd splits into prefill and decode; --whole has no place there")
+        if not gap_slo:
+            raise typer.BadParameter("--sweep-pd needs --gap-slo, or decode instances would be for nothing")
 
 
 def _policies(text: str) -> list[tuple[str, bool]]:

@@ -58,7 +58,7 @@ Capacity = Annotated[
     bool, _question("--capacity", help="Find the greatest speed with 90 % within the objective.")
 ]
 SweepPd = Annotated[
-    int, _question(min=0, help="So many instances: which split into prefill and decode is best?")
+    int, _question(min=0, help="So many instances: which split into prefill and decode? Needs --gap-slo.")
 ]
 Processes = Annotated[int, _question(min=1, help="Simulations at the same time.")]
 Plot = Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -28,7 +29,7 @@ def capacity(
     """By bisection, as if more speed were never better. plan.speed is where it begins; from there it goes up
     or down by ``step``, small where that speed is nearly known. near: the answer's relative accuracy. tried:
     hears of each speed and the share that was good there. trace: the plan's, where it was read before. 0: not
-    even at SPEED_MIN of that.
+    even at SPEED_MIN of that; infinite: even at SPEED_MAX, where the search ends.
     """
     trace = trace or read_trace(plan.trace)
 
@@ -39,10 +40,11 @@ def capacity(
 
     low = high = plan.speed
     if good(low):
-        while good(high := high * step):
+        end = max(SPEED_MAX, low)
+        while good(high := min(high * step, end)):
+            if high == end:
+                return math.inf
             low, step = high, step * step
-            if high > SPEED_MAX:
-                return low
     else:
         while not good(low := low / step):
             high, step = low, step * step

@@ -54,6 +54,27 @@ def table(runs: Sequence[Run], slo: Slo) -> Table:
     return made
 
 
+def best_splits(runs: Sequence[Run], slo: Slo) -> list[Run]:
+    """For each speed and policy the run with most requests within the objective; among equals the one whose
+    worse load, first token or gap as a share of its objective, is least."""
+
+    def rank(run: Run) -> tuple[float, float]:
+        found = run.results.summary(slo)
+        shares = (found.ttft_p90_s / (slo.ttft_s or math.inf), found.gap_p90_s / slo.gap_s)
+        return run.results.good(slo), -max(share for share in (*shares, 0.0) if not math.isnan(share))
+
+    groups: dict[tuple[float, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.plan.speed, label(run.plan)), []).append(run)
+    return [max(group, key=rank) for group in groups.values()]
+
+
+def recommendation(best: Run, slo: Slo) -> str:
+    plan = best.plan
+    good = best.results.summary(slo).good
+    return f"Best at {plan.speed:g}x under {label(plan)}: {instances(plan)}, {good:.1%} good"
+
+
 def as_json(runs: Sequence[Run], slo: Slo) -> str:
     """{"slo": {...}, "runs": [{"plan": ..., the fields of Summary, ...}]}; what is no number is null."""
     return json.dumps({"slo": _numbers(slo._asdict()), "runs": [_row(run, slo) for run in runs]}, indent=1)

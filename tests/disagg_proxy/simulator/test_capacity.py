@@ -1,10 +1,11 @@
 import json
+import math
 import random
 from pathlib import Path
 
 import pytest
 
-from moonpool.disagg_proxy.simulator.capacity import capacity
+from moonpool.disagg_proxy.simulator.capacity import SPEED_MAX, capacity
 from moonpool.disagg_proxy.simulator.cluster import ClusterSettings
 from moonpool.disagg_proxy.simulator.machine import MACHINES
 from moonpool.disagg_proxy.simulator.results import Slo
@@ -48,7 +49,9 @@ def test_what_is_never_good_enough_has_no_capacity(plan: Plan) -> None:
 
 
 def test_what_is_always_good_enough_has_no_end(plan: Plan) -> None:
-    assert capacity(plan, Slo(1e9)) > 500
+    tried: list[float] = []
+    assert capacity(plan, Slo(1e9), tried=lambda speed, good: tried.append(speed)) == math.inf
+    assert max(tried) == SPEED_MAX
 
 
 def test_one_seed_is_one_result(plan: Plan) -> None:

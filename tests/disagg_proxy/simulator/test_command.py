@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from moonpool.core.cli.entry import run
-from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS
+from moonpool.disagg_proxy.simulator.cluster import ClusterSettings
+from moonpool.disagg_proxy.simulator.job import Job
+from moonpool.disagg_proxy.simulator.loads import Loads
+from moonpool.disagg_proxy.simulator.report import best_splits, recommendation
+from moonpool.disagg_proxy.simulator.results import Results, Slo
+from moonpool.disagg_proxy.simulator.runs import Plan, Run
+from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS, Arrival
 
 
 @pytest.fixture
@@ -98,10 +104,54 @@ def test_json_on_standard_output_stands_alone(trace: Path, capsys: pytest.Captur
 def test_capacity_and_the_best_split_are_found(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["simulate", str(trace), "--policy", "conductor", "--ttft-slo", "2"]
     assert run([*base, "--capacity", "--prefill", "1", "--decode", "1", "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["runs"][0]["speed"] > 0
-    assert run([*base, "--sweep-pd", "4", "--speed", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)["runs"][0]
+    assert found["speed"] > 0
+    assert not found["at_least"]
+    assert run([*base, "--sweep-pd", "4", "--speed", "1,8", "--gap-slo", "0.03"]) == 0
     said = capsys.readouterr().out
-    assert all(split in said for split in ("1P+3D", "2P+2D", "3P+1D", "Best: "))
+    assert all(split in said for split in ("1P+3D", "2P+2D", "3P+1D"))
+    assert [line.partition(":")[0] for line in said.splitlines() if line.startswith("Best")] == [
+        "Best at 1x under conductor",
+        "Best at 8x under conductor",
+    ]
+
+
+def test_a_capacity_without_end_is_said_to_be_at_least(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = tmp_path / "capacity.json"
+    arguments = ["--requests", "20", "--policy", "round_robin", "--ttft-slo", "1e9", "--capacity"]
+    assert run(["simulate", str(trace), *arguments, "--json", str(figures)]) == 0
+    assert "at least 1024.00 times" in capsys.readouterr().out
+    assert json.loads(figures.read_text())["runs"][0]["at_least"]
+
+
+def run_of(trace: Path, prefill: int, jobs: list[tuple[float, float]], speed: float = 1.0) -> Run:
+    """jobs: (seconds to the first token, of the gap) each; four instances."""
+    results = Results()
+    for ttft_s, gap_s in jobs:
+        job = Job(1, Arrival(0.0, 100, 5, (1,)))
+        job.first_s, job.gap_s = ttft_s, gap_s
+        results.add(job)
+    plan = Plan(trace, ClusterSettings(prefill=prefill, decode=4 - prefill), speed=speed)
+    return Run(plan, results, Loads(), 1.0, 1.0, 1.0, 0)
+
+
+def test_the_best_split_is_that_of_its_speed_and_has_room_on_both_sides(trace: Path) -> None:
+    """Where as many are good, neither first tokens nor gaps come near their objective."""
+    slo = Slo(1.0, 0.1)
+    runs = [
+        run_of(trace, 1, [(0.9, 0.02)] * 4),
+        run_of(trace, 2, [(0.5, 0.05)] * 4),
+        run_of(trace, 3, [(0.1, 0.09)] * 4),
+        run_of(trace, 2, [(2.0, 0.05)] * 4, speed=2.0),
+        run_of(trace, 3, [(0.9, 0.09)] * 4, speed=2.0),
+    ]
+    assert [recommendation(best, slo) for best in best_splits(runs, slo)] == [
+        "Best at 1x under conductor: 2P+2D, 100.0% good",
+        "Best at 2x under conductor: 3P+1D, 100.0% good",
+    ]
+    assert best_splits([run_of(trace, 1, [])], slo)
 
 
 def test_hit_rate_is_drawn_over_capacity(
@@ -166,6 +216,12 @@ def test_instances_without_a_cache_reuse_nothing(trace: Path, capsys: pytest.Cap
         (["--prefill", "0", "--decode", "2"], "instances that compute prompts"),
         (["--width", "2", "--chunk-tokens", "0"], "a pipeline has a width"),
         (["--sweep-pd", "1"], "--sweep-pd needs two instances"),
+        (["--sweep-pd", "4"], "--sweep-pd needs --gap-slo"),
+        (["--sweep-pd", "4", "--gap-slo", "1", "--whole", "2"], "--whole has no place"),
+        (["--capacity", "--sweep-pd", "4"], "with --capacity --sweep-pd is another question"),
+        (["--capacity", "--plot", "x.png"], "with --capacity there is nothing to --plot"),
+        (["--capacity", "--processes", "2"], "with --capacity --processes cannot help"),
+        (["--capacity", "--speed", "1,2"], "with --capacity --speed is one number"),
         (["--plot", "load.pdf"], "a plot is a .png or an .html file"),
         (["--plot", "not-there/load.png"], "the folder of not-there/load.png does not exist"),
     ],
