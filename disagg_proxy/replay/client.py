@@ -29,8 +29,9 @@ class Ended(Enum):
 class Outcome:
     """Seconds; at_s, sent_s: from the replay's begin, when it was due and when it went out. why: the reason
     of a refusal or failure, a label. prompt_tokens, cached_tokens, answer_tokens: the engine's own count, -1
-    where it did not tell. gaps_s: between the pieces of the answer; an engine may put several tokens in
-    one."""
+    where it did not tell; cached_tokens is of the engine that computed the prompt. prefill_cached: what a
+    proxy says of that one where another answered, tokens or "unknown". gaps_s: between the pieces of the
+    answer; an engine may put several tokens in one."""
 
     number: int
     at_s: float
@@ -46,6 +47,7 @@ class Outcome:
     cached_tokens: int = -1
     answer_tokens: int = -1
     engine: str = ""
+    prefill_cached: str = ""
 
     @property
     def mean_gap_s(self) -> float:
@@ -145,6 +147,7 @@ class Client:
                 self._session.post(f"{url}/v1/completions", data=body, headers=self._headers) as answer,
             ):
                 outcome.engine = answer.headers.get("X-Moonpool-Engine", "")
+                outcome.prefill_cached = answer.headers.get("X-Moonpool-Prefill-Cached", "")
                 if answer.status != 200:
                     text = await answer.content.read(ANSWER_BYTES_MAX)
                     outcome.why = _reason(answer.status, text)
@@ -197,7 +200,10 @@ def _count(outcome: Outcome, usage: _Usage) -> None:
     outcome.prompt_tokens = usage.prompt_tokens
     outcome.answer_tokens = usage.completion_tokens
     details = usage.prompt_tokens_details
-    if details is not None and details.cached_tokens is not None:
+    if outcome.prefill_cached:  # the answering engine counts what it was handed over
+        if outcome.prefill_cached.isdecimal():
+            outcome.cached_tokens = int(outcome.prefill_cached)
+    elif details is not None and details.cached_tokens is not None:
         outcome.cached_tokens = details.cached_tokens
 
 

@@ -87,7 +87,7 @@ def line(outcome: Outcome) -> bytes:
 
 def _cached(found: Summary) -> str:
     if not found.told:
-        return "no engine told (vLLM does with --enable-prompt-tokens-details)"
+        return "no engine that computed prompts told (vLLM does with --enable-prompt-tokens-details)"
     return (
         f"{found.hits:.1%} of {found.prompt_tokens} prompt tokens; caches without end would have "
         f"{found.reusable:.1%}"

@@ -375,6 +375,12 @@ void Exchange::start_answer(const http::ResponseHead& head) {
     size_t count = 0;
     own[count++] = {"X-Moonpool-Engine", engine.settings.name};
     own[count++] = {"X-Request-Id", request_->request_id};
+    std::string cached;
+    if (observation_.handed_over != 0) {  // the answering engine counts what it was handed over as cached
+        int32_t known = observation_.prefill_cached_tokens;
+        cached = known < 0 ? "unknown" : std::to_string(known);
+        own[count++] = {"X-Moonpool-Prefill-Cached", cached};
+    }
     if (!plan_.headers.empty() && http::find_field(request_->head.fields, "x-moonpool-decision") != nullptr) {
         for (const auto& [name, value] : plan_.headers) {
             if (count < own.size()) own[count++] = {name, value};

@@ -94,6 +94,23 @@ async def test_two_steps() -> None:
 
 
 @with_deadline
+async def test_what_prefill_had_cached_is_told() -> None:
+    """The decode engine's own count has all that it was handed over in it."""
+    usage = b'"usage":{"prompt_tokens":900,"prompt_tokens_details":{"cached_tokens":512}}'
+
+    async def telling(exchange: Exchange) -> None:
+        await exchange.answer(b'{"kv_transfer_params":%b,%b}' % (GIVEN, usage))
+
+    async with pd_bed() as b:
+        assert (await b.ask("POST", CHAT, BODY)).headers["x-moonpool-prefill-cached"] == "unknown"
+        b.engines[0].behave = telling
+        assert (await b.ask("POST", CHAT, BODY)).headers["x-moonpool-prefill-cached"] == "512"
+        b.engines[0].behave = status(503)
+        alone = await b.ask("POST", CHAT, BODY)
+        assert (alone.status, "x-moonpool-prefill-cached" in alone.headers) == (200, False)
+
+
+@with_deadline
 @pytest.mark.parametrize(
     "body",
     [

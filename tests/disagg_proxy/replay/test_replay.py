@@ -378,6 +378,22 @@ def test_an_unsorted_trace_is_named_with_its_line(tmp_path: Path, capsys: pytest
     assert "line 2" in capsys.readouterr().err
 
 
+def test_what_was_handed_over_is_not_taken_for_cached(tmp_path: Path) -> None:
+    """Decode engines count it; the prefill engine's count is told by the proxy, if it knows."""
+    told = iter((b"512", b"unknown", b"0", b""))
+
+    async def behave(asked: Asked) -> None:
+        cached = next(told)
+        await asked.begin(b"X-Moonpool-Prefill-Cached: %b\r\n" % cached if cached else b"")
+        await asked.token()
+        await asked.end(len(asked.body["prompt"]), 999 if cached else 100, 1)
+
+    found, results = outcomes_of(behave, tmp_path, bounds=Bounds(concurrency=1))
+    assert [each.cached_tokens for each in found] == [512, -1, 0, 100]
+    summary = results.summary(Slo())
+    assert (summary.told, summary.cached_tokens) == (3, 612)
+
+
 def test_a_trace_may_come_through_a_pipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], mock_engine_url: str
 ) -> None:
