@@ -37,6 +37,7 @@ def register(app: typer.Typer) -> None:
             "moonpool simulate trace.jsonl --policy conductor,dynamo_cost/local --speed 1,1.5,2",
             "moonpool simulate trace.jsonl --prefill 10 --decode 6 --gap-slo 0.1 --admission ahead",
             "moonpool simulate trace.jsonl --capacity --ttft-slo 10 --policy conductor,round_robin/local",
+            "moonpool simulate trace.jsonl --machine ours.json --link 12.5",
             "moonpool simulate trace.jsonl --sweep-pd 16 --ttft-slo 10 --gap-slo 0.1",
             "moonpool simulate trace.jsonl --copies 84 --prefill 500 --decode 500 --plot load.html",
             "moonpool simulate trace.jsonl --event '600s kill prefill-3' --event '900s join prefill-3'",
@@ -64,6 +65,7 @@ def simulate(
     whole: of.Whole = 0,
     machine: of.Machine = "paper",
     faster: of.Faster = 1.0,
+    link: of.Link = 0.0,
     cache_tokens: of.CacheTokens = -1,
     chunk_tokens: of.ChunkTokens = 8192,
     eviction: of.Eviction = "lru",
@@ -96,12 +98,10 @@ def simulate(
     from moonpool.disagg_proxy.simulator import plots, report, run_plots
     from moonpool.disagg_proxy.simulator.cluster import ClusterSettings
     from moonpool.disagg_proxy.simulator.happenings import parse, read_happenings
-    from moonpool.disagg_proxy.simulator.machine import MACHINES
+    from moonpool.disagg_proxy.simulator.machine import find_machine
     from moonpool.disagg_proxy.simulator.results import Slo
     from moonpool.disagg_proxy.simulator.runs import Plan
 
-    if machine not in MACHINES:
-        raise typer.BadParameter(f"--machine knows {', '.join(MACHINES)}, not {machine}")
     looks = {"none": None, **{look.value: look for look in Look}}
     if admission not in looks:
         raise typer.BadParameter(f"--admission is one of {', '.join(looks)}, not {admission}")
@@ -109,7 +109,9 @@ def simulate(
     speeds = _numbers(speed, "--speed")
     _check_question(capacity, sweep_pd, gap_slo, whole, drawn, processes, speeds)
     plots.check(drawn)
-    of = MACHINES[machine].faster(faster)
+    of = find_machine(machine).faster(faster)
+    if link:
+        of = replace(of, link_bytes_s=link * 1e9)
     cluster = ClusterSettings(
         prefill=prefill,
         decode=decode,

@@ -24,8 +24,13 @@ Seed = Annotated[int, _load(min=0, help="Of the arrivals within rounded times.")
 Prefill = Annotated[int, _instances(min=0, help="Instances that compute prompts.")]
 Decode = Annotated[int, _instances(min=0, help="Instances that make answers; 0: only first tokens are made.")]
 Whole = Annotated[int, _instances(min=0, help="Instances that do both.")]
-Machine = Annotated[str, _instances(metavar="NAME", help="What instances can do.")]
+Machine = Annotated[
+    str, _instances(metavar="NAME|FILE.json", help="What instances can do: paper, h100_fp8, or own figures.")
+]
 Faster = Annotated[float, _instances(min=1e-3, help="So many times that machine's compute.")]
+Link = Annotated[
+    float, _instances(min=0.0, metavar="GB/S", help="Of an instance's network; 0: the machine's.")
+]
 CacheTokens = Annotated[int, _instances(min=-1, help="An instance's prefix cache; -1: the machine's.")]
 ChunkTokens = Annotated[int, _instances(min=0, help="Of a prompt at one time; 0: all.")]
 Eviction = Annotated[

@@ -7,6 +7,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import msgspec
 
 from moonpool.core.errors import ConfigError
 
@@ -111,3 +114,43 @@ MACHINES = {
         link_bytes_s=190e9,
     ),
 }
+
+
+class _Own(msgspec.Struct, forbid_unknown_fields=True):
+    """like: the machine that has what is not said here."""
+
+    like: str = "paper"
+    prefill_s: float | None = None
+    prefill_token_s: float | None = None
+    prefill_token2_s: float | None = None
+    reuse_token_s: float | None = None
+    step_s: float | None = None
+    step_request_s: float | None = None
+    step_token_s: float | None = None
+    kv_bytes: int | None = None
+    cache_tokens: int | None = None
+    room_tokens: int | None = None
+    link_bytes_s: float | None = None
+    handover_s: float | None = None
+
+
+def find_machine(name: str) -> Machine:
+    """One of MACHINES, or, for a name that ends in .json, that file's: an object of Machine's fields, and
+    ``like``, the machine that has the others. Raises ConfigError."""
+    if not name.endswith(".json"):
+        return _known(name)
+    try:
+        own = msgspec.json.decode(Path(name).read_bytes(), type=_Own)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"the machine {name} cannot be read: {error}", operation="simulate") from error
+    said = {field: value for field, value in msgspec.structs.asdict(own).items() if value is not None}
+    return replace(_known(said.pop("like")), **said)
+
+
+def _known(name: str) -> Machine:
+    if name not in MACHINES:
+        raise ConfigError(
+            f"--machine knows {', '.join(MACHINES)} and files whose name ends in .json, not {name}",
+            operation="simulate",
+        )
+    return MACHINES[name]

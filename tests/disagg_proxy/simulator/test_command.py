@@ -4,6 +4,7 @@ import json
 import os
 import random
 import threading
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from moonpool.core.cli.entry import run
 from moonpool.disagg_proxy.simulator.cluster import ClusterSettings
 from moonpool.disagg_proxy.simulator.job import Job
 from moonpool.disagg_proxy.simulator.loads import Loads
+from moonpool.disagg_proxy.simulator.machine import MACHINES, Machine, _Own, find_machine
 from moonpool.disagg_proxy.simulator.report import best_splits, recommendation
 from moonpool.disagg_proxy.simulator.results import Results, Slo
 from moonpool.disagg_proxy.simulator.runs import Plan, Run
@@ -116,6 +118,39 @@ def test_capacity_and_the_best_split_are_found(trace: Path, capsys: pytest.Captu
     ]
 
 
+def test_slow_links_make_fetching_slow(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for link in ("0", "87", "0.5"):
+        arguments = ["--policy", "round_robin", "--prefill", "3", "--decode", "1", "--link", link]
+        assert run(["simulate", str(trace), *arguments, "--json", "-"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["runs"][0]["ttft_mean_s"])
+    assert found[0] == found[1]
+    assert found[2] > 1.5 * found[1]
+
+
+def test_a_machine_of_ones_own(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "ours.json"
+    own.write_text('{"like": "h100_fp8", "prefill_s": 9.0}')
+    assert find_machine(str(own)) == replace(MACHINES["h100_fp8"], prefill_s=9.0)
+    arguments = ["simulate", str(trace), "--policy", "round_robin", "--requests", "1", "--machine", str(own)]
+    assert run([*arguments, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["ttft_mean_s"] > 9
+    for text, said in (
+        ('{"like": "abacus"}', "not abacus"),
+        ('{"prefil_s": 1}', "prefil_s"),
+        ('{"kv_bytes": 0.5}', "kv_bytes"),
+        ('{"link_bytes_s": 0}', "a machine's link_bytes_s must be positive"),
+        ("[", "cannot be read"),
+    ):
+        own.write_text(text)
+        assert run(arguments) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_the_fields_of_a_file_are_those_of_a_machine() -> None:
+    assert set(_Own.__struct_fields__) == {"like", *(field.name for field in fields(Machine))}
+
+
 def test_a_capacity_without_end_is_said_to_be_at_least(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,6 +242,7 @@ def test_instances_without_a_cache_reuse_nothing(trace: Path, capsys: pytest.Cap
         (["--eviction", "mru"], "there is no cache 'mru'"),
         (["--admission", "maybe"], "--admission is one of none"),
         (["--machine", "abacus"], "--machine knows paper"),
+        (["--machine", "not-there.json"], "the machine not-there.json cannot be read"),
         (["--speed", "0"], "the speed must be positive"),
         (["--speed", "1e-308"], "the speed must be positive, 1e-06 to 1e+06, not 1e-308"),
         (["--speed", "1e300"], "the speed must be positive"),
