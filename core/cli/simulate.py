@@ -155,7 +155,7 @@ def simulate(
         for best in report.best_splits(runs, slo):
             console.print(report.recommendation(best, slo), highlight=False)
     for path in drawn:
-        run_plots.draw(path, runs, slo)
+        run_plots.draw(path, runs, slo, sweep=sweep_pd > 0)
         console.print(f"drawn: {path}", highlight=False)
     if json:
         write_text(json, report.as_json(runs, slo), "simulate")

@@ -31,12 +31,17 @@ def check(paths: Sequence[Path]) -> None:
 
 
 @contextmanager
-def figure(rows: int) -> Iterator[tuple[Figure, list[Axes]]]:
-    """So many axes, one below the other."""
+def figure(count: int, columns: int = 1) -> Iterator[tuple[Figure, list[Axes]]]:
+    """So many axes, row by row."""
     pyplot = _pyplot()
-    made, axes = pyplot.subplots(rows, 1, figsize=(10, 1 + 4 * rows), layout="constrained", squeeze=False)
+    rows = -(-count // columns)
+    size = (4 + 6 * columns, 1 + 4 * rows)
+    made, grid = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    axes = [each for row in grid for each in row]
+    for empty in axes[count:]:
+        empty.remove()
     try:
-        yield made, [row[0] for row in axes]
+        yield made, axes[:count]
     finally:
         pyplot.close(made)
 

@@ -30,6 +30,11 @@ def instances(plan: Plan) -> str:
     return "+".join(f"{count}{role}" for count, role in counts if count)
 
 
+def name(plan: Plan) -> str:
+    """What a curve is called."""
+    return f"{label(plan)}, {instances(plan)}, {plan.speed:g}x"
+
+
 def table(runs: Sequence[Run], slo: Slo) -> Table:
     """One row for each run."""
     within = f"TTFT <= {slo.ttft_s:g} s"
@@ -37,8 +42,9 @@ def table(runs: Sequence[Run], slo: Slo) -> Table:
         within += f", gap <= {slo.gap_s * 1000:g} ms"
     made = Table(caption=f"good: share of all requests within {within}; reused: own cache + fetched")
     made.add_column("policy", no_wrap=True)
-    for name in ("inst.", "speed", "TTFT s", "p50", "p90", "p99", "gap ms", "reused %", "refused", "good %"):
-        made.add_column(name, justify="right", no_wrap=True)
+    columns = ("inst.", "speed", "TTFT s", "p50", "p90", "p99", "gap ms", "reused %", "refused", "good %")
+    for column in columns:
+        made.add_column(column, justify="right", no_wrap=True)
     for run in runs:
         plan, found = run.plan, run.results.summary(slo)
         made.add_row(
@@ -65,8 +71,13 @@ def best_splits(runs: Sequence[Run], slo: Slo) -> list[Run]:
 
     groups: dict[tuple[float, str], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run.plan.speed, label(run.plan)), []).append(run)
-    return [max(group, key=rank) for group in groups.values()]
+        groups.setdefault(group(run.plan), []).append(run)
+    return [max(each, key=rank) for each in groups.values()]
+
+
+def group(plan: Plan) -> tuple[float, str]:
+    """Speed and policy: what splits of a sweep are compared within."""
+    return plan.speed, label(plan)
 
 
 def recommendation(best: Run, slo: Slo) -> str:

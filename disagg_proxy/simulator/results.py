@@ -88,6 +88,11 @@ class Results:
         """NaN when nobody was served."""
         return self._ttft_sum_s / (self.served or math.nan)
 
+    @property
+    def gap_mean_s(self) -> float:
+        """NaN when nobody was served."""
+        return self._gap_sum_s / (self.served or math.nan)
+
     def add(self, job: Job) -> None:
         arrival = job.arrival
         self.last_s = max(self.last_s, arrival.at_s)
@@ -124,7 +129,7 @@ class Results:
             ttft_p50_s=quantile(ttft_s, 0.5),
             ttft_p90_s=quantile(ttft_s, 0.9),
             ttft_p99_s=quantile(ttft_s, 0.99),
-            gap_mean_s=self._gap_sum_s / (self.served or math.nan),
+            gap_mean_s=self.gap_mean_s,
             gap_p90_s=quantile(gap_s, 0.9),
             own=self._own / tokens,
             fetched=self._fetched / tokens,
