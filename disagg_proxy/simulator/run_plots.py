@@ -133,7 +133,8 @@ def _predictions(axes: Axes, runs: Sequence[Run], slo: Slo) -> None:
         _predicted(axes, run, slo, report.name(run.plan))
     axes.axline((1, 1), slope=1, color="grey", linestyle=":")
     axes.set(xscale="log", yscale="log", xlabel="predicted TTFT, s", ylabel="observed TTFT, s")
-    axes.legend(fontsize="small")
+    if axes.collections:
+        axes.legend(fontsize="small")
 
 
 def _predicted(axes: Axes, run: Run, slo: Slo, name: str) -> None:

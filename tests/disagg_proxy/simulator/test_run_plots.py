@@ -23,11 +23,17 @@ SLO = Slo(1.0, 0.1)
 
 
 def run_of(
-    prefill: int, *, total: int = 5, speed: float = 1.0, gap_s: float = 0.05, why_not: str = ""
+    prefill: int,
+    *,
+    total: int = 5,
+    speed: float = 1.0,
+    gap_s: float = 0.05,
+    served: int = 10,
+    why_not: str = "",
 ) -> Run:
-    """Ten requests; of ten that have prefill instances enough, all are good."""
+    """served: all are good where prefill instances are enough. why_not: for one more, that is refused."""
     results = Results()
-    for number in range(10):
+    for number in range(served):
         job = Job(1, Arrival(float(number), 1000, 5, (1, 2)), own=200, fetched=300)
         job.first_s, job.gap_s, job.predicted_ttft_s = number + 0.3 * total / prefill, gap_s, 0.3
         results.add(job)
@@ -81,6 +87,14 @@ def test_what_never_happened_has_no_picture(tmp_path: Path, drawn: list[Figure])
     assert not any("TBT" in label for label in labels(calm))
     assert "refused" not in {axes.get_ylabel() for axes in calm.axes}
     assert max(panel(refusing, "refused").lines[0].get_ydata()) == 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("sweep", [False, True])
+def test_all_may_have_been_refused(tmp_path: Path, sweep: bool) -> None:
+    path = tmp_path / "none.html"
+    run_plots.draw(path, [run_of(2, served=0, why_not="ttft")], SLO, sweep=sweep)
+    assert "1 ttft" in path.read_text()
 
 
 def test_a_sweep_is_drawn_over_the_split(tmp_path: Path, drawn: list[Figure]) -> None:
