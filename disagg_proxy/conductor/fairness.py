@@ -3,8 +3,8 @@
 Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): a tenant's
 counter grows by the tokens that are computed for it, those of answers counting twice, divided by its weight;
 the tenant with the least counter is next. A tenant that comes back after a while begins where the others are,
-so that nobody saves up. Where nothing waits nobody is treated unfairly, and this changes nothing. Pure: no
-clock.
+so that nobody saves up. What is served while nobody waits is not to be charged: nobody is treated unfairly
+then, and a day of it would be a day's debt to whoever begins the next line. Pure: no clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Fairness:
                 raise ValueError(f"the weight of the tenant {tenant!r} must be positive, not {weight}")
         self._served: dict[str, float] = {}
         self._waiting: Counter[str] = Counter()
-        self._last = 0.0  # of the last one that waited
+        self._last = 0.0  # virtual time: the most that anybody had when it left the line
 
     def served(self, tenant: str) -> float:
         """Its counter: weighted tokens."""
@@ -45,7 +45,7 @@ class Fairness:
         if self._waiting[tenant] > 1:
             self._waiting[tenant] -= 1
         elif tenant in self._waiting:
-            self._last = self.served(tenant)
+            self._last = max(self._last, self.served(tenant))
             del self._waiting[tenant]
             self._prune()
 

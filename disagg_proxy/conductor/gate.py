@@ -95,8 +95,7 @@ class Gate(Generic[T]):
         waits = self.line.has_before(group, priority) or owner.is_busy(ticket, now_s)
         asked = owner.ask(ticket, ahead_s, now_s, send=not waits)
         if not waits and asked.refusal is None:
-            self.fairness.charge(tenant, asked.prompt, asked.answer)
-            return None, None
+            return None, None  # nobody waits for its sake: its tenant is not charged
         if asked.final:
             return asked.refusal, None
         deadline_s = min(now_s + min(self.deadline_s, ttft_s), self._until_s)

@@ -56,6 +56,17 @@ def test_an_idle_cluster_gives_nobody_a_lead() -> None:
     assert fairness.served("b") == fairness.served("a") == 500
 
 
+def test_who_leaves_the_line_early_takes_nobody_back() -> None:
+    fairness = Fairness()
+    fairness.waits("early")
+    fairness.waits("old")
+    fairness.charge("old", 500)
+    fairness.goes("old")
+    fairness.goes("early")  # its client left
+    fairness.waits("new")
+    assert fairness.served("new") == 500
+
+
 def test_priorities_come_first_and_arrival_last() -> None:
     fairness = Fairness()
     fairness.charge("a", 10)

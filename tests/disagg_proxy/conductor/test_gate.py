@@ -255,6 +255,23 @@ def test_a_tenant_that_asks_much_makes_no_other_wait_longer() -> None:
     assert [each for each in engine.sent if each < 100] == list(range(40))
 
 
+def test_what_was_served_while_nobody_waited_is_nobodys_debt() -> None:
+    engine = Engine(room=1_000_000)
+    gate: Gate[int] = Gate(engine, 1_000, 60.0)
+    for ticket in range(-10_000, 0):
+        assert gate.arrive(ticket, "g", "regular", 0, 60.0, 0.0) == (None, None)
+    engine.sent.clear()
+    engine.free, engine.room = False, 0
+    for ticket in range(0, 200, 4):  # each second both of them more than the engine serves
+        for number, tenant in enumerate(("new", "new", "regular", "regular")):
+            gate.arrive(ticket + number, "g", tenant, 0, 60.0, ticket / 4)
+        engine.free, engine.room = True, 1
+        assert len(gate.release(ticket / 4)) == 1
+    of_regular = sum(ticket % 4 >= 2 for ticket in engine.sent)
+    assert len(engine.sent) == 50
+    assert 24 <= of_regular <= 26
+
+
 def test_a_tenant_that_fills_the_line_makes_room_for_others() -> None:
     gate: Gate[int] = Gate(Engine(free=False), 4, 60.0)
     for ticket in range(4):
