@@ -40,15 +40,13 @@ UNASKED_MAX = 256  # that are set aside without being asked about
 
 class Asked(NamedTuple):
     """work_s: seconds of prefill that it will take; refusal: why it was not sent, None: it was, if it was to
-    be; final: waiting would not help; prompt, answer: tokens that are to be computed for it; gap_s: its own
-    objective."""
+    be; final: waiting would not help; prompt, answer: tokens that are to be computed for it."""
 
     work_s: float
     refusal: Refusal | None
     final: bool = False
     prompt: int = 0
     answer: int = 0
-    gap_s: float = math.inf
 
 
 class Owner(Protocol[T_contra]):
@@ -57,6 +55,9 @@ class Owner(Protocol[T_contra]):
 
     def share(self, ticket: T_contra) -> int:
         """How many instances compute the prompts that wait with it."""
+
+    def gap_s(self, ticket: T_contra) -> float:
+        """Its own objective."""
 
     def is_dear(self, ticket: T_contra, now_s: float) -> bool:
         """Whether it takes the place of several others; asked once, when it comes."""
@@ -92,7 +93,8 @@ class Gate(Generic[T]):
         if not self.line.waiting_max:
             return owner.ask(ticket, 0.0, now_s, send=True, dear=dear).refusal, None
         ahead_s = self.line.ahead_s(group, priority) / max(owner.share(ticket), 1)
-        waits = self.line.has_before(group, priority) or owner.is_busy(ticket, now_s)
+        gap_s = owner.gap_s(ticket)
+        waits = self.line.has_before(group, priority, gap_s) or owner.is_busy(ticket, now_s)
         asked = owner.ask(ticket, ahead_s, now_s, send=not waits)
         if not waits and asked.refusal is None:
             return None, None  # nobody waits for its sake: its tenant is not charged
@@ -100,7 +102,7 @@ class Gate(Generic[T]):
             return asked.refusal, None
         deadline_s = min(now_s + min(self.deadline_s, ttft_s), self._until_s)
         out = self.line.add(
-            Waiting(ticket, group, tenant, priority, now_s, deadline_s, asked.work_s, asked.gap_s, dear)
+            Waiting(ticket, group, tenant, priority, now_s, deadline_s, asked.work_s, gap_s, dear)
         )
         if out is None:
             return None, None

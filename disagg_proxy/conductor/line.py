@@ -92,6 +92,7 @@ class _Group(Generic[T]):
     def __init__(self) -> None:
         self.ready: _Lane[T] = _Lane()
         self.aside: _Lane[T] = _Lane()
+        self.gaps_s: list[float] = []  # objectives of those aside, in order
         self.turn: deque[Waiting[T]] = deque()
         self.turned_s = -math.inf
 
@@ -149,6 +150,7 @@ class Line(Generic[T]):
         group = self._groups[entry.group]
         group.ready.remove(entry)
         group.aside.add(entry)
+        bisect.insort(group.gaps_s, entry.gap_s)
         group.turn.append(entry)
         entry.aside = True
 
@@ -179,6 +181,7 @@ class Line(Generic[T]):
         group = self._groups[entry.group]
         if entry.aside:
             group.aside.remove(entry)
+            del group.gaps_s[bisect.bisect_left(group.gaps_s, entry.gap_s)]
             entry.aside = False
         else:
             group.ready.remove(entry)
@@ -189,13 +192,16 @@ class Line(Generic[T]):
         self._fairness.goes(entry.tenant)
         self._count -= 1
 
-    def has_before(self, group: Hashable, priority: int) -> bool:
-        """Whether somebody waits whom one that came now would have to let go first."""
+    def has_before(self, group: Hashable, priority: int, gap_s: float) -> bool:
+        """Whether somebody waits whom one that came now would have to let go first. gap_s: its own objective;
+        of those aside it passes whoever wants more."""
         found = self._groups.get(group)
-        return (
-            found is not None
-            and max(max(lane.by, default=priority - 1) for lane in (found.ready, found.aside)) >= priority
-        )
+        if found is None:
+            return False
+        lanes = [found.ready]
+        if found.gaps_s and gap_s <= found.gaps_s[-1]:
+            lanes.append(found.aside)
+        return any(own >= priority for lane in lanes for own in lane.by)
 
     def ahead_s(self, group: Hashable, priority: int) -> float:
         """Seconds of prefill of those whom one that came now would wait for: of nobody who is aside."""
@@ -212,6 +218,8 @@ class Line(Generic[T]):
         for group in self._groups.values():
             group.ready.check_integrity()
             group.aside.check_integrity()
+            if group.gaps_s != sorted(entry.gap_s for entry in group.aside):
+                raise AssertionError("the objectives of those aside do not add up")
             if {id(entry) for entry in group.aside} != {id(each) for each in group.turn if each.aside}:
                 raise AssertionError("who is aside does not have its turn")
 

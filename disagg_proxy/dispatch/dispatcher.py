@@ -388,6 +388,9 @@ class Dispatcher:
     def is_gone(self, ticket: Ticket) -> bool:
         return ticket.request.gone
 
+    def gap_s(self, ticket: Ticket) -> float:
+        return ticket.objective.gap_s
+
     def is_dear(self, ticket: Ticket, now_s: float) -> bool:
         assert self.admission is not None
         instances = self._able(ticket).instances
@@ -425,7 +428,6 @@ class Dispatcher:
             final=self.admission.is_final(refusal, asked, instances, ticket.objective),
             prompt=asked.tokens - asked.own_at(choice.computes),
             answer=round(self.admission.answers.tokens),
-            gap_s=ticket.objective.gap_s,
         )
 
     def _choice_at_gate(self, ticket: Ticket, instances: Sequence[Instance], now_s: float) -> Choice:

@@ -178,6 +178,9 @@ class Desk:
     def is_gone(self, ticket: Job) -> bool:
         return False
 
+    def gap_s(self, ticket: Job) -> float:
+        return math.inf if self._admission is None else self._admission.objective.gap_s
+
     def is_dear(self, ticket: Job, now_s: float) -> bool:
         if self._admission is None:
             return False
@@ -197,8 +200,7 @@ class Desk:
         final = self._admission is not None and self._admission.is_final(
             refusal, asked, self.fleet.instances, self._admission.objective
         )
-        gap_s = math.inf if self._admission is None else self._admission.objective.gap_s
-        return Asked(choice.prefill_s, refusal, final=final, gap_s=gap_s)
+        return Asked(choice.prefill_s, refusal, final=final)
 
     # What happens to a request
 

@@ -22,6 +22,7 @@ class Engine:
     free: bool = True
     slow: bool = False  # decode is
     strict: set[int] = field(default_factory=set)  # for whom it is
+    want_as_much: set[int] = field(default_factory=set)
     room: int = 1
     late: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
@@ -38,6 +39,9 @@ class Engine:
     def is_gone(self, ticket: int) -> bool:
         return ticket in self.gone
 
+    def gap_s(self, ticket: int) -> float:
+        return 0.01 if self.slow or ticket in self.strict | self.want_as_much else 0.1
+
     def is_dear(self, ticket: int, now_s: float) -> bool:
         return ticket in self.dear
 
@@ -48,7 +52,7 @@ class Engine:
         if ticket in self.late:
             return Asked(3.0, Refusal("ttft", 1.0, ""), final=True)
         if self.slow or ticket in self.strict:
-            return Asked(3.0, Refusal("gap", 1.0, ""), gap_s=0.01)
+            return Asked(3.0, Refusal("gap", 1.0, ""))
         if send:
             self.sent.append(ticket)
             self.room -= 1
@@ -130,16 +134,17 @@ def test_who_wants_more_than_decode_gives_now_keeps_nobody_from_an_engine() -> N
     assert engine.waited_s[43] == 43 * 1.5
     assert gate.release(0.05) == [(each, None) for each in range(40, 44)]
     gate.line.check_integrity()
-    engine.waited_s.clear()
     gate.arrive(50, "g", "", 0, 30.0, 1.0)
-    assert engine.waited_s.pop(50) == 0.0  # nobody is before it, as far as engines go
-    assert gate.release(1.0) == [(50, None)]
+    assert engine.sent[-1] == 50  # at once: nobody who wants less is before it
+    assert len(gate.line) == 40
+    engine.waited_s.clear()
     for tick in range(40):
         gate.release(1.0 + tick * TURN_EVERY_S)
-    assert set(engine.waited_s) == {*range(40), 50}  # each has its turn
+    assert set(engine.waited_s) == set(range(40))  # each has its turn
     engine.strict = set(range(39))
     assert [ticket for tick in range(40) for ticket, _ in gate.release(50.0 + tick * TURN_EVERY_S)] == [39]
     engine.strict.clear()
+    engine.want_as_much = {60}
     gate.arrive(60, "g", "", 5, 30.0, 100.0)
     found = [ticket for _ in range(5) for ticket, _ in gate.release(100.0)]
     assert sorted(found) == [*range(39), 60]
