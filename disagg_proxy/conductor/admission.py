@@ -24,7 +24,7 @@ from moonpool.disagg_proxy.conductor.ahead import Ahead, Occupancy
 from moonpool.disagg_proxy.conductor.answers import Answers, Times
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.demand import Demand
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.instance import Instance, answering
 from moonpool.disagg_proxy.conductor.margin import Margin
 
 LEAD_PRIOR_S = 2.0
@@ -119,7 +119,7 @@ class Admission:
             demand = self._demand[group] = Demand()
         demand.add(request.tokens, now_s)
         limit_s = self.objective.gap_s / self.gap_margin.factor
-        longest = demand.longest(_answering(instances), limit_s, self.answers, now_s)
+        longest = demand.longest(instances, limit_s, self.answers, now_s)
         urgency: float = 2.0 ** max(min(request.priority, PRIORITY_MOST), -PRIORITY_MOST)
         return request.tokens > longest * urgency
 
@@ -170,7 +170,7 @@ class Admission:
         margin = min(self.gap_margin.factor, 1.0)
         nobody = Occupancy(0.0, 0.0)
         return all(
-            self._gap_s(request, each, nobody) * margin > wanted.gap_s for each in _answering(instances)
+            self._gap_s(request, each, nobody) * margin > wanted.gap_s for each in answering(instances)
         )
 
     def after_prefill(self, name: int, request: Request, choice: Choice) -> Refusal | None:
@@ -318,7 +318,3 @@ class Admission:
     @staticmethod
     def _note(decode: Instance, ahead: Ahead, now_s: float, *, stall_s: float = 0.0) -> None:
         ahead.note(decode.decode_model.predict(*ahead.now()), now_s, stall_s=stall_s)
-
-
-def _answering(instances: Sequence[Instance]) -> Sequence[Instance]:
-    return [each for each in instances if each.role is not Role.PREFILL] or instances

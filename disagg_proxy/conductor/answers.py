@@ -36,6 +36,11 @@ class Times:
     def mean_s(self) -> float:
         return self._sum_s / self._count
 
+    @property
+    def learnt(self) -> bool:
+        """Whether what was seen weighs more than what was taken to have been seen."""
+        return self._count > 2 * PRIOR
+
     def observe(self, seconds: float) -> None:
         """What is no time is left out."""
         if not 0.0 <= seconds < math.inf:

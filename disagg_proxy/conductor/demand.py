@@ -16,7 +16,7 @@ import numpy as np
 
 from moonpool.disagg_proxy.conductor.answers import Answers
 from moonpool.disagg_proxy.conductor.flow import OVER_S, YOUNG_S
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.instance import Instance, answering
 
 PER_OCTAVE = 16  # classes of lengths: within one nobody is dearer
 CLASSES = 24 * PER_OCTAVE
@@ -28,35 +28,43 @@ class Demand:
 
     def __init__(self) -> None:
         self._came = np.zeros((2, CLASSES))  # requests, tokens; faded
-        self._born_s = self._to_s = math.nan
+        self._to_s = math.nan
+        self._age_s = 0.0
         self._looked_s = -math.inf
         self._longest = math.inf
 
     def add(self, tokens: int, now_s: float) -> None:
-        """A request came, whatever becomes of it. A clock that goes back is taken to stand still."""
-        if not self._born_s <= now_s < math.inf:
-            self._born_s = self._to_s = now_s
-        self._came *= math.exp(-max(now_s - self._to_s, 0.0) / OVER_S)
-        self._to_s = max(now_s, self._to_s)
+        """A request came, whatever becomes of it. A clock that goes back is taken to have stood still."""
+        passed_s = now_s - self._to_s
+        if passed_s > 0:
+            self._came *= math.exp(-passed_s / OVER_S)
+            self._age_s += passed_s
+        self._to_s = now_s
         self._came[:, _class(tokens)] += (1.0, tokens)
 
     def longest(self, instances: Sequence[Instance], gap_s: float, answers: Answers, now_s: float) -> float:
-        """Up to so many tokens of a prompt all that comes can decode there, none of its gaps longer than
-        gap_s."""
+        """Up to so many tokens of a prompt all that comes can decode at those of the instances that decode,
+        none of its gaps longer than gap_s. Infinity as long as it is not known how long answers take."""
+        if not answers.times.learnt:
+            return math.inf
         if not 0.0 <= now_s - self._looked_s < EVERY_S:
             self._looked_s = now_s
-            self._longest = self._look(instances, gap_s, answers, now_s)
+            self._longest = self._look(instances, gap_s, answers)
         return self._longest
 
-    def _look(self, instances: Sequence[Instance], gap_s: float, answers: Answers, now_s: float) -> float:
-        age_s = max(now_s - self._born_s, YOUNG_S)
+    def _look(self, instances: Sequence[Instance], gap_s: float, answers: Answers) -> float:
+        decoding = answering(instances)
+        if not decoding:
+            return math.inf
+        age_s = max(self._age_s, YOUNG_S)
         over_s = OVER_S * -math.expm1(-age_s / OVER_S)
-        share = answers.times.mean_s / over_s / len(instances)
+        share = answers.times.mean_s / over_s / len(decoding)
         requests, tokens = np.cumsum(self._came, axis=1) * share  # at once, of each class and all below
-        none, request, token = np.mean([_gaps(each) for each in instances], axis=0)
+        none, request, token = np.mean([_gaps(each) for each in decoding], axis=0)
         full = none + request * requests + token * tokens > gap_s
-        room = min((each.room_tokens for each in instances if each.room_tokens), default=math.inf)
+        room = min((each.room_tokens for each in decoding if each.room_tokens), default=math.inf)
         full |= tokens + requests * answers.tokens > room
+        full &= requests > 0  # where an empty one is too slow the shortest that come are not dear either
         # The class in which it becomes full is not dear: decode itself decides about it.
         return 2.0 ** ((int(full.argmax()) + 1) / PER_OCTAVE) if full.any() else math.inf
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from itertools import islice
 from statistics import fmean
@@ -97,3 +97,8 @@ class Instance(Standing):
         self.books.check_integrity()
         for name in _MODELS:
             getattr(self, name).regression.check_integrity()
+
+
+def answering(instances: Sequence[Instance]) -> Sequence[Instance]:
+    """Those that decode; all, where none does."""
+    return [each for each in instances if each.role is not Role.PREFILL] or instances

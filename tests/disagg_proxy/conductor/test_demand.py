@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 
 import pytest
 
@@ -76,6 +77,54 @@ def test_what_came_long_ago_and_clocks_that_jump_are_nothing() -> None:
     for now_s in (5.0, math.nan, 1e12, -3.0, 600.0):
         demand.add(100, now_s)
         assert demand.longest(decodes(1), 0.05, taught(10.0), now_s) > 0
+    come(demand, 50.0, [8_000, 80_000])  # what a clock has done before does no harm
+    assert 8_000 < demand.longest(decodes(1), 0.05, taught(10.0), 602.0) < 80_000
+
+
+@pytest.mark.parametrize("back_to_s", [595.0, 300.0, 0.0, -1e9])
+def test_a_clock_that_goes_back_makes_nobody_dear(back_to_s: float) -> None:
+    demand, answers, instances = Demand(), taught(10.0), decodes(1)
+    come(demand, 1.0, [8_000, 80_000])
+    for number in range(1_000):
+        assert demand.longest(instances, 0.05, answers, back_to_s + number) == math.inf
+        demand.add(80_000, back_to_s + number)
+
+
+@pytest.mark.parametrize("gap_s", [0.011, 0.001, 0.0])
+@pytest.mark.parametrize("now_s", [0.0, 1e9, math.inf, math.nan])
+def test_one_request_alone_is_not_dear(now_s: float, gap_s: float) -> None:
+    demand = Demand()
+    demand.add(1_000_000, now_s)
+    assert demand.longest(decodes(1), gap_s, taught(100.0), now_s) >= 1_000_000
+
+
+def test_where_nobody_decodes_nobody_is_dear() -> None:
+    demand = Demand()
+    come(demand, 50.0, [8_000, 80_000])
+    assert demand.longest([], 0.05, taught(10.0), 600.0) == math.inf
+    alone = [Instance(0, "p", Role.PREFILL)]
+    assert demand.longest(alone, 0.05, taught(10.0), 600.0 + EVERY_S) < math.inf  # all that there is
+
+
+def test_what_is_not_known_makes_nobody_dear() -> None:
+    """A proxy that has just started has prior times only."""
+    demand = Demand()
+    come(demand, 50.0, [8_000, 80_000])
+    answers = Answers()
+    assert demand.longest(decodes(1), 0.05, answers, 600.0) == math.inf
+    for _ in range(50):
+        answers.observe(10.0, 100)
+    assert demand.longest(decodes(1), 0.05, answers, 600.0 + EVERY_S) < 80_000
+
+
+def test_it_costs_an_arrival_next_to_nothing_however_many_instances_there_are() -> None:
+    gate, fleet = admission(), tuple(decodes(1_000))
+    asked = [Request(1_000 * number) for number in range(1, 1_001)]
+    gate.is_dear("g", asked[0], fleet, 0.0)
+    began_s = time.process_time()
+    for request in asked:
+        gate.is_dear("g", request, fleet, 0.5)
+    assert time.process_time() - began_s < 0.04  # 3 ms; with a look at each instance 70
 
 
 def admission(look: Look = Look.AHEAD, gap_s: float = 0.05) -> Admission:
