@@ -114,6 +114,30 @@ async def test_what_would_be_too_late_is_refused_at_once_and_reaches_no_engine()
 
 
 @with_deadline
+async def test_in_overload_a_long_prompt_is_refused_and_short_ones_are_not() -> None:
+    """30 come at once, for half a minute each: in the long run twice what decodes at 21 ms."""
+    async with bed(1, **gated(gap_slo=0.021)) as running:  # type: ignore[arg-type]
+        may_go, engine = slow(running.engines), running.engines[0]
+        admission = running.proxy._dispatcher.admission
+        assert admission is not None
+        clients = [await post(running, LONG)]  # nobody was there yet
+        clients += [await post(running, 10, first=number) for number in range(2, 31)]
+        await until(lambda: len(engine.seen) == 30)
+        for _ in range(100):
+            admission.answers.observe(30.0, 100)
+        refused = await (await post(running, LONG, first=31)).answer()
+        assert refused.status == 429
+        assert reason(refused) == "long"
+        assert refused.headers["retry-after"] == str(math.ceil(admission.answers.times.mean_s))
+        assert running.metric("moonpool_proxy_rejected_total", reason="long") == 1
+        assert len(engine.seen) == 30
+        clients.append(await post(running, 10, first=32))
+        await until(lambda: len(engine.seen) == 31)
+        may_go.set()
+        assert {(await client.answer()).status for client in clients} == {200}
+
+
+@with_deadline
 async def test_a_request_may_have_an_objective_of_its_own() -> None:
     async with bed(1, **gated(ttft_slo=60.0)) as running:  # type: ignore[arg-type]
         slow(running.engines).set()
