@@ -34,6 +34,10 @@ class Fairness:
         """Its counter: weighted tokens."""
         return self._served.get(tenant, 0.0)
 
+    @property
+    def somebody_waits(self) -> bool:
+        return bool(self._waiting)
+
     def waits(self, tenant: str) -> None:
         """One more request of this tenant waits."""
         if not self._waiting[tenant]:

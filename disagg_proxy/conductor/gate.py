@@ -22,7 +22,6 @@ from collections.abc import Hashable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from moonpool.disagg_proxy.conductor.admission import Refusal
-from moonpool.disagg_proxy.conductor.fairness import Fairness
 from moonpool.disagg_proxy.conductor.line import Line, Waiting
 
 T = TypeVar("T")
@@ -76,8 +75,7 @@ class Gate(Generic[T]):
     """waiting_max: of requests, 0: nobody waits; deadline_s: the longest wait. Not thread safe."""
 
     def __init__(self, owner: Owner[T], waiting_max: int, deadline_s: float) -> None:
-        self.fairness = Fairness()
-        self.line: Line[T] = Line(waiting_max, self.fairness)
+        self.line: Line[T] = Line(waiting_max)
         self.deadline_s = deadline_s
         self._owner = owner
         self._next: Hashable = None  # the group that is first at the next release
@@ -174,7 +172,7 @@ class Gate(Generic[T]):
             return None
         self.line.remove(entry)
         if asked.refusal is None:
-            self.fairness.charge(entry.tenant, asked.prompt, asked.answer)
+            self.line.charge(entry, asked.prompt, asked.answer)
         return entry.ticket, asked.refusal
 
     def expire(self, now_s: float) -> list[tuple[T, Refusal]]:

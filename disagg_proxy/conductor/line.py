@@ -13,10 +13,12 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from moonpool.disagg_proxy.conductor.fairness import Fairness
 
+FAIRNESSES_MAX = 64  # beyond it those are forgotten for which nobody waits
 TENANTS_MAX = 256  # that are told apart in the line; who comes then waits with the others of no name
 
 T = TypeVar("T")
@@ -69,10 +71,13 @@ class _Lane(Generic[T]):
         if not tenants:
             del self.by[entry.priority], self.work_s[entry.priority]
 
-    def first(self, served: Callable[[str], float]) -> Waiting[T] | None:
+    def first(self, fairness: Callable[[int], Fairness]) -> Waiting[T] | None:
+        """fairness: by priority."""
         if not self.by:
             return None
-        heads = (waiting[0] for waiting in self.by[max(self.by)].values())
+        priority = max(self.by)
+        served = fairness(priority).served
+        heads = (waiting[0] for waiting in self.by[priority].values())
         return min(heads, key=lambda each: (served(each.tenant), *_order(each)))
 
     def check_integrity(self) -> None:
@@ -98,11 +103,13 @@ class _Group(Generic[T]):
 
 
 class Line(Generic[T]):
-    """Within a group nobody passes who is further behind. fairness: whose turn it is among tenants."""
+    """Within a group nobody passes who is further behind. Among tenants it is somebody's turn for each group
+    and priority by itself: who waits for other engines, or for the more urgent, is no measure of what those
+    who come may have."""
 
-    def __init__(self, waiting_max: int, fairness: Fairness) -> None:
+    def __init__(self, waiting_max: int) -> None:
         self.waiting_max = waiting_max
-        self._fairness = fairness
+        self._fairness: dict[tuple[Hashable, int], Fairness] = {}
         self._groups: dict[Hashable, _Group[T]] = {}
         self._priorities: Counter[int] = Counter()
         self._tenants: Counter[str] = Counter()
@@ -136,14 +143,14 @@ class Line(Generic[T]):
         self._groups.setdefault(entry.group, _Group()).ready.add(entry)
         self._priorities[entry.priority] += 1
         self._tenants[entry.tenant] += 1
-        self._fairness.waits(entry.tenant)
+        self._fair(entry.group, entry.priority).waits(entry.tenant)
         self._count += 1
         return out
 
     def first(self, group: Hashable) -> Waiting[T] | None:
         """The next of those who wait for an engine."""
         found = self._groups.get(group)
-        return None if found is None else found.ready.first(self._fairness.served)
+        return None if found is None else found.ready.first(partial(self._fair, group))
 
     def set_aside(self, entry: Waiting[T]) -> None:
         """An engine was free, and yet it was not sent, for the sake of its own objective."""
@@ -157,7 +164,7 @@ class Line(Generic[T]):
     def first_aside(self, group: Hashable) -> Waiting[T] | None:
         """The next of those who were set aside."""
         found = self._groups.get(group)
-        return None if found is None else found.aside.first(self._fairness.served)
+        return None if found is None else found.aside.first(partial(self._fair, group))
 
     def is_turn(self, group: Hashable, now_s: float, every_s: float) -> bool:
         """Whether it is time again for others than the first of those set aside; then it is their turn."""
@@ -189,8 +196,20 @@ class Line(Generic[T]):
             del self._groups[entry.group]
         _less(self._priorities, entry.priority)
         _less(self._tenants, entry.tenant)
-        self._fairness.goes(entry.tenant)
+        self._fair(entry.group, entry.priority).goes(entry.tenant)
         self._count -= 1
+
+    def charge(self, entry: Waiting[T], prompt: int, answer: int) -> None:
+        """Tokens that are to be computed for one that waited."""
+        self._fair(entry.group, entry.priority).charge(entry.tenant, prompt, answer)
+
+    def _fair(self, group: Hashable, priority: int) -> Fairness:
+        found = self._fairness.get((group, priority))
+        if found is None:
+            if len(self._fairness) >= FAIRNESSES_MAX:
+                self._fairness = {key: each for key, each in self._fairness.items() if each.somebody_waits}
+            found = self._fairness[group, priority] = Fairness()
+        return found
 
     def has_before(self, group: Hashable, priority: int, gap_s: float) -> bool:
         """Whether somebody waits whom one that came now would have to let go first. gap_s: its own objective;

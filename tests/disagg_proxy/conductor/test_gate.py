@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from moonpool.disagg_proxy.conductor.admission import Refusal
-from moonpool.disagg_proxy.conductor.fairness import Fairness
 from moonpool.disagg_proxy.conductor.gate import RELEASED_MAX, TURN_EVERY_S, Asked, Gate
-from moonpool.disagg_proxy.conductor.line import TENANTS_MAX, Line, Waiting
+from moonpool.disagg_proxy.conductor.line import FAIRNESSES_MAX, TENANTS_MAX, Line, Waiting
 
 
 @dataclass
@@ -277,6 +276,35 @@ def test_what_was_served_while_nobody_waited_is_nobodys_debt() -> None:
     assert 24 <= of_regular <= 26
 
 
+@pytest.mark.parametrize(("group", "priority"), [("another model", 0), ("g", -1)])
+def test_who_waits_for_something_else_is_no_measure_of_what_one_that_comes_may_have(
+    group: str, priority: int
+) -> None:
+    engine = Engine(free=False)
+    gate: Gate[int] = Gate(engine, 1_000, 1e9)
+    gate.arrive(-1, group, "never served", priority, 1e9, 0.0)
+    engine.strict.add(-1)
+    for ticket in range(0, 400, 2):
+        gate.arrive(ticket, "g", "regular", 0, 1e9, 0.0)
+        gate.arrive(ticket + 1, "g", "regular" if ticket < 200 else "new", 0, 1e9, 0.0)
+        engine.free, engine.room = True, 1
+        gate.release(1.0)
+    late = engine.sent[100:]
+    assert len(late) == 100
+    assert 45 <= sum(ticket % 2 for ticket in late if ticket > 200) <= 55
+
+
+def test_groups_and_priorities_leave_nothing_behind() -> None:
+    engine = Engine(room=1_000_000)
+    gate: Gate[int] = Gate(engine, 1_000, 60.0)
+    for ticket in range(1_000):
+        engine.free = False
+        gate.arrive(ticket, f"g{ticket}", "", ticket % 200 - 100, 60.0, 0.0)
+        engine.free = True
+        assert len(gate.release(0.0)) == 1
+    assert len(gate.line._fairness) <= FAIRNESSES_MAX
+
+
 def test_a_tenant_that_fills_the_line_makes_room_for_others() -> None:
     gate: Gate[int] = Gate(Engine(free=False), 4, 60.0)
     for ticket in range(4):
@@ -322,7 +350,7 @@ def test_each_leaves_once_whatever_happens(seed: int) -> None:
 
 def test_ten_thousand_that_wait_cost_little_time_and_memory() -> None:
     chance = random.Random(1)
-    line: Line[int] = Line(10_000, Fairness())
+    line: Line[int] = Line(10_000)
     tracemalloc.start()
     began_s = time.process_time()
     entries = [
