@@ -41,6 +41,16 @@ def write_text(path: str, text: str, operation: str) -> None:
         raise ConfigError(f"{path} cannot be written: {error}", operation=operation) from error
 
 
+def check_writable(path: str, operation: str) -> None:
+    """Of what ``write_text`` will write, before hours of work, not after. Raises ConfigError."""
+    from moonpool.core.errors import ConfigError
+
+    folder = Path(path).absolute().parent
+    if path not in ("", "-") and (Path(path).is_dir() or not folder.is_dir()):
+        why = "it is a folder" if folder.is_dir() else f"there is no folder {folder}"
+        raise ConfigError(f"{path} cannot be written: {why}", operation=operation)
+
+
 def examples(*lines: str) -> str:
     """An epilog: each line stands on its own."""
     return "\n\n".join(("Examples:", *lines))

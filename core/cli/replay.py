@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moonpool.core.cli.options import examples, write_text
+from moonpool.core.cli.options import check_writable, examples, write_text
 
 if TYPE_CHECKING:
     from moonpool.disagg_proxy.replay.results import Results
 
+EXIT_UNAVAILABLE = 3
 EXIT_INTERRUPTED = 130
 
 
@@ -45,7 +46,7 @@ def replay(
     concurrency: Annotated[int, typer.Option(min=1, help="Requests that are out at once at most.")] = 256,
     seed: Annotated[int, typer.Option(min=0, help="Of the token ids and of rounded arrivals.")] = 0,
     deadline: Annotated[float, typer.Option(min=0.001, help="Seconds for one request.")] = 600.0,
-    ttft_slo: Annotated[float, typer.Option(min=0.0, help="Seconds to the first token.")] = 30.0,
+    ttft_slo: Annotated[float, typer.Option(min=0.0, help="Seconds to the first token; 0: any.")] = 30.0,
     gap_slo: Annotated[
         float, typer.Option(min=0.0, help="Seconds, mean of the longest tenth of the gaps; 0: any.")
     ] = 0.0,
@@ -60,14 +61,15 @@ def replay(
 ) -> int:
     """Send a trace's requests to live engines, with made-up prompts that share what the trace's share.
 
-    Times count from a request's sending. Ctrl-C ends it with the report so far.
+    Times count from a request's sending. Ctrl-C ends it with the report so far. Exit code 3 says that every
+    request failed.
     """
-    import math
     import sys
 
     from rich.console import Console
 
     from moonpool.disagg_proxy.replay import plots, report, run
+    from moonpool.disagg_proxy.replay.client import Ended
     from moonpool.disagg_proxy.replay.prompts import Prompts
     from moonpool.disagg_proxy.replay.sender import Bounds
     from moonpool.disagg_proxy.simulator.results import Slo
@@ -75,6 +77,7 @@ def replay(
 
     if plot is not None:
         plots.check(plot)
+    check_writable(json, "replay")
     first_id, last_id = _range(token_ids)
     prompts = Prompts(
         block_tokens=block_tokens, first_id=first_id, last_id=last_id, input_max=max_input, seed=seed
@@ -89,7 +92,7 @@ def replay(
         Bounds(concurrency, max_output),
         deadline,
     )
-    slo = Slo(ttft_slo, gap_slo or math.inf)
+    slo = Slo.of(ttft_slo, gap_slo)
     read = read_trace(trace)
     total = min(len(read), requests or len(read))
     console = Console(file=sys.stderr if json == "-" else sys.stdout)
@@ -113,7 +116,10 @@ def replay(
             "stopped": done.stopped,
         }
         write_text(json, report.as_json(done.results, slo, about), "replay")
-    return EXIT_INTERRUPTED if done.stopped else 0
+    if done.stopped:
+        return EXIT_INTERRUPTED
+    failed = done.results.ended[Ended.FAILED] == len(done.results) > 0
+    return EXIT_UNAVAILABLE if failed else 0
 
 
 class _Lines:

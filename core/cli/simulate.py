@@ -9,7 +9,7 @@ import typer
 import typer.core
 
 from moonpool.core.cli import simulate_options as of
-from moonpool.core.cli.options import examples, write_text
+from moonpool.core.cli.options import check_writable, examples, write_text
 from moonpool.core.cli.simulate_cache import simulate_cache
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ def simulate(
 ) -> int:
     """Replay a trace against simulated instances under the proxy's own policies, and compare these.
 
-    TTFT counts from a request's arrival to its first token, hand-over included.
+    TTFT counts from a request's arrival to its first token, hand-over included. `simulate TRACE` is short for
+    `simulate run TRACE`.
     """
-    import math
     from dataclasses import replace
 
     from moonpool.disagg_proxy.conductor.admission import Look, Objective
@@ -109,6 +109,7 @@ def simulate(
     speeds = _numbers(speed, "--speed")
     _check_question(capacity, sweep_pd, gap_slo, whole, drawn, processes, speeds)
     plots.check(drawn)
+    check_writable(json, "simulate")
     of = find_machine(machine).faster(faster)
     if link:
         of = replace(of, link_bytes_s=link * 1e9)
@@ -124,7 +125,7 @@ def simulate(
         exchanging=not apart,
     )
     happenings = (*map(parse, event or ()), *(read_happenings(events) if events is not None else ()))
-    slo = Slo(ttft_slo, gap_slo or math.inf)
+    slo = Slo.of(ttft_slo, gap_slo)
     plans = [
         Plan(
             trace,

@@ -32,7 +32,7 @@ def simulate_cache(
     A hit is a token of a leading block that the cache holds when the prompt comes; the rate is of all prompt
     tokens. `clairvoyant` knows the future and is the bound of all others.
     """
-    from moonpool.core.cli.options import write_text
+    from moonpool.core.cli.options import check_writable, write_text
     from moonpool.core.cli.simulate import make_console
     from moonpool.disagg_proxy.simulator import cache_report, plots
     from moonpool.disagg_proxy.simulator.eviction.study import CACHES, CLAIRVOYANT, Question, study
@@ -45,6 +45,7 @@ def simulate_cache(
     capacities = _counts(blocks)
     drawn = plot or []
     plots.check(drawn)
+    check_writable(json, "simulate")
     console = make_console(to_stderr=json == "-")
     read = read_trace(trace)
     questions = [Question(name, blocks_max, whole) for name in names for blocks_max in capacities]

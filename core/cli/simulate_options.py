@@ -21,9 +21,11 @@ Requests = Annotated[int, _load(min=0, help="So many at most; 0: all.")]
 Seed = Annotated[int, _load(min=0, help="Of the arrivals within rounded times.")]
 
 # Instances
-Prefill = Annotated[int, _instances(min=0, help="Instances that compute prompts.")]
-Decode = Annotated[int, _instances(min=0, help="Instances that make answers; 0: only first tokens are made.")]
-Whole = Annotated[int, _instances(min=0, help="Instances that do both.")]
+Prefill = Annotated[int, _instances(min=0, max=10_000, help="Instances that compute prompts.")]
+Decode = Annotated[
+    int, _instances(min=0, max=10_000, help="Instances that make answers; 0: only first tokens are made.")
+]
+Whole = Annotated[int, _instances(min=0, max=10_000, help="Instances that do both.")]
 Machine = Annotated[
     str, _instances(metavar="NAME|FILE.json", help="What instances can do: paper, h100_fp8, or own figures.")
 ]
@@ -50,7 +52,7 @@ Proxies = Annotated[int, _proxy(min=1, max=64, help="So many, which exchange wha
 Apart = Annotated[bool, _proxy("--apart", help="The proxies exchange nothing.")]
 
 # Objective and admission
-TtftSlo = Annotated[float, _objective(min=0.0, help="Seconds to the first token.")]
+TtftSlo = Annotated[float, _objective(min=0.0, help="Seconds to the first token; 0: any.")]
 GapSlo = Annotated[float, _objective(min=0.0, help="Seconds, mean of the longest tenth of the gaps; 0: any.")]
 Admission = Annotated[
     str, _objective(metavar="none|never|now|ahead|after", help="Refuse; looking at decode when.")

@@ -31,7 +31,7 @@ def rows(results: Results, slo: Slo) -> list[tuple[str, str]]:
         ("TTFT s", _quantiles(found.ttft_mean_s, found.ttft_p50_s, found.ttft_p90_s, found.ttft_p99_s)),
         ("between tokens s", _quantiles(found.gap_mean_s, found.gap_p50_s, found.gap_p90_s, found.gap_p99_s)),
         ("cached", _cached(found)),
-        ("good", f"{found.good:.1%} within {_objective(slo)}, {found.good_per_s:.2f} a second"),
+        ("good", f"{found.good:.1%} within {slo.text}, {found.good_per_s:.2f} a second"),
     ]
     if found.refused:
         made.append(("refused", f"{found.refused}: {_reasons(results.refused)}"))
@@ -92,11 +92,6 @@ def _cached(found: Summary) -> str:
         f"{found.hits:.1%} of {found.prompt_tokens} prompt tokens; caches without end would have "
         f"{found.reusable:.1%}"
     )
-
-
-def _objective(slo: Slo) -> str:
-    within = f"TTFT <= {slo.ttft_s:g} s"
-    return within if slo.gap_s == math.inf else f"{within}, gap <= {slo.gap_s * 1000:g} ms"
 
 
 def _quantiles(mean: float, p50: float, p90: float, p99: float) -> str:

@@ -37,10 +37,7 @@ def name(plan: Plan) -> str:
 
 def table(runs: Sequence[Run], slo: Slo) -> Table:
     """One row for each run."""
-    within = f"TTFT <= {slo.ttft_s:g} s"
-    if slo.gap_s < math.inf:
-        within += f", gap <= {slo.gap_s * 1000:g} ms"
-    made = Table(caption=f"good: share of all requests within {within}; reused: own cache + fetched")
+    made = Table(caption=f"good: share of all requests within {slo.text}; reused: own cache + fetched")
     made.add_column("policy", no_wrap=True)
     columns = ("inst.", "speed", "TTFT s", "p50", "p90", "p99", "gap ms", "reused %", "refused", "good %")
     for column in columns:
@@ -66,7 +63,7 @@ def best_splits(runs: Sequence[Run], slo: Slo) -> list[Run]:
 
     def rank(run: Run) -> tuple[float, float]:
         found = run.results.summary(slo)
-        shares = (found.ttft_p90_s / (slo.ttft_s or math.inf), found.gap_p90_s / slo.gap_s)
+        shares = (found.ttft_p90_s / slo.ttft_s, found.gap_p90_s / slo.gap_s)
         return run.results.good(slo), -max(share for share in (*shares, 0.0) if not math.isnan(share))
 
     groups: dict[tuple[float, str], list[Run]] = {}

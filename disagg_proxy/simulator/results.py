@@ -13,10 +13,22 @@ KEPT_MAX = 250_000
 
 
 class Slo(NamedTuple):
-    """Seconds to the first token, and the mean of the longest tenth of the gaps between tokens."""
+    """Seconds to the first token, and the mean of the longest tenth of the gaps between tokens; infinity for
+    what does not matter."""
 
     ttft_s: float = 30.0
     gap_s: float = math.inf
+
+    @classmethod
+    def of(cls, ttft_s: float, gap_s: float) -> Slo:
+        """As options say it, 0 being any."""
+        return cls(ttft_s or math.inf, gap_s or math.inf)
+
+    @property
+    def text(self) -> str:
+        parts = [f"TTFT <= {self.ttft_s:g} s"] if self.ttft_s < math.inf else []
+        parts += [f"gap <= {self.gap_s * 1000:g} ms"] if self.gap_s < math.inf else []
+        return ", ".join(parts) or "any time"
 
 
 class Summary(NamedTuple):

@@ -72,7 +72,8 @@ def _first_tokens(axes: Axes, runs: Sequence[Run], slo: Slo) -> None:
     for run in runs:
         share = run.results.served / max(len(run.results), 1)
         _spread(axes, run.results.ttft_s, share, report.name(run.plan))
-    axes.axvline(slo.ttft_s, color="grey", linestyle=":", label="objective")
+    if slo.ttft_s < math.inf:
+        axes.axvline(slo.ttft_s, color="grey", linestyle=":", label="objective")
     axes.set(xscale="log", xlabel="TTFT, s", ylabel="share of all requests", ylim=(0, 1))
     axes.legend(fontsize="small")
 
@@ -101,7 +102,8 @@ def _over_time(axes: Axes, runs: Sequence[Run], slo: Slo) -> None:
     for run in runs:
         times, means, _, _ = over_time(run.results)
         axes.plot(times, means, label=report.name(run.plan), linewidth=1)
-    axes.axhline(slo.ttft_s, color="grey", linestyle=":")
+    if slo.ttft_s < math.inf:
+        axes.axhline(slo.ttft_s, color="grey", linestyle=":")
     axes.set(yscale="log", xlabel="time of arrival, s", ylabel="mean TTFT, s")
 
 
@@ -155,11 +157,12 @@ def _predicted(axes: Axes, run: Run, slo: Slo, name: str) -> None:
 
 
 def _load(axes: Axes, run: Run, slo: Slo) -> None:
-    """Both as shares of the objective; without one for the gaps, of the longest gap seen."""
+    """Both as shares of the objective; without one, of the longest wait or gap seen."""
     loads = run.loads
+    wait_most_s = slo.ttft_s if slo.ttft_s < math.inf else max(loads.wait_s, default=0.0)
     gap_most_s = slo.gap_s if slo.gap_s < math.inf else max(loads.gap_s, default=0.0)
     axes.plot(
-        loads.at_s, [wait_s / (slo.ttft_s or 1.0) for wait_s in loads.wait_s], label="prefill", linewidth=1
+        loads.at_s, [wait_s / (wait_most_s or 1.0) for wait_s in loads.wait_s], label="prefill", linewidth=1
     )
     axes.plot(loads.at_s, [gap_s / (gap_most_s or 1.0) for gap_s in loads.gap_s], label="decode", linewidth=1)
     title = f"{report.name(run.plan)}: correlation {loads.correlation():.2f}"

@@ -361,6 +361,7 @@ def test_the_command_reports_draws_and_writes(
         (["--speed", "0"], "must be positive"),
         (["--plot", "run.gif"], ".html file"),
         (["--lines", "no/folder/run"], "cannot be written"),
+        (["--json", "no/folder/run"], "cannot be written: there is no folder"),
         (["--api-key-file", "no/folder/key"], "cannot be read"),
     ],
 )
@@ -370,6 +371,15 @@ def test_one_sentence_for_what_is_wrong(
     path = write_trace(tmp_path, *FOUR)
     assert command(["replay", str(path), "--url", "http://127.0.0.1:1", *arguments]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_replay_of_which_all_failed_has_failed(
+    tmp_path: Path, free_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trace(tmp_path, *FOUR)
+    arguments = ["--url", f"http://127.0.0.1:{free_port}", "--model", "m", "--speed", "1000"]
+    assert command(["replay", str(path), *arguments]) == 3
+    assert "4: 4 connect" in capsys.readouterr().out
 
 
 def test_an_unsorted_trace_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

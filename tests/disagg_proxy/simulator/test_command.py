@@ -151,6 +151,14 @@ def test_the_fields_of_a_file_are_those_of_a_machine() -> None:
     assert set(_Own.__struct_fields__) == {"like", *(field.name for field in fields(Machine))}
 
 
+def test_no_objective_is_any_time(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--policy", "round_robin", "--ttft-slo", "0", "--admission", "ahead", "--speed", "50"]
+    assert run(["simulate", str(trace), *arguments, "--plot", str(tmp_path / "any.png")]) == 0
+    said = capsys.readouterr().out
+    assert "within any time" in said
+    assert "100.0 │" in said
+
+
 def test_a_capacity_without_end_is_said_to_be_at_least(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,6 +266,9 @@ def test_instances_without_a_cache_reuse_nothing(trace: Path, capsys: pytest.Cap
         (["--capacity", "--plot", "x.png"], "with --capacity there is nothing to --plot"),
         (["--capacity", "--processes", "2"], "with --capacity --processes cannot help"),
         (["--capacity", "--speed", "1,2"], "with --capacity --speed is one number"),
+        (["--json", "not-there/load.json"], "there is no folder"),
+        (["--json", "."], "it is a folder"),
+        (["--prefill", "10001"], "less than or equal to 10000"),
         (["--plot", "load.pdf"], "a plot is a .png or an .html file"),
         (["--plot", "not-there/load.png"], "the folder of not-there/load.png does not exist"),
     ],
