@@ -13,6 +13,7 @@ def register(app: typer.Typer) -> None:
         epilog=examples(
             "moonpool proxy --engine http://127.0.0.1:8100 --engine http://127.0.0.1:8101",
             "moonpool proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8101",
+            "moonpool proxy --policy least_load --engine http://127.0.0.1:8100 --engine http://127.0.0.1:8101",
             "moonpool proxy --processes 4 --engine http://127.0.0.1:8100",
             "moonpool proxy --engine http://127.0.0.1:8100 --ttft-slo 5 --queue-max 1000",
             "moonpool proxy --listen 127.0.0.1:9000 --engine left=http://127.0.0.1:8100",

@@ -57,7 +57,8 @@ Policy = Annotated[
     str | None,
     _choice(
         help="conductor (default with --prefill and --decode, or events), prefix_affinity, least_load, "
-        "round_robin (default otherwise), or package.module:Class."
+        "round_robin (default otherwise), dynamo_cost, sglang_cache_aware, vllm_kv_aware, lmetric, min_ttft, "
+        "load_balancing, or package.module:Class."
     ),
 ]
 Handover = Annotated[

@@ -145,10 +145,11 @@ class Admission:
         likely_s = waited_s + first_s * self.ttft_margin.factor
         refusal = None
         if likely_s > wanted.ttft_s:
+            said = f"{likely_s:.3g}" if likely_s < 10 else f"{likely_s:.1f}"
             refusal = Refusal(
                 "ttft",
                 likely_s - wanted.ttft_s,
-                f"its first token would come after {likely_s:.1f} s, and {wanted.ttft_s:g} s are allowed",
+                f"its first token would come after {said} s, and {wanted.ttft_s:g} s are allowed",
             )
         elif self._exceeds(gap_s, wanted):
             refusal = self._too_slow(gap_s, wanted)

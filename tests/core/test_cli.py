@@ -13,6 +13,7 @@ import pytest
 from moonpool.core.cli import run
 from moonpool.core.cli.entry import guarded
 from moonpool.core.errors import AuthError, ConfigError, Error, InvalidArgument, Timeout, Unavailable
+from moonpool.disagg_proxy.conductor.policy import POLICIES
 
 DEADLINE_S = 30
 COMMANDS = [
@@ -73,6 +74,16 @@ def test_the_help_of_all_names_each_command(capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     for command in COMMANDS:
         assert command[0] in text
+
+
+def test_the_help_of_the_proxy_names_each_policy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["proxy", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert [name for name in POLICIES if name not in text] == []
+    assert "moonpool proxy --policy" in text
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -36,6 +36,15 @@ def test_everybody_is_taken_who_is_in_time() -> None:
     assert late.refusal is not None
 
 
+def test_the_sentence_tells_short_times_apart() -> None:
+    prefill, decode = pair()
+    admission = Admission(Objective(ttft_s=1e-4))
+    for seconds, said in ((0.03, "after 0.04"), (1234.56, "after 1234.6 s, and")):
+        refusal = admission.outlook(Request(tokens=10), choice(prefill, decode, seconds), 0.0).refusal
+        assert refusal is not None
+        assert said in refusal.sentence
+
+
 def test_decode_is_looked_at_when_the_prefill_will_have_ended() -> None:
     """Ten decode and will have ended then; or ten come, and will be there then."""
     for state, now_says, ahead_says in (("decode", "gap", None), ("come", None, "gap")):
