@@ -59,6 +59,24 @@ def test_a_large_put_that_is_refused_costs_nothing() -> None:
         assert store.stat()["objects"] > before - 1100  # the window, not the whole arena
 
 
+def test_chains_of_objects_larger_than_a_slab_lose_their_ends_first(path: Path) -> None:
+    size = 128 * 1024
+    chains = [[f"{chain}-{i}" for i in range(7)] for chain in range(6)]  # 42 objects, and room for 32
+    node = NodeProcess(path, tenants=[["default", 4 * MIB]], slab_bytes=64 * 1024)
+    try:
+        with Store(str(path), token=TOKEN) as store:
+            for keys in chains:
+                for i, key in enumerate(keys):
+                    above = [keys[i - 1] if i else None]
+                    assert store.put([key], [bytes(size)], parents=above) == [STORED]
+            hits = [[bool(found) for found in store.exists(keys)] for keys in chains]
+            assert all(found == sorted(found, reverse=True) for found in hits), hits
+            assert sum(map(sum, hits)) > 28
+        assert node.is_sound()
+    finally:
+        node.close()
+
+
 def test_many_idle_writers_leave_room_for_others(path: Path) -> None:
     node = NodeProcess(path, tenants=[["default", 64 * MIB]])
     stores = []

@@ -27,7 +27,6 @@
 #include <functional>
 #include <memory>
 #include <set>
-#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -105,8 +104,8 @@ class ObjectTable {
     // The same, passing over objects in open leases, whose memory would not come back.
     bool evict_for_memory();
 
-    // Frees `bytes` in one piece, whose objects were used the longest ago, where evicting by age has left
-    // holes only. False when pinned or leased memory stands in the way everywhere.
+    // Frees `bytes` in one piece, whose objects and those that hang on them were used the longest ago, where
+    // evicting by age has left holes only. False when pinned or leased memory stands in the way everywhere.
     bool evict_window(uint64_t bytes);
 
     bool complete(uint32_t slot) const { return slot < used_ && objects_[slot].state == State::kComplete; }
@@ -223,6 +222,11 @@ class ObjectTable {
     uint32_t standing(uint32_t slot) const {
         return objects_[slot].group == nullptr ? slot : objects_[slot].group->first;
     }
+    uint32_t known_parent(uint32_t slot) const {  // kNoSlot: none, or it is gone
+        const Object& o = objects_[slot];
+        bool known = o.parent != kNoSlot && objects_[o.parent].generation == o.parent_generation;
+        return known ? o.parent : kNoSlot;
+    }
     bool held_back(uint32_t slot) const {
         const Object& o = objects_[slot];
         return o.group == nullptr ? o.holds != 0 : o.group->held == o.group->members;
@@ -248,9 +252,14 @@ class ObjectTable {
     struct Piece {
         Extent extent;
         uint32_t slot;  // kNoSlot: free already
-        bool spared;
     };
-    bool evict_window(std::span<const Piece> pieces, uint64_t bytes);
+    struct Turn {  // in a window: the smallest goes first
+        uint8_t rank = 0;
+        uint64_t used = 0;
+        uint32_t below = 0;  // from the object down to the one that was used then
+        auto operator<=>(const Turn&) const = default;
+    };
+    std::vector<Turn> turns() const;
     void evict_alone(uint32_t victim);
     void forget_parent(uint32_t slot);
     void retire(uint32_t slot, bool tell);

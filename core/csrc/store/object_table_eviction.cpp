@@ -2,7 +2,6 @@
 // groups as a whole, and windows of memory in one piece.
 #include <algorithm>
 #include <deque>
-#include <iterator>
 
 #include "store/object_table.hpp"
 
@@ -88,53 +87,72 @@ void ObjectTable::evict_alone(uint32_t victim) {
     remove(victim);
 }
 
-// Free extents and objects without pins, by offset. What is soft-pinned, and parts of a group of which
-// another must stay, are taken where nothing else makes that room.
+// When an object's turn comes, a parent's after those of its children: a chain loses its end first. What is
+// soft-pinned, and parts of a group of which another must stay, come after all others, and what a pinned
+// object hangs on comes last.
+std::vector<ObjectTable::Turn> ObjectTable::turns() const {
+    std::vector<Turn> turns(used_);
+    std::vector<uint32_t> untold(used_);  // children
+    for (uint32_t slot = 0; slot < used_; ++slot) {
+        const Object& o = objects_[slot];
+        if (o.state == State::kFree) continue;
+        bool split = o.group != nullptr && o.group->blocked != 0;
+        turns[slot].rank = o.pins != 0 ? 2 : order_of(slot) != 0 || split;
+        turns[slot].used = objects_[standing(slot)].last_used;
+        untold[slot] = o.children;
+    }
+    for (uint32_t leaf = 0; leaf < used_; ++leaf) {
+        if (objects_[leaf].state == State::kFree || objects_[leaf].children != 0) continue;
+        for (uint32_t slot = leaf, parent; (parent = known_parent(slot)) != kNoSlot; slot = parent) {
+            Turn after = turns[slot];
+            ++after.below;
+            turns[parent] = std::max(turns[parent], after);
+            if (--untold[parent] != 0) break;  // the last child goes on from here
+        }
+    }
+    for (uint32_t slot = 0; slot < used_; ++slot) {
+        if (objects_[slot].group == nullptr) continue;
+        turns[standing(slot)] = std::max(turns[standing(slot)], turns[slot]);
+    }
+    return turns;
+}
+
+// Free extents and objects without pins, by offset. A window slides over runs that touch each other; the best
+// is the one whose last turn comes first, and of free ones the first: by bytes alone each large object would
+// take the place of the one before it.
 bool ObjectTable::evict_window(uint64_t bytes) {
     std::vector<Piece> pieces;
-    allocator_.for_each([&](Extent e) { pieces.push_back({e, kNoSlot, false}); });
+    allocator_.for_each([&](Extent e) { pieces.push_back({e, kNoSlot}); });
     for (uint32_t slot = 0; slot < used_; ++slot) {
         const Object& o = objects_[slot];
         if (o.state != State::kComplete || o.pins != 0 || o.holds != 0 || extent(slot).size == 0) continue;
-        if (leases_.inside_open(extent(slot))) continue;
-        bool whole = o.group == nullptr || o.group->blocked == 0;
-        pieces.push_back({extent(slot), slot, order_of(slot) != 0 || !whole});
+        if (!leases_.inside_open(extent(slot))) pieces.push_back({extent(slot), slot});
     }
     std::sort(pieces.begin(), pieces.end(),
               [](const Piece& a, const Piece& b) { return a.extent.offset < b.extent.offset; });
-    std::vector<Piece> others;
-    std::ranges::copy_if(pieces, std::back_inserter(others), [](const Piece& p) { return !p.spared; });
-    if (evict_window(others, bytes)) return true;
-    return others.size() != pieces.size() && evict_window(pieces, bytes);
-}
-
-// A window slides over runs that touch each other; the best is the one whose last use is the longest ago, and
-// of free ones the first: by bytes alone each large object would take the place of the one before it.
-bool ObjectTable::evict_window(std::span<const Piece> pieces, uint64_t bytes) {
+    std::vector<Turn> all = turns();
     auto price = [](const Piece& p) { return p.slot == kNoSlot ? 0 : p.extent.size; };
-    auto used = [&](size_t i) {
-        return pieces[i].slot == kNoSlot ? 0 : objects_[standing(pieces[i].slot)].last_used;
-    };
+    auto turn = [&](size_t i) { return pieces[i].slot == kNoSlot ? Turn{} : all[standing(pieces[i].slot)]; };
     size_t best_begin = 0, best_end = 0;
-    std::pair<uint64_t, uint64_t> best{UINT64_MAX, UINT64_MAX};
+    std::pair<Turn, uint64_t> best{Turn{.rank = UINT8_MAX}, 0};
     uint64_t window_price = 0;
-    std::deque<size_t> youngest;  // the window's, the last use falling: that of the first is the window's
+    std::deque<size_t> last;  // of the window, the turns falling: that of the first is the window's
     for (size_t begin = 0, end = 0; end < pieces.size();) {
         if (end > begin && pieces[end].extent.offset != pieces[end - 1].extent.end()) {
             begin = end;
             window_price = 0;
-            youngest.clear();
+            last.clear();
         }
-        while (!youngest.empty() && used(youngest.back()) <= used(end)) youngest.pop_back();
-        youngest.push_back(end);
+        while (!last.empty() && turn(last.back()) <= turn(end)) last.pop_back();
+        last.push_back(end);
         window_price += price(pieces[end++]);
         while (pieces[end - 1].extent.end() - pieces[begin].extent.offset >= bytes) {
-            if (std::pair cost{used(youngest.front()), window_price}; cost < best) {
+            if (std::pair cost{turn(last.front()), window_price}; cost < best) {
                 best = cost;
                 best_begin = begin;
                 best_end = end;
             }
-            if (youngest.front() == begin) youngest.pop_front();
+            if (last.front() == begin) last.pop_front();
             window_price -= price(pieces[begin++]);
             if (begin == end) break;
         }

@@ -300,6 +300,111 @@ TEST_CASE("object table: large objects go in the order of their age") {
     }
 }
 
+TEST_CASE("object table: a chain that nobody read loses its end first, in windows too") {
+    constexpr int kLength = 8;
+    Bed bed(32, kLength * kObjectBytes);
+    for (int i = 0; i < kLength; ++i) {
+        uint32_t parent = i == 0 ? kNoSlot : bed.find("c" + std::to_string(i - 1));
+        REQUIRE(bed.commit("c" + std::to_string(i), parent) == ObjectTable::Commit::kStored);
+    }
+    for (int left = kLength - 2; left >= 0; left -= 2) {
+        REQUIRE(bed.table.evict_window(2 * kObjectBytes));
+        REQUIRE(bed.table.check_integrity());
+        for (int i = 0; i < kLength; ++i) {
+            REQUIRE((bed.find("c" + std::to_string(i)) != kNoSlot) == (i < left));
+        }
+        REQUIRE(bed.commit("x" + std::to_string(left)) == ObjectTable::Commit::kStored);  // newer, and stays
+        REQUIRE(bed.commit("y" + std::to_string(left)) == ObjectTable::Commit::kStored);
+    }
+}
+
+TEST_CASE("object table: a window of one object takes what goes by age, leaves first") {
+    constexpr uint64_t kObjects = 24;
+    uint64_t same = 0, parents = 0;
+    for (uint64_t round = 0; round < 60; ++round) {
+        Random random(500 + round);
+        Bed one(2 * kObjects, kObjects * kObjectBytes), window(2 * kObjects, kObjects * kObjectBytes);
+        std::vector<std::string> names;
+        std::set<std::string> pinned;
+        for (int step = 0; step < 400; ++step) {
+            uint64_t verb = names.empty() ? 0 : random.below(10);
+            if (verb < 4 && names.size() == kObjects) {
+                bool goes = one.table.evict_one();
+                bool all_pinned = pinned.size() == names.size();
+                REQUIRE(window.table.evict_window(kObjectBytes) == !all_pinned);
+                REQUIRE(window.table.check_integrity());
+                if (all_pinned) break;
+                auto gone = std::ranges::find_if(
+                    names, [&](const std::string& name) { return window.find(name) == kNoSlot; });
+                REQUIRE(gone != names.end());
+                REQUIRE_FALSE(pinned.contains(*gone));
+                // Where all ends of chains are pinned, a window takes what they hang on all the same.
+                if (!goes) one.table.remove(one.find(*gone));
+                goes ? ++same : ++parents;
+                REQUIRE(one.find(*gone) == kNoSlot);
+                REQUIRE(one.table.counters().objects == window.table.counters().objects);
+                names.erase(gone);
+            }
+            std::string any = names.empty() ? "" : names[random.below(names.size())];
+            if (verb >= 6 && pinned.contains(any) && !random.one_in(4)) continue;
+            std::string name = "k" + std::to_string(step);
+            Keep keep{{}, random.one_in(4) ? 1000u : 0u};
+            for (Bed* bed : {&one, &window}) {
+                uint32_t slot = any.empty() ? kNoSlot : bed->find(any);
+                if (verb < 4) {
+                    bed->commit(name, verb == 0 ? kNoSlot : slot, false, kObjectBytes, keep);
+                } else if (verb < 6) {
+                    bed->table.touch(slot);
+                } else if (pinned.contains(any)) {
+                    bed->table.unpin(slot, bed->table.generation(slot));
+                } else {
+                    bed->table.pin(slot);
+                }
+            }
+            if (verb < 4) {
+                names.push_back(name);
+            } else if (verb >= 6 && pinned.erase(any) == 0) {
+                pinned.insert(any);
+            }
+        }
+    }
+    CHECK(same > 1000);
+    CHECK(parents > 0);
+}
+
+TEST_CASE("object table: a window takes what a pinned object hangs on last, and its end before the rest") {
+    Bed bed(16, 8 * kObjectBytes);
+    // Three pages of two pools: only those of one hang on each other.
+    for (int page = 0; page < 3; ++page) {
+        Keep keep{Hash128{static_cast<uint64_t>(page) + 1, 2}, 0};
+        std::string number = std::to_string(page);
+        bed.commit("state" + number, kNoSlot, false, kObjectBytes, keep);
+        uint32_t parent = page == 0 ? kNoSlot : bed.find("kv" + std::to_string(page - 1));
+        bed.commit("kv" + number, parent, false, kObjectBytes, keep);
+    }
+    bed.commit("soft", kNoSlot, false, kObjectBytes, {{}, 1000});
+    bed.commit("other");
+    bed.table.pin(bed.find("kv2"));
+    std::vector<std::string> left{"kv0", "kv1", "other", "soft", "state0", "state1", "state2"};
+    auto next = [&] {
+        REQUIRE(bed.table.evict_window(kObjectBytes));
+        REQUIRE(bed.table.check_integrity());
+        auto gone = std::ranges::find_if(left, [&](auto& name) { return bed.find(name) == kNoSlot; });
+        REQUIRE(gone != left.end());
+        std::string name = *gone;
+        left.erase(gone);
+        bed.commit("new-" + name);
+        bed.table.pin(bed.find("new-" + name));
+        return name;
+    };
+    CHECK(next() == "other");
+    CHECK(next() == "soft");
+    CHECK(next() == "state2");  // of the page that is read, which is broken up
+    for (int i = 0; i < 2; ++i) CHECK(next().back() == '1');
+    for (int i = 0; i < 2; ++i) CHECK(next().back() == '0');
+    CHECK_FALSE(bed.table.evict_window(kObjectBytes));
+}
+
 TEST_CASE("object table: a group goes whole while anything else can go, soft pins last, the rest by use") {
     struct Thing {
         uint32_t slot;
