@@ -72,6 +72,7 @@ class _Group:
         self._own: list[list[socket.socket]] = []  # at which each process is reached alone
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._signalled = False
         self._predecessor: Predecessor | None = None
         self._replaced = False
 
@@ -122,8 +123,9 @@ class _Group:
         return 0
 
     def _on_signal(self) -> None:
-        if self._stop.is_set():
+        if self._signalled:  # a take-over stops, too: what runs survives one signal after it
             self._hurry.set()
+        self._signalled = True
         self._stop.set()
 
     def _on_replaced(self) -> None:

@@ -204,7 +204,7 @@ async def test_one_that_is_killed_refuses_nobody_and_comes_back() -> None:
 @_several
 async def test_a_group_takes_over_from_a_group() -> None:
     """By the same command, so all addresses are those of the old one. What it still answers holds up none of
-    them."""
+    them, and survives one signal."""
     engine = MockEngine("a")
     goon = asyncio.Event()
 
@@ -235,14 +235,15 @@ async def test_a_group_takes_over_from_a_group() -> None:
                 assert new.port == old.port
                 while spoke & await _who_speaks_at(peer_port):
                     pass
-                assert old.process.returncode is None
-                goon.set()
-                assert await long
-                assert await old.process.wait() == 0
+                old.process.send_signal(signal.SIGTERM)  # as of a script that stops what it has replaced
                 for number in range(2):
                     assert "moonpool_proxy_requests" in await new.page(number, "/metrics")
                 for _ in range(20):
                     await new.ask()
+                assert old.process.returncode is None
+                goon.set()
+                assert await long
+                assert await old.process.wait() == 0
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
                 assert not failed
