@@ -85,7 +85,8 @@ class Registry:
         self._listener: Listener | None = None
         self._changed = asyncio.Event()
         self._dead: dict[Key, tuple[int, float]] = {}  # that ended by themselves: their numbers, and when
-        self._left_out: dict[Key, int] = {}  # rows of the file that could not be taken: their numbers
+        self._left_out: dict[Key, Row] = {}  # rows of the file that could not be taken
+        self._room = False  # something has gone since: they may be taken now
         self._unwritten = False
 
     async def run(self, listener: Listener) -> None:
@@ -144,27 +145,51 @@ class Registry:
             self._dead.pop(key, None)
         if rows is not None:
             self._follow(rows, file.changes)
+        elif self._room and self._left_out:
+            before = self._engines()
+            self._take({})
+            if before != self._engines():
+                self._tell()
 
     def _follow(self, rows: Mapping[Key, Row], newer: Mapping[Key, Row | None]) -> None:
-        """What the file has, but for what is newer here."""
+        """What the file has, but for what is newer here. What has gone ends first: a newcomer may need its
+        name, its stream or its room."""
         before = self._engines()
+        self._left_out = {key: row for key, row in self._left_out.items() if key in rows}
+        ended = self._end([key for key in self.publishers if key not in rows and key not in newer])
+        fresh = {}
         for key, row in rows.items():
+            if key in newer:
+                continue
             known = self.publishers.get(key)
             made = known.row.made if known is not None else self._dead.get(key, (None, 0.0))[0]
-            if key in newer or row.made in (made, self._left_out.get(key)) or self._renew(row):
-                continue
-            try:
-                refusal = self._enter(row)
-            except ConfigError as error:  # somebody else has written the file
-                refusal = _bad(str(error))
-            if refusal is not None:
-                if key not in self._left_out:
-                    _log.warning("the registration %s is left out: %s", key, refusal.body.decode())
-                self._left_out[key] = row.made
-        self._left_out = {key: made for key, made in self._left_out.items() if key in rows}
-        ended = self._end([key for key in self.publishers if key not in rows and key not in newer])
+            if row.made == made or self._renew(row):
+                self._left_out.pop(key, None)
+            elif self._left_out.get(key) != row:
+                fresh[key] = row
+        self._take(fresh)
         if ended or before != self._engines():
             self._tell(ended)
+
+    def _take(self, fresh: dict[Key, Row]) -> None:
+        """These rows of the file, and, when something has gone, those that had no room before."""
+        refused: dict[Key, str] = {}
+        while fresh or (self._room and self._left_out):
+            tried = {**self._left_out, **fresh} if self._room else fresh
+            self._room, fresh = False, {}
+            for key, row in tried.items():
+                try:
+                    refusal = self._enter(row)
+                except ConfigError as error:  # somebody else has written the file
+                    refusal = _bad(str(error))
+                if refusal is None:
+                    self._left_out.pop(key, None)
+                else:
+                    if key not in self._left_out:
+                        refused[key] = refusal.body.decode()
+                    self._left_out[key] = row
+        for key in refused.keys() & self._left_out.keys():
+            _log.warning("the registration %s is left out: %s", key, refused[key])
 
     def register(self, body: bytes) -> Answer:
         """The answer to POST /register."""
@@ -179,6 +204,7 @@ class Registry:
                 self._tell()
         except (msgspec.MsgspecError, ConfigError, ValueError, RecursionError) as error:
             return _bad(str(error))
+        self._left_out.pop(row.told.key, None)
         if self._file is not None:
             self._file.told(row.told.key, row)
         return self._registered(row.told)
@@ -212,6 +238,7 @@ class Registry:
             if holder is None:  # so none was dropped: what was registered before stays as it is
                 return _bad("as many streams of events are followed as there may be", status=503)
         self.publishers[told.key] = Publisher(row, found, holder, self._expires_s(row))
+        self._room |= known is not None
         if known is not None and known.found is not None and found is None:
             self._hand_on({known.found.name})
         self._changed.set()
@@ -264,6 +291,8 @@ class Registry:
         names = set()
         for key in keys:
             gone = self.publishers.pop(key)
+            self._left_out.pop(key, None)
+            self._room = True
             if gone.holder is not None:
                 self._streams.drop(str(key), gone.holder)
             if gone.found is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moonpool.disagg_proxy.discovery import registry as module
-from moonpool.disagg_proxy.discovery.registry import Registry
+from moonpool.disagg_proxy.discovery.registry import Registry, Streams
 from moonpool.disagg_proxy.discovery.registry_file import RegistryFile
 from moonpool.disagg_proxy.events.settings import EventSource
 from tests.disagg_proxy.discovery.heard import Heard, heard
@@ -49,12 +49,34 @@ def body(name: str, url: str = "", **more: object) -> bytes:
     return json.dumps({"instance_id": name, "url": url or f"http://{name}:1", **more}).encode()
 
 
+class FewStreams:
+    """So many may be followed."""
+
+    def __init__(self, count: int) -> None:
+        self.free = list(range(count))
+
+    def follow(self, name: str, source: EventSource) -> int | None:
+        return self.free.pop() if self.free else None
+
+    def drop(self, name: str, holder: int) -> None:
+        self.free.append(holder)
+
+
 @contextlib.asynccontextmanager
-async def registry(path: Path, clock: Clock | None = None) -> AsyncIterator[tuple[Registry, Heard]]:
-    made = Registry(NoStreams(), clock=clock or Clock(), file=RegistryFile(str(path)))
+async def registry(
+    path: Path, clock: Clock | None = None, streams: Streams | None = None
+) -> AsyncIterator[tuple[Registry, Heard]]:
+    made = Registry(streams or NoStreams(), clock=clock or Clock(), file=RegistryFile(str(path)))
     async with heard(made) as listener:
         await until(lambda: bool(listener.sets))
         yield made, listener
+
+
+def told_all(made: Registry, *bodies: bytes) -> None:
+    """Within one look of the others: nothing is awaited."""
+    for each in bodies:
+        tell = made.register if b"url" in each or b"endpoint" in each else made.unregister
+        assert tell(each).status == 200
 
 
 def names(made: Registry) -> set[str]:
@@ -94,6 +116,45 @@ async def test_what_one_is_told_all_know(path: Path) -> None:
         await until(lambda: names(two) == {"a"})
         assert of_two.ended[-1] == {"b"}  # it said so itself: there is no grace for it
         assert of_one.last == of_two.last
+
+
+@with_deadline
+async def test_who_takes_the_place_of_one_that_went_is_there_everywhere(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its name, its stream: both within one look."""
+    gone = b'{"instance_id": "%s"}'
+    async with (
+        registry(path, streams=FewStreams(1)) as (one, _),
+        registry(path, streams=FewStreams(1)) as (two, of_two),
+    ):
+        stream_of = {
+            name: json.dumps({"instance_id": name, "endpoint": "tcp://h:1"}).encode() for name in "st"
+        }
+        told_all(one, body("e"), stream_of["s"])
+        await until(lambda: names(two) == {"e", "s"})
+        told_all(one, gone % b"e", body("e", "http://other:1", dp_rank=1), gone % b"s", stream_of["t"])
+        await until(lambda: two.publishers.keys() == one.publishers.keys())
+        assert {(key.instance_id, key.dp_rank) for key in two.publishers} == {("e", 1), ("t", 0)}
+        assert [each.spec.url for each in of_two.last] == ["http://other:1"]
+    assert not caplog.records
+
+
+@with_deadline
+async def test_who_found_no_room_is_taken_when_there_is(path: Path) -> None:
+    clock = Clock()
+    async with (
+        registry(path, streams=FewStreams(2)) as (one, _),
+        registry(path, clock, FewStreams(1)) as (two, _),
+    ):
+        for name, ttl_s in (("s", 10), ("t", 0)):
+            told = {"instance_id": name, "endpoint": "tcp://h:1", "ttl_s": ttl_s}
+            assert one.register(json.dumps(told).encode()).status == 200
+        await until(lambda: bool(two._left_out))
+        assert names(two) == {"s"}
+        clock.now_s = 20.0  # s ends there, and the file stays as it is
+        two._changed.set()
+        await until(lambda: names(two) == {"t"})
 
 
 @with_deadline
