@@ -21,7 +21,7 @@ import msgspec
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
 from moonpool.disagg_proxy.discovery.registration import TENANT, Key, Name, Registration
-from moonpool.disagg_proxy.discovery.registry_file import RegistryFile, Row
+from moonpool.disagg_proxy.discovery.registry_file import Change, RegistryFile, Row
 from moonpool.disagg_proxy.discovery.source import Found, Listener
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.settings import EngineSpec
@@ -151,7 +151,7 @@ class Registry:
             if before != self._engines():
                 self._tell()
 
-    def _follow(self, rows: Mapping[Key, Row], newer: Mapping[Key, Row | None]) -> None:
+    def _follow(self, rows: Mapping[Key, Row], newer: Mapping[Key, Change]) -> None:
         """What the file has, but for what is newer here. What has gone ends first: a newcomer may need its
         name, its stream or its room."""
         before = self._engines()
@@ -197,7 +197,8 @@ class Registry:
             return _bad(f"a registration has {REGISTRATION_BYTES_MAX} bytes at most", status=413)
         try:
             row = Row(msgspec.json.decode(body, type=Registration), random.getrandbits(53))
-            if not self._renew(row):
+            renewed = self._renew(row)
+            if not renewed:
                 refusal = self._enter(row)
                 if refusal is not None:
                     return refusal
@@ -206,7 +207,7 @@ class Registry:
             return _bad(str(error))
         self._left_out.pop(row.told.key, None)
         if self._file is not None:
-            self._file.told(row.told.key, row)
+            self._file.told(row.told.key, row, renewed=renewed)
         return self._registered(row.told)
 
     def _renew(self, row: Row) -> bool:

@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -32,6 +33,13 @@ class Row(msgspec.Struct, frozen=True):
     made: int
 
 
+class Change(NamedTuple):
+    """row: None: it is to go. renewed: it was there, and says the same."""
+
+    row: Row | None
+    renewed: bool
+
+
 class _File(msgspec.Struct):
     registrations: list[Row]
 
@@ -41,13 +49,15 @@ class RegistryFile:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.changes: dict[Key, Row | None] = {}  # that are not written yet; None: it is to go
+        self.changes: dict[Key, Change] = {}  # that are not written yet
         self._mark: tuple[int, ...] | None = None  # what the file looked like
         self._broken: tuple[int, ...] | None = None  # and when it was said to be broken
 
-    def told(self, key: Key, row: Row | None) -> None:
-        """Somebody registered, or, None, unregistered here."""
-        self.changes[key] = row
+    def told(self, key: Key, row: Row | None, *, renewed: bool = False) -> None:
+        """Somebody registered, or, None, unregistered here. renewed: who was registered before, and it is in
+        the file unless others were told to forget it."""
+        before = self.changes.get(key)
+        self.changes[key] = Change(row, renewed and (before is None or before.renewed))
 
     async def sync(self, known: Mapping[Key, Row], dead: Mapping[Key, int]) -> Mapping[Key, Row] | None:
         """Writes what was told, and reads what others have written; None: nothing is new. known: rows for a
@@ -58,13 +68,13 @@ class RegistryFile:
             rows = await asyncio.to_thread(self._change, changes, known, dead)
         else:
             rows = await asyncio.to_thread(self._read)
-        for key, row in changes.items():
-            if self.changes[key] is row:  # else it changed while this was written
+        for key, change in changes.items():
+            if self.changes[key] is change:  # else it changed while this was written
                 del self.changes[key]
         return rows
 
     def _change(
-        self, changes: Mapping[Key, Row | None], known: Mapping[Key, Row], dead: Mapping[Key, int]
+        self, changes: Mapping[Key, Change], known: Mapping[Key, Row], dead: Mapping[Key, int]
     ) -> dict[Key, Row]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._locked():
@@ -74,11 +84,11 @@ class RegistryFile:
             for key, made in dead.items():
                 if key in rows and rows[key].made == made:
                     del rows[key]
-            for key, row in changes.items():
-                if row is not None:
-                    rows[key] = row
-                else:
+            for key, (row, renewed) in changes.items():
+                if row is None:
                     rows.pop(key, None)
+                elif key in rows or not renewed:  # else it has been unregistered elsewhere meanwhile
+                    rows[key] = row
             self._write(msgspec.json.encode(_File(list(rows.values()))))
             self._mark = self._look()
         return rows

@@ -118,6 +118,34 @@ async def test_what_one_is_told_all_know(path: Path) -> None:
         assert of_one.last == of_two.last
 
 
+class Shared:
+    """A registry that looks at the file when it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = RegistryFile(str(path))
+        self.registry = Registry(NoStreams(), clock=Clock(), file=self.file)
+
+    async def look(self) -> set[str]:
+        await self.registry._sync(self.file)
+        return names(self.registry)
+
+
+@with_deadline
+async def test_what_one_was_told_to_forget_no_heartbeat_at_another_brings_back(path: Path) -> None:
+    one, two = Shared(path), Shared(path)
+    told_all(one.registry, body("a", ttl_s=10))
+    assert await one.look() == await two.look() == {"a"}
+    told_all(two.registry, body("a", ttl_s=10))  # as an engine does that then ends
+    told_all(one.registry, b'{"instance_id": "a"}')
+    assert await one.look() == await two.look() == await one.look() == set()
+    told_all(two.registry, body("a", ttl_s=10), body("a", ttl_s=10))  # it is back, and has renewed that
+    assert await two.look() == await one.look() == {"a"}
+    path.unlink()
+    told_all(two.registry, body("a", ttl_s=10))
+    assert await two.look() == await one.look() == {"a"}
+    assert "http://a:1" in path.read_text()
+
+
 @with_deadline
 async def test_who_takes_the_place_of_one_that_went_is_there_everywhere(
     path: Path, caplog: pytest.LogCaptureFixture
