@@ -113,6 +113,8 @@ class Registry:
                 over = [key for key, each in self.publishers.items() if each.expires_s <= now_s]
                 if self._file is not None:
                     self._dead |= {key: (self.publishers[key].row.made, now_s) for key in over}
+                    for key in list(self._dead)[:-PUBLISHERS_MAX]:  # as when the file cannot be written
+                        del self._dead[key]
                 self._end(over)
                 listener.found(self._engines())  # they may come back: their engines are given the grace
 

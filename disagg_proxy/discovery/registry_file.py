@@ -50,7 +50,8 @@ class RegistryFile:
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self.changes: dict[Key, Change] = {}  # that are not written yet
-        self._mark: tuple[int, ...] | None = None  # what the file looked like
+        self._there: Mapping[Key, Row] = {}  # what it had
+        self._mark: tuple[int, ...] | None = None  # what it looked like then
         self._broken: tuple[int, ...] | None = None  # and when it was said to be broken
 
     def told(self, key: Key, row: Row | None, *, renewed: bool = False) -> None:
@@ -65,13 +66,26 @@ class RegistryFile:
         changes = dict(self.changes)
         rows: dict[Key, Row] | None
         if changes or dead:
-            rows = await asyncio.to_thread(self._change, changes, known, dead)
+            try:
+                rows = await asyncio.to_thread(self._change, changes, known, dead)
+            except BlockingIOError:
+                raise
+            except OSError:
+                self._forget(changes, known)
+                raise
         else:
             rows = await asyncio.to_thread(self._read)
         for key, change in changes.items():
             if self.changes[key] is change:  # else it changed while this was written
                 del self.changes[key]
         return rows
+
+    def _forget(self, changes: Mapping[Key, Change], known: Mapping[Key, Row]) -> None:
+        """What need not be written any more: who came and went while the file could not be written."""
+        for key, change in changes.items():
+            needless = key not in self._there and (change.row is None or key not in known)
+            if needless and self.changes[key] is change:
+                del self.changes[key]
 
     def _change(
         self, changes: Mapping[Key, Change], known: Mapping[Key, Row], dead: Mapping[Key, int]
@@ -90,13 +104,16 @@ class RegistryFile:
                 elif key in rows or not renewed:  # else it has been unregistered elsewhere meanwhile
                     rows[key] = row
             self._write(msgspec.json.encode(_File(list(rows.values()))))
-            self._mark = self._look()
+            self._mark, self._there = self._look(), rows
         return rows
 
     def _read(self) -> dict[Key, Row] | None:
         """None: it looks as before, is not there, or is broken, which is said once."""
         mark = self._look()
-        if mark is None or mark == self._mark:
+        if mark is not None and mark == self._mark:
+            return None
+        self._there = {}
+        if mark is None:
             return None
         try:
             with self.path.open("rb") as file:
@@ -108,7 +125,8 @@ class RegistryFile:
             self._mark = self._broken = mark
             return None
         self._mark = mark
-        return {row.told.key: row for row in rows}
+        self._there = {row.told.key: row for row in rows}
+        return dict(self._there)
 
     def _look(self) -> tuple[int, ...] | None:
         """None: it is not there."""

@@ -147,6 +147,41 @@ async def test_what_one_was_told_to_forget_no_heartbeat_at_another_brings_back(p
 
 
 @with_deadline
+async def test_while_nothing_can_be_written_little_is_remembered(path: Path) -> None:
+    one, lock = Shared(path), path.with_name(f"{path.name}.lock")
+    told_all(one.registry, body("a"))
+    await one.look()
+    lock.unlink()
+    lock.mkdir()
+    for number in range(20):
+        told_all(one.registry, body(f"b{number}"), b'{"instance_id": "b%d"}' % number)
+    told_all(one.registry, body("stays"), b'{"instance_id": "a"}')
+    assert await one.look() == {"stays"}
+    assert {key.instance_id for key in one.file.changes} == {"stays", "a"}
+    lock.rmdir()
+    assert await one.look() == await Shared(path).look() == {"stays"}
+    assert not one.file.changes
+
+
+@with_deadline
+async def test_who_ends_while_nothing_can_be_written_is_not_remembered_for_ever(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PUBLISHERS_MAX", 4)
+    path.with_name("a.lock").mkdir(parents=True)
+    clock = Clock()
+    async with registry(path.with_name("a"), clock) as (made, _):
+        for number in range(0, 9, 3):
+            told_all(made, *(body(f"b{number + each}", ttl_s=10) for each in range(3)))
+            clock.now_s += 10.0
+            made._changed.set()
+            await until(lambda: not made.publishers)
+        assert [key.instance_id for key in made._dead] == ["b5", "b6", "b7", "b8"]
+        assert made._file is not None
+        await until(lambda: not made._file.changes)  # type: ignore[union-attr]
+
+
+@with_deadline
 async def test_who_takes_the_place_of_one_that_went_is_there_everywhere(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
