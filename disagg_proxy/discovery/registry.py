@@ -129,9 +129,10 @@ class Registry:
         writes = file.changes or dead
         known = {key: each.row for key, each in self.publishers.items()} if writes else {}
         try:
-            rows = await file.sync(known, dead)
-        except BlockingIOError:
-            return  # another process is writing
+            try:
+                rows = await file.sync(known, dead)
+            except BlockingIOError:  # another process is writing; ours is for the next time
+                rows, dead = await file.read(), {}
         except OSError as error:
             if not self._unwritten:
                 _log.warning(

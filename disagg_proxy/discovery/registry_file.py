@@ -57,14 +57,22 @@ class RegistryFile:
     def told(self, key: Key, row: Row | None, *, renewed: bool = False) -> None:
         """Somebody registered, or, None, unregistered here. renewed: who was registered before, and it is in
         the file unless others were told to forget it."""
-        before = self.changes.get(key)
+        before, there = self.changes.get(key), self._there.get(key)
+        news = row is None or row.told.ttl_s > 0 or there is None or there.told != row.told
+        if renewed and before is None and not news:  # nobody counts its time
+            return
         self.changes[key] = Change(row, renewed and (before is None or before.renewed))
+
+    async def read(self) -> Mapping[Key, Row] | None:
+        """What others have written; None: nothing is new. Raises OSError."""
+        return await asyncio.to_thread(self._read)
 
     async def sync(self, known: Mapping[Key, Row], dead: Mapping[Key, int]) -> Mapping[Key, Row] | None:
         """Writes what was told, and reads what others have written; None: nothing is new. known: rows for a
-        file that is lost; dead: to be left out, if they were not made again since. Raises OSError."""
+        file that is lost; dead: to be left out, if they were not made again since. Raises OSError, of these
+        BlockingIOError while another process is writing."""
         changes = dict(self.changes)
-        rows: dict[Key, Row] | None
+        rows: Mapping[Key, Row] | None
         if changes or dead:
             try:
                 rows = await asyncio.to_thread(self._change, changes, known, dead)
@@ -74,7 +82,7 @@ class RegistryFile:
                 self._forget(changes, known)
                 raise
         else:
-            rows = await asyncio.to_thread(self._read)
+            rows = await self.read()
         for key, change in changes.items():
             if self.changes[key] is change:  # else it changed while this was written
                 del self.changes[key]
@@ -91,6 +99,7 @@ class RegistryFile:
         self, changes: Mapping[Key, Change], known: Mapping[Key, Row], dead: Mapping[Key, int]
     ) -> dict[Key, Row]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        heartbeats = all(change.renewed for change in changes.values())
         with self._locked():
             self._mark = None
             there = self._read()
@@ -103,8 +112,11 @@ class RegistryFile:
                     rows.pop(key, None)
                 elif key in rows or not renewed:  # else it has been unregistered elsewhere meanwhile
                     rows[key] = row
-            self._write(msgspec.json.encode(_File(list(rows.values()))))
+            self._write(msgspec.json.encode(_File(list(rows.values()))), on_disk=not heartbeats)
             self._mark, self._there = self._look(), rows
+        if heartbeats:  # they come all the time, and nobody else should wait for the disk
+            with suppress(FileNotFoundError), self.path.open("rb") as file:
+                os.fsync(file.fileno())
         return rows
 
     def _read(self) -> dict[Key, Row] | None:
@@ -136,15 +148,17 @@ class RegistryFile:
             return None
         return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
-    def _write(self, content: bytes) -> None:
-        """Whoever can write it can bring in engines: it is its user's alone."""
+    def _write(self, content: bytes, *, on_disk: bool) -> None:
+        """on_disk: before it takes the old one's place. Whoever can write it can bring in engines: it is its
+        user's alone."""
         part = self.path.with_name(f"{self.path.name}.part")
         with suppress(FileNotFoundError):
             part.unlink()
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if on_disk:
+                os.fsync(file.fileno())
         os.replace(part, self.path)
 
     @contextmanager

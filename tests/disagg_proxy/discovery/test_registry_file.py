@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import random
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from moonpool.disagg_proxy.discovery import registry as module
+from moonpool.disagg_proxy.discovery import registry_file
 from moonpool.disagg_proxy.discovery.registry import Registry, Streams
 from moonpool.disagg_proxy.discovery.registry_file import RegistryFile
 from moonpool.disagg_proxy.events.settings import EventSource
@@ -179,6 +181,59 @@ async def test_who_ends_while_nothing_can_be_written_is_not_remembered_for_ever(
         assert [key.instance_id for key in made._dead] == ["b5", "b6", "b7", "b8"]
         assert made._file is not None
         await until(lambda: not made._file.changes)  # type: ignore[union-attr]
+
+
+def locked(path: Path) -> bool:
+    """Whether somebody has the lock; a lock is its descriptor's, so here, too, it is another's."""
+    with path.with_name(f"{path.name}.lock").open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+@with_deadline
+async def test_a_heartbeat_lets_nobody_wait_for_the_disk_and_writes_only_what_others_need(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = Shared(path), Shared(path)
+    synced: list[bool] = []
+    monkeypatch.setattr(registry_file.os, "fsync", lambda _: synced.append(locked(path)))
+    told_all(one.registry, body("a"), body("b", ttl_s=10))
+    assert await one.look() == await two.look() == {"a", "b"}
+    assert synced == [True]
+    told_all(one.registry, body("a", ttl_s=10))  # a ttl is news
+    told_all(two.registry, body("b", ttl_s=10))
+    await one.look()
+    await two.look()
+    assert synced == [True, False, False]
+    told_all(two.registry, body("a"))
+    await two.look()
+    before = path.read_text()
+    told_all(two.registry, body("a"))
+    assert not two.file.changes
+    told_all(two.registry, body("b", ttl_s=10))
+    await two.look()
+    assert path.read_text() != before  # the others count its time from now on
+    path.unlink()
+    await two.look()
+    told_all(two.registry, body("a"))
+    await two.look()
+    assert "http://a:1" in path.read_text()
+
+
+@with_deadline
+async def test_what_others_wrote_is_read_while_one_of_them_writes(path: Path) -> None:
+    one, two, three = Shared(path), Shared(path), Shared(path)
+    told_all(one.registry, body("a"))
+    await one.look()
+    told_all(three.registry, body("c"))
+    with path.with_name(f"{path.name}.lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert await three.look() == {"a", "c"}
+        assert await two.look() == {"a"}
+    assert await three.look() == await two.look() == {"a", "c"}
 
 
 @with_deadline
