@@ -237,7 +237,7 @@ def _serve(
 ) -> None:
     """In the new process."""
     die_with_parent(parent, signal.SIGTERM)
-    sys.exit(run_one(settings, sockets=sockets, ready=lambda _: tells.send(True), patient=True))
+    sys.exit(run_one(settings, sockets=sockets, ready=lambda _: tells.send(True), parent=parent))
 
 
 def _next(text: str, number: int) -> str:

@@ -22,7 +22,7 @@ from moonpool.disagg_proxy.tokens.threads import are_at_work
 _log = logging.getLogger("moonpool.proxy")
 _FILES_RESERVED = 128  # for all that does not grow with clients or engines: refused clients, pages, metrics
 _FILES_PER_STREAM = 6  # of KV events: two connections, and the wake-ups of four sockets
-REPLACED = signal.SIGUSR1  # to a patient one: as SIGTERM, and a successor wants its addresses
+REPLACED = signal.SIGUSR1  # of a parent: as SIGTERM, and a successor wants its addresses
 _SWITCH_INTERVAL_S = 0.0005  # how long a page being made may keep a request's decision waiting
 
 
@@ -31,18 +31,18 @@ def run(
     *,
     sockets: Sequence[socket.socket] = (),
     ready: Callable[[str], None] | None = None,
-    patient: bool = False,
+    parent: int | None = None,
 ) -> int:
     """Run a proxy in this process until SIGTERM or SIGINT. Returns the exit code: 0, or 2 for a setting that
     is wrong. ready: in the place of a printed line.
 
-    A second signal ends it without waiting for running requests; not when it is patient: then whoever started
-    this process kills it, and may pass a signal on that came to both.
+    A second signal ends it without waiting for running requests; not while it has a parent, the process that
+    started this one: that kills it then, and may pass a signal on that came to both.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve_until_signal(_fit_open_files(settings), sockets, ready, patient=patient))
+            runner.run(_serve_until_signal(_fit_open_files(settings), sockets, ready, parent))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -61,21 +61,20 @@ async def _serve_until_signal(
     settings: ProxySettings,
     sockets: Sequence[socket.socket],
     ready: Callable[[str], None] | None,
-    *,
-    patient: bool,
+    parent: int | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     stop, replaced = asyncio.Event(), asyncio.Event()
     serving = asyncio.current_task()
 
     def on_signal() -> None:
-        if stop.is_set() and serving is not None and not patient:
+        if stop.is_set() and serving is not None and os.getppid() != parent:
             serving.cancel()
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    if patient:
+    if parent is not None:
         loop.add_signal_handler(REPLACED, replaced.set)
 
     def tell(url: str) -> None:

@@ -20,7 +20,7 @@ import pytest
 import zmq
 
 import moonpool
-from moonpool.core.processes import descendants
+from moonpool.core.processes import descendants, living_processes
 from moonpool.disagg_proxy.peers.wire import decode_head
 from tests.ports import held_run
 
@@ -198,6 +198,37 @@ async def test_one_that_is_killed_refuses_nobody_and_comes_back() -> None:
         several.process.kill()
         await several.process.wait()
         await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in first - {victim}))
+    await engine.stop()
+
+
+@_several
+async def test_who_has_lost_the_first_process_heeds_each_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drains when that is killed; nobody would kill it at a further signal."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a folder stays behind
+    monkeypatch.setenv("MOONPOOL_PROXY_DRAIN_S", "10min")
+    engine = MockEngine("a")
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.event("first")
+        await exchange.gone.wait()
+
+    engine.behave = answer
+    await engine.start()
+    async with group(engine, 2, "--listen", "127.0.0.1:0") as several:
+        pids = several.pids()
+        client = Client(*await asyncio.open_connection("127.0.0.1", several.port))
+        await client.request("POST", CHAT, b'{"model":"m","messages":[],"stream":true}')
+        await client.head()
+        several.process.kill()
+        await several.process.wait()
+        await until(lambda: not _takes(several.port) and len(living_processes().keys() & pids) == 1)
+        (draining,) = living_processes().keys() & pids
+        os.kill(draining, signal.SIGTERM)
+        await until(lambda: draining not in living_processes())
+        client.leave()
     await engine.stop()
 
 
