@@ -8,7 +8,7 @@ changes that come within GATHER_S are told together, and what changes nothing is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 
 from moonpool.disagg_proxy.discovery.members import OFFERED_MAX
@@ -40,9 +40,10 @@ class Gathering:
             if kind is None or issubclass(kind, Exception):
                 self._tell()
 
-    def all(self, engines: Mapping[str, Found | None]) -> None:
-        """These are all keys there are; told at once."""
+    def all(self, engines: Mapping[str, Found | None], ended: Iterable[str] = ()) -> None:
+        """These are all keys there are; told at once. ended: names of engines that are gone for good."""
         self._at = dict(engines)
+        self._ended.update(ended)
         self._tell()
 
     def put(self, key: str, found: Found | None) -> None:

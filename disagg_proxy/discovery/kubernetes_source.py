@@ -145,8 +145,8 @@ class KubernetesSource:
         """Until the server is lost. Raises _Lost and what aiohttp and msgspec raise."""
         with Gathering(listener) as told:
             while True:
-                engines, version = await self._read_all(session)
-                told.all(engines)
+                engines, ended, version = await self._read_all(session)
+                told.all(engines, ended)
                 try:
                     while True:
                         version = await self._watch(session, told, version)
@@ -163,8 +163,10 @@ class KubernetesSource:
         if now_s - before_s < SOON_S:
             raise _Lost("again and again it no longer knows what it has just told (410)")
 
-    async def _read_all(self, session: aiohttp.ClientSession) -> tuple[dict[str, Found | None], str]:
-        """What each pod is, and the version of that."""
+    async def _read_all(
+        self, session: aiohttp.ClientSession
+    ) -> tuple[dict[str, Found | None], list[str], str]:
+        """What each pod is, the names of those that are being deleted, and the version of that."""
         pods: dict[str, _Pod] = {}
         query = {"labelSelector": self._selector, "limit": str(PAGE)}
         while True:
@@ -186,7 +188,8 @@ class KubernetesSource:
                 for name in self._odd.keys() - pods.keys():
                     del self._odd[name]
                 engines = {name: self._engine(name, pod) for name, pod in pods.items()}
-                return engines, page.metadata.resource_version
+                ended = [name_of(name) for name, pod in pods.items() if pod.metadata.deletion_timestamp]
+                return engines, ended, page.metadata.resource_version
             query["continue"] = page.metadata.continue_
 
     async def _watch(self, session: aiohttp.ClientSession, told: Gathering, version: str) -> str:

@@ -118,6 +118,19 @@ async def test_a_version_that_is_too_old_is_read_anew() -> None:
             await until(lambda: k.watches >= 2)
 
 
+@with_deadline
+async def test_who_is_being_deleted_when_all_is_read_anew_has_ended() -> None:
+    async with kubernetes() as k:
+        k.put(pod("a"))
+        k.put(pod("b", "10.0.0.2"))
+        async with heard(source(k)) as h:
+            await until(lambda: k.watches == 1)
+            k.pods["b"] = pod("b", "10.0.0.2", deletionTimestamp="2026-11-21T00:00:00Z")  # nobody is told
+            k.compact()
+            await until(lambda: h.sets[-1] == ["a"])
+            assert h.ended[-1] == {"b"}
+
+
 @pytest.mark.parametrize("where", ["watch", "line", "list"])
 @with_deadline
 async def test_a_server_that_always_forgets_is_left_alone_for_a_while(where: str) -> None:
