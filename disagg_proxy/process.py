@@ -15,6 +15,7 @@ from dataclasses import replace
 import uvloop
 
 from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.server import serve
 from moonpool.disagg_proxy.settings import ProxySettings
 from moonpool.disagg_proxy.tokens.threads import are_at_work
@@ -100,7 +101,8 @@ def _fit_open_files(settings: ProxySettings) -> ProxySettings:
     """Raise the limit of open files as far as this process may, and bound the clients so that all of them can
     wait for an answer at one time: each needs its own connection and one to an engine, or to two engines
     where prefill and decode may be asked at once. Apart from that each engine needs one for its health check,
-    and some for its events; of those that may join half of all files at the most."""
+    and some for its events, where the policy follows them; of those that may join half of all files at the
+    most."""
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
     meets = settings.discovery or any(spec.bootstrap_address for spec in settings.engines)
@@ -108,6 +110,8 @@ def _fit_open_files(settings: ProxySettings) -> ProxySettings:
     files_each = 3 if twice else 2
     wanted = settings.limits.client_connections_max
     streams = settings.places + settings.pool_nodes if settings.discovery else len(settings.events)
+    if not make_policy(settings.policy).uses_tokens:
+        streams = 0
     others = _FILES_RESERVED + settings.places + streams * _FILES_PER_STREAM
     needed = wanted * files_each + others
     if allowed == resource.RLIM_INFINITY or allowed >= needed:

@@ -81,6 +81,7 @@ async def test_a_second_signal_ends_a_process_at_once() -> None:
 
 PAIR = (EngineSpec("p", "http://127.0.0.1:1", "prefill"), EngineSpec("d", "http://127.0.0.1:2", "decode"))
 ALONE = (EngineSpec("e", "http://127.0.0.1:1"),)
+TOKENS = {"policy": "conductor"}
 STREAMS = (EventSource("e", "tcp://127.0.0.1:3"), EventSource("node", "tcp://127.0.0.1:4", pool=True))
 
 
@@ -90,14 +91,17 @@ STREAMS = (EventSource("e", "tcp://127.0.0.1:3"), EventSource("node", "tcp://127
         (ALONE, {}, 20_129, 10_000),
         (ALONE, {}, 20_128, 9_999),
         (ALONE, {}, 4_096, 1_983),
-        (ALONE, {"events": STREAMS}, 20_141, 10_000),
-        (ALONE, {"events": STREAMS}, 20_140, 9_999),
+        (ALONE, {"events": STREAMS, **TOKENS}, 20_141, 10_000),
+        (ALONE, {"events": STREAMS, **TOKENS}, 20_140, 9_999),
+        (ALONE, {"events": STREAMS}, 20_129, 10_000),  # nobody follows them
         (PAIR, {}, 30_130, 10_000),
         (PAIR, {}, 16_384, 5_418),
         (PAIR, {"handover": "two_step"}, 16_384, 8_127),
-        (PAIR, {"discovery": ("http",), "engines_max": 100}, 30_828, 10_000),
-        (PAIR, {"discovery": ("http",), "engines_max": 100}, 30_827, 9_999),
-        (ALONE, {"discovery": ("http",)}, 4_096, 682),  # there is room for many more engines than files
+        (PAIR, {"discovery": ("http",), "engines_max": 100, **TOKENS}, 30_828, 10_000),
+        (PAIR, {"discovery": ("http",), "engines_max": 100, **TOKENS}, 30_827, 9_999),
+        (PAIR, {"discovery": ("http",), "engines_max": 100}, 30_228, 10_000),
+        (ALONE, {"discovery": ("http",), "policy": "least_load"}, 20_000, 6_282),
+        (ALONE, {"discovery": ("http",), **TOKENS}, 4_096, 682),  # room for many more engines than files
         (ALONE, {}, 64, 1),
         (ALONE, {}, resource.RLIM_INFINITY, 10_000),
     ],
