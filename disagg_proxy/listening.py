@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.settings import ProxySettings
 from moonpool.disagg_proxy.takeover import Predecessor, find_predecessor
 
+_log = logging.getLogger("moonpool.proxy")
+
 
 async def take_over_or_bind(settings: ProxySettings, listening: list[socket.socket]) -> Predecessor | None:
     """Adds the sockets of the proxy that runs at the settings' address, where that is wanted and there is
     one, which is returned; else new ones. Raises as ``take_or_bind``."""
     host, port = settings.host, settings.port
+    if settings.take_over and settings.registers and not settings.discovery_registry_file:
+        _log.warning(
+            "a successor knows no engine that registered before it, until it registers again; "
+            "--discovery-registry-file hands registrations on"
+        )
     predecessor = await asyncio.to_thread(find_predecessor, host, port) if settings.take_over else None
     try:
         await asyncio.to_thread(take_or_bind, predecessor, host, port, listening)

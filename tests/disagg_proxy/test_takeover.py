@@ -10,11 +10,13 @@ import resource
 import socket
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy import takeover
+from moonpool.disagg_proxy.listening import take_over_or_bind
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 from moonpool.disagg_proxy.server import Proxy
 from moonpool.disagg_proxy.settings import ProxySettings
@@ -149,6 +151,20 @@ async def test_a_lack_of_open_files_ends_no_offer(
         for each in found.listening:
             each.close()
         found.close()
+
+
+@with_deadline
+async def test_registrations_that_no_file_hands_on_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = {"discovery_registry_file": str(tmp_path / "registered.json")}
+    for more, warnings in ((kept, 0), ({}, 1)):
+        listening: list[socket.socket] = []
+        settings = ProxySettings(port=0, discovery=("http",), take_over=True, **more)  # type: ignore[arg-type]
+        assert await take_over_or_bind(settings, listening) is None
+        for each in listening:
+            each.close()
+        assert caplog.text.count("--discovery-registry-file hands registrations on") == warnings
 
 
 @with_deadline
