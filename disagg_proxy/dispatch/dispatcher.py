@@ -27,7 +27,7 @@ from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Choice, Reques
 from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, RELEASED_MAX, Asked, Gate
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, Plan, refused
-from moonpool.disagg_proxy.conductor.policies.roles import decoders
+from moonpool.disagg_proxy.conductor.policies.roles import Groups
 from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
 from moonpool.disagg_proxy.conductor.sender import Sender
 from moonpool.disagg_proxy.data_plane import observations
@@ -515,8 +515,9 @@ def _without_policy(asked: Request, instances: Sequence[Instance], now_s: float)
     def wait_s(instance: Instance) -> float:
         return instance.books.wait_s(now_s)
 
-    decode = min(decoders(instances), key=wait_s)
-    computing = [] if decode.alone else [each for each in instances if each.role is Role.PREFILL]
+    groups = Groups.of(instances)
+    decode = min((*groups.alone, *groups.takers), key=wait_s)
+    computing = () if decode.alone else groups.givers[False]
     computes = min(computing, key=wait_s, default=decode)
     took_s = computes.prefill_model.predict(asked.tokens, asked.own_at(computes), asked.from_pool(computes))
     return Choice(decode, computes if computing else None, took_s)

@@ -76,7 +76,7 @@ class Handovers:
         assert taker is not None
         meeting = giver.meeting
         if meeting is not None:
-            if taker.alone:  # it would not come
+            if taker.alone:  # it would not come (policies know; it was another when it was chosen)
                 return Plan(decode, note=note), Handed.NOT
             members = meeting.members(self._rooms, request.prompt_count())
             return one_shot(prefill, decode, members, note=note), Handed.ONE_SHOT

@@ -59,18 +59,21 @@ class Conductor:
         self._spare_s = 0.0  # for tries
 
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        answering, computing, together = self._roles.of(instances)
-        if computing:
-            decode, gap_s = self._decode(request, answering)
+        groups = self._roles.of(instances)
+        if groups.takers:
+            decode, gap_s = self._decode(request, groups.takers)
             if is_worth_splitting(request, decode):
                 taken = decode if decode.role is _PREFILL else None  # nobody else answers
-                best = self._compute(request, computing, now_s, without=taken)
-                whole = self._compute(request, together, now_s) if together else None
+                best = self._compute(request, groups.givers[decode.alone], now_s, without=taken)
+                whole = self._compute(request, groups.whole, now_s) if groups.whole else None
                 if whole is None or self._is_apart_better(request, decode, best, whole):
                     prefill = None if best.instance is decode else best.instance
                     return self._choice(request, decode, prefill, best, gap_s)
                 return self._whole(request, whole)
-        return self._whole(request, self._compute(request, together or answering, now_s))
+            alone = groups.whole or groups.alone
+        else:
+            alone = groups.alone
+        return self._whole(request, self._compute(request, alone, now_s))
 
     def sent(self, request: Request, choice: Choice, now_s: float) -> None:
         computes, decode = choice.computes, choice.decode

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
-from moonpool.disagg_proxy.conductor.policies.roles import computers, decoders
+from moonpool.disagg_proxy.conductor.policies.roles import Roles
 
-_BOTH = Role.BOTH  # an enum's members are slow to look up
+_PREFILL = Role.PREFILL  # an enum's members are slow to look up
 
 
 class LeastLoad:
@@ -18,14 +18,20 @@ class LeastLoad:
     uses_tokens = False
 
     def __init__(self) -> None:
+        self._roles = Roles()
         self._turns: dict[int, int] = {}
         self._turn = 0
 
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        decode = self._least(decoders(instances))
-        apart = [each for each in computers(instances) if each is not decode or each.role is _BOTH]
-        best = self._least(apart) if apart else decode
-        return Choice(best) if best.role is _BOTH else Choice(decode, None if best is decode else best)
+        groups = self._roles.of(instances)
+        if not groups.takers:
+            return Choice(self._least(groups.alone))
+        decode = self._least(groups.takers)
+        able = groups.able(decode)
+        if not able:
+            return Choice(decode)
+        best = self._least(able)
+        return Choice(decode, best) if best.role is _PREFILL else Choice(best)
 
     def sent(self, request: Request, choice: Choice, now_s: float) -> None:
         self._turn += 1

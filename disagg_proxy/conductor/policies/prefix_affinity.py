@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
-from moonpool.disagg_proxy.conductor.policies.roles import computers, decoders, is_worth_splitting
+from moonpool.disagg_proxy.conductor.policies.roles import Roles, is_worth_splitting
 
 BUSIER_MAX = 8  # requests more than the least busy one has
 SHARE_MIN = 0.1  # of the prompt, below which a match decides nothing
-_BOTH = Role.BOTH  # an enum's members are slow to look up
+_PREFILL = Role.PREFILL  # an enum's members are slow to look up
 
 
 class PrefixAffinity:
@@ -21,19 +21,22 @@ class PrefixAffinity:
 
     uses_tokens = True
 
+    def __init__(self) -> None:
+        self._roles = Roles()
+
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        answering, computing = decoders(instances), computers(instances)
-        decode = self._near(request, answering)
-        if not computing or not is_worth_splitting(request, decode):
+        groups = self._roles.of(instances)
+        decode = self._near(request, groups.takers or groups.alone)
+        if not groups.takers or not is_worth_splitting(request, decode):
             return self._choice(request, decode, None)
-        least_busy = min(answering, key=lambda each: (each.in_flight, each.place))
-        able = [each for each in computing if each is not least_busy or each.role is _BOTH]
+        least_busy = min(groups.takers, key=lambda each: (each.in_flight, each.place))
+        able = groups.able(least_busy)
         if not able:
             return Choice(decode)
         best = self._near(request, able)
-        if best.role is _BOTH:
-            return self._choice(request, best, None)
-        return self._choice(request, least_busy, best)
+        if best.role is _PREFILL:
+            return self._choice(request, least_busy, best)
+        return self._choice(request, best, None)
 
     @staticmethod
     def _near(request: Request, instances: Sequence[Instance]) -> Instance:

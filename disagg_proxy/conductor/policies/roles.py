@@ -1,11 +1,18 @@
-"""Which instances may do what, and when prefill and decode apart are worth it."""
+"""Who may compute a prompt and who answers, and when prefill and decode apart are worth it.
+
+The rule for all policies: a request is answered by one that needs nobody else, or by one whose prompt a
+prefill engine of the same kind computes. Where such pairs can be made, the prefill engines are weighed beside
+those that serve requests whole; where none can, all are weighed that answer alone.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import inf
+from operator import attrgetter
+from typing import NamedTuple
 
 from moonpool._native import Candidates
 from moonpool.disagg_proxy.conductor.choice import Request
@@ -14,14 +21,11 @@ from moonpool.disagg_proxy.conductor.instance import Instance, Role
 
 _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 _BOTH = Role.BOTH
+_KINDS = (False, True)
+_place = attrgetter("place")
 HARM_EVERY_S = 1.0  # it is an average over a minute
 KNOWN_MAX = 16  # tuples of instances: of each model and kind of request one is in use
 SPLIT_TOKENS_MIN = 256  # a shorter rest is computed where it is decoded
-
-
-def computers(instances: Sequence[Instance]) -> list[Instance]:
-    """Those that compute prompts, for others or for themselves."""
-    return [instance for instance in instances if instance.role is _PREFILL or instance.role is _BOTH]
 
 
 def decoders(instances: Sequence[Instance]) -> list[Instance]:
@@ -46,7 +50,44 @@ class Group(tuple[Instance, ...]):
         return self._harm
 
 
-Groups = tuple[Group, Group, Group]
+class Groups(NamedTuple):
+    """Each is ordered by place.
+
+    alone: can answer without another's prefill. takers: can answer with it; none where no pair can be made.
+    whole: of those alone the ones that are weighed beside pairs. givers: compute prompts for others, by
+    whether those can answer alone; SGLang's cannot, and meet only each other. computing: givers and whole.
+    """
+
+    alone: Group
+    takers: Group
+    whole: Group
+    givers: Mapping[bool, Group]
+    computing: Mapping[bool, Group]
+
+    @classmethod
+    def of(cls, instances: Sequence[Instance]) -> Groups:
+        prefill = [each for each in instances if each.role is _PREFILL]
+        answering = decoders(instances)
+        kinds = {each.alone for each in prefill}
+        alone = [each for each in answering if each.alone]
+        takers = [each for each in answering if each.alone in kinds]
+        if not alone and not takers:  # nobody can serve it: whoever is chosen says why
+            alone, takers = answering, answering if prefill else []
+        pairs = frozenset(each.place for each in takers)
+        whole = [each for each in alone if each.role is _BOTH or each.place not in pairs]
+        givers = {kind: [each for each in prefill if each.alone is kind] or prefill for kind in _KINDS}
+        return cls(
+            Group(alone),
+            Group(takers),
+            Group(whole),
+            {kind: Group(givers[kind]) for kind in _KINDS},
+            {kind: Group(sorted(givers[kind] + whole, key=_place)) for kind in _KINDS},
+        )
+
+    def able(self, decode: Instance) -> Sequence[Instance]:
+        """Those that may compute a prompt for this taker; or instead of it, being whole."""
+        able = self.computing[decode.alone]
+        return [each for each in able if each is not decode] if decode.role is _PREFILL else able
 
 
 class Roles:
@@ -56,13 +97,10 @@ class Roles:
         self._known: dict[int, tuple[Sequence[Instance], Groups]] = {}  # by the tuple's identity
 
     def of(self, instances: Sequence[Instance]) -> Groups:
-        """(those that answer, those that compute for others, those that do both)"""
         known = self._known.get(id(instances))
         if known is not None and known[0] is instances:
             return known[1]
-        prefill = [instance for instance in instances if instance.role is _PREFILL]
-        both = [instance for instance in instances if instance.role is _BOTH]
-        found = (Group(decoders(instances)), Group(prefill), Group(both))
+        found = Groups.of(instances)
         if isinstance(instances, tuple):  # a list may change
             if len(self._known) >= KNOWN_MAX:
                 self._known.clear()

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.policies.roles import Roles
 
 _PREFILL = Role.PREFILL  # an enum's members are slow to look up
-_DECODE = Role.DECODE
 
 
 class RoundRobin:
@@ -19,31 +19,25 @@ class RoundRobin:
     uses_tokens = False
 
     def __init__(self) -> None:
+        self._roles = Roles()
         self._last = -1
         self._last_computing = -1
 
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        # Whose turn it is to answer, and to compute: the next behind the last one, else the first of all.
-        decode = computes = None
-        apart = False
-        for instance in instances:
-            role = instance.role
-            if role is not _PREFILL and (decode is None or decode.place <= self._last < instance.place):
-                decode = instance
-            if role is not _DECODE and (
-                computes is None or computes.place <= self._last_computing < instance.place
-            ):
-                computes = instance
-            apart = apart or role is _PREFILL
-        if decode is None:
-            assert computes is not None
+        groups = self._roles.of(instances)
+        if not groups.takers:
+            return Choice(_behind(groups.alone, self._last))
+        decode = _behind(groups.takers, self._last)
+        computes = _behind(groups.computing[decode.alone], self._last_computing)
+        if computes.role is not _PREFILL or decode.role is _PREFILL:
             return Choice(computes)
-        if not apart or computes is None:
-            return Choice(decode)
-        return Choice(decode, computes) if computes.role is _PREFILL else Choice(computes)
+        return Choice(decode, computes)
 
     def sent(self, request: Request, choice: Choice, now_s: float) -> None:
-        if choice.computes.role is not _DECODE:
-            self._last_computing = choice.computes.place
-        if choice.decode.role is not _PREFILL:
-            self._last = choice.decode.place
+        self._last_computing = choice.computes.place
+        self._last = choice.decode.place
+
+
+def _behind(group: Sequence[Instance], place: int) -> Instance:
+    """The next one in turn."""
+    return next((each for each in group if each.place > place), group[0])

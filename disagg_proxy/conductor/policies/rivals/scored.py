@@ -8,6 +8,8 @@ from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.roles import Roles, is_worth_splitting
 
+_PREFILL = Role.PREFILL  # an enum's members are slow to look up
+
 
 class Scored:
     """The least ``cost`` computes; with prefill and decode apart, the least ``decode_cost`` decodes. Where
@@ -22,6 +24,9 @@ class Scored:
         self._turn = 0
         self._turns: dict[int, int] = {}
 
+    def compare(self, request: Request, able: Sequence[Instance]) -> None:
+        """They are those whose ``cost`` is asked next."""
+
     def cost(self, request: Request, instance: Instance, now_s: float) -> float:
         raise NotImplementedError
 
@@ -30,23 +35,28 @@ class Scored:
         return instance.books.context_tokens + instance.coming_tokens
 
     def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        answering, computing, together = self._roles.of(instances)
-        if computing:
-            decode = self._least(answering, [self.decode_cost(request, each, now_s) for each in answering])
-            able = [*(each for each in computing if each is not decode), *together]
+        groups = self._roles.of(instances)
+        if groups.takers:
+            takers = groups.takers
+            decode = self._least(takers, [self.decode_cost(request, each, now_s) for each in takers])
+            able = groups.able(decode)
             if able and is_worth_splitting(request, decode):
-                costs = [self.cost(request, each, now_s) for each in able]
-                best, least = self._least(able, costs), min(costs)
-                if best.role is Role.BOTH:
-                    return self._choice(request, best, None, least)
-                return self._choice(request, decode, best, least)
+                best, least = self._cheapest(request, able, now_s)
+                if best.role is _PREFILL:
+                    return self._choice(request, decode, best, least)
+                return self._choice(request, best, None, least)
             return self._choice(request, decode, None, 0.0)
-        costs = [self.cost(request, each, now_s) for each in answering]
-        return self._choice(request, self._least(answering, costs), None, min(costs))
+        best, least = self._cheapest(request, groups.alone, now_s)
+        return self._choice(request, best, None, least)
 
     def sent(self, request: Request, choice: Choice, now_s: float) -> None:
         self._turn += 1
         self._turns[choice.decode.place] = self._turns[choice.computes.place] = self._turn
+
+    def _cheapest(self, request: Request, able: Sequence[Instance], now_s: float) -> tuple[Instance, float]:
+        self.compare(request, able)
+        costs = [self.cost(request, each, now_s) for each in able]
+        return self._least(able, costs), min(costs)
 
     def _least(self, instances: Sequence[Instance], costs: Sequence[float]) -> Instance:
         least = min(costs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.choice import Request
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.conductor.policies.rivals.scored import Scored
 
@@ -22,16 +22,13 @@ class SGLangCacheAware(Scored):
         super().__init__()
         self._balances = False
 
-    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        _, computing, together = self._roles.of(instances)
-        able = [*computing, *together] or instances
+    def compare(self, request: Request, able: Sequence[Instance]) -> None:
         counts = [each.in_flight for each in able]
         apart = max(counts) - min(counts)
         longest = max(request.own_at(each) for each in able)
         self._balances = (apart > IMBALANCE_MIN and max(counts) > IMBALANCE_TIMES * min(counts)) or (
             longest <= SHARE_MIN * request.tokens
         )
-        return super().choose(request, instances, now_s)
 
     def cost(self, request: Request, instance: Instance, now_s: float) -> float:
         return instance.in_flight if self._balances else -request.own_at(instance)

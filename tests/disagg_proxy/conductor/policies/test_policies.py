@@ -100,6 +100,65 @@ def test_a_prefill_engine_beside_whole_ones_takes_its_share_and_no_more(name: st
     assert max(computed.values()) <= 20
 
 
+def fleet_of(roles: str, *, kin: str = "") -> tuple[Instance, ...]:
+    """A letter each: p, d, w (whole); kin: a digit each, 1 for SGLang's: its p and d answer nothing alone."""
+    names = {"p": Role.PREFILL, "d": Role.DECODE, "w": Role.BOTH}
+    engines = tuple(Instance(place, f"{role}{place}", names[role]) for place, role in enumerate(roles))
+    for engine, kind in zip(engines, kin, strict=False):
+        engine.alone = kind == "0" or engine.role is Role.BOTH
+    return engines
+
+
+def sent_where(name: str, engines: tuple[Instance, ...], count: int = 40) -> set[tuple[str, str]]:
+    """(who computes, who answers) of long prompts, none of which ends."""
+    policy, accounts, found = make_policy(name), Accounts(engines), set()
+    for number in range(count):
+        request = Request(tokens=10_000)
+        choice = send(policy, request, accounts.instances, number * 0.1)
+        accounts.sent(number, choice, request, streams=True, now_s=number * 0.1)
+        found.add((choice.computes.name, choice.decode.name))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_without_a_prefill_engine_decode_engines_serve_beside_whole_ones(name: str) -> None:
+    assert sent_where(name, fleet_of("dddw")) == {(each, each) for each in ("d0", "d1", "d2", "w3")}
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_only_those_are_asked_that_can_meet_or_need_not(name: str) -> None:
+    """SGLang's prefill engines meet SGLang's decode engines, and nobody else does."""
+    served = sent_where(name, fleet_of("ppddww", kin="111111"))
+    assert {computes for computes, _ in served} == {"p0", "p1", "w4", "w5"}
+    assert all((computes[0] == "p") == (decode[0] == "d") for computes, decode in served)
+    assert sent_where(name, fleet_of("dddw", kin="1111")) == {("w3", "w3")}
+    assert sent_where(name, fleet_of("pw", kin="11")) == {("w1", "w1")}
+    assert sent_where(name, fleet_of("pd", kin="10")) == {("d1", "d1")}
+    assert sent_where(name, fleet_of("pdd", kin="110")) == {("p0", "d1"), ("d2", "d2")}
+    two_kinds = sent_where(name, fleet_of("ppdd", kin="1010"))
+    assert two_kinds <= {("p0", "d2"), ("p1", "d3")}
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_where_nobody_can_serve_somebody_is_named_who_says_why(name: str) -> None:
+    assert sent_where(name, fleet_of("pd", kin="01"), 1) == {("p0", "d1")}
+    assert sent_where(name, fleet_of("d", kin="1"), 1) == {("d0", "d0")}
+
+
+@pytest.mark.parametrize(("name", "most"), [("least_load", 1), ("prefix_affinity", 3)])
+def test_whole_engines_are_looked_at_once(name: str, most: int) -> None:
+    """The least busy, who is near it, and of those the best."""
+    asked = []
+
+    def load() -> int:
+        asked.append(1)
+        return 0
+
+    engines = tuple(Instance(place, f"w{place}", load=load) for place in range(100))
+    make_policy(name).choose(Request(tokens=1_000), engines, 0.0)
+    assert len(asked) <= most * 100 + 1
+
+
 def test_a_prompt_is_computed_apart_when_that_costs_less() -> None:
     """A whole engine that decodes for many stalls them all; an idle one needs no hand-over."""
     engines, policy, request = fleet(both=1, prefill=1, decode=1), Conductor(), Request(tokens=10_000)
