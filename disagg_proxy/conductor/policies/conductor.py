@@ -70,10 +70,7 @@ class Conductor:
                     prefill = None if best.instance is decode else best.instance
                     return self._choice(request, decode, prefill, best, gap_s)
                 return self._whole(request, whole)
-            alone = groups.whole or groups.alone
-        else:
-            alone = groups.alone
-        return self._whole(request, self._compute(request, alone, now_s))
+        return self._whole(request, self._compute(request, groups.alone, now_s))
 
     def sent(self, request: Request, choice: Choice, now_s: float) -> None:
         computes, decode = choice.computes, choice.decode

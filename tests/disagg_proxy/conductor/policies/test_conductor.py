@@ -65,6 +65,22 @@ def test_why_says_what_was_weighed_and_adds_up() -> None:
     assert why["reason"] == "least_time"
 
 
+def test_what_is_not_worth_a_hand_over_goes_to_decode_engines_as_to_whole_ones() -> None:
+    """Short prompts, and a long one that a decode engine's own cache or the pool has nearly all of."""
+    roles = (Role.PREFILL, Role.DECODE, Role.DECODE, Role.BOTH)
+    for request in (Request(100), Request(20_100, (0, 20_000)), Request(20_100, (), 20_000)):
+        engines = tuple(Instance(place, f"e{place}", role) for place, role in enumerate(roles))
+        busy(engines[3], 120.0)
+        choice = Conductor().choose(request, engines, 0.0)
+        assert choice.prefill is None
+        assert choice.decode.role is Role.DECODE
+        assert float(choice.why["predicted_ttft_s"]) < 1
+        busy(engines[1], 120.0)
+        busy(engines[2], 120.0, request=2_000)
+        engines[3].books.prefill_ended(1_000, 0.0)
+        assert Conductor().choose(request, engines, 0.0).decode is engines[3]
+
+
 def test_affinity_grows_with_the_load() -> None:
     """The same match against the same wait: worth it when others come soon, and not when nobody does."""
     request = Request(10_000, (5_000, 0))

@@ -81,6 +81,24 @@ def coupled(policy: str, *, prefill: int) -> tuple[float, float]:
     return fmean(job.ttft_s for job in jobs), fmean(job.done_s - job.arrival.at_s for job in jobs)
 
 
+def short_prompts(count: int, rate: float) -> Iterator[Arrival]:
+    chance = random.Random(SEED)
+    now_s = 0.0
+    for number in range(count):
+        now_s += chance.expovariate(rate)
+        yield Arrival(now_s, chance.randrange(50, 250), 200, [number])
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_one_whole_engine_more_keeps_no_short_prompt_waiting(policy: str) -> None:
+    """The conductor once sent it all of them."""
+    results = Results()
+    cluster = Cluster(ClusterSettings(2, 6, 1), [Desk(make_policy(policy))], results.add)
+    cluster.run(short_prompts(400, rate=30.0))
+    cluster.check_integrity()
+    assert results.summary(Slo()).ttft_mean_s < 1.0
+
+
 def test_a_prefill_engine_beside_whole_ones_takes_work_off_them() -> None:
     """It once took every prompt, and the others computed none."""
     (alone_s, alone_done_s), (beside_s, beside_done_s) = (
