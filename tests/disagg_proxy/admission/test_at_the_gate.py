@@ -516,6 +516,24 @@ async def test_a_policy_that_fails_lets_nobody_past_the_gate() -> None:
         assert not prefill.seen
 
 
+@with_deadline
+async def test_without_its_policy_nobody_is_sent_where_nothing_is_answered_alone() -> None:
+    """The decode engine is SGLang's, the first of equals, and no prefill engine is there."""
+    async with bed(2, roles=("decode", "both"), **gated(ttft_slo=60.0)) as running:  # type: ignore[arg-type]
+        decode, whole = running.engines
+        dispatcher = running.proxy._dispatcher
+
+        def fail(*args: object) -> None:
+            raise RuntimeError("odd")
+
+        dispatcher._policy.choose = fail  # type: ignore[method-assign, assignment]
+        instance = dispatcher.candidates.instance_at[0]
+        assert instance is not None
+        instance.alone = False
+        assert (await (await post(running, LONG)).answer()).status == 200
+        assert (len(decode.seen), len(whole.seen)) == (0, 1)
+
+
 @pytest.mark.parametrize("most", [2**63 - 1, -(2**63)])
 @with_deadline
 async def test_no_length_of_an_answer_is_a_way_past_the_gate(most: int) -> None:
