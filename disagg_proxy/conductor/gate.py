@@ -107,7 +107,7 @@ class Gate(Generic[T]):
         refusal = Refusal(
             "queue_full",
             ahead_s,
-            f"{self.line.waiting_max} requests wait already, and it is not more urgent than they",
+            f"{self.line.waiting_max} requests wait already, and it is none of those that go first",
         )
         return (refusal, None) if out.ticket is ticket else (None, (out.ticket, refusal))
 

@@ -244,7 +244,8 @@ class Line(Generic[T]):
 
     def _least_wanted(self, entry: Waiting[T]) -> Waiting[T]:
         """Of the least urgent the last one of the tenant that has most in line. A newcomer that is no more
-        urgent takes such a place only for a tenant that has fewer."""
+        urgent takes such a place only for a tenant that has fewer, or from a dear one of its own tenant:
+        those are sent last, and would fill the line until nobody else gets in."""
         if not self._count:
             return entry
         priority = min(self._priorities)
@@ -259,7 +260,8 @@ class Line(Generic[T]):
         out = max(last, key=lambda each: (self._tenants[each.tenant], *_order(each)))
         if entry.priority > priority or self._tenants[out.tenant] > self._tenants[entry.tenant] + 1:
             return out
-        return entry
+        dear = [each for each in last if each.dear and each.tenant == entry.tenant]
+        return entry if entry.dear or not dear else max(dear, key=_order)
 
 
 def _less(counts: Counter[K], value: K) -> None:

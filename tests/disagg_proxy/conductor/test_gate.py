@@ -319,6 +319,42 @@ def test_a_tenant_that_fills_the_line_makes_room_for_others() -> None:
     gate.line.check_integrity()
 
 
+def test_dear_ones_that_fill_the_line_make_room_for_others_of_their_tenant() -> None:
+    gate: Gate[int] = Gate(Engine(free=False, dear={0, 1, 2, 3, 20}), 4, 60.0)
+    for ticket in range(4):
+        gate.arrive(ticket, "g", "", int(ticket == 3), 60.0, float(ticket))
+    assert why(gate.arrive(20, "g", "", 0, 60.0, 4.0)) == "queue_full"  # dear, too
+    out = [gate.arrive(ticket, "g", "", 0, 60.0, 5.0)[1] for ticket in (10, 11, 12)]
+    assert [each and (each[0], each[1].reason) for each in out] == [(i, "queue_full") for i in (2, 1, 0)]
+    assert why(gate.arrive(13, "g", "", 0, 60.0, 6.0)) == "queue_full"  # more urgent, or not dear
+    gate.line.check_integrity()
+    few: Gate[int] = Gate(Engine(free=False, dear={0, 1}), 4, 60.0)
+    for ticket in range(4):
+        few.arrive(ticket, "g", "ab"[ticket // 2], 0, 60.0, 0.0)
+    assert why(few.arrive(4, "g", "b", 0, 60.0, 0.0)) == "queue_full"  # another tenant's share is its own
+
+
+def test_however_many_dear_ones_come_a_short_line_serves_the_others() -> None:
+    """Five a second can be served, of 4.5 that are not dear and ten that are."""
+    engine = Engine(dear=set(range(0, 100_000, 2)))
+    gate: Gate[int] = Gate(engine, 50, 30.0)
+    came: list[int] = []
+    for tick in range(20 * 100):
+        now_s = tick / 20
+        engine.room = min(engine.room, 0) + int(tick % 4 == 0)
+        engine.free = engine.room > 0
+        gate.release(now_s)
+        gate.expire(now_s)
+        come = [tick * 2] * (tick % 2) + [tick * 2 + 1] * (tick % 40 < 9)
+        came += [ticket for ticket in come if ticket % 2]
+        for ticket in come:
+            gate.arrive(ticket, "g", "", 0, 30.0, now_s)
+    sent = [ticket for ticket in engine.sent if ticket % 2]
+    waiting = [entry.ticket for entry in gate.line if entry.ticket % 2]
+    assert sorted(sent + waiting) == came
+    assert 400 < len(sent) < len(engine.sent) < 520  # and the dear ones have what is left
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_each_leaves_once_whatever_happens(seed: int) -> None:
     chance = random.Random(seed)
