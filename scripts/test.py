@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,16 +73,30 @@ def main() -> None:
 
 def in_two(pytest: list[str], env: dict[str, str], log: Path) -> int:
     """Runs all tests -> exit code. The cluster's run beside the others: their hosts are namespaces of their
-    own, and mostly they wait for one another. What they print comes last.
+    own, and mostly they wait for one another. What they print comes last. SIGTERM, as of a CI that is
+    cancelled, reaches both as Ctrl-C does, so that they end what they have started.
     """
+    running: list[subprocess.Popen[bytes]] = []
+
+    def end(*_: object) -> None:
+        for each in running:
+            each.send_signal(signal.SIGINT)
+
+    heeded = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
+    ended = signal.signal(signal.SIGTERM, end)
     with log.open("wb") as output:
         beside = [*pytest, "-p", "no:cacheprovider", CLUSTER]
-        cluster = subprocess.Popen(beside, env=env, stdout=output, stderr=subprocess.STDOUT)
+        running.append(subprocess.Popen(beside, env=env, stdout=output, stderr=subprocess.STDOUT))
+    running.append(subprocess.Popen([*pytest, f"--ignore={CLUSTER}"], env=env))
+    cluster, others = running
     try:
-        code = subprocess.run([*pytest, f"--ignore={CLUSTER}"], env=env, check=False).returncode
+        code = others.wait()
         return code or cluster.wait()
     finally:
+        others.wait()
         cluster.wait()
+        signal.signal(signal.SIGTERM, ended)
+        signal.signal(signal.SIGINT, heeded)
         print(log.read_text(errors="replace"), flush=True)
 
 

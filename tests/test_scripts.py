@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -285,3 +287,35 @@ def test_the_matrix_says_which_versions_it_knows(
         matrix.main()
     assert refused.value.code == 1
     assert "sglang-0.1 is none of: vllm-VERSION, sglang-0.5.23" in capsys.readouterr().err
+
+
+def test_both_end_what_they_have_started_when_the_run_is_told_to_end(tmp_path: Path) -> None:
+    """Also as a job in the background, where SIGINT is ignored."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    fake = tmp_path / "pytest.py"
+    fake.write_text(
+        "import signal, sys\n"
+        "signal.alarm(60)\n"
+        "said = open(sys.argv[1], 'w', buffering=1)\n"
+        "try:\n    said.write('up\\n')\n    signal.pause()\n"
+        "except KeyboardInterrupt:\n    said.write('down\\n')\n    sys.exit(2)\n"
+    )
+    run = (
+        "import os, pathlib, sys\nfrom scripts.test import in_two\n"
+        "sys.exit(in_two([sys.executable, *sys.argv[1:3]], dict(os.environ), pathlib.Path(sys.argv[3])))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", run, fake, pipe, tmp_path / "log"],
+        cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    try:
+        with pipe.open() as said:
+            assert [said.readline() for _ in range(2)] == ["up\n", "up\n"]
+            process.terminate()
+            assert said.read() == "down\ndown\n"
+        assert process.wait(60) == 2
+    finally:
+        process.kill()
+        process.wait()
