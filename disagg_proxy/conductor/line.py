@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -91,14 +91,13 @@ class _Lane(Generic[T]):
 
 
 class _Group(Generic[T]):
-    """ready: those who wait for an engine. turn: those aside, by when each was last looked at; some have left
-    since."""
+    """ready: those who wait for an engine. turn: those aside, by when each was last looked at."""
 
     def __init__(self) -> None:
         self.ready: _Lane[T] = _Lane()
         self.aside: _Lane[T] = _Lane()
         self.gaps_s: list[float] = []  # objectives of those aside, in order
-        self.turn: deque[Waiting[T]] = deque()
+        self.turn: OrderedDict[Waiting[T], None] = OrderedDict()
         self.turned_s = -math.inf
 
 
@@ -158,7 +157,7 @@ class Line(Generic[T]):
         group.ready.remove(entry)
         group.aside.add(entry)
         bisect.insort(group.gaps_s, entry.gap_s)
-        group.turn.append(entry)
+        group.turn[entry] = None
         entry.aside = True
 
     def first_aside(self, group: Hashable) -> Waiting[T] | None:
@@ -177,18 +176,18 @@ class Line(Generic[T]):
     def turn(self, group: Hashable) -> Waiting[T] | None:
         """Of those set aside the one at whom nobody has looked for longest; looks at it."""
         found = self._groups.get(group)
-        while found is not None and found.turn:
-            entry = found.turn.popleft()
-            if entry.aside:
-                found.turn.append(entry)
-                return entry
-        return None
+        if found is None or not found.turn:
+            return None
+        entry = next(iter(found.turn))
+        found.turn.move_to_end(entry)
+        return entry
 
     def remove(self, entry: Waiting[T]) -> None:
         group = self._groups[entry.group]
         if entry.aside:
             group.aside.remove(entry)
             del group.gaps_s[bisect.bisect_left(group.gaps_s, entry.gap_s)]
+            del group.turn[entry]
             entry.aside = False
         else:
             group.ready.remove(entry)
@@ -239,8 +238,8 @@ class Line(Generic[T]):
             group.aside.check_integrity()
             if group.gaps_s != sorted(entry.gap_s for entry in group.aside):
                 raise AssertionError("the objectives of those aside do not add up")
-            if {id(entry) for entry in group.aside} != {id(each) for each in group.turn if each.aside}:
-                raise AssertionError("who is aside does not have its turn")
+            if set(group.aside) != set(group.turn) or not all(entry.aside for entry in group.turn):
+                raise AssertionError("who is aside does not have its turn, or one who has left does")
 
     def _least_wanted(self, entry: Waiting[T]) -> Waiting[T]:
         """Of the least urgent the last one of the tenant that has most in line. A newcomer that is no more

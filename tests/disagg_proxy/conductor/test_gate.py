@@ -203,6 +203,21 @@ def test_groups_take_turns_and_all_who_may_go_do() -> None:
     assert max(seen.index(ticket) for ticket in range(200, 240)) < 50
 
 
+def test_who_leaves_while_it_is_aside_is_kept_nowhere() -> None:
+    engine = Engine(slow=True)
+    gate: Gate[int] = Gate(engine, 20, 1e9)
+    gate.arrive(0, "g", "", 0, 1e9, 0.0)
+    for tick in range(1, 50):
+        for ticket in range(tick * 10, tick * 10 + 10):
+            gate.arrive(ticket, "g", "", 0, 1e9, tick / 20)
+            engine.gone.add(ticket)
+        gate.release(tick / 20)  # they are set aside: 0 waits before them
+        assert all(entry.aside for entry in gate.line)
+        gate.expire(tick / 20)
+        gate.line.check_integrity()
+    assert [entry.ticket for entry in gate.line._groups["g"].turn] == [0]
+
+
 def test_more_tenants_than_are_told_apart_share_a_place_in_line() -> None:
     gate: Gate[int] = Gate(Engine(free=False), 5_000, 60.0)
     for ticket in range(4_000):
