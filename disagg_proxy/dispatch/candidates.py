@@ -7,7 +7,7 @@ is replaced whole. What concerns those that wait is the dispatcher's lock to gua
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from moonpool._native import ProxyRequest
@@ -97,7 +97,7 @@ class Candidates:
         """The instances that those who wait for this model may go to now."""
         found = self._waiting.get(model)
         if found is None:
-            found = self._waiting[model] = Fit.of(self._now_there(model, now_s))
+            found = self._waiting[model] = Fit.of(self._now_there(self._serve(model), now_s))
         return found
 
     def look_anew(self) -> None:
@@ -105,19 +105,29 @@ class Candidates:
         self._waiting.clear()
 
     def look_again(self, waiting: Iterable[str], now_s: float) -> None:
-        """As often as somebody waits; waiting: for which models. Where nothing has changed it is the same
-        tuple, of which policies know already who does what."""
-        before, self._waiting = self._waiting, {}
+        """As often as somebody waits; waiting: for which models. Where nothing has changed, and for all
+        models that the same engines serve, it is the same tuple, of which policies know already who does
+        what."""
+        known = {fit.instances: fit for fit in self._waiting.values()}
+        served: dict[tuple[Engine, ...], Fit] = {}
+        self._waiting = {}
         for model in waiting:
-            there, known = self._now_there(model, now_s), before.get(model)
-            if known is not None and known.instances == there:
-                there = known.instances
-            self._waiting[model] = Fit.of(there)
+            serve = self._serve(model)
+            found = served.get(serve)
+            if found is None:
+                there = self._now_there(serve, now_s)
+                found = served[serve] = known.get(there) or known.setdefault(there, Fit.of(there))
+            self._waiting[model] = found
 
-    def _now_there(self, model: str, now_s: float) -> tuple[Instance, ...]:
-        """What the relay would say now of those that wait for this model: who is well and does not rest,
-        unless all of its role do; when nobody is well, any that serves it."""
-        serve = [each for each in self.engines if not model or each.models is None or model in each.models]
+    def _serve(self, model: str) -> tuple[Engine, ...]:
+        """The engines that have this model, as far as is known."""
+        return tuple(
+            [each for each in self.engines if not model or each.models is None or model in each.models]
+        )
+
+    def _now_there(self, serve: Sequence[Engine], now_s: float) -> tuple[Instance, ...]:
+        """What the relay would say now of those that wait for the model that these engines serve: who is well
+        and does not rest, unless all of its role do; when nobody is well, any of them."""
         well = [each for each in serve if each.liveness.healthy]
         resting = {each.place for each in well if each.rests(now_s)}
         work = {each.role for each in well if each.place not in resting}

@@ -337,13 +337,17 @@ async def test_who_waits_goes_to_an_engine_that_has_rested() -> None:
         clients += [await post(running, LONG, first=number) for number in (2, 3)]
         await until(lambda: waiting(running) == 2)
         with dispatcher._lock:
-            assert [each.place for each in dispatcher.candidates._now_there("", clock.now)] == [0]
+            assert [
+                each.place for each in dispatcher.candidates._now_there(dispatcher.engines, clock.now)
+            ] == [0]
         bad.behave = serve
         clock.now += 11
         await until(lambda: len(bad.seen) == 2)
         assert relay.rests_until(1) == math.inf
         with dispatcher._lock:
-            assert [each.place for each in dispatcher.candidates._now_there("", clock.now)] == [0]
+            assert [
+                each.place for each in dispatcher.candidates._now_there(dispatcher.engines, clock.now)
+            ] == [0]
         may_go.set()
         assert [(await client.answer()).status for client in clients] == [200] * 3
         await until(lambda: relay.rests_until(1) == 0)
