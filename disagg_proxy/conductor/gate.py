@@ -134,6 +134,9 @@ class Gate(Generic[T]):
         line, owner, in_vain, unasked = self.line, self._owner, 0, 0
         too_much_s = -math.inf
         while (entry := line.first_aside(group)) is not None:
+            if owner.is_gone(entry.ticket):
+                line.remove(entry)
+                continue
             if owner.is_busy(entry.ticket, now_s):
                 return
             if (gone := self._try(entry, now_s)) is None:
@@ -142,6 +145,9 @@ class Gate(Generic[T]):
             yield gone
         if line.is_turn(group, now_s, TURN_EVERY_S):
             while (entry := line.turn(group)) is not None:
+                if owner.is_gone(entry.ticket):
+                    line.remove(entry)
+                    continue
                 if owner.is_busy(entry.ticket, now_s):
                     return
                 if (gone := self._try(entry, now_s)) is None:

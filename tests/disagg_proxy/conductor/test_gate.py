@@ -218,6 +218,20 @@ def test_who_leaves_while_it_is_aside_is_kept_nowhere() -> None:
     assert [entry.ticket for entry in gate.line._groups["g"].turn] == [0]
 
 
+def test_who_leaves_while_it_is_aside_is_not_sent() -> None:
+    engine = Engine(slow=True, room=10)
+    gate: Gate[int] = Gate(engine, 20, 60.0)
+    for ticket in range(6):
+        gate.arrive(ticket, "g", "", 0, 60.0 + ticket, 0.0)
+    gate.release(0.0)
+    engine.slow, engine.strict, engine.gone = False, {1}, {0, 2, 4}
+    assert gate.release(TURN_EVERY_S) == []  # 1 is the first of them, and the turn is its own
+    assert gate.release(2 * TURN_EVERY_S) == [(3, None), (5, None)]
+    assert engine.sent == [3, 5]
+    assert [entry.ticket for entry in gate.line] == [1]
+    gate.line.check_integrity()
+
+
 def test_more_tenants_than_are_told_apart_share_a_place_in_line() -> None:
     gate: Gate[int] = Gate(Engine(free=False), 5_000, 60.0)
     for ticket in range(4_000):
