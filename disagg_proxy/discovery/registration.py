@@ -41,6 +41,10 @@ class Registration(msgspec.Struct):
     def key(self) -> Key:
         return Key(self.instance_id, self.tenant_id, self.dp_rank)
 
+    def says(self, other: Registration) -> bool:
+        """Whether it is the same, but for the time that it has."""
+        return msgspec.structs.replace(self, ttl_s=other.ttl_s) == other
+
     def found(self) -> Found | None:
         """The engine; None: it is none, its events are only followed. Raises ConfigError for what cannot be
         meant."""

@@ -13,6 +13,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -29,6 +30,7 @@ from moonpool.disagg_proxy.settings import EngineSpec
 REGISTRATION_BYTES_MAX = 64 << 10
 PUBLISHERS_MAX = 4096
 LOOK_EVERY_S = 0.25  # at the file
+LAST_S = 2.0  # that the end of a proxy may wait for the file
 DEAD_S = 60.0  # that ended so long ago are taken out of the file: by then every process has ended them
 _log = logging.getLogger("moonpool.proxy")
 
@@ -95,10 +97,14 @@ class Registry:
         if self._file is not None:
             await self._sync(self._file)
         listener.found(self._engines())
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._expire(listener))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._expire(listener))
+                if self._file is not None:
+                    tasks.create_task(self._share(self._file))
+        finally:
             if self._file is not None:
-                tasks.create_task(self._share(self._file))
+                await self._write_last(self._file)
 
     async def _expire(self, listener: Listener) -> None:
         while True:
@@ -122,6 +128,16 @@ class Registry:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             await self._sync(file)
+
+    async def _write_last(self, file: RegistryFile) -> None:
+        """What was answered since the last look: this proxy ends, and its successor is to know it."""
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(LAST_S):
+                while file.changes:
+                    try:
+                        await file.sync({key: each.row for key, each in self.publishers.items()}, {})
+                    except BlockingIOError:  # another process is writing, or the look that was broken off
+                        await asyncio.sleep(LAST_S / 100)
 
     async def _sync(self, file: RegistryFile) -> None:
         """Takes what others were told, or this proxy before its restart; writes what was told here."""
@@ -216,7 +232,7 @@ class Registry:
     def _renew(self, row: Row) -> bool:
         """Whether it is made again, and says the same."""
         known = self.publishers.get(row.told.key)
-        if known is None or msgspec.structs.replace(known.told, ttl_s=row.told.ttl_s) != row.told:
+        if known is None or not known.told.says(row.told):
             return False
         known.row, known.expires_s = row, self._expires_s(row)
         self._changed.set()
@@ -261,12 +277,14 @@ class Registry:
             return _bad(str(error))
         keys = [
             key
-            for key in self.publishers
+            for key in {**self.publishers, **self._left_out}  # others may have had room for them
             if key[:2] == (told.instance_id, told.tenant_id) and told.dp_rank in (None, key.dp_rank)
         ]
         if not keys:
             return refused(404, f"nobody is registered as {told.instance_id}", "not_registered")
-        self._tell(self._end(keys))
+        for key in keys:
+            self._left_out.pop(key, None)
+        self._tell(self._end([key for key in keys if key in self.publishers]))
         if self._file is not None:
             for key in keys:
                 self._file.told(key, None)
@@ -295,7 +313,6 @@ class Registry:
         names = set()
         for key in keys:
             gone = self.publishers.pop(key)
-            self._left_out.pop(key, None)
             self._room = True
             if gone.holder is not None:
                 self._streams.drop(str(key), gone.holder)

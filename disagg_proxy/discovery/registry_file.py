@@ -79,6 +79,7 @@ class RegistryFile:
             except BlockingIOError:
                 raise
             except OSError:
+                self._mark = None  # what it had is not handed on: it is read anew
                 self._forget(changes, known)
                 raise
         else:
@@ -110,8 +111,8 @@ class RegistryFile:
             for key, (row, renewed) in changes.items():
                 if row is None:
                     rows.pop(key, None)
-                elif key in rows or not renewed:  # else it has been unregistered elsewhere meanwhile
-                    rows[key] = row
+                elif not renewed or (key in rows and rows[key].told.says(row.told)):
+                    rows[key] = row  # else it has been unregistered, or something else, elsewhere meanwhile
             self._write(msgspec.json.encode(_File(list(rows.values()))), on_disk=not heartbeats)
             self._mark, self._there = self._look(), rows
         if heartbeats:  # they come all the time, and nobody else should wait for the disk

@@ -43,7 +43,7 @@ class SourceCounts:
     skipped: int = 0
     forgets: int = 0
     connected: bool = False
-    lag_s: float = 0.0  # between the sender's clock and ours, of the last batch
+    lag_s: float = 0.0  # between the sender's clock and ours, of the last batch that was not asked for again
     lag_max_s: float = 0.0
 
 
@@ -317,8 +317,9 @@ class Subscriber:
                 link.counts.removed += result.removed
                 link.counts.unknown += result.unknown
                 link.counts.skipped += result.skipped
-                link.counts.lag_s = max(0.0, self._wall() - result.sent_s)
-                link.counts.lag_max_s = max(link.counts.lag_max_s, link.counts.lag_s)
+                if not link.stream.replaying:
+                    link.counts.lag_s = max(0.0, self._wall() - result.sent_s)
+                    link.counts.lag_max_s = max(link.counts.lag_max_s, link.counts.lag_s)
         except Error as error:
             link.counts.malformed += 1
             log.debug("the events of %s: %s", link.source.name, error)

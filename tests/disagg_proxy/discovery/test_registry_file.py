@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import random
@@ -74,6 +75,14 @@ async def registry(
         yield made, listener
 
 
+class Raises:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, *_: object) -> None:
+        raise self.error
+
+
 def told_all(made: Registry, *bodies: bytes) -> None:
     """Within one look of the others: nothing is awaited."""
     for each in bodies:
@@ -102,6 +111,24 @@ async def test_a_restart_forgets_nobody(path: Path) -> None:
     async with registry(path) as (made, listener):
         assert listener.sets[0] == ["a", "c"]  # with the first that it says
         assert made._engines() == before
+
+
+@with_deadline
+async def test_what_was_answered_just_before_the_end_is_kept(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while another process is writing, or this one was."""
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 60.0)
+    async with registry(path) as (made, _):
+        told_all(made, body("a"), body("b"))
+    async with registry(path) as (made, listener):
+        assert listener.sets[0] == ["a", "b"]
+        told_all(made, b'{"instance_id": "a"}', body("c"))
+        lock = path.with_name(f"{path.name}.lock").open("rb")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        asyncio.get_running_loop().call_later(0.05, lock.close)
+    async with registry(path) as (_, listener):
+        assert listener.sets[0] == ["b", "c"]
 
 
 @with_deadline
@@ -149,6 +176,18 @@ async def test_what_one_was_told_to_forget_no_heartbeat_at_another_brings_back(p
 
 
 @with_deadline
+async def test_no_heartbeat_from_before_brings_an_old_address_back(path: Path) -> None:
+    one, two = Shared(path), Shared(path)
+    told_all(one.registry, body("a", ttl_s=10))
+    assert await one.look() == await two.look() == {"a"}
+    told_all(two.registry, body("a", ttl_s=10))  # then it is started again, at another port
+    told_all(one.registry, body("a", "http://a:2", ttl_s=10))
+    for each in (one, two, one):
+        await each.look()
+    assert [each.registry._engines()[0].spec.url for each in (one, two)] == ["http://a:2"] * 2
+
+
+@with_deadline
 async def test_while_nothing_can_be_written_little_is_remembered(path: Path) -> None:
     one, lock = Shared(path), path.with_name(f"{path.name}.lock")
     told_all(one.registry, body("a"))
@@ -163,6 +202,23 @@ async def test_while_nothing_can_be_written_little_is_remembered(path: Path) -> 
     lock.rmdir()
     assert await one.look() == await Shared(path).look() == {"stays"}
     assert not one.file.changes
+
+
+@with_deadline
+async def test_what_others_wrote_is_known_though_nothing_could_be_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = Shared(path), Shared(path)
+    told_all(one.registry, body("a"))
+    assert await one.look() == await two.look() == {"a"}
+    told_all(one.registry, body("b"))
+    await one.look()
+    told_all(two.registry, body("c"), b'{"instance_id": "c"}')
+    with monkeypatch.context() as full:
+        full.setattr(registry_file.os, "replace", Raises(OSError(errno.ENOSPC, "full")))
+        await two.look()
+    assert not two.file.changes  # nothing is left to be written, which would read it, too
+    assert await two.look() == {"a", "b"}
 
 
 @with_deadline
@@ -273,6 +329,42 @@ async def test_who_found_no_room_is_taken_when_there_is(path: Path) -> None:
         clock.now_s = 20.0  # s ends there, and the file stays as it is
         two._changed.set()
         await until(lambda: names(two) == {"t"})
+
+
+@with_deadline
+async def test_who_found_no_room_at_one_is_unregistered_everywhere(path: Path) -> None:
+    clock = Clock()
+    async with (
+        registry(path, streams=FewStreams(2)) as (one, _),
+        registry(path, clock, FewStreams(1)) as (two, _),
+    ):
+        for name in "st":
+            told = {"instance_id": name, "endpoint": "tcp://h:1"}
+            assert one.register(json.dumps(told).encode()).status == 200
+        await until(lambda: bool(two._left_out))
+        assert two.unregister(b'{"instance_id": "t"}').status == 200
+        assert two.unregister(b'{"instance_id": "t"}').status == 404
+        await until(lambda: names(one) == names(two) == {"s"})
+
+
+@with_deadline
+async def test_who_said_something_else_is_taken_when_what_it_said_before_is_over(path: Path) -> None:
+    clock = Clock()
+    stream = {"endpoint": "tcp://h:1"}
+    async with (
+        registry(path, streams=FewStreams(2)) as (one, _),
+        registry(path, clock, FewStreams(1)) as (two, _),
+    ):
+        one.register(json.dumps({"instance_id": "s", "ttl_s": 10, **stream}).encode())
+        one.register(body("a", ttl_s=10))
+        await until(lambda: names(two) == {"s", "a"})
+        one.register(json.dumps({"instance_id": "a", **stream}).encode())
+        await until(lambda: bool(two._left_out))
+        clock.now_s = 20.0  # both end there, and the file stays as it is
+        two._changed.set()
+        await until(
+            lambda: {each.told.instance_id: each.told.url for each in two.publishers.values()} == {"a": ""}
+        )
 
 
 @with_deadline
