@@ -7,7 +7,7 @@ import sys
 
 from moonpool.core.config import Config
 
-FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+FORMAT = "%(asctime)s %(levelname)s %(name)s: {who}%(message)s"
 
 
 class StandardError(logging.Handler):
@@ -19,4 +19,9 @@ class StandardError(logging.Handler):
 
 def set_up(config: Config) -> None:
     """For the programs of Moonpool; a library inside somebody else's process leaves logging to that one."""
-    logging.basicConfig(level=config.log.level.upper(), format=FORMAT, force=True, handlers=[StandardError()])
+    begin(config.log.level.upper())
+
+
+def begin(level: int | str, who: str = "") -> None:
+    """who: goes before what is said, where several processes write to one place."""
+    logging.basicConfig(level=level, format=FORMAT.format(who=who), force=True, handlers=[StandardError()])

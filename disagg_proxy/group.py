@@ -4,7 +4,7 @@ the kernel gives each client to one that is free, and what waits in line is lost
     this process   binds, hands the sockets out, starts again who dies, passes SIGTERM on, kills at a second
                    signal: a terminal and a service manager signal all processes at one time
     process i      a proxy; tells its siblings what it has in flight (peers/), through a socket in a folder
-                   of this user alone
+                   of this user alone (group_folder.py)
 
 It also hands the sockets to a proxy that takes over, and takes over itself (takeover.py).
 """
@@ -19,7 +19,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,12 +26,14 @@ from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+from moonpool.core import logs
 from moonpool.core.addresses import Address, parse_address
 from moonpool.core.backoff import Backoff
 from moonpool.core.errors import ConfigError
 from moonpool.core.processes import die_with_parent
+from moonpool.disagg_proxy.group_folder import hold, new_folder
 from moonpool.disagg_proxy.listening import take_or_bind, take_over_or_bind
-from moonpool.disagg_proxy.process import REPLACED, line
+from moonpool.disagg_proxy.process import ORPHANED, REPLACED, line
 from moonpool.disagg_proxy.process import run as run_one
 from moonpool.disagg_proxy.settings import ProxySettings
 from moonpool.disagg_proxy.takeover import Offer, Predecessor
@@ -94,7 +95,7 @@ class _Group:
         host, port = self._listening[0].getsockname()[:2]
         children = [_Child(number) for number in range(self._settings.processes)]
         offer = None
-        with tempfile.TemporaryDirectory(prefix="moonpool-proxy-") as folder:
+        with new_folder() as folder:
             keepers = [asyncio.ensure_future(self._keep(child, folder)) for child in children]
             stopped = asyncio.ensure_future(self._stop.wait())
             try:
@@ -145,12 +146,20 @@ class _Group:
 
     async def _keep(self, child: _Child, folder: str) -> None:
         """Starts a process, again and again. Raises ConfigError when it never serves."""
-        failures = 0
+        failures, who = 0, child.number + 1  # as its own lines and /ui call it
         while True:
             hears, tells = _spawning.Pipe(duplex=False)
             child.process = process = _spawning.Process(
                 target=_serve,
-                args=(self._of(child.number, folder), self._sockets_of(child.number), tells, os.getpid()),
+                args=(
+                    self._of(child.number, folder),
+                    folder,
+                    self._sockets_of(child.number),
+                    tells,
+                    os.getpid(),
+                    logging.getLogger().level,
+                    child.number,
+                ),
                 name=f"moonpool-proxy-{child.number}",
             )
             process.start()  # here: it ends with the thread that has started it
@@ -166,14 +175,14 @@ class _Group:
             failures = 0 if served else failures + 1
             if not child.served and (process.exitcode == _EXIT_USAGE or failures >= 3):
                 raise ConfigError(
-                    f"moonpool proxy: process {child.number} ended with {process.exitcode} before it served",
+                    f"moonpool proxy: process {who} ended with {process.exitcode} before it served",
                     operation="listen",
                     key="proxy.processes",
                 )
             again_s = child.backoff.died(time.monotonic()) - time.monotonic()
             _log.warning(
                 "process %d of the proxy ended with %s; it starts again in %.1f s",
-                child.number,
+                who,
                 process.exitcode,
                 again_s,
             )
@@ -231,13 +240,19 @@ class _Group:
 
 def _serve(
     settings: ProxySettings,
+    folder: str,
     sockets: list[socket.socket],
     tells: multiprocessing.connection.Connection,
     parent: int,
+    log_level: int,
+    number: int,
 ) -> None:
     """In the new process."""
-    die_with_parent(parent, signal.SIGTERM)
-    sys.exit(run_one(settings, sockets=sockets, ready=lambda _: tells.send(True), parent=parent))
+    die_with_parent(parent, ORPHANED)  # said for each thread of the parent
+    logs.begin(log_level, f"process {number + 1}: ")
+    with hold(folder):
+        code = run_one(settings, sockets=sockets, ready=lambda _: tells.send(True), parent=parent)
+    sys.exit(code)
 
 
 def _next(text: str, number: int) -> str:

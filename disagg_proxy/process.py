@@ -24,6 +24,7 @@ _log = logging.getLogger("moonpool.proxy")
 _FILES_RESERVED = 128  # for all that does not grow with clients or engines: refused clients, pages, metrics
 _FILES_PER_STREAM = 6  # of KV events: two connections, and the wake-ups of four sockets
 REPLACED = signal.SIGUSR1  # of a parent: as SIGTERM, and a successor wants its addresses
+ORPHANED = signal.SIGUSR2  # the parent is dead: as one SIGTERM, however often the kernel says so
 _SWITCH_INTERVAL_S = 0.0005  # how long a page being made may keep a request's decision waiting
 
 
@@ -77,6 +78,7 @@ async def _serve_until_signal(
         loop.add_signal_handler(number, on_signal)
     if parent is not None:
         loop.add_signal_handler(REPLACED, replaced.set)
+        loop.add_signal_handler(ORPHANED, stop.set)
 
     def tell(url: str) -> None:
         print(line(settings, url), flush=True)

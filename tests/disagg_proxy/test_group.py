@@ -61,16 +61,20 @@ class Group:
 
 
 @contextlib.asynccontextmanager
-async def group(engine: MockEngine, processes: int, *more: str, own_port: int = 0) -> AsyncIterator[Group]:
-    """own_port: of the first process; 0: a free one."""
+async def group(
+    engine: MockEngine, processes: int, *more: str, own_port: int = 0, log: Path | None = None
+) -> AsyncIterator[Group]:
+    """own_port: of the first process; 0: a free one. log: gets what they say."""
     assert moonpool.__file__ is not None
     with contextlib.ExitStack() as stack:
+        errors = None if log is None else stack.enter_context(log.open("wb"))
         own_port = own_port or stack.enter_context(held_run(processes))
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "moonpool", "proxy", "--processes", str(processes)),
             *("--policy", "conductor", "--engine", engine.spec.url, "--tokenizer", "none"),
             *("--process-listen", f"127.0.0.1:{own_port}", *more),
             stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
             env=os.environ | {"PYTHONPATH": str(Path(moonpool.__file__).parent.parent)},
             start_new_session=True,
         )
@@ -142,6 +146,24 @@ async def test_all_serve_know_of_each_other_and_end_together() -> None:
 
 
 @_several
+@pytest.mark.parametrize("level", ["info", "error"])
+async def test_each_says_what_one_process_would(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the time, which of them it is, and as much as log.level says."""
+    monkeypatch.setenv("MOONPOOL_LOG_LEVEL", level)
+    engine = MockEngine("a")
+    await engine.start()
+    async with group(engine, 2, "--listen", "127.0.0.1:0", log=tmp_path / "log") as several:
+        several.process.send_signal(signal.SIGTERM)
+        assert await several.process.wait() == 0
+    said = (tmp_path / "log").read_text()
+    healthy = re.findall(r"^20[-\d]+ [:,\d]+ INFO moonpool.proxy: process (\d): .* is healthy$", said, re.M)
+    assert sorted(healthy) == (["1", "2"] if level == "info" else []), said
+    await engine.stop()
+
+
+@_several
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_to_all_processes_at_once_cuts_no_answer(number: signal.Signals) -> None:
     """As of a terminal and of a service manager. The first process passes it on, so each of the others hears
@@ -180,11 +202,11 @@ async def test_a_signal_to_all_processes_at_once_cuts_no_answer(number: signal.S
 
 
 @_several
-async def test_one_that_is_killed_refuses_nobody_and_comes_back() -> None:
+async def test_one_that_is_killed_refuses_nobody_and_comes_back(tmp_path: Path) -> None:
     engine = MockEngine("a")
     engine.behave = lambda exchange: exchange.answer(b"{}")
     await engine.start()
-    async with group(engine, 2, "--listen", "127.0.0.1:0") as several:
+    async with group(engine, 2, "--listen", "127.0.0.1:0", log=tmp_path / "log") as several:
         first = set(several.pids())
         victim = min(first)
         os.kill(victim, signal.SIGKILL)
@@ -198,6 +220,10 @@ async def test_one_that_is_killed_refuses_nobody_and_comes_back() -> None:
         several.process.kill()
         await several.process.wait()
         await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in first - {victim}))
+    said = (tmp_path / "log").read_text()
+    (ended,) = re.findall(r"process (\d) of the proxy ended with -9", said)
+    healthy = re.findall(r"process (\d): engine .* is healthy$", said, re.M)
+    assert healthy.count(ended) == 2, said  # the same process by the same number
     await engine.stop()
 
 
@@ -205,14 +231,16 @@ async def test_one_that_is_killed_refuses_nobody_and_comes_back() -> None:
 async def test_who_has_lost_the_first_process_heeds_each_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It drains when that is killed; nobody would kill it at a further signal."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a folder stays behind
+    """It drains when that is killed; nobody would kill it at a further signal. The last one cleans up."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("MOONPOOL_PROXY_DRAIN_S", "10min")
     engine = MockEngine("a")
+    goon = asyncio.Event()
 
     async def answer(exchange: Exchange) -> None:
         await exchange.begin_stream()
-        await exchange.event("first")
+        await goon.wait()
+        await exchange.event("orphan")
         await exchange.gone.wait()
 
     engine.behave = answer
@@ -226,8 +254,12 @@ async def test_who_has_lost_the_first_process_heeds_each_signal(
         await several.process.wait()
         await until(lambda: not _takes(several.port) and len(living_processes().keys() & pids) == 1)
         (draining,) = living_processes().keys() & pids
+        goon.set()
+        assert b"orphan" in await client.chunk()
+        assert len(list(tmp_path.iterdir())) == 1
         os.kill(draining, signal.SIGTERM)
         await until(lambda: draining not in living_processes())
+        assert not list(tmp_path.iterdir())
         client.leave()
     await engine.stop()
 
