@@ -13,6 +13,7 @@ from moonpool.disagg_proxy.dispatch.locality import Locality, Place
 from moonpool.disagg_proxy.peers.link import Link
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 from moonpool.disagg_proxy.peers.shared import Shared
+from moonpool.disagg_proxy.peers.sites import may_be_one
 from moonpool.disagg_proxy.peers.wire import Change, Kind, Placed
 
 KEY_BYTES = 16
@@ -32,6 +33,7 @@ class Exchange:
         self._now_s = 0.0
         self._seen: tuple[Instance, ...] = ()
         self._by_name: dict[str, Instance] = {}
+        self._warned: set[str] = set()  # by the name of an engine
         self.shared = Shared(self._find, self._heard_of_blocks)
         self.link = Link(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
         dispatcher.accounts.changed = self.link.tell
@@ -55,19 +57,29 @@ class Exchange:
             lambda _, now: self.shared.expire(now_s - FORGOTTEN_S, now_s - STREAMS_S, now)
         )
 
-    def _find(self, name: str) -> Instance | None:
+    def _find(self, name: str, site: str) -> Instance | None:
         instances = self._dispatcher.accounts.instances
         if instances is not self._seen:  # a thousand engines are looked for by name in each message
             self._seen = instances
             self._by_name = {each.known_as: each for each in instances}
-        return self._by_name.get(name)
+        instance = self._by_name.get(name)
+        if instance is None or may_be_one(instance.site, site):
+            return instance
+        if name not in self._warned:
+            self._warned.add(name)
+            log.warning(
+                "engine %s is at %s here and at %s to another proxy, whose requests for it are not counted; "
+                "give each engine a name of its own, the same at all proxies",
+                *(name, instance.site, site),
+            )
+        return None
 
     # From here to the others
 
     def _tell_blocks(self, instance: Instance, place: Place) -> None:
         for index, keys in place.keys:
             if keys:
-                self.link.tell(Placed(instance.known_as, index.block_tokens, keys))
+                self.link.tell(Placed(instance.known_as, index.block_tokens, keys, instance.site))
 
     def _state(self, then: Callable[[], None]) -> list[Change]:
         def look(accounts: object, now_s: float) -> list[Change]:

@@ -43,6 +43,7 @@ class PeerCollector(Collector):
         )
         yield CounterMetricFamily(
             "moonpool_proxy_peer_unknown",
-            "Requests and blocks of other proxies at engines that this one does not know, or that cannot be",
+            "Requests and blocks of other proxies at engines that this one does not know or has elsewhere, "
+            "or that cannot be",
             shared.unknown,
         )

@@ -30,12 +30,12 @@ class _Theirs:
 
 
 class Shared:
-    """find: the instance of a name, None when this proxy does not know it. placed: hears which blocks an
-    engine will hold, as (instance, tokens a block, keys). Not thread safe."""
+    """find: the instance of a name that is at a site, None when this proxy does not know it. placed: hears
+    which blocks an engine will hold, as (instance, tokens a block, keys). Not thread safe."""
 
     def __init__(
         self,
-        find: Callable[[str], Instance | None],
+        find: Callable[[str, str], Instance | None],
         placed: Callable[[Instance, int, bytes], None] = lambda instance, block_tokens, keys: None,
     ) -> None:
         self.unknown = 0  # requests of engines that are not ours, or that were not plausible
@@ -68,7 +68,7 @@ class Shared:
             elif isinstance(change, Gone):
                 self._leave(theirs, change.request, now_s)
             elif isinstance(change, Placed):
-                instance = self._find(change.engine)
+                instance = self._find(change.engine, change.at)
                 if instance is None:
                     self.unknown += 1
                 else:
@@ -121,7 +121,8 @@ class Shared:
             raise AssertionError("the requests of other proxies do not add up")
 
     def _enter(self, theirs: dict[int, _Theirs], entry: Sent, now_s: float) -> None:
-        computes, decode = self._find(entry.computes), self._find(entry.decode)
+        computes = self._find(entry.computes, entry.computes_at)
+        decode = self._find(entry.decode, entry.decode_at)
         if computes is None or decode is None or not _is_plausible(entry) or self._count >= REQUESTS_MAX:
             self.unknown += 1
             return

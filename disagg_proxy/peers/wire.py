@@ -4,6 +4,7 @@
 
 A state says all that the sender has in flight and takes the place of what was known of it. Engines have the
 names that their operator gave them, HOST:PORT where nobody did: each proxy numbers its engines as it likes.
+Where an engine is tells whether two that have one name are one (sites.py); an older proxy does not say it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Sent(msgspec.Struct, array_like=True, tag=0, frozen=True):
     """A request went out: its prompt is computed by ``computes``, its answer made by ``decode``.
 
     silent: when its prefill ends will not be heard of. In a state, age_s: seconds since it went out;
-    computed, decoding: how far it is.
+    computed, decoding: how far it is. computes_at, decode_at: where these engines are; "": not known.
     """
 
     request: int
@@ -50,6 +51,8 @@ class Sent(msgspec.Struct, array_like=True, tag=0, frozen=True):
     age_s: float = 0.0
     computed: bool = False
     decoding: bool = False
+    computes_at: str = ""
+    decode_at: str = ""
 
 
 class Prefilled(msgspec.Struct, array_like=True, tag=1, frozen=True):
@@ -77,6 +80,7 @@ class Placed(msgspec.Struct, array_like=True, tag=4, frozen=True):
     engine: str
     block_tokens: int
     keys: bytes
+    at: str = ""
 
 
 Change = Sent | Prefilled | Begun | Gone | Placed

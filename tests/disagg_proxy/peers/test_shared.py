@@ -6,6 +6,7 @@ import contextlib
 import math
 import random
 
+import msgspec
 import pytest
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
@@ -36,7 +37,7 @@ def fleet() -> list[Instance]:
 
 
 def shared_of(instances: list[Instance]) -> Shared:
-    return Shared({each.name: each for each in instances}.get)
+    return Shared(lambda name, _: {each.name: each for each in instances}.get(name))
 
 
 def loads(instances: list[Instance], now_s: float) -> list[tuple[float, ...]]:
@@ -177,7 +178,7 @@ def test_lists_of_engines_may_have_another_order() -> None:
     for number, each in enumerate(theirs):
         asked = Request(tokens=100 * (number + 1))
         accounts.sent(number, Choice(each, prefill_s=1.0), asked, streams=True, now_s=0.0)
-    shared = Shared({each.known_as: each for each in mine}.get)
+    shared = Shared(lambda name, _: {each.known_as: each for each in mine}.get(name))
     shared.apply("a", told, 0.0)
     shared.replace("a", told, 0.0)
     held = [each.books.prefill_ended(-1 - number, 1.0) for each, number in zip(mine, (1, 2, 0), strict=True)]
@@ -219,15 +220,26 @@ def test_what_nobody_reports_any_more_ends() -> None:
 
 def test_every_change_comes_through_the_wire() -> None:
     changes: list[Change] = [
-        Sent(1, "e0", "e1", 5, 3, 2, 1.5, True, 0.5, True, True),
+        Sent(1, "e0", "e1", 5, 3, 2, 1.5, True, 0.5, True, True, "here:1", "there:1"),
         Prefilled(1),
         Begun(1, True),
         Gone(1),
-        Placed("e0", 64, b"0123456789abcdef"),
+        Placed("e0", 64, b"0123456789abcdef", "here:1"),
     ]
     head, body = encode(Head(VERSION, "me", 7, Kind.STATE), changes)
     assert decode_head(head) == Head(VERSION, "me", 7, Kind.STATE)
     assert decode_changes(body) == changes
+
+
+def test_a_proxy_that_does_not_say_where_engines_are_is_understood() -> None:
+    """As those of before, of the same version."""
+    body = msgspec.msgpack.encode(
+        [[0, 1, "e0", "e1", 5, 3, 2, 1.5, True, 0.5, True, True], [4, "e0", 64, b"0123456789abcdef"]]
+    )
+    assert decode_changes(body) == [
+        Sent(1, "e0", "e1", 5, 3, 2, 1.5, True, 0.5, True, True),
+        Placed("e0", 64, b"0123456789abcdef"),
+    ]
 
 
 @pytest.mark.parametrize("seed", range(3))
