@@ -159,12 +159,15 @@ def _predicted(axes: Axes, run: Run, slo: Slo, name: str) -> None:
 def _load(axes: Axes, run: Run, slo: Slo) -> None:
     """Both as shares of the objective; without one, of the longest wait or gap seen."""
     loads = run.loads
-    wait_most_s = slo.ttft_s if slo.ttft_s < math.inf else max(loads.wait_s, default=0.0)
-    gap_most_s = slo.gap_s if slo.gap_s < math.inf else max(loads.gap_s, default=0.0)
-    axes.plot(
-        loads.at_s, [wait_s / (wait_most_s or 1.0) for wait_s in loads.wait_s], label="prefill", linewidth=1
-    )
-    axes.plot(loads.at_s, [gap_s / (gap_most_s or 1.0) for gap_s in loads.gap_s], label="decode", linewidth=1)
+    for what, seen_s, objective_s, unit, unit_s in (
+        ("prefill: wait", loads.wait_s, slo.ttft_s, "s", 1.0),
+        ("decode: gap", loads.gap_s, slo.gap_s, "ms", 0.001),
+    ):
+        wanted = objective_s < math.inf
+        most_s = objective_s if wanted else max(seen_s, default=0.0)
+        of = "the objective" if wanted else "the longest"
+        shares = [each_s / (most_s or 1.0) for each_s in seen_s]
+        axes.plot(loads.at_s, shares, label=f"{what} / {of}, {most_s / unit_s:.3g} {unit}", linewidth=1)
     title = f"{report.name(run.plan)}: correlation {loads.correlation():.2f}"
     axes.set(xlabel="time, s", ylabel="load")
     axes.set_title(title, fontsize="medium")

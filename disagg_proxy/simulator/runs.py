@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,6 +18,7 @@ from moonpool.disagg_proxy.simulator.happenings import Happening
 from moonpool.disagg_proxy.simulator.loads import Loads
 from moonpool.disagg_proxy.simulator.results import Results
 from moonpool.disagg_proxy.simulator.trace import Arrival, Trace, read_trace
+from moonpool.disagg_proxy.simulator.workers import get_shared, workers
 
 TELL_EVERY = 2_000  # requests
 SPEED_MIN, SPEED_MAX = 1e-6, 1e6  # times that are too far apart, or too near, are no longer told apart
@@ -114,17 +114,20 @@ def simulate_all(
     """In the order of the plans; ``done`` hears of each in that order."""
     runs = []
     files = {path: read_trace(path) for path in {plan.trace for plan in plans}}  # a pipe is read but once
-    traces = [files[plan.trace] for plan in plans]
     if processes < 2 or len(plans) < 2:
-        for plan, trace in zip(plans, traces, strict=True):
-            runs.append(simulate(plan, trace))
+        for plan in plans:
+            runs.append(simulate(plan, files[plan.trace]))
             done(runs[-1])
         return runs
-    with ProcessPoolExecutor(min(processes, len(plans))) as pool:
-        for run in pool.map(simulate, plans, traces):
+    with workers(min(processes, len(plans)), files) as pool:
+        for run in pool.map(_simulate, plans):
             runs.append(run)
             done(run)
     return runs
+
+
+def _simulate(plan: Plan) -> Run:
+    return simulate(plan, get_shared()[plan.trace])
 
 
 def _told(arrivals: Iterator[Arrival], tell: Callable[[int], None]) -> Iterator[Arrival]:

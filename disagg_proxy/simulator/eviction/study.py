@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from moonpool.disagg_proxy.simulator.eviction.frequency import Lfu, S3Fifo, Siev
 from moonpool.disagg_proxy.simulator.eviction.recency import Batches, Fifo, Lru
 from moonpool.disagg_proxy.simulator.eviction.reuse_index import ReuseIndex
 from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS, Arrival, Trace
+from moonpool.disagg_proxy.simulator.workers import get_shared, workers
 
 CACHES: Mapping[str, Callable[[int], Cache]] = {
     "lru": Lru,
@@ -68,17 +68,9 @@ def study(trace: Trace, questions: Sequence[Question], *, processes: int = 1) ->
     if processes < 2:
         yield from map(partial(hit_rate, rows), questions)
         return
-    with ProcessPoolExecutor(processes, initializer=_take, initargs=(rows,)) as pool:
+    with workers(processes, rows) as pool:
         yield from pool.map(_ask, questions)
 
 
-_rows: Sequence[Arrival] = ()  # of a worker process
-
-
-def _take(rows: Sequence[Arrival]) -> None:
-    global _rows
-    _rows = rows
-
-
 def _ask(question: Question) -> float:
-    return hit_rate(_rows, question)
+    return hit_rate(get_shared(), question)

@@ -118,3 +118,16 @@ def test_loads_that_are_not_drawn_are_told(tmp_path: Path, drawn: list[Figure]) 
     (figure,) = drawn
     assert sum(axes.get_ylabel() == "load" for axes in figure.axes) == run_plots.LOADS_MAX
     assert figure.get_suptitle() == f"loads of the first {run_plots.LOADS_MAX} of {len(runs)} runs"
+
+
+def test_a_load_says_what_it_is_a_share_of(tmp_path: Path, drawn: list[Figure]) -> None:
+    """Without an objective it is 1 at the busiest moment, however idle that is."""
+    for slo in (SLO, Slo()):
+        run_plots.draw(tmp_path / "load.png", [run_of(2)], slo)
+    curves = [panel(figure, "load").lines for figure in drawn]
+    assert [(line.get_label(), round(line.get_ydata()[0], 4)) for lines in curves for line in lines] == [
+        ("prefill: wait / the objective, 1 s", 0.1),
+        ("decode: gap / the objective, 100 ms", 0.2),
+        ("prefill: wait / the objective, 30 s", 0.0033),
+        ("decode: gap / the longest, 20 ms", 1.0),
+    ]
