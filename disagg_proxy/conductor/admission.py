@@ -23,12 +23,12 @@ from typing import NamedTuple
 from moonpool.disagg_proxy.conductor.ahead import Ahead, Occupancy
 from moonpool.disagg_proxy.conductor.answers import Answers, Times
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.demand import Demand
+from moonpool.disagg_proxy.conductor.demand import PER_OCTAVE, Dear, Demand
 from moonpool.disagg_proxy.conductor.instance import Instance, answering
 from moonpool.disagg_proxy.conductor.margin import Margin
 
 LEAD_PRIOR_S = 2.0
-PRIORITY_MOST = 4  # beyond it a priority weighs no more, either way; one more may ask twice as much
+SHORTEST = 2.0 ** (-1 / PER_OCTAVE) * (1 - 1e-9)  # of the lengths of a class, over those behind it; rounded
 GROUPS_MAX = 64  # whose demand is told apart: one for each model that is served
 
 
@@ -107,11 +107,13 @@ class Admission:
     def __len__(self) -> int:
         return len(self._taken)
 
-    def is_dear(self, group: Hashable, request: Request, instances: Sequence[Instance], now_s: float) -> bool:
+    def how_dear(
+        self, group: Hashable, request: Request, instances: Sequence[Instance], now_s: float
+    ) -> Dear:
         """Whether it takes a place at decode that serves more of those that come (``demand.py``). To be asked
         once about each that comes. group: of those that may go to the same instances."""
         if self.look is not Look.AHEAD or not self.objective.any:
-            return False
+            return Dear.ALL
         demand = self._demand.get(group)
         if demand is None:
             if len(self._demand) >= GROUPS_MAX:
@@ -120,8 +122,10 @@ class Admission:
         demand.add(request.tokens, now_s)
         limit_s = self.objective.gap_s / self.gap_margin.factor
         longest = demand.longest(instances, limit_s, self.answers, now_s)
-        urgency: float = 2.0 ** max(min(request.priority, PRIORITY_MOST), -PRIORITY_MOST)
-        return request.tokens > longest * urgency
+        longest *= request.urgency  # whose priority is one more may ask twice as much
+        if request.tokens >= longest:
+            return Dear.NONE
+        return Dear.SOME if request.tokens >= longest * SHORTEST else Dear.ALL
 
     def outlook(
         self,
@@ -204,8 +208,8 @@ class Admission:
         self._taken[name] = _Taken(choice.decode, now_s, objective or self.objective, outlook)
         self._of(choice.decode).taken(name, request.tokens, now_s + outlook.ttft_s, silent=silent)
 
-    def began(self, name: int, now_s: float) -> None:
-        """Its first token is there."""
+    def began(self, name: int, now_s: float, *, heard: bool = True) -> None:
+        """Its first token is there. heard: it has been sent; else only its prompt is known to be."""
         taken = self._taken.get(name)
         if taken is None:
             return
@@ -213,7 +217,8 @@ class Admission:
         ahead.began(name, now_s)
         self._note(taken.decode, ahead, now_s)
         self.leads.observe(took_s)
-        self.ttft_margin.observe(taken.outlook.ttft_s, took_s, taken.objective.ttft_s, now_s)
+        if heard:
+            self.ttft_margin.observe(taken.outlook.ttft_s, took_s, taken.objective.ttft_s, now_s)
 
     def over(
         self,

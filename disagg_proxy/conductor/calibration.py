@@ -35,10 +35,15 @@ class Ratios:
         self.observed += 1
         return True
 
+    @property
+    def known(self) -> bool:
+        """Enough were observed for quantiles."""
+        return len(self._ratios) >= FEWEST
+
     def quantile(self, share: float) -> float:
         """This share of what was observed lately was at most so many times what had been predicted; 1 as long
         as too little is known."""
-        if len(self._ratios) < FEWEST:
+        if not self.known:
             return 1.0
         ordered = self._ordered = self._ordered or sorted(self._ratios)
         return ordered[min(math.ceil(share * len(ordered)), len(ordered)) - 1]

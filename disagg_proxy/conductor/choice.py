@@ -10,6 +10,7 @@ from typing import NamedTuple
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.conductor.sender import Sender
 
+PRIORITY_MOST = 4  # beyond it a priority weighs no more, either way
 ANSWER_TOKENS = 256  # taken for the length of an answer whose request does not limit it
 
 
@@ -32,6 +33,11 @@ class Request(NamedTuple):
     session: str = ""
     holder: Sender | None = None
     gap_s: float = math.inf
+
+    @property
+    def urgency(self) -> float:
+        """What a second of its time counts, beside others'."""
+        return 2.0 ** max(min(self.priority, PRIORITY_MOST), -PRIORITY_MOST)
 
     def own_at(self, instance: Instance) -> int:
         return self.own[instance.place] if instance.place < len(self.own) else 0

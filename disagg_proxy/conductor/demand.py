@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 
@@ -21,6 +22,14 @@ from moonpool.disagg_proxy.conductor.instance import Instance, answering
 PER_OCTAVE = 16  # classes of lengths: within one nobody is dearer
 CLASSES = 24 * PER_OCTAVE
 EVERY_S = 1.0  # the length is an average over a minute
+
+
+class Dear(IntEnum):
+    """How many of those that are as long as a request decode can take, when the shorter ones go first."""
+
+    ALL = 0
+    SOME = 1
+    NONE = 2
 
 
 class Demand:
@@ -43,8 +52,9 @@ class Demand:
         self._came[:, _class(tokens)] += (1.0, tokens)
 
     def longest(self, instances: Sequence[Instance], gap_s: float, answers: Answers, now_s: float) -> float:
-        """Up to so many tokens of a prompt all that comes can decode at those of the instances that decode,
-        none of its gaps longer than gap_s. Infinity as long as it is not known how long answers take."""
+        """Below so many tokens of a prompt what comes can decode at those of the instances that decode, none
+        of its gaps longer than gap_s; only some of the last class. Infinity as long as it is not known how
+        long answers take."""
         if not answers.times.learnt:
             return math.inf
         if not 0.0 <= now_s - self._looked_s < EVERY_S:
@@ -65,7 +75,7 @@ class Demand:
         room = min((each.room_tokens for each in decoding if each.room_tokens), default=math.inf)
         full |= tokens + requests * answers.tokens > room
         full &= requests > 0  # where an empty one is too slow the shortest that come are not dear either
-        # The class in which it becomes full is not dear: decode itself decides about it.
+        # With the class in which it becomes full: of that decode can take some.
         return 2.0 ** ((int(full.argmax()) + 1) / PER_OCTAVE) if full.any() else math.inf
 
 

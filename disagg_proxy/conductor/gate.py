@@ -22,6 +22,7 @@ from collections.abc import Hashable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from moonpool.disagg_proxy.conductor.admission import Refusal
+from moonpool.disagg_proxy.conductor.demand import Dear
 from moonpool.disagg_proxy.conductor.line import Line, Waiting
 
 T = TypeVar("T")
@@ -58,7 +59,7 @@ class Owner(Protocol[T_contra]):
     def gap_s(self, ticket: T_contra) -> float:
         """Its own objective."""
 
-    def is_dear(self, ticket: T_contra, now_s: float) -> bool:
+    def how_dear(self, ticket: T_contra, now_s: float) -> Dear:
         """Whether it takes the place of several others; asked once, when it comes."""
 
     def ask(
@@ -87,9 +88,9 @@ class Gate(Generic[T]):
         """(why it is refused, who else is, for its sake). group, tenant, priority: see Waiting; ttft_s: after
         which nobody wants its first token."""
         owner = self._owner
-        dear = owner.is_dear(ticket, now_s)
+        dear = owner.how_dear(ticket, now_s)
         if not self.line.waiting_max:
-            return owner.ask(ticket, 0.0, now_s, send=True, dear=dear).refusal, None
+            return owner.ask(ticket, 0.0, now_s, send=True, dear=dear is Dear.NONE).refusal, None
         ahead_s = self.line.ahead_s(group, priority) / max(owner.share(ticket), 1)
         gap_s = owner.gap_s(ticket)
         waits = self.line.has_before(group, priority, gap_s) or owner.is_busy(ticket, now_s)

@@ -27,11 +27,11 @@ class Role(Enum):
 class Instance(Standing):
     """What policies weigh is in C++ (``Standing``), where a thousand instances can be weighed at once.
 
-    place: stable position among all engines. known_as: its name for other proxies. room_tokens: what its KV
-    cache holds; 0: not known. load: says how many requests are there, where somebody counts them better than
-    the books. alone: it can answer without another's prefill, or, a prefill engine, by itself. coming,
-    coming_tokens: requests, and tokens of their prompts, that others prefill for it. obeys: it computes what
-    it is told not to fetch; others fetch whatever the pool holds.
+    place: stable position among all engines. known_as, site: its name for other proxies, and where it is.
+    room_tokens: what its KV cache holds; 0: not known. load: says how many requests are there, where somebody
+    counts them better than the books. alone: it can answer without another's prefill, or, a prefill engine,
+    by itself. coming, coming_tokens: requests, and tokens of their prompts, that others prefill for it.
+    obeys: it computes what it is told not to fetch; others fetch whatever the pool holds.
 
     ttft_ratios: how well its first tokens are predicted. flow: what comes to it. sender: what others fetch
     from it. turn: when a policy last chose it, by the policy's own count.
@@ -50,6 +50,7 @@ class Instance(Standing):
         "prefill_model",
         "role",
         "sender",
+        "site",
         "ttft_ratios",
     )
 
@@ -62,12 +63,14 @@ class Instance(Standing):
         room_tokens: int = 0,
         load: Callable[[], int] | None = None,
         known_as: str = "",
+        site: str = "",
     ) -> None:
         books, prefill_model, decode_model = Books(), PrefillModel(), DecodeModel()
         super().__init__(place, room_tokens, books, prefill_model.regression, decode_model.regression)
         self.place = place
         self.name = name
         self.known_as = known_as or name
+        self.site = site
         self.role = role
         self.alone = True
         self.load = load
@@ -92,6 +95,18 @@ class Instance(Standing):
             known = [each.coefficients for each in theirs if each.samples >= LEARNT]
             if known:
                 getattr(self, name).regression.start([fmean(values) for values in zip(*known, strict=True)])
+
+    def teach(self, sisters: Sequence[Instance]) -> None:
+        """Those that have not been observed yet are first taken to be as this one has turned out to be: it
+        would be preferred for ever to what is thought slow, and is not seen."""
+        for name in _MODELS:
+            mine = getattr(self, name).regression
+            if mine.samples < LEARNT:
+                continue
+            for sister in sisters:
+                theirs = getattr(sister, name).regression
+                if not theirs.samples:
+                    theirs.start(mine.coefficients)
 
     def check_integrity(self) -> None:
         self.books.check_integrity()

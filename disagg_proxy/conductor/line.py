@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
+from moonpool.disagg_proxy.conductor.demand import Dear
 from moonpool.disagg_proxy.conductor.fairness import Fairness
 
 FAIRNESSES_MAX = 64  # beyond it those are forgotten for which nobody waits
@@ -38,7 +39,7 @@ class Waiting(Generic[T]):
     deadline_s: float
     work_s: float = 0.0
     gap_s: float = math.inf  # its own objective
-    dear: bool = False  # goes behind the others of its tenant
+    dear: Dear = Dear.ALL  # the dearer, the further back among those of its tenant
     number: int = 0  # of equal deadlines the first to come goes first
     aside: bool = False
 
@@ -243,7 +244,7 @@ class Line(Generic[T]):
 
     def _least_wanted(self, entry: Waiting[T]) -> Waiting[T]:
         """Of the least urgent the last one of the tenant that has most in line. A newcomer that is no more
-        urgent takes such a place only for a tenant that has fewer, or from a dear one of its own tenant:
+        urgent takes such a place only for a tenant that has fewer, or from a dearer one of its own tenant:
         those are sent last, and would fill the line until nobody else gets in."""
         if not self._count:
             return entry
@@ -259,8 +260,8 @@ class Line(Generic[T]):
         out = max(last, key=lambda each: (self._tenants[each.tenant], *_order(each)))
         if entry.priority > priority or self._tenants[out.tenant] > self._tenants[entry.tenant] + 1:
             return out
-        dear = [each for each in last if each.dear and each.tenant == entry.tenant]
-        return entry if entry.dear or not dear else max(dear, key=_order)
+        dearer = [each for each in last if each.dear > entry.dear and each.tenant == entry.tenant]
+        return max(dearer, key=_order) if dearer else entry
 
 
 def _less(counts: Counter[K], value: K) -> None:
@@ -269,5 +270,5 @@ def _less(counts: Counter[K], value: K) -> None:
         del counts[value]
 
 
-def _order(entry: Waiting[T]) -> tuple[bool, float, int]:
+def _order(entry: Waiting[T]) -> tuple[Dear, float, int]:
     return entry.dear, entry.deadline_s, entry.number

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Outlook
 from moonpool.disagg_proxy.conductor.calibration import Calibration
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.instance import LEARNT, Instance
+from moonpool.disagg_proxy.conductor.prediction import DecodeModel, HandoverModel, PrefillModel
 from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
 from moonpool.disagg_proxy.peers.wire import Begun, Change, Gone, Prefilled, Sent
 from moonpool.disagg_proxy.tokens.watch import PredictionWatch
@@ -24,6 +25,7 @@ from moonpool.disagg_proxy.tokens.watch import PredictionWatch
 FORGOTTEN_S = 900.0
 STREAMS_S = 6 * 3600.0
 LEARN_EVERY_S = 0.005  # of one model: more samples say nothing new, and would be a tenth of each decision
+WHOLE_TOKENS_MIN = 32  # of an answer that comes whole: with fewer its hand-over is most of it
 TOLERANCE_TOKENS = 160  # a block of vLLM on a CPU, and a few tokens
 
 _PREFILLED, _BEGUN, _ANSWERED = int(Stage.PREFILLED), int(Stage.BEGUN), int(Outcome.ANSWERED)
@@ -47,12 +49,14 @@ class _Sent:
     computed: bool = False
     decoding: bool = False
     sound: bool = True  # the time of its first token can be
+    decodes_s: float = 0.0  # since when, of an answer that comes whole; 0.0: not known
 
 
 class Accounts:
     """Not thread safe: the dispatcher's lock guards it. changed: hears of each change, for other proxies;
     ended: of each request at its end, with its choice, what was known of it, and when it was sent; went: of
-    each choice that is carried out (a policy's ``sent``)."""
+    each choice that is carried out (a policy's ``sent``); learnt: of an instance when one of its models knows
+    more than a first guess."""
 
     def __init__(self, instances: Sequence[Instance] = (), admission: Admission | None = None) -> None:
         self.admission = admission
@@ -64,6 +68,7 @@ class Accounts:
         self.others: Callable[[], int] = lambda: 0  # requests of other proxies in the books
         self.ended: Callable[[tuple[Observation, Choice, Request, float]], None] | None = None
         self.went: Callable[[Request, Choice, float], None] | None = None
+        self.learnt: Callable[[Instance], None] | None = None
         self._sent: dict[int, _Sent] = {}
         self._learnt_s: dict[object, float] = {}  # by model
         for instance in instances:
@@ -193,6 +198,8 @@ class Accounts:
             computes.books.prefill_ended(observation.request, _no_sooner(at_s, sent), done=False)
             return
         done = computes.books.prefill_ended(observation.request, at_s)
+        if sent.coming and not observation.stream:
+            self._goes_on_unheard(observation.request, sent, at_s)
         if self.admission is not None and done is not None and sent.choice.prefill is None:
             self.admission.stalled(computes, done.seconds, at_s)
         if done is None or not done.tokens or observation.status not in (0, 200):
@@ -201,8 +208,25 @@ class Accounts:
             computes.prefill_model.observe(
                 done.tokens, done.own, done.pool, done.seconds, sent.ahead_s, queued=sent.queued
             )
+            self._tell_sisters(computes, computes.prefill_model)
+            if not sent.choice.decode.prefill_model.regression.samples:  # so it is no faster than is known
+                sent.choice.decode.learn_from((computes,))
+
+    def _goes_on_unheard(self, request: int, sent: _Sent, at_s: float) -> None:
+        """Of an answer that comes whole the first byte is the end, but it is made since its prompt was
+        computed elsewhere."""
+        sent.decodes_s = at_s
+        _arrived(sent)
+        sent.choice.decode.books.decode_began(request, sent.asked.tokens, at_s)
+        sent.decoding = True
+        if self.changed is not None:
+            self.changed(Begun(request, sent.computed))
+        if self.admission is not None:
+            self.admission.began(request, at_s, heard=False)
 
     def _begun(self, observation: Observation, sent: _Sent) -> None:
+        if sent.decodes_s:
+            return
         choice, first_s = sent.choice, observation.first_byte_s
         sent.sound = not observation.stream or self._is_sound(first_s, sent)
         if not sent.sound:
@@ -216,6 +240,7 @@ class Accounts:
             pass  # decode did not wait for its answer: it is still in work
         elif observation.handed_over and observation.prefill_done_s and observation.stream:
             choice.decode.handover_model.observe(sent.asked.tokens, first_s - observation.prefill_done_s)
+            self._tell_sisters(choice.decode, choice.decode.handover_model)
         else:
             choice.computes.books.prefill_ended(observation.request, first_s, done=False)
             sent.computed = True
@@ -240,15 +265,17 @@ class Accounts:
         tokens = observation.completion_tokens if answered and sent.sound else 0
         decoded = choice.decode.books.decode_ended(observation.request, tokens, now_s)
         decode_model = choice.decode.decode_model
-        if decoded is not None and observation.stream and self._is_wanted(decode_model, now_s):
-            decode_model.observe(decoded.batch, decoded.context_tokens, decoded.gap_s)
+        answer_s = _answer_s(observation, sent, tokens) if answered else math.nan
+        gap_s = math.nan if decoded is None else answer_s / (tokens - 1)
+        if decoded is not None and answer_s > 0 and self._is_wanted(decode_model, now_s):
+            decode_model.observe(decoded.batch, decoded.context_tokens, gap_s)
+            self._tell_sisters(choice.decode, decode_model)
         if self.admission is not None:
-            streamed = observation.stream and answered
             self.admission.over(
                 observation.request,
                 now_s,
-                gap_s=decoded.gap_s if streamed and decoded is not None else math.nan,
-                answer_s=now_s - observation.first_byte_s if streamed else math.nan,
+                gap_s=gap_s,
+                answer_s=answer_s,
                 tokens=tokens,
             )
         if answered and observation.status == 200:
@@ -270,6 +297,10 @@ class Accounts:
             return False
         self._learnt_s[model] = at_s
         return True
+
+    def _tell_sisters(self, instance: Instance, model: PrefillModel | HandoverModel | DecodeModel) -> None:
+        if model.regression.samples == LEARNT and self.learnt is not None:
+            self.learnt(instance)
 
     def _compare(self, observation: Observation, sent: _Sent) -> None:
         """The engine's own count of cached tokens with ours."""
@@ -317,12 +348,26 @@ def _said(request: int, sent: _Sent, now_s: float) -> Sent:
         max(now_s - sent.at_s, 0.0),
         sent.computed,
         sent.decoding,
+        computes.site,
+        choice.decode.site,
     )
+
+
+def _answer_s(observation: Observation, sent: _Sent, tokens: int) -> float:
+    """From the first token to the last; NaN: not known. Of an answer that comes whole: since its prompt was
+    computed, less the hand-over as predicted."""
+    if observation.stream:
+        return observation.last_byte_s - observation.first_byte_s
+    if not sent.decodes_s or not observation.handed_over or tokens < WHOLE_TOKENS_MIN:
+        return math.nan  # not handed over: it computed the prompt itself, after all
+    handover_s = sent.choice.decode.handover_model.predict(sent.asked.tokens)
+    answer_s = observation.last_byte_s - sent.decodes_s - handover_s
+    return answer_s if answer_s > 0 else math.nan
 
 
 def _longest_s(sent: _Sent) -> float:
     """How long it may take; an answer that comes whole has no first token to be heard of."""
-    return STREAMS_S if sent.decoding and not sent.silent else FORGOTTEN_S
+    return STREAMS_S if sent.decoding and not sent.silent and not sent.decodes_s else FORGOTTEN_S
 
 
 def _is_forgotten(sent: _Sent, now_s: float) -> bool:

@@ -24,6 +24,7 @@ from moonpool.disagg_proxy.admission.ticket import Ticket
 from moonpool.disagg_proxy.admission.wishes import BadHeader, Wishes
 from moonpool.disagg_proxy.conductor.admission import Admission, Refusal
 from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Choice, Request
+from moonpool.disagg_proxy.conductor.demand import Dear
 from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, RELEASED_MAX, Asked, Gate
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, Plan, refused
@@ -38,6 +39,7 @@ from moonpool.disagg_proxy.dispatch.handovers import Handovers
 from moonpool.disagg_proxy.dispatch.locality import Locality, Place, seed_of
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.engines.sglang import PROMPTS_MAX
+from moonpool.disagg_proxy.peers.sites import site_of
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.source import KnownPrompts, TextPrompt, TokenSource
 
@@ -88,6 +90,7 @@ class Dispatcher:
         self.placed: Callable[[Instance, Place], None] | None = None  # hears where each prompt went
         self._policy, self._hook = policy, hook_of(policy)
         self.accounts.went = self._went
+        self.accounts.learnt = self._learnt
         # Of a policy that looks at prompts every record is kept account of.
         self._read = observations.read if policy.uses_tokens else observations.read_kept
         self._locality = locality
@@ -189,6 +192,7 @@ class Dispatcher:
             Role(engine.role),
             load=engine.load,
             known_as=engine.spec.known_as,
+            site=site_of(*engine.spec.address),
         )
         with self._lock:
             self.accounts.join(instance)
@@ -391,10 +395,12 @@ class Dispatcher:
     def gap_s(self, ticket: Ticket) -> float:
         return ticket.objective.gap_s
 
-    def is_dear(self, ticket: Ticket, now_s: float) -> bool:
+    def how_dear(self, ticket: Ticket, now_s: float) -> Dear:
         assert self.admission is not None
         instances = self._able(ticket).instances
-        return bool(instances) and self.admission.is_dear(ticket.model, ticket.asked, instances, now_s)
+        if not instances:
+            return Dear.ALL
+        return self.admission.how_dear(ticket.model, ticket.asked, instances, now_s)
 
     def ask(self, ticket: Ticket, waited_s: float, now_s: float, *, send: bool, dear: bool = False) -> Asked:
         assert self.admission is not None
@@ -451,6 +457,11 @@ class Dispatcher:
             self._hook(asked, choice, now_s)
         except Exception:  # a policy of the user's own; the request is on its way
             self._policy_failed("the policy failed when it was told what was sent; the request goes on")
+
+    def _learnt(self, instance: Instance) -> None:
+        engine = self.candidates.at[instance.place]
+        if engine is not None:
+            instance.teach(list(self.candidates.sisters(engine)))
 
     def _policy_failed(
         self, what: str = "the policy failed; the request goes to the first engine that may have it"

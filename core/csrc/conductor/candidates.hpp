@@ -53,6 +53,7 @@ struct Prompt {
     double harm = 0;     // what a second of work costs those who come later, for each second before it
     double chance = 0;   // that a token which is driven out must be computed again
     double spare_s = 0;  // so much more than to compute a fetch may cost, to see what it does
+    double stalled = 0;  // what a second counts in which one that decodes there gets no tokens
     const Standing* without = nullptr;  // is no candidate, unless it is the only one
     const Standing* last = nullptr;     // where its conversation was
     int64_t last_own = -1;              // what that holds of it; -1: as the others, by place

@@ -9,7 +9,9 @@
         chosen longest ago; a conversation stays where it was, when predictions are no better than to tell
     decode: among those with room for prompt and answer, the least predicted gap between tokens
     where some engines serve requests whole beside others for prefill and decode: the best of those, at
-        cost + x (requests that decode there), or the best pair, at cost + urgency hand-over
+        cost + x (requests that decode there), or the best pair, at cost + urgency hand-over; so decode
+        engines, too, for what makes no gap of more than 0.3 s, where a prefill engine has less of it or would
+        keep it waiting
 
 The paper chooses between fetching and computing by a threshold set by hand; here the model does. Affinity
 needs no slack set by hand, either: where a prefix lies work is saved, and what saved work is worth to those
@@ -23,13 +25,19 @@ from typing import NamedTuple
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
-from moonpool.disagg_proxy.conductor.policies.roles import Group, Roles, is_worth_splitting
+from moonpool.disagg_proxy.conductor.policies.roles import (
+    SPLIT_TOKENS_MIN,
+    Group,
+    Groups,
+    Roles,
+    is_worth_splitting,
+)
 from moonpool.disagg_proxy.conductor.sessions import Sessions
 from moonpool.disagg_proxy.conductor.space import Space
 
-PRIORITY_MOST = 4  # beyond it a priority weighs no more, either way
 TRY_SHARE = 0.02  # of requests' time, that fetches may cost which seem not worth it: to find out a mistake
 TRY_MOST = 20.0  # times a request's time that may be saved up for that
+GAP_MOST_S = 0.3  # between two tokens, by a prompt in between, where nobody wants less: the paper's loosest
 _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 
 
@@ -65,8 +73,9 @@ class Conductor:
             if is_worth_splitting(request, decode):
                 taken = decode if decode.role is _PREFILL else None  # nobody else answers
                 best = self._compute(request, groups.givers[decode.alone], now_s, without=taken)
-                whole = self._compute(request, groups.whole, now_s) if groups.whole else None
-                if whole is None or self._is_apart_better(request, decode, best, whole):
+                apart = best.cost + request.urgency * decode.handover_model.predict(request.tokens)
+                whole = self._beside(request, groups, best, now_s)
+                if whole is None or apart < whole.cost:
                     prefill = None if best.instance is decode else best.instance
                     return self._choice(request, decode, prefill, best, gap_s)
                 return self._whole(request, whole)
@@ -84,9 +93,37 @@ class Conductor:
         self._space.observe(request.tokens - own, own + (in_pool if choice.fetch else 0))
         self._sessions.keep(request.session, computes, request.tokens)
 
+    def _beside(self, request: Request, groups: Groups, apart: _Found, now_s: float) -> _Found | None:
+        """Who would serve it without a hand-over, at the least cost to itself and to those that decode there.
+        apart: who would compute it for one. Decode engines are left alone unless it would wait there, or they
+        hold so much more of it as would be worth one."""
+        whole = self._compute(request, groups.whole, now_s, stalled=1.0) if groups.whole else None
+        if not groups.decoding or not request.tokens:
+            return whole
+        found = self._compute(request, groups.decoding, now_s, stalled=1.0)
+        waits = apart.ttft_s > apart.prefill_s
+        there = max(apart.own, request.pool if apart.fetches else 0)
+        if not waits and found.own < there + SPLIT_TOKENS_MIN:
+            return whole
+        its = found.instance
+        need = request.tokens + request.answer_tokens + its.coming_tokens
+        gap_s = its.gap_s(request.tokens) + found.ttft_s  # what is in line there may come in the same step
+        if gap_s > min(request.gap_s, GAP_MOST_S) or not its.has_room(need):
+            return whole
+        if whole is not None and whole.cost <= found.cost:
+            return whole
+        return found._replace(reason="prefill_busy") if waits else found
+
     def _compute(
-        self, request: Request, group: Group, now_s: float, *, without: Instance | None = None
+        self,
+        request: Request,
+        group: Group,
+        now_s: float,
+        *,
+        without: Instance | None = None,
+        stalled: float = 0.0,
     ) -> _Found:
+        """stalled: what a second counts in which those that decode there get no tokens."""
         tokens, last_own = request.tokens, -1
         last = self._sessions.find(request.session)
         if last is not None and not tokens:  # as long as its last prompt, which is there
@@ -97,10 +134,11 @@ class Conductor:
             request.pool,
             now_s,
             ahead_s=request.holder.ahead_s(now_s) if request.holder is not None else 0.0,
-            urgency=_urgency(request),
+            urgency=request.urgency,
             harm=group.harm(now_s),
             chance=self._space.chance,
             spare_s=self._spare_s,
+            stalled=stalled,
             without=without,
             last=last and last.instance,
             last_own=last_own,
@@ -112,14 +150,6 @@ class Conductor:
     def _decode(request: Request, group: Group) -> tuple[Instance, float]:
         which, gap_s = group.candidates.least_gap(request.tokens, request.tokens + request.answer_tokens)
         return group[which], gap_s
-
-    @staticmethod
-    def _is_apart_better(request: Request, decode: Instance, apart: _Found, whole: _Found) -> bool:
-        """Whether to compute the prompt elsewhere and to hand it to decode costs less than to serve it whole,
-        where those that decode get no tokens meanwhile."""
-        handover_s = decode.handover_model.predict(request.tokens)
-        stalled_s = whole.instance.books.decodes * whole.prefill_s
-        return apart.cost + _urgency(request) * handover_s < whole.cost + stalled_s
 
     def _whole(self, request: Request, best: _Found) -> Choice:
         return self._choice(request, best.instance, None, best, best.instance.gap_s(request.tokens))
@@ -153,7 +183,3 @@ class Conductor:
             best.fetches or not in_pool,
             best.lost_s,
         )
-
-
-def _urgency(request: Request) -> float:
-    return 2.0 ** max(min(request.priority, PRIORITY_MOST), -PRIORITY_MOST)

@@ -54,13 +54,15 @@ class Groups(NamedTuple):
     """Each is ordered by place.
 
     alone: can answer without another's prefill. takers: can answer with it; none where no pair can be made.
-    whole: of those alone the ones that are weighed beside pairs. givers: compute prompts for others, by
-    whether those can answer alone; SGLang's cannot, and meet only each other. computing: givers and whole.
+    whole: of those alone the ones that are weighed beside pairs; decoding: the others, which compute a prompt
+    only if that is short. givers: compute prompts for others, by whether those can answer alone; SGLang's
+    cannot, and meet only each other. computing: givers and whole.
     """
 
     alone: Group
     takers: Group
     whole: Group
+    decoding: Group
     givers: Mapping[bool, Group]
     computing: Mapping[bool, Group]
 
@@ -70,7 +72,8 @@ class Groups(NamedTuple):
         answering = decoders(instances)
         kinds = {each.alone for each in prefill}
         alone = [each for each in answering if each.alone]
-        takers = [each for each in answering if each.alone in kinds]
+        able = [each for each in answering if each.alone or each.role is not _PREFILL]
+        takers = [each for each in able if each.alone in kinds]
         if not alone and not takers:  # nobody can serve it: whoever is chosen says why
             alone, takers = answering, answering if prefill else []
         pairs = frozenset(each.place for each in takers)
@@ -80,6 +83,7 @@ class Groups(NamedTuple):
             Group(alone),
             Group(takers),
             Group(whole),
+            Group(each for each in alone if each.role is Role.DECODE and each.place in pairs),
             {kind: Group(givers[kind]) for kind in _KINDS},
             {kind: Group(sorted(givers[kind] + whole, key=_place)) for kind in _KINDS},
         )

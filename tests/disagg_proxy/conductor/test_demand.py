@@ -11,7 +11,7 @@ import pytest
 from moonpool.disagg_proxy.conductor.admission import Admission, Look, Objective
 from moonpool.disagg_proxy.conductor.answers import Answers
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.demand import EVERY_S, PER_OCTAVE, Demand
+from moonpool.disagg_proxy.conductor.demand import EVERY_S, PER_OCTAVE, Dear, Demand
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 
 WITHIN = 2.0 ** (1.5 / PER_OCTAVE)  # a class and a half
@@ -120,10 +120,10 @@ def test_what_is_not_known_makes_nobody_dear() -> None:
 def test_it_costs_an_arrival_next_to_nothing_however_many_instances_there_are() -> None:
     gate, fleet = admission(), tuple(decodes(1_000))
     asked = [Request(1_000 * number) for number in range(1, 1_001)]
-    gate.is_dear("g", asked[0], fleet, 0.0)
+    gate.how_dear("g", asked[0], fleet, 0.0)
     began_s = time.process_time()
     for request in asked:
-        gate.is_dear("g", request, fleet, 0.5)
+        gate.how_dear("g", request, fleet, 0.5)
     assert time.process_time() - began_s < 0.04  # 3 ms; with a look at each instance 70
 
 
@@ -136,14 +136,14 @@ def admission(look: Look = Look.AHEAD, gap_s: float = 0.05) -> Admission:
 def test_only_under_overload_and_by_priority_and_by_group() -> None:
     fleet = [Instance(9, "p", Role.PREFILL), *decodes(1)]
 
-    def dear(gate: Admission, rate: float, request: Request, group: str = "g") -> bool:
+    def dear(gate: Admission, rate: float, request: Request, group: str = "g") -> Dear:
         chance = random.Random(1)
         for number in range(int(300 * rate)):
-            gate.is_dear("g", Request(chance.randrange(100, 100_000)), fleet, number / rate)
-        return gate.is_dear(group, request, fleet, 300.0)
+            gate.how_dear("g", Request(chance.randrange(100, 100_000)), fleet, number / rate)
+        return gate.how_dear(group, request, fleet, 300.0)
 
     long = Request(60_000)
-    assert dear(admission(), 10.0, long)
+    assert dear(admission(), 10.0, long) is Dear.NONE
     assert not dear(admission(), 10.0, Request(500))
     assert not dear(admission(), 10.0, long._replace(priority=2))
     assert not dear(admission(), 10.0, long, group="another model")
@@ -152,8 +152,31 @@ def test_only_under_overload_and_by_priority_and_by_group() -> None:
     assert not dear(admission(gap_s=math.inf), 10.0, long)
     gate = admission()
     for group in range(1_000):
-        gate.is_dear(group, long, fleet, 0.0)
+        gate.how_dear(group, long, fleet, 0.0)
     assert len(gate._demand) <= 64
+
+
+def test_where_decode_can_take_some_of_one_length_they_are_dearer_than_the_shorter_ones() -> None:
+    fleet = decodes(1)
+    gate = admission()
+    chance = random.Random(1)
+    for number in range(3_000):  # at once 50 of each: 0.01 + 0.0003 x 50 + 2e-5 x 50 of the short ones
+        gate.how_dear("g", Request(chance.choice([1_000, 40_000, 80_000])), fleet, number / 15)
+    found = [gate.how_dear("g", Request(tokens), fleet, 200.0) for tokens in (1_000, 40_000, 80_000)]
+    assert found == [Dear.ALL, Dear.SOME, Dear.NONE]
+    urgent = [Request(tokens, priority=1) for tokens in (40_000, 80_000)]
+    assert [gate.how_dear("g", each, fleet, 200.0) for each in urgent] == [Dear.ALL, Dear.SOME]
+
+
+def test_lengths_at_which_a_class_begins_are_of_that_class() -> None:
+    """Powers of two, which measurements like."""
+    fleet = decodes(1)
+    for some, none in ((32_000, 32_768), (32_768, 80_000), (32_768, 65_536)):
+        gate, chance = admission(), random.Random(1)
+        for number in range(3_000):
+            gate.how_dear("g", Request(chance.choice([1_000, some, none])), fleet, number / 15)
+        found = [gate.how_dear("g", Request(tokens), fleet, 200.0) for tokens in (1_000, some, none)]
+        assert found == [Dear.ALL, Dear.SOME, Dear.NONE], (some, none)
 
 
 def test_a_dear_one_is_taken_where_nobody_needs_its_place() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from moonpool.disagg_proxy.conductor.admission import Refusal
+from moonpool.disagg_proxy.conductor.demand import Dear
 from moonpool.disagg_proxy.conductor.gate import RELEASED_MAX, TURN_EVERY_S, Asked, Gate
 from moonpool.disagg_proxy.conductor.line import FAIRNESSES_MAX, TENANTS_MAX, Line, Waiting
 
@@ -28,6 +29,7 @@ class Engine:
     sent: list[int] = field(default_factory=list)
     waited_s: dict[int, float] = field(default_factory=dict)
     dear: set[int] = field(default_factory=set)
+    dearer: set[int] = field(default_factory=set)  # than others, less than those
 
     def is_busy(self, ticket: int, now_s: float) -> bool:
         return not self.free
@@ -41,8 +43,8 @@ class Engine:
     def gap_s(self, ticket: int) -> float:
         return 0.01 if self.slow or ticket in self.strict | self.want_as_much else 0.1
 
-    def is_dear(self, ticket: int, now_s: float) -> bool:
-        return ticket in self.dear
+    def how_dear(self, ticket: int, now_s: float) -> Dear:
+        return Dear.NONE if ticket in self.dear else Dear.SOME if ticket in self.dearer else Dear.ALL
 
     def ask(self, ticket: int, waited_s: float, now_s: float, *, send: bool, dear: bool = False) -> Asked:
         self.waited_s[ticket] = waited_s
@@ -363,9 +365,22 @@ def test_dear_ones_that_fill_the_line_make_room_for_others_of_their_tenant() -> 
     assert why(few.arrive(4, "g", "b", 0, 60.0, 0.0)) == "queue_full"  # another tenant's share is its own
 
 
-def test_however_many_dear_ones_come_a_short_line_serves_the_others() -> None:
+def test_of_a_length_that_decode_can_take_in_part_they_are_between_the_shorter_and_the_longer() -> None:
+    engine = Engine(free=False, dear={1}, dearer={2, 5, 9})
+    gate: Gate[int] = Gate(engine, 3, 60.0)
+    for ticket in range(1, 4):
+        gate.arrive(ticket, "g", "", 0, 60.0, float(ticket))
+    out = [gate.arrive(ticket, "g", "", 0, 60.0, 4.0)[1] for ticket in (4, 5, 6, 7)]
+    assert [each and each[0] for each in out] == [1, None, 2, None]  # for 4 and 6; 5 and 7 get no place
+    gate.line.check_integrity()
+    without: Gate[int] = Gate(Engine(dearer={9}), 0, 60.0)
+    assert why(without.arrive(9, "g", "", 0, 30.0, 0.0)) == ""  # decode itself decides
+
+
+@pytest.mark.parametrize("dear", ["dear", "dearer"])
+def test_however_many_dear_ones_come_a_short_line_serves_the_others(dear: str) -> None:
     """Five a second can be served, of 4.5 that are not dear and ten that are."""
-    engine = Engine(dear=set(range(0, 100_000, 2)))
+    engine = Engine(**{dear: set(range(0, 100_000, 2))})  # type: ignore[arg-type]
     gate: Gate[int] = Gate(engine, 50, 30.0)
     came: list[int] = []
     for tick in range(20 * 100):

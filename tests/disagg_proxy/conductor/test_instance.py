@@ -63,3 +63,17 @@ def test_of_many_sisters_a_few_are_asked() -> None:
 
     Instance(0, "new").learn_from(sisters())  # type: ignore[arg-type]
     assert asked == SISTERS_MAX
+
+
+def test_what_one_has_learnt_is_the_first_guess_of_sisters_that_nobody_has_observed() -> None:
+    one, fresh, observed = taught(0, 1e-4), Instance(1, "fresh"), taught(2, 3e-4, samples=1)
+    seen_s = observed.prefill_model.predict(10_000)
+    taught(3, 5e-3, samples=LEARNT - 1).teach([fresh, observed])
+    one.teach([fresh, observed])
+    for ask in (
+        lambda each: each.prefill_model.predict(10_000, 4_000),
+        lambda each: each.handover_model.predict(5_000),
+        lambda each: each.decode_model.predict(10, 50_000),
+    ):
+        assert ask(fresh) == pytest.approx(ask(one))
+    assert observed.prefill_model.predict(10_000) == seen_s

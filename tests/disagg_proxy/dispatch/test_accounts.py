@@ -9,6 +9,7 @@ import pytest
 from moonpool.disagg_proxy.conductor.admission import Admission, Objective
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
 from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
 from moonpool.disagg_proxy.dispatch.accounts import FORGOTTEN_S, STREAMS_S, Accounts
 
@@ -71,6 +72,79 @@ def test_prefill_and_decode_apart_teach_each_its_own() -> None:
     assert prefill.prefill_model.predict(4_000) == pytest.approx(2.0, rel=0.1)
     assert decode.handover_model.predict(4_000) == pytest.approx(0.5, rel=0.1)
     assert decode.prefill_model.regression.samples == 0
+    assert decode.prefill_model.predict(4_000) == pytest.approx(2.0, rel=0.1)  # no faster than who is known
+
+
+def test_a_decode_engine_that_has_computed_nothing_is_not_thought_to_be_fast() -> None:
+    """Whole answers never tell how long it computes: with the prior, a tenth of the truth here, it would take
+    2.5 s of prompts between two tokens, and not 0.3."""
+    accounts, prefill, decode = pair()
+    for number in range(30):
+        start_s, tokens = number * 10.0, 500 + 100 * number
+        accounts.sent(number, Choice(decode, prefill), Request(tokens), streams=False, now_s=start_s)
+        done_s = start_s + 0.001 * tokens
+        seen = BLANK._replace(request=number, prefill=0, decode=1, prefill_done_s=done_s, stream=0)
+        accounts.learn(seen._replace(stage=Stage.PREFILLED))
+        accounts.learn(seen._replace(first_byte_s=done_s + 1.0, last_byte_s=done_s + 1.0, handed_over=1))
+    prefill.books.prefill_began(30, 3_000, 0, 0, 3.0, 300.0)
+    policy = Conductor()
+    assert policy.choose(Request(2_500), (prefill, decode), 300.0).prefill is prefill
+    assert policy.choose(Request(260), (prefill, decode), 300.0).prefill is None
+
+
+def whole(
+    accounts: Accounts,
+    number: int,
+    start_s: float,
+    tokens: int,
+    *,
+    begins: bool = False,
+    handed: Handed = Handed.TWO_STEP,
+) -> None:
+    """An answer that is no stream: 2 s of prefill, and 0.1 s for each token. begins: its first byte is told
+    before its end."""
+    prefill, decode = accounts.instances
+    asked, choice = Request(tokens=4_000), Choice(decode, prefill)
+    admission = accounts.admission
+    outlook = None if admission is None else admission.outlook(asked, choice, start_s)
+    accounts.sent(number, choice, asked, streams=False, now_s=start_s, outlook=outlook)
+    seen = BLANK._replace(request=number, stream=0, handed_over=handed, prefill_done_s=start_s + 2.0)
+    accounts.learn(seen._replace(stage=Stage.PREFILLED))
+    assert (prefill.in_flight, decode.in_flight, decode.coming) == (0, 1, 0)
+    last_s = start_s + 2.0 + tokens * 0.1
+    seen = seen._replace(first_byte_s=last_s, last_byte_s=last_s, completion_tokens=tokens)
+    if begins:
+        accounts.learn(seen._replace(stage=Stage.BEGUN))
+    accounts.learn(seen)
+    assert decode.in_flight == 0
+    accounts.check_integrity()
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_an_answer_that_comes_whole_teaches_decode_where_its_prefill_was_heard_of(begins: bool) -> None:
+    accounts, prefill, decode = pair()
+    admission = accounts.admission = Admission(Objective(ttft_s=2.5, gap_s=0.2))
+    for number in range(50):
+        whole(accounts, number, number * 20.0, 100, begins=begins)
+    assert prefill.prefill_model.predict(4_000) == pytest.approx(2.0, rel=0.1)
+    assert decode.decode_model.predict(1, 4_000) == pytest.approx(0.1, rel=0.1)
+    assert decode.handover_model.regression.samples == 0
+    assert admission.answers.times.learnt  # who is dear is known
+    assert admission.answers.times.mean_s == pytest.approx(10.0, rel=0.1)
+    assert admission.ttft_margin.factor == 1.0  # of first tokens nothing was heard
+
+
+@pytest.mark.parametrize(("tokens", "handed"), [(10, Handed.TWO_STEP), (100, Handed.NOT)])
+def test_a_whole_answer_that_may_be_something_else_mostly_teaches_decode_nothing(
+    tokens: int, handed: Handed
+) -> None:
+    """Its hand-over; or its prompt, which the prefill engine said it had computed, and not where it lies."""
+    accounts, _, decode = pair()
+    accounts.admission = Admission(Objective(gap_s=0.2))
+    for number in range(50):
+        whole(accounts, number, number * 20.0, tokens, handed=handed)
+    assert decode.decode_model.regression.samples == 0
+    assert not accounts.admission.answers.times.learnt
 
 
 @pytest.mark.parametrize("form", [Handed.CONCURRENT, Handed.ONE_SHOT, Handed.GENERATION_FIRST])

@@ -124,6 +124,40 @@ def test_decode_is_asked_while_prefill_computes() -> None:
     play(scenario)
 
 
+def test_equal_engines_share_what_is_not_much() -> None:
+    """No engine is left out because of a first guess that the others have turned out not to deserve."""
+
+    async def scenario() -> None:
+        mock = MockSettings(timing=Timing(prefill_s_per_token=5e-6))
+        async with fleet("prefill", "prefill", "decode", "decode", mock=mock) as f:
+            for number in range(80):
+                await stream_of(f, f"{number} {PROMPT}")
+            served = {name: engine.counts["finished"] for name, engine in f.engines.items()}
+            assert min(served.values()) >= 15, served
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("handover", [*FORMS, "context_first", "generation_first"])
+def test_a_short_prompt_does_not_wait_for_a_long_one(handover: str) -> None:
+    async def scenario() -> None:
+        mock = MockSettings(timing=SLOW_PREFILL)
+        async with fleet("prefill", "decode", handover=handover, mock=mock) as f:
+            asking = asyncio.ensure_future(f.ask(20 * PROMPT))
+            prefill, decode = engine_of(f, "prefill"), engine_of(f, "decode")
+            await until(lambda: bool(prefill.batch.running))
+            answer, why = await f.ask(f"short {PROMPT}")
+            assert text_of(answer) == text_for(f"short {PROMPT}")
+            assert (why["prefill"], why["reason"]) == (None, "prefill_busy")
+            assert not asking.done()
+            assert text_of((await asking)[0]) == text_for(20 * PROMPT)
+            _, why = await f.ask(f"another {PROMPT}")
+            assert why["prefill"] == "prefill-0"  # which is idle
+            await until(lambda: decode.accounts()["running"] == 0)
+
+    play(scenario)
+
+
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("handover", [*FORMS, "context_first", "generation_first"])
 def test_a_prefill_engine_that_dies(handover: str, streams: bool) -> None:

@@ -53,6 +53,23 @@ def test_who_is_refused_after_its_prefill_has_cost_it() -> None:
     assert busy_early_s == pytest.approx((300 - refused[1]) * 0.3, rel=0.01)
 
 
+def test_long_prompts_of_one_length_leave_a_short_queue_to_the_others() -> None:
+    """Decode could take half of them, if nobody else came in; such a queue served half as many as none."""
+    chance = random.Random(1)
+    arrivals = [
+        Arrival(number / 4, 60_000 if chance.random() < 0.5 else 4_000, 300, (number,))
+        for number in range(1200)
+    ]
+    objective = Objective(ttft_s=30.0, gap_s=0.05)
+    good = []
+    for queue in (0, 15):
+        jobs: list[Job] = []
+        desk = Desk(make_policy("conductor"), Admission(objective, Look.AHEAD), queue, 60.0)
+        Cluster(ClusterSettings(prefill=8, decode=1), [desk], jobs.append).run(arrivals)
+        good.append(sum(not job.why_not and job.ttft_s <= 30.0 and job.gap_s <= 0.05 for job in jobs))
+    assert good[1] > good[0]
+
+
 def test_a_queue_serves_later_what_would_be_refused_now() -> None:
     objective = Objective(ttft_s=120.0, gap_s=0.08)
     without, _ = served(Look.AHEAD, objective, crowd(200))

@@ -49,12 +49,13 @@ def test_a_prompt_whose_instance_dies_is_computed_by_another() -> None:
 
 def test_an_answer_that_had_begun_is_lost_and_one_that_had_not_is_not() -> None:
     settings = ClusterSettings(prefill=1, decode=2, machine=PLAIN)
-    arrivals = [Arrival(0.0, 1000, 501, (1, 2)), Arrival(0.0, 1000, 501, (3, 4))]
-    begun, waiting = run(settings, arrivals, "1.5 kill decode-0", "1.5 kill decode-1", "1.6 join decode-1")
+    blocks = tuple(range(6)), tuple(range(6, 12))
+    arrivals = [Arrival(0.0, 3000, 501, each) for each in blocks]
+    begun, waiting = run(settings, arrivals, "3.5 kill decode-0", "3.5 kill decode-1", "3.6 join decode-1")
     assert (begun.why_not, waiting.why_not) == ("lost", "")
     # Its own prompt was being computed, and was found again behind a millisecond for each token that is not.
     assert waiting.attempt == 1
-    assert waiting.first_s == pytest.approx(2.0 + (1000 - BLOCK_TOKENS) / 1000)
+    assert waiting.first_s == pytest.approx(6.0 + (3000 - 5 * BLOCK_TOKENS) / 1000)
 
 
 def test_a_hand_over_from_an_instance_that_dies_begins_anew() -> None:

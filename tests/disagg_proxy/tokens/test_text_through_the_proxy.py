@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from moonpool.disagg_proxy.mock_engine.settings import MockSettings
+from moonpool.disagg_proxy.mock_engine.timing import Timing
 from tests.disagg_proxy.test_fleet import fleet, play
 
 
 def test_each_text_is_decided_about_by_its_ids(model_folder: Path) -> None:
     async def scenario() -> None:
-        async with fleet("prefill", "prefill", "decode", "decode", tokenizer=(f"mock={model_folder}",)) as f:
+        mock = MockSettings(timing=Timing(prefill_s_per_token=5e-5))  # 0.1 s of each text
+        tokenizer = (f"mock={model_folder}",)
+        async with fleet("prefill", "prefill", "decode", "decode", mock=mock, tokenizer=tokenizer) as f:
             texts = [f"talk {number}: " + "lorem ipsum " * 200 for number in range(40)]
             whys = [why for _, why in await asyncio.gather(*map(f.ask, texts))]
             assert all(why["prompt_tokens"] > 500 for why in whys)

@@ -28,6 +28,7 @@ def cheapest(
     harm: float,
     chance: float,
     spare_s: float,
+    stalled: float,
     without: Instance | None,
     last: Instance | None,
     last_own: int,
@@ -58,6 +59,7 @@ def cheapest(
                 transfer_s, fetches = 0.0, False
         ttft_s = wait_s + prefill_s
         cost = urgency * ttft_s + harm * prefill_s * (wait_s + 0.5 * prefill_s) + chance * b * _K * rest
+        cost += stalled * instance.books.decodes * prefill_s
         found.append((cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s))
     row, reason = _best(found, last, noise)
     cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s = row

@@ -56,6 +56,7 @@ def test_random_fleets_are_weighed_as_by_plain_python(rng: random.Random) -> Non
             "harm": rng.choice((0.0, rng.random() * 10)),
             "chance": rng.choice((0.0, 0.25)),
             "spare_s": rng.choice((0.0, rng.random())),
+            "stalled": rng.choice((0.0, 1.0)),
             "noise": rng.choice((0.0, rng.random())),
         }
         last = rng.choice((None, rng.choice(fleet)))

@@ -321,3 +321,58 @@ def test_a_short_rest_is_computed_where_others_decode_only_if_their_gaps_allow_i
     assert Conductor().choose(asked, engines, 0.0).prefill is prefill
     assert Conductor().choose(asked._replace(gap_s=0.08), engines, 0.0).prefill is None  # 10 ms and 50
     assert Conductor().choose(Request(100), engines, 0.0).prefill is None
+
+
+def test_short_prompts_are_computed_where_they_are_decoded_while_prefill_engines_are_busy() -> None:
+    """If that costs less than the wait, what those that decode there go without counted in."""
+    prefill = Instance(0, "p", Role.PREFILL)
+    decodes = tuple(Instance(place, f"d{place}", Role.DECODE) for place in (1, 2))
+    engines = (prefill, *decodes)
+
+    def computes(request: Request) -> Instance:
+        return Conductor().choose(request, engines, 0.0).computes
+
+    asked = Request(1_000)  # 0.12 s
+    assert computes(asked) is prefill  # which is idle: decode engines are left alone
+    known = Request(8_000, (2_000, 7_000))
+    assert computes(known) is decodes[0]
+    assert computes(known._replace(pool=7_500)) is prefill  # which would fetch as much
+    assert computes(Request(8_000, (6_800, 7_000))) is prefill
+    busy(prefill, 1.0)
+    assert computes(asked) in decodes
+    assert computes(Request(3_000)) is prefill  # 0.33 s
+    assert computes(Request(21_000, (0, 0, 20_000))) is decodes[1]
+    assert computes(Request(21_000, (), 20_000)) in decodes
+    assert computes(Request(0)) is prefill  # nobody knows how long it is
+
+    for request in range(3):
+        decodes[0].books.decode_began(request, 100, 0.0)
+    assert computes(asked) is decodes[1]
+    for request in range(30):
+        decodes[1].books.decode_began(request, 100, 0.0)
+    assert computes(asked) is decodes[0]  # three wait
+    assert computes(asked._replace(gap_s=0.1)) is prefill
+    busy(decodes[0], 0.2)
+    assert computes(asked) is prefill  # both prompts may come between two tokens
+    decodes[0].books.prefill_ended(1_000, 0.0)
+    decodes[0].room_tokens = 1_000
+    assert computes(asked) is prefill  # thirty would wait
+    decodes[0].room_tokens = 0
+    for request in range(3, 30):
+        decodes[0].books.decode_began(request, 100, 0.0)
+    assert computes(asked) is prefill
+    busy(prefill, 9.0, request=2_000)
+    assert computes(asked) in decodes
+    for instance in engines:  # such as meet only each other
+        instance.alone = False
+    assert computes(asked) is prefill
+
+
+def test_of_whole_engines_beside_one_for_prefill_those_are_spared_where_many_decode() -> None:
+    roles = (Role.PREFILL, Role.BOTH, Role.BOTH)
+    engines = tuple(Instance(place, f"e{place}", role) for place, role in enumerate(roles))
+    busy(engines[0], 60.0)
+    busy(engines[1], 0.1)
+    for request in range(10):
+        engines[2].books.decode_began(request, 100, 0.0)
+    assert Conductor().choose(Request(8_000), engines, 0.0).computes is engines[1]

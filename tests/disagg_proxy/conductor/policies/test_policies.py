@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
 
@@ -36,8 +37,19 @@ def busy(instance: Instance, seconds: float, request: int = 1000) -> None:
 def test_round_robin_takes_each_in_its_turn_while_others_come_and_go() -> None:
     policy, engines = RoundRobin(), fleet(both=3)
     assert [send(policy, Request(), engines).decode.place for _ in range(4)] == [0, 1, 2, 0]
-    assert send(policy, Request(), engines[::2]).decode.place == 2
-    assert send(policy, Request(), engines).decode.place == 0
+    assert send(policy, Request(), engines[::2]).decode.place == 2  # the other's turn is not over by that
+    assert [send(policy, Request(), engines).decode.place for _ in range(4)] == [1, 0, 2, 1]
+
+
+def test_round_robin_is_fair_to_the_engines_of_each_model() -> None:
+    """Requests for two models by turns: neither's turn begins the other's anew."""
+    policy, engines = RoundRobin(), fleet(both=4)
+    choices = [send(policy, Request(), engines[start : start + 2]) for start in (0, 2) * 10]
+    assert Counter(choice.decode.place for choice in choices) == {0: 5, 1: 5, 2: 5, 3: 5}
+    apart = [Instance(place, f"e{place}", role) for place, role in enumerate([Role.PREFILL, Role.DECODE] * 4)]
+    choices = [send(policy, Request(), apart[start : start + 4]) for start in (0, 4) * 10]
+    assert Counter(choice.decode.place for choice in choices) == {1: 5, 3: 5, 5: 5, 7: 5}
+    assert Counter(choice.computes.place for choice in choices) == {0: 5, 2: 5, 4: 5, 6: 5}
 
 
 def test_round_robin_is_fair_over_every_subset() -> None:
@@ -54,6 +66,34 @@ def test_round_robin_has_a_turn_for_each_role() -> None:
     pairs = [send(policy, Request(), engines) for _ in range(6)]
     assert [each.decode.place for each in pairs] == [2, 3, 4, 2, 3, 4]
     assert [each.prefill.place for each in pairs if each.prefill] == [0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("roles", "kin"),
+    [
+        ("pddw", "0000"),
+        ("wpdd", "0000"),
+        ("ppdddw", "000000"),
+        ("pwdwdd", "000000"),
+        ("pppdd", "10010"),
+        ("pppddd", "110001"),
+        ("pppppdddww", "1100010000"),
+    ],
+)
+def test_round_robin_leaves_nobody_out(roles: str, kin: str) -> None:
+    """Who computes a prompt whole takes no decode engine's turn, and one kind's turn is not the other's."""
+    policy, engines = RoundRobin(), fleet_of(roles, kin=kin)
+    computing = sum(each in "pw" for each in roles)
+    choices = [send(policy, Request(), engines) for _ in range(12 * computing)]
+    computed = Counter(choice.computes for choice in choices)
+    assert set(computed.values()) == {12}
+    assert len(computed) == computing
+    pairs = [choice for choice in choices if choice.prefill is not None]
+    assert all(choice.prefill.alone is choice.decode.alone for choice in pairs if choice.prefill)
+    for kind in (False, True):
+        decoded = Counter(choice.decode for choice in pairs if choice.decode.alone is kind)
+        assert set(decoded) == {each for each in engines if each.role is Role.DECODE and each.alone is kind}
+        assert not decoded or max(decoded.values()) - min(decoded.values()) <= 1
 
 
 # ---- all of them
@@ -134,6 +174,7 @@ def test_only_those_are_asked_that_can_meet_or_need_not(name: str) -> None:
     assert sent_where(name, fleet_of("dddw", kin="1111")) == {("w3", "w3")}
     assert sent_where(name, fleet_of("pw", kin="11")) == {("w1", "w1")}
     assert sent_where(name, fleet_of("pd", kin="10")) == {("d1", "d1")}
+    assert sent_where(name, fleet_of("pp", kin="10")) == {("p1", "p1")}
     assert sent_where(name, fleet_of("pdd", kin="110")) == {("p0", "d1"), ("d2", "d2")}
     two_kinds = sent_where(name, fleet_of("ppdd", kin="1010"))
     assert two_kinds <= {("p0", "d2"), ("p1", "d3")}
