@@ -229,8 +229,13 @@ class Fleet:
             return
         usable = not self._neighbours.is_shared(address) and self._neighbours.cut_off(address) is None
         if usable != (engine.bootstrap is not None):
-            if not usable:
-                _log.warning("engine %s: who has come keeps its bootstrap page from use", engine.name)
+            if self._neighbours.is_shared(address):
+                _log.warning(
+                    "engine %s: prefill and decode take two steps from now on, because an engine has joined "
+                    "that would have its bootstrap page at %s:%d, too; give each its own (`bootstrap`)",
+                    engine.name,
+                    *address,
+                )
             engine.bootstrap = bootstrap_of(engine.spec, self._settings, self._neighbours)  # says why not
         if engine.bootstrap is not None:
             self._pages[engine.place] = engine.bootstrap

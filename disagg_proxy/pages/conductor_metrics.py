@@ -106,7 +106,7 @@ class ConductorCollector(Collector):
         )
         for instance in self._dispatcher.accounts.instances:
             counts.add_metric((instance.name,), instance.ttft_ratios.observed)
-            if not instance.ttft_ratios.observed:
+            if not instance.ttft_ratios.known:
                 continue
             for share in QUANTILES:
                 ratios.add_metric((instance.name, str(share)), instance.ttft_ratios.quantile(share))

@@ -9,6 +9,7 @@ from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.ui.history import Over
 
 TOLERANCE_TOKENS = 160  # an engine's own count differs by its last block, and a few tokens
+KEPT_S = 0.01  # less than that is no queue
 SHORT_TOKENS = 64  # of a prompt that no cache keeps anything of
 _REASONS: Mapping[str, str] = {
     "only": "it was the only one that could",
@@ -16,6 +17,7 @@ _REASONS: Mapping[str, str] = {
     "spares_others": "elsewhere it would have come a little sooner, at more cost to later requests",
     "match": "of those predicted to be as fast it held most of the prompt",
     "turn": "of those that were equal it was chosen longest ago",
+    "prefill_busy": "the engines for prefill were busy, and to compute it here cost less than to wait",
     "session": "its conversation was here, and nobody was clearly better",
 }
 
@@ -24,7 +26,8 @@ def why_here(over: Over) -> str:
     """One sentence."""
     why, asked = over.choice.why, over.asked
     reason = why.get("reason")
-    parts = []
+    again = over.observation.attempts > 1  # then it was at another one meanwhile
+    parts = [f"kept here for {seconds(over.kept_s)}"] if over.kept_s >= KEPT_S and not again else []
     if isinstance(reason, str) and reason:
         parts.append(_REASONS.get(reason, reason.replace("_", " ")))
     elif why:

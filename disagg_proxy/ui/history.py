@@ -58,10 +58,16 @@ class Over(NamedTuple):
         return observation.first_byte_s - observation.arrived_s
 
     @property
+    def kept_s(self) -> float:
+        """From its arrival to its sending: in the queue, mostly."""
+        return max(self.sent_s - self.observation.arrived_s, 0.0)
+
+    @property
     def predicted_s(self) -> float:
-        """NaN where the policy predicts nothing."""
+        """To be compared with ``ttft_s``: the prediction, made when it was sent, behind what it had waited by
+        then. NaN where the policy predicts nothing."""
         found = self.choice.why.get("predicted_ttft_s", math.nan)
-        return float(found) if isinstance(found, float | int) else math.nan
+        return self.kept_s + float(found) if isinstance(found, float | int) else math.nan
 
 
 class Step(msgspec.Struct, array_like=True):
@@ -100,7 +106,8 @@ class History:
         self._fresh: deque[tuple[Observation, Choice, Request, float]] = deque(maxlen=FRESH_MAX)
         self.ended = self._fresh.append
         self.last: deque[Over] = deque(maxlen=LAST_MAX)
-        self.points: deque[tuple[float, float]] = deque(maxlen=POINTS_MAX)  # (predicted, observed) seconds
+        # Seconds from arrival: (predicted, observed).
+        self.points: deque[tuple[float, float]] = deque(maxlen=POINTS_MAX)
         self.steps: deque[Step] = deque(maxlen=STEPS_MAX)
         self.total = Total()
         self._wait_s = wait_s

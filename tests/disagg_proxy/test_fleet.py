@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 import uvloop
 
+from moonpool.disagg_proxy.conductor.calibration import FEWEST
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.events.settings import EventSource
@@ -272,26 +273,28 @@ def test_the_time_of_a_prefill_ends_with_the_first_token_not_with_the_head() -> 
     async def scenario() -> None:
         took_s = []
         async with fleet("both", mock=MockSettings(timing=Timing(prefill_s_per_token=5e-5))) as f:
-            for number in range(10):
+            for number in range(FEWEST):
                 body = {"model": "mock", "prompt": f"{number} " + "x" * 3_994, "stream": True}
+                async with f.session.get(f.url + "/metrics") as page:
+                    assert "ttft_observed_over_predicted{" not in await page.text()  # nor is it 1
                 began_s = time.monotonic()
                 async with f.session.post(f.url + "/v1/completions", json=body) as answer:
                     await answer.read()
                 took_s.append(time.monotonic() - began_s)
             await f.settle()
             model = f.proxy._dispatcher.instances[0].prefill_model
-            assert model.regression.samples == 10
+            assert model.regression.samples == FEWEST
             print(f"learnt {model.predict(1_000):.4f} s; clients waited", *(f"{s:.3f}" for s in took_s))
             early_s = 0.001  # timers of the event loop have whole milliseconds
             assert 0.05 - early_s <= model.predict(1_000) <= max(took_s)
             whole_s = f.proxy.counters().engines[0].first_byte[1]
-            assert 10 * (0.05 - early_s) <= whole_s <= sum(took_s)
+            assert FEWEST * (0.05 - early_s) <= whole_s <= sum(took_s)
             compared = f.proxy._dispatcher.accounts.calibration.recent()
-            assert [each.instance for each in compared] == [f.proxy._dispatcher.instances[0].name] * 10
+            assert [each.instance for each in compared] == [f.proxy._dispatcher.instances[0].name] * FEWEST
             async with f.session.get(f.url + "/metrics") as page:
                 text = await page.text()
             name = compared[0].instance
-            assert f'moonpool_proxy_ttft_predictions_total{{engine="{name}"}} 10.0' in text
+            assert f'moonpool_proxy_ttft_predictions_total{{engine="{name}"}} {FEWEST}.0' in text
             assert f'moonpool_proxy_ttft_observed_over_predicted{{engine="{name}",quantile="0.9"}}' in text
 
     play(scenario)

@@ -248,7 +248,9 @@ async def test_metrics_name_each_engine_once_when_a_successor_has_its_name() -> 
 
 
 @with_deadline
-async def test_a_bootstrap_page_is_used_while_it_is_one_engines_and_decode_reaches_it() -> None:
+async def test_a_bootstrap_page_is_used_while_it_is_one_engines_and_decode_reaches_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with bed(0, discovery=("http",), handover="auto") as b:
         fleet = b.proxy.fleet
 
@@ -260,6 +262,8 @@ async def test_a_bootstrap_page_is_used_while_it_is_one_engines_and_decode_reach
         assert list(fleet._pages.values()) == [old.bootstrap]
         new = fleet.join(Found(prefill("new", 2)))
         assert (old.bootstrap, new.bootstrap, fleet._pages) == (None, None, {})
+        assert "engine old: prefill and decode take two steps" in caplog.text
+        assert "at 127.0.0.1:9998, too; give each its own" in caplog.text
         fleet.leave("old")
         assert new.bootstrap is not None
         assert list(fleet._pages.values()) == [new.bootstrap]

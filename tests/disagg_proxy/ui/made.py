@@ -23,6 +23,7 @@ def over(
     why: Mapping[str, float | int | str] | None = None,
     prefill: int | None = None,
     fetch: bool = True,
+    sent_s: float = 10.0,
     **observed: Any,
 ) -> Over:
     """Of a stream that arrived at 10 s and had its first token at 10.5 s."""
@@ -32,7 +33,7 @@ def over(
     values |= {"trace_id": bytes(16), "parent_id": bytes(8), "span_id": bytes(8), **observed}
     asks = None if prefill is None else INSTANCES[prefill]
     choice = Choice(INSTANCES[at], asks, 0.1, {} if why is None else why, fetch)
-    return Over(Observation(**values), choice, Request(tokens, own, pool), 10.0)
+    return Over(Observation(**values), choice, Request(tokens, own, pool), sent_s)
 
 
 def page(engines: int, **other: Any) -> dict[str, Any]:

@@ -22,6 +22,12 @@ WEIGHED = {"predicted_ttft_s": 0.42, "wait_s": 0.1, "prefill_s": 0.3, "transfer_
             "hand-over 20 ms); reuses 600 tokens of its own and 200 from the pool of 1,000",
         ),
         (over(why={"reason": "only"}), "it was the only one that could"),
+        (
+            over(why={"reason": "prefill_busy"}),
+            "the engines for prefill were busy, and to compute it here cost less than to wait",
+        ),
+        (over(why={"reason": "only"}, sent_s=10.3), "kept here for 0.30 s; it was the only one that could"),
+        (over(why={"reason": "only"}, sent_s=10.3, attempts=2), "it was the only one that could"),
         (over(why={"reason": "my_own"}), "my own"),
         (over(why={"predicted_ttft_s": "odd", "reason": 3}), "its first token was predicted soonest"),
     ],

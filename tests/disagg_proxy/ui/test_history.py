@@ -52,6 +52,15 @@ def test_a_step_sums_up_what_ended_in_it() -> None:
     assert list(history.points) == [(0.2, pytest.approx(0.5))]
 
 
+def test_a_prediction_counts_from_arrival_as_what_is_observed_does() -> None:
+    """It is made when a request is sent; one that waited in the queue before was not predicted badly."""
+    history = history_of()
+    history.gather(0.0)
+    history.ended(over(why={"predicted_ttft_s": 0.2}, sent_s=10.3))
+    history.gather(1.0)
+    assert list(history.points) == [(pytest.approx(0.5), pytest.approx(0.5))]
+
+
 def test_what_an_engine_of_a_pair_had_is_told_by_prefill() -> None:
     apart = over(prefill=1, own=(0, 300, 0), prompt_tokens=1000, cached_tokens=990, prefill_cached_tokens=280)
     assert apart.cached == 280
