@@ -26,6 +26,8 @@ NixlPlugin* plugin() {
     return made;
 }
 
+constexpr int kAll = -1;
+
 struct Agent {
     explicit Agent(const std::string& name, const std::string& listen = "127.0.0.1:0") : memory(1 << 16) {
         ::setenv("MOONPOOL_CLUSTER_TOKEN", "of this test", 1);
@@ -46,13 +48,15 @@ struct Agent {
     Agent(const Agent&) = delete;
 
     uintptr_t start() const { return reinterpret_cast<uintptr_t>(memory.data()); }
-    NixlRanges ranges(NixlMetadata* metadata, size_t pieces) const {
+    // Of a quarter of the memory, or of all of it.
+    NixlRanges ranges(NixlMetadata* metadata, size_t pieces, int quarter = kAll) const {
         NixlRanges found;
         found.memory = kNixlDram;
-        size_t each = memory.size() / pieces;
+        size_t begin = quarter == kAll ? 0 : memory.size() / 4 * static_cast<size_t>(quarter);
+        size_t each = memory.size() / (quarter == kAll ? 1 : 4) / pieces;
         for (size_t i = 0; i < pieces; ++i) {
             NixlLocatedRange one;
-            one.address = start() + i * each;
+            one.address = start() + begin + i * each;
             one.length = each;
             one.device = 0;
             one.metadata = metadata;
@@ -68,8 +72,9 @@ struct Agent {
 };
 
 NixlStatus write(Agent& from, const std::string& name, const Agent& to, size_t pieces,
-                 const std::string& message = "") {
-    NixlRanges local = from.ranges(from.here, pieces), remote = to.ranges(to.there, pieces);
+                 const std::string& message = "", int quarter = kAll) {
+    NixlRanges local = from.ranges(from.here, pieces, quarter);
+    NixlRanges remote = to.ranges(to.there, pieces, quarter);
     NixlOptions options;
     options.has_message = !message.empty();
     options.message = message;
@@ -89,12 +94,13 @@ NixlStatus write(Agent& from, const std::string& name, const Agent& to, size_t p
 
 TEST_CASE("nixl: bytes and messages of several threads") {
     Agent one("one"), other("other");
-    one.memory.assign(one.memory.size(), 7);
+    for (size_t at = 0; at < one.memory.size(); ++at)
+        one.memory[at] = static_cast<unsigned char>(at % 251 + 1);
     CHECK(one.engine->load_connection("other", other.address) == kNixlSuccess);
     std::vector<std::thread> threads;
     std::vector<NixlStatus> ends(4);
-    for (size_t i = 0; i < 4; ++i) {
-        threads.emplace_back([&, i] { ends[i] = write(one, "other", other, 1u << (2 * i), "written"); });
+    for (int i = 0; i < 4; ++i) {  // each its own bytes: two that write the same at once are a race
+        threads.emplace_back([&, i] { ends[i] = write(one, "other", other, 1u << (2 * i), "written", i); });
     }
     for (std::thread& thread : threads) thread.join();
     CHECK(ends == std::vector<NixlStatus>(4, kNixlSuccess));
