@@ -208,6 +208,9 @@ class ProxySettings:
         names = [engine.name for engine in self.engines]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise _bad("engines", f"two engines are called {twice[0]!r}; give each its own NAME=URL")
+        places = Counter(Address(*each.address) for each in self.engines)
+        if again := [f"http://{place}" for place, times in places.items() if times > 1]:
+            raise _bad("engines", f"{again[0]} is given more than once; give each engine once, in one role")
         if self.admission.any and not make_policy(self.policy).uses_tokens:
             raise _bad(
                 "policy",

@@ -50,6 +50,10 @@ def test_bad_engines(text: str, words: str) -> None:
     [
         (lambda: ProxySettings(), "at least one engine"),
         (lambda: ProxySettings(engines=ONE + ONE), "two engines are called 'a'"),
+        (
+            lambda: ProxySettings(engines=(*ONE, EngineSpec("b", "http://127.0.0.1:8000/", "decode"))),
+            "http://127.0.0.1:8000 is given more than once",
+        ),
         (lambda: ProxySettings(engines=ONE, port=70000), "a port is"),
         (lambda: ProxySettings(engines=ONE, policy="x"), "no policy 'x'"),
         (lambda: ProxySettings(engines=ONE, health=HealthChecks(path="health")), "health path"),
