@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from moonpool.disagg_proxy.conductor.admission import Refusal
@@ -134,10 +134,7 @@ class Gate(Generic[T]):
         keep them for good."""
         line, owner, in_vain, unasked = self.line, self._owner, 0, 0
         too_much_s = -math.inf
-        while (entry := line.first_aside(group)) is not None:
-            if owner.is_gone(entry.ticket):
-                line.remove(entry)
-                continue
+        while (entry := self._who(line.first_aside, group)) is not None:
             if owner.is_busy(entry.ticket, now_s):
                 return
             if (gone := self._try(entry, now_s)) is None:
@@ -145,22 +142,20 @@ class Gate(Generic[T]):
                 break
             yield gone
         if line.is_turn(group, now_s, TURN_EVERY_S):
-            while (entry := line.turn(group)) is not None:
-                if owner.is_gone(entry.ticket):
-                    line.remove(entry)
-                    continue
+            while (entry := self._who(line.turn, group)) is not None:
                 if owner.is_busy(entry.ticket, now_s):
                     return
                 if (gone := self._try(entry, now_s)) is None:
                     break
                 yield gone
-        while in_vain < ASIDE_MAX and unasked < UNASKED_MAX and (entry := line.first(group)) is not None:
+        while (
+            in_vain < ASIDE_MAX
+            and unasked < UNASKED_MAX
+            and (entry := self._who(line.first, group)) is not None
+        ):
             if entry.gap_s <= too_much_s:
                 line.set_aside(entry)
                 unasked += 1
-                continue
-            if owner.is_gone(entry.ticket):
-                line.remove(entry)
                 continue
             if owner.is_busy(entry.ticket, now_s):
                 return
@@ -170,6 +165,12 @@ class Gate(Generic[T]):
             line.set_aside(entry)
             too_much_s = max(too_much_s, entry.gap_s)
             in_vain += 1
+
+    def _who(self, find: Callable[[Hashable], Waiting[T] | None], group: Hashable) -> Waiting[T] | None:
+        """The one that ``find`` says, unless it has left: then the next."""
+        while (entry := find(group)) is not None and self._owner.is_gone(entry.ticket):
+            self.line.remove(entry)
+        return entry
 
     def _try(self, entry: Waiting[T], now_s: float) -> tuple[T, Refusal | None] | None:
         """None: not yet."""
