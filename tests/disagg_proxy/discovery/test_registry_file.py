@@ -314,13 +314,20 @@ async def test_who_takes_the_place_of_one_that_went_is_there_everywhere(
     assert not caplog.records
 
 
-@with_deadline
-async def test_who_found_no_room_is_taken_when_there_is(path: Path) -> None:
-    clock = Clock()
+@contextlib.asynccontextmanager
+async def roomy_and_full(path: Path, clock: Clock | None = None) -> AsyncIterator[tuple[Registry, Registry]]:
+    """Two that share a file: the first may follow two streams, the second, which has the clock, one."""
     async with (
         registry(path, streams=FewStreams(2)) as (one, _),
         registry(path, clock, FewStreams(1)) as (two, _),
     ):
+        yield one, two
+
+
+@with_deadline
+async def test_who_found_no_room_is_taken_when_there_is(path: Path) -> None:
+    clock = Clock()
+    async with roomy_and_full(path, clock) as (one, two):
         for name, ttl_s in (("s", 10), ("t", 0)):
             told = {"instance_id": name, "endpoint": "tcp://h:1", "ttl_s": ttl_s}
             assert one.register(json.dumps(told).encode()).status == 200
@@ -333,11 +340,7 @@ async def test_who_found_no_room_is_taken_when_there_is(path: Path) -> None:
 
 @with_deadline
 async def test_who_found_no_room_at_one_is_unregistered_everywhere(path: Path) -> None:
-    clock = Clock()
-    async with (
-        registry(path, streams=FewStreams(2)) as (one, _),
-        registry(path, clock, FewStreams(1)) as (two, _),
-    ):
+    async with roomy_and_full(path) as (one, two):
         for name in "st":
             told = {"instance_id": name, "endpoint": "tcp://h:1"}
             assert one.register(json.dumps(told).encode()).status == 200
@@ -351,10 +354,7 @@ async def test_who_found_no_room_at_one_is_unregistered_everywhere(path: Path) -
 async def test_who_said_something_else_is_taken_when_what_it_said_before_is_over(path: Path) -> None:
     clock = Clock()
     stream = {"endpoint": "tcp://h:1"}
-    async with (
-        registry(path, streams=FewStreams(2)) as (one, _),
-        registry(path, clock, FewStreams(1)) as (two, _),
-    ):
+    async with roomy_and_full(path, clock) as (one, two):
         one.register(json.dumps({"instance_id": "s", "ttl_s": 10, **stream}).encode())
         one.register(body("a", ttl_s=10))
         await until(lambda: names(two) == {"s", "a"})
