@@ -53,6 +53,13 @@ Candidates::Weighed Candidates::weigh(const Standing& standing, const Prompt& pr
     return {cost, ttft_s, prefill_s, transfer_s, lost_s, own, fetches};
 }
 
+bool Candidates::may(const Standing& standing, const Prompt& prompt, double ttft_s) const {
+    if (&standing == prompt.without && all_.size() > 1) return false;
+    if (prompt.gap_most_s < INFINITY && standing.gap_s(prompt.tokens) + ttft_s > prompt.gap_most_s)
+        return false;
+    return prompt.need_tokens == 0 || standing.has_room(prompt.need_tokens + standing.coming_tokens);
+}
+
 Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> own) {
     weighed_.clear();
     size_t stays = all_.size();
@@ -60,17 +67,17 @@ Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> ow
     size_t left = 0;
     for (size_t i = 0; i < all_.size(); ++i) {
         const Standing& standing = *all_[i];
-        if (&standing == prompt.without && all_.size() > 1) {
-            weighed_.push_back({INFINITY, INFINITY, 0, 0, 0, -1, false});
-            continue;
-        }
-        ++left;
         int64_t held = standing.place < own.size() ? own[standing.place] : 0;
         if (&standing == prompt.last) {
             stays = i;
             if (prompt.last_own >= 0) held = prompt.last_own;
         }
         const Weighed& weighed = weighed_.emplace_back(weigh(standing, prompt, held));
+        if (!may(standing, prompt, weighed.ttft_s)) {
+            weighed_.back() = {INFINITY, INFINITY, 0, 0, 0, -1, false};
+            continue;
+        }
+        ++left;
         least = std::min(least, weighed.cost);
         least_ttft_s = std::min(least_ttft_s, weighed.ttft_s);
     }
@@ -79,8 +86,9 @@ Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> ow
         return Cheapest{which,    reason,      w.fetches,    w.own,   w.cost,
                         w.ttft_s, w.prefill_s, w.transfer_s, w.lost_s};
     };
+    if (left == 0) return found(0, Reason::kOnly);
     double near = least + kEqualS;
-    bool known = left > 1 && stays < all_.size();
+    bool known = left > 1 && stays < all_.size() && weighed_[stays].own >= 0;
     if (known && weighed_[stays].cost <= near + prompt.noise * weighed_[stays].ttft_s) {
         return found(stays, Reason::kSession);
     }

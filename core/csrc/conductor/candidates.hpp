@@ -5,6 +5,7 @@
 // Pure: times are arguments, nothing is kept between two questions but what the instances themselves hold.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -54,6 +55,10 @@ struct Prompt {
     double chance = 0;   // that a token which is driven out must be computed again
     double spare_s = 0;  // so much more than to compute a fetch may cost, to see what it does
     double stalled = 0;  // what a second counts in which one that decodes there gets no tokens
+    // Who would keep those that decode there from their next token for longer, all that is in line there
+    // computed first, or has no room for so many tokens, is no candidate.
+    double gap_most_s = INFINITY;
+    int64_t need_tokens = 0;
     const Standing* without = nullptr;  // is no candidate, unless it is the only one
     const Standing* last = nullptr;     // where its conversation was
     int64_t last_own = -1;              // what that holds of it; -1: as the others, by place
@@ -83,8 +88,8 @@ class Candidates {
     explicit Candidates(std::vector<std::shared_ptr<Standing>> all) : all_(std::move(all)) {}
 
     size_t size() const { return all_.size(); }
-    // Who is to compute the prompt; there must be a candidate. own: tokens in an instance's own cache, by its
-    // place; who is behind the end has none.
+    // Who is to compute the prompt; at an infinite cost when nobody may. own: tokens in an instance's own
+    // cache, by its place; who is behind the end has none.
     Cheapest cheapest(const Prompt& prompt, std::span<const uint32_t> own);
     // Who is to answer, of those with room for so many tokens, or of all when none has.
     LeastGap least_gap(int64_t tokens, int64_t need_tokens) const;
@@ -96,6 +101,7 @@ class Candidates {
         bool fetches;
     };
     Weighed weigh(const Standing& standing, const Prompt& prompt, int64_t own) const;
+    bool may(const Standing& standing, const Prompt& prompt, double ttft_s) const;
     // Of two that are equal otherwise: the fewest requests, then who was chosen longest ago.
     bool goes_first(size_t one, size_t other) const;
 

@@ -103,7 +103,8 @@ using Wanted = std::optional<std::shared_ptr<Standing>>;  // or nobody
 
 py::tuple cheapest(Candidates& self, int64_t tokens, const py::object& own, int64_t pool, double now_s,
                    double ahead_s, double urgency, double harm, double chance, double spare_s, double stalled,
-                   const Wanted& without, const Wanted& last, int64_t last_own, double noise) {
+                   double gap_most_s, int64_t need_tokens, const Wanted& without, const Wanted& last,
+                   int64_t last_own, double noise) {
     TokenCounts held(own);
     Cheapest best = self.cheapest({.tokens = tokens,
                                    .pool = pool,
@@ -114,6 +115,8 @@ py::tuple cheapest(Candidates& self, int64_t tokens, const py::object& own, int6
                                    .chance = chance,
                                    .spare_s = spare_s,
                                    .stalled = stalled,
+                                   .gap_most_s = gap_most_s,
+                                   .need_tokens = need_tokens,
                                    .without = without ? without->get() : nullptr,
                                    .last = last ? last->get() : nullptr,
                                    .last_own = last_own,
@@ -235,10 +238,10 @@ void bind_books(py::module_& m) {
         .def("cheapest", &cheapest, py::arg("tokens"), py::arg("own"), py::arg("pool"), py::arg("now_s"),
              py::kw_only(), py::arg("ahead_s") = 0.0, py::arg("urgency") = 1.0, py::arg("harm") = 0.0,
              py::arg("chance") = 0.0, py::arg("spare_s") = 0.0, py::arg("stalled") = 0.0,
-             py::arg("without") = py::none(), py::arg("last") = py::none(), py::arg("last_own") = -1,
-             py::arg("noise") = 0.0,
+             py::arg("gap_most_s") = INFINITY, py::arg("need_tokens") = 0, py::arg("without") = py::none(),
+             py::arg("last") = py::none(), py::arg("last_own") = -1, py::arg("noise") = 0.0,
              "Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, "
-             "lost_s, cost).")
+             "lost_s, cost). Nobody may: the cost is infinite.")
         .def(
             "least_gap",
             [](const Candidates& self, int64_t tokens, int64_t need_tokens) {

@@ -20,6 +20,7 @@ who come later (``flow.harm``) grows with the load. docs/conductor.md has the so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -100,17 +101,19 @@ class Conductor:
         whole = self._compute(request, groups.whole, now_s, stalled=1.0) if groups.whole else None
         if not groups.decoding or not request.tokens:
             return whole
-        found = self._compute(request, groups.decoding, now_s, stalled=1.0)
+        found = self._compute(
+            request,
+            groups.decoding,
+            now_s,
+            stalled=1.0,
+            gap_most_s=min(request.gap_s, GAP_MOST_S),
+            need_tokens=request.tokens + request.answer_tokens,
+        )
+        if found.cost == math.inf or (whole is not None and whole.cost <= found.cost):
+            return whole
         waits = apart.ttft_s > apart.prefill_s
         there = max(apart.own, request.pool if apart.fetches else 0)
         if not waits and found.own < there + SPLIT_TOKENS_MIN:
-            return whole
-        its = found.instance
-        need = request.tokens + request.answer_tokens + its.coming_tokens
-        gap_s = its.gap_s(request.tokens) + found.ttft_s  # what is in line there may come in the same step
-        if gap_s > min(request.gap_s, GAP_MOST_S) or not its.has_room(need):
-            return whole
-        if whole is not None and whole.cost <= found.cost:
             return whole
         return found._replace(reason="prefill_busy") if waits else found
 
@@ -122,8 +125,12 @@ class Conductor:
         *,
         without: Instance | None = None,
         stalled: float = 0.0,
+        gap_most_s: float = math.inf,
+        need_tokens: int = 0,
     ) -> _Found:
-        """stalled: what a second counts in which those that decode there get no tokens."""
+        """stalled: what a second counts in which those that decode there get no tokens. gap_most_s: of which
+        nobody may make more between two tokens there, what is in line computed in the same step; need_tokens:
+        for which there has to be room. Where nobody is left the cost is infinite."""
         tokens, last_own = request.tokens, -1
         last = self._sessions.find(request.session)
         if last is not None and not tokens:  # as long as its last prompt, which is there
@@ -139,6 +146,8 @@ class Conductor:
             chance=self._space.chance,
             spare_s=self._spare_s,
             stalled=stalled,
+            gap_most_s=gap_most_s,
+            need_tokens=need_tokens,
             without=without,
             last=last and last.instance,
             last_own=last_own,

@@ -83,7 +83,7 @@ class Groups(NamedTuple):
             Group(alone),
             Group(takers),
             Group(whole),
-            Group(each for each in alone if each.role is Role.DECODE and each.place in pairs),
+            Group(each for each in alone if each.role is Role.DECODE and each.alone and each.place in pairs),
             {kind: Group(givers[kind]) for kind in _KINDS},
             {kind: Group(sorted(givers[kind] + whole, key=_place)) for kind in _KINDS},
         )

@@ -29,6 +29,8 @@ def cheapest(
     chance: float,
     spare_s: float,
     stalled: float,
+    gap_most_s: float,
+    need_tokens: int,
     without: Instance | None,
     last: Instance | None,
     last_own: int,
@@ -58,9 +60,17 @@ def cheapest(
             else:
                 transfer_s, fetches = 0.0, False
         ttft_s = wait_s + prefill_s
+        gap_s = instance.decode_model.predict(
+            instance.books.decodes + instance.coming + 1,
+            instance.books.context_tokens + instance.coming_tokens + tokens,
+        )
+        if gap_s + ttft_s > gap_most_s or not (need_tokens == 0 or _has_room(instance, need_tokens)):
+            continue
         cost = urgency * ttft_s + harm * prefill_s * (wait_s + 0.5 * prefill_s) + chance * b * _K * rest
         cost += stalled * instance.books.decodes * prefill_s
         found.append((cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s))
+    if not found:
+        return instances[0], "only", math.inf, 0.0, 0.0, -1, False, 0.0, math.inf
     row, reason = _best(found, last, noise)
     cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s = row
     return instance, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost
@@ -83,13 +93,13 @@ def _best(found: list[_Row], last: Instance | None, noise: float) -> tuple[_Row,
     return best, "least_time" if best[1] <= soonest else "spares_others"
 
 
+def _has_room(instance: Instance, tokens: int) -> bool:
+    there = instance.books.context_tokens + instance.coming_tokens
+    return not instance.room_tokens or there + tokens <= instance.room_tokens
+
+
 def least_gap(instances: Sequence[Instance], tokens: int, need_tokens: int) -> tuple[Instance, float]:
-    roomy = [
-        each
-        for each in instances
-        if not each.room_tokens
-        or each.books.context_tokens + need_tokens + each.coming_tokens <= each.room_tokens
-    ]
+    roomy = [each for each in instances if _has_room(each, need_tokens)]
     equal: list[Instance] = []
     least_s = math.inf
     for instance in roomy or instances:

@@ -57,6 +57,8 @@ def test_random_fleets_are_weighed_as_by_plain_python(rng: random.Random) -> Non
             "chance": rng.choice((0.0, 0.25)),
             "spare_s": rng.choice((0.0, rng.random())),
             "stalled": rng.choice((0.0, 1.0)),
+            "gap_most_s": rng.choice((math.inf, rng.random(), 10 * rng.random())),
+            "need_tokens": rng.choice((0, rng.randrange(10_000))),
             "noise": rng.choice((0.0, rng.random())),
         }
         last = rng.choice((None, rng.choice(fleet)))

@@ -368,6 +368,78 @@ def test_short_prompts_are_computed_where_they_are_decoded_while_prefill_engines
     assert computes(asked) is prefill
 
 
+@pytest.mark.parametrize("room_tokens", [0, 3_000_500])
+def test_a_decode_engine_that_may_not_compute_a_prompt_hides_none_that_may(room_tokens: int) -> None:
+    """Few long contexts make it cheap, and its gaps long, or its room small."""
+    prefill = Instance(0, "p", Role.PREFILL)
+    long, short = (Instance(place, f"d{place}", Role.DECODE, room_tokens=room_tokens) for place in (1, 2))
+    busy(prefill, 5.0)
+    for request in range(2):
+        long.books.decode_began(request, 1_500_000, 0.0)
+    for request in range(6):
+        short.books.decode_began(request, 100, 0.0)
+    asked = Request(300, gap_s=0.3 if room_tokens else 0.1)
+    assert long.gap_s(300) + long.prefill_model.predict(300) > 0.1
+    assert Conductor().choose(asked, (prefill, long), 0.0).computes is prefill
+    assert Conductor().choose(asked, (prefill, long, short), 0.0).computes is short
+
+
+def pair() -> tuple[Instance, Instance]:
+    """Prefill, which is busy for a second, and decode, where nobody is."""
+    prefill, decode = Instance(0, "p", Role.PREFILL), Instance(1, "d", Role.DECODE)
+    busy(prefill, 1.0)
+    return prefill, decode
+
+
+def test_a_prompt_among_those_that_decode_comes_on_top_of_their_gap() -> None:
+    engines = _, decode = pair()
+    prompt_s, gap_s = decode.prefill_model.predict(1_000), decode.gap_s(1_000)
+    for share, place in ((0.9, 0), (1.1, 1)):
+        asked = Request(1_000, gap_s=prompt_s + share * gap_s)
+        assert Conductor().choose(asked, engines, 0.0).computes.place == place, share
+
+
+@pytest.mark.parametrize(("answer", "coming"), [(1, 0), (1_000, 0), (1, 1_000)])
+def test_a_prompt_is_computed_where_it_is_decoded_if_its_answer_and_what_comes_fit_there(
+    answer: int, coming: int
+) -> None:
+    engines = _, decode = pair()
+    decode.coming_tokens = coming
+    asked = Request(1_000, answer_tokens=answer)
+    for more, place in ((-100, 0), (100, 1)):
+        decode.room_tokens = 1_000 + answer + coming + more
+        assert Conductor().choose(asked, engines, 0.0).computes.place == place, more
+
+
+def test_what_the_pool_holds_counts_for_prefill_only_if_it_would_be_fetched() -> None:
+    prefill, *decodes = fleet(2, Role.DECODE)
+    prefill.role = Role.PREFILL
+    request = Request(8_000, (2_000, 7_000), 7_500)
+    for token_s, place in ((1e-6, 0), (1e-3, 1)):
+        fetches_at(prefill, token_s)
+        assert Conductor().choose(request, (prefill, *decodes), 0.0).computes.place == place, token_s
+
+
+def test_why_says_whether_prefill_was_busy_or_decode_had_more() -> None:
+    prefill, decode = Instance(0, "p", Role.PREFILL), Instance(1, "d", Role.DECODE)
+    request = Request(8_000, (2_000, 7_000))
+    for reason in ("only", "prefill_busy"):
+        choice = Conductor().choose(request, (prefill, decode), 0.0)
+        assert (choice.computes, choice.why["reason"]) == (decode, reason)
+        busy(prefill, 1.0)
+
+
+@pytest.mark.parametrize("priority", [-4, 0, 4])
+def test_a_hand_over_is_worth_the_same_wait_to_the_urgent_and_to_others(priority: int) -> None:
+    """It is the request's own time, as the wait is."""
+    request = Request(8_000, priority=priority)
+    for share, place in ((0.5, 2), (2.0, 0)):
+        roles = (Role.PREFILL, Role.DECODE, Role.BOTH)
+        engines = tuple(Instance(place, f"e{place}", role) for place, role in enumerate(roles))
+        busy(engines[2], share * engines[1].handover_model.predict(8_000))
+        assert Conductor().choose(request, engines, 0.0).computes.place == place, share
+
+
 def test_of_whole_engines_beside_one_for_prefill_those_are_spared_where_many_decode() -> None:
     roles = (Role.PREFILL, Role.BOTH, Role.BOTH)
     engines = tuple(Instance(place, f"e{place}", role) for place, role in enumerate(roles))

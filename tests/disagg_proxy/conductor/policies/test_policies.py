@@ -16,6 +16,7 @@ from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
 from moonpool.disagg_proxy.conductor.policies.least_load import LeastLoad
 from moonpool.disagg_proxy.conductor.policies.prefix_affinity import BUSIER_MAX, PrefixAffinity
+from moonpool.disagg_proxy.conductor.policies.roles import Groups
 from moonpool.disagg_proxy.conductor.policies.round_robin import RoundRobin
 from moonpool.disagg_proxy.conductor.policy import POLICIES, Policy, hook_of, make_policy
 from moonpool.disagg_proxy.dispatch.accounts import Accounts
@@ -178,6 +179,24 @@ def test_only_those_are_asked_that_can_meet_or_need_not(name: str) -> None:
     assert sent_where(name, fleet_of("pdd", kin="110")) == {("p0", "d1"), ("d2", "d2")}
     two_kinds = sent_where(name, fleet_of("ppdd", kin="1010"))
     assert two_kinds <= {("p0", "d2"), ("p1", "d3")}
+
+
+@pytest.mark.parametrize(
+    ("roles", "kin", "whole", "decoding"),
+    [
+        ("pdw", "", ["w2"], ["d1"]),
+        ("pdd", "110", ["d2"], []),
+        ("ppddw", "01010", ["w4"], ["d2"]),
+        ("dw", "", ["d0", "w1"], []),
+    ],
+)
+def test_a_decode_engine_that_meets_no_prefill_engine_is_weighed_as_a_whole_one(
+    roles: str, kin: str, whole: list[str], decoding: list[str]
+) -> None:
+    """And only so: none is weighed twice."""
+    groups = Groups.of(fleet_of(roles, kin=kin))
+    assert [each.name for each in groups.whole] == whole
+    assert [each.name for each in groups.decoding] == decoding
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
