@@ -21,7 +21,7 @@ class Request(NamedTuple):
 
     tenant: who asks, "" for nobody in particular; priority: higher is more urgent; session: a conversation
     whose requests share their beginning, "" when not known. gap_s: wanted between two tokens of an answer, by
-    this request and, as far as is known, by those that decode.
+    this request and, as far as is known, by those that decode. one: it is for one answer to one prompt.
     """
 
     tokens: int = 0
@@ -33,6 +33,7 @@ class Request(NamedTuple):
     session: str = ""
     holder: Sender | None = None
     gap_s: float = math.inf
+    one: bool = True
 
     @property
     def urgency(self) -> float:

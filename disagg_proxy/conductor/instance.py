@@ -34,7 +34,8 @@ class Instance(Standing):
     obeys: it computes what it is told not to fetch; others fetch whatever the pool holds.
 
     ttft_ratios: how well its first tokens are predicted. flow: what comes to it. sender: what others fetch
-    from it. turn: when a policy last chose it, by the policy's own count.
+    from it. sisters_compute: what it is thought to take for a prompt is what others of its kind have taken.
+    turn: when a policy last chose it, by the policy's own count.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class Instance(Standing):
         "prefill_model",
         "role",
         "sender",
+        "sisters_compute",
         "site",
         "ttft_ratios",
     )
@@ -81,6 +83,7 @@ class Instance(Standing):
         self.prefill_model = prefill_model
         self.handover_model = HandoverModel()
         self.decode_model = decode_model
+        self.sisters_compute = False
 
     @property
     def in_flight(self) -> int:
@@ -95,6 +98,14 @@ class Instance(Standing):
             known = [each.coefficients for each in theirs if each.samples >= LEARNT]
             if known:
                 getattr(self, name).regression.start([fmean(values) for values in zip(*known, strict=True)])
+                self.sisters_compute |= name == "prefill_model"
+
+    def guess_from(self, giver: Instance) -> None:
+        """That computes prompts for this one. Until it, or one of its kind, has computed some itself it is
+        taken to be no faster."""
+        theirs, mine = giver.prefill_model.regression, self.prefill_model.regression
+        if theirs.samples >= LEARNT and not mine.samples and not self.sisters_compute:
+            mine.start(theirs.coefficients)
 
     def teach(self, sisters: Sequence[Instance]) -> None:
         """Those that have not been observed yet are first taken to be as this one has turned out to be: it
@@ -107,6 +118,7 @@ class Instance(Standing):
                 theirs = getattr(sister, name).regression
                 if not theirs.samples:
                     theirs.start(mine.coefficients)
+                    sister.sisters_compute |= name == "prefill_model"
 
     def check_integrity(self) -> None:
         self.books.check_integrity()

@@ -209,8 +209,7 @@ class Accounts:
                 done.tokens, done.own, done.pool, done.seconds, sent.ahead_s, queued=sent.queued
             )
             self._tell_sisters(computes, computes.prefill_model)
-            if not sent.choice.decode.prefill_model.regression.samples:  # so it is no faster than is known
-                sent.choice.decode.learn_from((computes,))
+            sent.choice.decode.guess_from(computes)
 
     def _goes_on_unheard(self, request: int, sent: _Sent, at_s: float) -> None:
         """Of an answer that comes whole the first byte is the end, but it is made since its prompt was
@@ -262,7 +261,8 @@ class Accounts:
             self._leave(observation.request, _no_sooner(now_s, sent))
             return
         answered = observation.outcome == _ANSWERED
-        tokens = observation.completion_tokens if answered and sent.sound else 0
+        # Of several answers in one it is not known which tokens came when.
+        tokens = observation.completion_tokens if answered and sent.sound and sent.asked.one else 0
         decoded = choice.decode.books.decode_ended(observation.request, tokens, now_s)
         decode_model = choice.decode.decode_model
         answer_s = _answer_s(observation, sent, tokens) if answered else math.nan

@@ -768,9 +768,9 @@ class Candidates:
         ...
     def __len__(self) -> int:
         ...
-    def cheapest(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.Any, pool: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex, *, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, urgency: typing.SupportsFloat | typing.SupportsIndex = 1.0, harm: typing.SupportsFloat | typing.SupportsIndex = 0.0, chance: typing.SupportsFloat | typing.SupportsIndex = 0.0, spare_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, stalled: typing.SupportsFloat | typing.SupportsIndex = 0.0, without: Standing | None = None, last: Standing | None = None, last_own: typing.SupportsInt | typing.SupportsIndex = -1, noise: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> tuple:
+    def cheapest(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.Any, pool: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex, *, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, urgency: typing.SupportsFloat | typing.SupportsIndex = 1.0, harm: typing.SupportsFloat | typing.SupportsIndex = 0.0, chance: typing.SupportsFloat | typing.SupportsIndex = 0.0, spare_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, stalled: typing.SupportsFloat | typing.SupportsIndex = 0.0, gap_most_s: typing.SupportsFloat | typing.SupportsIndex = ..., need_tokens: typing.SupportsInt | typing.SupportsIndex = 0, without: Standing | None = None, last: Standing | None = None, last_own: typing.SupportsInt | typing.SupportsIndex = -1, noise: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> tuple:
         """
-        Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost).
+        Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost). Nobody may: the cost is infinite.
         """
     def least_gap(self, tokens: typing.SupportsInt | typing.SupportsIndex, need_tokens: typing.SupportsInt | typing.SupportsIndex) -> tuple[int, float]:
         """
@@ -874,6 +874,11 @@ class ProxyRequest:
     @property
     def stream(self) -> bool:
         ...
+    @property
+    def wants_one(self) -> bool:
+        """
+        Whether it is for one answer to one prompt.
+        """
 class Relay:
     """
     The proxy's data plane: one thread that serves all sockets.

@@ -76,6 +76,7 @@ class PyRequest {
         return prompt ? text(*prompt) : py::none();
     }
     std::optional<size_t> prompt_count() const { return request_->prompt_count(); }
+    bool wants_one() const { return request_->wants_one(); }
     const py::tuple& candidates() const { return candidates_; }
     uint32_t attempt() const { return attempt_; }
     bool gone() const { return request_->gone; }
@@ -403,6 +404,8 @@ void bind_relay(py::module_& m) {
         .def("prompt_text", &PyRequest::prompt_text, "The prompt when it is one string, else None.")
         .def("prompt_count", &PyRequest::prompt_count,
              "How many prompts there are when it is a list of them, else None.")
+        .def_property_readonly("wants_one", &PyRequest::wants_one,
+                               "Whether it is for one answer to one prompt.")
         .def_property_readonly("candidates", &PyRequest::candidates, "Places of the engines to choose from.")
         .def_property_readonly("attempt", &PyRequest::attempt, "How many plans have failed.")
         .def_property_readonly("gone", &PyRequest::gone, "Whether the client has left.");

@@ -116,6 +116,17 @@ std::optional<size_t> Request::prompt_count() {
     return each.size();
 }
 
+bool Request::wants_one() {
+    if (prompt_count().value_or(1) != 1 || !facts().is_object) return false;
+    for (const char* name : {"n", "best_of"}) {
+        const json::Member* count = facts_.object.find(name);
+        if (count != nullptr && json::integer_of(*count).value_or(1) != 1) return false;
+    }
+    if (kind != Kind::kGenerate) return true;
+    auto count = json::find_path(body, {"sampling_params", "n"});
+    return !count || json::integer_of(*count).value_or(1) == 1;
+}
+
 bool Request::wants_prompt_logprobs() {
     if (kind != Kind::kGenerate) return false;
     const json::Member* wants = facts().object.find("return_logprob");

@@ -65,6 +65,8 @@ struct Request {
     std::optional<std::string> prompt_text();
     // How many there are when it is a list of prompts. nullopt: it is one.
     std::optional<size_t> prompt_count();
+    // Whether it is for one answer to one prompt; else what an answer's tokens and time say is not known.
+    bool wants_one();
     // Whether it is SGLang's /generate, and asks for the logprobs of the prompt, too.
     bool wants_prompt_logprobs();
 

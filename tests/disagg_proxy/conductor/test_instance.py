@@ -77,3 +77,25 @@ def test_what_one_has_learnt_is_the_first_guess_of_sisters_that_nobody_has_obser
     ):
         assert ask(fresh) == pytest.approx(ask(one))
     assert observed.prefill_model.predict(10_000) == seen_s
+
+
+def test_who_computes_for_another_is_its_first_guess_until_its_own_kind_has_computed() -> None:
+    """A decode engine that nobody has observed is no faster; what its sisters have taken says more."""
+    giver, decode = taught(0, 1e-4), Instance(1, "d", Role.DECODE)
+    taken = giver.handover_model.predict(5_000)
+    decode.guess_from(taught(3, 9e-4, samples=LEARNT - 1))
+    assert decode.prefill_model.predict(10_000) == Instance(2, "new").prefill_model.predict(10_000)
+    decode.guess_from(giver)
+    assert decode.prefill_model.predict(10_000) == pytest.approx(giver.prefill_model.predict(10_000))
+    assert decode.handover_model.predict(5_000) != pytest.approx(taken)
+    taught(2, 4e-4).teach([decode])
+    decode.guess_from(giver)
+    assert decode.prefill_model.predict(10_000) == pytest.approx(4.1, rel=0.1)
+    joined = Instance(4, "joined", Role.DECODE)
+    joined.learn_from([taught(2, 4e-4)])
+    joined.guess_from(giver)
+    assert joined.prefill_model.predict(10_000) == pytest.approx(4.1, rel=0.1)
+    observed = taught(5, 2e-4, samples=1)
+    seen_s = observed.prefill_model.predict(10_000)
+    observed.guess_from(giver)
+    assert observed.prefill_model.predict(10_000) == seen_s

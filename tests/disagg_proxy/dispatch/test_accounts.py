@@ -8,10 +8,11 @@ import pytest
 
 from moonpool.disagg_proxy.conductor.admission import Admission, Objective
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.instance import LEARNT, Instance, Role
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
 from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
 from moonpool.disagg_proxy.dispatch.accounts import FORGOTTEN_S, STREAMS_S, Accounts
+from moonpool.disagg_proxy.peers.wire import Begun, Change, Prefilled
 
 BLANK = Observation(
     0, 1, -1, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1, -1, -1, -1, 200, 0, 1, 0, 1, 0, 1, b"", b"", b""
@@ -75,6 +76,21 @@ def test_prefill_and_decode_apart_teach_each_its_own() -> None:
     assert decode.prefill_model.predict(4_000) == pytest.approx(2.0, rel=0.1)  # no faster than who is known
 
 
+def test_who_has_learnt_is_told_once_for_each_model() -> None:
+    accounts, prefill, decode = pair()
+    told: list[Instance] = []
+    accounts.learnt = told.append
+    for number in range(2 * LEARNT):
+        start_s = number * 10.0
+        accounts.sent(number, Choice(decode, prefill), Request(tokens=4_000), streams=True, now_s=start_s)
+        seen = BLANK._replace(request=number, prefill=0, decode=1, prefill_done_s=start_s + 2.0)
+        accounts.learn(seen._replace(stage=Stage.PREFILLED))
+        seen = seen._replace(first_byte_s=start_s + 2.5, handed_over=1)
+        accounts.learn(seen._replace(stage=Stage.BEGUN))
+        accounts.learn(seen._replace(last_byte_s=start_s + 5.0, completion_tokens=26))
+        assert told == ([] if number + 1 < LEARNT else [prefill, decode, decode])  # hand-over, then its gap
+
+
 def test_a_decode_engine_that_has_computed_nothing_is_not_thought_to_be_fast() -> None:
     """Whole answers never tell how long it computes: with the prior, a tenth of the truth here, it would take
     2.5 s of prompts between two tokens, and not 0.3."""
@@ -123,7 +139,7 @@ def whole(
 @pytest.mark.parametrize("begins", [False, True])
 def test_an_answer_that_comes_whole_teaches_decode_where_its_prefill_was_heard_of(begins: bool) -> None:
     accounts, prefill, decode = pair()
-    admission = accounts.admission = Admission(Objective(ttft_s=2.5, gap_s=0.2))
+    admission = accounts.admission = Admission(Objective(ttft_s=2.1, gap_s=0.2))  # 2 s are near it
     for number in range(50):
         whole(accounts, number, number * 20.0, 100, begins=begins)
     assert prefill.prefill_model.predict(4_000) == pytest.approx(2.0, rel=0.1)
@@ -132,6 +148,23 @@ def test_an_answer_that_comes_whole_teaches_decode_where_its_prefill_was_heard_o
     assert admission.answers.times.learnt  # who is dear is known
     assert admission.answers.times.mean_s == pytest.approx(10.0, rel=0.1)
     assert admission.ttft_margin.factor == 1.0  # of first tokens nothing was heard
+
+
+def test_the_hand_over_of_an_answer_that_comes_whole_is_in_none_of_its_gaps() -> None:
+    accounts, _, decode = pair()
+    decode.handover_model.regression.start((5.0, 0.0))
+    for number in range(50):
+        whole(accounts, number, number * 20.0, 100)
+    assert decode.decode_model.predict(1, 4_000) == pytest.approx(0.05, rel=0.1)
+
+
+def test_the_others_hear_that_an_answer_that_comes_whole_is_decoded_when_its_prompt_is_computed() -> None:
+    accounts, prefill, decode = pair()
+    accounts.sent(1, Choice(decode, prefill), Request(tokens=4_000), streams=False, now_s=0.0)
+    said: list[Change] = []
+    accounts.changed = said.append
+    accounts.learn(BLANK._replace(request=1, stage=Stage.PREFILLED, stream=0, prefill_done_s=2.0))
+    assert said == [Prefilled(1), Begun(1, True)]
 
 
 @pytest.mark.parametrize(("tokens", "handed"), [(10, Handed.TWO_STEP), (100, Handed.NOT)])
@@ -145,6 +178,30 @@ def test_a_whole_answer_that_may_be_something_else_mostly_teaches_decode_nothing
         whole(accounts, number, number * 20.0, tokens, handed=handed)
     assert decode.decode_model.regression.samples == 0
     assert not accounts.admission.answers.times.learnt
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_of_several_answers_to_one_request_no_gap_is_learnt(streams: bool) -> None:
+    """Their tokens are told together: the gaps would be as many times too short."""
+    accounts, prefill, decode = pair()
+    admission = accounts.admission = Admission(Objective(gap_s=0.2))
+    asked, choice = Request(tokens=4_000, one=False), Choice(decode, prefill)
+    for number in range(50):
+        start_s = number * 20.0
+        outlook = admission.outlook(asked, choice, start_s)
+        accounts.sent(number, choice, asked, streams=streams, now_s=start_s, outlook=outlook)
+        seen = BLANK._replace(
+            request=number, stream=int(streams), handed_over=Handed.TWO_STEP, prefill_done_s=start_s + 2.0
+        )
+        accounts.learn(seen._replace(stage=Stage.PREFILLED))
+        first_s = start_s + (2.1 if streams else 12.0)
+        accounts.learn(seen._replace(first_byte_s=first_s, stage=Stage.BEGUN))
+        accounts.learn(seen._replace(first_byte_s=first_s, last_byte_s=start_s + 12.0, completion_tokens=800))
+        accounts.check_integrity()
+    assert prefill.prefill_model.regression.samples == 50
+    assert decode.decode_model.regression.samples == 0
+    assert admission.gap_margin.factor == 1.0
+    assert admission.answers.tokens == Admission(Objective()).answers.tokens
 
 
 @pytest.mark.parametrize("form", [Handed.CONCURRENT, Handed.ONE_SHOT, Handed.GENERATION_FIRST])
@@ -195,6 +252,18 @@ def test_a_request_that_nobody_reports_is_forgotten() -> None:
     assert len(accounts) == 1
     accounts.expire(FORGOTTEN_S + 1)
     assert len(accounts) == 0
+    accounts.check_integrity()
+
+
+def test_an_answer_that_comes_whole_may_take_no_longer_than_a_first_token() -> None:
+    """Though it is known since when it is decoded."""
+    accounts, prefill, decode = pair()
+    accounts.sent(1, Choice(decode, prefill), Request(tokens=100), streams=False, now_s=0.0)
+    accounts.learn(BLANK._replace(request=1, stage=Stage.PREFILLED, stream=0, prefill_done_s=2.0))
+    accounts.expire(FORGOTTEN_S - 1)
+    assert decode.books.decodes == 1
+    accounts.expire(FORGOTTEN_S + 1)
+    assert len(accounts) == decode.books.decodes == 0
     accounts.check_integrity()
 
 

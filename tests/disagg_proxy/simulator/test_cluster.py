@@ -2,12 +2,15 @@
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.admission import Admission, Look, Objective
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.conductor.policy import POLICIES, make_policy
 from moonpool.disagg_proxy.simulator.cluster import Cluster, ClusterSettings
 from moonpool.disagg_proxy.simulator.desk import Desk
@@ -80,6 +83,25 @@ def test_what_was_computed_is_not_computed_again() -> None:
     )
     assert [job.own for job in jobs] == [0, 3 * BLOCK_TOKENS, 3 * BLOCK_TOKENS]
     assert jobs[1].ttft_s == pytest.approx(2.0 - 3 * BLOCK_TOKENS / 1000)
+
+
+class First:
+    """A policy that knows of one instance alone."""
+
+    uses_tokens = False
+
+    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
+        return Choice(instances[0])
+
+
+def test_who_has_computed_nothing_is_thought_to_be_as_its_sister_turned_out() -> None:
+    jobs, desk = list[Job](), Desk(First())
+    cluster = Cluster(ClusterSettings(whole=2, machine=PLAIN), [desk], jobs.append)
+    _, idle = desk.fleet.instances
+    cluster.run([Arrival(10.0 * number, 100 * (number + 1), 1, (number,)) for number in range(20)])
+    assert {job.prefill_place for job in jobs} == {0}
+    assert idle.prefill_model.regression.samples == 0
+    assert idle.prefill_model.predict(1_000) == pytest.approx(1.0, rel=0.2)
 
 
 def test_a_prompt_in_line_reuses_what_the_one_before_it_computes() -> None:

@@ -103,6 +103,21 @@ TEST_CASE("a native request names its prompt in one of two ways") {
     CHECK_FALSE(asking(Kind::kCompletions, R"({"return_logprob":true})")->wants_prompt_logprobs());
 }
 
+TEST_CASE("a request for several answers is known") {
+    auto one = [](Kind kind, const char* body) { return asking(kind, body)->wants_one(); };
+    CHECK(one(Kind::kChat, R"({"messages":[]})"));
+    CHECK(one(Kind::kChat, R"({"messages":[],"n":1,"best_of":null})"));
+    CHECK_FALSE(one(Kind::kChat, R"({"messages":[],"n":2})"));
+    CHECK(one(Kind::kCompletions, R"({"prompt":[1,2]})"));
+    CHECK(one(Kind::kCompletions, R"({"prompt":["a"]})"));
+    CHECK_FALSE(one(Kind::kCompletions, R"({"prompt":[[1],[2]]})"));
+    CHECK_FALSE(one(Kind::kCompletions, R"({"prompt":"a","best_of":3})"));
+    CHECK_FALSE(one(Kind::kCompletions, "no JSON"));
+    CHECK(one(Kind::kGenerate, R"({"text":"a","sampling_params":{"temperature":0}})"));
+    CHECK_FALSE(one(Kind::kGenerate, R"({"text":"a","sampling_params":{"n":2}})"));
+    CHECK_FALSE(one(Kind::kGenerate, R"({"input_ids":[[1],[2]]})"));
+}
+
 TEST_CASE("a native answer tells its tokens") {
     Usage usage;
     CHECK(find_native_usage(
