@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -266,10 +267,56 @@ def test_the_clusters_tests_run_beside_the_others(
 ) -> None:
     others, cluster, code = codes
     test = importlib.import_module("scripts.test")
-    ends = f"import sys; print(sys.argv[1:]); sys.exit({others} if '--ignore' in sys.argv[-1] else {cluster})"
+    ends = f"import sys; print(sys.argv[-1]); sys.exit({others} if '--ignore' in sys.argv[-1] else {cluster})"
     assert test.in_two([sys.executable, "-c", ends], dict(os.environ), tmp_path / "log") == code
     printed = capfd.readouterr().out.splitlines()
-    assert printed[:2] == ["['--ignore=tests/cluster']", "['-p', 'no:cacheprovider', 'tests/cluster']"]
+    assert printed[:2] == ["--ignore=tests/cluster", "tests/cluster"]
+
+
+@pytest.mark.parametrize(
+    ("body", "tries", "code"),
+    [
+        ("assert not first", 2, 0),
+        ("assert False", 2, 1),
+        ("import os; os._exit(1)", 1, 1),  # as a test that hangs ends
+    ],
+)
+def test_few_that_failed_are_tried_once_more(
+    scripts: ModuleType,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    body: str,
+    tries: int,
+    code: int,
+) -> None:
+    """By a real pytest; those that passed are not run again."""
+    test = importlib.import_module("scripts.test")
+    monkeypatch.setattr(test, "CACHE", tmp_path / "cache")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "tests" / "cluster").mkdir(parents=True)
+    (tmp_path / "tests" / "cluster" / "test_there.py").write_text("def test_passes():\n    pass\n")
+    (tmp_path / "tests" / "test_it.py").write_text(
+        "from pathlib import Path\n"
+        "def test_passes():\n    note('passes')\n"
+        "def note(word):\n    with Path(__file__).with_name('tries').open('a') as tries:\n"
+        "        tries.write(word + ' ')\n        return tries.tell() < 15\n"
+        f"def test_fails():\n    first = note('fails')\n    {body}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    pytest_there = [sys.executable, "-m", "pytest", "-q"]
+    assert test.in_two(pytest_there, dict(os.environ), tmp_path / "log") == code
+    assert (tmp_path / "tests" / "tries").read_text().split() == ["passes", *["fails"] * tries]
+    wants = "passed at the second try only, which wants mending: tests/test_it.py::test_fails"
+    assert (wants in capfd.readouterr().out) == (code == 0)
+
+
+def test_many_that_failed_are_not_tried_again(scripts: ModuleType, tmp_path: Path) -> None:
+    test = importlib.import_module("scripts.test")
+    told = tmp_path / "v" / "cache" / "lastfailed"
+    told.parent.mkdir(parents=True)
+    told.write_text(json.dumps(dict.fromkeys("abcd", True)))
+    assert test.again(["-o", f"cache_dir={tmp_path}"], 1, None) == 1
 
 
 def test_the_matrix_says_which_versions_it_knows(

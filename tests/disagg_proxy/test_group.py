@@ -53,11 +53,12 @@ class Group:
 
     def pids(self) -> list[int]:
         """Of the processes that serve."""
-        return [
-            entry.pid
-            for entry in descendants(self.process.pid)
-            if b"spawn_main" in Path(f"/proc/{entry.pid}/cmdline").read_bytes()
-        ]
+        found = []
+        for entry in descendants(self.process.pid):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                if b"spawn_main" in Path(f"/proc/{entry.pid}/cmdline").read_bytes():
+                    found.append(entry.pid)
+        return found
 
 
 @contextlib.asynccontextmanager
