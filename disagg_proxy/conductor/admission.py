@@ -127,6 +127,11 @@ class Admission:
             return Dear.NONE
         return Dear.SOME if request.tokens >= longest * SHORTEST else Dear.ALL
 
+    def gap_limit_s(self, own_s: float = math.inf) -> float:
+        """What may be predicted between two tokens where a request's own objective and all others' are to be
+        kept: less than these where predictions are exceeded."""
+        return min(own_s, self.objective.gap_s) / max(self.gap_margin.factor, 1.0)
+
     def outlook(
         self,
         request: Request,

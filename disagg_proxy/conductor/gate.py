@@ -4,6 +4,7 @@
              --nothing speaks against it---------------> sent
              --instances are busy, others wait, or
                decode would be too slow----------------> waits: no line, or it is full -> refused
+               but computed where nobody waits for-----> sent
     waiting  --its turn, and nothing speaks against it-> sent
              --its turn, decode would be too slow------> is set aside; asked about again, others go on
              --it would be too late--------------------> refused: ttft
@@ -39,11 +40,12 @@ UNASKED_MAX = 256  # that are set aside without being asked about
 
 
 class Asked(NamedTuple):
-    """work_s: seconds of prefill that it will take; refusal: why it was not sent, None: it was, if it was to
-    be; final: waiting would not help; prompt, answer: tokens that are to be computed for it."""
+    """work_s: seconds of prefill that it will take; refusal: what speaks against it; sent: whether it was;
+    final: waiting would not help; prompt, answer: tokens that are to be computed for it."""
 
     work_s: float
     refusal: Refusal | None
+    sent: bool = False
     final: bool = False
     prompt: int = 0
     answer: int = 0
@@ -63,9 +65,17 @@ class Owner(Protocol[T_contra]):
         """Whether it takes the place of several others; asked once, when it comes."""
 
     def ask(
-        self, ticket: T_contra, waited_s: float, now_s: float, *, send: bool, dear: bool = False
+        self,
+        ticket: T_contra,
+        waited_s: float,
+        now_s: float,
+        *,
+        send: bool,
+        beside: bool = False,
+        dear: bool = False,
     ) -> Asked:
-        """Predicts; sends it, if nothing speaks against that and ``send``. dear: only where there is room to
+        """Predicts; sends it, if nothing speaks against that and ``send``. beside: also if none of the
+        instances of ``is_busy`` would compute it; then it has not waited. dear: only where there is room to
         spare."""
 
     def is_gone(self, ticket: T_contra) -> bool:
@@ -94,8 +104,9 @@ class Gate(Generic[T]):
         ahead_s = self.line.ahead_s(group, priority) / max(owner.share(ticket), 1)
         gap_s = owner.gap_s(ticket)
         waits = self.line.has_before(group, priority, gap_s) or owner.is_busy(ticket, now_s)
-        asked = owner.ask(ticket, ahead_s, now_s, send=not waits)
-        if not waits and asked.refusal is None:
+        beside = waits and not self.line.has_before(group, priority, gap_s, aside=True)
+        asked = owner.ask(ticket, ahead_s, now_s, send=not waits, beside=beside)
+        if asked.sent:
             return None, None  # nobody waits for its sake: its tenant is not charged
         if asked.final:
             return asked.refusal, None

@@ -211,13 +211,13 @@ class Line(Generic[T]):
             found = self._fairness[group, priority] = Fairness()
         return found
 
-    def has_before(self, group: Hashable, priority: int, gap_s: float) -> bool:
+    def has_before(self, group: Hashable, priority: int, gap_s: float, *, aside: bool = False) -> bool:
         """Whether somebody waits whom one that came now would have to let go first. gap_s: its own objective;
-        of those aside it passes whoever wants more."""
+        of those aside it passes whoever wants more. aside: of these alone."""
         found = self._groups.get(group)
         if found is None:
             return False
-        lanes = [found.ready]
+        lanes = [] if aside else [found.ready]
         if found.gaps_s and gap_s <= found.gaps_s[-1]:
             lanes.append(found.aside)
         return any(own >= priority for lane in lanes for own in lane.by)

@@ -21,8 +21,8 @@ from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.admission import wishes
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.admission.ticket import Ticket
-from moonpool.disagg_proxy.admission.wishes import BadHeader, Wishes
-from moonpool.disagg_proxy.conductor.admission import Admission, Refusal
+from moonpool.disagg_proxy.admission.wishes import BadHeader
+from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Refusal
 from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Choice, Request
 from moonpool.disagg_proxy.conductor.demand import Dear
 from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, RELEASED_MAX, Asked, Gate
@@ -285,8 +285,15 @@ class Dispatcher:
             return refused(400, str(error), "bad_header")
         if wished is not wishes.NOTHING:
             asked = asked._replace(tenant=wished.tenant, priority=wished.priority, session=wished.session)
-        if self.gate is not None and not request.attempt and request.kind in GENERATES:
-            return self._admit(request, asked, place, wished)
+        if request.kind in GENERATES:
+            if not request.wants_one:
+                asked = asked._replace(one=False)
+            if self.admission is not None:
+                objective = wished.objective(self.admission.objective)
+                # A client that takes any gap shares its engine with others, who do not.
+                asked = asked._replace(gap_s=self.admission.gap_limit_s(objective.gap_s))
+                if not request.attempt:
+                    return self._admit(request, asked, place, objective)
         with self._lock:
             self._learn(self._observed())
             now_s = self._clock()
@@ -310,15 +317,14 @@ class Dispatcher:
 
     # The gate
 
-    def _admit(self, request: ProxyRequest, asked: Request, place: Place | None, wished: Wishes) -> Decision:
+    def _admit(
+        self, request: ProxyRequest, asked: Request, place: Place | None, objective: Objective
+    ) -> Decision:
         """None: it waits."""
         assert self.gate is not None
         assert self.admission is not None
         # Those that may go to the same engines; which ones these are may change while they wait.
         model = "" if self._models(request, request.model) is None else request.model
-        objective = wished.objective(self.admission.objective)
-        # A client that takes any gap shares its engine with others, who do not.
-        asked = asked._replace(gap_s=min(objective.gap_s, self.admission.objective.gap_s))
         ticket = Ticket(request, asked, place, objective, model)
         with self._lock:
             self._learn(self._observed())
@@ -402,10 +408,20 @@ class Dispatcher:
             return Dear.ALL
         return self.admission.how_dear(ticket.model, ticket.asked, instances, now_s)
 
-    def ask(self, ticket: Ticket, waited_s: float, now_s: float, *, send: bool, dear: bool = False) -> Asked:
+    def ask(
+        self,
+        ticket: Ticket,
+        waited_s: float,
+        now_s: float,
+        *,
+        send: bool,
+        beside: bool = False,
+        dear: bool = False,
+    ) -> Asked:
         assert self.admission is not None
         request, asked = ticket.request, ticket.asked
-        instances = self._able(ticket).instances
+        able = self._able(ticket)
+        instances = able.instances
         if not instances:
             ticket.answer = _nobody()
             return Asked(0.0, Refusal("no_engine", 0.0, ""), final=True)
@@ -413,6 +429,8 @@ class Dispatcher:
         if not choice.decode.alone and (answer := _refusal(request, choice)):
             ticket.answer = answer
             return Asked(0.0, Refusal("no_engine", 0.0, ""), final=True)
+        if beside and choice.computes not in able.computing:
+            send, waited_s = True, 0.0
         outlook = self.admission.outlook(
             asked, choice, now_s, objective=ticket.objective, waited_s=waited_s, dear=dear
         )
@@ -431,6 +449,7 @@ class Dispatcher:
         return Asked(
             choice.prefill_s,
             refusal,
+            sent=send and refusal is None,
             final=self.admission.is_final(refusal, asked, instances, ticket.objective),
             prompt=asked.tokens - asked.own_at(choice.computes),
             answer=round(self.admission.answers.tokens),

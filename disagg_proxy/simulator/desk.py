@@ -65,7 +65,6 @@ class Desk:
         self.expected = Expected()
         self._policy = policy
         self._admission = admission
-        self._gap_s = math.inf if admission is None else admission.objective.gap_s
         self._gate: Gate[Job] = Gate(self, queue, queue_deadline_s)
         self._releases = False  # an event for that is planned
 
@@ -189,10 +188,21 @@ class Desk:
         asked = Request(ticket.arrival.tokens)
         return self._admission.how_dear(None, asked, self.fleet.instances, now_s)
 
-    def ask(self, ticket: Job, waited_s: float, now_s: float, *, send: bool, dear: bool = False) -> Asked:
+    def ask(
+        self,
+        ticket: Job,
+        waited_s: float,
+        now_s: float,
+        *,
+        send: bool,
+        beside: bool = False,
+        dear: bool = False,
+    ) -> Asked:
         if not self.fleet.can_serve():
             return Asked(0.0, Refusal(NO_INSTANCE, 0.0, "no instance is left"), final=True)
         asked, choice = self._choose(ticket)
+        if beside and choice.computes.role is _DECODE:
+            send, waited_s = True, 0.0
         outlook = None
         if self._admission is not None:
             outlook = self._admission.outlook(asked, choice, now_s, waited_s=waited_s, dear=dear)
@@ -202,7 +212,7 @@ class Desk:
         final = self._admission is not None and self._admission.is_final(
             refusal, asked, self.fleet.instances, self._admission.objective
         )
-        return Asked(choice.prefill_s, refusal, final=final)
+        return Asked(choice.prefill_s, refusal, sent=send and refusal is None, final=final)
 
     # What happens to a request
 
@@ -213,7 +223,7 @@ class Desk:
             held.by_place,
             held.anywhere * BLOCK_TOKENS if self._pool else 0,
             holder=self.fleet.at[held.best].sender if self._pool and held.anywhere else None,
-            gap_s=self._gap_s,
+            gap_s=math.inf if self._admission is None else self._admission.gap_limit_s(),
         )
         return asked, self._policy.choose(asked, self.fleet.instances, self._events.now_s)
 

@@ -30,6 +30,7 @@ class Engine:
     waited_s: dict[int, float] = field(default_factory=dict)
     dear: set[int] = field(default_factory=set)
     dearer: set[int] = field(default_factory=set)  # than others, less than those
+    beside: set[int] = field(default_factory=set)  # who is computed elsewhere than the others
 
     def is_busy(self, ticket: int, now_s: float) -> bool:
         return not self.free
@@ -46,7 +47,19 @@ class Engine:
     def how_dear(self, ticket: int, now_s: float) -> Dear:
         return Dear.NONE if ticket in self.dear else Dear.SOME if ticket in self.dearer else Dear.ALL
 
-    def ask(self, ticket: int, waited_s: float, now_s: float, *, send: bool, dear: bool = False) -> Asked:
+    def ask(
+        self,
+        ticket: int,
+        waited_s: float,
+        now_s: float,
+        *,
+        send: bool,
+        beside: bool = False,
+        dear: bool = False,
+    ) -> Asked:
+        if beside and ticket in self.beside and not self.slow:
+            self.sent.append(ticket)
+            return Asked(0.1, None, sent=True)
         self.waited_s[ticket] = waited_s
         if dear:
             return Asked(3.0, Refusal("long", 1.0, ""))
@@ -58,7 +71,7 @@ class Engine:
             self.sent.append(ticket)
             self.room -= 1
             self.free = self.room > 0
-        return Asked(3.0, None, prompt=100)
+        return Asked(3.0, None, sent=send, prompt=100)
 
 
 def why(found: tuple[Refusal | None, object]) -> str:
@@ -101,6 +114,22 @@ def test_nobody_passes_those_who_wait_but_the_more_urgent() -> None:
     engine.free = True
     gate.arrive(4, "other", "", 0, 30.0, 0.0)  # another model's
     assert engine.sent == [3, 4]
+
+
+def test_who_is_computed_where_nobody_waits_for_does_not_wait() -> None:
+    engine = Engine(free=False, beside={2, 3, 5})
+    gate: Gate[int] = Gate(engine, 10, 60.0)
+    gate.arrive(1, "g", "", 0, 30.0, 0.0)
+    assert gate.arrive(2, "g", "", 0, 30.0, 0.0) == (None, None)
+    assert (engine.sent, len(gate.line)) == ([2], 1)
+    engine.slow = engine.free = True  # 1 is set aside, for decode's sake
+    gate.release(1.0)
+    engine.slow = engine.free = False
+    gate.arrive(3, "g", "", 0, 30.0, 1.0)
+    assert engine.sent == [2]  # it waits for the same
+    gate.arrive(4, "g", "", 1, 30.0, 1.0)
+    gate.arrive(5, "g", "", 1, 30.0, 1.0)  # the more urgent has only 4 before it
+    assert engine.sent == [2, 5]
 
 
 def test_who_cannot_be_in_time_does_not_wait() -> None:

@@ -154,3 +154,14 @@ def test_a_policy_hears_of_what_is_sent_and_of_nothing_else() -> None:
     sent = sum(not job.why_not for job in jobs)
     assert 0 < sent < len(jobs) < policy.asked
     assert policy.told == sent
+
+
+def test_a_short_prompt_does_not_wait_in_line_for_engines_that_it_does_not_need() -> None:
+    """Prefill is busy for a minute, and those that wait for it keep nobody from decode."""
+    long = [Arrival(number * 0.1, 20_000, 10, (number,)) for number in range(3)]
+    short = Arrival(1.0, 100, 10, (99,))
+    jobs, _ = served(Look.AHEAD, Objective(ttft_s=200.0), [*long, short], queue=50)
+    assert [job.why_not for job in jobs] == [""] * 4
+    assert jobs[-1].prefill_place == jobs[-1].decode_place == 1
+    assert jobs[-1].first_s - short.at_s < 1.0
+    assert jobs[1].first_s > 20.0
