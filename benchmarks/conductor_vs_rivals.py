@@ -26,6 +26,7 @@ from benchmarks.conductor import (
     hit_rate,
     overload,
     scale,
+    short_prompts,
 )
 from benchmarks.conductor.bed import PUBLISHED, Bed
 from benchmarks.options import add_options
@@ -33,6 +34,7 @@ from benchmarks.report import Row, print_table, write_json
 
 PARTS: dict[str, Callable[[Bed], list[Row]]] = {
     "first_token": first_token.rows,
+    "short_prompts": short_prompts.rows,
     "capacity": capacity.rows,
     "overload": overload.rows,
     "end_to_end": end_to_end.rows,
