@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -199,6 +200,27 @@ def test_a_timeout_of_one_call(nodes: Any, path: Path) -> None:
     node.stop()
     timed("put with timeout_s=0.2", lambda: store.put("new", bytes(MIB), timeout_s=0.2), 1, Timeout)
     node.resume()
+    store.close()
+
+
+@pytest.fixture
+def many_signals() -> Iterator[None]:
+    """Twenty within the timeout of a call, as of a profiler."""
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_signals_keep_no_call_beyond_its_timeout(nodes: Any, path: Path, many_signals: None) -> None:
+    node = nodes()
+    store = open_store(path, timeout_s=0.4)
+    store.put("k", b"x")
+    node.stop()
+    timed("put", lambda: store.put("new", b"y"), MARGIN_S * 0.8, Timeout)
+    node.resume()
+    until(lambda: store.exists("k") is Presence.HIT)
     store.close()
 
 

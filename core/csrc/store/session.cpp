@@ -48,6 +48,38 @@ ssize_t receive_some(int fd, iovec* parts, size_t n_parts, bool near) {
     return ::recvmsg(fd, &message, 0);
 }
 
+// A call that a signal breaks off waits the socket's whole timeout anew: many of them, as a profiler's, would
+// make it last for ever.
+class Signals {
+   public:
+    explicit Signals(int fd) : fd_(fd) {}
+
+    // After a call that failed: whether it is to be made again. Beyond the timeout, from the first signal on,
+    // errno says so.
+    bool again() {
+        if (errno != EINTR) return false;
+        auto now = std::chrono::steady_clock::now();
+        if (!waiting_) since_ = now;
+        waiting_ = true;
+        if (now - since_ < timeout()) return true;
+        errno = EAGAIN;
+        return false;
+    }
+    void moved() { waiting_ = false; }
+
+   private:
+    std::chrono::microseconds timeout() const {
+        timeval tv{};
+        socklen_t size = sizeof(tv);
+        ::getsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &tv, &size);  // that of sends is the same
+        return std::chrono::seconds(tv.tv_sec) + std::chrono::microseconds(tv.tv_usec);
+    }
+
+    int fd_;
+    bool waiting_ = false;
+    std::chrono::steady_clock::time_point since_{};
+};
+
 Error forked() {
     return Error{Code::kForked, "this handle belongs to the parent process; open a new one after fork"};
 }
@@ -111,15 +143,17 @@ Status Session::wait(short events) {
 }
 
 Status Session::send_all(const std::byte* data, size_t size) {
+    Signals signals(fd_.get());
     while (size != 0) {
         if (opening_) {
             if (Status ready = wait(POLLOUT); !ready) return ready;
         }
         ssize_t n = ::send(fd_.get(), data, size, MSG_NOSIGNAL | (opening_ ? MSG_DONTWAIT : 0));
         if (n < 0) {
-            if (errno == EINTR || (opening_ && errno == EAGAIN)) continue;
+            if (opening_ ? errno == EINTR || errno == EAGAIN : signals.again()) continue;
             return send_failed();
         }
+        signals.moved();
         data += n;
         size -= static_cast<size_t>(n);
     }
@@ -128,17 +162,21 @@ Status Session::send_all(const std::byte* data, size_t size) {
 
 Status Session::receive(void* data, size_t size) {
     auto* at = static_cast<std::byte*>(data);
+    Signals signals(fd_.get());
     while (size != 0) {
         iovec part{at, size};
         ssize_t n;
         if (opening_) {
             if (Status ready = wait(POLLIN); !ready) return ready;
             n = ::recv(fd_.get(), at, size, MSG_DONTWAIT);
-            if (n < 0 && errno == EAGAIN) continue;
+            if (n < 0 && (errno == EAGAIN || errno == EINTR)) continue;
         } else {
             n = receive_some(fd_.get(), &part, 1, near_);
         }
-        if (n < 0 && (errno == EINTR || (errno == EAGAIN && peer_took_some()))) continue;
+        if (n < 0 && signals.again()) continue;
+        if (n < 0 && errno == EAGAIN && !peer_took_some()) return receive_failed(n);
+        signals.moved();
+        if (n < 0 && errno == EAGAIN) continue;
         if (n <= 0) return receive_failed(n);
         at += n;
         size -= static_cast<size_t>(n);
@@ -395,6 +433,7 @@ Status Session::receive_bytes(const std::vector<ReadRow>& rows, const Target& ta
         }
     }
     const bool near = all <= kSpinBytesMax;
+    Signals signals(fd_.get());
     iovec parts[kParts];
     for (size_t at = 0; at < pieces.size();) {
         size_t n = 0;
@@ -404,8 +443,9 @@ Status Session::receive_bytes(const std::vector<ReadRow>& rows, const Target& ta
             bytes += parts[n].iov_len;
         }
         ssize_t got = receive_some(fd_.get(), parts, n, near);
-        if (got < 0 && errno == EINTR) continue;
+        if (got < 0 && signals.again()) continue;
         if (got <= 0) return receive_failed(got);
+        signals.moved();
         for (auto left = static_cast<uint64_t>(got); left != 0;) {
             Piece& piece = pieces[at];
             uint64_t step = std::min(left, piece.size);
@@ -455,6 +495,7 @@ Status Session::put(const Build& build, std::span<const Part> parts, const Parse
 // What stands in out_, and the parts behind it.
 Status Session::send_parts(std::span<const Part> parts) {
     constexpr size_t kParts = 64;
+    Signals signals(fd_.get());
     iovec iov[kParts];
     size_t head = 0, next = 0;
     uint64_t done = 0;  // of parts[next]
@@ -471,9 +512,10 @@ Status Session::send_parts(std::span<const Part> parts) {
         message.msg_iovlen = n;
         ssize_t sent = ::sendmsg(fd_.get(), &message, MSG_NOSIGNAL);
         if (sent < 0) {
-            if (errno == EINTR) continue;
+            if (signals.again()) continue;
             return send_failed();
         }
+        signals.moved();
         auto left = static_cast<uint64_t>(sent);
         uint64_t step = std::min<uint64_t>(left, out_.size() - head);
         head += step;
