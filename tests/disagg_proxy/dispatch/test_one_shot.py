@@ -20,6 +20,7 @@ from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.engines.sglang import Meeting, Rooms, ServerInfo, read_server_info
 from moonpool.disagg_proxy.mock_engine.server import MockEngine
 from moonpool.disagg_proxy.mock_engine.settings import MockSettings
+from moonpool.disagg_proxy.mock_engine.timing import Timing
 from moonpool.disagg_proxy.settings import (
     BreakerLimits,
     Deadlines,
@@ -893,7 +894,7 @@ def test_a_prefill_engine_that_dies_while_decode_waits(path: str, streams: bool)
     """Another one is taken, at once; when there is none, the client is told so, and nothing stays behind."""
 
     async def scenario() -> None:
-        mock = MockSettings(timing=SLOW_PREFILL, lease_s=30.0)
+        mock = MockSettings(timing=Timing(prefill_s_per_token=5e-4), lease_s=30.0)
         async with fleet("prefill", "prefill", "decode", handover="one_shot", mock=mock, health=SELDOM) as f:
             decode = engine_of(f, "decode")
             prefills = [f.engines["prefill-0"], f.engines["prefill-1"]]
@@ -1018,7 +1019,7 @@ async def test_an_engine_is_not_used_before_it_has_said_what_it_is(monkeypatch: 
 async def test_sglangs_engine_keeps_its_patience_when_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "HEALTH_S", 10.0)
     page = b'{"disaggregation_mode":"prefill"}'
-    checks = HealthChecks(interval_s=1e6, timeout_s=0.05)
+    checks = HealthChecks(interval_s=1e6, timeout_s=0.5)
     async with bed(2, roles=["prefill", "decode"], handover="auto", prepare=paged(page), health=checks) as b:
         engine = b.proxy.engines[0]
         engine.refused("GET /health was answered with 503")
@@ -1026,7 +1027,7 @@ async def test_sglangs_engine_keeps_its_patience_when_it_left(monkeypatch: pytes
         real = health._get
 
         async def slow(address: Any, path: str, connect_s: float | None = None) -> Any:
-            await asyncio.sleep(0.2 if path == "/health" else 0)  # more than timeout_s
+            await asyncio.sleep(1.0 if path == "/health" else 0)  # more than timeout_s
             return await real(address, path, connect_s)
 
         monkeypatch.setattr(health, "_get", slow)
@@ -1034,7 +1035,7 @@ async def test_sglangs_engine_keeps_its_patience_when_it_left(monkeypatch: pytes
         assert engine.liveness.healthy
 
         async def busy(address: Any, path: str, connect_s: float | None = None) -> Any:
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(1.0)
             return 503, b"", address
 
         monkeypatch.setattr(health, "_get", busy)  # its scheduler has said nothing: one late check, no more
