@@ -1,7 +1,8 @@
 """A real proxy with mock engines whose prefill takes as long as the test wants: who is taken, who waits, who
 is refused, and that nobody is forgotten.
 
-An engine's model knows nothing yet: 10,000 tokens are predicted to take 1.1 s, 20,000 take 2.4 s.
+An engine's model knows nothing yet: 10,000 tokens are predicted to take 11 s, 20,000 take 24 s. (Ten times
+the proxy's own first guess: a test that is held up still finds an engine as busy as it is meant to be.)
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.admission.ticket import Ticket
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.prediction import PrefillModel
 from moonpool.disagg_proxy.discovery.source import Found
 from moonpool.disagg_proxy.dispatch.candidates import Fit
 from moonpool.disagg_proxy.settings import BreakerLimits, HealthChecks
@@ -33,6 +35,17 @@ from tests.disagg_proxy.harness import (
 )
 
 LONG, SHORT = 20_000, 10_000
+
+
+@pytest.fixture(autouse=True)
+def _slow_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = PrefillModel.__init__
+
+    def slower(model: PrefillModel) -> None:
+        begin(model)
+        assert model.regression.start([10.0 * each for each in model.regression.coefficients])
+
+    monkeypatch.setattr(PrefillModel, "__init__", slower)
 
 
 def body(tokens: int, first: int = 1) -> bytes:
@@ -97,7 +110,7 @@ def reason(answer: Answer) -> str:
 
 @with_deadline
 async def test_what_would_be_too_late_is_refused_at_once_and_reaches_no_engine() -> None:
-    async with bed(1, **gated(ttft_slo=4.0)) as running:  # type: ignore[arg-type]
+    async with bed(1, **gated(ttft_slo=40.0)) as running:  # type: ignore[arg-type]
         may_go = slow(running.engines)
         first = await post(running, LONG)
         await until(lambda: len(running.engines[0].seen) == 1)
@@ -105,7 +118,7 @@ async def test_what_would_be_too_late_is_refused_at_once_and_reaches_no_engine()
         assert refused.status == 429
         assert reason(refused) == "ttft"
         assert running.metric("moonpool_proxy_rejected_total", reason="ttft") == 1
-        shorter = await post(running, SHORT, first=3)  # 2.4 s + 1.1 s
+        shorter = await post(running, SHORT, first=3)  # 24 s + 11 s
         await until(lambda: len(running.engines[0].seen) == 2)
         may_go.set()
         assert [(await client.answer()).status for client in (first, shorter)] == [200, 200]
@@ -450,7 +463,7 @@ async def test_a_policy_that_chooses_nonsense_keeps_nobody_waiting() -> None:
 @with_deadline
 async def test_prefill_and_decode_apart_are_one_gate() -> None:
     roles = ("prefill", "decode")
-    async with bed(2, roles=roles, **gated(ttft_slo=4.0)) as running:  # type: ignore[arg-type]
+    async with bed(2, roles=roles, **gated(ttft_slo=40.0)) as running:  # type: ignore[arg-type]
         prefill, decode = running.engines
         may_go = asyncio.Event()
 
@@ -501,7 +514,7 @@ async def test_a_policy_that_fails_does_not_keep_those_who_wait() -> None:
 @with_deadline
 async def test_a_policy_that_fails_lets_nobody_past_the_gate() -> None:
     roles = ("prefill", "decode")
-    async with bed(2, roles=roles, **gated(ttft_slo=4.0)) as running:  # type: ignore[arg-type]
+    async with bed(2, roles=roles, **gated(ttft_slo=40.0)) as running:  # type: ignore[arg-type]
         may_go = slow(running.engines)
         prefill, decode = running.engines
         dispatcher = running.proxy._dispatcher
