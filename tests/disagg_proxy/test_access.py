@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy import server
 from moonpool.disagg_proxy.settings import read_api_keys
 
 from .harness import MockEngine, bed, proxy_process, until, with_deadline
@@ -92,7 +93,7 @@ async def test_access_log(tmp_path: Path) -> None:
     first, second = file.read_text().splitlines()
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z 127\.0\.0\.1 "
-        rf'"POST /v1/chat/completions\?a=\?b" 200 {len(body)} 0\.\d{{6}} 0\.\d{{6}} engine-0 - my-id',
+        rf'"POST /v1/chat/completions\?a=\?b" 200 {len(body)} \d+\.\d{{6}} \d+\.\d{{6}} engine-0 - my-id',
         first,
     )
     assert '"GET /nowhere" 404 ' in second
@@ -138,7 +139,8 @@ async def test_an_access_log_that_nobody_reads_holds_up_neither_requests_nor_the
 
 
 @with_deadline
-async def test_traces_pass_or_begin_here() -> None:
+async def test_traces_pass_or_begin_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_OBSERVE_EVERY_S", 1e6)  # the records are for the test
     async with bed(1) as b:
         given = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
         for sent, kept in (
@@ -168,7 +170,9 @@ async def test_traces_pass_or_begin_here() -> None:
 
 
 @with_deadline
-async def test_observations() -> None:
+async def test_observations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_OBSERVE_EVERY_S", 1e6)  # the records are for the test
+
     async def usage(exchange: object) -> None:
         await exchange.answer(  # type: ignore[attr-defined]
             b'{"choices":[],"usage":{"prompt_tokens":11,"total_tokens":14,"completion_tokens":3,'

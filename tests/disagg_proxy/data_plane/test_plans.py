@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from moonpool._native import ProxyRequest
+from moonpool.disagg_proxy import server
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, concurrent, single, two_step
 from moonpool.disagg_proxy.data_plane.observations import read
 from moonpool.disagg_proxy.settings import Deadlines, Limits
@@ -233,7 +234,8 @@ async def test_many_failed_prefills_end_in_a_recompute() -> None:
 
 
 @with_deadline
-async def test_a_record_tells_of_the_last_attempt_alone() -> None:
+async def test_a_record_tells_of_the_last_attempt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_OBSERVE_EVERY_S", 1e6)  # the records are for the test
     plans = (two_step(0, 1), single(3))
     for failing, behave in ((1, cut), (0, status(503))):  # after a prefill that went well, and at it
         async with pd_bed("pdpd", decide=lambda request: plans[request.attempt]) as b:
@@ -247,7 +249,8 @@ async def test_a_record_tells_of_the_last_attempt_alone() -> None:
 
 
 @with_deadline
-async def test_a_prefill_that_was_refused_was_not_done() -> None:
+async def test_a_prefill_that_was_refused_was_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_OBSERVE_EVERY_S", 1e6)  # the records are for the test
     async with pd_bed(limits=Limits(retries_max=0)) as b:
         b.engines[0].behave = status(503)
         b.proxy.relay.take_observations()
@@ -303,7 +306,7 @@ async def test_a_decode_engine_that_fails_in_mid_stream() -> None:
 
 @with_deadline
 async def test_a_prefill_that_never_answers_is_left_at_its_deadline() -> None:
-    async with pd_bed(deadlines=Deadlines(first_byte_s=0.05)) as b:
+    async with pd_bed(deadlines=Deadlines(first_byte_s=0.5)) as b:
         b.engines[0].behave = never
         assert (await b.ask("POST", CHAT, BODY)).engine == "engine-1"
         await b.engines[0].seen[0].gone.wait()

@@ -255,7 +255,7 @@ async def test_a_watch_that_ends_begins_anew_with_all(lines: list[bytes]) -> Non
 
 @with_deadline
 async def test_a_silent_watch_is_not_trusted_for_ever() -> None:
-    async with odd() as (server, url), heard(EtcdSource(f"{url}/e/", {}, silent_s=0.02)) as h:
+    async with odd() as (server, url), heard(EtcdSource(f"{url}/e/", {}, silent_s=0.5)) as h:
         await until(lambda: server.reads >= 3)
         assert not h.failures
         server.status = 503
