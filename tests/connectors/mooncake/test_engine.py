@@ -457,10 +457,10 @@ def test_a_peer_that_was_replaced_meanwhile(pair: Pair) -> None:
 def test_a_peer_that_is_killed_in_the_middle_of_a_transfer(pair: Pair, verb: str) -> None:
     """The transfer ends with a code, soon; the engine goes on with others."""
     one, other = pair
-    slices = 4096
+    slices = 32768
     process, port, address = start_peer(HOST, 3)
     session = f"{HOST}:{port}"
-    columns = [one.start] * slices, [address] * slices, [ROOM] * slices  # 256 MiB, one behind the other
+    columns = [one.start] * slices, [address] * slices, [ROOM] * slices  # 2 GiB, one behind the other
     try:
         assert one.engine.send_probe(session) == 0
         number = getattr(one.engine, f"batch_transfer_async_{verb}")(session, *columns)

@@ -225,7 +225,7 @@ def test_groups_and_soft_pins(store: Any, keys: Any) -> None:
     assert [marks(name) for name in names[2:4]] == [(True, True), (True, True)]
     config = ReplicateConfig()
     config.soft_pin_action = SoftPinAction.ENABLE
-    config.soft_pin_ttl_ms = 200
+    config.soft_pin_ttl_ms = 1000
     assert store.put(names[4], b"5", config) == 0
     assert marks(names[4]) == (False, True)
     until(lambda: not marks(names[4])[1])

@@ -121,10 +121,15 @@ def test_it_costs_an_arrival_next_to_nothing_however_many_instances_there_are() 
     gate, fleet = admission(), tuple(decodes(1_000))
     asked = [Request(1_000 * number) for number in range(1, 1_001)]
     gate.how_dear("g", asked[0], fleet, 0.0)
-    began_s = time.process_time()
-    for request in asked:
-        gate.how_dear("g", request, fleet, 0.5)
-    assert time.process_time() - began_s < 0.04  # 3 ms; with a look at each instance 70
+
+    def took_s() -> float:
+        began_s = time.process_time()
+        for request in asked:
+            gate.how_dear("g", request, fleet, 0.5)
+        return time.process_time() - began_s
+
+    # 3 ms; with a look at each instance 70. The best of three: what is thrown away meanwhile may be others'.
+    assert min(took_s() for _ in range(3)) < 0.04
 
 
 def admission(look: Look = Look.AHEAD, gap_s: float = 0.05) -> Admission:
