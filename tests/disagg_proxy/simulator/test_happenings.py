@@ -230,4 +230,4 @@ def test_one_that_joins_knows_what_its_sisters_have_learnt(who: str, rng: random
     jobs = run(settings, arrivals, "1 kill prefill-1", f"{join_s} join {who}")
     place = 1 if who == "prefill-1" else 3
     first = next(job for job in jobs if job.prefill_place == place and job.arrival.at_s > join_s)
-    assert first.predicted_ttft_s == pytest.approx(first.ttft_s, rel=0.6)
+    assert first.predicted_ttft_s == pytest.approx(first.ttft_s, rel=0.6, abs=0.01)
