@@ -242,7 +242,7 @@ TEST_CASE("master server: a new master hears everything again, and calls fail at
     CHECK_FALSE(client.locate(keys));
     auto start = std::chrono::steady_clock::now();
     for (int i = 0; i < 100; ++i) CHECK(client.locate(keys).error().code == Code::kUnavailable);
-    CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(1));
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
     CHECK(client.members());  // as it was last known
     CHECK_FALSE(client.members(true));
     for (uint64_t n = 801; n <= 900; ++n) a.put(n);  // it goes on without a master

@@ -32,7 +32,7 @@ std::unique_ptr<Server> make_server(const std::shared_ptr<FakeDisk>& disk, doubl
     options.ssd.io = "threads";
     options.ssd.depth = 4;
     options.ssd.clean_share = clean_share;
-    options.ssd.stop_ms = 5000;
+    options.ssd.stop_ms = 20000;
     options.ssd.open = disk->opener();
     options.listen = {"127.0.0.1:0"};
     auto server = Server::create(std::move(options));

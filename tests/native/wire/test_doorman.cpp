@@ -133,7 +133,7 @@ TEST_CASE("doorman: the proof for one purpose opens no other") {
 TEST_CASE("doorman: strangers that say nonsense or nothing keep nobody out") {
     Limits limits;
     limits.connections_unproved = 4;
-    limits.handshake_ms = 300;
+    limits.handshake_ms = 1500;
     House house(limits);
     std::vector<Fd> idle;
     for (int i = 0; i < 20; ++i) {
