@@ -97,11 +97,19 @@ def in_two(pytest: list[str], env: dict[str, str], log: Path) -> int:
     in_cluster = [*pytest, "-o", f"cache_dir={CACHE / 'cluster'}", CLUSTER]
     in_others = [*pytest, "-o", f"cache_dir={CACHE / 'others'}", f"--ignore={CLUSTER}"]
     try:
-        with log.open("wb") as output:
-            cluster = start(in_cluster, output)
-        codes = start(in_others).wait(), cluster.wait()
-        print(log.read_text(errors="replace"), flush=True)
-        return again(in_others, codes[0], start) or again(in_cluster, codes[1], start)
+        try:
+            with log.open("wb") as output:
+                cluster = start(in_cluster, output)
+            others = start(in_others)
+            codes = others.wait(), cluster.wait()
+        finally:
+            for each in running:
+                each.wait()
+            print(log.read_text(errors="replace"), flush=True)
+        for command, code in zip((in_others, in_cluster), codes, strict=True):
+            if code == TESTS_FAILED:
+                look_again(command, start)
+        return codes[0] or codes[1]
     finally:
         for each in running:
             each.wait()
@@ -109,25 +117,18 @@ def in_two(pytest: list[str], env: dict[str, str], log: Path) -> int:
         signal.signal(signal.SIGINT, heeded)
 
 
-def again(command: list[str], code: int, start: Callable[[list[str]], subprocess.Popen[bytes]]) -> int:
-    """What a run of pytest ended with -> what counts.
-
-    Of some thousand tests with real processes on two busy cores a few that failed run once more, by
-    themselves. One that passes then does not fail the run, and is named last: it, or what it tests, has a
-    race that wants mending.
+def look_again(command: list[str], start: Callable[[list[str]], subprocess.Popen[bytes]]) -> None:
+    """Runs a few tests that failed once more, by themselves, for whoever looks into it: what passes then, or
+    what it tests, has a race. The run has failed all the same.
     """
     cache = Path(next(word for word in command if word.startswith("cache_dir=")).partition("=")[2])
     told = cache / "v" / "cache" / "lastfailed"
-    if code != TESTS_FAILED or not told.exists():
-        return code
-    failed = list(json.loads(told.read_text()))
+    failed = list(json.loads(told.read_text())) if told.exists() else []
     if not 0 < len(failed) <= AGAIN_MAX:
-        return code
+        return
     print(f"once more, by themselves: {' '.join(failed)}", flush=True)
-    code = start([*command, "--last-failed"]).wait()
-    if code == 0:
-        print(f"passed at the second try only, which wants mending: {' '.join(failed)}", flush=True)
-    return code
+    if start([*command, "--last-failed"]).wait() == 0:
+        print(f"failed, and passed by itself at the second try: {' '.join(failed)}", flush=True)
 
 
 if __name__ == "__main__":
