@@ -199,7 +199,8 @@ class Accounts:
             return
         done = computes.books.prefill_ended(observation.request, at_s)
         if sent.coming and not observation.stream:
-            self._goes_on_unheard(observation.request, sent, at_s)
+            sent.decodes_s = at_s  # its first byte is the end, but it is made from now on
+            self._decodes(observation.request, sent, at_s, heard=False)
         if self.admission is not None and done is not None and sent.choice.prefill is None:
             self.admission.stalled(computes, done.seconds, at_s)
         if done is None or not done.tokens or observation.status not in (0, 200):
@@ -211,17 +212,15 @@ class Accounts:
             self._tell_sisters(computes, computes.prefill_model)
             sent.choice.decode.guess_from(computes)
 
-    def _goes_on_unheard(self, request: int, sent: _Sent, at_s: float) -> None:
-        """Of an answer that comes whole the first byte is the end, but it is made since its prompt was
-        computed elsewhere."""
-        sent.decodes_s = at_s
+    def _decodes(self, request: int, sent: _Sent, at_s: float, *, heard: bool) -> None:
+        """Its answer is made from now on. heard: the client has its first token, too."""
         _arrived(sent)
         sent.choice.decode.books.decode_began(request, sent.asked.tokens, at_s)
         sent.decoding = True
         if self.changed is not None:
             self.changed(Begun(request, sent.computed))
         if self.admission is not None:
-            self.admission.began(request, at_s, heard=False)
+            self.admission.began(request, at_s, heard=heard)
 
     def _begun(self, observation: Observation, sent: _Sent) -> None:
         if sent.decodes_s:
@@ -247,13 +246,7 @@ class Accounts:
             computes = choice.computes
             took_s = first_s - sent.at_s
             self.calibration.observe(computes.ttft_ratios, computes.name, sent.ttft_s, took_s)
-        _arrived(sent)
-        choice.decode.books.decode_began(observation.request, sent.asked.tokens, first_s)
-        sent.decoding = True
-        if self.changed is not None:
-            self.changed(Begun(observation.request, sent.computed))
-        if self.admission is not None:
-            self.admission.began(observation.request, first_s)
+        self._decodes(observation.request, sent, first_s, heard=True)
 
     def _ended(self, observation: Observation, sent: _Sent) -> None:
         choice, now_s = sent.choice, observation.last_byte_s
