@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
+from enum import Enum
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from moonpool.disagg_proxy.conductor.admission import Refusal
@@ -37,6 +38,14 @@ TURN_EVERY_S = (
     1.0  # that one of those aside is asked about out of order: it takes room that the first waits for
 )
 UNASKED_MAX = 256  # that are set aside without being asked about
+
+
+class Send(Enum):
+    """When one that is asked about is sent, if nothing speaks against it."""
+
+    NOW = "now"
+    BESIDE = "beside"  # if none of the instances of ``is_busy`` would compute it: then it has not waited
+    NEVER = "never"
 
 
 class Asked(NamedTuple):
@@ -65,18 +74,9 @@ class Owner(Protocol[T_contra]):
         """Whether it takes the place of several others; asked once, when it comes."""
 
     def ask(
-        self,
-        ticket: T_contra,
-        waited_s: float,
-        now_s: float,
-        *,
-        send: bool,
-        beside: bool = False,
-        dear: bool = False,
+        self, ticket: T_contra, waited_s: float, now_s: float, send: Send, *, dear: bool = False
     ) -> Asked:
-        """Predicts; sends it, if nothing speaks against that and ``send``. beside: also if none of the
-        instances of ``is_busy`` would compute it; then it has not waited. dear: only where there is room to
-        spare."""
+        """Predicts, and sends it or not. dear: only where there is room to spare."""
 
     def is_gone(self, ticket: T_contra) -> bool:
         """Whether nobody wants the answer any more."""
@@ -100,12 +100,14 @@ class Gate(Generic[T]):
         owner = self._owner
         dear = owner.how_dear(ticket, now_s)
         if not self.line.waiting_max:
-            return owner.ask(ticket, 0.0, now_s, send=True, dear=dear is Dear.NONE).refusal, None
+            return owner.ask(ticket, 0.0, now_s, Send.NOW, dear=dear is Dear.NONE).refusal, None
         ahead_s = self.line.ahead_s(group, priority) / max(owner.share(ticket), 1)
         gap_s = owner.gap_s(ticket)
         waits = self.line.has_before(group, priority, gap_s) or owner.is_busy(ticket, now_s)
-        beside = waits and not self.line.has_before(group, priority, gap_s, aside=True)
-        asked = owner.ask(ticket, ahead_s, now_s, send=not waits, beside=beside)
+        send = Send.NOW
+        if waits:
+            send = Send.NEVER if self.line.has_before(group, priority, gap_s, aside=True) else Send.BESIDE
+        asked = owner.ask(ticket, ahead_s, now_s, send)
         if asked.sent:
             return None, None  # nobody waits for its sake: its tenant is not charged
         if asked.final:
@@ -186,7 +188,7 @@ class Gate(Generic[T]):
     def _try(self, entry: Waiting[T], now_s: float) -> tuple[T, Refusal | None] | None:
         """None: not yet."""
         waited_s = max(now_s - entry.since_s, 0.0)
-        asked = self._owner.ask(entry.ticket, waited_s, now_s, send=True)
+        asked = self._owner.ask(entry.ticket, waited_s, now_s, Send.NOW)
         if asked.refusal is not None and not asked.final:
             return None
         self.line.remove(entry)

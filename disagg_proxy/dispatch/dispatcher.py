@@ -25,7 +25,7 @@ from moonpool.disagg_proxy.admission.wishes import BadHeader
 from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Refusal
 from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Choice, Request
 from moonpool.disagg_proxy.conductor.demand import Dear
-from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, RELEASED_MAX, Asked, Gate
+from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, RELEASED_MAX, Asked, Gate, Send
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, Plan, refused
 from moonpool.disagg_proxy.conductor.policies.roles import Groups
@@ -408,16 +408,7 @@ class Dispatcher:
             return Dear.ALL
         return self.admission.how_dear(ticket.model, ticket.asked, instances, now_s)
 
-    def ask(
-        self,
-        ticket: Ticket,
-        waited_s: float,
-        now_s: float,
-        *,
-        send: bool,
-        beside: bool = False,
-        dear: bool = False,
-    ) -> Asked:
+    def ask(self, ticket: Ticket, waited_s: float, now_s: float, send: Send, *, dear: bool = False) -> Asked:
         assert self.admission is not None
         request, asked = ticket.request, ticket.asked
         able = self._able(ticket)
@@ -429,13 +420,14 @@ class Dispatcher:
         if not choice.decode.alone and (answer := _refusal(request, choice)):
             ticket.answer = answer
             return Asked(0.0, Refusal("no_engine", 0.0, ""), final=True)
-        if beside and choice.computes not in able.computing:
-            send, waited_s = True, 0.0
+        if send is Send.BESIDE and choice.computes not in able.computing:
+            send, waited_s = Send.NOW, 0.0
         outlook = self.admission.outlook(
             asked, choice, now_s, objective=ticket.objective, waited_s=waited_s, dear=dear
         )
         refusal = outlook.refusal
-        if refusal is None and send:
+        sent = refusal is None and send is Send.NOW
+        if sent:
             self.accounts.sent(
                 request.id,
                 choice,
@@ -449,7 +441,7 @@ class Dispatcher:
         return Asked(
             choice.prefill_s,
             refusal,
-            sent=send and refusal is None,
+            sent=sent,
             final=self.admission.is_final(refusal, asked, instances, ticket.objective),
             prompt=asked.tokens - asked.own_at(choice.computes),
             answer=round(self.admission.answers.tokens),

@@ -15,7 +15,7 @@ from typing import Protocol
 from moonpool.disagg_proxy.conductor.admission import Admission, Outlook, Refusal, ttft_s
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.demand import Dear
-from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, Asked, Gate
+from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, Asked, Gate, Send
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
 from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
@@ -188,31 +188,23 @@ class Desk:
         asked = Request(ticket.arrival.tokens)
         return self._admission.how_dear(None, asked, self.fleet.instances, now_s)
 
-    def ask(
-        self,
-        ticket: Job,
-        waited_s: float,
-        now_s: float,
-        *,
-        send: bool,
-        beside: bool = False,
-        dear: bool = False,
-    ) -> Asked:
+    def ask(self, ticket: Job, waited_s: float, now_s: float, send: Send, *, dear: bool = False) -> Asked:
         if not self.fleet.can_serve():
             return Asked(0.0, Refusal(NO_INSTANCE, 0.0, "no instance is left"), final=True)
         asked, choice = self._choose(ticket)
-        if beside and choice.computes.role is _DECODE:
-            send, waited_s = True, 0.0
+        if send is Send.BESIDE and choice.computes.role is _DECODE:
+            send, waited_s = Send.NOW, 0.0
         outlook = None
         if self._admission is not None:
             outlook = self._admission.outlook(asked, choice, now_s, waited_s=waited_s, dear=dear)
         refusal = None if outlook is None else outlook.refusal
-        if send and refusal is None:
+        sent = refusal is None and send is Send.NOW
+        if sent:
             self._send(ticket, asked, choice, outlook)
         final = self._admission is not None and self._admission.is_final(
             refusal, asked, self.fleet.instances, self._admission.objective
         )
-        return Asked(choice.prefill_s, refusal, sent=send and refusal is None, final=final)
+        return Asked(choice.prefill_s, refusal, sent=sent, final=final)
 
     # What happens to a request
 

@@ -11,7 +11,7 @@ import pytest
 
 from moonpool.disagg_proxy.conductor.admission import Refusal
 from moonpool.disagg_proxy.conductor.demand import Dear
-from moonpool.disagg_proxy.conductor.gate import RELEASED_MAX, TURN_EVERY_S, Asked, Gate
+from moonpool.disagg_proxy.conductor.gate import RELEASED_MAX, TURN_EVERY_S, Asked, Gate, Send
 from moonpool.disagg_proxy.conductor.line import FAIRNESSES_MAX, TENANTS_MAX, Line, Waiting
 
 
@@ -47,17 +47,8 @@ class Engine:
     def how_dear(self, ticket: int, now_s: float) -> Dear:
         return Dear.NONE if ticket in self.dear else Dear.SOME if ticket in self.dearer else Dear.ALL
 
-    def ask(
-        self,
-        ticket: int,
-        waited_s: float,
-        now_s: float,
-        *,
-        send: bool,
-        beside: bool = False,
-        dear: bool = False,
-    ) -> Asked:
-        if beside and ticket in self.beside and not self.slow:
+    def ask(self, ticket: int, waited_s: float, now_s: float, send: Send, *, dear: bool = False) -> Asked:
+        if send is Send.BESIDE and ticket in self.beside and not self.slow:
             self.sent.append(ticket)
             return Asked(0.1, None, sent=True)
         self.waited_s[ticket] = waited_s
@@ -67,11 +58,11 @@ class Engine:
             return Asked(3.0, Refusal("ttft", 1.0, ""), final=True)
         if self.slow or ticket in self.strict:
             return Asked(3.0, Refusal("gap", 1.0, ""))
-        if send:
+        if send is Send.NOW:
             self.sent.append(ticket)
             self.room -= 1
             self.free = self.room > 0
-        return Asked(3.0, None, sent=send, prompt=100)
+        return Asked(3.0, None, sent=send is Send.NOW, prompt=100)
 
 
 def why(found: tuple[Refusal | None, object]) -> str:
