@@ -38,7 +38,7 @@ class Node:
 
     def full(self) -> Callable[[], None]:
         """Fills the node with what is pinned, until the answer is called."""
-        client = _native.Client(str(self.socket), TOKEN, timeout_s=2)
+        client = _native.Client(str(self.socket), TOKEN, timeout_s=10)
         client.connect()
         pins = []
         for size in (256 << 10, 16 << 10, 1 << 10):

@@ -43,7 +43,7 @@ class Bed:
 
 
 def connected(node: Node) -> _native.Client:
-    client = _native.Client(str(node.socket), TOKEN, fingerprint=b"f", timeout_s=2)
+    client = _native.Client(str(node.socket), TOKEN, fingerprint=b"f", timeout_s=10)
     client.connect()
     return client
 
@@ -163,7 +163,7 @@ def test_what_waits_behind_a_node_that_hangs_is_not_asked(monkeypatch: pytest.Mo
         process = NodeProcess(Path(path)).start()
         try:
             socket = str(process.runtime / "node.sock")
-            client = _native.Client(socket, paths.client_token(socket), timeout_s=0.3)
+            client = _native.Client(socket, paths.client_token(socket), timeout_s=1)
             client.connect()
             batches = _native.BatchClient(threads=1)
             batches.attach(client)

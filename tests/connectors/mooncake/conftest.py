@@ -44,7 +44,8 @@ def _settings() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _environment() -> Iterator[None]:
     """The cluster token of these tests, and the package for other processes; of no other folder's tests."""
-    with _settings():
+    with _settings(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mooncake._access.TIMEOUT_S", 10.0)  # none of these tests has a node that hangs
         yield
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -98,15 +97,13 @@ def converse(giver: Caller, taker: Caller, script: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLAYED)
-def test_their_calls(name: str, start: Start, master_and_pages: tuple[str, str]) -> None:
+def test_their_calls(name: str, start: Start, master_and_pages: tuple[str, str], free_port: int) -> None:
     address, pages = master_and_pages
     where = {"CALLERS_MASTER": address, "CALLERS_PAGES": pages}
     giver = start(sys.executable, "callers.py", name, "give", **where)
     taker = start(sys.executable, "callers.py", name, "take", **where)
     if name == "flexkv":
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        giver.tell(port)
+        giver.tell(free_port)
     converse(giver, taker, PLAYED[name])
 
 

@@ -212,7 +212,7 @@ def test_groups_and_soft_pins(store: Any, keys: Any) -> None:
         (copy,) = store._access.store().stat(name).copies
         return copy.grouped, copy.soft_pinned
 
-    names = keys(6)
+    names = keys(7)
     config = ReplicateConfig()
     config.group_ids = ["page", ""]
     assert store.put_batch(names[:2], [b"1", b"2"], config) == 0
@@ -225,10 +225,13 @@ def test_groups_and_soft_pins(store: Any, keys: Any) -> None:
     assert [marks(name) for name in names[2:4]] == [(True, True), (True, True)]
     config = ReplicateConfig()
     config.soft_pin_action = SoftPinAction.ENABLE
-    config.soft_pin_ttl_ms = 1000
+    config.soft_pin_ttl_ms = 60_000
     assert store.put(names[4], b"5", config) == 0
     assert marks(names[4]) == (False, True)
-    until(lambda: not marks(names[4])[1])
+    config.soft_pin_ttl_ms = 1000
+    assert store.put(names[6], b"7", config) == 0
+    until(lambda: not marks(names[6])[1])
+    assert marks(names[4]) == (False, True)
     config.with_soft_pin = True
     config.soft_pin_action = SoftPinAction.DISABLE
     assert store.put(names[5], b"6", config) == 0

@@ -127,13 +127,12 @@ def test_the_token_and_the_master_are_looked_at(
 
 @pytest.mark.parametrize("segment", [0, 16 * MIB])
 def test_a_master_that_starts_later_is_joined(
-    segment: int, monkeypatch: pytest.MonkeyPatch, key: str
+    segment: int, free_port: int, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     monkeypatch.setattr("mooncake._access.JOIN_TIMEOUT_S", 0.1)
     monkeypatch.setattr("mooncake._base.JOIN_AGAIN_S", 0.05)
-    there = MasterProcess()
-    address = there.address
-    there.close()
+    address = f"{HOST}:{free_port}"
+    there: MasterProcess | None = None
     store, other = MooncakeDistributedStore(), MooncakeDistributedStore()
     try:
         assert store.setup(HOST, P2P, segment, 0, "tcp", "", address) in (-900, -901)
@@ -150,7 +149,8 @@ def test_a_master_that_starts_later_is_joined(
     finally:
         store.close()
         other.close()
-        there.close()
+        if there is not None:
+            there.close()
 
 
 @pytest.mark.parametrize("leave", ["", "import os; os.fork() or exit(); assert os.wait()[1] == 0"])
@@ -286,8 +286,8 @@ def test_a_guest_alone_is_told_to_wait_and_goes_on(keys: Callable[[int], list[st
         there.close()
 
 
-def test_a_dead_master_loses_nothing(key: str) -> None:
-    there = MasterProcess()
+def test_a_dead_master_loses_nothing(free_port: int, key: str) -> None:
+    there = MasterProcess(listen=f"{HOST}:{free_port}")
     store = MooncakeDistributedStore()
     assert store.setup(HOST, P2P, 16 * MIB, 0, "tcp", "", there.address) == 0
     assert store.put(key, b"stays") == 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import moonpool.connectors.tensorrt_llm as connector
-from moonpool.connectors.tensorrt_llm import compat
+from moonpool.connectors.tensorrt_llm import compat, pool
 from moonpool.connectors.tensorrt_llm.settings import VARIABLE
 from tests.connectors.tensorrt_llm import stub_engine
 from tests.connectors.tensorrt_llm.stub_engine import Engine
@@ -71,6 +71,7 @@ def node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN", TOKEN)
     monkeypatch.setattr(compat, "rank", lambda: stub_engine.RANK[0])
     monkeypatch.setattr(compat, "end_all_ranks", ended)
+    monkeypatch.setattr(pool, "TIMEOUT_S", 10.0)  # a node that hangs is one that a test stopped
     stub_engine.RANK[0] = 0
     node = Node(folder / "n.sock")
     yield node

@@ -74,7 +74,7 @@ def start(master: MasterProcess, folder: Path) -> Iterator[Callable[..., NodeOfT
 
     def start(mebibytes: int = 64) -> NodeOfTheMaster:
         started.append(NodeOfTheMaster(master.address, folder, mebibytes))
-        until(lambda: "alive" in master.states().values())
+        until(lambda: "alive" in master.states().values(), 60)
         return started[-1]
 
     yield start

@@ -222,7 +222,7 @@ def test_a_restart_with_a_warm_pool(node: Node) -> None:
     again.close()
 
 
-def test_the_last_store_before_the_end_is_not_lost(node: Node) -> None:
+def test_the_last_store_before_the_end_is_not_lost(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was handed to LMCache's loop, and has not begun."""
     node.start()
     backend = Backend()
@@ -231,8 +231,17 @@ def test_the_last_store_before_the_end_is_not_lost(node: Node) -> None:
     backend.loop.call_soon_threadsafe(gate.wait)
     backend.backend.batched_submit_put_task(backend.keys(1), [chunk])
     chunk.ref_count_down()
+    asked, ask = threading.Event(), backend.loop.call_soon_threadsafe
+
+    def seen(*arguments: Any, **more: Any) -> Any:
+        try:
+            return ask(*arguments, **more)
+        finally:
+            asked.set()
+
+    monkeypatch.setattr(backend.loop, "call_soon_threadsafe", seen)
     closing.start()
-    closing.join(0.2)
+    assert asked.wait(10)  # it waits for the loop, for a second; so the loop must not wait longer
     gate.set()
     closing.join(30)
     again = Backend()
