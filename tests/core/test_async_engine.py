@@ -195,13 +195,13 @@ def test_the_loop_runs_on_while_the_peer_stands_still() -> None:
                 await engine.read(segment, region, segment.at(0))
                 still.stop()
                 turns = 0
-                call = asyncio.create_task(engine.read(segment, region, segment.at(0), deadline_s=0.4))
+                call = asyncio.create_task(engine.read(segment, region, segment.at(0), deadline_s=1.0))
                 while not call.done():
                     turns += 1
                     await asyncio.wait([call], timeout=0.01)
-                with pytest.raises(TransferError, match=r"0\.4 s"):
+                with pytest.raises(TransferError, match="for 1 s"):
                     await call
-                assert turns > 10
+                assert turns > 5  # it would be one or two if the call kept the loop
         finally:
             still.close()
 

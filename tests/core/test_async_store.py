@@ -123,7 +123,7 @@ def test_many_calls_at_once_end_in_their_own_futures() -> None:
 def test_the_loop_runs_on_while_the_node_stands_still(runtime_dir: Path) -> None:
     async def main() -> None:
         node = NodeProcess(runtime_dir / "n.sock")
-        async with AsyncStore(str(runtime_dir / "n.sock"), token=TOKEN, timeout_s=0.5) as store:
+        async with AsyncStore(str(runtime_dir / "n.sock"), token=TOKEN, timeout_s=1.0) as store:
             await store.put("k", b"x")
             node.stop()
             turns = 0
@@ -133,7 +133,7 @@ def test_the_loop_runs_on_while_the_node_stands_still(runtime_dir: Path) -> None
                 await asyncio.wait([call], timeout=0.01)
             with pytest.raises(Timeout):
                 await call
-            assert turns > 10
+            assert turns > 5  # it would be one or two if the call kept the loop
             assert await store.exists("absent") is Presence.UNKNOWN
             node.kill()
             prefix = await store.longest_prefix(["absent"])
@@ -183,7 +183,7 @@ def test_memory_given_by_address_outlives_a_cancelled_caller(runtime_dir: Path) 
 
     async def main() -> None:
         node = NodeProcess(runtime_dir / "n.sock")
-        async with AsyncStore(str(runtime_dir / "n.sock"), token=TOKEN, timeout_s=0.3) as store:
+        async with AsyncStore(str(runtime_dir / "n.sock"), token=TOKEN, timeout_s=1.0) as store:
             await store.put("k" * 100, b"x" * 1000)  # a long name is asked of the node
             node.stop()
             tensor = Tensor(np.zeros(1000, np.uint8))

@@ -80,13 +80,15 @@ def run_all(
     a thread. until_closed: nothing else does."""
     stop = threading.Event()
     done: Counter[str] = Counter()
+    ending = threading.Lock()  # one after the other: a sum of two threads at once may lose one of them
     problems: list[BaseException] = []
 
     def guarded(seed: int) -> None:
         try:
             work(engine, peers, seed, stop, done)
         except Closed:
-            done["closed"] += 1
+            with ending:
+                done["closed"] += 1
         except BaseException as error:
             problems.append(error)
             stop.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -170,6 +171,14 @@ def test_without_a_replay_a_later_index_costs_the_others_nothing(bed: Bed) -> No
     follower = bed.subscriber
     assert follower is not None
     until(lambda: follower.stats()["node"]["connected"] == 1)
+    # Connected is not yet subscribed: what is told before the publisher knows of it is lost.
+    firsts = itertools.count(100_000, BLOCK)
+
+    def hears() -> bool:
+        bed.put(tokens(next(firsts), 1))
+        return follower.stats()["node"]["taken_total"] > 0
+
+    until(hears)
     bed.put(tokens(0, 5))
     until(lambda: bed.match(tokens(0, 5)) == (5, 5))
     other = bed.indexes.obtain("", 2 * BLOCK)

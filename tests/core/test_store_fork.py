@@ -36,7 +36,7 @@ def wait_for(pid: int) -> int:
         statuses.append(status)
         return found == pid
 
-    until(ended)
+    until(ended, 30.0)
     return os.waitstatus_to_exitcode(statuses[-1])
 
 

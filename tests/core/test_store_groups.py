@@ -100,7 +100,7 @@ def test_soft_pins_go_last(store: Store) -> None:
 
 
 def test_a_soft_pin_ends_without_use_and_begins_with_it(store: Store) -> None:
-    store.put("k", bytes(SIZE), soft_pin_s=0.2)
+    store.put("k", bytes(SIZE), soft_pin_s=1.0)
     assert the_copy(store, "k").soft_pinned
     until(lambda: not the_copy(store, "k").soft_pinned)  # a look is no use
     assert store.get("k") is not None

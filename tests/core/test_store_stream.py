@@ -18,8 +18,8 @@ from .engine_bed import Relay, timed
 from .store_bed import MIB, TOKEN, until
 
 SIZE = MIB + 13  # more than what a caller polls for, and than the relay's buffer
-DEADLINE_S = 0.4
-SLOW = SIZE / (4 * DEADLINE_S)  # bytes a second: a whole object takes four deadlines
+DEADLINE_S = 1.2  # all of it is one process, which stands still for a moment on a busy machine
+SLOW = SIZE / (2.5 * DEADLINE_S)  # bytes a second: a whole object takes more than two deadlines
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_what_trickles_is_waited_for(way: Relay) -> None:
         assert store.get("k", into) == SIZE
         get_s = time.monotonic() - began_s - put_s
     assert into == data
-    assert min(put_s, get_s) > 2 * DEADLINE_S  # else this tested nothing
+    assert min(put_s, get_s) > 1.5 * DEADLINE_S  # else this tested nothing
 
 
 def test_a_node_that_stops_in_the_middle_of_an_answer(way: Relay) -> None:
