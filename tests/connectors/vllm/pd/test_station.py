@@ -392,26 +392,24 @@ class TestConcurrent:
             prefill.wait_handed(77)
 
 
-def test_something_unexpected_while_reading(
-    pair: tuple[World, World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The pull still ends, once, and the next one works."""
-    prefill, decode = pair
+def test_something_unexpected_while_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pull still ends, once, and the next one works. Over TCP, where the line's own thread reads."""
 
     def fail(*args: object) -> None:
         raise ValueError("unexpected")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(decode.station, "_read_piece", fail)
-        decode.take(prefill.offer([1]), [1])
-        assert decode.ended().good == 0
-    offer = prefill.offer([1], lease=78, slot=6)
+    with world("P", seed=1) as prefill, world("D", seed=2, transports=["tcp"]) as decode:
+        with monkeypatch.context() as patch:
+            patch.setattr(decode.station, "_read_piece", fail)
+            decode.take(prefill.offer([1]), [1])
+            assert decode.ended().good == 0
+        offer = prefill.offer([1], lease=78, slot=6)
 
-    def works() -> bool:  # after the rest that a line takes which died
-        decode.take(offer, [1])
-        return decode.ended().good == 1
+        def works() -> bool:  # after the rest that a line takes which died
+            decode.take(offer, [1])
+            return decode.ended().good == 1
 
-    eventually(works)
+        eventually(works)
 
 
 def test_what_a_step_read_is_told_with_the_next_one(
@@ -421,9 +419,9 @@ def test_what_a_step_read_is_told_with_the_next_one(
     monkeypatch.setattr("moonpool.connectors.vllm.pd.station.SIGN_S", 1000.0)
     prefill, _ = pair
     with world("E", seed=3, silence_s=4000.0) as decode:
-        decode.take(prefill.offer([1]), [1])
-        assert decode.ended().good == 1  # on the line's thread, which had to be made
-        prefill.wait_handed(77)
+        decode.hold(prefill.offer([1]), 1)
+        decode.station.begin(HandoverStep(drops=("r",)))
+        prefill.wait_handed(77)  # over a line that had to be made, which is there now
         decode.take(prefill.offer([2, 3], lease=78, slot=6), [2, 3])
         (ended,) = decode.station.take_ended()
         assert ended.good == 2
@@ -459,8 +457,9 @@ def test_signs_of_life_go_out_while_a_long_read_lasts() -> None:
         heard: set[int] = set()
         station._read_piece, station._tick = slow, ticks  # type: ignore[method-assign]
         blocks = list(range(PIECE_BLOCKS + 4))
+        decode.hold(prefill.offer([1], lease=78, slot=6), 1, name="behind")  # before any sign of life
         decode.take(prefill.offer(blocks), blocks)
-        decode.take(prefill.offer([1], lease=78, slot=6), [30], name="behind")
+        decode.station.pull(HandoverStep(pulls=(Pull("behind", 0, ((30,),)),)))
         ends: dict[str, int] = {}
 
         def look() -> bool:
