@@ -366,9 +366,9 @@ class TestConcurrent:
     def test_another_prompt_under_the_same_transfer(self, pair: tuple[World, World]) -> None:
         prefill, decode = pair
         with ExitStack() as stack:
+            self.meet(prefill, decode, stack, [10])
             prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", bytes(32)),)))
             prefill.station.computed(HandoverStep(grown=(Grown(77, 0, ((1,),), True),)))
-            self.meet(prefill, decode, stack, [10])
             ended = decode.ended()
             assert ended.good == 0
             assert "another prompt" in ended.error
