@@ -22,7 +22,7 @@ KV_CONFIG = {
     "kv_connector": "Mooncake",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"lease_s": 3.0},
+    "kv_connector_extra_config": {"lease_s": 6.0},
 }
 TINY_MODEL = Path(__file__).parents[3] / "examples" / "demo" / "tiny_model.py"
 JOIN_TIMEOUT_S = 20.0

@@ -3,8 +3,10 @@ happens."""
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from tests.connectors.vllm.processes import Engine, EngineFailed
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 CHUNK_TOKENS = 256
+REVIVE_TIMEOUT_S = 60.0
+UNUSED_SEEDS = itertools.count(5000)
 NOTHING_LEFT = {"used_blocks": 0, "requests": 0, "pins": 0, "saves": 0, "lookups": 0, "leases": 0}
 
 
@@ -290,14 +294,15 @@ def test_silent_node(line: Line) -> None:
 
 
 def revive(engine: Engine) -> None:
-    """Asks until a lookup is answered again: the client comes back by itself, with the first call that may
-    try."""
-    for attempt in range(100):
-        before = counters(engine)
-        engine.call("generate", prompts=[make_prompt(5000 + attempt, 40)], max_tokens=1)
-        if grown(before, counters(engine), "lookups_total"):
+    """Asks until it finds in the pool what it stored there: its clients, one that looks up and one that loads
+    and saves, come back by themselves, each with the first call that may try."""
+    deadline_s = time.monotonic() + REVIVE_TIMEOUT_S
+    while True:
+        prompt = make_prompt(next(UNUSED_SEEDS), 40)
+        store(engine, engine, [prompt])
+        if pool_tokens(engine.call("generate", prompts=[prompt], max_tokens=1)) == [loadable(prompt)]:
             return
-    raise AssertionError("the engine did not find its way back to the pool")
+        assert time.monotonic() < deadline_s, "the engine did not find its way back to the pool"
 
 
 def arena(pid: int) -> mmap.mmap:
