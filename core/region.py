@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 from moonpool.core.buffers import Memory, memory_of
@@ -22,12 +23,13 @@ class Region:
     also when nobody keeps the region.
     """
 
-    __slots__ = ("_memory", "_table", "address", "length", "location")
+    __slots__ = ("_closing", "_memory", "_table", "address", "length", "location")
 
     def __init__(self, table: RegionTable, memory: Memory, location: str) -> None:
         self.address = memory.address
         self.length = memory.length
         self.location = location
+        self._closing = threading.Lock()
         self._memory: Memory | None = memory
         self._table = table
 
@@ -69,11 +71,11 @@ class Region:
 
 
 class RegionTable:
-    """The regions of one engine, and what makes them."""
+    """The regions of one engine, and what makes them. On any thread."""
 
     def __init__(self, native: _native.Engine) -> None:
         self._native = native
-        self._regions: dict[int, Region] = {}
+        self._regions: set[Region] = set()
 
     def register(self, memory: Any, location: str) -> Region:
         """See TransferEngine.register."""
@@ -95,17 +97,19 @@ class RegionTable:
 
     def close(self, region: Region) -> None:
         """See Region.close."""
-        if self._regions.get(region.address) is region:
-            self._native.deregister(region.address)
-            del self._regions[region.address]
-        region._memory = None
+        with region._closing:  # of two at once the second waits, too, until no transfer touches it
+            if region in self._regions:
+                self._native.deregister(region.address)
+                self._regions.discard(region)  # unless the engine was closed meanwhile
+            region._memory = None
 
     def close_all(self) -> None:
         """After the native engine's close: lets go of the memory of all."""
-        for region in self._regions.values():
+        for region in list(self._regions):  # others may close theirs meanwhile
             region._memory = None
         self._regions.clear()
 
     def _keep(self, memory: Memory, location: str) -> Region:
-        region = self._regions[memory.address] = Region(self, memory, location)
+        region = Region(self, memory, location)
+        self._regions.add(region)
         return region

@@ -195,6 +195,25 @@ def test_a_region_keeps_its_object_alive(engine: TransferEngine) -> None:
     assert alive() is None
 
 
+def test_a_region_and_its_engine_are_closed_at_once(
+    engine: TransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's close comes between the end of the registration and that of the region."""
+    region = engine.register(bytearray(4096))
+    table, native = engine._regions, engine._native
+
+    class Closing:
+        @staticmethod
+        def deregister(address: int) -> None:
+            native.deregister(address)
+            engine.close()
+
+    monkeypatch.setattr(table, "_native", Closing)
+    region.close()
+    assert "closed" in repr(region)
+    region.close()
+
+
 def test_offsets_outside_of_a_region(engine: TransferEngine, own: Peer) -> None:
     region = engine.allocate(100)
     segment = engine.open(own.address)
