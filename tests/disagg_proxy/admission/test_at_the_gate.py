@@ -128,8 +128,8 @@ async def test_what_would_be_too_late_is_refused_at_once_and_reaches_no_engine()
 
 @with_deadline
 async def test_in_overload_a_long_prompt_is_refused_and_short_ones_are_not() -> None:
-    """30 come at once, for a minute each: in the long run four times what decodes at 21 ms. None of their
-    answers ends before the last prompt is computed, half a minute later, which would be a matter of chance."""
+    """30 come at once, for a minute each: in the long run four times what decodes at 21 ms. None of them
+    ends before the last prompt is computed, half a minute later, which would be a matter of chance."""
     async with bed(1, **gated(gap_slo=0.021)) as running:  # type: ignore[arg-type]
         may_go, engine = slow(running.engines), running.engines[0]
         admission = running.proxy._dispatcher.admission
