@@ -10,6 +10,7 @@ import gc
 import os
 import random
 import shutil
+import signal
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_configure() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for a job in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # children would inherit that they ignore it
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # child processes, engines above all, want their bytecode
     for name in [name for name in os.environ if name.startswith("MOONPOOL_")]:
         kept = name.endswith("_PYTHON") or name in (
