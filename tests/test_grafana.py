@@ -90,7 +90,6 @@ def live_pages() -> list[str]:
     """The metrics of a node, a master and a proxy."""
     pages: list[str] = []
 
-    @with_deadline
     async def gather() -> None:
         async with process("node", "--dram", "64MiB") as page:
             pages.append(page)
@@ -98,7 +97,7 @@ def live_pages() -> list[str]:
             pages.append(page)
         pages.append(await of_a_proxy())
 
-    gather()
+    with_deadline(gather, 60.0)()
     return pages
 
 

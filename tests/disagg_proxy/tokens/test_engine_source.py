@@ -149,7 +149,7 @@ def test_engines_take_turns_and_one_that_hangs_rests() -> None:
             engine({path: well("a")}) as a,
             engine({path: well("b")}) as b,
         ):
-            source = EngineSource(lambda model: [slow, a, b], deadline_s=0.5, clock=lambda: clock[0])
+            source = EngineSource(lambda model: [slow, a, b], deadline_s=1.0, clock=lambda: clock[0])
             answers = [await source.ids(CHAT) is None for _ in range(9)]
             assert answers.count(True) == asked.count("hangs") == 1
             assert asked.count("a") == asked.count("b") == 4

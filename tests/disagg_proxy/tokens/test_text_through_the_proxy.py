@@ -20,13 +20,16 @@ def test_each_text_is_decided_about_by_its_ids(model_folder: Path) -> None:
             assert all(why["prompt_tokens"] > 500 for why in whys)
             assert not any(why["own_tokens"] for why in whys)
             assert {"prefill-0", "prefill-1"} & {why["prefill"] for why in whys}
-            found = 0
+            asked = 0
             for text, before in zip(texts, whys, strict=True):
-                _, why = await f.ask(text)
-                assert why["prompt_tokens"] == before["prompt_tokens"]
-                found += why["own_tokens"] > 400
-            assert found >= 30  # a slow answer may once have made the other engine look better
-            assert f.proxy._dispatcher.known.hits == f.proxy._dispatcher.known.misses == 40
+                found = 0
+                while found <= 400:  # a slow answer makes the other engine look better: it has it then
+                    _, why = await f.ask(text)
+                    assert why["prompt_tokens"] == before["prompt_tokens"]
+                    found, asked = why["own_tokens"], asked + 1
+                    assert asked <= 3 * 40
+            known = f.proxy._dispatcher.known
+            assert (known.hits, known.misses) == (asked, 40)
             assert f.proxy._dispatcher.blind == 0
             await f.settle()
 

@@ -35,10 +35,10 @@ STALE = "document.body.dataset.state === 'stale'"
 
 @asynccontextmanager
 async def serving(answers: list[tuple[int, Any]]) -> AsyncIterator[str]:
-    """The page with these answers of /ui/data, the last one again and again: (status, JSON)."""
+    """The page with these answers of /ui/data by turns: (status, JSON). It asks every 2 s, so a test that
+    looks at what came of one gives the next only then."""
     made = page_answer()
     fields = "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in made.headers)
-    left = list(answers)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -49,7 +49,8 @@ async def serving(answers: list[tuple[int, Any]]) -> AsyncIterator[str]:
         if path == b"/ui":
             status, body, kind = 200, made.body, made.content_type.decode()
         elif path == b"/ui/data":
-            status, value = left.pop(0) if len(left) > 1 else left[0]
+            status, value = answers[0]
+            answers.append(answers.pop(0))
             body, kind = value if isinstance(value, bytes) else msgspec.json.encode(value), "application/json"
         head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\n{fields if path == b'/ui' else ''}"
         writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
@@ -140,15 +141,19 @@ async def test_a_thousand_instances() -> None:
 async def test_one_process_of_several_says_which_it_is_and_what_it_shares() -> None:
     first = page(3, group=Group(1, 4, "127.0.0.1:9001", 3, 17), process=11)
     second = page(3, group=Group(2, 4, "127.0.0.1:9002", 3, 17), process=12)
-    async with serving([(200, first), (200, second)]) as url, tab() as t:
+    answers = [(200, first)]
+    async with serving(answers) as url, tab() as t:
         await t.open(url)
         await t.until(FRESH)
         assert await t.text("#process") == "process 2 of 4"
         said = await t.text("#share")
         assert "3 others tell this one, of 17 requests" in said
         assert "this one is also at 127.0.0.1:9001" in said
-        await t.until("document.getElementById('process').textContent === 'process 3 of 4'")
-        assert "Another process than before" in await t.text("#share")
+        answers.append((200, second))
+        await t.until(
+            "document.getElementById('process').textContent === 'process 3 of 4' &&"
+            "document.getElementById('share').innerText.includes('Another process than before')"
+        )
         assert not t.problems
     async with serving([(200, page(3, group=Group(others=1)))]) as url, tab() as t:
         await t.open(url)
@@ -186,11 +191,14 @@ async def test_figures_that_are_missing_are_dashes() -> None:
 
 @in_time
 async def test_no_answer_is_said_and_healed() -> None:
-    answers = [(500, {}), (200, b"no JSON"), (200, page(3))]
+    answers: list[tuple[int, Any]] = [(500, {})]
     async with serving(answers) as url, tab() as t:
         await t.open(url)
         await t.until(STALE)
         assert "it says 500" in await t.text("#notice")
+        answers[0] = (200, b"no JSON")
+        await t.until("document.getElementById('notice').innerText.includes('JSON')")
+        answers[0] = (200, page(3))
         await t.until(FRESH)
         assert await t.evaluate("document.getElementById('notice').hidden")
         assert await t.count("#engines tr") == 3
