@@ -29,7 +29,8 @@ class Node:
         return f"{self.host.address}:{self.port}"
 
     def metrics(self) -> dict[str, int]:
-        rows: dict[str, int] = fetch(self.host, self.port + 1, "/stat")["metrics"]
+        """The page has none when the node's loop did not come round within 2 s."""
+        rows: dict[str, int] = until(lambda: fetch(self.host, self.port + 1, "/stat")["metrics"], JOIN_S)
         return rows
 
     def metric(self, name: str) -> int:

@@ -73,7 +73,7 @@ class Process:
         self._process.terminate()
         return self._process.wait(timeout_s)
 
-    def wait(self, timeout_s: float = 10.0) -> int:
+    def wait(self, timeout_s: float = 30.0) -> int:
         return self._process.wait(timeout_s)
 
     def stop(self) -> None:

@@ -203,7 +203,7 @@ def test_a_cable_that_is_cut_for_ever(
     """With a patience of one second: an answer within five, and the next ones fail faster or go elsewhere."""
     _, b, c = nodes
     store_at_b(cluster, nodes, ["k"], 32 * MIB)
-    relay.bytes_per_s = 40e6
+    relay.bytes_per_s = 10e6  # whole after three seconds
     reader.begin("get", names=["k"], size=32 * MIB, options={})
     until(lambda: relay.passed[DOWN] > 4 * MIB)
     relay.hold()
@@ -235,13 +235,13 @@ def test_a_connection_that_is_reset_in_the_middle(
 
 
 def test_a_slow_line_is_no_timeout(cluster: Cluster, nodes: list[Node], relay: Relay) -> None:
-    """4 MiB in about two seconds, with a patience of 0.5: deadlines count from the last progress."""
+    """4 MiB in about two seconds, with a patience of one: deadlines count from the last progress."""
     store_at_b(cluster, nodes, ["k"], 4 * MIB)
-    reader = cluster.puppet(nodes[0].host, timeout_s=0.5)
+    reader = cluster.puppet(nodes[0].host, timeout_s=1.0)
     relay.bytes_per_s = 2 * MIB
     assert reader.has(["k"], 4 * MIB, room=4 * MIB)
     print(f"{reader.seconds:.3f} s")
-    assert reader.seconds > 0.5
+    assert reader.seconds > 1.0
     assert reader.has(["k"], 4 * MIB)
 
 

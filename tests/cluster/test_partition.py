@@ -83,7 +83,7 @@ def test_the_first_answer_after_healing_is_not_stale(cluster: Cluster) -> None:
 def test_nodes_that_cannot_see_each_other_but_the_master(cluster: Cluster) -> None:
     """What one has is a miss for the other, after at most the deadline; the third host reaches both."""
     a, b, c = cluster.start("a", "b", "c")
-    on_a, on_b, on_c = (cluster.puppet(node.host, timeout_s=0.5) for node in (a, b, c))
+    on_a, on_b, on_c = (cluster.puppet(node.host, timeout_s=1.0) for node in (a, b, c))
     on_a.put(["a"], 1000)
     on_b.put(["b"], 1000)
     cluster.found(["a", "b"])
@@ -92,7 +92,7 @@ def test_nodes_that_cannot_see_each_other_but_the_master(cluster: Cluster) -> No
     for _ in range(2):
         assert unless_lost(lambda: on_a.get(["b"])) in (None, [None])
         print(f"get over the cut: {on_a.seconds:.3f} s")
-        assert on_a.seconds < 0.5 * 2 * 5
+        assert on_a.seconds < 1.0 * 2 * 5
     prefix = on_a.longest_prefix(["a", "b"])
     assert prefix["blocks"] == 1
     assert prefix["why"] != ""
@@ -100,7 +100,7 @@ def test_nodes_that_cannot_see_each_other_but_the_master(cluster: Cluster) -> No
     assert on_a.put(["more"], 1000, replicas=2)[0][2] == 2  # at c
     assert on_a.seconds < 10
     assert on_c.has(["a", "b"], 1000)
-    assert set(cluster.states().values()) == {"alive"}
+    until(lambda: set(cluster.states().values()) == {"alive"})
     on_b.put(["b"], 1000, 5, replace=True)
     cluster.network.heal()
     measured("found again", lambda: on_a.has(["b"], 1000, 5), BACK_S)
@@ -109,16 +109,16 @@ def test_nodes_that_cannot_see_each_other_but_the_master(cluster: Cluster) -> No
 def test_one_replica_behind_the_cut(cluster: Cluster) -> None:
     """Two holders, one of them out of reach: the other one answers within the call."""
     a, b, c = cluster.start("a", "b", "c")
-    writer, reader = cluster.puppet(a.host), cluster.puppet(c.host, timeout_s=0.5)
+    writer, reader = cluster.puppet(a.host), cluster.puppet(c.host, timeout_s=1.0)
     names = [f"k{i}" for i in range(32)]
     writer.put(names, 1000, replicas=2)
     cluster.found(names, 2)
     if c.metric("objects"):
-        reader = cluster.puppet(b.host, timeout_s=0.5)
+        reader = cluster.puppet(b.host, timeout_s=1.0)
     cluster.network.cut((reader.host, a.host))
     assert reader.has(names, 1000)
     print(f"32 objects with one holder out of reach: {reader.seconds:.3f} s")
-    assert reader.seconds < 5
+    assert reader.seconds < 1.0 * 2 * 5
 
 
 def test_an_unplugged_host_comes_back(cluster: Cluster) -> None:
@@ -156,7 +156,7 @@ def test_copies_elsewhere_while_there_is_no_master(cluster: Cluster, verb: str) 
     for node in (a, b, c):
         until(lambda node=node: node.metric("master_joined"))
     expected = [None] if verb == "remove" else [[1000, checksum("k", 7, 1000)]]
-    until(lambda: on_c.get(["k"]) == expected, 3)
+    measured("the old bytes are gone", lambda: on_c.get(["k"]) == expected, BACK_S)
     assert on_a.get(["k"]) == expected
 
 
@@ -179,7 +179,7 @@ def test_a_partition_while_the_master_restarts(cluster: Cluster) -> None:
     cluster.network.heal()
     cluster.wait_alive(2)
     until(lambda: b.metric("master_joined"))
-    cluster.found(["kept"], 1)
+    cluster.found(["kept"], 2)  # b has told what it holds
     found = on_a.get(["k"])
     print(f"the removed key after the master's restart: {found}")
     assert found == [None]

@@ -296,7 +296,7 @@ def listener(cluster: Cluster, script: list[bytes]) -> tuple[socket.socket, str]
             while True:
                 sock, _ = server.accept()
                 with sock, contextlib.suppress(OSError):
-                    sock.settimeout(1)
+                    sock.settimeout(10)
                     for data in script:
                         sock.sendall(data)
                         sock.recv(4096)
@@ -328,7 +328,7 @@ CHALLENGE = w.frame(w.CHALLENGE, bytes(48))
 def test_a_port_that_is_no_node(shared_cluster: Cluster, script: list[bytes], error: type[Exception]) -> None:
     server, address = listener(shared_cluster, script)
     with shared_cluster.nodes[1].host.namespace.entered(), pytest.raises(error) as caught:
-        Store(address, token=TOKEN.encode(), timeout_s=1)
+        Store(address, token=TOKEN.encode(), timeout_s=10)
     print(caught.value)
     peer = getattr(caught.value, "peer", "")
     assert address.removeprefix("tcp://") in f"{caught.value} {peer}"
