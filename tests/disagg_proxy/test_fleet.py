@@ -312,7 +312,8 @@ def test_whole_engines_beside_one_for_prefill_compute_long_prompts_too(handover:
             computed = Counter(each.get("prefill") or each["engine"] for each in decisions)
             print("computed", computed)
             assert set(computed) <= {"prefill-0", "both-1", "both-2"}
-            assert min(computed["both-1"], computed["both-2"]) >= 10
+            # 15 each; 5 where most come after a pause, when it is known how fast prefill is
+            assert min(computed["both-1"], computed["both-2"]) >= 3
             await f.settle()
 
     play(scenario)

@@ -17,7 +17,16 @@ from moonpool.disagg_proxy import server
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, concurrent, single, two_step
 from moonpool.disagg_proxy.data_plane.observations import read
 from moonpool.disagg_proxy.settings import Deadlines, Limits
-from tests.disagg_proxy.harness import Bed, Behaviour, Exchange, bed, until, with_deadline
+from tests.disagg_proxy.harness import (
+    NEVER_S,
+    Bed,
+    Behaviour,
+    Exchange,
+    FakeClock,
+    bed,
+    until,
+    with_deadline,
+)
 
 CHAT = "/v1/chat/completions"
 BODY = (
@@ -306,9 +315,14 @@ async def test_a_decode_engine_that_fails_in_mid_stream() -> None:
 
 @with_deadline
 async def test_a_prefill_that_never_answers_is_left_at_its_deadline() -> None:
-    async with pd_bed(deadlines=Deadlines(first_byte_s=0.5)) as b:
+    clock = FakeClock()
+    async with pd_bed(deadlines=Deadlines(first_byte_s=600, silent_engine_s=NEVER_S), clock=clock) as b:
         b.engines[0].behave = never
-        assert (await b.ask("POST", CHAT, BODY)).engine == "engine-1"
+        client = await b.client()
+        await client.request("POST", CHAT, BODY)
+        await until(lambda: bool(b.engines[0].seen))
+        clock.now += 601
+        assert (await client.answer()).engine == "engine-1"
         await b.engines[0].seen[0].gone.wait()
 
 

@@ -72,7 +72,7 @@ async def test_an_engine_registers_serves_and_leaves() -> None:
 async def test_an_engine_that_does_not_register_again_leaves_after_its_grace() -> None:
     async with bed(0, discovery_grace_s=0.05, **HTTP) as b:
         one = await mock(b, "one")
-        registration = {"instance_id": "one", "url": one.spec.url, "ttl_s": 0.05}
+        registration = {"instance_id": "one", "url": one.spec.url, "ttl_s": 0.5}
         for _ in range(10):
             await post(b, "/register", registration)
             await asyncio.sleep(0)

@@ -894,16 +894,24 @@ def test_a_prefill_engine_that_dies_while_decode_waits(path: str, streams: bool)
     """Another one is taken, at once; when there is none, the client is told so, and nothing stays behind."""
 
     async def scenario() -> None:
-        mock = MockSettings(timing=Timing(prefill_s_per_token=5e-4), lease_s=30.0)
+        mock = MockSettings(lease_s=30.0)
         async with fleet("prefill", "prefill", "decode", handover="one_shot", mock=mock, health=SELDOM) as f:
             decode = engine_of(f, "decode")
             prefills = [f.engines["prefill-0"], f.engines["prefill-1"]]
+
+            def take(seconds_per_token: float) -> None:
+                for engine in prefills:
+                    engine.batch._timing = Timing(prefill_s_per_token=seconds_per_token)
+
             for left in (1, 0):
+                take(1e-2)  # the one that dies: longer than anything holds this up
                 prompt = f"{left} {PROMPT}"  # a cached one takes no time
                 body = {"prompt": prompt, "text": prompt, "max_tokens": 4, "stream": streams}
                 asking = asyncio.ensure_future(asked(f, path, body))
                 await until(lambda: any(e.batch.running for e in prefills) and bool(decode.batch.running))
-                await next(engine for engine in prefills if engine.batch.running).close()
+                dying = next(engine for engine in prefills if engine.batch.running)
+                take(1e-4)
+                await dying.close()
                 status, content = await asking
                 assert status == (200 if left else 502), content
                 assert (b"no other healthy engine is left" in content) != bool(left)
@@ -1020,7 +1028,7 @@ async def test_sglangs_engine_keeps_its_patience_when_it_left(monkeypatch: pytes
     monkeypatch.setattr(health, "HEALTH_S", 10.0)
     page = b'{"disaggregation_mode":"prefill"}'
     checks = HealthChecks(interval_s=1e6, timeout_s=0.5)
-    async with bed(2, roles=["prefill", "decode"], handover="auto", prepare=paged(page), health=checks) as b:
+    async with bed(2, roles=["prefill", "decode"], handover="auto", prepare=paged(page)) as b:
         engine = b.proxy.engines[0]
         engine.refused("GET /health was answered with 503")
         assert not engine.liveness.healthy

@@ -103,7 +103,8 @@ async def pages(bodies: Sequence[bytes | None]) -> AsyncIterator[int]:
 
 
 @with_deadline
-async def test_further_ranks_are_found_at_the_next_ports() -> None:
+async def test_further_ranks_are_found_at_the_next_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_NEXT_RANK_S", 5.0)  # each answers
     others = [page(r0="x_dp0"), page(r1="x_dp1"), page(r2="x_dp2"), page(r3="other_dp3")]
     async with pages(others) as port:
         ranks = await _ranks_at("127.0.0.1", port, 5.0)

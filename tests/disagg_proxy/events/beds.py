@@ -15,7 +15,7 @@ from moonpool.disagg_proxy.events.subscriber import Subscriber
 
 BLOCK = 4
 TIMEOUT_S = 20.0
-LIMITS = EventLimits(replay_s=1.0, gone_s=0.0, heartbeat_s=0.2)
+LIMITS = EventLimits(replay_s=TIMEOUT_S, gone_s=0.0, heartbeat_s=0.2)
 
 
 def eventually(condition: Callable[[], bool], what: str = "") -> None:

@@ -246,7 +246,7 @@ def test_a_batch_from_ten_seconds_ago_counts_and_shows(liar: Liar) -> None:
         liar.wait_for_subscriber()
         liar.say(0, msgspec.msgpack.encode(Batch(time.time() - 10, [stored(chain(0, 2), 1)])))
         eventually(lambda: matched(indexes, chain(0, 2)) == 2)
-        assert totals(made)["lag_max_seconds"] >= 10
+        eventually(lambda: totals(made)["lag_max_seconds"] >= 10)  # noted after the blocks
     finally:
         made.stop()
 
@@ -262,7 +262,8 @@ def test_what_is_told_again_is_old_and_not_late(liar: Liar) -> None:
         assert totals(made)["lag_max_seconds"] == 0
         liar.say(1, batch(stored(chain(1, 2), 7)))
         eventually(lambda: matched(indexes, chain(1, 2)) == 2)
-        assert 0 < totals(made)["lag_max_seconds"] < 60
+        eventually(lambda: totals(made)["lag_max_seconds"] > 0)  # noted after the blocks
+        assert totals(made)["lag_max_seconds"] < 60
     finally:
         made.stop()
 

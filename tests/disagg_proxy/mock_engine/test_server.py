@@ -173,13 +173,15 @@ def test_a_concurrent_prefill_that_is_aborted_or_another_engines_lets_decode_go_
 
 def test_one_transfer_id_for_two_requests_is_given_once() -> None:
     async def scenario() -> None:
-        async with engine(lease_s=0.2) as (mock, url):
+        async with engine() as (mock, url):
             gives = {"do_remote_decode": True, "transfer_id": "twin"}
             bodies = [{**BODY, "prompt": letter * 400, "kv_transfer_params": gives} for letter in "ab"]
             answers = await asyncio.gather(*(post(url, body) for body in bodies))
             assert [status for status, _ in answers] == [200, 200]
             assert mock.accounts()["leases"] == 1
-            await until(lambda: is_clean(mock))
+            wanted = {"id": "twin", "engine_id": mock.engine_id}
+            assert await post(url, wanted, "/mock/handover") == (200, {"tokens": 100})
+            assert is_clean(mock)
 
     play(scenario)
 

@@ -158,11 +158,9 @@ def test_a_proxy_that_reads_nothing_holds_nobody_up_and_catches_up(at: Callable[
 
 
 def test_only_who_has_the_token_hears(at: Callable[[str], str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
-    where = f"127.0.0.1:{port}"
     token = b"t" * 32
-    speaker = Proxy(where, token=token)
+    speaker = Proxy("127.0.0.1:0", token=token)
+    where = f"127.0.0.1:{speaker.link.where.rpartition(':')[2]}"
     same = Proxy(at("b"), where, token=token)
     other = Proxy(at("c"), where, token=b"u" * 32)
     none = Proxy(at("d"), where)
