@@ -258,6 +258,8 @@ def test_prefill_dies_while_decode_waits(bed: Front) -> None:
     assert b"prefill" in content
     assert took_s < 4
     eventually(lambda: running(bed.decode) == 0, "decode has let go")
+    healthy = ("moonpool_proxy_engine_healthy", "prefill")
+    eventually(lambda: metrics(bed.proxy)[healthy] == 0, "a check has found out about prefill")
     status, _, content = fetch(bed.proxy, "POST", "/generate", generate(PROMPTS[3]))
     assert status == 503
     assert b"no healthy prefill engine is left for decode" in content
