@@ -20,7 +20,6 @@ from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.engines.sglang import Meeting, Rooms, ServerInfo, read_server_info
 from moonpool.disagg_proxy.mock_engine.server import MockEngine
 from moonpool.disagg_proxy.mock_engine.settings import MockSettings
-from moonpool.disagg_proxy.mock_engine.timing import Timing
 from moonpool.disagg_proxy.settings import (
     BreakerLimits,
     Deadlines,
@@ -36,6 +35,7 @@ from tests.disagg_proxy.dispatch.test_handovers import (
     check,
     engine_of,
     metrics_of,
+    prefill_takes,
     text_for,
     until,
 )
@@ -898,19 +898,14 @@ def test_a_prefill_engine_that_dies_while_decode_waits(path: str, streams: bool)
         async with fleet("prefill", "prefill", "decode", handover="one_shot", mock=mock, health=SELDOM) as f:
             decode = engine_of(f, "decode")
             prefills = [f.engines["prefill-0"], f.engines["prefill-1"]]
-
-            def take(seconds_per_token: float) -> None:
-                for engine in prefills:
-                    engine.batch._timing = Timing(prefill_s_per_token=seconds_per_token)
-
             for left in (1, 0):
-                take(1e-2)  # the one that dies: longer than anything holds this up
+                prefill_takes(prefills, 1e-2)
                 prompt = f"{left} {PROMPT}"  # a cached one takes no time
                 body = {"prompt": prompt, "text": prompt, "max_tokens": 4, "stream": streams}
                 asking = asyncio.ensure_future(asked(f, path, body))
                 await until(lambda: any(e.batch.running for e in prefills) and bool(decode.batch.running))
                 dying = next(engine for engine in prefills if engine.batch.running)
-                take(1e-4)
+                prefill_takes(prefills, 1e-4)
                 await dying.close()
                 status, content = await asking
                 assert status == (200 if left else 502), content
