@@ -174,10 +174,10 @@ Status Session::receive(void* data, size_t size) {
             n = receive_some(fd_.get(), &part, 1, near_);
         }
         if (n < 0 && signals.again()) continue;
-        if (n < 0 && errno == EAGAIN && !peer_took_some()) return receive_failed(n);
+        bool waits = n < 0 && errno == EAGAIN && peer_took_some();
+        if (n <= 0 && !waits) return receive_failed(n);
         signals.moved();
-        if (n < 0 && errno == EAGAIN) continue;
-        if (n <= 0) return receive_failed(n);
+        if (waits) continue;
         at += n;
         size -= static_cast<size_t>(n);
     }

@@ -416,7 +416,7 @@ TEST_CASE("engines join and leave in a storm, and each place is free again") {
         auto place = decider.next_gone();
         all_came = place == round % 3;
         if (all_came) join(*place);
-        CHECK(relay.in_flight(round % 3) <= 4 * 40 * 2);  // than all that four visitors ever send
+        CHECK(relay.in_flight(round % 3) <= 4 * 40 * 2);  // all that four visitors ever send
         relay.call([&] { CHECK(relay.whole()); });
     }
     for (auto& visitor : visitors) visitor.join();
