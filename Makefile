@@ -17,7 +17,7 @@ help:
 	@echo 'make native   the C++ tests alone, under ASan+UBSan and under TSan'
 	@echo 'make stub     write src/moonpool/_native.pyi anew'
 	@echo 'make wheel    sdist and wheel into dist/'
-	@echo "make matrix   the engine tests against other versions (VERSIONS='vllm-0.31.0 sglang-0.5.18'); long, not in CI"
+	@echo "make matrix   other versions of engines and Python (VERSIONS='vllm-0.31.0 python-3.13'); long, not in CI"
 	@echo 'make clean    remove what was built inside the tree (the environments in the cache stay)'
 
 demo:

@@ -1,5 +1,6 @@
-"""Builds from core/csrc the extension ``moonpool._native``, the C library ``libtransfer_engine.so`` and the
-NIXL plugin ``libplugin_MOONPOOL.so``; everything else about the package stands in pyproject.toml.
+"""Builds the extension ``moonpool._native`` from core/csrc and disagg_proxy/csrc, and from core/csrc the C
+library ``libtransfer_engine.so`` and the NIXL plugin ``libplugin_MOONPOOL.so``; everything else about the
+package stands in pyproject.toml.
 
 Only what changed is compiled: every object keeps the list of headers it was made from (gcc -MMD) beside it in
 build/native-<digest of compiler, flags and Python>, and that folder survives between `pip install .`,
@@ -16,6 +17,7 @@ import hashlib
 import os
 import re
 import subprocess
+import sys
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,14 +32,15 @@ from setuptools.extension import Extension
 
 SOURCES = sorted(glob("core/csrc/**/*.cpp", recursive=True))
 NATIVE = [name for name in SOURCES if not name.startswith(("core/csrc/capi/", "core/csrc/nixl/"))]
+NATIVE += [*sorted(glob("disagg_proxy/csrc/**/*.cpp", recursive=True)), "src/moonpool/native.cpp"]
 # The C library and the NIXL plugin: the transfer engine without Python, made of the same objects.
 CAPI_FOLDERS = ("base", "capi", "engine", "memory", "transport", "wire")
 CAPI = [name for name in SOURCES if name.split("/")[2] in CAPI_FOLDERS]
 NIXL = [name for name in CAPI if "/capi/" not in name or "surroundings" in name] + sorted(
     glob("core/csrc/nixl/*.cpp")
 )
-INCLUDES = ["core/csrc", "src/moonpool/capi/include"]
-HEADERS = sorted(glob("core/csrc/**/*.hpp", recursive=True) + glob("src/moonpool/capi/include/*.h"))
+INCLUDES = ["core/csrc", "disagg_proxy/csrc", "src/moonpool/capi/include"]
+HEADERS = sorted(header for folder in INCLUDES for header in glob(f"{folder}/**/*.h*", recursive=True))
 FLAGS = ["-O3", "-Wall", "-Wextra", "-pthread", "-MMD"]
 # Warnings of Python's own CFLAGS that only make sense for C; g++ would complain about each of them.
 C_ONLY = {"-Wstrict-prototypes", "-Wmissing-prototypes"}
@@ -58,7 +61,10 @@ def is_stale(target: Path, source: Path) -> bool:
         return True
     made_s = target.stat().st_mtime
     words = re.split(r"\s+", depfile.read_text().replace("\\\n", " ").split(":", 1)[1])
-    for name in {str(source), *(word for word in words if word.startswith(("core/", "src/")))}:
+    for name in {
+        str(source),
+        *(word for word in words if word.startswith(("core/", "disagg_proxy/", "src/"))),
+    }:
         path = Path(name)
         if not path.exists() or path.stat().st_mtime >= made_s:
             return True
@@ -67,6 +73,14 @@ def is_stale(target: Path, source: Path) -> bool:
 
 class IncrementalBuild(build_ext):
     """build_ext that compiles stale objects only, several at a time, and then links."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        # The folder of a virtual environment's own headers is empty, and its path differs from checkout to
+        # checkout, so that ccache would find nothing again.
+        own = os.path.join(sys.exec_prefix, "include")
+        if sys.exec_prefix != sys.base_exec_prefix:
+            self.include_dirs = [folder for folder in self.include_dirs if folder != own]
 
     def get_ext_filename(self, fullname: str) -> str:
         """A C library has the name that programs link, no Python's."""

@@ -14,7 +14,7 @@ PYTHON_FOLDERS = (
     "benchmarks", "connectors", "core", "deploy", "disagg_proxy", "examples", "scripts", "setup.py",
     "src", "tests",
 )  # fmt: skip
-NATIVE_FOLDERS = ("core/csrc", "tests/native", "benchmarks")
+NATIVE_FOLDERS = ("core/csrc", "disagg_proxy/csrc", "tests/native", "benchmarks")
 
 
 def lint(progress: Progress, tools: Environment, fix: bool = False) -> bool:
@@ -26,6 +26,7 @@ def lint(progress: Progress, tools: Environment, fix: bool = False) -> bool:
         for pattern in ("*.cpp", "*.hpp")
         for path in Path(ROOT, folder).rglob(pattern)
     )
+    native.append("src/moonpool/native.cpp")
     ruff = [str(tools.python), "-m", "ruff"]
     seen = environments.cache() / "mypy" / environments.checkout()
     commands = [

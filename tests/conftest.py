@@ -41,6 +41,8 @@ def pytest_report_header() -> list[str]:
 def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for a job in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # children would inherit that they ignore it
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # child processes, engines above all, want their bytecode
     for name in [name for name in os.environ if name.startswith("MOONPOOL_")]:
         kept = name.endswith("_PYTHON") or name in (
@@ -98,6 +100,15 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("MOONPOOL_RUNTIME_DIR", str(folder))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def runtime(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, and no setting of ours in the environment."""
+    for variable in list(os.environ):
+        if variable.startswith("MOONPOOL_") and variable != "MOONPOOL_RUNTIME_DIR":
+            monkeypatch.delenv(variable)
+    return runtime_dir
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moonpool.core.bench import control
-from moonpool.core.engine import TransferEngine
+from moonpool.core.transfer.engine import TransferEngine
 
 _LOOK_S = 0.25  # how soon a signal is noticed
 
@@ -53,7 +53,7 @@ def data_region(engine: TransferEngine, nbytes: int, foreign: bool) -> Any:
 
 
 def main() -> None:
-    from moonpool.core.processes import die_with_parent
+    from moonpool.core.service.processes import die_with_parent
 
     parent, nbytes, kind = sys.argv[1:]
     die_with_parent(int(parent), signal.SIGKILL)

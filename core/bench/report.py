@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moonpool.core.bench import store, transfer
+from moonpool.core.config.units import format_size
 from moonpool.core.errors import InvalidArgument
-from moonpool.core.units import format_size
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,12 +18,12 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from moonpool.core import paths
 from moonpool.core.bench import control, load
 from moonpool.core.bench.load import Gauge
+from moonpool.core.config import paths
 from moonpool.core.errors import CorruptObject, Error, InvalidArgument, Unavailable
-from moonpool.core.store import Store
-from moonpool.core.store_types import Presence, PutStatus
+from moonpool.core.store.store import Store
+from moonpool.core.store.types import Presence, PutStatus
 
 VERBS = ("put", "get", "exists", "longest_prefix")
 START_TIMEOUT_S = 30.0
@@ -222,7 +222,9 @@ def own_node(arena_bytes: int) -> Iterator[Bench]:
                 *(sys.executable, "-P", "-m", "moonpool", "node", "--http", "off"),
                 *("--dram", str(arena_bytes), "--socket", f"{folder}/node.sock"),
             ],
-            env=env | {paths.TOKEN_VARIABLE: token, paths.RUNTIME_DIR_VARIABLE: folder},
+            env={"MOONPOOL_LOG_LEVEL": "warning"}
+            | env
+            | {paths.TOKEN_VARIABLE: token, paths.RUNTIME_DIR_VARIABLE: folder},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

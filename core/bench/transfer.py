@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from moonpool.core import paths
 from moonpool.core.bench import control, load, peer
 from moonpool.core.bench.load import Gauge
-from moonpool.core.engine import TransferEngine
-from moonpool.core.engine_types import Batch, RemoteRegion
+from moonpool.core.config import paths
 from moonpool.core.errors import CorruptObject, InvalidArgument, ProtocolError, Timeout, Unavailable
-from moonpool.core.region import Region
-from moonpool.core.segment import Segment
+from moonpool.core.transfer.engine import TransferEngine
+from moonpool.core.transfer.region import Region
+from moonpool.core.transfer.segment import Segment
+from moonpool.core.transfer.types import Batch, RemoteRegion
 
 if TYPE_CHECKING:
     import numpy as np

@@ -4,9 +4,13 @@ This package is the facade. The public names below are imported on first use, so
 which every vLLM process does through its plugin entry point, costs nothing and pulls in no engine, torch or
 numpy.
 
-    moonpool.core           the store, the transfer engine, the command line; core/csrc is the C++ half
-    moonpool.connectors     thin adapters inside engines: vllm
-    moonpool.disagg_proxy   the proxy in front of the engines
+    moonpool.core           the store, the transfer engine, node and master; core/csrc is the C++ half
+    moonpool.connectors     thin adapters inside engines
+    moonpool.disagg_proxy   the proxy in front of the engines; disagg_proxy/csrc is the C++ half
+    moonpool.launch         starts processes and keeps them running
+    moonpool.cli            the command line
+
+An import goes down only: cli > launch > disagg_proxy, connectors > core (tests/test_layers.py).
 """
 
 from __future__ import annotations
@@ -15,18 +19,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moonpool.core.async_engine import AsyncTransfer, AsyncTransferEngine
-    from moonpool.core.async_store import AsyncStore
-    from moonpool.core.engine import TransferEngine
-    from moonpool.core.engine_types import (
-        Batch,
-        Notification,
-        Priority,
-        RemoteRegion,
-        Slice,
-        SliceState,
-        TransferState,
-    )
     from moonpool.core.errors import (
         AuthError,
         Closed,
@@ -41,10 +33,9 @@ if TYPE_CHECKING:
         TransferError,
         Unavailable,
     )
-    from moonpool.core.region import Region
-    from moonpool.core.segment import Segment
-    from moonpool.core.store import Store
-    from moonpool.core.store_types import (
+    from moonpool.core.store.async_store import AsyncStore
+    from moonpool.core.store.store import Store
+    from moonpool.core.store.types import (
         EXISTS,
         STORED,
         Copy,
@@ -56,48 +47,61 @@ if TYPE_CHECKING:
         PutResult,
         PutStatus,
     )
-    from moonpool.core.transfer import Transfer
+    from moonpool.core.transfer.async_engine import AsyncTransfer, AsyncTransferEngine
+    from moonpool.core.transfer.engine import TransferEngine
+    from moonpool.core.transfer.region import Region
+    from moonpool.core.transfer.segment import Segment
+    from moonpool.core.transfer.transfer import Transfer
+    from moonpool.core.transfer.types import (
+        Batch,
+        Notification,
+        Priority,
+        RemoteRegion,
+        Slice,
+        SliceState,
+        TransferState,
+    )
 
 __version__ = "0.1.0"
 
 # Public name -> the module of moonpool.core that defines it.
 _HOME = {
-    "AsyncStore": "async_store",
-    "AsyncTransfer": "async_engine",
-    "AsyncTransferEngine": "async_engine",
+    "AsyncStore": "store.async_store",
+    "AsyncTransfer": "transfer.async_engine",
+    "AsyncTransferEngine": "transfer.async_engine",
     "AuthError": "errors",
-    "Batch": "engine_types",
+    "Batch": "transfer.types",
     "Closed": "errors",
     "ConfigError": "errors",
-    "Copy": "store_types",
+    "Copy": "store.types",
     "CorruptObject": "errors",
-    "EXISTS": "store_types",
-    "Entry": "store_types",
+    "EXISTS": "store.types",
+    "Entry": "store.types",
     "Error": "errors",
     "Forked": "errors",
     "InvalidArgument": "errors",
-    "Notification": "engine_types",
-    "ObjectStat": "store_types",
-    "Pin": "store_types",
-    "Prefix": "store_types",
-    "Presence": "store_types",
-    "Priority": "engine_types",
+    "Notification": "transfer.types",
+    "ObjectStat": "store.types",
+    "Pin": "store.types",
+    "Prefix": "store.types",
+    "Presence": "store.types",
+    "Priority": "transfer.types",
     "ProtocolError": "errors",
-    "PutResult": "store_types",
-    "PutStatus": "store_types",
-    "Region": "region",
-    "RemoteRegion": "engine_types",
-    "STORED": "store_types",
-    "Segment": "segment",
-    "Slice": "engine_types",
-    "SliceState": "engine_types",
-    "Store": "store",
+    "PutResult": "store.types",
+    "PutStatus": "store.types",
+    "Region": "transfer.region",
+    "RemoteRegion": "transfer.types",
+    "STORED": "store.types",
+    "Segment": "transfer.segment",
+    "Slice": "transfer.types",
+    "SliceState": "transfer.types",
+    "Store": "store.store",
     "Timeout": "errors",
     "TooLarge": "errors",
-    "Transfer": "transfer",
-    "TransferEngine": "engine",
+    "Transfer": "transfer.transfer",
+    "TransferEngine": "transfer.engine",
     "TransferError": "errors",
-    "TransferState": "engine_types",
+    "TransferState": "transfer.types",
     "Unavailable": "errors",
 }
 

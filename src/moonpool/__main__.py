@@ -1,6 +1,6 @@
 """``python -m moonpool`` is the ``moonpool`` command."""
 
-from moonpool.core.cli import main
+from moonpool.cli import main
 
 if __name__ == "__main__":
     main()

@@ -4,7 +4,6 @@ The program is compiled against what is shipped: the header and the library, not
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 import moonpool
 from moonpool.capi import root
 from tests.core.store_bed import until
+from tests.descriptors import speaks
 
 AGENT = Path(__file__).with_name("agent.cpp")
 COMPILER = shutil.which(os.environ.get("CXX", "g++").split()[-1])
@@ -65,7 +65,7 @@ class Agent:
         assert self.process.stdout is not None
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
-        assert select.select([self.process.stdout], [], [], timeout_s)[0], f"no answer to {command}"
+        assert speaks(self.process.stdout, timeout_s), f"no answer to {command}"
         return self.process.stdout.readline().rstrip("\n")
 
     def close(self) -> None:

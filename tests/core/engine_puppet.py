@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from moonpool import TransferEngine, TransferError
-from moonpool.core.region import Region
+from moonpool.core.transfer.region import Region
 
 
 def say(value: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -17,8 +16,9 @@ from typing import Any
 
 from moonpool import _native
 from moonpool.core.errors import Error
-from moonpool.core.http_get import get_json
-from moonpool.core.tls import own_child_context
+from moonpool.core.service.http_get import get_json
+from moonpool.core.service.tls import own_child_context
+from tests.descriptors import speaks
 
 from .store_bed import TOKEN, until
 
@@ -52,7 +52,7 @@ class MasterProcess:
             [*command, *arguments], stdout=subprocess.PIPE, env=environment() | more | (env or {}), text=True
         )
         assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], START_TIMEOUT_S)[0], "the master says nothing"
+        assert speaks(self.process.stdout, START_TIMEOUT_S), "the master says nothing"
         line = self.process.stdout.readline()
         assert line.startswith("moonpool master at "), line
         self.address, self.http = line.removeprefix("moonpool master at ").strip().split(", ")
@@ -66,7 +66,14 @@ class MasterProcess:
             return json.load(response)
 
     def health(self) -> Any:
-        return get_json(f"{self.http}/health")
+        """The page. Its code is 503 while the master's loop does not answer within a second."""
+
+        def page() -> Any:
+            with suppress(Error):
+                return get_json(f"{self.http}/health")
+            return None
+
+        return until(page, START_TIMEOUT_S)
 
     def states(self) -> dict[str, str]:
         """name -> state, of the nodes that are not gone."""

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.descriptors import speaks
+
 TOKEN = b"the token of these tests"
 PUPPET = Path(__file__).with_name("store_puppet.py")
 MIB = 1 << 20
@@ -48,8 +50,7 @@ class Puppet:
     def hear(self, timeout_s: float = 30.0) -> Any:
         """The next thing that it says."""
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
-        assert ready, f"it said nothing for {timeout_s} s"
+        assert speaks(self.process.stdout, timeout_s), f"it said nothing for {timeout_s} s"
         line = self.process.stdout.readline()  # written whole, so it is all there
         assert line, f"it ended with {self.process.wait()}"
         return json.loads(line)

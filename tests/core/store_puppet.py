@@ -13,7 +13,7 @@ from typing import Any
 
 from moonpool import Store, _native
 from moonpool.core.errors import Timeout, Unavailable
-from moonpool.core.store_types import PutStatus
+from moonpool.core.store.types import PutStatus
 
 
 def say(value: Any) -> None:

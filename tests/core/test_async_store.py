@@ -14,7 +14,7 @@ import pytest
 
 from moonpool import EXISTS, STORED, AsyncStore, Presence
 from moonpool.core.errors import Closed, CorruptObject, InvalidArgument, Timeout, TooLarge, Unavailable
-from moonpool.core.store_types import PutStatus
+from moonpool.core.store.types import PutStatus
 
 from . import wire_client as w
 from .store_bed import MIB, TOKEN, NodeProcess

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moonpool.core import config, config_help, units
+from moonpool.core.config import config, config_help, units
 from moonpool.core.errors import ConfigError
 
 
@@ -113,6 +113,7 @@ def test_a_variable_of_a_known_section_is_an_error_however_little_it_resembles()
 def test_variables_that_are_not_settings_are_left_alone() -> None:
     config.load(
         env={
+            "MOONPOOL_CACHE": "/somewhere",
             "MOONPOOL_DEBUG": "1",
             "MOONPOOL_RUNTIME_DIR": "/x",
             "MOONPOOL_VLLM_PYTHON": "/v/bin/python",
@@ -215,7 +216,7 @@ def test_the_schema_knows_units_choices_and_no_secret() -> None:
     assert schema["properties"]["node"]["properties"]["dram"]["type"] == ["integer", "string"]
     assert schema["properties"]["node"]["additionalProperties"] is False
     assert not {"token", "admin_token"} & set(schema["properties"]["cluster"]["properties"])
-    assert schema["$defs"]["Engine"]["properties"]["engine"]["enum"] == ["vllm"]
+    assert schema["$defs"]["Engine"]["properties"]["engine"]["enum"] == ["vllm", "sglang", "mock"]
     assert schema["$defs"]["UpNode"]["properties"]["dram"]["type"] == ["integer", "string"]
     msgspec.json.encode(schema)
 
@@ -241,9 +242,16 @@ def test_the_documentation_has_every_key_and_default() -> None:
 
 
 def test_the_proxys_keys_are_those_of_its_settings_with_the_same_defaults() -> None:
-    from moonpool.core.proxy_settings import proxy_settings
     from moonpool.disagg_proxy.admission.settings import AdmissionSettings
-    from moonpool.disagg_proxy.settings import Deadlines, EngineSpec, HealthChecks, Limits, ProxySettings
+    from moonpool.disagg_proxy.from_config import proxy_settings
+    from moonpool.disagg_proxy.settings import (
+        BreakerLimits,
+        Deadlines,
+        EngineSpec,
+        HealthChecks,
+        Limits,
+        ProxySettings,
+    )
 
     engines = {"proxy.engines": ["a=http://h:1"]}
     assert proxy_settings(config.load(env={}, arguments=engines)) == ProxySettings(
@@ -254,7 +262,8 @@ def test_the_proxys_keys_are_those_of_its_settings_with_the_same_defaults() -> N
     known |= set(AdmissionSettings.__dataclass_fields__)
     known |= {"processes", "process_listen", "peer_listen", "peers"}
     known |= {"discovery", "discovery_grace_s", "engines_max", "discovery_keys_file"}
-    known |= {"discovery_registry_file"}
+    known |= {"discovery_registry_file", "discovery_allow", "open", "relay_paths", "engine_key_file"}
+    known |= {f"breaker_{name}" for name in BreakerLimits.__dataclass_fields__}
     known |= {f"health_{name}" for name in HealthChecks.__dataclass_fields__}
     known |= set(Limits.__dataclass_fields__) | set(Deadlines.__dataclass_fields__)
     assert set(config.Proxy.__struct_fields__) <= known
@@ -265,10 +274,14 @@ def test_the_proxys_keys_are_those_of_its_settings_with_the_same_defaults() -> N
         "proxy.retries_max": 0,
         "proxy.queue_max": 7,
         "proxy.ttft_slo": 2.5,
+        "proxy.silent_engine_s": 7,
+        "proxy.breaker_failures_max": 9,
+        "proxy.relay_paths": ["/v1/x"],
     }
     made = proxy_settings(config.load(env={}, arguments=changed))
     assert (made.admission.queue_max, made.admission.ttft_slo, made.policy) == (7, 2.5, "conductor")
     assert (made.deadlines.head_s, made.health.path, made.limits.retries_max) == (3.0, "/x", 0)
+    assert (made.deadlines.silent_engine_s, made.breaker.failures_max, made.relay_paths) == (7, 9, ("/v1/x",))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +298,7 @@ def test_the_proxys_keys_are_those_of_its_settings_with_the_same_defaults() -> N
 def test_the_policy_follows_from_what_there_is_unless_it_is_named(
     arguments: dict[str, object], policy: str
 ) -> None:
-    from moonpool.core.proxy_settings import proxy_settings
+    from moonpool.disagg_proxy.from_config import proxy_settings
 
     engines = {"proxy.engines": ["a=http://h:1"]}
     assert proxy_settings(config.load(env={}, arguments=engines | arguments)).policy == policy

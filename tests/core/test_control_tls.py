@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import socket
 import subprocess
@@ -20,24 +19,33 @@ from typing import Any
 import pytest
 
 from moonpool import Store, _native
-from moonpool.core import config, paths
-from moonpool.core.cluster import Cluster, read_cluster
-from moonpool.core.config import Config
-from moonpool.core.control_tls import (
+from moonpool.core.config import config, paths
+from moonpool.core.config.config import Config
+from moonpool.core.errors import (
+    AuthError,
+    ConfigError,
+    Error,
+    InvalidArgument,
+    ProtocolError,
+    Timeout,
+    Unavailable,
+)
+from moonpool.core.service.cluster import Cluster, read_cluster
+from moonpool.core.service.control_tls import (
     control_client,
     control_client_for,
     control_client_of,
     control_server,
     control_settings,
 )
-from moonpool.core.errors import AuthError, ConfigError, Error, InvalidArgument, ProtocolError, Timeout
-from moonpool.core.http_get import get_json
-from moonpool.core.tls import own_child_context
+from moonpool.core.service.http_get import get_json
+from moonpool.core.service.tls import own_child_context
+from tests.descriptors import speaks
 
+from ..launch.test_up_cluster import TWO_HOSTS
+from ..launch.up_bed import Command
 from .master_bed import MasterProcess, environment
 from .store_bed import MIB, TOKEN, until
-from .test_up_cluster import TWO_HOSTS
-from .up_bed import Command
 
 CERTIFICATES = Path(__file__).parent / "certificates"
 START_S = 60.0
@@ -121,16 +129,19 @@ class NodeCommand:
         env = environment() | variables(cluster) | {"MOONPOOL_NODE_HOST_ID": f"host-{name}"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True)
         assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], START_S)[0], "the node says nothing"
+        assert speaks(self.process.stdout, START_S), "the node says nothing"
         line = self.process.stdout.readline()
         assert line.startswith("moonpool node "), line
         self.http = next(word for word in line.split(", ") if "/metrics" in word).removesuffix("/metrics")
         self.socket = paths.node_socket(name)
 
     def master(self) -> dict[str, Any]:
-        page = get_json(f"{self.http}/health", tls=own_child_context())
-        assert isinstance(page, dict)
-        state: dict[str, Any] = page["master"]
+        def page() -> Any:  # its code is 503 while the node's loop does not answer within a second
+            with suppress(Unavailable):
+                return get_json(f"{self.http}/health", tls=own_child_context())
+            return None
+
+        state: dict[str, Any] = until(page, START_S)["master"]
         return state
 
     def close(self) -> None:

@@ -28,8 +28,8 @@ from moonpool import (
     TransferError,
     TransferState,
 )
-from moonpool.core.buffers import memory_of
 from moonpool.core.errors import Closed, ConfigError, InvalidArgument, Timeout, TooLarge, Unavailable
+from moonpool.core.store.buffers import memory_of
 
 from .engine_bed import Peer, Relay, moved
 from .store_bed import MIB, TOKEN, until
@@ -223,6 +223,33 @@ def test_offsets_outside_of_a_region(engine: TransferEngine, own: Peer) -> None:
                 place.at(offset)
     with pytest.raises(InvalidArgument, match="none of number 3"):
         segment.at(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("protection", "why"), [(0, "without access"), (mmap.PROT_READ, "read-only"), (None, "nothing is mapped")]
+)
+def test_memory_that_the_cpu_may_not_touch_is_refused(
+    engine: TransferEngine, protection: int | None, why: str
+) -> None:
+    """Any GPU's addresses are such: a peer's write would end this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 2, *[ctypes.c_int] * 2, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    address = 4096  # where no process maps anything
+    if protection is not None:
+        address = libc.mmap(None, MIB, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    with pytest.raises(InvalidArgument, match=f"{address:#x} .*{why}.* not supported yet"):
+        engine.register((address, MIB))
+    assert engine.metrics()["regions"] == 0
+    if protection is not None:
+        libc.munmap(address, MIB)
+
+
+def test_memory_beyond_what_the_machine_has_is_too_large(engine: TransferEngine) -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with pytest.raises(TooLarge, match="cannot be had"):
+        engine.allocate(total)
 
 
 def test_local_memory_must_be_registered(engine: TransferEngine, own: Peer) -> None:

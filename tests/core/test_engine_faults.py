@@ -543,6 +543,7 @@ def test_after_fork_the_child_is_refused_and_the_parent_goes_on(
                 lambda: engine.register(bytearray(10)),
                 lambda: engine.notify(segment, b"x"),
                 lambda: engine.notifications(),
+                lambda: engine.metrics(),
                 lambda: waits.result(),
                 segment.refresh,
             ):

@@ -9,7 +9,7 @@ import pytest
 
 from moonpool import _native
 from moonpool.core.errors import InvalidArgument
-from moonpool.core.keys import (
+from moonpool.core.store.keys import (
     BLOCK_NAME_BYTES,
     Json,
     Ranges,

@@ -15,12 +15,12 @@ import zmq
 
 import moonpool
 from moonpool import _native
-from moonpool.core.config import load
+from moonpool.core.config.config import load
 from moonpool.core.errors import ConfigError
-from moonpool.core.keys import Ranges, block_digests, block_name
-from moonpool.core.kv_events import AllBlocksCleared, BlockStored, Publisher
-from moonpool.core.node import Node
-from moonpool.core.node_events import NodeSource, publisher_of_node
+from moonpool.core.service.kv_events import AllBlocksCleared, BlockStored, Publisher
+from moonpool.core.service.node import Node
+from moonpool.core.service.node_events import NodeSource, publisher_of_node
+from moonpool.core.store.keys import Ranges, block_digests, block_name
 from moonpool.disagg_proxy.events.indexes import Indexes
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.events.subscriber import Subscriber

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.core import paths
+from moonpool.core.config import paths
 from moonpool.core.errors import ConfigError
 
 

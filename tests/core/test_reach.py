@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.core import config, reach
-from moonpool.core.addresses import Address
+from moonpool.core.config import config
 from moonpool.core.errors import ConfigError
-from moonpool.core.reach import Reach, host_id, listening, own_address, reach_of_node
+from moonpool.core.service import reach
+from moonpool.core.service.addresses import Address
+from moonpool.core.service.reach import Reach, host_id, listening, own_address, reach_of_node
 
 TOKEN = {"MOONPOOL_CLUSTER_TOKEN": "chosen"}
 

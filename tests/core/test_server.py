@@ -77,7 +77,7 @@ def test_a_stale_socket_file_is_reported_not_stolen(path: Path) -> None:
     server = _native.Server(str(path), [("default", 4 * MIB)], TOKEN)
     with pytest.raises(Error, match="Address already in use"):
         server.start()
-    path.unlink()  # what core/node_socket.py does once it holds the lock
+    path.unlink()  # what core/service/node_socket.py does once it holds the lock
     server.start()  # a start that failed can be repeated
     assert_serves(path)
     server.stop()

@@ -3,6 +3,7 @@ stay sound, its memory bounded, and others are served."""
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from collections.abc import Iterator
@@ -176,15 +177,46 @@ def test_pins_have_a_maximum(wire: Wire, node: NodeProcess) -> None:
 
 def test_spaces_have_a_maximum(wire: Wire, node: NodeProcess) -> None:
     before = node.rss_bytes()
-    batch = 1024
-    for first in range(0, 65536, batch):
-        wire.socket.sendall(
-            b"".join(w.frame(w.OPEN_SPACE, w.open_space(b"%d" % (first + i), b"")) for i in range(batch))
-        )
-        last = [wire.receive() for _ in range(batch)][-1]
-    assert last.error == (TOO_LARGE, "the tenant already has 65536 spaces, the limit")
+    wires = [wire]
+    for place in range(2):  # of which each holds as many as it may
+        for i in range(1024):
+            answer = wires[-1].ask(w.OPEN_SPACE, w.open_space(b"%d %d" % (place, i), b""))
+        assert answer.error == (TOO_LARGE, "this connection already has 1024 spaces, the limit")
+        wires.append(Wire.open(node.socket_path, TOKEN))
+    # It has its own, and the one it began with; others come and go by the ten thousand.
+    assert node.metric("spaces") == 2 * 1023 + 1
+    for _ in range(20):
+        with Wire.open(node.socket_path, TOKEN) as other:
+            names = [os.urandom(250).hex().encode() for _ in range(1000)]
+            batch = b"".join(w.frame(w.OPEN_SPACE, w.open_space(name, b"")) for name in names)
+            other.socket.sendall(batch)
+            assert {other.receive().kind for _ in range(1000)} == {w.OPEN_SPACE}
     assert node.rss_bytes() - before < 64 * MIB
-    assert wire.ask(w.OPEN_SPACE, w.open_space(b"7", b"")).kind == w.OPEN_SPACE  # an old one
+    for each in wires:
+        each.close()
+    until(lambda: node.metric("spaces") == 0)  # with the last that used them
+    with Wire.open(node.socket_path, TOKEN) as other:
+        assert other.ask(w.OPEN_SPACE, w.open_space(b"new", b"")).kind == w.OPEN_SPACE
+
+
+@pytest.mark.parametrize(
+    "names", [(b"n" * 60_000, b""), (b"n", b"f" * 60_000)], ids=["namespace", "fingerprint"]
+)
+def test_the_names_of_a_space_have_a_maximum(
+    wire: Wire, node: NodeProcess, names: tuple[bytes, bytes]
+) -> None:
+    _, text = wire.ask(w.OPEN_SPACE, w.open_space(*names)).error
+    assert "node.key_bytes_max" in text
+    assert wire.stat()["spaces"] == 1
+
+
+def test_a_space_of_another_connection_is_none_of_this_one(wire: Wire, node: NodeProcess) -> None:
+    with Wire.open(node.socket_path, TOKEN) as other:
+        answer = other.ask(w.OPEN_SPACE, w.open_space(b"theirs", b""))
+        space = int.from_bytes(answer.body, "little")
+        assert space != wire.space
+        wire.send(w.LOOKUP, w.lookup(space, [b"k"]), request_id=3)
+        assert wire.ended()[0] == PROTOCOL
 
 
 def test_a_space_that_was_never_opened(node: NodeProcess) -> None:

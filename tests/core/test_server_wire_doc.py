@@ -154,8 +154,13 @@ class Relay:
     def _run(self) -> None:
         client, _ = self._listener.accept()
         with client, Wire.dial(self._node).socket as node:
+            sources = {each.fileno(): each for each in (client, node)}
+            poll = select.poll()  # unlike select(), for any number of open files
+            for number in sources:
+                poll.register(number, select.POLLIN)
             while True:
-                for source in select.select([client, node], [], [], 20)[0]:
+                for number, _ in poll.poll(20_000):
+                    source = sources[number]
                     data, descriptors, _, _ = socket.recv_fds(source, 65536, 4)
                     if not data:
                         return

@@ -12,18 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moonpool import EXISTS, STORED, Presence, Store
+from moonpool import EXISTS, STORED, Presence, Store, _native
 from moonpool.core.errors import Closed, Error, InvalidArgument, Unavailable
-from moonpool.core.store_types import PutStatus
+from moonpool.core.store.types import PutStatus
 
-from .store_bed import MIB
+from .store_bed import MIB, TOKEN
 
 ARENA = 16 * MIB
+PATIENCE_S = 30.0  # a machine that pauses is no node that does not answer
 
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    with Store(embedded=ARENA) as store:
+    with Store(embedded=ARENA, timeout_s=PATIENCE_S) as store:
         yield store
         assert is_sound(store)
 
@@ -162,7 +163,7 @@ def test_sizes_come_back_as_they_went(store: Store, rng: random.Random, size: in
 @pytest.mark.parametrize("size", [ARENA // 4 + 1, ARENA, ARENA + 1, 5 * ARENA])
 def test_over_a_quarter_of_the_arena_is_refused_with_the_limit(store: Store, size: int) -> None:
     result = store.put("k", bytes(size))
-    assert result.status is PutStatus.REFUSED
+    assert (result.status, result.replicas) == (PutStatus.REFUSED, 0)
     assert not result
     assert str(ARENA // 4) in result.reason
     assert str(size) in result.reason
@@ -461,7 +462,31 @@ def test_eviction_takes_a_chain_from_its_leaf(store: Store) -> None:
     assert blocks[-1] < 90
 
 
-def test_an_arena_full_of_pins_refuses_and_works_again_after_release(store: Store) -> None:
+def test_pins_hold_a_share_of_the_arena_and_puts_go_on(store: Store) -> None:
+    names = [f"k{i}" for i in range(40)]
+    held = []
+    for name in names:
+        assert store.put(name, bytes(MIB)) == STORED
+        held.append(store.longest_prefix([name]))
+    assert [prefix.blocks for prefix in held] == [1] * 12 + [0] * 28  # three quarters
+    assert "node.pins_share_max" in held[-1].why
+    assert gauge(store, "pinned_bytes") == 12 * MIB
+    assert all(store.exists(names[:12]))
+    assert gauge(store, "pins_refused_total") == 28
+    held.clear()
+    assert store.longest_prefix(names[-1:]).blocks == 1
+
+
+def test_an_arena_full_of_pins_refuses_and_works_again_after_release(tmp_path: Path) -> None:
+    server = _native.Server(str(tmp_path / "n.sock"), [("default", ARENA)], TOKEN, pins_share_max=1.0)
+    server.start()
+    with Store(str(tmp_path / "n.sock"), token=TOKEN, timeout_s=PATIENCE_S) as store:
+        refuses_and_works_again(store)
+    assert server.check_integrity()
+    server.stop()
+
+
+def refuses_and_works_again(store: Store) -> None:
     names = []
     held = []
     while (result := store.put(f"k{len(names)}", bytes(MIB))) == STORED:

@@ -15,7 +15,7 @@ import pytest
 
 from moonpool import STORED, Presence, Store, _native
 from moonpool.core.errors import InvalidArgument
-from moonpool.core.store_types import PutStatus
+from moonpool.core.store.types import PutStatus
 
 from . import wire_client as w
 from .store_bed import MIB, TOKEN, NodeProcess, until

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moonpool import STORED, Store, _native
-from moonpool.core.store_types import PutStatus
+from moonpool.core.store.types import PutStatus
 
 from ..cluster.tcp_wire import TcpWire
 from . import wire_client as w

@@ -15,8 +15,8 @@ import pytest
 
 from moonpool import STORED, Presence, Store
 from moonpool.core.errors import CorruptObject, Error, Timeout, Unavailable
-from moonpool.core.store import NO_ANSWER
-from moonpool.core.store_types import PutStatus
+from moonpool.core.store.store import NO_ANSWER
+from moonpool.core.store.types import PutStatus
 
 from . import wire_client as w
 from .store_bed import MIB, TOKEN, NodeProcess, Puppet, until
@@ -330,7 +330,7 @@ def test_the_key_of_a_writer_that_died_half_way_is_free(nodes: Any, path: Path) 
 
 
 def test_a_reader_that_is_killed_lets_go_of_its_pins(nodes: Any, path: Path) -> None:
-    node = nodes(tenants=[["default", 16 * MIB]])
+    node = nodes(tenants=[["default", 16 * MIB]], pins_share_max=1.0)
     store = open_store(path)
     names = [f"p{i}" for i in range(10)]
     store.put(names, [bytes(MIB)] * 10)

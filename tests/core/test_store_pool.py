@@ -5,16 +5,22 @@ tests/cluster."""
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from moonpool import EXISTS, STORED, Presence, Store, _native
 from moonpool.core.errors import InvalidArgument, Unavailable
-from moonpool.core.store_types import PutStatus
+from moonpool.core.store.types import PutStatus
 
+from .master_bed import MasterProcess
 from .store_bed import MIB, TOKEN, until
+
+PATIENCE_S = 30.0  # of which the master gets a quarter
 
 
 class Pool:
@@ -22,20 +28,24 @@ class Pool:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.master = _native.MasterServer(["127.0.0.1:0"], TOKEN)
+        # Nodes end here by stop(), which the master hears at once: silence is a machine that pauses.
+        self.master = _native.MasterServer(
+            ["127.0.0.1:0"], TOKEN, suspect_after_s=PATIENCE_S, gone_after_s=2 * PATIENCE_S
+        )
         self.master.start()
         self.nodes: dict[str, _native.Server] = {}
         self.stores: list[Store] = []
 
-    def node(self, name: str, mib: int = 16, *, called: str = "") -> _native.Server:
+    def node(self, name: str, mib: int = 16, *, called: str = "", host: str = "") -> _native.Server:
         server = _native.Server(
             str(self.folder / f"{name}.sock"),
             [("default", mib * MIB)],
             TOKEN,
             name=called or name,
-            host_id=f"host-{name}",
+            host_id=host or f"host-{name}",
             listen=["127.0.0.1:0"],
             master=self.master.addresses[0],
+            pins_share_max=1.0,  # a node is filled with pins here
         )
         server.start()
         self.nodes[name] = server
@@ -43,7 +53,8 @@ class Pool:
         return server
 
     def store(self, name: str) -> Store:
-        self.stores.append(Store(str(self.folder / f"{name}.sock"), token=TOKEN))
+        # Of the 2 s of a user the master gets half a second; what is late then is unknown, or has no copies.
+        self.stores.append(Store(str(self.folder / f"{name}.sock"), token=TOKEN, timeout_s=PATIENCE_S))
         return self.stores[-1]
 
     def total(self, metric: str) -> int:
@@ -215,6 +226,31 @@ def test_a_put_goes_where_it_is_wanted(pool: Pool) -> None:
     assert at(a, "all") == ["a", "b", "c"]
 
 
+def test_copies_go_to_other_nodes_of_a_host_where_no_host_is_left(pool: Pool) -> None:
+    """Two processes of one host: what one holds alone dies with it."""
+    for name in "abc":
+        pool.node(name, host="one host")
+    pool.node("d")
+    a = pool.store("a")
+    assert a.put("two", b"2", replicas=2).replicas == 2
+    assert at(a, "two") == ["a", "d"]  # another host first
+    assert a.put("three", b"3", replicas=3).replicas == 3
+    assert len(at(a, "three")) == 3
+    assert {"a", "d"} <= set(at(a, "three"))
+    five = a.put("five", b"5", replicas=5)
+    assert (five.replicas, at(a, "five")) == (4, ["a", "b", "c", "d"])
+    assert "not enough other hosts and nodes" in five.reason
+    # Two of one host that are named, when there is no other host.
+    pool.nodes.pop("d").stop()
+    assert until(lambda: pool.master.metrics()["nodes_alive"] == 3)
+    assert a.put("named", b"1", node=["c", "b"], replicas=2).replicas == 2
+    assert at(a, "named") == ["b", "c"]
+    assert all(result.replicas == 2 for result in a.put(["x", "y"], [b"1", b"2"], replicas=2))
+    pool.nodes.pop("a").stop()
+    b = pool.store("b")
+    assert [bytes(until(lambda name=name: b.get(name))) for name in ("x", "y", "three")] == [b"1", b"2", b"3"]
+
+
 def test_a_put_goes_elsewhere_when_the_wanted_node_is_full_or_gone(pool: Pool) -> None:
     pool.node("a", 64), pool.node("b")
     a, b = pool.store("a"), pool.store("b")
@@ -328,6 +364,71 @@ def test_the_stripes_of_an_object_go_with_it(pool: Pool, by: str, how: str) -> N
     assert pool.total("object_bytes") == left
 
 
+def striped(pool: Pool) -> tuple[Store, bytes]:
+    """A store with an object whose stripes lie on two nodes."""
+    pool.node("a"), pool.node("b")
+    a = pool.store("a")
+    data = os.urandom(9 * MIB)
+    assert a.put("big", data) == STORED
+    pool.told()
+    return a, data
+
+
+def crowd(store: Store, node: str, n: int, name: str = "crowd") -> None:
+    """Puts n MiB at a node, which evicts what was used the longest ago."""
+    for i in range(n):
+        assert store.put(f"{name}{i}", bytes(MIB), node=node) == STORED
+
+
+@pytest.mark.parametrize("again", ["striped", "small"])
+def test_an_object_that_lost_a_stripe_is_a_miss_and_can_be_put_again(pool: Pool, again: str) -> None:
+    a, data = striped(pool)
+    crowd(a, "b", 16)
+    pool.told()
+    assert a.get("big") is None
+    assert a.exists("big") is Presence.MISS
+    assert a.exists(["big"], pin=True) == ([Presence.MISS], None)
+    for pin in (False, True):
+        assert a.longest_prefix(["big", "crowd15"], pin=pin).blocks == 0
+        assert a.longest_prefix(["crowd15", "big"], pin=pin).blocks == 1
+    new = data[::-1] if again == "striped" else b"small"
+    assert a.put("big", new) == STORED
+    assert bytes(a.get("big")) == new
+    assert a.exists("big") is Presence.HIT
+    assert a.put("big", new) == EXISTS
+    if again == "small":  # what was left of the lost one went with its manifest
+        pool.told()
+        assert pool.total("objects") == 1 + sum(a.exists(f"crowd{i}") is Presence.HIT for i in range(16))
+
+
+def test_a_striped_object_is_lost_with_a_node_that_has_stripes_of_it(pool: Pool) -> None:
+    a, data = striped(pool)
+    pool.nodes.pop("b").stop()
+    assert a.exists("big") is not Presence.HIT
+    assert a.longest_prefix(["big"]).blocks == 0
+    assert a.put("big", data[: 3 * MIB]) == STORED
+    assert bytes(a.get("big")) == data[: 3 * MIB]
+
+
+def test_the_stripes_of_an_object_are_used_and_pinned_with_it(pool: Pool) -> None:
+    a, data = striped(pool)
+    crowd(a, "b", 8, "older")
+    assert a.exists("big") is Presence.HIT
+    crowd(a, "b", 8)  # the older ones go before it
+    assert bytes(a.get("big")) == data
+    present, pin = a.exists(["big"], pin=True)
+    assert present == [Presence.HIT]
+    crowd(a, "b", 24, "more")
+    assert bytes(a.get("big")) == data
+    assert pin is not None
+    pin.release()
+    prefix = a.longest_prefix(["big"])
+    assert prefix.blocks == 1
+    crowd(a, "b", 24, "again")
+    assert bytes(a.get("big")) == data
+    del prefix
+
+
 def test_an_object_that_found_no_room_leaves_no_stripes(pool: Pool) -> None:
     pool.node("a"), pool.node("b")
     a, b = pool.store("a"), pool.store("b")
@@ -377,3 +478,28 @@ def test_each_replacement_has_its_copies(pool: Pool) -> None:
     for i in range(4):
         assert a.put("k", b"%d" % i, replace=True, replicas=2).replicas == 2
         assert b.get("k") == b"%d" % i
+
+
+def test_who_waits_longer_for_a_node_waits_longer_for_the_master(tmp_path: Path) -> None:
+    """Of a call's timeout a silent master gets a quarter: here 20 s, not the half second of a user."""
+    with ExitStack() as stack:
+        master = MasterProcess(suspect_after_s="60s", gone_after_s="120s")
+        stack.callback(master.close)
+        node = _native.Server(
+            str(tmp_path / "a.sock"), [("default", 16 * MIB)], TOKEN, name="a", master=master.address
+        )
+        node.start()
+        stack.callback(node.stop)
+        until(lambda: node.metrics()["master_joined"] == 1)
+        store = Store(str(tmp_path / "a.sock"), token=TOKEN, timeout_s=80.0)
+        stack.callback(store.close)
+        assert store.exists("nothing") is Presence.MISS
+        answers: list[Presence] = []
+        master.process.send_signal(signal.SIGSTOP)
+        asking = threading.Thread(target=lambda: answers.append(store.exists("nothing")))
+        asking.start()
+        asking.join(1.0)
+        assert asking.is_alive(), answers
+        master.process.send_signal(signal.SIGCONT)
+        asking.join(60)
+        assert answers == [Presence.MISS]

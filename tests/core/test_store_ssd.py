@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from moonpool import STORED, Presence, Store, _native
-from moonpool.core.config import Config, Node, load
+from moonpool.core.config.config import Config, Node, load
 from moonpool.core.errors import ConfigError, Error
-from moonpool.core.node import ssd_directories
-from moonpool.core.store_types import PutStatus
+from moonpool.core.service.node import ssd_directories
+from moonpool.core.store.types import PutStatus
 
 from . import wire_client as w
 from .store_bed import MIB, TOKEN, NodeProcess, until

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from moonpool.core import config, tls
-from moonpool.core.addresses import Address
-from moonpool.core.admin_http import AdminServer
+from moonpool.core.config import config
 from moonpool.core.errors import ConfigError, Unavailable
-from moonpool.core.http_get import answers_ok, get_json
+from moonpool.core.service import tls
+from moonpool.core.service.addresses import Address
+from moonpool.core.service.admin_http import AdminServer
+from moonpool.core.service.http_get import answers_ok, get_json
 
 CERTIFICATES = Path(__file__).parent / "certificates"
 DEADLINE_S = 30

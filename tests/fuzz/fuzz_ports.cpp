@@ -15,7 +15,7 @@
 #include <string>
 
 #include "directory/master_server.hpp"
-#include "store/server.hpp"
+#include "store/node/server.hpp"
 #include "wire/address.hpp"
 #include "wire/dial.hpp"
 

@@ -49,7 +49,9 @@ class Agent:
 
     def _hear(self, timeout_s: float = 60.0) -> Any:
         assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], timeout_s)[0], "it says nothing"
+        poll = select.poll()  # unlike select(), for any number of open files
+        poll.register(self.process.stdout, select.POLLIN)
+        assert poll.poll(timeout_s * 1000), "it says nothing"
         line = self.process.stdout.readline()
         assert line, f"it ended with {self.process.wait()}"
         return json.loads(line)

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <span>
 
-#include "conductor/msgpack.hpp"
+#include "base/msgpack.hpp"
 
 namespace moonpool::capi {
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/patience.hpp"
 #include "directory/protocol.hpp"
 #include "wire/dial.hpp"
 #include "wire/limits.hpp"
@@ -37,7 +38,43 @@ ssize_t receive_soon(ControlSocket& socket, void* data, size_t size) {
 
 }  // namespace
 
+// A call's turn at the socket, with io_mutex_ held and a connection: it waits no longer than its caller's
+// patience lasts.
+class DirectoryClient::Turn {
+   public:
+    explicit Turn(DirectoryClient& client) : client_(client) {
+        client.waits_ms_ = Patience::within(client.options_.timeout_ms);
+        if (client.waits_ms_ > 0) set(client.waits_ms_);
+    }
+    ~Turn() {
+        if (client_.waits_ms_ > 0) set(client_.options_.timeout_ms);
+    }
+    Turn(const Turn&) = delete;
+
+    Status any() const {
+        if (client_.waits_ms_ > 0) return success();
+        return Error{Code::kTimeout, "others left no time of this call to ask the master"};
+    }
+
+   private:
+    void set(int ms) {
+        if (client_.waits_ms_ == client_.options_.timeout_ms || !client_.socket_.fd.valid()) return;
+        client_.socket_.timeout_ms = ms;
+        set_socket_timeouts(client_.socket_.fd.get(), ms);
+    }
+    DirectoryClient& client_;
+};
+
 DirectoryClient::DirectoryClient(DirectoryClientOptions options) : options_(std::move(options)) {}
+
+std::unique_lock<std::mutex> DirectoryClient::lock_io() {
+    std::unique_lock lock(io_mutex_, std::try_to_lock);
+    if (lock.owns_lock()) return lock;
+    auto since = Clock::now();
+    lock.lock();
+    if (!connected_) Patience::spent_since(since);
+    return lock;
+}
 
 DirectoryClient::~DirectoryClient() { close(); }
 
@@ -109,8 +146,10 @@ Status DirectoryClient::ready() {
         dialing.wake.notify_all();
     }
     if (!dialing.once) {
-        dialing.done.wait_for(lock, std::chrono::milliseconds(2 * options_.timeout_ms),
-                              [&] { return closed_ || dialing.once; });
+        auto since = Clock::now();
+        auto most = std::chrono::milliseconds(std::max(Patience::within(2 * options_.timeout_ms), 0));
+        dialing.done.wait_for(lock, most, [&] { return closed_ || dialing.once; });
+        if (!dialing.socket.fd.valid()) Patience::spent_since(since);
     }
     if (closed_) return Error{Code::kClosed, "the directory's client was closed"};
     if (!dialing.socket.fd.valid()) {
@@ -133,6 +172,7 @@ Status DirectoryClient::ready() {
 }
 
 Error DirectoryClient::lost(Error error) {
+    if (error.code == Code::kTimeout) Patience::spent(waits_ms_);
     connected_ = false;
     std::lock_guard lock(dialing_->mutex);
     if (!closed_) {
@@ -236,8 +276,10 @@ Status DirectoryClient::ask_in_pieces(Kind kind, std::span<const Hash128> hashes
 
 Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, const LocateOptions& options) {
     if (fork_.in_child()) return forked();
-    std::lock_guard lock(io_mutex_);
+    auto lock = lock_io();
     if (Status status = ready(); !status) return status.error();
+    Turn turn(*this);
+    if (Status status = turn.any(); !status) return status.error();
     // Frames are cut between whole blocks.
     LocateAnswer answer;
     uint16_t width = std::max<uint16_t>(options.width, 1);
@@ -315,18 +357,24 @@ Status DirectoryClient::refresh_members() {
 
 Result<std::shared_ptr<const Members>> DirectoryClient::members(bool fresh) {
     if (fork_.in_child()) return forked();
-    std::lock_guard lock(io_mutex_);
+    auto lock = lock_io();
     if (members_ != nullptr && !fresh && !members_due() && !closed_) return members_;
     Status status = ready();
-    if (status) status = refresh_members();
+    if (status) {
+        Turn turn(*this);
+        status = turn.any();
+        if (status) status = refresh_members();
+    }
     if (!status && (fresh || members_ == nullptr || closed_)) return status.error();
     return members_;
 }
 
 Result<std::vector<NodeId>> DirectoryClient::place(uint64_t bytes, uint16_t n, const PlaceOptions& options) {
     if (fork_.in_child()) return forked();
-    std::lock_guard lock(io_mutex_);
+    auto lock = lock_io();
     if (Status status = ready(); !status) return status.error();
+    Turn turn(*this);
+    if (Status status = turn.any(); !status) return status.error();
     std::vector<NodeId> chosen;
     Status status = ask(
         Kind::kPlace,
@@ -351,8 +399,10 @@ Result<std::vector<NodeId>> DirectoryClient::place(uint64_t bytes, uint16_t n, c
 
 Result<uint32_t> DirectoryClient::forget(std::span<const Hash128> hashes, std::span<const NodeId> unreached) {
     if (fork_.in_child()) return forked();
-    std::lock_guard lock(io_mutex_);
+    auto lock = lock_io();
     if (Status status = ready(); !status) return status.error();
+    Turn turn(*this);
+    if (Status status = turn.any(); !status) return status.error();
     uint32_t rows = 0;
     Status status = ask_in_pieces(
         Kind::kForget, hashes,

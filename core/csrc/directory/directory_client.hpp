@@ -87,6 +87,8 @@ class DirectoryClient {
     using Parse = std::function<bool(Reader&)>;
     using Clock = std::chrono::steady_clock;
 
+    class Turn;
+    std::unique_lock<std::mutex> lock_io();
     Status ready();
     Status ask(Kind kind, const Build& build, const Parse& parse);
     Status ask_in_pieces(Kind kind, std::span<const Hash128> hashes,
@@ -112,6 +114,7 @@ class DirectoryClient {
     std::mutex io_mutex_;  // the socket and what follows
     ControlSocket socket_;
     ClosedInChildren closed_in_children_{socket_.fd};
+    int waits_ms_ = 0;  // of one wait of the call in progress
     std::vector<std::byte> out_, body_;
     size_t frame_at_ = 0;
     uint64_t next_request_ = 1;

@@ -154,7 +154,10 @@ bool MasterLink::on_join(const FrameHeader& header, Reader body, uint64_t now_ms
     }
     if (node_ != kNoNode) return malformed("joins a second time");
     Result<Master::JoinAnswer> joined = server_.master_.join(now_ms, identity, load, id_);
-    if (!joined) return fail(joined.error().code, joined.error().text);
+    if (!joined) {
+        server_.journal_->note(Level::kWarning, "join_refused", peer_, joined.error().text);
+        return fail(joined.error().code, joined.error().text);
+    }
     node_ = joined->id;
     if (joined->close != kNoLink) server_.close_link(joined->close);
     size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);

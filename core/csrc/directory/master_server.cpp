@@ -1,6 +1,7 @@
 #include "directory/master_server.hpp"
 
 #include <malloc.h>
+#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -33,8 +34,8 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
     if (options.token.empty()) return Error{Code::kInvalidArgument, "a master needs a cluster token"};
     std::unique_ptr<MasterServer> server(new MasterServer(std::move(options)));
     MasterServerOptions& o = server->options_;
-    Result<std::unique_ptr<Doorman>> doorman =
-        Doorman::create(DoormanOptions{o.addresses, o.token, server->incarnation_, o.limits, o.tls});
+    Result<std::unique_ptr<Doorman>> doorman = Doorman::create(
+        DoormanOptions{o.addresses, o.token, server->incarnation_, o.limits, o.tls, server->journal_});
     if (!doorman) return doorman.error();
     server->doorman_ = std::move(*doorman);
     for (bool is_member : {true, false}) {
@@ -96,6 +97,7 @@ void MasterServer::run_posted() {
 }
 
 void MasterServer::loop() {
+    ::pthread_setname_np(::pthread_self(), "mp-master");
     std::vector<epoll_event> events(256);
     uint64_t last_tick = now_ms();
     while (!stopping_) {
@@ -169,12 +171,53 @@ void MasterServer::on_tick(uint64_t now) {
     }
     for (int fd : over) drop(fd);
     master_.tick(now);
+    note_members(now);
     // Many small pieces came and went: the kernel gets them back.
     if (master_.tombstones() > 10000) trim_due_ = true;
     if (master_.tombstones() == 0 && std::exchange(trim_due_, false)) ::malloc_trim(0);
     auto end = std::chrono::steady_clock::now() + kSweep;
     while (master_.sweep() && std::chrono::steady_clock::now() < end) {
     }
+}
+
+// Which members came, fell silent, were heard again or went, since the last look.
+void MasterServer::note_members(uint64_t now) {
+    const Membership& membership = master_.membership();
+    if (membership.epoch() == noted_epoch_) return;
+    noted_epoch_ = membership.epoch();
+    std::map<NodeId, Noted> known = std::exchange(noted_, {});
+    auto say = [&](Level level, const char* kind, const Noted& who, const std::string& what) {
+        journal_->note(level, kind, who.address, "node " + who.name + " " + what);
+    };
+    for (const Member& member : membership.current(now).rows) {
+        const NodeIdentity& identity = member.identity;
+        Noted who{member.state, identity.incarnation, identity.name + " on host " + identity.host_id,
+                  identity.address};
+        auto before = known.find(member.id);
+        bool is_new = before == known.end() || before->second.incarnation != who.incarnation;
+        bool suspect = member.state == MemberState::kSuspect;
+        if (is_new) {
+            say(Level::kInfo, "member_joined", who, "has joined, as number " + std::to_string(member.id));
+        }
+        if (suspect && (is_new || before->second.state != MemberState::kSuspect)) {
+            say(Level::kWarning, "member_suspect", who, "is suspect: its connection broke, or it is silent");
+        }
+        if (!suspect && !is_new && before->second.state == MemberState::kSuspect) {
+            say(Level::kInfo, "member_back", who, "is heard again");
+        }
+        if (!is_new) known.erase(before);
+        noted_.emplace(member.id, std::move(who));
+    }
+    for (const auto& [id, who] : known) {
+        say(Level::kWarning, "member_gone", who, "is gone; what it held is no longer in the directory");
+    }
+}
+
+bool MasterServer::is_alive(uint32_t timeout_ms) {
+    if (!running_ || fork_.in_child()) return false;
+    auto deadline = Pulse::Clock::now() + std::chrono::milliseconds(timeout_ms);
+    if (!pulse_.ask([this] { post([this] { pulse_.answer(); }); }, deadline)) return false;
+    return doorman_->is_alive(deadline);
 }
 
 template <class F>
@@ -257,6 +300,7 @@ std::vector<std::pair<std::string, uint64_t>> MasterServer::gauges() const {
         {"tombstones_max", options_.master.tombstones_max},
         {"drops_total", c.drops_total},
         {"drop_alls_total", c.drop_alls_total},
+        {"log_left_out_total", journal_->left_out_total()},
         {"connections_nodes", members_},
         {"connections_clients", clients_},
         {"connections_clients_max", options_.clients_max},

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -18,7 +19,9 @@
 
 #include "base/fd.hpp"
 #include "base/fork.hpp"
+#include "base/journal.hpp"
 #include "base/latency.hpp"
+#include "base/pulse.hpp"
 #include "base/result.hpp"
 #include "directory/master.hpp"
 #include "wire/auth.hpp"
@@ -72,6 +75,9 @@ class MasterServer {
     };
     Nodes nodes();
     bool check_integrity();
+    // Whether the loop and the doorman answer within the time; any other thread.
+    bool is_alive(uint32_t timeout_ms);
+    Journal& journal() const { return *journal_; }
 
    private:
     friend class MasterLink;
@@ -82,6 +88,7 @@ class MasterServer {
     void drop(int fd);
     void close_link(LinkId link);
     void on_tick(uint64_t now_ms);
+    void note_members(uint64_t now_ms);
     void post(std::function<void()> f);
     void run_posted();
     template <class F>
@@ -98,6 +105,17 @@ class MasterServer {
     uint32_t clients_ = 0, members_ = 0;  // connections of each purpose
     LinkId next_link_ = 1;
     bool trim_due_ = false;
+
+    // What was noted of the members, as of that epoch.
+    struct Noted {
+        MemberState state = MemberState::kAlive;
+        Incarnation incarnation{};
+        std::string name, address;
+    };
+    std::map<NodeId, Noted> noted_;
+    uint64_t noted_epoch_ = 0;
+    std::shared_ptr<Journal> journal_ = std::make_shared<Journal>();
+    Pulse pulse_;
 
     std::mutex posted_mutex_;
     std::vector<std::function<void()>> posted_;

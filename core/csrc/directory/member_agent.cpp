@@ -1,11 +1,13 @@
 #include "directory/member_agent.hpp"
 
 #include <poll.h>
+#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "wire/dial.hpp"
 #include "wire/limits.hpp"
@@ -63,12 +65,19 @@ MemberAgent::State MemberAgent::state() const {
 }
 
 void MemberAgent::set_why_not(const std::string& why) {
-    std::lock_guard lock(state_mutex_);
-    state_.joined = false;
-    state_.why_not = why;
+    bool was_joined = false, is_news = false;
+    {
+        std::lock_guard lock(state_mutex_);
+        was_joined = std::exchange(state_.joined, false);
+        is_news = std::exchange(state_.why_not, why) != why;
+    }
+    if (options_.journal == nullptr || stopping_ || !(was_joined || is_news)) return;
+    options_.journal->note(Level::kWarning, was_joined ? "left_master" : "not_joined", options_.master,
+                           (was_joined ? "is no longer in the pool: " : "has not joined the pool: ") + why);
 }
 
 void MemberAgent::run() {
+    ::pthread_setname_np(::pthread_self(), "mp-member");
     int backoff_ms = options_.backoff_first_ms;
     while (!stopping_) {
         DialOptions dial_options;
@@ -201,9 +210,16 @@ Status MemberAgent::tell_inventory(Link& link) {
     link.inventory = false;
     counters_.inventories_total.fetch_add(1);
     link.next_beat = Clock::now();  // its answer says what to drop
-    std::lock_guard lock(state_mutex_);
-    state_.joined = true;
-    state_.why_not.clear();
+    bool was_joined = false;
+    {
+        std::lock_guard lock(state_mutex_);
+        was_joined = std::exchange(state_.joined, true);
+        state_.why_not.clear();
+    }
+    if (!was_joined && options_.journal != nullptr) {
+        options_.journal->note(Level::kInfo, "joined", options_.master,
+                               "has joined the pool as node " + std::to_string(id_));
+    }
     return success();
 }
 

@@ -17,6 +17,7 @@
 
 #include "base/fd.hpp"
 #include "base/fork.hpp"
+#include "base/journal.hpp"
 #include "base/result.hpp"
 #include "directory/delta_log.hpp"
 #include "directory/protocol.hpp"
@@ -34,7 +35,8 @@ struct MemberAgentOptions {
     int timeout_ms = 1000;  // without progress; then it connects anew
     int backoff_first_ms = 50;
     int backoff_longest_ms = 500;
-    int batch_ms = 5;  // changes wait at most so long for others to go with them
+    std::shared_ptr<Journal> journal;  // of joins and of what keeps it from them; null: none
+    int batch_ms = 5;                  // changes wait at most so long for others to go with them
 };
 
 // What the agent asks of its node, on its own thread. Each gives up by itself when the node does not answer;

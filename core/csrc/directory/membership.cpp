@@ -15,7 +15,36 @@ bool same_life(const NodeIdentity& a, const NodeIdentity& b) {
     return same_member(a, b) && a.incarnation == b.incarnation;
 }
 
+bool prints(std::string_view text) {
+    return std::all_of(text.begin(), text.end(), [](char c) { return c >= ' ' && c <= '~'; });
+}
+
 }  // namespace
+
+std::string unfit_names(const NodeIdentity& who) {
+    constexpr size_t kNameMax = 128, kHostMax = 256, kAddressMax = 300, kPathMax = 108;
+    struct Row {
+        const char* what;
+        std::string_view text;
+        size_t bytes_max;
+    };
+    const Row rows[] = {{"name (node.name)", who.name, kNameMax},
+                        {"host id (node.host_id)", who.host_id, kHostMax},
+                        {"address (node.advertise)", who.address, kAddressMax}};
+    for (const Row& row : rows) {
+        if (row.text.size() <= row.bytes_max && prints(row.text)) continue;
+        return std::string("a node's ") + row.what + " must be at most " + std::to_string(row.bytes_max) +
+               " printable ASCII characters; choose another";
+    }
+    if (who.name.empty()) return "a node needs a name (node.name)";
+    bool path_prints = std::none_of(who.socket_path.begin(), who.socket_path.end(),
+                                    [](char c) { return (c >= 0 && c < ' ') || c == 127; });
+    if (who.socket_path.size() > kPathMax || !path_prints) {
+        return "a node's socket path (node.socket) must be at most " + std::to_string(kPathMax) +
+               " bytes without control characters; choose another";
+    }
+    return "";
+}
 
 std::optional<NodeId> Membership::find(const NodeIdentity& identity) const {
     for (const auto& [id, life] : lives_) {
@@ -43,6 +72,7 @@ std::optional<NodeId> Membership::free_id(const std::function<bool(NodeId)>& usa
 Result<Membership::Joined> Membership::join(uint64_t now_ms, const NodeIdentity& identity,
                                             const NodeLoad& load, LinkId link,
                                             const std::function<bool(NodeId)>& usable) {
+    if (std::string why = unfit_names(identity); !why.empty()) return Error{Code::kInvalidArgument, why};
     std::string whole_name = identity.name + " on host " + identity.host_id;
     for (const Past& past : past_) {
         if (past.fenced && same_life(past.identity, identity)) {

@@ -72,6 +72,10 @@ struct NodeIdentity {
     friend bool operator==(const NodeIdentity&, const NodeIdentity&) = default;
 };
 
+// Why the master does not take a node under these names, or nothing: they are printed by terminals and logs
+// of people, so only characters that print, and not too many.
+std::string unfit_names(const NodeIdentity& who);
+
 struct Member {
     NodeId id = kNoNode;
     MemberState state = MemberState::kAlive;

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <thread>
 
+#include "base/utf8.hpp"
 #include "transport/frames.hpp"
 
 namespace moonpool {
@@ -26,6 +27,17 @@ Status Engine::Core::start() {
     if (options.name.size() > transport::kNameBytesMax || options.host_id.size() > 256 ||
         options.tenant.size() > 256) {
         return Error{Code::kInvalidArgument, "names, host ids and tenants of engines have at most 256 bytes"};
+    }
+    for (const auto& [what, text] : {std::pair{"the name", &options.name},
+                                     {"the host id", &options.host_id},
+                                     {"the tenant", &options.tenant}}) {
+        // Peers take no other text: none could open this engine.
+        if (is_utf8(*text)) continue;
+        return Error{Code::kInvalidArgument, std::string(what) + " of an engine must be UTF-8"};
+    }
+    if (options.timeout_ms <= 0) {
+        return Error{Code::kInvalidArgument, "the timeout of an engine must be above 0 ms, not " +
+                                                 std::to_string(options.timeout_ms)};
     }
     if (options.io_threads == 0 || options.io_threads > 64) {
         return Error{Code::kInvalidArgument, "an engine has 1 to 64 I/O threads"};
@@ -159,6 +171,7 @@ void Engine::Core::close() {
         ticket->ended.wait(waiting, [&] { return ticket->state != TicketState::kWaiting; });
     }
     workers.stop();
+    waiters.stop();
     // From here on nobody inside of this process touches a region; now the peers.
     std::vector<std::shared_ptr<Region>> gone;
     std::shared_ptr<const Regions> last = regions->all();
@@ -168,21 +181,22 @@ void Engine::Core::close() {
         }
     }
     if (shm != nullptr) shm->close();
-    for (const auto& region : gone) (void)revoke(region.get(), options.timeout_ms);
+    // One deadline for all of them.
+    auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(options.timeout_ms);
+    for (const auto& region : gone) (void)revoke(region.get(), end);
     for (const auto& loop : loops) loop->stop();
     closed = true;
 }
 
 // Waits until nobody, here or in a peer, is inside of what was taken out of the table.
-Status Engine::Core::revoke(const Region* region, int timeout_ms) {
+Status Engine::Core::revoke(const Region* region, std::chrono::steady_clock::time_point end) {
     uint64_t generation = shm == nullptr ? 0 : shm->revoke();
-    auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
     for (int round = 0;; ++round) {
         if (region->drained() && (shm == nullptr || shm->drained(generation))) return success();
         if (std::chrono::steady_clock::now() > end) {
             return Error{
                 Code::kTimeout,
-                "a peer is still inside of the region after " + std::to_string(timeout_ms) +
+                "a peer is still inside of the region after " + std::to_string(options.timeout_ms) +
                     " ms; nothing new reaches it, but its memory must not be freed before the peer is gone"};
         }
         if (round < 100) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -35,6 +36,10 @@ struct Reception {
 
 Status check_message(std::string_view message);
 
+inline Error forked() {
+    return Error{Code::kForked, "this engine belongs to the parent process; make a new one after fork"};
+}
+
 }  // namespace engine
 
 using engine::Outcome;
@@ -52,7 +57,8 @@ struct Engine::Core {
     explicit Core(EngineOptions o)
         : options(std::move(o)),
           inbox(kEngineInboxMessagesMax, kEngineInboxBytesMax),
-          workers(engine::kWorkersMax) {}
+          workers(engine::kWorkersMax),
+          waiters(engine::kWorkersMax) {}
 
     EngineOptions options;
     ForkGuard fork;
@@ -73,7 +79,8 @@ struct Engine::Core {
     std::unique_ptr<transport::shm::Target> shm;
     std::unique_ptr<transport::tcp::Target> tcp;
     std::vector<std::unique_ptr<transport::Loop>> loops;
-    transport::Workers workers;
+    transport::Workers workers;  // copy
+    transport::Workers waiters;  // wait for the network: dialling, dead peers, messages; no copy waits behind
     std::shared_ptr<engine::Reception> reception = std::make_shared<engine::Reception>();
     std::unique_ptr<Doorman> doorman;
 
@@ -87,7 +94,7 @@ struct Engine::Core {
     Status start_transports();
     Purpose purpose();
     void close();
-    Status revoke(const Region* region, int timeout_ms);
+    Status revoke(const Region* region, std::chrono::steady_clock::time_point end);
     bool allows(const char* transport) const {
         return !options.transports ||
                std::ranges::find(*options.transports, transport) != options.transports->end();
@@ -127,8 +134,7 @@ class Engine::Core::Call {
    public:
     explicit Call(Core& core) : core_(core) {
         if (core.fork.in_child()) {
-            error_ =
-                Error{Code::kForked, "this engine belongs to the parent process; make a new one after fork"};
+            error_ = engine::forked();
             return;
         }
         core.calls.fetch_add(1);

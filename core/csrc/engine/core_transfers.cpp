@@ -123,6 +123,7 @@ Result<uint64_t> Engine::Core::transfer_alone(const TransferRequest& request,
 
 Status Engine::Core::tell(Peer& peer, std::string_view message) {
     if (Status sound = engine::check_message(message); !sound) return sound;
+    if (closing) return Error{Code::kClosed, "this engine was closed meanwhile"};
     auto bytes = std::as_bytes(std::span(message.data(), message.size()));
     Result<std::vector<std::byte>> answer = peer.control().ask(
         Kind::kEngineNotify, std::vector<std::byte>(bytes.begin(), bytes.end()), options.timeout_ms);
@@ -212,7 +213,7 @@ void Engine::Core::end_share(const std::shared_ptr<Ticket>& ticket) {
         whole = whole && share->job->waiting == 0 && !share->job->refused;
     }
     // The message waits for an answer: not on a thread that others wait for.
-    if (whole && ticket->notify) return workers.post(false, [this, ticket] { end_ticket(ticket); });
+    if (whole && ticket->notify) return waiters.post(false, [this, ticket] { end_ticket(ticket); });
     end_ticket(ticket);
 }
 

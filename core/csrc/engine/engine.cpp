@@ -1,13 +1,11 @@
 // The public face of an engine: each call is checked, counted and handed to the core.
 #include "engine/engine.hpp"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 
 #include "engine/core.hpp"
+#include "memory/reachable.hpp"
 #include "transport/frames.hpp"
 #include "transport/shm/link.hpp"
 #include "transport/tcp/link.hpp"
@@ -17,19 +15,18 @@ namespace moonpool {
 
 namespace {
 
-// Whether every page of a range is mapped: what is registered is touched later, by peers, where a fault would
-// end the process.
-bool is_mapped(uint64_t address, uint64_t length) {
-    auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
-    uint64_t begin = address / page * page;
-    uint64_t end = address + length;
-    constexpr uint64_t kStep = 64u << 20;
-    std::vector<unsigned char> pages(kStep / page);
-    for (uint64_t at = begin; at < end; at += kStep) {
-        uint64_t n = std::min(kStep, end - at);
-        if (::mincore(reinterpret_cast<void*>(at), n, pages.data()) != 0 && errno == ENOMEM) return false;
-    }
-    return true;
+// What is registered is touched later, by peers, where a fault would end the process.
+Status check_reachable(uint64_t address, uint64_t length) {
+    if (address == 0 || length == 0 || address + length < address) return success();  // the table's to refuse
+    std::optional<Unreachable> place = find_unreachable(address, length);
+    if (!place) return success();
+    char at[32];
+    std::snprintf(at, sizeof(at), "0x%llx", static_cast<unsigned long long>(place->address));
+    return Error{Code::kInvalidArgument,
+                 "the range " + transport::range_text(Slice{0, address, length, {}}) +
+                     " is not registered: at " + at + " " + place->why +
+                     "; register memory that the CPU may read and write (memory of a device, as of a GPU, is "
+                     "not supported yet)"};
 }
 
 // Before anything is moved.
@@ -88,11 +85,7 @@ Result<std::shared_ptr<transport::Memory>> Engine::allocate(uint64_t bytes, cons
 Status Engine::register_region(uint64_t address, uint64_t length, const std::string& location) {
     Core::Call call(*core_);
     if (!call.ok()) return call.error();
-    if (address != 0 && length != 0 && address + length > address && !is_mapped(address, length)) {
-        return Error{Code::kInvalidArgument, "the range " +
-                                                 transport::range_text(Slice{0, address, length, {}}) +
-                                                 " is not mapped memory of this process"};
-    }
+    if (Status status = check_reachable(address, length); !status) return status;
     Result<std::shared_ptr<Region>> region =
         core_->regions->add(address, length, RegionKind::kForeign, location, nullptr);
     if (!region) return region.error();
@@ -104,7 +97,8 @@ Status Engine::deregister_region(uint64_t address) {
     if (!call.ok()) return call.error();
     Result<std::shared_ptr<Region>> region = core_->regions->remove(address);
     if (!region) return region.error();
-    return core_->revoke(region->get(), core_->options.timeout_ms);
+    return core_->revoke(region->get(), std::chrono::steady_clock::now() +
+                                            std::chrono::milliseconds(core_->options.timeout_ms));
 }
 
 Result<uint32_t> Engine::open(const std::string& address) {
@@ -136,9 +130,10 @@ Result<uint32_t> Engine::open(const std::string& address) {
     pool.self_name = core.identity.name;
     pool.peer = info->segment;
     pool.connections_max = core.options.connections_per_peer;
+    if (core.options.frame_bytes != 0) pool.frame_bytes = core.options.frame_bytes;
     std::vector<transport::Loop*> loops;
     for (const auto& loop : core.loops) loops.push_back(loop.get());
-    auto control = std::make_shared<transport::tcp::Link>(pool, loops, core.workers, core.counters);
+    auto control = std::make_shared<transport::tcp::Link>(pool, loops, core.waiters, core.counters);
     if (Status status = control->pool().adopt(std::move(*dialed), core.options.timeout_ms); !status) {
         return status.error();
     }
@@ -349,12 +344,18 @@ Result<std::vector<std::pair<std::string, std::string>>> Engine::notifications()
 }
 
 bool Engine::check_integrity() const {
+    if (core_->fork.in_child()) return true;
     return core_->regions->check_integrity() && core_->inbox.size() <= kEngineInboxMessagesMax &&
            core_->tickets.size() <= kEngineTicketsMax && core_->tickets.slices_open() <= kEngineSlicesOpenMax;
 }
 
+Status Engine::in_this_process() const {
+    return core_->fork.in_child() ? Status(engine::forked()) : success();
+}
+
 std::vector<std::pair<std::string, uint64_t>> Engine::metrics() const {
     const Core& core = *core_;
+    if (core.fork.in_child()) return {};
     const transport::Counters& c = core.counters;
     std::vector<std::pair<std::string, uint64_t>> rows;
     auto traffic = [&](const std::string& name, const transport::TransportCounters& t) {

@@ -51,6 +51,7 @@ struct EngineOptions {
     std::string interface;                               // for connections to peers
     std::string host_id;                                 // engines with different ones never share memory
     int timeout_ms = 5000;
+    uint64_t frame_bytes = 0;    // of TCP; 0: its own choice. Tests make frames small, to have many borders
     Doorman* doorman = nullptr;  // a port shared with others; offered to before its start(), outlives us
 };
 
@@ -134,7 +135,8 @@ class Engine {
     Status notify(uint32_t segment, std::string_view message);
     Result<std::vector<std::pair<std::string, std::string>>> notifications();  // (peer's name, message)
 
-    std::vector<std::pair<std::string, uint64_t>> metrics() const;
+    Status in_this_process() const;                                 // kForked in a child of fork()
+    std::vector<std::pair<std::string, uint64_t>> metrics() const;  // none in a child: its locks are lost
     bool check_integrity() const;
     void close();
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "python/arguments.hpp"
-#include "store/client.hpp"
+#include "store/client/client.hpp"
 
 namespace moonpool::python {
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "python/raise.hpp"
-#include "store/client.hpp"
+#include "store/client/client.hpp"
 
 namespace moonpool::python {
 

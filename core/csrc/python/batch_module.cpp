@@ -24,7 +24,7 @@
 #include "python/client_module.hpp"
 #include "python/module.hpp"
 #include "python/raise.hpp"
-#include "store/worker.hpp"
+#include "store/client/worker.hpp"
 
 namespace moonpool::python {
 

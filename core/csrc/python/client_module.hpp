@@ -13,7 +13,7 @@
 
 #include "python/answers.hpp"
 #include "python/arguments.hpp"
-#include "store/client.hpp"
+#include "store/client/client.hpp"
 
 namespace moonpool::python {
 

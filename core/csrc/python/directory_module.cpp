@@ -14,6 +14,7 @@
 #include "directory/master_server.hpp"
 #include "python/arguments.hpp"
 #include "python/module.hpp"
+#include "python/notes.hpp"
 #include "python/raise.hpp"
 
 namespace moonpool::python {
@@ -98,6 +99,12 @@ class PyMasterServer {
         py::gil_scoped_release nogil;
         return server_->check_integrity();
     }
+    bool is_alive(double timeout_s) {
+        py::gil_scoped_release nogil;
+        return server_->is_alive(static_cast<uint32_t>(milliseconds(timeout_s)));
+    }
+    py::list take_notes() { return notes_of(server_->journal()); }
+    int notes_fd() const { return server_->journal().fd(); }
 
    private:
     std::unique_ptr<MasterServer> server_;
@@ -215,6 +222,11 @@ void bind_directory(py::module_& m) {
         .def_property_readonly("incarnation", &PyMasterServer::incarnation)
         .def("start", &PyMasterServer::start)
         .def("stop", &PyMasterServer::stop)
+        .def("is_alive", &PyMasterServer::is_alive, py::arg("timeout_s"),
+             "Whether the threads that serve answer within so many seconds.")
+        .def_property_readonly("notes_fd", &PyMasterServer::notes_fd, "Readable when take_notes() has some.")
+        .def("take_notes", &PyMasterServer::take_notes,
+             "What happened, for a log: (level 0 to 3, kind, peer, text, left out before it)")
         .def("metrics", &PyMasterServer::metrics, "Counters (*_total) and gauges by name.")
         .def("histograms", &PyMasterServer::histograms,
              "name -> (upper bounds in s, counts with one more for +Inf, sum in s)")

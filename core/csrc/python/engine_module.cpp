@@ -348,6 +348,7 @@ class PyEngine {
         return all;
     }
     std::map<std::string, uint64_t> metrics() {
+        unwrap(engine_->in_this_process(), "metrics");
         std::map<std::string, uint64_t> rows;
         for (auto& [name, value] : engine_->metrics()) rows.emplace(name, value);
         return rows;

@@ -1,5 +1,5 @@
-// The parts of moonpool._native: each *_module.cpp binds the classes of one idea, module.cpp calls them in
-// order. What several of them need stands here.
+// The core's parts of moonpool._native: each *_module.cpp binds the classes of one idea, core_module.cpp
+// calls them in order. What several of them need stands here.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,18 +12,15 @@ namespace moonpool::python {
 
 namespace py = pybind11;
 
+void bind_core(py::module_& m);  // all that follow
 void bind_server(py::module_& m);
 void bind_client(py::module_& m);
-void bind_conductor(py::module_& m);
-void bind_books(py::module_& m);
 void bind_worker(py::module_& m);
 void bind_batch(py::module_& m);
 void bind_directory(py::module_& m);
 void bind_ssd(py::module_& m);
 void bind_tls(py::module_& m);
-void bind_parsers(py::module_& m);
 void bind_ranges(py::module_& m);
-void bind_relay(py::module_& m);
 
 inline py::bytes to_bytes(const void* data, size_t size) {
     return py::bytes(static_cast<const char*>(data), size);

@@ -2,6 +2,8 @@
 
 #include <pybind11/stl.h>
 
+#include "memory/room.hpp"
+#include "python/notes.hpp"
 #include "python/raise.hpp"
 
 namespace moonpool::python {
@@ -14,7 +16,9 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
                    std::string advertise, std::string master,
                    const std::vector<std::pair<std::string, uint64_t>>& ssd, double ssd_clean_share,
                    double ssd_stop_s, uint32_t ssd_depth, std::string ssd_io, uint32_t ssd_records_max,
-                   uint64_t ssd_segment_bytes, bool events, std::optional<std::shared_ptr<TlsClient>> tls)
+                   uint64_t ssd_segment_bytes, bool events, std::optional<std::shared_ptr<TlsClient>> tls,
+                   uint32_t remote_connections_max, double pins_share_max, double remote_pins_share_max,
+                   double remote_pin_idle_s, std::string size_option, std::string memory_root)
     : name_(std::move(name)) {
     ServerOptions options;
     options.socket_path = std::move(socket_path);
@@ -28,6 +32,10 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
     options.limits.frame_bytes = frame_bytes_max;
     options.limits.frame_keys = frame_keys_max;
     options.limits.object_share = object_share_max;
+    options.limits.remote_connections = remote_connections_max;
+    options.limits.pins_share = pins_share_max;
+    options.limits.remote_pins_share = remote_pins_share_max;
+    options.limits.remote_pin_idle_ms = static_cast<uint32_t>(milliseconds(remote_pin_idle_s));
     options.scrub_bytes_per_s = scrub_bytes_per_s;
     options.listen = std::move(listen);
     options.cluster.master = std::move(master);
@@ -43,6 +51,8 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
     options.ssd.records_max = ssd_records_max;
     options.ssd.segment_bytes = ssd_segment_bytes;
     options.events = events;
+    options.size_option = std::move(size_option);
+    options.memory_root = std::move(memory_root);
     py::gil_scoped_release nogil;  // it may have a disk to read
     Result<std::unique_ptr<Server>> server = Server::create(std::move(options));
     py::gil_scoped_acquire gil;
@@ -60,6 +70,18 @@ void PyServer::stop() {
     py::gil_scoped_release nogil;
     server_->stop();
 }
+
+bool PyServer::is_alive(double timeout_s) {
+    py::gil_scoped_release nogil;
+    return server_->is_alive(static_cast<uint32_t>(milliseconds(timeout_s)));
+}
+
+py::tuple PyServer::memory() const {
+    Server::Memory memory = server_->memory();
+    return py::make_tuple(memory.reserved_bytes, memory.bytes, memory.is_short);
+}
+
+py::list PyServer::take_notes() { return notes_of(server_->journal()); }
 
 std::map<std::string, uint64_t> PyServer::metrics() {
     std::map<std::string, uint64_t> rows;
@@ -137,13 +159,31 @@ bool PyServer::check_integrity() {
 }
 
 void bind_server(py::module_& m) {
+    m.def(
+        "room_for_arenas",
+        [](const std::string& root) -> std::optional<uint64_t> {
+            std::optional<AvailableMemory> memory = available_memory(root);
+            if (!memory) return std::nullopt;
+            return room_for_arenas(*memory);
+        },
+        py::arg("root") = "",
+        "Bytes that arenas may take now, in all; None where the machine does not say. root: of /proc, /sys.");
+    m.def(
+        "check_room_for_arenas",
+        [](uint64_t bytes, const std::string& option, const std::string& root) {
+            unwrap(check_room(bytes, option, root), "node");
+        },
+        py::arg("bytes"), py::arg("option") = "", py::arg("root") = "",
+        "Raises InvalidArgument where arenas of so many bytes do not fit; option: how a user gives the "
+        "size.");
     py::class_<PyServer>(m, "Server",
                          "A node's data plane: one thread, one Unix socket, an arena for each tenant.")
         .def(py::init<std::string, const std::vector<std::pair<std::string, uint64_t>>&, const py::bytes&,
                       std::string, uint32_t, uint64_t, uint32_t, uint64_t, uint32_t, uint32_t, uint32_t,
                       uint32_t, double, std::vector<std::string>, std::string, std::string, std::string,
                       const std::vector<std::pair<std::string, uint64_t>>&, double, double, uint32_t,
-                      std::string, uint32_t, uint64_t, bool, std::optional<std::shared_ptr<TlsClient>>>(),
+                      std::string, uint32_t, uint64_t, bool, std::optional<std::shared_ptr<TlsClient>>,
+                      uint32_t, double, double, double, std::string, std::string>(),
              py::arg("socket_path"), py::arg("tenants"), py::arg("token"), py::kw_only(),
              py::arg("name") = "default", py::arg("objects_max") = 0, py::arg("slab_bytes") = 0,
              py::arg("connections_max") = 4096, py::arg("scrub_bytes_per_s") = uint64_t{64} << 20,
@@ -154,11 +194,21 @@ void bind_server(py::module_& m) {
              py::arg("ssd") = std::vector<std::pair<std::string, uint64_t>>(),
              py::arg("ssd_clean_share") = 0.25, py::arg("ssd_stop_s") = 10.0, py::arg("ssd_depth") = 32,
              py::arg("ssd_io") = "auto", py::arg("ssd_records_max") = 0, py::arg("ssd_segment_bytes") = 0,
-             py::arg("events") = false, py::arg("tls") = py::none())
+             py::arg("events") = false, py::arg("tls") = py::none(), py::arg("remote_connections_max") = 4096,
+             py::arg("pins_share_max") = 0.75, py::arg("remote_pins_share_max") = 0.25,
+             py::arg("remote_pin_idle_s") = 300.0, py::arg("size_option") = "--dram ",
+             py::arg("memory_root") = "")
         .def_property_readonly("name", &PyServer::name)
         .def_property_readonly("addresses", &PyServer::addresses, "TCP addresses, with their real ports.")
         .def("start", &PyServer::start)
         .def("stop", &PyServer::stop)
+        .def("is_alive", &PyServer::is_alive, py::arg("timeout_s"),
+             "Whether the threads that serve answer within so many seconds.")
+        .def("memory", &PyServer::memory,
+             "(reserved bytes, bytes of all arenas, whether no more can be reserved)")
+        .def_property_readonly("notes_fd", &PyServer::notes_fd, "Readable when take_notes() has some.")
+        .def("take_notes", &PyServer::take_notes,
+             "What happened, for a log: (level 0 to 3, kind, peer, text, left out before it)")
         .def("metrics", &PyServer::metrics, "Counters (*_total) and gauges by name.")
         .def("histograms", &PyServer::histograms,
              "name -> (upper bounds in s, counts with one more for +Inf, sum in s)")

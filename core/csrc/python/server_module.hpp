@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "python/module.hpp"
-#include "store/server.hpp"
+#include "store/node/server.hpp"
 
 namespace moonpool::python {
 
@@ -24,9 +24,15 @@ class PyServer {
              std::vector<std::string> listen, std::string host_id, std::string advertise, std::string master,
              const std::vector<std::pair<std::string, uint64_t>>& ssd, double ssd_clean_share,
              double ssd_stop_s, uint32_t ssd_depth, std::string ssd_io, uint32_t ssd_records_max,
-             uint64_t ssd_segment_bytes, bool events, std::optional<std::shared_ptr<TlsClient>> tls);
+             uint64_t ssd_segment_bytes, bool events, std::optional<std::shared_ptr<TlsClient>> tls,
+             uint32_t remote_connections_max, double pins_share_max, double remote_pins_share_max,
+             double remote_pin_idle_s, std::string size_option, std::string memory_root);
     void start();
     void stop();
+    bool is_alive(double timeout_s);
+    py::tuple memory() const;
+    py::list take_notes();
+    int notes_fd() const { return server_->journal().fd(); }
     std::map<std::string, uint64_t> metrics();
     py::dict histograms();
     py::object membership();

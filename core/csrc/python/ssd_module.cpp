@@ -12,7 +12,7 @@
 #include "python/module.hpp"
 #include "python/raise.hpp"
 #include "ssd/log.hpp"
-#include "store/space.hpp"
+#include "store/shared/space.hpp"
 
 namespace moonpool::python {
 

@@ -9,7 +9,7 @@
 #include <memory>
 #include <new>
 
-#include "store/client.hpp"
+#include "store/client/client.hpp"
 
 namespace moonpool::python {
 

@@ -154,6 +154,7 @@ Result<std::unique_ptr<Engine>> Engine::open(LogOptions options) {
 
 void Engine::start(Recovery recovery) {
     recovery_ = std::move(recovery);
+    for (Space& space : spaces_) space.open = false;  // recovery asked, and has ended
     next_number_ = recovery_.next_number;
     numbers_ = recovery_.numbers;
     for (uint32_t slot = 0; slot < slots_; ++slot) {
@@ -202,9 +203,40 @@ void Engine::close() {
 uint32_t Engine::space(std::string_view identity) {
     std::unique_lock lock(mutex_, std::defer_lock);
     if (thread_.joinable()) lock.lock();  // recovery asks too, alone
-    auto [it, fresh] = space_ids_.emplace(identity, static_cast<uint32_t>(spaces_.size()));
-    if (fresh) spaces_.emplace_back(identity);
+    auto it = space_ids_.find(identity);
+    if (it == space_ids_.end()) {
+        forget_unused_spaces();
+        auto id = static_cast<uint32_t>(spaces_.size());
+        if (free_spaces_.empty()) {
+            spaces_.emplace_back();
+        } else {
+            id = free_spaces_.back();
+            free_spaces_.pop_back();
+        }
+        spaces_[id].identity = std::make_shared<const std::string>(identity);
+        it = space_ids_.emplace(*spaces_[id].identity, id).first;
+    }
+    spaces_[it->second].open = true;
     return it->second;
+}
+
+void Engine::leave_space(uint32_t space) {
+    std::lock_guard lock(mutex_);
+    spaces_[space].open = false;
+}
+
+// A few for each new one: what is not needed is never more than a fraction of what is.
+void Engine::forget_unused_spaces() {
+    constexpr int kLooks = 8;
+    for (int i = 0; i < kLooks && !spaces_.empty(); ++i, ++space_cursor_) {
+        space_cursor_ %= static_cast<uint32_t>(spaces_.size());
+        Space& space = spaces_[space_cursor_];
+        bool used = space.open || space.writes != 0 || index_.count_in(space_cursor_) != 0;
+        if (space.identity == nullptr || used) continue;
+        space_ids_.erase(*space.identity);
+        space = Space{};
+        free_spaces_.push_back(space_cursor_);
+    }
 }
 
 std::optional<Found> Engine::find(const Key& key, bool with_parent) {
@@ -236,7 +268,7 @@ bool Engine::write(const Key& key, std::string_view parent, std::vector<std::spa
             reclaim_wanted_ = true;
         }
         Record shape;
-        shape.space = spaces_[key.space];
+        shape.space = *spaces_[key.space].identity;
         shape.name = key.name;
         shape.parent = parent;
         shape.size = job->size;
@@ -254,6 +286,8 @@ bool Engine::write(const Key& key, std::string_view parent, std::vector<std::spa
         forget_writing(key.hash);
         writing_[key.hash.low] = job->sequence;
         ++writes_waiting_;
+        job->identity = spaces_[key.space].identity;
+        ++spaces_[key.space].writes;
         write_inbox_.push_back(std::move(job));
         wake = std::exchange(sleeping_, false);
     }
@@ -423,6 +457,7 @@ std::vector<std::pair<const char*, uint64_t>> Engine::counters() const {
     return {
         {"ssd_objects", index_.count()},
         {"ssd_object_bytes", index_.object_bytes()},
+        {"ssd_spaces", space_ids_.size()},
         {"ssd_bytes", slots_ * superblock_.segment_bytes},
         {"ssd_live_bytes", index_.live_bytes()},
         {"ssd_free_bytes", free_count_ * superblock_.segment_bytes},

@@ -31,6 +31,7 @@ class Engine {
     ~Engine();
 
     uint32_t space(std::string_view identity);
+    void leave_space(uint32_t space);
     std::optional<Found> find(const Key& key, bool with_parent);
     bool write(const Key& key, std::string_view parent, std::vector<std::span<const std::byte>> parts,
                uint32_t crc, Done done);
@@ -59,6 +60,7 @@ class Engine {
         Kind kind = Kind::kObject;
         uint64_t sequence = 0;
         uint32_t space = 0;
+        std::shared_ptr<const std::string> identity;  // of the space
         Hash128 hash;
         std::string name, parent;
         std::vector<std::span<const std::byte>> parts;
@@ -185,6 +187,7 @@ class Engine {
     void drop(const Hash128& hash, uint64_t sequence);  // under the mutex
     bool forget_writing(const Hash128& hash);           // under the mutex
     void push_removal(uint64_t sequence);               // under the mutex
+    void forget_unused_spaces();                        // under the mutex
 
     // engine_reclaim.cpp
     void step_reclaim();
@@ -211,8 +214,15 @@ class Engine {
 
     mutable std::mutex mutex_;
     Index index_;
-    std::vector<std::string> spaces_;
-    std::unordered_map<std::string, uint32_t> space_ids_;
+    struct Space {
+        std::shared_ptr<const std::string> identity;  // null: free
+        bool open = false;                            // somebody has its number
+        uint32_t writes = 0;                          // on their way
+    };
+    std::vector<Space> spaces_;
+    std::unordered_map<std::string_view, uint32_t> space_ids_;
+    std::vector<uint32_t> free_spaces_;
+    uint32_t space_cursor_ = 0;
     std::deque<ReadJobPtr> read_inbox_;
     std::deque<WriteJobPtr> write_inbox_;
     uint32_t reads_waiting_ = 0, writes_waiting_ = 0;  // until they are done

@@ -96,6 +96,7 @@ void Engine::copy_next() {
         write->kind = WriteJob::Kind::kCopy;
         write->sequence = sequence;
         write->space = e.space;
+        write->identity = spaces_[e.space].identity;
         write->hash = hash;
         write->name = e.name();
         write->parent = e.parent();

@@ -66,17 +66,11 @@ void Engine::append_writes() {
 
 bool Engine::append(const WriteJobPtr& job, bool internal) {
     Record record;
-    std::string identity;
-    if (job->kind == WriteJob::Kind::kRemovals) {
-        record.kind = RecordKind::kRemovals;
-    } else {
-        std::lock_guard lock(mutex_);
-        identity = spaces_[job->space];
-    }
+    if (job->kind == WriteJob::Kind::kRemovals) record.kind = RecordKind::kRemovals;
     record.sequence = job->sequence;
     record.size = job->size;
     record.crc = job->crc;
-    record.space = identity;
+    if (job->identity != nullptr) record.space = *job->identity;
     record.name = job->name;
     record.parent = job->parent;
     if (!make_room(record.bytes(), SummaryWriter::bytes_for(record), internal)) return false;
@@ -288,11 +282,12 @@ void Engine::finish_write(const WriteJobPtr& job) {
         case WriteJob::Kind::kObject: {
             std::lock_guard lock(mutex_);
             --writes_waiting_;
+            --spaces_[job->space].writes;
             bool wanted = end_writing(*job);
             if (wanted && !job->failed) {
                 Entry entry;
                 Record shape;
-                shape.space = spaces_[job->space];
+                shape.space = *job->identity;
                 shape.name = job->name;
                 shape.parent = job->parent;
                 shape.size = job->size;

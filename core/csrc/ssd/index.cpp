@@ -36,6 +36,8 @@ uint32_t Index::insert(Entry entry) {
     by_hash_.emplace(entries_[at].hash, at);
     live_bytes_ += entries_[at].record_bytes;
     object_bytes_ += entries_[at].size;
+    if (in_space_.size() <= entries_[at].space) in_space_.resize(entries_[at].space + 1);
+    ++in_space_[entries_[at].space];
     link(at);
     return at;
 }
@@ -46,6 +48,7 @@ void Index::erase(uint32_t at) {
     by_hash_.erase(e.hash);
     live_bytes_ -= e.record_bytes;
     object_bytes_ -= e.size;
+    --in_space_[e.space];
     e = Entry{};
     free_.push_back(at);
 }
@@ -76,6 +79,7 @@ void Index::unlink(uint32_t at) {
 
 bool Index::check_integrity() const {
     uint64_t linked = 0, bytes = 0, object_bytes = 0;
+    std::vector<uint32_t> in_space(in_space_.size());
     for (uint32_t segment = 0; segment < segments_.size(); ++segment) {
         uint64_t segment_bytes = 0;
         uint32_t previous = kNoEntry;
@@ -84,6 +88,7 @@ bool Index::check_integrity() const {
             if (e.sequence == 0 || e.place.slot != segment || e.older != previous) return false;
             if (find(e.space, e.hash, e.name()) != at || ++linked > count()) return false;
             segment_bytes += e.record_bytes;
+            ++in_space[e.space];
             object_bytes += e.size;
             previous = at;
         }
@@ -93,7 +98,7 @@ bool Index::check_integrity() const {
         bytes += segment_bytes;
     }
     return linked == count() && bytes == live_bytes_ && object_bytes == object_bytes_ &&
-           slots() == count() + free_.size();
+           in_space == in_space_ && slots() == count() + free_.size();
 }
 
 }  // namespace moonpool::ssd

@@ -69,6 +69,7 @@ class Index {
     uint64_t live_bytes() const { return live_bytes_; }
     uint64_t object_bytes() const { return object_bytes_; }
     uint64_t count() const { return by_hash_.size(); }
+    uint32_t count_in(uint32_t space) const { return space < in_space_.size() ? in_space_[space] : 0; }
 
     bool check_integrity() const;
 
@@ -87,6 +88,7 @@ class Index {
     std::vector<Entry> entries_;
     std::vector<uint32_t> free_;
     std::unordered_map<Hash128, uint32_t, HashOf> by_hash_;
+    std::vector<uint32_t> in_space_;
     uint64_t live_bytes_ = 0, object_bytes_ = 0;
 };
 

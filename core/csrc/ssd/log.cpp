@@ -14,6 +14,7 @@ Result<std::unique_ptr<Log>> Log::open(LogOptions options) {
 }
 
 uint32_t Log::space(std::string_view identity) { return engine_->space(identity); }
+void Log::leave_space(uint32_t space) { engine_->leave_space(space); }
 std::optional<Found> Log::find(const Key& key, bool with_parent) { return engine_->find(key, with_parent); }
 bool Log::write(const Key& key, std::string_view parent, std::vector<std::span<const std::byte>> parts,
                 uint32_t crc, Done done) {

@@ -80,6 +80,8 @@ class Log {
 
     // The number of a space: "tenant 0 namespace 0 fingerprint".
     uint32_t space(std::string_view identity);
+    // Its caller does not use that number any more. Once no object is of that space it may be another's.
+    void leave_space(uint32_t space);
 
     // with_parent: its name too. Marks it as used.
     std::optional<Found> find(const Key& key, bool with_parent = false);

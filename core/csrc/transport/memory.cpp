@@ -3,9 +3,40 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 
+#include <algorithm>
+
 namespace moonpool::transport {
 
-Result<std::shared_ptr<Memory>> Memory::create(uint64_t bytes) {
+namespace {
+
+constexpr uint64_t kStepBytes = 256u << 20;
+
+// The kernel promises more than it has, and ends a process, perhaps another one, when the promise falls due.
+// So it is asked before each step: others take memory, too.
+Status reserve(int fd, uint64_t bytes, const AskAvailable& ask) {
+    for (uint64_t done = 0; done < bytes;) {
+        uint64_t left = bytes - done;
+        std::optional<AvailableMemory> memory = ask();
+        // Of what is left a little is for the tables of pages and for everybody else.
+        if (memory && left > memory->available_bytes - memory->available_bytes / 64) {
+            return Error{Code::kTooLarge, std::to_string(bytes) + " bytes of memory cannot be had: of " +
+                                              std::to_string(left) + " that are still to be reserved " +
+                                              memory->limited_by + " leaves " +
+                                              std::to_string(memory->available_bytes) +
+                                              "; ask for less, or end what takes it"};
+        }
+        uint64_t step = std::min(left, kStepBytes);
+        if (::fallocate(fd, 0, static_cast<off_t>(done), static_cast<off_t>(step)) != 0) {
+            return os_error("reserving " + std::to_string(bytes) + " bytes of memory");
+        }
+        done += step;
+    }
+    return success();
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Memory>> Memory::create(uint64_t bytes, const AskAvailable& ask) {
     if (bytes == 0 || bytes > (uint64_t{1} << 46)) {
         return Error{Code::kInvalidArgument, "memory of " + std::to_string(bytes) + " bytes cannot be had"};
     }
@@ -22,9 +53,7 @@ Result<std::shared_ptr<Memory>> Memory::create(uint64_t bytes) {
     ::madvise(memory->data(), bytes, MADV_HUGEPAGE);  // before the pages exist; where the system allows it
     // Reserved, not only promised: a page that cannot be had later would be a SIGBUS in whoever touched it,
     // here or in a peer.
-    if (::fallocate(memory->fd_.get(), 0, 0, static_cast<off_t>(bytes)) != 0) {
-        return os_error("reserving " + std::to_string(bytes) + " bytes of memory");
-    }
+    if (Status status = reserve(memory->fd_.get(), bytes, ask); !status) return status.error();
     // Its length is fixed for the same reason.
     if (::fcntl(memory->fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
         return os_error("sealing a memfd");

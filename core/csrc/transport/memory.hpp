@@ -3,15 +3,22 @@
 // shortage.
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <optional>
 
+#include "memory/available.hpp"
 #include "memory/mapping.hpp"
 
 namespace moonpool::transport {
 
+using AskAvailable = std::function<std::optional<AvailableMemory>()>;
+
 class Memory {
    public:
-    static Result<std::shared_ptr<Memory>> create(uint64_t bytes);
+    // kTooLarge when the machine or the control group leaves less. `ask`: tests describe machines.
+    static Result<std::shared_ptr<Memory>> create(
+        uint64_t bytes, const AskAvailable& ask = [] { return available_memory(); });
 
     std::byte* data() const { return mapping_.data(); }
     uint64_t size() const { return mapping_.size(); }

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/utf8.hpp"
+
 namespace moonpool::transport {
 
 namespace {
@@ -32,6 +34,9 @@ Result<std::shared_ptr<Region>> RegionTable::add(uint64_t address, uint64_t leng
     if (location.size() > kLocationBytesMax) {
         return Error{Code::kTooLarge, "a location has at most " + std::to_string(kLocationBytesMax) +
                                           " bytes; \"cpu:0\" is an example"};
+    }
+    if (!is_utf8(location)) {  // peers could read none of the regions
+        return Error{Code::kInvalidArgument, "a location must be UTF-8; \"cpu:0\" is an example"};
     }
     std::lock_guard lock(mutex_);
     if (regions_->size() >= kRegionsMax) {

@@ -64,6 +64,11 @@ struct Region {
 // Regions sorted by address, which never change once they are in here.
 using Regions = std::vector<std::shared_ptr<Region>>;
 
+// What is said when Visit::reach() finds a piece outside: a fault of ours, which costs a slice or a
+// connection, never memory.
+inline constexpr const char* kOutsideText =
+    "internal error: a piece lies outside of its slice; none of it was touched";
+
 // The region that holds all of [address, address + bytes), or null.
 const std::shared_ptr<Region>* find_region(const Regions& regions, uint64_t address, uint64_t bytes);
 
@@ -88,9 +93,19 @@ class RegionTable {
 // The regions that one thread is inside of; leaves them all at the end.
 class Visit {
    public:
+    enum class Access : uint8_t { kGranted, kClosing, kOutside };
+
     Visit() = default;
     ~Visit() { end(); }
     Visit(const Visit&) = delete;
+
+    // The one gate between the offsets of a state machine and memory, passed right before each system call
+    // and each copy: `bytes` at `at` of the range [base, base + length), which lies in the region. Whatever
+    // the caller has computed, what is not wholly inside of both is never touched.
+    Access reach(Region& region, uint64_t base, uint64_t length, uint64_t at, uint64_t bytes) {
+        if (at > length || bytes > length - at || !region.contains(base, length)) return Access::kOutside;
+        return enter(region) ? Access::kGranted : Access::kClosing;
+    }
 
     bool enter(Region& region) {
         if (count_ != 0 && last_ == &region) return true;

@@ -23,7 +23,8 @@ void Workers::post(bool background, std::function<void()> function) {
         return;
     }
     (background ? background_ : foreground_).push_back(std::move(function));
-    if (idle_ != 0) {
+    // A thread is idle until it has woken: what was posted before may be for it.
+    if (foreground_.size() + background_.size() <= idle_) {
         work_.notify_one();
     } else if (threads_ < threads_max_) {
         try {

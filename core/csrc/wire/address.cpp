@@ -23,6 +23,11 @@ struct HostPort {
 
 Result<HostPort> split(const std::string& text) {
     Error bad{Code::kInvalidArgument, text + " is no address; write host:port, for example 10.0.0.7:7710"};
+    // The system would cut it there, and take what is before for all of it.
+    if (size_t nul = text.find('\0'); nul != std::string::npos) {
+        bad.text = text.substr(0, nul) + "\\0... is no address: it has a NUL; write host:port";
+        return bad;
+    }
     size_t colon = text.rfind(':');
     if (colon == std::string::npos || colon == 0) return bad;
     HostPort out{text.substr(0, colon), text.substr(colon + 1)};

@@ -1,6 +1,7 @@
 #include "wire/doorman.hpp"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -104,7 +105,7 @@ Status Doorman::start() {
 }
 
 void Doorman::stop() {
-    if (!std::exchange(running_, false)) return;
+    if (!running_.exchange(false)) return;
     if (fork_.in_child()) {
         (void)new std::thread(std::move(thread_));  // the parent's: there is nobody to join
         return;
@@ -117,7 +118,17 @@ void Doorman::stop() {
     listeners_.clear();
 }
 
+bool Doorman::is_alive(Pulse::Clock::time_point deadline) {
+    if (!running_ || fork_.in_child()) return false;
+    auto wake = [this] {
+        uint64_t one = 1;
+        (void)!::write(wake_.get(), &one, sizeof(one));
+    };
+    return pulse_.ask(wake, deadline);
+}
+
 void Doorman::loop() {
+    ::pthread_setname_np(::pthread_self(), "mp-doorman");
     std::vector<epoll_event> events(128);
     uint64_t last_tick = now_ms();
     while (!stopping_) {
@@ -125,7 +136,12 @@ void Doorman::loop() {
                              strangers_.empty() ? -1 : kTickMs);
         for (int i = 0; i < n && !stopping_; ++i) {
             int fd = events[static_cast<size_t>(i)].data.fd;
-            if (fd == wake_.get()) continue;
+            if (fd == wake_.get()) {
+                uint64_t value;
+                (void)!::read(wake_.get(), &value, sizeof(value));
+                pulse_.answer();
+                continue;
+            }
             auto it = strangers_.find(fd);
             if (it != strangers_.end()) {
                 if (!on_event(*it->second)) strangers_.erase(it);
@@ -167,6 +183,8 @@ void Doorman::greet(Fd fd) {
         auto oldest = std::ranges::min_element(strangers_, {},
                                                [](const auto& entry) { return entry.second->since_ms; });
         counters_.refused_total.fetch_add(1);
+        note(Level::kWarning, "crowded_out", *oldest->second,
+             "made room before its handshake was done: too many callers are in theirs");
         strangers_.erase(oldest);
     }
     (void)prepare_socket(fd.get());
@@ -221,8 +239,10 @@ bool Doorman::secure(Stranger& stranger) {
     if (step == TlsStream::Step::kWait) return true;
     if (step == TlsStream::Step::kDone) return challenge(stranger);
     if (stranger.tls->not_tls()) return refuse_plain(stranger);
-    (stranger.tls->untrusted() ? counters_.auth_failures_total : counters_.protocol_errors_total)
-        .fetch_add(1);
+    bool untrusted = stranger.tls->untrusted();
+    (untrusted ? counters_.auth_failures_total : counters_.protocol_errors_total).fetch_add(1);
+    note(Level::kWarning, untrusted ? "auth_refused" : "protocol_refused", stranger,
+         untrusted ? "its certificate is not trusted" : "its TLS handshake failed");
     return hang_up(stranger);
 }
 
@@ -310,9 +330,15 @@ bool Doorman::on_auth(Stranger& stranger, const FrameHeader& header, Reader body
 }
 
 bool Doorman::refuse(Stranger& stranger, Code code, const std::string& text) {
-    (code == Code::kAuth ? counters_.auth_failures_total : counters_.protocol_errors_total).fetch_add(1);
+    bool is_auth = code == Code::kAuth;
+    (is_auth ? counters_.auth_failures_total : counters_.protocol_errors_total).fetch_add(1);
+    note(Level::kWarning, is_auth ? "auth_refused" : "protocol_refused", stranger, text);
     send_error(stranger.fd.get(), code, text, stranger.tls.get());
     return hang_up(stranger);
+}
+
+void Doorman::note(Level level, const char* kind, const Stranger& stranger, const std::string& text) {
+    if (options_.journal != nullptr) options_.journal->note(level, kind, stranger.peer, text);
 }
 
 bool Doorman::refuse_plain(Stranger& stranger) {
@@ -345,6 +371,7 @@ void Doorman::drop_late(uint64_t now) {
         }
         if (waited_ms <= options_.limits.handshake_ms) return false;
         counters_.handshake_timeouts_total.fetch_add(1);
+        note(Level::kInfo, "handshake_timeout", stranger, "the handshake took too long");
         if (stranger.tls != nullptr && !stranger.challenged) return true;  // there is no way to tell it
         send_error(stranger.fd.get(), Code::kTimeout,
                    "the handshake took over " + std::to_string(options_.limits.handshake_ms) + " ms",

@@ -21,6 +21,8 @@
 
 #include "base/fd.hpp"
 #include "base/fork.hpp"
+#include "base/journal.hpp"
+#include "base/pulse.hpp"
 #include "base/result.hpp"
 #include "wire/auth.hpp"
 #include "wire/dial.hpp"
@@ -50,6 +52,7 @@ struct DoormanOptions {
     Incarnation incarnation{};
     Limits limits;
     std::shared_ptr<const TlsServer> tls = nullptr;  // every caller must speak it; null: plain
+    std::shared_ptr<Journal> journal = nullptr;      // of refused callers; null: they are only counted
 };
 
 struct DoormanCounters {
@@ -75,6 +78,9 @@ class Doorman {
     Status start();
     // Idempotent. No handler runs after its return.
     void stop();
+
+    // Whether its thread answers by `deadline`; any other thread.
+    bool is_alive(Pulse::Clock::time_point deadline);
 
     const std::vector<std::string>& addresses() const { return addresses_; }  // with the real ports
     const DoormanCounters& counters() const { return counters_; }
@@ -111,6 +117,7 @@ class Doorman {
     bool refuse(Stranger& stranger, Code code, const std::string& text);
     bool refuse_plain(Stranger& stranger);
     bool hang_up(Stranger& stranger);
+    void note(Level level, const char* kind, const Stranger& stranger, const std::string& text);
     void drop_late(uint64_t now_ms);
 
     DoormanOptions options_;
@@ -122,7 +129,8 @@ class Doorman {
     Fd epoll_, wake_, spare_;
     std::unordered_map<int, std::unique_ptr<Stranger>> strangers_;
     std::atomic<bool> stopping_{false};
-    bool running_ = false;
+    std::atomic<bool> running_{false};
+    Pulse pulse_;
     std::thread thread_;
 };
 

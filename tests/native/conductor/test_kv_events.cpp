@@ -4,8 +4,8 @@
 #include <string>
 
 #include "../random.hpp"
+#include "base/msgpack.hpp"
 #include "conductor/kv_events.hpp"
-#include "conductor/msgpack.hpp"
 #include "pack.hpp"
 
 namespace moonpool {
@@ -129,6 +129,28 @@ TEST_CASE("kv events: what is no batch is refused") {
     }
     std::vector<uint8_t> long_one(kEventBytesMax + 1);
     CHECK(decode_kv_events(long_one).error().code == Code::kTooLarge);
+}
+
+TEST_CASE("kv events: what takes many times its bytes when it is read is refused before") {
+    auto refused = [](const std::string& event) {
+        Result<KvEventBatch> batch = decode_kv_events(batch_of({event, event}).span());
+        REQUIRE_FALSE(batch);
+        return batch.error().code;
+    };
+    const size_t many = kBatchBlocksMax + 1, half = kBatchBlocksMax / 2 + 1;
+    for (size_t blocks : {many, half}) {
+        Pack extras, hashes;
+        extras.map(2).text("type").text("BlockStored").text("extra_keys").array(blocks);
+        extras.raw(std::string(blocks, '\xc0'));
+        hashes.map(2).text("type").text("BlockRemoved").text("block_hashes").array(blocks);
+        hashes.raw(std::string(blocks, '\x01'));
+        CHECK(refused(extras.data) == (blocks == many ? Code::kProtocol : Code::kTooLarge));
+        CHECK(refused(hashes.data) == (blocks == many ? Code::kProtocol : Code::kTooLarge));
+    }
+    std::vector<std::string> events(kBatchEventsMax + 1, testing::all_cleared());
+    CHECK(decode_kv_events(batch_of(events).span()).error().code == Code::kTooLarge);
+    events.pop_back();
+    CHECK(decode_kv_events(batch_of(events).span()));
 }
 
 TEST_CASE("kv events: cut and damaged batches never read beyond the end") {

@@ -199,5 +199,28 @@ TEST_CASE("membership: all short histories of one member") {
     }
 }
 
+TEST_CASE("membership: names that a terminal would obey are refused, and so are long ones") {
+    Membership membership({});
+    auto usable = [](NodeId) { return true; };
+    auto join = [&](const std::string& name, const std::string& host, const std::string& address = "",
+                    const std::string& path = "") {
+        NodeIdentity who{name, random_incarnation(), host, address, path};
+        return membership.join(1000, who, NodeLoad{}, 7, usable);
+    };
+    CHECK(join("a", "h", "10.0.0.1:7710", "/run/moonpool/node-a.sock").ok());
+    CHECK(join(std::string(128, 'n'), std::string(256, 'h')).ok());
+    for (const std::string& bad :
+         {std::string("evil\x1b[31m"), std::string("two\nlines"), std::string("tab\t"), std::string("\xff"),
+          std::string(300, 'x'), std::string(1, '\0')}) {
+        CHECK_FALSE(join(bad, "h").ok());
+        CHECK_FALSE(join("b", bad).ok());
+    }
+    CHECK_FALSE(join("", "h").ok());
+    CHECK_FALSE(join("b", "h", "10.0.0.1:1\x1b").ok());
+    CHECK_FALSE(join("b", "h", "", "/tmp/\x07").ok());
+    CHECK(join("b", "\x1b]0;pwned\x07").error().text.find("printable ASCII") != std::string::npos);
+    CHECK(membership.size() == 2);
+}
+
 }  // namespace
 }  // namespace moonpool

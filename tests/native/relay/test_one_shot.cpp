@@ -16,6 +16,7 @@ std::unique_ptr<Request> asking(Kind kind, const char* body) {
     auto request = std::make_unique<Request>();
     request->kind = kind;
     request->body = body;
+    request->examine({}, false);
     return request;
 }
 
@@ -116,6 +117,30 @@ TEST_CASE("a request for several answers is known") {
     CHECK(one(Kind::kGenerate, R"({"text":"a","sampling_params":{"temperature":0}})"));
     CHECK_FALSE(one(Kind::kGenerate, R"({"text":"a","sampling_params":{"n":2}})"));
     CHECK_FALSE(one(Kind::kGenerate, R"({"input_ids":[[1],[2]]})"));
+}
+
+TEST_CASE("what would take too long to look at is refused, with a reason") {
+    const BodyLimits limits{4, 3, 5};
+    auto reason = [&](Kind kind, const char* body) -> std::string {
+        Request request;
+        request.kind = kind;
+        request.body = body;
+        auto refusal = request.examine(limits, false);
+        return refusal ? refusal->reason : "";
+    };
+    CHECK(reason(Kind::kChat, R"({"a":1,"b":1,"c":1,"d":1})") == "");
+    CHECK(reason(Kind::kChat, R"({"a":1,"b":1,"c":1,"d":1,"e":1})") == "too_many_members");
+    CHECK(reason(Kind::kChat, R"({"a":1,"b":1,"c":1,"d":1,"e")") == "no_object");
+    CHECK(reason(Kind::kChat, "[]") == "no_object");
+    CHECK(reason(Kind::kChat, "") == "");
+    CHECK(reason(Kind::kCompletions, R"({"prompt":["a","b","c"]})") == "");
+    CHECK(reason(Kind::kCompletions, R"({"prompt":["a","b","c","d"]})") == "too_many_prompts");
+    CHECK(reason(Kind::kGenerate, R"({"input_embeds":[[[1]],[[1]],[[1]],[[1]]]})") == "too_many_prompts");
+    CHECK(reason(Kind::kCompletions, R"({"prompt":["a,,,,,,","b"]})") == "");
+    CHECK(reason(Kind::kCompletions, R"({"prompt":[1,2,3,4,5]})") == "");
+    CHECK(reason(Kind::kCompletions, R"({"prompt":[1,2,3,4,5,6]})") == "too_many_ids");
+    CHECK(reason(Kind::kCompletions, R"({"prompt":[[1,2],[3,4],[5,6]]})") == "too_many_ids");
+    CHECK(reason(Kind::kEmbeddings, R"({"input":[1,2,3,4,5,6,7,8]})") == "");
 }
 
 TEST_CASE("a native answer tells its tokens") {

@@ -1,18 +1,25 @@
 // The pure parts of the relay: breaker, histogram, routes, traces, keys, token counts.
+#include <arpa/inet.h>
 #include <doctest/doctest.h>
 
 #include <atomic>
 #include <cmath>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
+#include <tuple>
 #include <vector>
 
+#include "json/scanner.hpp"
+#include "relay/addresses.hpp"
 #include "relay/api_keys.hpp"
 #include "relay/breaker.hpp"
 #include "relay/counts.hpp"
+#include "relay/idle_list.hpp"
 #include "relay/observations.hpp"
 #include "relay/request.hpp"
+#include "relay/reserved.hpp"
 #include "relay/routes.hpp"
 #include "relay/texts.hpp"
 #include "relay/trace.hpp"
@@ -79,31 +86,121 @@ TEST_CASE("a bound belongs to its bucket") {
 
 TEST_CASE("paths and methods") {
     moonpool::http::Refusal refusal;
-    CHECK(route("POST", "/v1/chat/completions", refusal) == Route::kRelay);
-    CHECK(route("GET", "/v1/models", refusal) == Route::kModels);
-    CHECK(route("HEAD", "/v1/models", refusal) == Route::kRelay);
-    CHECK(route("HEAD", "/metrics", refusal) == Route::kPage);
-    CHECK(route("POST", "/tokenize", refusal) == Route::kRelay);
+    const Routes routes, registry(true), added(false, {"/v1/audio/*", "/v1/extra"});
+    auto status = [&](const Routes& of, const char* method, std::string_view path) {
+        return of.find(method, path, refusal) == Route::kRefused ? refusal.status : 200;
+    };
+    CHECK(routes.find("POST", "/v1/chat/completions", refusal) == Route::kRelay);
+    CHECK(routes.find("GET", "/v1/models", refusal) == Route::kModels);
+    CHECK(routes.find("HEAD", "/v1/models", refusal) == Route::kRelay);
+    CHECK(routes.find("GET", "/v1/models/org/name", refusal) == Route::kRelay);
+    CHECK(routes.find("HEAD", "/metrics", refusal) == Route::kPage);
+    CHECK(routes.find("POST", "/tokenize", refusal) == Route::kRelay);
     for (const char* path : {"/register", "/unregister", "/query", "/query_by_hash"}) {
-        CHECK(route("POST", path, refusal, true) == Route::kPage);
-        CHECK(route("GET", path, refusal, true) == Route::kRefused);
-        CHECK(refusal.status == 405);
-        CHECK(route("POST", path, refusal) == Route::kRefused);
-        CHECK(refusal.status == 404);
+        CHECK(registry.find("POST", path, refusal) == Route::kPage);
+        CHECK(status(registry, "GET", path) == 405);
+        CHECK(status(routes, "POST", path) == 404);
     }
-    for (auto [method, path, status] : {std::tuple{"GET", "/", 404},
-                                        {"POST", "/v1", 404},
-                                        {"POST", "/sleep", 404},
-                                        {"GET", "*", 404},
-                                        {"DELETE", "/v1/models", 405},
-                                        {"GET", "/tokenize", 405},
-                                        {"POST", "/health", 405}}) {
-        CHECK(route(method, path, refusal) == Route::kRefused);
-        CHECK(refusal.status == status);
+    for (auto [method, path, expected] : {std::tuple{"GET", "/", 404},
+                                          {"POST", "/v1", 404},
+                                          {"POST", "/sleep", 404},
+                                          {"POST", "/v1/load_lora_adapter", 404},
+                                          {"POST", "/v1/completions/", 404},
+                                          {"GET", "*", 404},
+                                          {"DELETE", "/v1/models", 405},
+                                          {"GET", "/v1/completions", 405},
+                                          {"GET", "/tokenize", 405},
+                                          {"POST", "/health", 405},
+                                          {"POST", "/v1/../metrics", 400},
+                                          {"GET", "/v1/models/%2E%2e", 400},
+                                          {"GET", "/v1/models/..%2Fx", 400},
+                                          {"GET", "/v1/models/...", 200},
+                                          {"GET", "/v1/models/a.b", 200},
+                                          {"GET", "/v1/models/%2", 200}}) {
+        CAPTURE(path);
+        CHECK(status(routes, method, path) == expected);
     }
-    CHECK(route("GET", std::string("/\xff\n") + std::string(200, 'a'), refusal) == Route::kRefused);
-    CHECK(refusal.sentence.starts_with("there is no /\\xff\\x0aaaa"));
+    CHECK(status(added, "POST", "/v1/audio/speech") == 200);
+    CHECK(status(added, "POST", "/v1/audio/") == 404);
+    CHECK(status(added, "GET", "/v1/extra") == 200);
+    CHECK(status(added, "POST", "/v1/extra/x") == 404);
+    CHECK_FALSE(added.is_added("/v1/completions"));
+    CHECK(status(routes, "GET", std::string("/\xff\n") + std::string(200, 'a')) == 404);
+    CHECK(refusal.sentence.starts_with("this proxy does not relay /\\xff\\x0aaaa"));
     CHECK(refusal.sentence.size() < 250);
+}
+
+TEST_CASE("what clients may not say is taken out, and nothing else") {
+    auto cleaned = [](std::string_view body) {
+        moonpool::json::Object object;
+        REQUIRE(object.scan(body));
+        return without_reserved(object, 8).value_or("as it was");
+    };
+    CHECK(cleaned(R"({})") == "as it was");
+    CHECK(cleaned(R"({"a":{"rid":1},"sampling_params":{"n":1}})") == "as it was");
+    CHECK(cleaned(R"({"rid":1})") == "{}");
+    CHECK(cleaned(R"({"a":1,"\u0072id":1, "b":2,"rid":3})") == R"({"a":1, "b":2})");
+    CHECK(cleaned(R"({"vllm_xargs":{"rid":1,"a":2},"b":3})") == R"({"b":3,"vllm_xargs":{"a":2}})");
+    CHECK(cleaned(R"({"sampling_params":[{"n":1},{"extra_args":{"rid":1}}]})") ==
+          R"({"sampling_params":[{"n":1},{"extra_args":{}}]})");
+    // Nested without end, or with more members than are looked at: not looked into, so not told.
+    CHECK(cleaned(R"({"extra_body":{"a":1,"b":1,"c":1,"d":1,"e":1,"f":1,"g":1,"h":1,"i":1}})") ==
+          R"({"extra_body":{}})");
+    std::string deep = R"({"rid":1})";
+    for (int i = 0; i < 9; ++i) deep = R"({"extra_body":)" + deep + "}";
+    CHECK(cleaned(deep).find("rid") == std::string::npos);
+    CHECK(is_reserved_id("x___decode_addr_10.0.0.1:1_y"));
+    CHECK_FALSE(is_reserved_id("prefill_addr"));
+}
+
+TEST_CASE("addresses are counted by host, and an IPv6 network is one") {
+    auto key = [](const char* text) {
+        sockaddr_storage peer{};
+        auto& four = reinterpret_cast<sockaddr_in&>(peer);
+        auto& six = reinterpret_cast<sockaddr_in6&>(peer);
+        if (::inet_pton(AF_INET, text, &four.sin_addr) == 1) {
+            peer.ss_family = AF_INET;
+        } else {
+            REQUIRE(::inet_pton(AF_INET6, text, &six.sin6_addr) == 1);
+            peer.ss_family = AF_INET6;
+        }
+        return Addresses::key_of(peer);
+    };
+    CHECK(key("10.0.0.1") == key("::ffff:10.0.0.1"));
+    CHECK(key("10.0.0.1") != key("10.0.0.2"));
+    CHECK(key("2001:db8:0:1::1") == key("2001:db8:0:1:ffff::9"));
+    CHECK(key("2001:db8:0:1::1") != key("2001:db8:0:2::1"));
+    Addresses addresses;
+    Held& held = addresses.come(7);
+    CHECK(&addresses.come(7) == &held);
+    CHECK(held.connections == 2);
+    addresses.leave(7);
+    addresses.leave(7);
+    CHECK(addresses.size() == 0);
+}
+
+TEST_CASE("idle connections stand in the order in which they began to wait") {
+    IdleList list, other;
+    auto count = [](const IdleList& of) {
+        size_t n = 0;
+        for (IdleList::Hook* hook = of.first(); hook != nullptr; hook = hook->next()) ++n;
+        return n;
+    };
+    IdleList::Hook a, b;
+    {
+        IdleList::Hook c;
+        for (IdleList::Hook* hook : {&a, &b, &c}) list.push(*hook);
+        list.push(a);
+        CHECK(list.first() == &b);
+        CHECK(b.next() == &c);
+        CHECK(c.next() == &a);
+    }
+    CHECK(b.next() == &a);
+    other.push(b);
+    b.leave();
+    b.leave();
+    CHECK(count(list) == 1);
+    CHECK(count(other) == 0);
 }
 
 TEST_CASE("a traceparent survives, and nothing like it does") {
@@ -201,6 +298,7 @@ Question asking(Kind kind, const char* body) {
     auto request = std::make_shared<Request>();
     request->kind = kind;
     request->body = body;
+    request->examine({}, false);
     return Question{std::move(request), {}, 0, false, {}};
 }
 

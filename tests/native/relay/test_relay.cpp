@@ -187,11 +187,15 @@ class RandomDecider final : public Decider {
 
 void visit(const sockaddr_in& address, unsigned seed) {
     std::mt19937 chance(seed);
-    const std::string body = "{\"model\":\"m\",\"end\":1}";
-    const std::string request =
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: " + std::to_string(body.size()) +
-        "\r\n\r\n" + body;
     for (int round = 0; round < 40; ++round) {
+        std::string body = "{\"model\":\"m\",";
+        // One that is read beside the relay's thread; of these some are refused.
+        if (chance() % 4 == 0) body += "\"rid\":\"" + std::string(150 << 10, 'x') + "\",";
+        if (chance() % 16 == 0) body.assign(160 << 10, 'x');
+        body += "\"end\":1}";
+        const std::string request =
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: " + std::to_string(body.size()) +
+            "\r\n\r\n" + body;
         Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
         if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) continue;
         std::string sent = request;
@@ -298,7 +302,7 @@ TEST_CASE("without descriptors for an engine a request is refused and no engine 
     REQUIRE(::getrlimit(RLIMIT_NOFILE, &before) == 0);
     rlimit none{3, before.rlim_max};
     ::setrlimit(RLIMIT_NOFILE, &none);
-    std::string refused = ask("POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}");
+    std::string refused = ask("POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}");
     ::setrlimit(RLIMIT_NOFILE, &before);
     INFO(refused);
     CHECK(refused.starts_with("HTTP/1.1 503"));
@@ -459,9 +463,59 @@ TEST_CASE("a storm of clients, engines and plans leaves nothing behind") {
     CHECK(relay.drain(10));
     relay.call([&] {
         CHECK(relay.whole());
-        CHECK(relay.held_body_bytes == 0);
+        CHECK(relay.bodies.held == 0);
         CHECK(relay.accepted > 200);
         for (const auto& engine : relay.engines) CHECK(engine->legs.empty());
     });
     relay.close();
+}
+
+TEST_CASE("a body of many turns arrives whole") {
+    sockaddr_in there{};
+    Fd engine = listening(there);
+    RandomDecider decider;
+    Settings settings;
+    settings.engines.push_back({"a", "h", Role::kBoth});
+    auto started = Relay::start(settings, decider);
+    REQUIRE(started.ok());
+    Relay& relay = **started;
+    decider.relay = &relay;
+    sockaddr_storage engine_address{};
+    std::memcpy(&engine_address, &there, sizeof(there));
+    relay.engine_address(0, engine_address, sizeof(there));
+    relay.engine_state(0, true);
+    sockaddr_in address{};
+    Fd listener = listening(address);
+    relay.listen(::dup(listener.get()));
+
+    // Every eighth byte tells its place.
+    std::string body = "{\"a\":\"";
+    while (body.size() < (5 << 20)) body += std::to_string(1000000 + body.size());
+    body += "\"}";
+    std::string arrived;
+    std::thread serving([&] {
+        Fd fd(::accept(engine.get(), nullptr, nullptr));
+        char buffer[65536];
+        size_t whole = 0;
+        while (whole == 0 || arrived.size() < whole) {
+            ssize_t n = ::recv(fd.get(), buffer, sizeof(buffer), 0);
+            if (n <= 0) return;
+            arrived.append(buffer, static_cast<size_t>(n));
+            size_t end = arrived.find("\r\n\r\n");
+            if (whole == 0 && end != std::string::npos) whole = end + 4 + body.size();
+        }
+        send_all(fd.get(), "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}");
+    });
+    Fd client(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    REQUIRE(::connect(client.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
+    CHECK(send_all(client.get(), "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: " +
+                                     std::to_string(body.size()) + "\r\n\r\n" + body));
+    pollfd waiting{client.get(), POLLIN, 0};
+    CHECK(::poll(&waiting, 1, 30000) == 1);
+    char answer[64] = {};
+    CHECK(::recv(client.get(), answer, sizeof(answer) - 1, 0) > 0);
+    CHECK(std::string_view(answer).starts_with("HTTP/1.1 200"));
+    relay.close();  // ends the engine's connection, too
+    serving.join();
+    CHECK(arrived.ends_with(body));
 }

@@ -53,6 +53,26 @@ TEST_CASE("ssd log: an object of several parts") {
     CHECK(bytes == whole);
 }
 
+TEST_CASE("ssd log: the number of a space is given back when nobody has it and no object is of it") {
+    auto disk = fake_disk();
+    {
+        auto log = must_open(small_log(disk));
+        CHECK(put(*log, "kept", content(1, 5000)) == Outcome::kDone);
+        log->leave_space(log->space(kSpace));
+        for (int i = 0; i < 10'000; ++i) log->leave_space(log->space("tenant" + std::to_string(i)));
+        CHECK(counter(*log, "ssd_spaces") < 10);
+        std::vector<std::byte> bytes;
+        CHECK(get(*log, "kept", bytes) == Outcome::kDone);
+        CHECK(log->check_integrity());
+    }
+    auto log = must_open(small_log(disk));
+    for (int i = 0; i < 100; ++i) log->leave_space(log->space("tenant" + std::to_string(i)));
+    std::vector<std::byte> bytes;
+    CHECK(get(*log, "kept", bytes) == Outcome::kDone);
+    CHECK(bytes == content(1, 5000));
+    CHECK(log->check_integrity());
+}
+
 TEST_CASE("ssd log: what was removed or replaced stays so after a restart, sealed or not") {
     auto disk = fake_disk();
     moonpool::testing::Random random(1);

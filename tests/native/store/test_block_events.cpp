@@ -6,7 +6,7 @@
 #include <set>
 
 #include "../random.hpp"
-#include "store/block_events.hpp"
+#include "store/node/block_events.hpp"
 
 namespace moonpool {
 namespace {

@@ -11,7 +11,7 @@
 
 #include "../ssd/fake_disk.hpp"
 #include "base/crc32c.hpp"
-#include "store/node_member.hpp"
+#include "store/node/node_member.hpp"
 
 using namespace moonpool;
 using moonpool::ssd::testing::fake_disk;
@@ -34,7 +34,7 @@ class Node {
             Result<uint64_t> bytes = pool().commit_memory();
             REQUIRE(bytes.ok());
             if (*bytes == 0) break;
-            pool().open_memory(*bytes);
+            pool().open_memory();
         }
         space_ = *pool().open_space("default", "", 8);
         SsdOptions options;

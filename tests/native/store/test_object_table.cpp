@@ -7,8 +7,8 @@
 #include <set>
 
 #include "../random.hpp"
-#include "store/object_table.hpp"
-#include "store/space.hpp"
+#include "store/node/object_table.hpp"
+#include "store/shared/space.hpp"
 
 using namespace moonpool;
 using moonpool::testing::Random;

@@ -3,7 +3,9 @@
 // Each writer and each reader is a Client of its own, or shares one with threads that do the same: two
 // threads that read and write the same mapping of the arena are ordered by the node's answers in between,
 // which ThreadSanitizer cannot see.
+#include <arpa/inet.h>
 #include <doctest/doctest.h>
+#include <netinet/in.h>
 #include <stdlib.h>
 #include <sys/socket.h>
 
@@ -11,8 +13,8 @@
 #include <thread>
 
 #include "../random.hpp"
-#include "store/client.hpp"
-#include "store/server.hpp"
+#include "store/client/client.hpp"
+#include "store/node/server.hpp"
 
 using namespace moonpool;
 using moonpool::testing::Random;
@@ -153,6 +155,247 @@ TEST_CASE("server: over a socket path; the address is left alone by whoever did 
         CHECK(::access(path.c_str(), F_OK) != 0);
     }
     ::rmdir(folder);
+}
+
+TEST_CASE("server: nothing is evicted from a node that has just started and has room") {
+    constexpr int kObjects = 500;
+    auto server = make_server(640ull << 20);
+    Client client(dialing(*server));
+    std::string data(1 << 20, 'x');
+    for (int i = 0; i < kObjects; ++i)
+        CHECK(put(client, "k" + std::to_string(i), data) == PutOutcome::kStored);
+    CHECK(gauge(*server, "evicted_total") == 0);
+    CHECK(gauge(*server, "objects") == kObjects);
+    CHECK(server->check_integrity());
+}
+
+namespace {
+
+constexpr uint64_t kPiece = 64 << 10;
+
+std::unique_ptr<Server> make_reachable(uint64_t bytes, Limits limits = {}) {
+    ServerOptions options;
+    options.token = kToken;
+    PoolOptions pool;
+    pool.arena_bytes = bytes;
+    options.pools = {pool};
+    options.limits = limits;
+    options.listen = {"127.0.0.1:0"};
+    auto server = Server::create(std::move(options));
+    REQUIRE(server);
+    REQUIRE((*server)->start());
+    return std::move(*server);
+}
+
+ClientOptions from_elsewhere(Server& server) {
+    ClientOptions options;
+    options.address = server.addresses().front();
+    options.token = kToken;
+    options.timeout_ms = 20000;
+    return options;
+}
+
+std::vector<std::string> fill(Client& client, const std::string& name, int n) {
+    std::vector<std::string> names;
+    std::string data(kPiece, 'x');
+    for (int i = 0; i < n; ++i) {
+        names.push_back(name + std::to_string(i));
+        CHECK(put(client, names.back(), data) == PutOutcome::kStored);
+    }
+    return names;
+}
+
+template <class Condition>
+void until(Condition condition) {
+    auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (!condition()) {
+        REQUIRE(std::chrono::steady_clock::now() < deadline);
+        std::this_thread::yield();
+    }
+}
+
+}  // namespace
+
+TEST_CASE("server: pins hold a share of the arena at most, those of other hosts a smaller one") {
+    for (bool remote : {false, true}) {
+        auto server = make_reachable(8 << 20);
+        Client writer(dialing(*server));
+        Client reader(remote ? from_elsewhere(*server) : dialing(*server));
+        std::vector<std::string> names = fill(writer, "k", 110);
+        std::vector<std::string_view> keys(names.begin(), names.end());
+        auto pinned = reader.pin(keys);
+        REQUIRE_MESSAGE(pinned.ok(), pinned.error().text);
+        uint64_t most = (8 << 20) / 4 * (remote ? 1 : 3);
+        uint64_t have = 0;
+        for (size_t i = 0; i < keys.size(); ++i) have += pinned->has(i) ? 1 : 0;
+        CHECK(have == most / kPiece);
+        CHECK(gauge(*server, "pinned_bytes") == most);
+        CHECK(gauge(*server, "remote_pinned_bytes") == (remote ? most : 0));
+        CHECK(gauge(*server, "pins_refused_total") == 110 - have);
+        auto prefix = reader.longest_prefix(keys, 2, true);
+        REQUIRE(prefix);
+        CHECK(prefix->blocks == have / 2);  // what is pinned already takes no more of the share
+        CHECK(prefix->why.find("share_max") != std::string::npos);
+        // Idle as it is, it ends the caching of nobody.
+        fill(writer, "more", 300);
+        CHECK(gauge(*server, "lease_refused_total") == 0);
+        pinned = Pinned{};
+        prefix = Prefix{};
+        until([&] { return gauge(*server, "pinned_bytes") == 0; });
+        CHECK(gauge(*server, "remote_pinned_bytes") == 0);
+        CHECK(server->check_integrity());
+    }
+}
+
+TEST_CASE("server: another host that holds pins without a word loses them, and reads no other bytes") {
+    Limits limits;
+    limits.remote_pin_idle_ms = 1;
+    auto server = make_reachable(8 << 20, limits);
+    Client writer(dialing(*server)), reader(from_elsewhere(*server));
+    fill(writer, "k", 4);
+    std::string_view keys[] = {"k0", "k1"};
+    auto pinned = reader.pin(keys);
+    REQUIRE(pinned);
+    until([&] { return gauge(*server, "pins_idle_total") == 1; });
+    CHECK(gauge(*server, "remote_pinned_bytes") == 0);
+    fill(writer, "more", 300);
+    size_t places[] = {0, 1};
+    auto views = reader.views(*pinned, places, keys, true);
+    CHECK((!views || (*views)[0].owner == nullptr));
+    // The next call finds that out by itself.
+    until([&] { return gauge(*server, "remote_connections") == 0; });
+    std::string_view last = "more299";
+    auto there = reader.exists({&last, 1});
+    REQUIRE_MESSAGE(there.ok(), there.error().text);
+    CHECK(there->front() == Presence::kHit);
+    // A process of the own host keeps its pins, however long it says nothing.
+    auto own = writer.pin({&last, 1});
+    fill(writer, "again", 300);
+    CHECK(writer.views(*own, std::span(places, 1), {&last, 1}, true)->front().owner != nullptr);
+    CHECK(server->check_integrity());
+}
+
+TEST_CASE("server: namespaces are bounded, and given back with their last user and object") {
+    Limits limits;
+    limits.spaces = 4;
+    auto server = make_reachable(4 << 20, limits);
+    auto open = [&](const std::string& name_space, const std::string& fingerprint = {}) {
+        ClientOptions options = dialing(*server);
+        options.name_space = name_space;
+        options.fingerprint = fingerprint;
+        return std::make_unique<Client>(std::move(options));
+    };
+    for (int i = 0; i < 20; ++i) {
+        auto client = open("n" + std::to_string(i));
+        REQUIRE(client->connect());
+        client.reset();
+        until([&] { return gauge(*server, "spaces") == 0; });
+    }
+    std::vector<std::unique_ptr<Client>> clients;
+    for (int i = 0; i < 4; ++i) {
+        clients.push_back(open("n" + std::to_string(i)));
+        CHECK(put(*clients.back(), "k", "x") == PutOutcome::kStored);
+    }
+    CHECK(open("another")->connect().error().code == Code::kTooLarge);
+    clients[0].reset();
+    until([&] { return gauge(*server, "connections") <= 3; });
+    CHECK(open("another")->connect().error().code == Code::kTooLarge);  // its object is there
+    clients[0] = open("n0");
+    CHECK(get(*clients[0], "k") == "x");
+    std::string_view key = "k";
+    REQUIRE(clients[0]->remove({&key, 1}));
+    clients[0].reset();
+    until([&] { return gauge(*server, "spaces") == 3; });
+    auto another = open("another");
+    CHECK_FALSE(get(*another, "k"));
+    CHECK(open(std::string(2000, 'n'))->connect().error().code == Code::kInvalidArgument);
+    CHECK(open("n", std::string(2000, 'f'))->connect().error().code == Code::kInvalidArgument);
+    CHECK(server->check_integrity());
+}
+
+TEST_CASE("server: a connection that its client ends is not one that the node cut off") {
+    auto server = make_reachable(4 << 20);
+    auto closed = [&] { return gauge(*server, "connections_closed_total"); };
+    auto dropped = [&] { return gauge(*server, "connections_dropped_total"); };
+    for (bool remote : {false, true}) {
+        Client client(remote ? from_elsewhere(*server) : dialing(*server));
+        put(client, "k", "x");
+    }
+    until([&] { return closed() == 2; });
+    CHECK(dropped() == 0);
+    Result<Fd> garbled = server->dial();
+    REQUIRE(garbled);
+    std::string nonsense(64, '?');
+    REQUIRE(::send(garbled->get(), nonsense.data(), nonsense.size(), MSG_NOSIGNAL) == 64);
+    until([&] { return dropped() == 1; });
+    Result<Fd> left = server->dial();  // in the middle of its handshake
+    REQUIRE(left);
+    left->reset();
+    until([&] { return closed() == 3; });
+    CHECK(dropped() == 1);
+}
+
+TEST_CASE("client: peers that say nothing share one deadline, and the last ones are not even asked") {
+    // Sockets that take connections, and on which nobody answers.
+    struct Silent {
+        Fd fd;
+        std::string address;
+        Silent() {
+            fd.reset(::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+            sockaddr_in at{};
+            at.sin_family = AF_INET;
+            at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+            socklen_t size = sizeof(at);
+            REQUIRE(::bind(fd.get(), reinterpret_cast<sockaddr*>(&at), size) == 0);
+            REQUIRE(::listen(fd.get(), 8) == 0);
+            ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&at), &size);
+            address = "127.0.0.1:" + std::to_string(ntohs(at.sin_port));
+        }
+        bool was_called() { return Fd(::accept4(fd.get(), nullptr, nullptr, SOCK_CLOEXEC)).valid(); }
+    };
+    Silent peers[4];
+    std::vector<std::unique_ptr<NodeClient>> nodes;
+    for (Silent& peer : peers) {
+        ClientOptions options;
+        options.address = peer.address;
+        options.token = kToken;
+        options.timeout_ms = 400;
+        nodes.push_back(std::make_unique<NodeClient>(std::move(options)));
+    }
+    std::string_view key = "k";
+    {
+        Patience patience(Patience::of_a_call(400));
+        for (auto& node : nodes) CHECK_FALSE(node->exists({&key, 1}));
+        CHECK(Patience::within(400) <= 0);
+    }
+    CHECK(peers[0].was_called());
+    CHECK_FALSE(peers[3].was_called());
+    // The next call has its own; who failed a moment ago is not called again.
+    Patience patience(Patience::of_a_call(400));
+    CHECK_FALSE(nodes[3]->exists({&key, 1}));
+    CHECK(peers[3].was_called());
+}
+
+TEST_CASE("server: connections of other hosts take no place from those of its own") {
+    Limits limits;
+    limits.connections = 2;
+    limits.remote_connections = 3;
+    auto server = make_reachable(4 << 20, limits);
+    std::vector<std::unique_ptr<Client>> remote;
+    for (int i = 0; i < 3; ++i) {
+        remote.push_back(std::make_unique<Client>(from_elsewhere(*server)));
+        REQUIRE(remote.back()->connect());
+    }
+    Client one_more(from_elsewhere(*server));
+    CHECK_FALSE(one_more.connect());
+    Client a(dialing(*server)), b(dialing(*server)), c(dialing(*server));
+    CHECK(a.connect());
+    CHECK(b.connect());
+    CHECK(c.connect().error().text.find("node.connections_max") != std::string::npos);
+    remote.pop_back();
+    until([&] { return gauge(*server, "remote_connections") == 2; });
+    Client again(from_elsewhere(*server));
+    CHECK(again.connect());
 }
 
 TEST_CASE("server: threads put, get, pin, remove and look up the same few keys while all is evicted") {

@@ -12,8 +12,8 @@
 
 #include "../random.hpp"
 #include "memory/mapping.hpp"
-#include "store/shared_index.hpp"
-#include "store/space.hpp"
+#include "store/shared/shared_index.hpp"
+#include "store/shared/space.hpp"
 
 using namespace moonpool;
 using moonpool::testing::Random;

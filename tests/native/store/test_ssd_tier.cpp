@@ -7,8 +7,8 @@
 #include <thread>
 
 #include "../ssd/fake_disk.hpp"
-#include "store/client.hpp"
-#include "store/server.hpp"
+#include "store/client/client.hpp"
+#include "store/node/server.hpp"
 #include "wire/dial.hpp"
 
 using namespace moonpool;
@@ -264,4 +264,36 @@ TEST_CASE("ssd tier: a TCP client that leaves while it waits for the disk is not
         until([&] { return gauge(*server, "ssd_promoting") == 0; });
         CHECK(server->check_integrity());
     }
+}
+
+TEST_CASE(
+    "ssd tier: bytes of an object that was evicted while it was written do not come back after a new put") {
+    auto disk = fake_disk();
+    auto server = make_server(disk);
+    Client client(dialing(*server));
+    disk->hold();
+    put(client, 1, false, "g");
+    put(client, 2, false, "g");
+    until([&] { return gauge(*server, "ssd_writing") != 0; });
+    // Its group goes, though one of it is being written.
+    std::string_view name = "k1";
+    auto there = [&] { return (*client.exists({&name, 1}))[0] == Presence::kHit; };
+    for (uint64_t i = 100; there(); ++i) put(client, i);
+    std::string data(kObject, '!');
+    Part part{reinterpret_cast<std::byte*>(data.data()), data.size()};
+    PutItem item{name, {}, {&part, 1}};
+    REQUIRE(client.put({&item, 1}, PutOptions{})->outcomes[0] == PutOutcome::kStored);
+    CHECK(get(client, 1) == data);
+    disk->release();
+    // All that was begun before the new object has ended once that is written too.
+    for (uint64_t i = 1000; i < 1400; ++i) {
+        put(client, i);
+        auto now = get(client, 1);
+        CHECK((now == data || now == std::nullopt));
+        if (now != data) break;
+    }
+    until([&] { return gauge(*server, "ssd_writing") == 0; });
+    auto last = get(client, 1);
+    CHECK((last == data || last == std::nullopt));
+    CHECK(server->check_integrity());
 }

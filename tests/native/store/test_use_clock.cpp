@@ -1,7 +1,7 @@
 #include <doctest/doctest.h>
 
 #include "../random.hpp"
-#include "store/use_clock.hpp"
+#include "store/node/use_clock.hpp"
 
 namespace moonpool {
 namespace {

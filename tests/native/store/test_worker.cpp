@@ -4,7 +4,7 @@
 #include <future>
 #include <set>
 
-#include "store/worker.hpp"
+#include "store/client/worker.hpp"
 
 using namespace moonpool;
 

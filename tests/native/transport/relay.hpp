@@ -35,6 +35,10 @@ class Relay {
     void reset_after(size_t connection, uint64_t bytes) { plan(connection, bytes, false); }
     // It carries nothing more, in either direction, until join().
     void cut_after(size_t connection, uint64_t bytes) { plan(connection, bytes, true); }
+    // The same now, until join(connection).
+    void cut(size_t connection) { cut_ |= uint64_t{1} << connection; }
+    void join(size_t connection) { cut_ &= ~(uint64_t{1} << connection); }
+    void reset(size_t connection) { reset_ |= uint64_t{1} << connection; }
     void cut_all() { cut_all_ = true; }
     void join() {
         cut_all_ = false;
@@ -55,6 +59,7 @@ class Relay {
         Plan plan;
         bool held = false;
         bool over = false;
+        uint64_t bit = 0;  // of its number
     };
 
     void plan(size_t connection, uint64_t bytes, bool cut) {
@@ -69,7 +74,7 @@ class Relay {
             std::vector<pollfd> fds = {{listener_.get(), POLLIN, 0}};
             for (Cable& cable : cables) {
                 for (int i = 0; i < 2; ++i) {
-                    bool held = (cable.held && !joined_) || cut_all_;
+                    bool held = (cable.held && !joined_) || cut_all_ || (cut_ & cable.bit) != 0;
                     short events = static_cast<short>((cable.waiting[1 - i].empty() ? POLLIN : 0) |
                                                       (cable.waiting[i].empty() ? 0 : POLLOUT));
                     fds.push_back({held ? -1 : cable.ends[i].get(), events, 0});
@@ -80,6 +85,9 @@ class Relay {
                 for (int i = 0; i < 2 && !cables[c].over; ++i) {
                     if (fds[1 + 2 * c + static_cast<size_t>(i)].revents != 0) serve(cables[c], i);
                 }
+            }
+            for (Cable& cable : cables) {
+                if ((reset_ & cable.bit) != 0) end_hard(cable);
             }
             std::erase_if(cables, [](const Cable& cable) { return cable.over; });
             if (fds[0].revents != 0 && !cut_all_) accept(cables);
@@ -96,6 +104,7 @@ class Relay {
         std::lock_guard lock(mutex_);
         size_t number = connections_++;
         if (number < plans_.size()) cable.plan = plans_[number];
+        cable.bit = uint64_t{1} << std::min<size_t>(number, 63);
         cables.push_back(std::move(cable));
     }
 
@@ -117,15 +126,19 @@ class Relay {
         if (cable.plan.cut) {
             cable.held = true;
         } else {
-            linger hard{1, 0};
-            for (Fd& end : cable.ends) ::setsockopt(end.get(), SOL_SOCKET, SO_LINGER, &hard, sizeof(hard));
-            cable.over = true;
+            end_hard(cable);
         }
+    }
+    static void end_hard(Cable& cable) {
+        linger hard{1, 0};
+        for (Fd& end : cable.ends) ::setsockopt(end.get(), SOL_SOCKET, SO_LINGER, &hard, sizeof(hard));
+        cable.over = true;
     }
 
     std::string target_, address_;
     Fd listener_;
     std::atomic<bool> stopping_{false}, cut_all_{false}, joined_{false};
+    std::atomic<uint64_t> cut_{0}, reset_{0};  // a bit for each connection
     std::atomic<size_t> connections_{0};
     std::mutex mutex_;
     std::vector<Plan> plans_;

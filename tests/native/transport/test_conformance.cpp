@@ -185,6 +185,83 @@ TEST_CASE("transport: a local range must be registered") {
     });
 }
 
+TEST_CASE("transport: memory that the CPU may not touch is refused, and no peer can end the process by it") {
+    each_transport([](const std::string& transport) {
+        Pair pair(transport);
+        Memory mine(*pair.here, 2 * kMiB, RegionKind::kOwn);
+        constexpr size_t kPage = 4096;
+        struct Bad {
+            const char* why;
+            int protection;
+            size_t from, size;
+        };
+        // Of 2 MiB: all of it, a guard page in the middle, the last page.
+        const Bad bads[] = {{"without access", PROT_NONE, 0, 2 * kMiB},
+                            {"without access", PROT_NONE, kMiB, kPage},
+                            {"read-only", PROT_READ, 2 * kMiB - kPage, kPage}};
+        auto refused = [&](Engine& owner, uint64_t address, uint64_t length, uint64_t bad, const char* why) {
+            Status status = owner.register_region(address, length, "cpu:0");
+            REQUIRE_FALSE(status.ok());
+            CHECK(status.error().code == Code::kInvalidArgument);
+            CHECK(status.error().text.find(why) != std::string::npos);
+            CHECK(status.error().text.find("not supported yet") != std::string::npos);
+            char at[32];
+            std::snprintf(at, sizeof(at), "0x%llx", static_cast<unsigned long long>(bad));
+            CHECK(status.error().text.find(at) != std::string::npos);
+            for (Direction direction : {Direction::kRead, Direction::kWrite}) {
+                Slice there{mine.address(), address, length, direction};
+                CHECK(pair.transfer({there}).error().code == Code::kInvalidArgument);
+            }
+        };
+        for (Engine* owner : {pair.there.get(), pair.here.get()}) {
+            for (const Bad& bad : bads) {
+                CAPTURE(bad.why);
+                auto* pages = static_cast<char*>(
+                    ::mmap(nullptr, 2 * kMiB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+                auto address = reinterpret_cast<uint64_t>(pages);
+                REQUIRE(::mprotect(pages + bad.from, bad.size, bad.protection) == 0);
+                refused(*owner, address, 2 * kMiB, address + bad.from, bad.why);
+                ::munmap(pages, 2 * kMiB);
+            }
+            refused(*owner, kPage, kPage, kPage, "nothing is mapped");  // where no process maps anything
+        }
+        CHECK(metric(*pair.there, "regions") == 0);
+    });
+}
+
+TEST_CASE("transport: pages that their owner took away without a word cost the slices that need them") {
+    // (Not in one process, where a copy would touch them.)
+    for (const std::string transport : {"shm", "tcp"}) {
+        CAPTURE(transport);
+        Pair pair(transport);
+        constexpr size_t kSize = 4 * kMiB;
+        Memory mine(*pair.here, kSize, RegionKind::kOwn), theirs(*pair.there, kSize, RegionKind::kForeign);
+        auto* pages = static_cast<char*>(
+            ::mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        auto address = reinterpret_cast<uint64_t>(pages);
+        REQUIRE(pair.there->register_region(address, kSize, "").ok());
+        REQUIRE(::mprotect(pages + 3 * kMiB, kMiB, PROT_NONE) ==
+                0);  // unmapped, another thread could map there
+        std::memset(mine.data(), 0x33, kSize);
+        std::vector<Slice> slices;
+        for (size_t i = 0; i < 4; ++i) {
+            slices.push_back(
+                {mine.address() + i * kMiB, theirs.address() + i * kMiB, kMiB, Direction::kWrite});
+            slices.push_back({mine.address() + i * kMiB, address + i * kMiB, kMiB, Direction::kWrite});
+        }
+        TicketStatus status;
+        Result<uint64_t> moved = pair.here->transfer(pair.request(slices), &status);
+        REQUIRE_FALSE(moved.ok());
+        CHECK(moved.error().text.find("is registered but not mapped") != std::string::npos);
+        CHECK(std::ranges::count(status.slices, SliceState::kDone) == 7);
+        CHECK(status.slices[7] == SliceState::kFailed);
+        CHECK(theirs.bytes() == mine.bytes());
+        CHECK(std::memcmp(pages, mine.data(), 3 * kMiB) == 0);
+        REQUIRE(pair.there->deregister_region(address).ok());
+        ::munmap(pages, kSize);
+    }
+}
+
 TEST_CASE("transport: regions registered later are found, deregistered ones are gone at once") {
     each_transport([](const std::string& transport) {
         for (RegionKind kind : kKinds) {

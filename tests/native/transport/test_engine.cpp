@@ -153,11 +153,79 @@ TEST_CASE("engine: regions neither overlap nor come from nowhere") {
     }
     CHECK(here->register_region(at, 100, "").ok());
     CHECK(here->register_region(at + 200, 1, "").ok());
-    CHECK(here->register_region(0x1000, 4096, "").error().text.find("not mapped") != std::string::npos);
+    CHECK(here->register_region(0x1000, 4096, "").error().text.find("nothing is mapped") !=
+          std::string::npos);
     CHECK(here->deregister_region(at + 101).error().code == Code::kInvalidArgument);
     CHECK(here->deregister_region(at + 100).ok());
     CHECK(here->register_region(at + 100, 100, "").ok());
     CHECK(here->check_integrity());
+}
+
+TEST_CASE("engine: text that peers could not read is refused where it is given") {
+    const std::string bad = "\xff\xfe";
+    for (std::string EngineOptions::*field :
+         {&EngineOptions::name, &EngineOptions::host_id, &EngineOptions::tenant}) {
+        EngineOptions options = engine_options("here", "");
+        options.*field = bad;
+        Result<std::shared_ptr<Engine>> made = Engine::create(options);
+        REQUIRE_FALSE(made.ok());
+        CHECK(made.error().code == Code::kInvalidArgument);
+        CHECK(made.error().text.find("must be UTF-8") != std::string::npos);
+        options.*field = "\u00fc";
+        CHECK(Engine::create(options).ok());
+    }
+    auto here = make_engine(engine_options("here", ""));
+    CHECK(here->allocate(4096, bad).error().code == Code::kInvalidArgument);
+    std::vector<std::byte> bytes(4096);
+    CHECK(here->register_region(reinterpret_cast<uint64_t>(bytes.data()), 4096, bad).error().code ==
+          Code::kInvalidArgument);
+    CHECK(metric(*here, "regions") == 0);
+    // What is cut at a NUL would be another address.
+    std::string address = here->addresses().front();
+    std::string cut = address.substr(0, address.find(':')) + std::string("\0.example", 9) +
+                      address.substr(address.find(':'));
+    CHECK(here->open(cut).error().code == Code::kInvalidArgument);
+}
+
+TEST_CASE("engine: a timeout is above 0") {
+    for (int timeout_ms : {0, -5}) {
+        EngineOptions options = engine_options("here", "");
+        options.timeout_ms = timeout_ms;
+        CHECK(Engine::create(options).error().code == Code::kInvalidArgument);
+    }
+}
+
+TEST_CASE("engine: more memory than is left is refused before the kernel ends a process for it") {
+    // A machine that has 600 MiB when it is asked first, and less each time: others take memory, too.
+    constexpr uint64_t kMiB = 1u << 20;
+    uint64_t left = 600 * kMiB;
+    int asked = 0;
+    auto ask = [&]() -> std::optional<AvailableMemory> {
+        ++asked;
+        return AvailableMemory{left, 16000 * kMiB, "the control group /pod"};
+    };
+    Result<std::shared_ptr<transport::Memory>> memory = transport::Memory::create(700 * kMiB, ask);
+    REQUIRE_FALSE(memory.ok());
+    CHECK(memory.error().code == Code::kTooLarge);
+    CHECK(memory.error().text.find("the control group /pod leaves 629145600") != std::string::npos);
+    CHECK(asked == 1);
+    CHECK(transport::Memory::create(600 * kMiB, ask).error().code == Code::kTooLarge);
+    REQUIRE(transport::Memory::create(8 * kMiB, ask).ok());
+    // The second step finds less than the first.
+    asked = 0;
+    auto shrinking = [&]() -> std::optional<AvailableMemory> {
+        return AvailableMemory{asked++ == 0 ? left : 10 * kMiB, 16000 * kMiB, "the machine"};
+    };
+    CHECK(transport::Memory::create(300 * kMiB, shrinking).error().code == Code::kTooLarge);
+    CHECK(asked == 2);
+    CHECK(transport::Memory::create(4096, [] { return std::nullopt; }).ok());  // nobody can tell
+    // This machine: more than it has in all.
+    auto here = make_engine(engine_options("here", ""));
+    std::optional<AvailableMemory> machine = available_memory();
+    REQUIRE(machine);
+    Result<std::shared_ptr<transport::Memory>> all = here->allocate(machine->total_bytes + kMiB, "");
+    REQUIRE_FALSE(all.ok());
+    CHECK(all.error().code == Code::kTooLarge);
 }
 
 TEST_CASE("engine: a port shared with others") {

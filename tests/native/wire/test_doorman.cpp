@@ -34,8 +34,11 @@ struct House {
     Desk desk;
     std::unique_ptr<Doorman> doorman;
 
+    std::shared_ptr<Journal> journal = std::make_shared<Journal>();
+
     explicit House(Limits limits = {}, const std::string& address = "127.0.0.1:0") {
         DoormanOptions options;
+        options.journal = journal;
         options.addresses = {address};
         options.token = "secret";
         options.incarnation = random_incarnation();
@@ -121,7 +124,24 @@ TEST_CASE("doorman: a wrong token, tenant or purpose is told so") {
     REQUIRE(!dialed.ok());
     CHECK(dialed.error().text.find("nobody") != std::string::npos);
     CHECK(house.doorman->counters().auth_failures_total == 3);
+    std::vector<Note> notes = house.journal->take();
+    REQUIRE(notes.size() == 3);
+    CHECK(notes[0].kind == "auth_refused");
+    CHECK(notes[0].level == Level::kWarning);
+    CHECK(notes[0].peer.starts_with("127.0.0.1:"));
+    CHECK(notes[0].text.find("token is wrong") != std::string::npos);
     CHECK(dial(house.to()).ok());
+    CHECK(house.journal->take().empty());
+}
+
+TEST_CASE("doorman: whether its thread answers") {
+    House house;
+    auto soon = [] { return Pulse::Clock::now() + std::chrono::seconds(60); };
+    CHECK(house.doorman->is_alive(soon()));
+    CHECK(house.doorman->is_alive(soon()));
+    CHECK(dial(house.to()).ok());
+    house.doorman->stop();
+    CHECK_FALSE(house.doorman->is_alive(soon()));
 }
 
 TEST_CASE("doorman: the proof for one purpose opens no other") {

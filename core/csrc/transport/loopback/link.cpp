@@ -45,16 +45,22 @@ Status Link::run(Job& job) {
                 there.end();
                 held = 0;
             }
-            if (!here.enter(*job.locals[i])) {
+            uint64_t n = std::min(slice.length - at, kAccessBytesMax - held);
+            Visit::Access mine = here.reach(*job.locals[i], slice.local, slice.length, at, n);
+            if (mine == Visit::Access::kClosing) {
                 job.fail(i, Code::kInvalidArgument, "the local region was deregistered");
                 break;
             }
-            if (!there.enter(**region)) {
+            Visit::Access theirs = there.reach(**region, slice.remote, slice.length, at, n);
+            if (theirs == Visit::Access::kClosing) {
                 job.fail(i, Code::kInvalidArgument, "the peer deregistered the region");
                 region = nullptr;
                 break;
             }
-            uint64_t n = std::min(slice.length - at, kAccessBytesMax - held);
+            if (mine == Visit::Access::kOutside || theirs == Visit::Access::kOutside) {
+                job.fail(i, Code::kProtocol, kOutsideText);
+                break;
+            }
             auto* local = reinterpret_cast<std::byte*>(slice.local + at);
             auto* remote = reinterpret_cast<std::byte*>(slice.remote + at);
             // Both sides may be the same engine, and the ranges one.

@@ -269,11 +269,17 @@ class Link::Carrier {
                 return success();
             }
             if (place->row.kind == RegionKind::kForeign && !link_.foreign_) return success();  // waits
-            if (!here_.enter(*job_.locals[i])) {
+            uint64_t n = std::min(slice.length - at, kAccessBytesMax - held_);
+            Visit::Access mine = here_.reach(*job_.locals[i], slice.local, slice.length, at, n);
+            if (mine == Visit::Access::kClosing) {
                 fail(i, "the local region was deregistered");
                 return success();
             }
-            uint64_t n = std::min(slice.length - at, kAccessBytesMax - held_);
+            bool mapped = place->mapping == nullptr || place->row.length <= place->mapping->size();
+            if (mine == Visit::Access::kOutside || !place->row.contains(slice.remote + at, n) || !mapped) {
+                job_.fail(i, Code::kProtocol, kOutsideText);
+                return success();
+            }
             held_ += n;
             auto* local = reinterpret_cast<std::byte*>(slice.local + at);
             if (place->row.kind == RegionKind::kOwn) {

@@ -13,21 +13,29 @@ namespace moonpool::transport::tcp {
 
 namespace {
 
-Status await(int fd, short events, int timeout_ms) {
-    pollfd waiting{fd, events, 0};
-    for (;;) {
-        int n = ::poll(&waiting, 1, timeout_ms);
-        if (n > 0) return success();
-        if (n < 0 && errno == EINTR) continue;
+constexpr int kLookMs = 50;  // how often a waiting question looks whether it was given up
+
+struct Patience {
+    int timeout_ms;
+    const std::atomic<bool>* given_up;
+
+    Status await(int fd, short events) const {
+        for (int left_ms = timeout_ms; left_ms > 0; left_ms -= kLookMs) {
+            if (given_up != nullptr && given_up->load()) {
+                return Error{Code::kClosed, "the segment was closed"};
+            }
+            pollfd waiting{fd, events, 0};
+            if (::poll(&waiting, 1, std::min(left_ms, kLookMs)) > 0) return success();
+        }
         return Error{Code::kTimeout, "no answer within " + std::to_string(timeout_ms) + " ms"};
     }
-}
+};
 
 Error lost() {
     return Error{Code::kUnavailable, std::string("the connection is lost: ") + std::strerror(errno)};
 }
 
-Status receive(Channel& channel, void* data, size_t size, int timeout_ms) {
+Status receive(Channel& channel, void* data, size_t size, const Patience& patience) {
     auto* at = static_cast<std::byte*>(data);
     while (size != 0) {
         ssize_t n = ::recv(channel.fd.get(), at, size, MSG_DONTWAIT);
@@ -35,7 +43,7 @@ Status receive(Channel& channel, void* data, size_t size, int timeout_ms) {
         if (n < 0) {
             if (errno == EINTR) continue;
             if (errno != EAGAIN) return lost();
-            if (Status status = await(channel.fd.get(), POLLIN, timeout_ms); !status) return status;
+            if (Status status = patience.await(channel.fd.get(), POLLIN); !status) return status;
             continue;
         }
         at += n;
@@ -47,7 +55,8 @@ Status receive(Channel& channel, void* data, size_t size, int timeout_ms) {
 }  // namespace
 
 Result<std::vector<std::byte>> exchange(Channel& channel, Kind kind, const std::vector<std::byte>& body,
-                                        int timeout_ms) {
+                                        int timeout_ms, const std::atomic<bool>* given_up) {
+    const Patience patience{timeout_ms, given_up};
     uint64_t id = channel.next_request++;
     std::vector<std::byte> frame;
     begin_frame(frame, kind, 0, id);
@@ -59,13 +68,13 @@ Result<std::vector<std::byte>> exchange(Channel& channel, Kind kind, const std::
         if (n < 0) {
             if (errno == EINTR) continue;
             if (errno != EAGAIN) return lost();
-            if (Status status = await(channel.fd.get(), POLLOUT, timeout_ms); !status) return status.error();
+            if (Status status = patience.await(channel.fd.get(), POLLOUT); !status) return status.error();
             continue;
         }
         sent += static_cast<size_t>(n);
     }
     FrameHeader header;
-    if (Status status = receive(channel, &header, sizeof(header), timeout_ms); !status) return status.error();
+    if (Status status = receive(channel, &header, sizeof(header), patience); !status) return status.error();
     if (header.magic != kMagic || header.version != kVersion || header.length > kControlBytesMax) {
         return Error{Code::kProtocol, "the peer does not speak the engine's protocol"};
     }
@@ -74,7 +83,7 @@ Result<std::vector<std::byte>> exchange(Channel& channel, Kind kind, const std::
         size_t have = answer.size();
         size_t n = std::min<size_t>(header.length - have, 256u << 10);
         answer.resize(have + n);
-        if (Status status = receive(channel, answer.data() + have, n, timeout_ms); !status) {
+        if (Status status = receive(channel, answer.data() + have, n, patience); !status) {
             return status.error();
         }
     }

@@ -212,6 +212,22 @@ void Connection::refuse_row(size_t i, const char* why) {
     incoming_.refusal = Error{Code::kInvalidArgument, "the range " + range_text(slice) + " " + why};
 }
 
+// Whether `bytes` at `at` of a row that has a place may be written now; else it is refused.
+bool Connection::may_touch(size_t i, uint64_t at, uint64_t bytes, Visit& visit) {
+    const TransferRow& row = incoming_.rows[i];
+    switch (visit.reach(*incoming_.places[i], row.address, row.length, at, bytes)) {
+        case Visit::Access::kGranted:
+            return true;
+        case Visit::Access::kClosing:
+            refuse_row(i, "was deregistered by the peer");
+            return false;
+        case Visit::Access::kOutside:
+            break;
+    }
+    refuse_row(i, kOutsideText);
+    return false;
+}
+
 // The first bytes of a payload, which came together with its head.
 void Connection::take_payload(const std::byte* bytes, size_t size) {
     writing_.store(true);
@@ -219,13 +235,10 @@ void Connection::take_payload(const std::byte* bytes, size_t size) {
         const TransferRow& row = incoming_.rows[incoming_.row];
         uint64_t n = row.direction == 1 ? std::min<uint64_t>(size, row.length - incoming_.at) : 0;
         if (n != 0 && incoming_.places[incoming_.row] != nullptr) {
-            Region& region = *incoming_.places[incoming_.row];
-            if (region.enter()) {
+            Visit visit;
+            if (may_touch(incoming_.row, incoming_.at, n, visit)) {
                 OrderedByThePeer scope;
                 std::memcpy(reinterpret_cast<std::byte*>(row.address + incoming_.at), bytes, n);
-                region.leave();
-            } else {
-                refuse_row(incoming_.row, "was deregistered by the peer");
             }
         }
         bytes += n;
@@ -261,20 +274,18 @@ void Connection::advance(uint64_t size) {
 Connection::Flow Connection::receive_payload() {
     iovec parts[kRangesMax];
     int count = 0;
+    size_t first = 0;  // the row of parts[0]
     uint64_t room = 0;
     Visit visit;
-    for (size_t i = incoming_.row; i < incoming_.rows.size() && count < kRangesMax; ++i) {
+    const int ranges_max = one_by_one_ ? 1 : kRangesMax;
+    for (size_t i = incoming_.row; i < incoming_.rows.size() && count < ranges_max; ++i) {
         const TransferRow& row = incoming_.rows[i];
         if (row.direction != 1) continue;
+        first = count == 0 ? i : first;
         uint64_t at = i == incoming_.row ? incoming_.at : 0;
         uint64_t n = std::min<uint64_t>(row.length - at, kAccessBytesMax - room);
         if (n == 0) continue;
-        Region* region = incoming_.places[i];
-        if (region != nullptr && !visit.enter(*region)) {
-            refuse_row(i, "was deregistered by the peer");
-            region = nullptr;
-        }
-        if (region == nullptr) {
+        if (incoming_.places[i] == nullptr || !may_touch(i, at, n, visit)) {
             n = std::min<uint64_t>(n, kScratchBytes);
             parts[count++] = {scratch(), n};
             if (n < row.length - at) break;
@@ -296,7 +307,12 @@ Connection::Flow Connection::receive_payload() {
     if (n == 0) return Flow::kOver;
     if (n < 0) {
         if (error == EFAULT) {
-            protocol_error("a registered region is not mapped");
+            // Its owner unmapped a region that is registered. The kernel does not say which row it was: from
+            // here on each has a call of its own.
+            if (count == 1 && incoming_.places[first] != nullptr) {
+                refuse_row(first, "is registered but not mapped");
+            }
+            one_by_one_ = true;
             return Flow::kMoved;
         }
         return error == EAGAIN || error == EINTR ? Flow::kBlocked : Flow::kOver;
@@ -312,6 +328,7 @@ Connection::Flow Connection::receive_payload() {
 
 void Connection::finish_transfer() {
     receiving_ = false;
+    one_by_one_ = false;
     Incoming& in = incoming_;
     Answer answer;
     if (!spare_.empty()) {
@@ -451,8 +468,11 @@ bool Connection::flush() {
             const ReadRow& row = answer.rows[i];
             uint64_t at = i == answer.row ? answer.at : 0;
             // Its bytes were promised, and the memory may be gone: only the connection can take that back.
-            if (!visit.enter(*row.place)) return false;
-            parts[count++] = {reinterpret_cast<void*>(row.address + at), row.length - at};
+            uint64_t rest = row.length - at;
+            if (visit.reach(*row.place, row.address, row.length, at, rest) != Visit::Access::kGranted) {
+                return false;
+            }
+            parts[count++] = {reinterpret_cast<void*>(row.address + at), rest};
         }
         msghdr message{};
         message.msg_iov = parts;

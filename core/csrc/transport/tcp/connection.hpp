@@ -66,6 +66,7 @@ class Connection final : public Handler, public std::enable_shared_from_this<Con
     bool place_rows(const FrameHeader& header);
     void take_payload(const std::byte* bytes, size_t size);
     void advance(uint64_t size);
+    bool may_touch(size_t row, uint64_t at, uint64_t bytes, Visit& visit);
     void refuse_row(size_t row, const char* why);
     void finish_transfer();
     bool serve(const FrameHeader& header, Reader body);
@@ -92,6 +93,7 @@ class Connection final : public Handler, public std::enable_shared_from_this<Con
     std::vector<std::byte> in_;
     size_t in_begin_ = 0, in_end_ = 0;
     bool receiving_ = false;
+    bool one_by_one_ = false;  // rows of this payload: one of them is not mapped
     Incoming incoming_;
     std::deque<Answer> out_;
     std::vector<Answer> spare_;

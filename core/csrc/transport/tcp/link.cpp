@@ -38,11 +38,12 @@ class Link::Stream final : public Handler, public std::enable_shared_from_this<S
           run_(*channel_, link_->counters_) {}
 
     // Under the link's mutex, and only while the link knows this stream.
-    void queue(const std::shared_ptr<Job>& job, const Finished& finished) {
+    void queue(const std::shared_ptr<Job>& job, Left left) {
         ++jobs_;
-        inbox_.emplace_back(job, finished);
+        inbox_.emplace_back(job, std::move(left));
     }
     size_t jobs() const { return jobs_; }
+    uint64_t moved_ns() const { return moved_ns_.load(std::memory_order_relaxed); }
 
     void start() {
         if (!loop_.post([self = shared_from_this()] {
@@ -70,7 +71,7 @@ class Link::Stream final : public Handler, public std::enable_shared_from_this<S
     }
 
    private:
-    using Jobs = std::vector<std::pair<std::shared_ptr<Job>, Finished>>;
+    using Jobs = std::vector<std::pair<std::shared_ptr<Job>, Left>>;
 
     void wake() {
         if (channel_ != nullptr) go();
@@ -82,6 +83,7 @@ class Link::Stream final : public Handler, public std::enable_shared_from_this<S
             take_inbox();
             switch (run_.step()) {
                 case Run::Step::kMoved:
+                    moved_ns_.store(now_ns(), std::memory_order_relaxed);
                     continue;
                 case Run::Step::kIdle:
                     watch();
@@ -109,23 +111,18 @@ class Link::Stream final : public Handler, public std::enable_shared_from_this<S
             std::lock_guard lock(link_->mutex_);
             jobs.swap(inbox_);
         }
-        for (auto& [job, finished] : jobs) {
+        for (auto& [job, left] : jobs) {
             stall_ms_ = std::max(1, job->timeout_ms / 2);
             run_.add(std::move(job),
-                     [this, finished = std::move(finished)](std::shared_ptr<Job> ended, Status status) {
-                         on_finished(std::move(ended), std::move(status), finished);
+                     [this, left = std::move(left)](std::shared_ptr<Job> ended, Status status) {
+                         {
+                             std::lock_guard lock(link_->mutex_);
+                             --jobs_;
+                         }
+                         bool failed = !status && !ended->stopped();
+                         left(std::move(ended), std::move(status), failed);
                      });
         }
-    }
-    // What this connection could not do is tried on another one.
-    void on_finished(std::shared_ptr<Job> job, Status status, const Finished& finished) {
-        {
-            std::lock_guard lock(link_->mutex_);
-            --jobs_;
-        }
-        if (status || job->stopped()) return finished(std::move(job), std::move(status));
-        link_->counters_.retries_total.fetch_add(job->waiting);
-        link_->post_slowly(std::move(job), finished);
     }
 
     bool let_go() {
@@ -157,6 +154,7 @@ class Link::Stream final : public Handler, public std::enable_shared_from_this<S
     size_t jobs_ = 0;
     int stall_ms_ = 2500;
     uint32_t watched_ = EPOLLIN;
+    std::atomic<uint64_t> moved_ns_{now_ns()};
 };
 
 Link::Link(PoolOptions options, std::vector<Loop*> loops, Workers& workers, Counters& counters)
@@ -178,27 +176,38 @@ double Link::cost_us(RegionKind, uint64_t bytes, std::string*) const {
     return 15 + static_cast<double>(bytes) / 2500;
 }
 
-Status Link::run(Job& job) {
-    Status status = success();
-    for (int i = 0; i < kAttempts; ++i) {
-        // Memory that was deregistered meanwhile is nothing that another connection could help with.
-        for (size_t k = 0; k < job.slices.size(); ++k) {
-            if (job.is_waiting(k) && job.locals[k]->closing()) {
-                job.fail(k, Code::kInvalidArgument, "the local region was deregistered");
-            }
+// False: nothing is left to try.
+bool Link::begin_try(Job& job, int tried) {
+    if (tried >= kAttempts || job.stopped()) return false;
+    // Memory that was deregistered meanwhile is nothing that another connection could help with.
+    for (size_t k = 0; k < job.slices.size(); ++k) {
+        if (job.is_waiting(k) && job.locals[k]->closing()) {
+            job.fail(k, Code::kInvalidArgument, "the local region was deregistered");
         }
-        if (job.waiting == 0) return success();
-        if (i == 0 && ride(job, status)) return status;
-        if (i != 0) counters_.retries_total.fetch_add(job.waiting);
-        status = attempt(job, i == 0);
-        if (status || job.stopped()) return status;
-        uint64_t gone_ns = now_ns() - job.progress_ns.load(std::memory_order_relaxed);
-        if (gone_ns / 1000000 >= static_cast<uint64_t>(job.timeout_ms)) return status;
     }
-    return status;
+    if (job.waiting == 0) return false;
+    if (tried == 0) return true;
+    uint64_t gone_ns = now_ns() - job.progress_ns.load(std::memory_order_relaxed);
+    if (gone_ns / 1000000 >= static_cast<uint64_t>(job.timeout_ms)) return false;
+    counters_.retries_total.fetch_add(job.waiting);
+    return true;
 }
 
-// When I/O threads have all connections, the job joins the jobs of one of them.
+Status Link::run(Job& job) {
+    Status status = success();
+    for (int tried = 0; begin_try(job, tried); ++tried) {
+        if (tried == 0 && ride(job, status)) {
+            if (status) return status;
+            continue;
+        }
+        status = attempt(job, tried == 0);
+        if (status) return status;
+    }
+    return job.waiting == 0 ? success() : status;
+}
+
+// When I/O threads have all connections, the job joins the jobs of one of them, and comes back when that one
+// fails. For callers of run() only, which wait anyway.
 bool Link::ride(Job& job, Status& status) {
     {
         std::lock_guard lock(mutex_);
@@ -209,18 +218,34 @@ bool Link::ride(Job& job, Status& status) {
     std::condition_variable ended;
     bool done = false;
     auto borrowed = std::shared_ptr<Job>(std::shared_ptr<void>(), &job);  // we wait for it
-    bool posted = post_to_stream(
+    std::shared_ptr<Stream> stream = post_to_stream(
         borrowed,
-        [&](const std::shared_ptr<Job>&, Status result) {
+        [&](const std::shared_ptr<Job>&, Status result, bool) {
             std::lock_guard lock(mutex);
             status = std::move(result);
             done = true;
             ended.notify_one();
         },
         true);
-    if (!posted) return false;
+    if (stream == nullptr) return false;
     std::unique_lock lock(mutex);
-    ended.wait(lock, [&] { return done; });
+    bool late = false;
+    while (!ended.wait_for(lock, std::chrono::milliseconds(kCheckMs), [&] { return done; })) {
+        // The connection has the patience of its most patient job; this one's may be shorter. Cancelled, it
+        // comes back within a second.
+        uint64_t moved_ns = std::max(job.progress_ns.load(std::memory_order_relaxed), stream->moved_ns());
+        uint64_t now = now_ns();
+        if (late || now < moved_ns) continue;
+        if ((now - moved_ns) / 1000000 < static_cast<uint64_t>(job.timeout_ms)) continue;
+        late = true;
+        job.cancelled = true;
+    }
+    if (late) {
+        job.cancelled = false;
+        if (job.waiting != 0) {
+            status = Error{Code::kTimeout, "no progress within " + std::to_string(job.timeout_ms) + " ms"};
+        }
+    }
     return true;
 }
 
@@ -278,11 +303,19 @@ Status Link::drive(Run& run, Channel& channel, int stall_ms) {
 }
 
 bool Link::post(const std::shared_ptr<Job>& job, const Finished& finished) {
-    if (!post_to_stream(job, finished, false)) post_slowly(job, finished);
+    auto left = [link = shared_from_this(), finished](std::shared_ptr<Job> ended, Status status,
+                                                      bool failed) {
+        if (!failed) return finished(std::move(ended), std::move(status));
+        link->counters_.retries_total.fetch_add(ended->waiting);
+        link->post_slowly(std::move(ended), finished, 0, std::move(status));
+    };
+    if (post_to_stream(job, left, false) == nullptr) post_slowly(job, finished, 0, success());
     return true;
 }
 
-bool Link::post_to_stream(const std::shared_ptr<Job>& job, const Finished& finished, bool only_living) {
+// The stream that took the job; null: none did.
+std::shared_ptr<Link::Stream> Link::post_to_stream(const std::shared_ptr<Job>& job, Left left,
+                                                   bool only_living) {
     constexpr size_t kJobsMax = 8;  // of a stream, before another one is worth it
     std::shared_ptr<Stream> fresh, living;
     {
@@ -298,25 +331,42 @@ bool Link::post_to_stream(const std::shared_ptr<Job>& job, const Finished& finis
                 streams_.push_back(fresh);
             }
         }
-        if (fresh == nullptr && living == nullptr) return false;
-        (fresh != nullptr ? fresh : living)->queue(job, finished);
+        if (fresh == nullptr && living == nullptr) return nullptr;
+        (fresh != nullptr ? fresh : living)->queue(job, std::move(left));
     }
     if (fresh != nullptr) {
         fresh->start();
-    } else {
-        living->nudge();
+        return fresh;
     }
-    return true;
+    living->nudge();
+    return living;
 }
 
 // By a thread that may wait: for a connection to become free, or to be made.
-void Link::post_slowly(std::shared_ptr<Job> job, Finished finished) {
+void Link::post_slowly(std::shared_ptr<Job> job, Finished finished, int tried, Status last) {
     bool background = job->background;
     workers_.post(background, [link = shared_from_this(), job = std::move(job),
-                               finished = std::move(finished)]() mutable {
-        Status status = link->run(*job);
-        finished(std::move(job), std::move(status));
+                               finished = std::move(finished), tried, last = std::move(last)]() mutable {
+        link->carry_slowly(std::move(job), finished, tried, std::move(last));
     });
+}
+
+void Link::carry_slowly(std::shared_ptr<Job> job, const Finished& finished, int tried, Status last) {
+    for (; begin_try(*job, tried); ++tried) {
+        // When I/O threads have all connections, one of them takes the job over, and this thread is free.
+        if (pool_.full()) {
+            auto left = [link = shared_from_this(), finished, tried](std::shared_ptr<Job> ended,
+                                                                     Status status, bool failed) {
+                if (!failed) return finished(std::move(ended), std::move(status));
+                link->post_slowly(std::move(ended), finished, tried + 1, std::move(status));
+            };
+            if (post_to_stream(job, left, true) != nullptr) return;
+        }
+        last = attempt(*job, tried == 0);
+        if (last) break;
+    }
+    if (job->waiting == 0) last = success();
+    finished(std::move(job), std::move(last));
 }
 
 Result<std::vector<std::byte>> Link::ask(Kind kind, const std::vector<std::byte>& body, int timeout_ms) {
@@ -325,7 +375,7 @@ Result<std::vector<std::byte>> Link::ask(Kind kind, const std::vector<std::byte>
     for (int i = 0;; ++i) {
         Result<std::unique_ptr<Channel>> channel = pool_.acquire(i != 0, timeout_ms);
         if (!channel) return channel.error();
-        Result<std::vector<std::byte>> answer = exchange(**channel, kind, body, timeout_ms);
+        Result<std::vector<std::byte>> answer = exchange(**channel, kind, body, timeout_ms, pool_.closed());
         if (answer) {
             pool_.give_back(std::move(*channel));
             return answer;

@@ -2,6 +2,8 @@
 // what a plain request and its answer cost; post() hands jobs to a stream: a connection on an I/O thread,
 // which carries several jobs at once. A connection that fails is fenced and the rest goes over another,
 // within the same call.
+//
+// No working thread ever waits for a stream: the jobs of a stream that fails need one.
 #pragma once
 
 #include <memory>
@@ -35,11 +37,17 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
    private:
     class Stream;
 
+    // What became of a job on a stream: `failed` when another connection may do better.
+    using Left = std::function<void(std::shared_ptr<Job>, Status, bool failed)>;
+
+    bool begin_try(Job& job, int tried);
     Status attempt(Job& job, bool first);
-    bool post_to_stream(const std::shared_ptr<Job>& job, const Finished& finished, bool only_living);
+    std::shared_ptr<Stream> post_to_stream(const std::shared_ptr<Job>& job, Left left, bool only_living);
     Status drive(Run& run, Channel& channel, int stall_ms);
     bool ride(Job& job, Status& status);
-    void post_slowly(std::shared_ptr<Job> job, Finished finished);
+    // `last`: how the try before ended.
+    void post_slowly(std::shared_ptr<Job> job, Finished finished, int tried, Status last);
+    void carry_slowly(std::shared_ptr<Job> job, const Finished& finished, int tried, Status last);
 
     Pool pool_;
     std::string address_;

@@ -109,7 +109,8 @@ void Pool::give_up(std::unique_ptr<Channel> channel) {
 }
 
 Status Pool::adopt(Dialed dialed, int timeout_ms) {
-    Result<std::unique_ptr<Channel>> channel = greet(std::move(dialed), timeout_ms);
+    Result<std::unique_ptr<Channel>> channel =
+        greet(std::move(dialed), timeout_ms, options_.dial.given_up);  // of the engine that opens the peer
     if (!channel) return channel.error();
     std::lock_guard lock(mutex_);
     ++open_;
@@ -125,7 +126,7 @@ Result<std::unique_ptr<Channel>> Pool::dial(int timeout_ms) {
     counters_.dials_total.fetch_add(1);
     Result<Dialed> dialed = moonpool::dial(options);
     if (!dialed) return dialed.error();
-    return greet(std::move(*dialed), timeout_ms);
+    return greet(std::move(*dialed), timeout_ms, &closed_);
 }
 
 namespace {
@@ -138,7 +139,8 @@ uint32_t next_channel() {
 
 }  // namespace
 
-Result<std::unique_ptr<Channel>> Pool::greet(Dialed dialed, int timeout_ms) {
+Result<std::unique_ptr<Channel>> Pool::greet(Dialed dialed, int timeout_ms,
+                                             const std::atomic<bool>* given_up) {
     int fd = dialed.fd.get();
     int flags = ::fcntl(fd, F_GETFL);
     ::fcntl(fd, F_SETFL, flags | O_NONBLOCK);
@@ -152,13 +154,15 @@ Result<std::unique_ptr<Channel>> Pool::greet(Dialed dialed, int timeout_ms) {
     hello.expected = options_.peer;
     hello.name = options_.self_name;
     hello.channel = next_channel();
-    auto channel = std::make_unique<Channel>(std::move(dialed.fd), hello.channel,
-                                             local_address(fd) + " -> " + peer_address(fd));
+    auto channel =
+        std::make_unique<Channel>(std::move(dialed.fd), hello.channel,
+                                  local_address(fd) + " -> " + peer_address(fd), options_.frame_bytes);
     std::vector<std::byte> body;
     body.reserve(1024);
     Writer w(body);
     encode(w, hello);
-    Result<std::vector<std::byte>> answer = exchange(*channel, Kind::kEngineHello, body, timeout_ms);
+    Result<std::vector<std::byte>> answer =
+        exchange(*channel, Kind::kEngineHello, body, timeout_ms, given_up);
     if (!answer) return answer.error();
     return channel;
 }
@@ -177,7 +181,8 @@ Status Pool::send_fences(Channel& channel, int timeout_ms) {
         Writer w(body);
         w.number(static_cast<uint32_t>(n));
         w.bytes(&fences[at], n * sizeof(uint32_t));
-        Result<std::vector<std::byte>> answer = exchange(channel, Kind::kEngineFence, body, timeout_ms);
+        Result<std::vector<std::byte>> answer =
+            exchange(channel, Kind::kEngineFence, body, timeout_ms, &closed_);
         if (!answer) return answer.error();
     }
     std::lock_guard lock(mutex_);

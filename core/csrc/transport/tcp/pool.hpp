@@ -21,6 +21,7 @@ struct PoolOptions {
     std::string self_name;
     SegmentId peer{};
     uint32_t connections_max = 2;
+    uint64_t frame_bytes = kFrameBytes;
 };
 
 class Pool {
@@ -40,10 +41,11 @@ class Pool {
     size_t open();
     bool full();   // every connection there may be is in use
     void close();  // ends what is idle, refuses everything later
+    const std::atomic<bool>* closed() const { return &closed_; }
 
    private:
     Result<std::unique_ptr<Channel>> dial(int timeout_ms);
-    Result<std::unique_ptr<Channel>> greet(Dialed dialed, int timeout_ms);
+    Result<std::unique_ptr<Channel>> greet(Dialed dialed, int timeout_ms, const std::atomic<bool>* given_up);
     Status send_fences(Channel& channel, int timeout_ms);
 
     PoolOptions options_;

@@ -15,13 +15,16 @@ namespace moonpool::transport::tcp {
 
 namespace {
 
-constexpr uint64_t kFrameBytes = 2u << 20;  // what a foreground frame may wait behind is a few of these
-constexpr uint64_t kBackgroundFrameBytes = 512u << 10;
+// What a foreground frame may wait behind is a few frames, those of the background smaller than others.
+constexpr uint64_t kBackgroundShare = 4;
 constexpr size_t kWindowFrames = 8;
-constexpr uint64_t kWindowBytes = 16u << 20;
 constexpr size_t kWindowFramesBackground = 2;
 constexpr uint64_t kCancelNs = 1000000000;  // then a cancelled job takes the connection with it
 constexpr int kRangesMax = 1024;            // in one system call, the kernel's limit
+constexpr uint32_t kErrorBytesMin = 4;      // u16 code, text16
+constexpr uint32_t kErrorBytesMax = 65600;
+constexpr size_t kRefusalBytesMin = 4;  // behind the byte of each row: u16 code, text16
+constexpr uint64_t kOverlapBytes = 64;  // a line of the cache: what follows stays as aligned as it was
 
 }  // namespace
 
@@ -48,7 +51,7 @@ Run::Step Run::step() {
 
 // The next frame of the foreground, else of the background. False: nothing to ask for, or the window is full.
 bool Run::make_frame() {
-    if (frames_.size() >= kWindowFrames || bytes_open_ >= kWindowBytes) return false;
+    if (frames_.size() >= kWindowFrames || bytes_open_ >= kWindowFrames * channel_.frame_bytes) return false;
     for (const auto& task : foreground_) {
         if (make_frame(task)) return true;
     }
@@ -71,18 +74,20 @@ bool Run::make_frame(const std::shared_ptr<Task>& task) {
         frame = std::move(spare_.back());
         spare_.pop_back();
     }
-    uint64_t room = job.background ? kBackgroundFrameBytes : kFrameBytes;
+    uint64_t room = channel_.frame_bytes / (job.background ? kBackgroundShare : 1);
     while (task->slice < job.slices.size() && frame.pieces.size() < kRowsMax && room != 0) {
         const Slice& slice = job.slices[task->slice];
-        uint64_t n = std::min(slice.length - task->at, room);
-        if (!job.is_waiting(task->slice)) {
+        if (!job.is_waiting(task->slice)) {  // refused, perhaps when only a part of it was asked for
             ++task->slice;
+            task->at = 0;
             continue;
         }
+        uint64_t n = std::min(slice.length - task->at, room);
+        uint64_t back = std::min(task->at, kOverlapBytes);
         bool last = task->at + n == slice.length;
-        frame.pieces.push_back(
-            {static_cast<uint32_t>(task->slice), static_cast<uint32_t>(n), task->at, last});
-        (slice.direction == Direction::kWrite ? frame.write_bytes : frame.read_bytes) += n;
+        frame.pieces.push_back({static_cast<uint32_t>(task->slice), static_cast<uint32_t>(back + n),
+                                task->at - back, static_cast<uint32_t>(back), last});
+        (slice.direction == Direction::kWrite ? frame.write_bytes : frame.read_bytes) += back + n;
         room -= n;
         task->at += n;
         if (last) {
@@ -122,6 +127,22 @@ bool Run::make_frame(const std::shared_ptr<Task>& task) {
     return true;
 }
 
+bool Run::place(const Frame& frame, const Piece& piece, uint64_t skip, Visit& visit, iovec& part) {
+    const Job& job = *frame.task->job;
+    const Slice& slice = job.slices[piece.slice];
+    uint64_t bytes = piece.length - skip;
+    switch (visit.reach(*job.locals[piece.slice], slice.local, slice.length, piece.at + skip, bytes)) {
+        case Visit::Access::kGranted:
+            part = {reinterpret_cast<void*>(slice.local + piece.at + skip), bytes};
+            return true;
+        case Visit::Access::kClosing:
+            return broken(Code::kInvalidArgument, "the local region was deregistered");
+        case Visit::Access::kOutside:
+            break;
+    }
+    return broken(Code::kProtocol, kOutsideText);
+}
+
 bool Run::send_some(bool& moved) {
     for (;;) {
         if (sent_ == frames_.size() && !make_frame()) return true;
@@ -144,10 +165,7 @@ bool Run::send_some(bool& moved) {
                 skip -= piece.length;
                 continue;
             }
-            if (!visit.enter(*job.locals[piece.slice])) {
-                return broken(Code::kInvalidArgument, "the local region was deregistered");
-            }
-            parts[count++] = {reinterpret_cast<void*>(slice.local + piece.at + skip), piece.length - skip};
+            if (!place(frame, piece, skip, visit, parts[count++])) return false;
             skip = 0;
         }
         msghdr message{};
@@ -175,187 +193,169 @@ bool Run::send_some(bool& moved) {
 
 bool Run::receive_some(bool& moved) {
     for (int round = 0; round < 64 && !frames_.empty(); ++round) {
-        ssize_t n;
         Frame& frame = frames_.front();
-        if (taking_back_) {
-            iovec rest{body_.data() + body_have_, body_.size() - body_have_};
-            n = pull(&rest, 1);
-        } else {
-            n = receive_answer(frame);
-            if (n == -2) return broken(Code::kInvalidArgument, "the local region was deregistered");
-        }
+        ssize_t n = receive_bytes(frame);
         if (n == 0) return broken(Code::kUnavailable, "the peer closed the connection");
-        if (n < 0) {
+        if (n == -1) {
             if (errno == EINTR) continue;
             return errno == EAGAIN || lost(errno);
         }
+        if (n < 0) return false;
         moved = true;
         progress(frame);
-        if (taking_back_) {
-            body_have_ += static_cast<size_t>(n);
-            if (body_have_ == body_.size() && !finish_refusals(frame)) return false;
-            continue;
-        }
-        auto size = static_cast<uint64_t>(n);
-        if (head_have_ < kAnswerHeadBytes) {
-            uint64_t part = std::min<uint64_t>(size, kAnswerHeadBytes - head_have_);
-            head_have_ += part;
-            size -= part;
-            // An ERROR may be shorter than the head of a good answer.
-            if (head_have_ >= sizeof(FrameHeader) && !judge_head(frame)) {
-                if (!taking_back_) return false;
-                if (!take_back(frame, size)) return false;
-                continue;
-            }
-            if (head_have_ < kAnswerHeadBytes) continue;
-        }
-        payload_have_ += size;
-        if (payload_have_ == frame.read_bytes) {
-            settle(frame, nullptr, Error{});
+        have_ += static_cast<uint64_t>(n);
+        if (!judge(frame)) return false;
+        if (part_ == Part::kPayload && have_ == payload_bytes_) {
+            settle(frame);
             drop_front();
+            if (frames_.empty() && ahead_begin_ != ahead_end_) return misfit();
         }
     }
     return true;
 }
 
-ssize_t Run::receive_answer(Frame& frame) {
+// What the socket has of this part. -1: errno; -2: error().
+ssize_t Run::receive_bytes(const Frame& frame) {
+    if (part_ == Part::kHead) return receive_head(frame);
+    if (part_ != Part::kPayload) {
+        iovec rest{body_.data() + have_, body_.size() - have_};
+        return pull(&rest, 1);
+    }
     iovec parts[kRangesMax];
     size_t count = 0;
-    if (head_have_ < kAnswerHeadBytes) {
-        parts[count++] = {reinterpret_cast<std::byte*>(&head_) + head_have_, kAnswerHeadBytes - head_have_};
-    }
-    Job& job = *frame.task->job;
+    const Job& job = *frame.task->job;
     Visit visit;
-    uint64_t skip = payload_have_;
-    for (const Piece& piece : frame.pieces) {
-        if (frame.read_bytes == 0) break;
-        const Slice& slice = job.slices[piece.slice];
-        if (slice.direction != Direction::kRead) continue;
+    uint64_t skip = have_;
+    for (size_t i = 0; i < frame.pieces.size(); ++i) {
+        const Piece& piece = frame.pieces[i];
+        if (job.slices[piece.slice].direction != Direction::kRead || is_refused(i)) continue;
         if (skip >= piece.length) {
             skip -= piece.length;
             continue;
         }
-        if (!visit.enter(*job.locals[piece.slice])) return -2;
-        parts[count++] = {reinterpret_cast<void*>(slice.local + piece.at + skip), piece.length - skip};
+        if (!place(frame, piece, skip, visit, parts[count++])) return -2;
         skip = 0;
     }
     return pull(parts, count);
 }
 
-// What the socket has, behind what was already taken out of it.
+// With the payload, when it is small: one system call less.
+ssize_t Run::receive_head(const Frame& frame) {
+    size_t rest = kAnswerHeadBytes - have_;
+    iovec parts[2] = {{reinterpret_cast<std::byte*>(&head_) + have_, rest}, {ahead_, frame.read_bytes}};
+    bool along = ahead_begin_ == ahead_end_ && frame.read_bytes != 0 && frame.read_bytes <= kAheadBytes;
+    ssize_t n = pull(parts, along ? 2 : 1);
+    if (n <= static_cast<ssize_t>(rest)) return n;
+    ahead_begin_ = 0;
+    ahead_end_ = static_cast<size_t>(n) - rest;
+    return static_cast<ssize_t>(rest);
+}
+
+// What came along before, else what the socket has.
 ssize_t Run::pull(iovec* parts, size_t count) {
-    if (ahead_.empty()) {
+    if (ahead_begin_ == ahead_end_) {
         msghdr message{};
         message.msg_iov = parts;
         message.msg_iovlen = count;
         return ::recvmsg(channel_.fd.get(), &message, MSG_DONTWAIT);
     }
     size_t taken = 0;
-    for (size_t i = 0; i < count && taken < ahead_.size(); ++i) {
-        size_t n = std::min(parts[i].iov_len, ahead_.size() - taken);
-        std::memcpy(parts[i].iov_base, ahead_.data() + taken, n);
+    for (size_t i = 0; i < count && ahead_begin_ != ahead_end_; ++i) {
+        size_t n = std::min(parts[i].iov_len, ahead_end_ - ahead_begin_);
+        std::memcpy(parts[i].iov_base, ahead_ + ahead_begin_, n);
+        ahead_begin_ += n;
         taken += n;
     }
-    ahead_.erase(ahead_.begin(), ahead_.begin() + static_cast<ptrdiff_t>(taken));
     return static_cast<ssize_t>(taken);
 }
 
-// True: as expected, so far. False with taking_back_: the answer has another body.
+// Decides which part is next once one is whole. False: the connection is of no use any more.
+bool Run::judge(Frame& frame) {
+    switch (part_) {
+        case Part::kHead:
+            return judge_head(frame);
+        case Part::kError: {
+            if (have_ < body_.size()) return true;
+            Reader reader(body_);
+            Error error = read_error(reader);
+            return broken(error.code, error.text);
+        }
+        case Part::kStates: {
+            if (have_ < body_.size()) return true;
+            uint16_t text = 0;
+            std::memcpy(&text, body_.data() + body_.size() - sizeof(text), sizeof(text));
+            body_.resize(body_.size() + text);
+            part_ = Part::kWhy;
+            return have_ < body_.size() || judge_refusals(frame);
+        }
+        case Part::kWhy:
+            return have_ < body_.size() || judge_refusals(frame);
+        case Part::kPayload:
+            return true;
+    }
+    return true;
+}
+
 bool Run::judge_head(Frame& frame) {
+    if (have_ < sizeof(FrameHeader)) return true;
     const FrameHeader& header = head_.header;
     if (header.magic != kMagic || header.version != kVersion) {
         return broken(Code::kProtocol, "the peer does not speak the engine's protocol");
     }
-    bool error = header.kind == Kind::kError;
-    if (!error && (header.kind != Kind::kEngineTransfer || header.request_id != frame.id ||
-                   (header.flags & kFlagAnswer) == 0 || sent_ == 0)) {
-        return broken(Code::kProtocol, "the peer sent an answer that does not fit the question");
-    }
-    if (!error && head_have_ < kAnswerHeadBytes) return true;
-    if (!error && head_.refused == 0) {
-        if (head_.rows != frame.pieces.size() || header.length != 8 + frame.read_bytes) {
-            return broken(Code::kProtocol, "the peer sent an answer that does not fit the question");
+    if (header.kind == Kind::kError) {  // it may be shorter than the head of a good answer
+        if (header.length > kErrorBytesMax || header.length < kErrorBytesMin) {
+            return broken(Code::kProtocol, "the peer sent a frame over the limit");
         }
-        return true;
+        body_.resize(header.length);
+        have_ = std::min<uint64_t>(have_ - sizeof(FrameHeader), body_.size());
+        std::memcpy(body_.data(), &head_.rows, have_);
+        part_ = Part::kError;
+        return judge(frame);
     }
-    uint64_t limit = error ? 65600 : 8 + frame.pieces.size() + 4 + 65535 + frame.read_bytes;
-    if (header.length > limit || header.length < (error ? 4 : 8)) {
-        return broken(Code::kProtocol, "the peer sent a frame over the limit");
+    if (header.kind != Kind::kEngineTransfer || header.request_id != frame.id ||
+        (header.flags & kFlagAnswer) == 0 || sent_ == 0) {
+        return misfit();
     }
-    taking_back_ = true;
-    return false;
+    if (have_ < kAnswerHeadBytes) return true;
+    bool fits = head_.rows == frame.pieces.size() && head_.refused <= head_.rows;
+    if (!fits || (head_.refused == 0 && header.length != 8 + frame.read_bytes)) {
+        return misfit();
+    }
+    have_ = 0;
+    if (head_.refused == 0) {
+        part_ = Part::kPayload;
+        payload_bytes_ = frame.read_bytes;
+    } else {
+        part_ = Part::kStates;
+        body_.resize(head_.rows + kRefusalBytesMin);
+    }
+    return true;
 }
 
-// `early` bytes went where those of a good answer belong: the first of them are the body's, the others belong
-// to the answers behind it.
-bool Run::take_back(Frame& frame, uint64_t early) {
-    body_.resize(head_.header.length);
-    body_have_ = std::min<size_t>(head_have_ - sizeof(FrameHeader), body_.size());
-    std::memcpy(body_.data(), &head_.rows, body_have_);
-    std::vector<std::byte> found(reinterpret_cast<std::byte*>(&head_.rows) + body_have_,
-                                 reinterpret_cast<std::byte*>(&head_) + head_have_);
-    Job& job = *frame.task->job;
-    Visit visit;
-    for (const Piece& piece : frame.pieces) {
-        const Slice& slice = job.slices[piece.slice];
-        if (early == 0) break;
-        if (slice.direction != Direction::kRead) continue;
-        uint64_t n = std::min<uint64_t>(early, piece.length);
-        if (!visit.enter(*job.locals[piece.slice])) {
-            return broken(Code::kInvalidArgument, "the local region was deregistered");
-        }
-        auto* bytes = reinterpret_cast<const std::byte*>(slice.local + piece.at);
-        found.insert(found.end(), bytes, bytes + n);
-        early -= n;
-    }
-    ahead_.insert(ahead_.begin(), found.begin(), found.end());
-    if (body_have_ < body_.size() && !ahead_.empty()) {
-        iovec rest{body_.data() + body_have_, body_.size() - body_have_};
-        body_have_ += static_cast<size_t>(pull(&rest, 1));
-    }
-    return body_have_ < body_.size() || finish_refusals(frame);
-}
-
-bool Run::finish_refusals(Frame& frame) {
-    taking_back_ = false;
-    if (head_.header.kind == Kind::kError) {
-        Reader reader(body_);
-        Error error = read_error(reader);
-        return broken(error.code, error.text);
-    }
+bool Run::judge_refusals(Frame& frame) {
     Reader reader(body_);
-    auto rows = reader.number<uint32_t>();
-    auto refused = reader.number<uint32_t>();
-    std::string_view states = reader.bytes(rows);
+    (void)reader.bytes(head_.rows);
     auto code = reader.number<uint16_t>();
     std::string why(reader.text16());
-    if (!reader.ok() || rows != frame.pieces.size() || refused > rows) {
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < frame.pieces.size(); ++i) {
+        const Piece& piece = frame.pieces[i];
+        bool read = frame.task->job->slices[piece.slice].direction == Direction::kRead;
+        if (read && !is_refused(i)) bytes += piece.length;
+    }
+    if (!reader.done() || head_.header.length != 8 + body_.size() + bytes) {
         return broken(Code::kProtocol, "the peer sent an unreadable refusal");
     }
-    Job& job = *frame.task->job;
-    for (size_t i = 0; i < rows; ++i) {
-        const Piece& piece = frame.pieces[i];
-        const Slice& slice = job.slices[piece.slice];
-        if (slice.direction != Direction::kRead || states[i] != 0) continue;
-        std::string_view bytes = reader.bytes(piece.length);
-        Visit visit;
-        if (bytes.size() != piece.length) {
-            return broken(Code::kProtocol, "the peer sent an unreadable refusal");
-        }
-        if (!visit.enter(*job.locals[piece.slice])) {
-            return broken(Code::kInvalidArgument, "the local region was deregistered");
-        }
-        std::memcpy(reinterpret_cast<void*>(slice.local + piece.at), bytes.data(), bytes.size());
-    }
-    if (!reader.done()) return broken(Code::kProtocol, "the peer sent an unreadable refusal");
     Code known = code <= static_cast<uint16_t>(Code::kOs) ? static_cast<Code>(code) : Code::kProtocol;
-    settle(frame, reinterpret_cast<const uint8_t*>(states.data()), Error{known, why});
-    drop_front();
+    refusal_ = Error{known, std::move(why)};
+    have_ = 0;
+    part_ = Part::kPayload;
+    payload_bytes_ = bytes;
     return true;
 }
 
 // The frame was answered.
-void Run::settle(Frame& frame, const uint8_t* refused, const Error& why) {
+void Run::settle(Frame& frame) {
     Task& task = *frame.task;
     Job& job = *task.job;
     Tally tally(counters_.tcp);
@@ -363,16 +363,22 @@ void Run::settle(Frame& frame, const uint8_t* refused, const Error& why) {
     for (size_t i = 0; i < frame.pieces.size(); ++i) {
         const Piece& piece = frame.pieces[i];
         if (!job.is_waiting(piece.slice)) continue;  // an earlier piece of it was refused
-        if (refused != nullptr && refused[i] != 0) {
-            job.fail(piece.slice, why.code, why.text);
+        if (is_refused(i)) {
+            job.fail(piece.slice, refusal_.code, refusal_.text);
             bytes -= task.partial;
             task.partial = 0;
             continue;
         }
         const Slice& slice = job.slices[piece.slice];
-        bytes += piece.length;
-        task.partial += piece.length;
+        bytes += piece.length - piece.back;
+        task.partial += piece.length - piece.back;
         if (!piece.last) continue;
+        if (task.partial != slice.length) {  // whatever was asked for, a slice with a hole is not done
+            job.fail(piece.slice, Code::kProtocol, "internal error: bytes of the slice were left out");
+            bytes -= task.partial;
+            task.partial = 0;
+            continue;
+        }
         tally.count(slice.direction == Direction::kWrite, slice.length);
         task.partial = 0;
         job.done(piece.slice);
@@ -393,9 +399,9 @@ void Run::drop_front() {
     }
     frames_.pop_front();
     --sent_;
-    head_have_ = 0;
-    payload_have_ = 0;
-    body_have_ = 0;
+    part_ = Part::kHead;
+    have_ = 0;
+    body_.clear();
 }
 
 // ---- ends
@@ -451,6 +457,10 @@ void Run::fail() {
         task->job->bytes_done.fetch_sub(task->partial, std::memory_order_relaxed);
         if (task->finished) task->finished(task->job, error_);
     }
+}
+
+bool Run::misfit() {
+    return broken(Code::kProtocol, "the peer sent an answer that does not fit the question");
 }
 
 bool Run::lost(int error) {

@@ -2,12 +2,17 @@
 // the socket may move, and waits as wants() says. Several frames are under way at a time and are answered in
 // their order.
 //
-//   jobs ──► frames of at most kRowsMax ranges and kFrameBytes ──► one sendmsg each: head, ranges, payload
-//            sent, unanswered: at most kWindowFrames             ◄── one recvmsg each: head, payload in place
+//   jobs ──► frames of at most kRowsMax ranges and frame_bytes ─► one sendmsg each: head, ranges, payload
+//            sent, unanswered: at most kWindowFrames             ◄── the head, then one recvmsg: payload in
+//            place
 //
-// An answer is expected to be good: its head and its bytes are asked for in one call, the bytes straight to
-// where they belong. When the head then says that ranges were refused, what lies there is taken back and read
-// again as what it is. (The destination of a failed read holds anything.)
+// The head of an answer is read by itself: only it tells whether bytes of reads follow or reasons. Nothing
+// but what belongs there ever lies in a user's memory, which others may write at the same time. (The
+// destination of a failed read holds anything.)
+//
+// A slice is cut where a frame is full. Its next piece begins kOverlapBytes back, in what the piece before
+// has moved: the target judges each piece by itself, and so finds all of them in one region or refuses the
+// slice, as it does where nothing was cut.
 #pragma once
 
 #include <sys/uio.h>
@@ -54,7 +59,8 @@ class Run {
     struct Piece {
         uint32_t slice;
         uint32_t length;
-        uint64_t at;  // in the slice
+        uint64_t at;    // in the slice
+        uint32_t back;  // bytes at its front that the piece before it has, too
         bool last;
     };
     struct Task {
@@ -81,17 +87,20 @@ class Run {
     bool make_frame();
     bool make_frame(const std::shared_ptr<Task>& task);
     bool send_some(bool& moved);
+    // A part of a piece's bytes as the next of a system call's. False: error() says why it must not be.
+    bool place(const Frame& frame, const Piece& piece, uint64_t skip, Visit& visit, iovec& part);
     bool receive_some(bool& moved);
-    ssize_t receive_answer(Frame& frame);
+    ssize_t receive_bytes(const Frame& frame);
+    ssize_t receive_head(const Frame& frame);
     ssize_t pull(iovec* parts, size_t count);
+    bool judge(Frame& frame);
     bool judge_head(Frame& frame);
-    bool take_back(Frame& frame, uint64_t early);
-    bool receive_refusals();
-    bool finish_refusals(Frame& frame);
-    void settle(Frame& frame, const uint8_t* refused, const Error& why);
+    bool judge_refusals(Frame& frame);
+    bool is_refused(size_t piece) const { return !body_.empty() && body_[piece] != std::byte{0}; }
+    void settle(Frame& frame);
     void drop_front();
-    void drop_unsent();
     void end_jobs(std::deque<std::shared_ptr<Task>>& tasks);
+    bool misfit();
     bool lost(int error);
     bool broken(Code code, std::string text);
     void progress(const Frame& frame);
@@ -104,19 +113,22 @@ class Run {
     size_t sent_ = 0;
     uint64_t bytes_open_ = 0;
 
-    // The answer to frames_.front().
+    // The answer to frames_.front(), part by part.
+    enum class Part { kHead, kError, kStates, kWhy, kPayload };
+    Part part_ = Part::kHead;
     struct {
         FrameHeader header;
         uint32_t rows = 0;
         uint32_t refused = 0;
     } head_;
     static_assert(sizeof(head_) == kAnswerHeadBytes);
-    size_t head_have_ = 0;
-    uint64_t payload_have_ = 0;
-    bool taking_back_ = false;
-    std::vector<std::byte> body_;  // of an answer with refusals
-    size_t body_have_ = 0;
-    std::vector<std::byte> ahead_;  // of the answers behind it, found where its bytes would have been
+    std::vector<std::byte> body_;  // an ERROR's; or, where rows were refused, a byte for each row and why
+    uint64_t have_ = 0;            // bytes of this part
+    uint64_t payload_bytes_ = 0;
+    Error refusal_;
+    static constexpr size_t kAheadBytes = 4096;
+    std::byte ahead_[kAheadBytes];  // what came along with a head: [ahead_begin_, ahead_end_)
+    size_t ahead_begin_ = 0, ahead_end_ = 0;
 
     uint64_t moved_ns_ = now_ns();
     int unacknowledged_ = -1;  // bytes in the socket when it was looked at last

@@ -1,0 +1,48 @@
+// Pulse: whether a thread's loop still turns. A caller on another thread has the loop do nothing at all, and
+// waits for it a short while; a loop that is blocked, stopped or gone does not come back.
+//
+// At most one question is under way, whatever the number of callers: callers that come meanwhile wait for the
+// same answer, and a loop that is blocked for ever collects one posted task, not one for each probe.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+
+namespace moonpool {
+
+class Pulse {
+   public:
+    using Clock = std::chrono::steady_clock;
+
+    // `post` makes the loop call answer(). Any thread but the loop's. False: no answer by `deadline`.
+    template <class Post>
+    bool ask(Post post, Clock::time_point deadline) {
+        std::unique_lock lock(mutex_);
+        if (!asked_) {
+            asked_ = true;
+            lock.unlock();
+            post();
+            lock.lock();
+        }
+        uint64_t before = answers_;
+        return answered_.wait_until(lock, deadline, [&] { return !asked_ || answers_ != before; });
+    }
+
+    // Of the loop.
+    void answer() {
+        std::lock_guard lock(mutex_);
+        asked_ = false;
+        ++answers_;
+        answered_.notify_all();
+    }
+
+   private:
+    std::mutex mutex_;
+    std::condition_variable answered_;
+    bool asked_ = false;
+    uint64_t answers_ = 0;
+};
+
+}  // namespace moonpool

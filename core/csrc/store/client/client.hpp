@@ -1,0 +1,214 @@
+// Client: the store as a process uses it, over one node or a whole pool of them.
+//
+// Everything goes to the process's own node first. What is not there is looked up in the directory of the
+// master that this node belongs to, and fetched from the nearest node that has it: one of this host by its
+// memory, another over TCP. A node without a master is a pool by itself, and then nothing here costs
+// anything.
+//
+// The directory only hints; the answer comes from the nodes. When the master is away, what is on this host
+// and what was found before goes on.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "directory/directory_client.hpp"
+#include "store/client/location_cache.hpp"
+#include "store/client/node_client.hpp"
+#include "store/client/peers.hpp"
+#include "store/client/recent_copies.hpp"
+#include "store/shared/stripes.hpp"
+
+namespace moonpool {
+
+struct PutOptions {
+    bool replace = false;
+    bool ack = true;
+    uint32_t replicas = 1;  // on so many hosts
+    int timeout_ms = 0;     // 0: the client's own
+    // Where it should rather go, by name or address, the first that takes it; the copies to the next ones.
+    // Any that is not to be reached, or has no room, is passed over.
+    std::vector<std::string> nodes{};
+};
+
+// An object as a whole: its copies, the own node's first. No copy: it is a miss.
+struct Copy {
+    std::string node, host_id, address;
+    Description what;
+};
+struct ObjectState {
+    uint64_t size = 0;  // of a striped object: of the whole; its copies are those of the manifest
+    std::vector<Copy> copies;
+};
+
+enum class Presence : uint8_t { kMiss = 0, kHit = 1, kUnknown = 2 };
+
+// What a process that is to load pinned objects must know: who holds them. Opaque outside of this class.
+struct Handover {
+    std::string holders;
+    std::vector<Descriptor> descriptors;
+};
+
+class Client {
+   public:
+    explicit Client(ClientOptions options);
+    ~Client();
+
+    Status connect() { return own_.connect(); }
+    bool connected() { return own_.connected(); }
+    // Of the own node's life at the last call; zeros when there was none.
+    Incarnation incarnation() {
+        std::shared_ptr<Session> session = own_.current();
+        return session == nullptr ? Incarnation{} : session->incarnation();
+    }
+    void close();
+    Status check_open() const { return own_.check_open(); }
+
+    Result<PutReport> put(std::span<const PutItem> items, const PutOptions& options);
+    Result<std::vector<int64_t>> get(std::span<const GetItem> items, bool verify);
+    // Of what was pinned before: places[i] is where item i stands in it, or kNotPinned.
+    Result<std::vector<int64_t>> get_pinned(const Pinned& pinned, std::span<const size_t> places,
+                                            std::span<const GetItem> items, bool verify);
+    Result<std::vector<ObjectView>> views(const Pinned& pinned, std::span<const size_t> places,
+                                          std::span<const std::string_view> names, bool verify);
+    Result<Pinned> pin(std::span<const std::string_view> names);
+    // Objects to read in place; a null owner is a miss.
+    Result<std::vector<ObjectView>> views(std::span<const std::string_view> names, bool verify);
+    Result<std::vector<Presence>> exists(std::span<const std::string_view> names);
+    Result<Prefix> longest_prefix(std::span<const std::string_view> names, uint32_t width, bool pin);
+    Result<std::vector<uint8_t>> remove(std::span<const std::string_view> names);
+    // Of one node only, by its name or address; copies elsewhere stay. generations: none, or for each name
+    // the one that it is about, as describe() says.
+    Result<std::vector<uint8_t>> remove_at(std::span<const std::string_view> names, std::string_view node,
+                                           std::span<const uint64_t> generations = {});
+    // Every copy that the directory knows of, without a use of it. Fails when a miss is not certain.
+    // everywhere: false: nobody else is asked about what the own node has.
+    Result<std::vector<ObjectState>> describe(std::span<const std::string_view> names, bool everywhere);
+    Result<std::vector<ListRow>> list(std::string_view prefix, uint64_t limit);
+    Result<std::vector<std::pair<std::string, uint64_t>>> stat() { return own_.stat(); }
+
+    static Handover hand_over(const Prefix& prefix);
+    // Copies what another process of this host pinned and handed over.
+    LoadReport load(std::string_view holders, std::span<const Descriptor> descriptors, const PartTable& table,
+                    std::span<const uint32_t> indices, std::span<const uint16_t> columns, bool verify);
+
+   private:
+    // When nobody had room for more, the next put need not ask again at once.
+    class RoomElsewhere {
+       public:
+        bool may_ask() const { return std::chrono::steady_clock::now() >= until_.load(); }
+        void nowhere() { until_ = std::chrono::steady_clock::now() + std::chrono::milliseconds(250); }
+
+       private:
+        std::atomic<std::chrono::steady_clock::time_point> until_{};
+    };
+    // Who else there is: the directory, and this client's own node in it.
+    struct Pool {
+        std::unique_ptr<DirectoryClient> directory;
+        std::string host_id;
+        Incarnation own{};
+        RoomElsewhere room;
+    };
+    // Items of a call that one node is asked for.
+    struct Group {
+        Member member;
+        std::vector<size_t> items;
+    };
+
+    // A node that a caller named; null: the own one.
+    struct Named {
+        std::shared_ptr<NodeClient> node;
+        Member member;
+    };
+
+    int patience_ms() const { return Patience::of_a_call(options_.timeout_ms); }
+    std::shared_ptr<Pool> pool();
+    Result<Named> named(std::string_view name_or_address);
+    std::vector<Named> preferred(const PutOptions& options);
+    std::shared_ptr<NodeClient> node(const Pool& pool, const Member& member) {
+        return peers_.node(member, pool.host_id);
+    }
+    std::vector<Hash128> hashes(std::span<const std::string_view> names) const;
+    // Where this client found or put it last, as far as that node is alive.
+    const Member* known_place(const Members& members, const Hash128& hash);
+    // Runs on each group, on threads of their own when there are several.
+    static void each(std::vector<Group>& groups, const std::function<void(Group&)>& run);
+    static const Member* nearest(const Pool& pool, const Members& members, std::span<const Holder> holders,
+                                 std::span<const NodeId> tried, uint64_t salt);
+
+    void describe_elsewhere(Pool& pool, std::span<const std::string_view> names,
+                            std::span<const size_t> which, std::vector<ObjectState>& states,
+                            std::vector<std::string>& doubt);
+    Result<std::vector<int64_t>> get_whole(std::span<const GetItem> items, bool verify);
+    // The same verbs, for which a manifest is an object like any other.
+    Result<Pinned> pin_whole(std::span<const std::string_view> names, std::string& why);
+    Result<std::vector<Presence>> exists_whole(std::span<const std::string_view> names, bool use,
+                                               std::vector<size_t>& manifest_sized);
+    Result<Prefix> prefix_whole(std::span<const std::string_view> names, uint32_t width, bool pin);
+    // client_stripes.cpp: objects that lie in pieces on several nodes.
+    Status fill_striped(std::span<const GetItem> items, bool verify, std::vector<int64_t>& sizes);
+    Status view_striped(std::span<const std::string_view> names, bool verify, std::vector<ObjectView>& views);
+    Result<bool> get_stripes(const Manifest& manifest, std::span<const Part> parts, bool verify);
+    // Runs read(manifest) -> Result<bool>, once more with the new manifest where the object was replaced
+    // meanwhile; what it said last.
+    template <class Read>
+    Result<bool> read_striped(std::string_view name, Manifest manifest, Read read);
+    // What stands under a key whose object has a manifest's size: nothing, when it is no manifest or gone.
+    Result<std::optional<Manifest>> manifest_of(std::string_view name);
+    // Of such a key: whether its object can be read, and not only its manifest.
+    Presence whole(std::string_view name);
+    // The same for what is pinned under i: pins its stripes too, or makes it a miss.
+    void pin_stripes(Pinned& pinned, size_t i, std::string_view name, std::string& why);
+    bool too_large_for_one(const PutItem& item);
+    Status put_striped(Pool& pool, const PutItem& item, const PutOptions& options, PutOutcome& outcome,
+                       PutReport& report);
+    // Appends it when it is no user's bytes, and once though copies of it lay on several nodes.
+    void add_genuine(std::string_view name, const RemovedManifest& removed, std::vector<Manifest>& out) const;
+    // Of what the own node has under those names; without asking it.
+    void own_manifests(std::span<const std::string_view> names, std::vector<RemovedManifest>& manifests);
+    // As far as nodes can be reached; what is left is evicted one day, since nobody asks for it.
+    void remove_stripes(Pool& pool, std::span<const Manifest> manifests);
+    Result<PutReport> put_whole(std::span<const PutItem> items, const PutOptions& options);
+    void find_elsewhere(Pool& pool, std::span<const GetItem> items, bool verify, std::vector<int64_t>& sizes);
+    void pin_elsewhere(Pool& pool, std::span<const std::string_view> names, std::span<const size_t> missing,
+                       Pinned& pinned, std::string& why);
+    // Asks one other node to take `left`; those that it refused stay there. False: it did not answer.
+    bool put_at(NodeClient& to, const Member& member, std::span<const PutItem> items,
+                const PutOptions& options, std::vector<size_t>& left, PutReport& report);
+    void put_elsewhere(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
+                       std::span<const size_t> which, PutReport& report, bool evict);
+    // wanted: nodes that should rather have the copies.
+    void replicate(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
+                   std::span<const Named> wanted, PutReport& report);
+    void replicate_some(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
+                        std::span<const size_t> which, std::span<const Named> wanted, PutReport& report);
+    std::vector<size_t> with_equal_bytes(std::span<const PutItem> items, std::span<const size_t> which);
+    bool held_by_a_suspect(std::string_view name);
+    // own_away: the own node could not be told; it drops its copies when it returns.
+    void remove_elsewhere(Pool& pool, std::span<const std::string_view> names, bool own_away,
+                          std::vector<uint8_t>& removed, std::vector<RemovedManifest>& manifests);
+    std::optional<uint64_t> own_has(std::string_view name);  // its size
+    Result<PutReport> put_anew_what_is_lost(std::span<const PutItem> items, const PutOptions& options,
+                                            PutReport report);
+    static std::vector<std::vector<size_t>> in_chunks(std::span<const PutItem> items,
+                                                      std::span<const size_t> which);
+    bool own_is_full(uint64_t bytes);
+
+    NodeClient own_;
+    Peers peers_;
+    LocationCache locations_;
+    RecentCopies recent_;
+    ClientOptions options_;
+    std::mutex mutex_;
+    std::shared_ptr<Pool> pool_;
+    Incarnation asked_{};  // the life of the own node whose master is known
+    bool closed_ = false;
+};
+
+}  // namespace moonpool

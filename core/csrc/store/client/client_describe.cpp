@@ -1,0 +1,124 @@
+// Client, asking what objects are, without reading them and without a use of them.
+#include <algorithm>
+#include <array>
+#include <map>
+#include <tuple>
+
+#include "store/client/client.hpp"
+#include "store/client/client_frames.hpp"
+
+namespace moonpool {
+
+Result<std::vector<ObjectState>> Client::describe(std::span<const std::string_view> names, bool everywhere) {
+    Patience patience(patience_ms());
+    Result<std::vector<Description>> own = own_.describe(names);
+    std::shared_ptr<Pool> others = pool();
+    if (!own && (others == nullptr || !no_answer(own.error()))) return own.error();
+    std::vector<ObjectState> states(names.size());
+    // Why a key without a copy may have one all the same.
+    std::vector<std::string> doubt(names.size(), own ? "" : own.error().text);
+    std::shared_ptr<Session> session = own_.current();
+    for (size_t i = 0; own && i < names.size(); ++i) {
+        if ((*own)[i].where == 0) continue;
+        if (session == nullptr) {
+            doubt[i] = "the own node went away";
+            continue;
+        }
+        states[i].copies.push_back({session->node_name(), session->host_id(), session->address(), (*own)[i]});
+    }
+    if (others != nullptr) {
+        std::vector<size_t> which;
+        for (size_t i = 0; i < names.size(); ++i) {
+            if (everywhere || states[i].copies.empty()) which.push_back(i);
+        }
+        if (!which.empty()) describe_elsewhere(*others, names, which, states, doubt);
+    }
+    for (size_t i = 0; i < names.size(); ++i) {
+        std::vector<Copy>& copies = states[i].copies;
+        if (copies.empty() && !doubt[i].empty()) {
+            return Error{Code::kUnavailable,
+                         "no node says whether " + std::string(names[i]) + " is there: " + doubt[i]};
+        }
+        if (copies.empty()) continue;
+        states[i].size = copies.front().what.size;
+        if (states[i].size != kManifestBytes) continue;
+        std::array<std::byte, kManifestBytes> bytes;
+        Part part{bytes.data(), bytes.size()};
+        GetItem item{names[i], {&part, 1}};
+        Result<std::vector<int64_t>> got = get_whole({&item, 1}, true);
+        if (!got || got->front() != static_cast<int64_t>(kManifestBytes)) continue;
+        std::optional<Manifest> manifest = decode_manifest(bytes, options_.token, names[i]);
+        if (manifest) states[i].size = manifest->size;
+    }
+    return states;
+}
+
+void Client::describe_elsewhere(Pool& pool, std::span<const std::string_view> names,
+                                std::span<const size_t> which, std::vector<ObjectState>& states,
+                                std::vector<std::string>& doubt) {
+    std::vector<std::string_view> wanted;
+    for (size_t i : which) wanted.push_back(names[i]);
+    std::vector<Hash128> asked = hashes(wanted);
+    std::vector<std::ptrdiff_t> own_copies;
+    for (const ObjectState& state : states) own_copies.push_back(std::ssize(state.copies));
+    LocateOptions question;
+    question.suspects = true;  // they may have it, and would have to answer before it is a miss
+    Result<LocateAnswer> located = pool.directory->locate(asked, question);
+    std::shared_ptr<const Members> members;
+    if (located) {
+        members = located->members;
+    } else if (auto last = pool.directory->members()) {
+        members = *last;
+    }
+    if (!located || (members != nullptr && members->before != nullptr)) {
+        std::string why = located ? "the master has just started" : located.error().text;
+        for (size_t i : which) doubt[i] = why;
+    }
+    if (members == nullptr) return;
+    std::map<NodeId, Group> groups;
+    auto ask = [&](const Member* member, size_t item) {
+        if (member == nullptr || member->identity.incarnation == pool.own) return;
+        if (member->state != MemberState::kAlive) {
+            doubt[item] = "the node at " + member->identity.address + " is silent";
+            return;
+        }
+        Group& group = groups[member->id];
+        group.member = *member;
+        if (group.items.empty() || group.items.back() != item) group.items.push_back(item);
+    };
+    for (size_t k = 0; k < which.size(); ++k) {
+        std::vector<NodeId> at;
+        if (located) {
+            for (const Holder& holder : located->keys[k]) at.push_back(holder.node);
+        }
+        // Where this client put copies of which the directory has not heard yet.
+        recent_.find(asked[k], at);
+        for (NodeId node : at) ask(members->find(node), which[k]);
+        if (at.empty()) ask(known_place(*members, asked[k]), which[k]);
+    }
+    std::vector<Group> work;
+    for (auto& [id, group] : groups) work.push_back(std::move(group));
+    std::mutex merging;
+    each(work, [&](Group& group) {
+        std::vector<std::string_view> keys;
+        for (size_t i : group.items) keys.push_back(names[i]);
+        Result<std::vector<Description>> found = node(pool, group.member)->describe(keys);
+        const NodeIdentity& at = group.member.identity;
+        std::lock_guard lock(merging);
+        for (size_t k = 0; k < group.items.size(); ++k) {
+            if (!found) {
+                doubt[group.items[k]] = found.error().text;
+            } else if ((*found)[k].where != 0) {
+                states[group.items[k]].copies.push_back({at.name, at.host_id, at.address, (*found)[k]});
+            }
+        }
+    });
+    // The own node's stands first already; the others answered in any order.
+    for (size_t i = 0; i < states.size(); ++i) {
+        auto rest = states[i].copies.begin() + own_copies[i];
+        std::ranges::sort(rest, states[i].copies.end(), {},
+                          [](const Copy& copy) { return std::tie(copy.host_id, copy.node, copy.address); });
+    }
+}
+
+}  // namespace moonpool

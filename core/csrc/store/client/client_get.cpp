@@ -1,0 +1,210 @@
+// Client, reading: from the own node, and what is missing there from the nearest holder, or the next one.
+#include <algorithm>
+#include <map>
+#include <new>
+#include <numeric>
+
+#include "store/client/client.hpp"
+#include "store/client/client_frames.hpp"
+
+namespace moonpool {
+
+Result<std::vector<int64_t>> Client::get(std::span<const GetItem> items, bool verify) {
+    Patience patience(patience_ms());
+    Result<std::vector<int64_t>> sizes = get_whole(items, verify);
+    for (size_t i = 0; sizes && i < items.size(); ++i) {
+        uint64_t room = total(items[i].parts);
+        if ((*sizes)[i] >= 0 && room < static_cast<uint64_t>((*sizes)[i])) {
+            return too_small(items[i].name, room, static_cast<uint64_t>((*sizes)[i]));
+        }
+    }
+    if (sizes) {
+        if (Status status = fill_striped(items, verify, *sizes); !status) return status.error();
+    }
+    return sizes;
+}
+
+Result<std::vector<int64_t>> Client::get_pinned(const Pinned& pinned, std::span<const size_t> places,
+                                                std::span<const GetItem> items, bool verify) {
+    Patience patience(patience_ms());
+    Result<std::vector<int64_t>> sizes = NodeClient::get_pinned(pinned, places, items, verify);
+    if (sizes) {
+        if (Status status = fill_striped(items, verify, *sizes); !status) return status.error();
+    }
+    return sizes;
+}
+
+Result<std::vector<int64_t>> Client::get_whole(std::span<const GetItem> items, bool verify) {
+    Result<std::vector<int64_t>> sizes = own_.get(items, verify, true);
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr) {
+        if (!sizes) return sizes;
+        for (size_t i = 0; i < items.size(); ++i) {
+            if ((*sizes)[i] == kDamagedRead) return corrupt(items[i].name);
+        }
+        return sizes;
+    }
+    bool own_answered = sizes.ok();
+    if (!own_answered) {
+        if (!no_answer(sizes.error())) return sizes;
+        for (const GetItem& item : items) {
+            if (item.name.empty()) return sizes;
+        }
+    }
+    std::vector<int64_t> found = own_answered ? *sizes : std::vector<int64_t>(items.size(), kMiss);
+    if (std::ranges::all_of(found, [](int64_t size) { return size >= 0; })) return found;
+    find_elsewhere(*others, items, verify, found);
+    for (int64_t& size : found) {
+        if (size == kDamagedRead) size = kMiss;  // nobody had it whole
+    }
+    // With the own node away, a miss everywhere else is not known to be a miss.
+    if (!own_answered && std::ranges::find(found, kMiss) != found.end()) return sizes.error();
+    return found;
+}
+
+// Fills in what other nodes have. A holder that fails, or whose bytes are damaged, is followed by the next.
+void Client::find_elsewhere(Pool& pool, std::span<const GetItem> items, bool verify,
+                            std::vector<int64_t>& sizes) {
+    std::vector<std::vector<NodeId>> tried(items.size());
+    Result<std::shared_ptr<const Members>> members = pool.directory->members();
+    for (size_t attempt = 0; attempt < kAttemptsMax + 1; ++attempt) {
+        std::vector<size_t> missing;
+        std::vector<Hash128> asked;
+        for (size_t i = 0; i < items.size(); ++i) {
+            if (sizes[i] >= 0) continue;
+            missing.push_back(i);
+            asked.push_back(own_.hasher()(items[i].name));
+        }
+        if (missing.empty()) return;
+        std::map<Incarnation, Group> groups;
+        auto assign = [&](const Member& member, size_t item) {
+            tried[item].push_back(member.id);
+            Group& group = groups[member.identity.incarnation];
+            group.member = member;
+            group.items.push_back(item);
+        };
+        std::vector<size_t> unknown;
+        for (size_t k = 0; k < missing.size(); ++k) {
+            const Member* member = attempt == 0 && members ? known_place(**members, asked[k]) : nullptr;
+            if (member != nullptr && member->identity.incarnation != pool.own) {
+                assign(*member, missing[k]);
+            } else {
+                unknown.push_back(k);
+            }
+        }
+        if (!unknown.empty()) {
+            std::vector<Hash128> question;
+            for (size_t k : unknown) question.push_back(asked[k]);
+            Result<LocateAnswer> located = pool.directory->locate(question);
+            for (size_t u = 0; located && u < located->keys.size(); ++u) {
+                size_t item = missing[unknown[u]];
+                std::vector<NodeId> avoid = tried[item];
+                for (const Member& member : located->members->rows) {
+                    if (member.identity.incarnation == pool.own) avoid.push_back(member.id);
+                }
+                const Member* member =
+                    nearest(pool, *located->members, located->keys[u], avoid, question[u].low);
+                // Damaged on the way, and nobody else has it: once more from the same node.
+                if (member == nullptr && sizes[item] == kDamagedRead && attempt < 2) {
+                    member = nearest(pool, *located->members, located->keys[u], {}, question[u].low);
+                }
+                if (member != nullptr) assign(*member, item);
+            }
+        }
+        if (groups.empty()) return;
+        std::vector<Group> work;
+        for (auto& [id, group] : groups) work.push_back(std::move(group));
+        each(work, [&](Group& group) {
+            std::vector<GetItem> wanted;
+            for (size_t i : group.items) wanted.push_back(items[i]);
+            Result<std::vector<int64_t>> got = node(pool, group.member)->get(wanted, verify, true);
+            for (size_t k = 0; k < group.items.size(); ++k) {
+                size_t i = group.items[k];
+                if (!got) {
+                    locations_.forget(own_.hasher()(items[i].name));
+                    continue;
+                }
+                sizes[i] = (*got)[k];
+                if (sizes[i] >= 0) {
+                    locations_.put(own_.hasher()(items[i].name), group.member.identity.incarnation);
+                } else {
+                    locations_.forget(own_.hasher()(items[i].name));
+                }
+            }
+        });
+    }
+}
+
+Result<std::vector<ObjectView>> Client::views(const Pinned& pinned, std::span<const size_t> places,
+                                              std::span<const std::string_view> names, bool verify) {
+    Patience patience(patience_ms());
+    if (verify) {
+        if (Status status = NodeClient::verify(pinned, places, names); !status) return status.error();
+    }
+    Result<std::vector<ObjectView>> views = NodeClient::views(pinned, places);
+    if (views) {
+        if (Status status = view_striped(names, verify, *views); !status) return status.error();
+    }
+    return views;
+}
+
+Result<std::vector<ObjectView>> Client::views(std::span<const std::string_view> names, bool verify) {
+    Patience patience(patience_ms());
+    std::string why;
+    Result<Pinned> pinned = pin_whole(names, why);
+    if (!pinned) return pinned.error();
+    std::vector<size_t> places(names.size());
+    std::iota(places.begin(), places.end(), 0);
+    if (verify) {
+        if (Status status = NodeClient::verify(*pinned, places, names); !status) return status.error();
+    }
+    Result<std::vector<ObjectView>> views = NodeClient::views(*pinned, places);
+    bool lost = !views.ok();
+    if (lost) {
+        if (!no_answer(views.error())) return views;
+        views = std::vector<ObjectView>(names.size());
+    }
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr) return views;
+    // A holder died, or the bytes were damaged on their way: from wherever else they are. What is there may
+    // be larger than what was pinned, and is then read once more.
+    std::vector<size_t> at;
+    std::vector<uint64_t> rooms;
+    for (size_t i = 0; i < names.size(); ++i) {
+        if ((*views)[i].owner != nullptr || !pinned->has(i)) continue;
+        at.push_back(i);
+        rooms.push_back(pinned->descriptors[i].size);
+    }
+    for (int attempt = 0; attempt < 2 && !at.empty(); ++attempt) {
+        std::vector<std::shared_ptr<std::byte[]>> memory;
+        std::vector<Part> parts;
+        std::vector<GetItem> items;
+        for (uint64_t room : rooms) {
+            memory.emplace_back(new (std::nothrow) std::byte[room]);
+            if (memory.back() == nullptr)
+                return Error{Code::kOs, "no memory for " + std::to_string(room) + " bytes"};
+            parts.push_back(Part{memory.back().get(), room});
+        }
+        for (size_t k = 0; k < at.size(); ++k) items.push_back({names[at[k]], {&parts[k], 1}});
+        Result<std::vector<int64_t>> sizes = get_whole(items, verify);
+        if (!sizes) return sizes.error();
+        std::vector<size_t> larger;
+        std::vector<uint64_t> larger_rooms;
+        for (size_t k = 0; k < at.size(); ++k) {
+            if ((*sizes)[k] < 0) continue;
+            auto size = static_cast<uint64_t>((*sizes)[k]);
+            if (size > rooms[k]) {
+                larger.push_back(at[k]);
+                larger_rooms.push_back(size);
+            } else {
+                (*views)[at[k]] = ObjectView{memory[k], memory[k].get(), size};
+            }
+        }
+        at = std::move(larger);
+        rooms = std::move(larger_rooms);
+    }
+    if (Status status = view_striped(names, verify, *views); !status) return status.error();
+    return views;
+}
+
+}  // namespace moonpool

@@ -1,0 +1,282 @@
+// Client, asking: what is here or elsewhere, and pinning it where it lies.
+#include <algorithm>
+#include <map>
+#include <numeric>
+
+#include "store/client/client.hpp"
+#include "store/client/client_frames.hpp"
+
+namespace moonpool {
+
+Result<Pinned> Client::pin(std::span<const std::string_view> names) {
+    Patience patience(patience_ms());
+    std::string why;
+    Result<Pinned> pinned = pin_whole(names, why);
+    if (!pinned || pool() == nullptr) return pinned;
+    for (size_t i = 0; i < names.size(); ++i) {
+        if (pinned->descriptors[i].size == kManifestBytes) pin_stripes(*pinned, i, names[i], why);
+    }
+    return pinned;
+}
+
+Result<Pinned> Client::pin_whole(std::span<const std::string_view> names, std::string& why) {
+    Result<Pinned> pinned = own_.pin(names);
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr) return pinned;
+    bool own_answered = pinned.ok();
+    Error own_error;
+    if (!own_answered) {
+        if (!no_answer(pinned.error())) return pinned;
+        own_error = pinned.error();
+        Pinned nothing;
+        nothing.descriptors.resize(names.size());
+        nothing.under.assign(names.size(), kNoPin);
+        pinned = std::move(nothing);
+    }
+    std::vector<size_t> missing;
+    for (size_t i = 0; i < names.size(); ++i) {
+        if (!pinned->has(i)) missing.push_back(i);
+    }
+    if (missing.empty()) return pinned;
+    pin_elsewhere(*others, names, missing, *pinned, why);
+    // With the own node away, a miss everywhere else is not known to be a miss.
+    for (size_t i = 0; !own_answered && i < names.size(); ++i) {
+        if (!pinned->has(i)) return own_error;
+    }
+    return pinned;
+}
+
+void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
+                           std::span<const size_t> missing, Pinned& pinned, std::string& why) {
+    std::vector<size_t> left(missing.begin(), missing.end());
+    std::map<size_t, std::vector<NodeId>> tried;
+    std::mutex merging;
+    for (size_t attempt = 0; attempt < kAttemptsMax && !left.empty(); ++attempt) {
+        std::vector<std::string_view> wanted;
+        for (size_t i : left) wanted.push_back(names[i]);
+        std::vector<Hash128> asked = hashes(wanted);
+        Result<LocateAnswer> located = pool.directory->locate(asked);
+        std::shared_ptr<const Members> members;
+        if (located) {
+            members = located->members;
+        } else {
+            why = located.error().text;
+            if (auto last = pool.directory->members()) members = *last;
+            if (members == nullptr) return;
+        }
+        std::map<Incarnation, Group> groups;
+        for (size_t k = 0; k < asked.size(); ++k) {
+            const Member* member =
+                located ? nearest(pool, *members, located->keys[k], tried[left[k]], asked[k].low) : nullptr;
+            // Where this client put it a moment ago, or found it before.
+            if (member == nullptr) {
+                member = known_place(*members, asked[k]);
+                const std::vector<NodeId>& asked_before = tried[left[k]];
+                if (member != nullptr && std::ranges::find(asked_before, member->id) != asked_before.end())
+                    member = nullptr;
+            }
+            if (member == nullptr) continue;
+            tried[left[k]].push_back(member->id);
+            Group& group = groups[member->identity.incarnation];
+            group.member = *member;
+            group.items.push_back(left[k]);
+        }
+        std::vector<Group> work;
+        for (auto& [id, group] : groups) work.push_back(std::move(group));
+        std::vector<size_t> again;
+        each(work, [&](Group& group) {
+            std::vector<std::string_view> keys;
+            for (size_t i : group.items) keys.push_back(names[i]);
+            Result<Pinned> got = group.member.identity.incarnation == pool.own
+                                     ? own_.pin(keys)
+                                     : node(pool, group.member)->pin(keys);
+            std::lock_guard lock(merging);
+            if (!got) {
+                why = got.error().text;
+                again.insert(again.end(), group.items.begin(), group.items.end());
+                return;
+            }
+            if (!got->why.empty()) why = got->why;
+            auto base = static_cast<uint32_t>(pinned.pins.size());
+            for (size_t k = 0; k < group.items.size(); ++k) {
+                if (!got->has(k)) {
+                    again.push_back(group.items[k]);
+                    continue;
+                }
+                locations_.put(own_.hasher()(keys[k]), group.member.identity.incarnation);
+                pinned.descriptors[group.items[k]] = got->descriptors[k];
+                pinned.under[group.items[k]] = base + got->under[k];
+            }
+            for (auto& pin : got->pins) pinned.pins.push_back(std::move(pin));
+        });
+        left = std::move(again);
+    }
+}
+
+Result<std::vector<Presence>> Client::exists(std::span<const std::string_view> names) {
+    Patience patience(patience_ms());
+    std::vector<size_t> manifest_sized;
+    Result<std::vector<Presence>> present = exists_whole(names, false, manifest_sized);
+    if (!present || pool() == nullptr) return present;
+    for (size_t i : manifest_sized) (*present)[i] = whole(names[i]);
+    return present;
+}
+
+Result<std::vector<Presence>> Client::exists_whole(std::span<const std::string_view> names, bool use,
+                                                   std::vector<size_t>& manifest_sized) {
+    Result<std::vector<uint8_t>> own = own_.exists(names, use);
+    std::shared_ptr<Pool> others = pool();
+    if (!own && (others == nullptr || !no_answer(own.error()))) return own.error();
+    std::vector<Presence> present(names.size(), own ? Presence::kMiss : Presence::kUnknown);
+    std::vector<std::string_view> wanted;
+    std::vector<size_t> place;
+    for (size_t i = 0; i < names.size(); ++i) {
+        if (own && (*own)[i] != 0) {
+            present[i] = Presence::kHit;
+            if ((*own)[i] == NodeClient::kManifestSized) manifest_sized.push_back(i);
+        } else {
+            wanted.push_back(names[i]);
+            place.push_back(i);
+        }
+    }
+    if (others == nullptr || wanted.empty()) return present;
+    LocateOptions question;
+    question.suspects = true;  // they may have it, and would have to answer before it is a miss
+    Result<LocateAnswer> located = others->directory->locate(hashes(wanted), question);
+    if (!located) {
+        for (size_t i : place) present[i] = Presence::kUnknown;
+        return present;
+    }
+    // The directory may be some milliseconds behind: the holder has the last word.
+    std::map<Incarnation, Group> groups;
+    for (size_t k = 0; k < wanted.size(); ++k) {
+        std::vector<NodeId> avoid;
+        for (const Member& member : located->members->rows) {
+            if (own && member.identity.incarnation == others->own) avoid.push_back(member.id);
+        }
+        const Member* member = nearest(*others, *located->members, located->keys[k], avoid, k);
+        if (member == nullptr) member = known_place(*located->members, own_.hasher()(wanted[k]));
+        // A new master has not heard of everybody yet: who has it may be unknown to it.
+        bool unknown = located->members->before != nullptr;
+        for (const Holder& holder : located->keys[k]) {
+            const Member* silent = located->members->find(holder.node);
+            unknown |= silent != nullptr && silent->state != MemberState::kAlive &&
+                       !(own && silent->identity.incarnation == others->own);
+        }
+        if (unknown) present[place[k]] = Presence::kUnknown;
+        if (member == nullptr) continue;
+        Group& group = groups[member->identity.incarnation];
+        group.member = *member;
+        group.items.push_back(k);
+    }
+    std::vector<Group> work;
+    for (auto& [id, group] : groups) work.push_back(std::move(group));
+    std::mutex merging;
+    each(work, [&](Group& group) {
+        std::vector<std::string_view> keys;
+        for (size_t k : group.items) keys.push_back(wanted[k]);
+        Result<std::vector<uint8_t>> flags = node(*others, group.member)->exists(keys, use);
+        std::lock_guard lock(merging);
+        for (size_t j = 0; j < keys.size(); ++j) {
+            size_t at = place[group.items[j]];
+            if (!flags) {
+                present[at] = Presence::kUnknown;
+            } else if ((*flags)[j] != 0) {
+                present[at] = Presence::kHit;
+                if ((*flags)[j] == NodeClient::kManifestSized) manifest_sized.push_back(at);
+            }
+        }
+    });
+    return present;
+}
+
+Result<Prefix> Client::longest_prefix(std::span<const std::string_view> names, uint32_t width, bool pin) {
+    Patience patience(patience_ms());
+    Result<Prefix> prefix = prefix_whole(names, width, pin);
+    if (!prefix || pool() == nullptr) return prefix;
+    for (size_t i = 0; i < prefix->descriptors.size(); ++i) {
+        if (prefix->descriptors[i].size != kManifestBytes) continue;
+        if (pin) {
+            pin_stripes(*prefix, i, names[i], prefix->why);
+            if (prefix->has(i)) continue;
+        } else if (whole(names[i]) == Presence::kHit) {
+            continue;
+        }
+        // A block counts only when all its objects can be read.
+        prefix->blocks = i / width;
+        prefix->descriptors.resize(prefix->blocks * width);
+        prefix->under.resize(prefix->blocks * width);
+        if (!pin) prefix->found_at.resize(prefix->blocks);
+        break;
+    }
+    return prefix;
+}
+
+Result<Prefix> Client::prefix_whole(std::span<const std::string_view> names, uint32_t width, bool pin) {
+    Result<Prefix> own = own_.longest_prefix(names, width, pin);
+    std::shared_ptr<Session> session = own_.current();
+    if (own && !pin && session != nullptr) {
+        own->found_at.assign(own->blocks, {session->node_name(), session->host_id()});
+    }
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr) return own;
+    Prefix prefix;
+    if (own) {
+        prefix = std::move(*own);
+    } else if (no_answer(own.error()) && width != 0 && names.size() % width == 0) {
+        prefix.why = own.error().text;
+    } else {
+        return own;
+    }
+    size_t have = prefix.blocks * width;
+    if (have == names.size()) return prefix;
+    std::span<const std::string_view> rest = names.subspan(have);
+    LocateOptions question;
+    question.prefix = true;
+    question.width = static_cast<uint16_t>(width);
+    Result<LocateAnswer> located = others->directory->locate(hashes(rest), question);
+    if (!located) {
+        prefix.why = located.error().text;
+        return prefix;
+    }
+    size_t more = located->keys.size() / width * width;
+    if (located->members->before != nullptr && more != rest.size()) {
+        prefix.why = "the master has just started, and does not know yet what all nodes hold";
+    }
+    for (const Member& member : located->members->rows) {
+        bool away = member.state != MemberState::kAlive && more != rest.size() && prefix.why.empty();
+        if (away) prefix.why = "the node at " + member.identity.address + " is silent";
+    }
+    if (more == 0) return prefix;
+    prefix.descriptors.resize(have + more);
+    prefix.under.resize(have + more, kNoPin);
+    if (pin) {
+        std::vector<size_t> missing(more);
+        std::iota(missing.begin(), missing.end(), have);
+        pin_elsewhere(*others, names, missing, prefix, prefix.why);
+        while (more != 0) {
+            size_t gap = have;
+            while (gap < have + more && prefix.has(gap)) ++gap;
+            if (gap == have + more) break;
+            more = (gap - have) / width * width;
+        }
+        prefix.descriptors.resize(have + more);
+        prefix.under.resize(have + more);
+    } else {
+        for (size_t k = 0; k < more; ++k) {  // may be striped, and one that lost a stripe
+            if (own_has(rest[k]) == kManifestBytes) prefix.descriptors[have + k].size = kManifestBytes;
+        }
+        for (size_t k = 0; k < more; k += width) {
+            const Member* member = nearest(*others, *located->members, located->keys[k], {}, k);
+            if (member == nullptr) {
+                prefix.found_at.emplace_back();
+            } else {
+                prefix.found_at.emplace_back(member->identity.name, member->identity.host_id);
+            }
+        }
+    }
+    prefix.blocks += more / width;
+    return prefix;
+}
+
+}  // namespace moonpool

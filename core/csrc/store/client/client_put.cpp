@@ -1,0 +1,428 @@
+// Client, writing: to the own node; elsewhere when that is full or gone; copies to other hosts.
+#include <algorithm>
+#include <numeric>
+
+#include "base/crc32c.hpp"
+#include "store/client/client.hpp"
+#include "store/client/client_frames.hpp"
+
+namespace moonpool {
+
+// Whether the own node would have to evict for that much. Not known of a node of another host.
+bool Client::own_is_full(uint64_t bytes) {
+    std::shared_ptr<Session> session = own_.current();
+    if (session == nullptr || !session->alive() || session->remote()) return false;
+    return session->index().free_bytes() < bytes + session->arena_bytes() / 8;
+}
+
+Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& options) {
+    Patience patience(options.timeout_ms > 0 ? Patience::of_a_call(options.timeout_ms) : patience_ms());
+    std::vector<PutItem> whole;
+    std::vector<size_t> place, striped;
+    for (size_t i = 0; i < items.size(); ++i) {
+        if (too_large_for_one(items[i])) {
+            striped.push_back(i);
+        } else {
+            whole.push_back(items[i]);
+            place.push_back(i);
+        }
+    }
+    Result<PutReport> some = put_whole(striped.empty() ? items : whole, options);
+    if (some && !some->manifest_sized.empty()) {
+        some = put_anew_what_is_lost(striped.empty() ? items : whole, options, std::move(*some));
+    }
+    if (!some || striped.empty()) return some;
+    PutReport report = std::move(*some);
+    std::vector<PutOutcome> outcomes(items.size(), PutOutcome::kRefused);
+    std::vector<uint8_t> copies;
+    if (!report.copies.empty()) copies.assign(items.size(), 1);
+    for (size_t k = 0; k < place.size(); ++k) {
+        outcomes[place[k]] = report.outcomes[k];
+        if (!copies.empty()) copies[place[k]] = report.copies[k];
+    }
+    std::shared_ptr<Pool> others = pool();
+    for (size_t i : striped) {
+        Status status = put_striped(*others, items[i], options, outcomes[i], report);
+        if (!status) return status.error();
+    }
+    report.outcomes = std::move(outcomes);
+    report.copies = std::move(copies);
+    return report;
+}
+
+// What is there already may be an object that lost one of its stripes: no client can read it, and nothing
+// else would ever take its place.
+Result<PutReport> Client::put_anew_what_is_lost(std::span<const PutItem> items, const PutOptions& options,
+                                                PutReport report) {
+    std::vector<PutItem> lost;
+    std::vector<size_t> place;
+    for (size_t i : report.manifest_sized) {
+        if (pool() == nullptr || report.outcomes[i] != PutOutcome::kExists) continue;
+        if (this->whole(items[i].name) == Presence::kHit) continue;
+        lost.push_back(items[i]);
+        place.push_back(i);
+    }
+    report.manifest_sized.clear();
+    if (lost.empty()) return report;
+    PutOptions anew = options;
+    anew.replace = true;
+    Result<PutReport> put = put_whole(lost, anew);
+    if (!put) return put;
+    for (size_t k = 0; k < place.size(); ++k) {
+        report.outcomes[place[k]] = put->outcomes[k];
+        if (!put->copies.empty()) report.copies[place[k]] = put->copies[k];
+    }
+    report.stored_bytes += put->stored_bytes;
+    if (!put->refusal.empty()) report.refusal = put->refusal;
+    if (!put->short_of_copies.empty()) report.short_of_copies = put->short_of_copies;
+    return report;
+}
+
+Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOptions& options) {
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr) {
+        Result<PutReport> report = own_.put(items, options.replace, options.ack, options.timeout_ms);
+        others = pool();  // the first call of all finds out
+        if (report && options.replicas > 1) {
+            if (others != nullptr) {
+                replicate(*others, items, options, preferred(options), *report);
+            } else {
+                report->copies.assign(items.size(), 1);
+                report->short_of_copies = "the node has no master, and so no other nodes";
+            }
+        }
+        if (others == nullptr || report) return report;
+    }
+    uint64_t bytes = 0;
+    for (const PutItem& item : items) bytes += std::min(total(item.parts), UINT64_MAX - bytes);
+    PutReport report;
+    std::vector<size_t> left(items.size());
+    std::iota(left.begin(), left.end(), 0);
+    report.outcomes.assign(items.size(), PutOutcome::kRefused);
+    auto still_refused = [&] {
+        std::vector<size_t> refused;
+        for (size_t i = 0; i < items.size(); ++i) {
+            if (report.outcomes[i] == PutOutcome::kRefused) refused.push_back(i);
+        }
+        return refused;
+    };
+    // The own node first among them is the usual way, but for the spilling.
+    std::vector<Named> wanted = preferred(options);
+    bool own_wanted = !wanted.empty() && wanted.front().node == nullptr;
+    bool elsewhere_wanted = !wanted.empty() && !own_wanted;
+    std::vector<RemovedManifest> replaced;
+    if (options.replace) {
+        // Whoever else has an older generation loses it first: from here on nobody reads it.
+        std::vector<std::string_view> names;
+        for (const PutItem& item : items) names.push_back(item.name);
+        std::vector<uint8_t> ignored(names.size());
+        bool own_away = false;
+        if (elsewhere_wanted) {
+            own_away = !own_.remove(names, replaced).ok();
+        } else {
+            own_manifests(names, replaced);
+        }
+        remove_elsewhere(*others, names, own_away, ignored, replaced);
+    }
+    auto leave_what_is_here = [&] {
+        std::erase_if(left, [&](size_t i) {
+            std::optional<uint64_t> here = own_has(items[i].name);
+            if (here) report.outcomes[i] = PutOutcome::kExists;
+            if (here == kManifestBytes) report.manifest_sized.push_back(i);
+            return here.has_value();
+        });
+    };
+    if (elsewhere_wanted) {
+        if (!options.replace) leave_what_is_here();
+        for (const Named& at : wanted) {
+            if (left.empty() || at.node == nullptr) break;
+            put_at(*at.node, at.member, items, options, left, report);
+        }
+    }
+    // The own node is full and another is not: a new block is better there than in an old one's place.
+    bool spilled = options.ack && !options.replace && !left.empty() && !own_wanted && own_is_full(bytes) &&
+                   others->room.may_ask();
+    if (spilled) {
+        leave_what_is_here();
+        size_t asked = left.size();
+        put_elsewhere(*others, items, options, left, report, false);
+        left = still_refused();
+        if (asked != 0 && left.size() == asked) others->room.nowhere();
+    }
+    Error own_error;
+    if (!left.empty()) {
+        std::vector<PutItem> own_items;
+        for (size_t i : left) own_items.push_back(items[i]);
+        Result<PutReport> own = own_.put(own_items, options.replace, options.ack, options.timeout_ms);
+        if (own) {
+            for (size_t k = 0; k < left.size(); ++k) report.outcomes[left[k]] = own->outcomes[k];
+            for (size_t k : own->manifest_sized) report.manifest_sized.push_back(left[k]);
+            report.refusal = own->refusal;
+            report.stored_bytes += own->stored_bytes;
+        } else if (no_answer(own.error())) {
+            own_error = own.error();
+            if (options.replace) {
+                std::vector<std::string_view> names;
+                for (size_t i : left) names.push_back(items[i].name);
+                std::vector<uint8_t> ignored(names.size());
+                std::vector<RemovedManifest> found_before;  // by the removal above
+                remove_elsewhere(*others, names, true, ignored, found_before);
+            }
+        } else {
+            return own;
+        }
+        left = still_refused();
+    }
+    if (!left.empty() && options.ack) put_elsewhere(*others, items, options, left, report, true);
+    if (!own_error.text.empty() && !still_refused().empty()) return own_error;
+    std::vector<Manifest> striped;
+    for (const RemovedManifest& manifest : replaced) {
+        if (report.outcomes[manifest.item] != PutOutcome::kStored) continue;
+        add_genuine(items[manifest.item].name, manifest, striped);
+    }
+    remove_stripes(*others, striped);
+    if (options.replicas > 1) replicate(*others, items, options, wanted, report);
+    return report;
+}
+
+// Those that can be reached, in the caller's order.
+std::vector<Client::Named> Client::preferred(const PutOptions& options) {
+    std::vector<Named> nodes;
+    for (const std::string& name : options.nodes) {
+        if (Result<Named> at = named(name)) nodes.push_back(std::move(*at));
+    }
+    return nodes;
+}
+
+bool Client::put_at(NodeClient& to, const Member& member, std::span<const PutItem> items,
+                    const PutOptions& options, std::vector<size_t>& left, PutReport& report) {
+    std::vector<PutItem> batch;
+    for (size_t i : left) batch.push_back(items[i]);
+    Result<PutReport> put = to.put(batch, options.replace, true, options.timeout_ms);
+    if (!put) {
+        report.refusal = put.error().text;
+        return false;
+    }
+    std::vector<size_t> refused;
+    for (size_t k = 0; k < left.size(); ++k) {
+        report.outcomes[left[k]] = put->outcomes[k];
+        if (put->outcomes[k] == PutOutcome::kRefused) {
+            refused.push_back(left[k]);
+            continue;
+        }
+        Hash128 hash = own_.hasher()(items[left[k]].name);
+        locations_.put(hash, member.identity.incarnation);
+        recent_.add(hash, member.id);
+    }
+    if (!put->refusal.empty()) report.refusal = put->refusal;
+    report.stored_bytes += put->stored_bytes;
+    left = std::move(refused);
+    return true;
+}
+
+std::optional<uint64_t> Client::own_has(std::string_view name) {
+    std::shared_ptr<Session> session = own_.current();
+    if (session == nullptr || session->remote()) return std::nullopt;
+    std::optional<IndexHit> hit = session->index().find(session->space(), own_.hasher()(name), name);
+    if (!hit) return std::nullopt;
+    return hit->size;
+}
+
+// What one node is asked to take at a time: some hundred MiB, or one object.
+std::vector<std::vector<size_t>> Client::in_chunks(std::span<const PutItem> items,
+                                                   std::span<const size_t> which) {
+    constexpr uint64_t kChunkBytes = 256ull << 20;
+    std::vector<std::vector<size_t>> chunks;
+    uint64_t bytes = 0;
+    for (size_t i : which) {
+        uint64_t size = total(items[i].parts);
+        if (chunks.empty() || bytes + size > kChunkBytes) {
+            chunks.emplace_back();
+            bytes = 0;
+        }
+        chunks.back().push_back(i);
+        bytes += size;
+    }
+    return chunks;
+}
+
+void Client::put_elsewhere(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
+                           std::span<const size_t> which, PutReport& report, bool evict) {
+    Result<std::shared_ptr<const Members>> members = pool.directory->members();
+    if (!members) return;
+    for (std::vector<size_t>& left : in_chunks(items, which)) {
+        PlaceOptions where;
+        for (const Member& member : (*members)->rows) {
+            if (member.identity.incarnation == pool.own) where.avoid_nodes.push_back(member.id);
+        }
+        for (bool last : {false, true}) {
+            if (last && !evict) break;
+            where.evict = last;
+            for (size_t attempt = 0; attempt < kAttemptsMax && !left.empty(); ++attempt) {
+                uint64_t bytes = 0;
+                for (size_t i : left) bytes += total(items[i].parts);
+                Result<std::vector<NodeId>> placed = pool.directory->place(bytes, 1, where);
+                if (!placed || placed->empty()) break;
+                where.avoid_nodes.push_back(placed->front());
+                const Member* member = (*members)->find(placed->front());
+                if (member == nullptr) {
+                    members = pool.directory->members(true);
+                    if (!members) return;
+                    member = (*members)->find(placed->front());
+                    if (member == nullptr) continue;
+                }
+                put_at(*node(pool, *member), *member, items, options, left, report);
+            }
+        }
+    }
+}
+
+// Of objects that were there before, only those with the very bytes of this call are to have more copies.
+std::vector<size_t> Client::with_equal_bytes(std::span<const PutItem> items, std::span<const size_t> which) {
+    std::vector<std::string_view> names;
+    for (size_t i : which) names.push_back(items[i].name);
+    Result<Pinned> pinned = pin(names);
+    std::vector<size_t> equal;
+    for (size_t k = 0; pinned && k < which.size(); ++k) {
+        if (!pinned->has(k)) continue;
+        uint32_t crc = 0;
+        for (const Part& part : items[which[k]].parts) crc = crc32c(crc, part.data, part.size);
+        const Descriptor& d = pinned->descriptors[k];
+        if (d.size == total(items[which[k]].parts) && d.crc == crc) equal.push_back(which[k]);
+    }
+    return equal;
+}
+
+void Client::replicate(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
+                       std::span<const Named> wanted, PutReport& report) {
+    report.copies.assign(items.size(), 0);
+    std::vector<size_t> stored, existed;
+    for (size_t i = 0; i < items.size(); ++i) {
+        if (report.outcomes[i] == PutOutcome::kRefused) continue;
+        report.copies[i] = 1;
+        (report.outcomes[i] == PutOutcome::kStored ? stored : existed).push_back(i);
+    }
+    if (!existed.empty()) {
+        std::vector<size_t> equal = with_equal_bytes(items, existed);
+        if (equal.size() != existed.size()) {
+            report.short_of_copies = "the key has other bytes than these, which stay";
+        }
+        stored.insert(stored.end(), equal.begin(), equal.end());
+    }
+    for (const std::vector<size_t>& chunk : in_chunks(items, stored)) {
+        replicate_some(pool, items, options, chunk, wanted, report);
+    }
+}
+
+// One host after the other gets a copy, until there are enough or no host is left; then other nodes of those.
+void Client::replicate_some(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
+                            std::span<const size_t> which, std::span<const Named> wanted, PutReport& report) {
+    Result<std::shared_ptr<const Members>> members = pool.directory->members();
+    if (!members) {
+        report.short_of_copies = members.error().text;
+        return;
+    }
+    PlaceOptions where;
+    // With the first copy wanted elsewhere, and taken there, the own host may have another.
+    bool own_may_have = !wanted.empty() && wanted.front().node != nullptr &&
+                        std::ranges::none_of(which, [&](size_t i) { return !!own_has(items[i].name); });
+    if (!own_may_have) {
+        where.avoid_host_ids.push_back(pool.host_id);
+        for (const Member& member : (*members)->rows) {
+            if (member.identity.incarnation == pool.own) where.avoid_nodes.push_back(member.id);
+        }
+    }
+    // What was spilled lies elsewhere already: not a second time on that host.
+    for (size_t i : which) {
+        std::vector<NodeId> at;
+        recent_.find(own_.hasher()(items[i].name), at);
+        for (NodeId node : at) {
+            const Member* member = (*members)->find(node);
+            if (member == nullptr || where.avoid_nodes.size() >= 64) continue;
+            if (std::ranges::find(where.avoid_nodes, node) != where.avoid_nodes.end()) continue;
+            where.avoid_nodes.push_back(node);
+            where.avoid_host_ids.push_back(member->identity.host_id);
+        }
+    }
+    std::string why;
+    bool same_hosts = false;
+    auto wanting = [&] {
+        std::vector<size_t> left;
+        for (size_t i : which) {
+            if (report.copies[i] < options.replicas) left.push_back(i);
+        }
+        return left;
+    };
+    auto copy_to = [&](NodeClient& to, const Member& member, const std::vector<size_t>& left) {
+        where.avoid_nodes.push_back(member.id);
+        std::vector<PutItem> batch;
+        for (size_t i : left) batch.push_back(items[i]);
+        Result<PutReport> put = to.put(batch, options.replace, true, options.timeout_ms);
+        if (!put) {
+            why = put.error().text;
+            return;
+        }
+        if (!same_hosts) where.avoid_host_ids.push_back(member.identity.host_id);
+        for (size_t k = 0; k < left.size(); ++k) {
+            if (put->outcomes[k] == PutOutcome::kRefused) {
+                why = put->refusal;
+                continue;
+            }
+            ++report.copies[left[k]];
+            recent_.add(own_.hasher()(items[left[k]].name), member.id);
+        }
+    };
+    auto copy_to_wanted = [&] {
+        for (const Named& at : wanted) {
+            std::vector<size_t> left = wanting();
+            const Member* own = (*members)->find(pool.own);
+            const Member* member = at.node == nullptr ? own : &at.member;
+            if (left.empty() || member == nullptr) continue;
+            if (std::ranges::find(where.avoid_host_ids, member->identity.host_id) !=
+                where.avoid_host_ids.end())
+                continue;
+            if (std::ranges::find(where.avoid_nodes, member->id) != where.avoid_nodes.end()) continue;
+            copy_to(at.node == nullptr ? own_ : *at.node, *member, left);
+        }
+    };
+    // Which nodes are left, the master says. False: it does not answer.
+    auto copy_to_any = [&](bool evict) {
+        where.evict = evict;
+        for (std::vector<size_t> left = wanting(); !left.empty(); left = wanting()) {
+            uint64_t bytes = 0;
+            for (size_t i : left) bytes += total(items[i].parts);
+            Result<std::vector<NodeId>> placed = pool.directory->place(bytes, 1, where);
+            if (!placed) {
+                report.short_of_copies = placed.error().text;
+                return false;
+            }
+            if (placed->empty()) break;
+            const Member* member = (*members)->find(placed->front());
+            if (member == nullptr) {  // it has joined a moment ago
+                if (auto fresh = pool.directory->members(true)) members = std::move(fresh);
+                member = (*members)->find(placed->front());
+            }
+            if (member == nullptr) {
+                where.avoid_nodes.push_back(placed->front());
+                continue;
+            }
+            copy_to(*node(pool, *member), *member, left);
+        }
+        return true;
+    };
+    copy_to_wanted();
+    for (bool evict : {false, true}) {
+        if (!copy_to_any(evict)) return;
+    }
+    // Where no host is left, another process of a host that has one: it survives the death of the first.
+    same_hosts = true;
+    where.avoid_host_ids.clear();
+    copy_to_wanted();
+    for (bool evict : {false, true}) {
+        if (!copy_to_any(evict)) return;
+    }
+    if (wanting().empty()) return;
+    report.short_of_copies = why.empty() ? "there are not enough other hosts and nodes in the pool" : why;
+}
+
+}  // namespace moonpool

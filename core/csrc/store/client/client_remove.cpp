@@ -1,0 +1,184 @@
+// Client, over all nodes: removing every copy of an object, and listing.
+#include <algorithm>
+#include <climits>
+#include <map>
+#include <numeric>
+#include <unordered_set>
+
+#include "store/client/client.hpp"
+#include "store/client/client_frames.hpp"
+
+namespace moonpool {
+
+Result<std::vector<uint8_t>> Client::remove(std::span<const std::string_view> names) {
+    Patience patience(patience_ms());
+    std::vector<RemovedManifest> manifests;
+    Result<std::vector<uint8_t>> removed = own_.remove(names, manifests);
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr || (!removed && !no_answer(removed.error()))) return removed;
+    std::vector<uint8_t> flags = removed ? *removed : std::vector<uint8_t>(names.size());
+    remove_elsewhere(*others, names, !removed, flags, manifests);
+    std::vector<Manifest> striped;
+    for (const RemovedManifest& manifest : manifests) add_genuine(names[manifest.item], manifest, striped);
+    remove_stripes(*others, striped);
+    if (!removed && std::ranges::find(flags, 0) != flags.end()) return removed.error();
+    return flags;
+}
+
+Result<std::vector<uint8_t>> Client::remove_at(std::span<const std::string_view> names, std::string_view node,
+                                               std::span<const uint64_t> generations) {
+    Patience patience(patience_ms());
+    Result<Named> at = named(node);
+    if (!at) return at.error();
+    std::vector<RemovedManifest> manifests;
+    Result<std::vector<uint8_t>> removed =
+        (at->node == nullptr ? &own_ : at->node.get())->remove(names, manifests, generations);
+    if (!removed) return removed;
+    std::vector<Hash128> asked = hashes(names);
+    for (size_t i = 0; i < asked.size(); ++i) {
+        locations_.forget(asked[i]);
+        if ((*removed)[i] != 0 && at->node != nullptr) recent_.forget(asked[i], at->member.id);
+    }
+    // The stripes of an object go with the last copy of its manifest. Whoever may have one is silent now, or
+    // cannot be asked: then they stay.
+    std::vector<Manifest> striped;
+    for (const RemovedManifest& manifest : manifests) {
+        std::span<const std::string_view> name = names.subspan(manifest.item, 1);
+        Result<std::vector<Presence>> left = exists(name);
+        if (!left || left->front() != Presence::kMiss || held_by_a_suspect(name.front())) continue;
+        add_genuine(name.front(), manifest, striped);
+    }
+    if (std::shared_ptr<Pool> others = pool(); others != nullptr) remove_stripes(*others, striped);
+    return removed;
+}
+
+// Whether the master names a holder that does not answer it, or names nobody because it is away.
+bool Client::held_by_a_suspect(std::string_view name) {
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr) return false;
+    LocateOptions question;
+    question.suspects = true;
+    Result<LocateAnswer> located = others->directory->locate(hashes({&name, 1}), question);
+    if (!located) return true;
+    return std::ranges::any_of(located->keys[0], [&](const Holder& holder) {
+        const Member* member = located->members->find(holder.node);
+        return member != nullptr && member->state != MemberState::kAlive;
+    });
+}
+
+void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> names, bool own_away,
+                              std::vector<uint8_t>& removed, std::vector<RemovedManifest>& manifests) {
+    std::vector<Hash128> asked = hashes(names);
+    for (const Hash128& hash : asked) locations_.forget(hash);
+    LocateOptions question;
+    question.suspects = true;
+    Result<LocateAnswer> located = pool.directory->locate(asked, question);
+    std::map<NodeId, Group> groups;
+    if (!located) {
+        // The master is away: every node that was in the pool is told.
+        Result<std::shared_ptr<const Members>> members = pool.directory->members();
+        if (!members) return;
+        for (const Member& member : (*members)->rows) {
+            if (member.identity.incarnation == pool.own) continue;
+            Group& group = groups[member.id];
+            group.member = member;
+            group.items.resize(names.size());
+            std::iota(group.items.begin(), group.items.end(), 0);
+        }
+    }
+    for (size_t i = 0; located && i < located->keys.size(); ++i) {
+        for (const Holder& holder : located->keys[i]) {
+            const Member* member = located->members->find(holder.node);
+            if (member == nullptr || member->identity.incarnation == pool.own) continue;
+            Group& group = groups[member->id];
+            group.member = *member;
+            if (group.items.empty() || group.items.back() != i) group.items.push_back(i);
+        }
+    }
+    // And where this client put copies of which the directory has not heard yet.
+    std::shared_ptr<const Members> known;
+    if (located) {
+        known = located->members;
+    } else if (auto members = pool.directory->members()) {
+        known = *members;
+    }
+    for (size_t i = 0; known != nullptr && i < asked.size(); ++i) {
+        std::vector<NodeId> at;
+        recent_.find(asked[i], at);
+        for (NodeId node : at) {
+            const Member* member = known->find(node);
+            if (member == nullptr || member->identity.incarnation == pool.own) continue;
+            Group& group = groups[node];
+            group.member = *member;
+            if (std::ranges::find(group.items, i) == group.items.end()) group.items.push_back(i);
+        }
+    }
+    std::vector<Group> work;
+    for (auto& [id, group] : groups) work.push_back(std::move(group));
+    std::mutex merging;
+    std::vector<NodeId> unreached;
+    for (size_t i = 0; own_away && known != nullptr && i < known->rows.size(); ++i) {
+        if (known->rows[i].identity.incarnation == pool.own) unreached.push_back(known->rows[i].id);
+    }
+    // The master must hear of those that did not answer.
+    std::optional<Patience> most(std::in_place, Patience::of_one_peer(Patience::within(INT_MAX)));
+    each(work, [&](Group& group) {
+        std::vector<std::string_view> keys;
+        for (size_t i : group.items) keys.push_back(names[i]);
+        Result<std::vector<uint8_t>> flags = Error{Code::kUnavailable, "suspect"};
+        std::vector<RemovedManifest> shown;
+        for (size_t i : group.items) recent_.forget(asked[i], group.member.id);
+        if (group.member.state == MemberState::kAlive) flags = node(pool, group.member)->remove(keys, shown);
+        for (size_t k = 0; !flags && k < group.items.size(); ++k) {
+            recent_.add(asked[group.items[k]], group.member.id);  // it may have them still
+        }
+        std::lock_guard lock(merging);
+        for (RemovedManifest& manifest : shown) {
+            manifest.item = group.items[manifest.item];
+            manifests.push_back(manifest);
+        }
+        if (!flags) unreached.push_back(group.member.id);
+        for (size_t k = 0; flags && k < group.items.size(); ++k) {
+            if ((*flags)[k] != 0) removed[group.items[k]] = 1;
+        }
+    });
+    most.reset();
+    // Every key: whoever is away may hold copies of which the directory no longer knows.
+    (void)pool.directory->forget(asked, unreached);
+}
+
+Result<std::vector<ListRow>> Client::list(std::string_view prefix, uint64_t limit) {
+    Patience patience(patience_ms());
+    Result<std::vector<ListRow>> rows = own_.list(prefix, limit);
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr || (!rows && !no_answer(rows.error()))) return rows;
+    std::vector<ListRow> all = rows ? std::move(*rows) : std::vector<ListRow>();
+    std::erase_if(all, [](const ListRow& row) { return is_stripe(row.name); });
+    Result<std::shared_ptr<const Members>> members = others->directory->members();
+    if (!members) {
+        if (!rows) return rows;
+        return all;
+    }
+    std::vector<Group> work;
+    for (const Member& member : (*members)->rows) {
+        if (member.state == MemberState::kAlive && member.identity.incarnation != others->own) {
+            work.emplace_back();
+            work.back().member = member;
+        }
+    }
+    std::mutex merging;
+    std::unordered_set<std::string> seen;
+    for (const ListRow& row : all) seen.insert(row.name);
+    each(work, [&](Group& group) {
+        Result<std::vector<ListRow>> more = node(*others, group.member)->list(prefix, limit);
+        if (!more) return;
+        std::lock_guard lock(merging);
+        for (ListRow& row : *more) {
+            if (is_stripe(row.name)) continue;
+            if (all.size() < limit && seen.insert(row.name).second) all.push_back(std::move(row));
+        }
+    });
+    return all;
+}
+
+}  // namespace moonpool

@@ -1,0 +1,231 @@
+// NodeClient: the verbs of the store against one node, from any process: on the node's own host by the memory
+// that both map, from elsewhere by READ and PUT over TCP. `Client` makes one pool of many of these.
+//
+// Any thread may call. No call retries: when the node is lost, the call says so, and the next one tries to
+// connect, at most once per back-off step. What a call can do without the node (read what is in the shared
+// index) it does.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "store/client/session.hpp"
+#include "store/shared/stripes.hpp"
+
+namespace moonpool {
+
+struct PutItem {
+    std::string_view name;
+    std::string_view parent;  // empty: none
+    std::span<const Part> parts;
+    std::string_view group = {};  // what goes with it when a node evicts; empty: nothing
+    uint32_t soft_ms = 0;         // a soft pin; 0: none
+};
+
+struct PutReport {
+    std::vector<PutOutcome> outcomes;
+    std::string refusal;  // why, for the items whose outcome is kRefused
+    uint64_t stored_bytes = 0;
+    std::vector<uint8_t> copies;         // of each stored item, on different hosts; empty: one each
+    std::string short_of_copies;         // why there are fewer than asked for
+    std::vector<size_t> manifest_sized;  // items that were there already, and may be striped
+};
+
+struct GetItem {
+    std::string_view name;
+    std::span<const Part> parts;
+};
+
+inline constexpr int64_t kMiss = -1;
+inline constexpr int64_t kDamagedRead = -2;  // came over TCP, and does not match its checksum
+inline constexpr size_t kNotPinned = SIZE_MAX;
+
+// A counted right to read. Released by release(), or with the last holder.
+class Pin {
+   public:
+    Pin(std::shared_ptr<Session> session, uint64_t id) : session_(std::move(session)), id_(id) {}
+    ~Pin() { release(); }
+    Pin(const Pin&) = delete;
+
+    void release();
+    const std::shared_ptr<Session>& session() const { return session_; }
+
+   private:
+    std::shared_ptr<Session> session_;
+    std::atomic<uint64_t> id_;
+};
+
+inline constexpr uint32_t kNoPin = UINT32_MAX;
+
+struct Pinned {
+    std::vector<std::shared_ptr<Pin>> pins;
+    std::vector<Descriptor> descriptors;  // one per key asked; for a prefix, of its leading objects only
+    std::vector<uint32_t> under;          // for each of them its pin's place in pins, or kNoPin: a miss
+    std::string why;                      // why there may be more than this, "" when all was asked and pinned
+
+    const std::shared_ptr<Pin>& pin_of(size_t i) const { return pins[under[i]]; }
+    bool has(size_t i) const { return under[i] != kNoPin; }
+};
+
+struct Prefix : Pinned {  // blocks x width descriptors
+    uint64_t blocks = 0;
+    Incarnation incarnation{};  // of the node that was asked first
+    // Without pins, which know it: for each block the name and the host id of the node with its first object.
+    std::vector<std::pair<std::string, std::string>> found_at;
+};
+
+struct ListRow {
+    std::string name;
+    uint64_t size = 0;
+    uint64_t generation = 0;
+    uint32_t crc = 0;
+    uint32_t pins = 0;
+};
+
+// Bytes to read in place: in the arena under a pin, or in memory of their own when they came over TCP.
+struct ObjectView {
+    std::shared_ptr<const void> owner;  // null: a miss
+    const std::byte* data = nullptr;
+    uint64_t size = 0;
+};
+
+// Memory laid out by stride: the object of column c with index i is the concatenation, over the rows of c, of
+// [address + i * stride, + length). A column of a paged KV cache is a range of heads and layers, an index is
+// a block.
+struct StridedRow {
+    uint64_t address = 0;
+    uint64_t stride = 0;
+    uint64_t length = 0;
+};
+
+class PartTable {
+   public:
+    explicit PartTable(std::vector<std::vector<StridedRow>> columns);
+
+    size_t columns() const { return columns_.size(); }
+    uint64_t object_bytes(size_t column) const { return bytes_[column]; }
+    void parts(size_t column, uint64_t index, std::vector<Part>& out) const;
+
+   private:
+    std::vector<std::vector<StridedRow>> columns_;
+    std::vector<uint64_t> bytes_;
+};
+
+struct LoadReport {
+    std::vector<uint8_t> ok;  // 1: the bytes of that object are in place
+    uint64_t bytes = 0;
+    std::string error;  // empty when all are ok
+};
+
+// An object that somebody pinned at a node of another host, and where its bytes are to go: exactly its size.
+struct PinnedRead {
+    enum Outcome { kGone, kRead, kDamaged };
+    Descriptor descriptor;
+    std::span<const Part> parts;
+    Outcome outcome = kGone;
+};
+
+// Reads all of them over TCP, in as few frames as their limits allow.
+Status read_pinned(Session& session, std::span<PinnedRead> reads);
+
+class NodeClient {
+   public:
+    explicit NodeClient(ClientOptions options);
+
+    // Connects now; otherwise the first call does.
+    Status connect();
+    bool connected();
+    void close();
+    Status check_open() const;  // kClosed, or kForked in a child of fork()
+
+    Result<PutReport> put(std::span<const PutItem> items, bool replace, bool ack, int timeout_ms = 0);
+
+    // Copies into the caller's parts: the object's size, or kMiss. Too small a destination is an error and
+    // writes nothing for that object; bytes after a shorter object stay as they are.
+    // tolerant: for a caller who looks at each item. Bytes that were damaged on their way are kDamagedRead,
+    // and an object larger than its parts has its size, and no bytes were written.
+    Result<std::vector<int64_t>> get(std::span<const GetItem> items, bool verify, bool tolerant = false);
+
+    // Pins what is there, without copying.
+    Result<Pinned> pin(std::span<const std::string_view> names);
+    // Of what was pinned: places[i] is where key i stands in it, or kNotPinned. Check bytes, or copy them
+    // out.
+    static Status verify(const Pinned& pinned, std::span<const size_t> places,
+                         std::span<const std::string_view> names);
+    static Result<std::vector<int64_t>> get_pinned(const Pinned& pinned, std::span<const size_t> places,
+                                                   std::span<const GetItem> items, bool verify);
+    static Result<std::vector<ObjectView>> views(const Pinned& pinned, std::span<const size_t> places);
+    // 0: no; kThere, or kManifestSized for what may be striped. use: it counts as one.
+    static constexpr uint8_t kThere = 1, kManifestSized = 2;
+    Result<std::vector<uint8_t>> exists(std::span<const std::string_view> names, bool use = false);
+    Result<Prefix> longest_prefix(std::span<const std::string_view> names, uint32_t width, bool pin);
+    // Appends the manifests that were among them. generations: of each name, as describe() says it; another
+    // one stays. None: whatever there is.
+    Result<std::vector<uint8_t>> remove(std::span<const std::string_view> names,
+                                        std::vector<RemovedManifest>& manifests,
+                                        std::span<const uint64_t> generations = {});
+    Result<std::vector<ListRow>> list(std::string_view prefix, uint64_t limit);
+    Result<std::vector<std::pair<std::string, uint64_t>>> stat();
+    // This node's copy of each object, without a use of it; where 0: it has none.
+    Result<std::vector<Description>> describe(std::span<const std::string_view> names);
+
+    // Copies pinned objects, described by whoever pinned them, into strided memory: those of `which`, or all.
+    // Each is checked after the copy, against its generation in shared memory or its checksum over TCP, so a
+    // pin that was lost meanwhile is a failed load and never wrong bytes.
+    void load(const Incarnation& incarnation, std::span<const Descriptor> descriptors,
+              std::span<const uint32_t> which, const PartTable& table, std::span<const uint32_t> indices,
+              std::span<const uint16_t> columns, bool verify, LoadReport& report);
+
+    // The live session, connecting if there is none and the back-off allows it.
+    Result<std::shared_ptr<Session>> session();
+
+    // The session of the last call, without connecting; null when there is none, and in a child of fork(),
+    // where the mutex may be held by a thread that only the parent has.
+    std::shared_ptr<Session> current() {
+        if (fork_.in_child()) return nullptr;
+        auto lock = lock_session();
+        return session_;
+    }
+    const ClientOptions& options() const { return options_; }
+    const KeyHasher& hasher() const { return hash_; }
+
+   private:
+    Result<PutReport> put_remote(const std::shared_ptr<Session>& opened, std::span<const PutItem> items,
+                                 bool replace, bool ack, int timeout_ms);
+    Result<std::vector<int64_t>> get_remote(Session& s, std::span<const GetItem> items, bool tolerant);
+    void load_remote(Session& s, std::span<const Descriptor> descriptors, std::span<const uint32_t> which,
+                     const PartTable& table, std::span<const uint32_t> indices,
+                     std::span<const uint16_t> columns, LoadReport& report);
+    // Others wait here while one connects to a node that may not answer.
+    std::unique_lock<std::mutex> lock_session() {
+        std::unique_lock lock(mutex_, std::try_to_lock);
+        if (lock.owns_lock()) return lock;
+        auto since = std::chrono::steady_clock::now();
+        lock.lock();
+        Patience::spent_since(since);
+        return lock;
+    }
+    Status check_names(const Session& session, std::span<const std::string_view> names) const;
+    Status check_item(const Session& session, const PutItem& item) const;
+
+    ClientOptions options_;
+    KeyHasher hash_;
+    ForkGuard fork_;
+    std::mutex mutex_;
+    std::shared_ptr<Session> session_;
+    std::chrono::steady_clock::time_point retry_at_{};
+    std::chrono::milliseconds backoff_{0};
+    Error last_error_;
+    std::atomic<bool> closed_{false};  // ends an opening, too
+};
+
+}  // namespace moonpool

@@ -1,0 +1,223 @@
+// Session: a client's side of one connection to one life of a node: the socket and, on the node's own host,
+// the mappings and the leased slab; over TCP (`remote()`) bytes travel in READ and PUT frames instead. When
+// the connection is lost the session is dead for good; Client opens the next one. Views keep their session
+// (and so the mapping) alive, and stay readable after the node died.
+//
+// Any thread may call. One request is in flight at a time; copying happens outside the lock.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "base/fork.hpp"
+#include "base/patience.hpp"
+#include "base/result.hpp"
+#include "memory/mapping.hpp"
+#include "store/shared/descriptor.hpp"
+#include "store/shared/part.hpp"
+#include "store/shared/shared_index.hpp"
+#include "store/shared/space.hpp"
+#include "wire/auth.hpp"
+#include "wire/frame.hpp"
+#include "wire/tls.hpp"
+
+namespace moonpool {
+
+struct ClientOptions {
+    std::string socket_path;
+    std::string address;               // instead of socket_path: host:port of a node's TCP port
+    std::function<Result<Fd>()> dial;  // instead of socket_path: the embedded node
+    std::string token;
+    std::string tenant = "default";
+    std::string name_space = "default";
+    std::string fingerprint;
+    int timeout_ms = 2000;  // of a call's waits without progress, all together: see base/patience.hpp
+    std::shared_ptr<const TlsClient> tls;  // to the node's master; null: plain. Nodes are spoken to in plain
+};
+
+// A row of READ's answer.
+struct ReadRow {
+    uint64_t size = 0;   // kReadMiss: not here
+    uint64_t bytes = 0;  // that follow
+    uint64_t generation = 0;
+    uint32_t crc = 0;  // of the whole object
+    uint32_t slot = 0;
+};
+static_assert(sizeof(ReadRow) == 32);
+
+class Session;
+
+// A lease: memory of the arena that only this client writes. Handed back when nobody holds it.
+struct Slab {
+    Session& session;
+    Extent extent;
+    uint64_t cursor = 0;  // the next free byte, from extent.offset
+
+    Slab(Session& s, Extent e) : session(s), extent(e) {}
+    ~Slab();
+    Slab(const Slab&) = delete;
+};
+
+struct Room {
+    std::shared_ptr<Slab> slab;
+    Extent extent;
+};
+
+class Session {
+   public:
+    // Takes at most timeout_ms, and what is left of the caller's patience. given_up: set by another thread,
+    // it fails at once.
+    static Result<std::shared_ptr<Session>> open(const ClientOptions& options,
+                                                 const std::atomic<bool>* given_up = nullptr);
+    ~Session();
+    Session(const Session&) = delete;
+
+    bool alive() const { return alive_.load(std::memory_order_acquire); }
+    bool check_alive();  // looks whether the node has hung up since the last call
+    // Gives back what this client would write next, and lets the connection end with the last view and pin.
+    void retire();
+    // Whether one-way frames pile up because the node takes none.
+    bool behind();
+
+    // Builds the body with build(Writer&), sends it, and hands the answer to parse(Reader&). What was posted
+    // goes out in the same system call, first.
+    using Build = std::function<void(Writer&)>;
+    using Parse = std::function<bool(Reader&)>;
+    // timeout_ms: the longest wait without progress, 0: the session's own.
+    Status call(Kind kind, const Build& build, const Parse& parse, int timeout_ms = 0);
+
+    // One-way, and waits until the socket has taken it.
+    Status send(Kind kind, const Build& build);
+
+    // One-way: does not wait for a node that takes nothing, never fails; lost with the connection.
+    void post(Kind kind, const Build& build);
+
+    // Over TCP: asks for bytes and receives them where target(row) says, a whole object or a piece. `crcs`
+    // are those of what arrived. build writes the body of READ, with `n` rows.
+    using Target = std::function<std::span<const Part>(size_t row)>;
+    Status read(size_t n, const Build& build, const Target& target, std::vector<ReadRow>& rows,
+                std::vector<uint32_t>& crcs);
+
+    // Over TCP: build writes the body of PUT up to the bytes, which are then taken from `parts`. Without
+    // `parse` nothing is waited for.
+    Status put(const Build& build, std::span<const Part> parts, const Parse& parse, int timeout_ms);
+
+    // Room for an object of `size` bytes. `ahead`: how much more room (see room_bytes) the caller is going to
+    // ask for. `own`: empty at first; who asks for much gets a slab of its own there, so that callers lease,
+    // and get fresh pages, beside each other. A refusal is told in `why` and leaves slab empty.
+    Result<Room> reserve(uint64_t size, uint64_t ahead, std::shared_ptr<Slab>& own, std::string& why,
+                         int timeout_ms);
+    static uint64_t room_bytes(uint64_t size);  // of a slab, for an object of `size` bytes
+    void unreserve(Room& room);                 // it was not committed after all
+
+    // Tells the node, with the next frame, what was read straight from the arena.
+    void note_read(uint32_t slot, uint64_t bytes);
+    void flush_reads();
+
+    const Incarnation& incarnation() const { return incarnation_; }
+    const IndexReader& index() const { return index_; }
+    std::byte* arena() const { return arena_.data(); }
+    uint64_t arena_bytes() const { return arena_bytes_; }
+    uint32_t space() const { return space_; }
+    uint64_t object_bytes_max() const { return object_bytes_max_; }
+    uint32_t key_bytes_max() const { return key_bytes_max_; }
+    uint32_t parts_max() const { return parts_max_; }
+    uint32_t frame_bytes_max() const { return frame_bytes_max_; }
+    uint32_t frame_keys_max() const { return frame_keys_max_; }
+    const std::string& peer() const { return peer_; }
+    bool remote() const { return arena_.data() == nullptr; }
+    const std::string& node_name() const { return node_name_; }
+    const std::string& host_id() const { return host_id_; }
+    const std::string& address() const { return address_; }  // where other hosts reach the node
+    const std::string& master() const { return master_; }    // empty: the node is alone
+    bool knows(uint32_t feature) const { return (features_ & feature) != 0; }
+
+   private:
+    friend struct Slab;
+    class Turn;
+    Session() = default;
+
+    Status handshake(const ClientOptions& options);
+    Status wait(short events);
+    bool read_welcome(Reader& welcome, uint64_t& arena_bytes, uint64_t& index_bytes);
+    Status receive_bytes(const std::vector<ReadRow>& rows, const Target& target, std::vector<uint32_t>& crcs);
+    Status send_parts(std::span<const Part> parts);
+    Status open_space(const ClientOptions& options);
+    Status open_within(const ClientOptions& options, int most_ms, const std::atomic<bool>* given_up);
+    std::unique_lock<std::mutex> lock_io();
+    // Of one wait, when a call may take timeout_ms: a node of a pool leaves time for the others.
+    int one_wait(int timeout_ms) const {
+        return master_.empty() ? timeout_ms : Patience::of_one_peer(timeout_ms);
+    }
+    Status send_all(const std::byte* data, size_t size);
+    Status receive(void* data, size_t size);
+    bool peer_took_some();
+    Status receive_with_fds(void* data, size_t size, std::vector<Fd>& fds);
+    Status receive_frame(FrameHeader& header, std::vector<Fd>* fds);
+    Status lost(Error error);  // marks the session dead, gives the error back
+    Status exchange(Kind kind, const Build& build, const Parse& parse);
+    Status ask(Kind kind, const Build& build, uint64_t& request_id);
+    Status answer(Kind kind, uint64_t request_id, const Parse& parse);
+    Status refused(const FrameHeader& header, uint64_t request_id);
+    Status receive_header(FrameHeader& header);
+    Status check_header(const FrameHeader& header);
+    Status send_failed();
+    Status receive_failed(ssize_t n);
+    Status misfit();
+    void take_posted(std::vector<std::byte>& out);
+    bool drain(bool wait);
+    void flush_posted();
+    Result<Room> reserve_shared(uint64_t size, uint64_t ahead, std::string& why, int timeout_ms);
+    Status make_writable(Extent extent);
+    Result<std::shared_ptr<Slab>> lease(uint64_t min, uint64_t want, std::string& why, int timeout_ms);
+
+    Fd fd_;
+    ClosedInChildren closed_in_children_{fd_};
+    ForkGuard fork_;
+    std::string peer_, node_name_, host_id_, address_, master_;
+    int timeout_ms_ = 2000;  // of one wait
+    int waits_ms_ = 2000;    // the same, of the call that is in progress
+    int socket_ms_ = 2000;   // what the socket was last told
+    // While it is opened: the end of the whole step, whatever arrives meanwhile, and the caller's flag.
+    struct Opening {
+        std::chrono::steady_clock::time_point end;
+        const std::atomic<bool>* given_up;
+    };
+    std::optional<Opening> opening_;
+    std::atomic<bool> alive_{true};
+    Incarnation incarnation_{};
+    Mapping arena_;
+    IndexReader index_;
+    uint32_t space_ = 0;
+    uint64_t arena_bytes_ = 0, slab_bytes_ = 0, object_bytes_max_ = 0;
+    uint32_t key_bytes_max_ = 0, parts_max_ = 0, frame_bytes_max_ = 0, frame_keys_max_ = 0;
+    uint32_t features_ = 0;
+
+    std::mutex io_mutex_;  // the socket and what follows
+    std::vector<std::byte> out_, body_, unsent_;
+    uint64_t next_request_ = 1;
+    bool near_ = true;        // the answer that is awaited: worth polling for
+    int unacknowledged_ = 0;  // bytes of the put whose answer is awaited, when last looked at
+
+    std::mutex posted_mutex_;  // what waits to be sent along
+    std::vector<std::byte> posted_;
+    std::vector<uint32_t> read_slots_;
+    uint64_t read_count_ = 0, read_bytes_ = 0;
+
+    std::mutex slab_mutex_;
+    std::shared_ptr<Slab> slab_;  // for what is less than a slab
+    std::mutex populated_mutex_;
+    std::vector<bool> populated_;  // by huge page: whose page table entries were filled once
+};
+
+}  // namespace moonpool

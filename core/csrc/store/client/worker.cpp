@@ -1,0 +1,82 @@
+#include "store/client/worker.hpp"
+
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+namespace moonpool {
+
+Worker::Worker(uint32_t threads, uint32_t queue_max)
+    : event_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)), queue_max_(queue_max) {
+    for (uint32_t i = 0; i < threads; ++i) {
+        threads_.push_back(std::make_unique<std::thread>([this] { run(); }));
+        ::pthread_setname_np(threads_.back()->native_handle(), "moonpool-work");
+    }
+}
+
+Worker::~Worker() { close(); }
+
+Result<uint64_t> Worker::submit(std::function<void()> operation) {
+    if (fork_.in_child()) return Error{Code::kForked, "this worker belongs to the parent process"};
+    std::lock_guard lock(state_->mutex);
+    if (state_->closing) return Error{Code::kClosed, "this worker is closed"};
+    if (state_->queue.size() >= queue_max_) {
+        return Error{Code::kTooLarge,
+                     "the queue already holds " + std::to_string(queue_max_) + " operations, the limit"};
+    }
+    uint64_t ticket = next_ticket_++;
+    state_->queue.emplace_back(ticket, std::move(operation));
+    state_->work.notify_one();
+    return ticket;
+}
+
+std::vector<uint64_t> Worker::poll() {
+    std::vector<uint64_t> done;
+    if (fork_.in_child()) return done;
+    std::lock_guard lock(state_->mutex);
+    if (state_->done.empty()) return done;
+    done.swap(state_->done);
+    uint64_t value;
+    (void)!::read(event_.get(), &value, sizeof(value));
+    return done;
+}
+
+void Worker::run() {
+    std::unique_lock lock(state_->mutex);
+    for (;;) {
+        state_->work.wait(lock, [this] { return state_->closing || !state_->queue.empty(); });
+        if (state_->closing) return;
+        auto [ticket, operation] = std::move(state_->queue.front());
+        state_->queue.pop_front();
+        lock.unlock();
+        operation();
+        operation = nullptr;
+        lock.lock();
+        state_->done.push_back(ticket);
+        uint64_t one = 1;
+        (void)!::write(event_.get(), &one, sizeof(one));
+    }
+}
+
+void Worker::close() {
+    if (fork_.in_child()) {
+        // The threads exist in the parent only; joining or detaching them here would wait for nobody.
+        for (auto& thread : threads_) (void)thread.release();
+        (void)state_.release();  // destroying a condition variable waits for its waiters, which are not here
+        threads_.clear();
+        return;
+    }
+    std::lock_guard closing(closing_);
+    {
+        std::lock_guard lock(state_->mutex);
+        state_->closing = true;
+        state_->queue.clear();
+    }
+    state_->work.notify_all();
+    for (auto& thread : threads_) {
+        if (thread->joinable()) thread->join();
+    }
+    threads_.clear();
+}
+
+}  // namespace moonpool

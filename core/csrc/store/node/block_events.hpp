@@ -1,0 +1,112 @@
+// BlockEvents: what a node has of whole KV blocks, from what it has of objects, for those who subscribe to it
+// (docs/events.md). Off by default; then nobody makes one, and a node pays a null pointer's comparison.
+//
+// A block is several objects (docs/keys.md). How many is not told to a node: it is the number of different
+// ranges that were seen in the block's space. A tier has a block when it has that many of its objects; when a
+// further range is seen, blocks that were told too early are taken back.
+//
+// The node's loop calls the first part, any other thread the second. What nobody fetched is bounded: beyond
+// kRowsMax everything is due anew.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "base/result.hpp"
+#include "base/rows.hpp"
+#include "base/sha256.hpp"
+#include "base/xxh3.hpp"
+#include "directory/types.hpp"
+
+namespace moonpool {
+
+class BlockEvents {
+   public:
+    // As subscribers get it, 40 bytes.
+    struct Row {
+        Digest digest;
+        uint32_t space = 0;
+        uint8_t on_disk = 0;
+        uint8_t stored = 0;
+        uint16_t zero = 0;
+    };
+    static_assert(sizeof(Row) == 40);
+    struct Counters {
+        uint64_t blocks = 0, objects = 0, ignored_total = 0, overflows_total = 0;
+    };
+
+    static constexpr size_t kRowsMax = 1u << 16;
+    static constexpr size_t kObjectsMax = 16u << 20;
+    static constexpr size_t kRangesMax = 4096;  // of a space
+
+    BlockEvents();
+    BlockEvents(const BlockEvents&) = delete;
+
+    // identity: of the object's space, "tenant 0 namespace 0 fingerprint". Names that are no block's are
+    // passed over.
+    void stored(std::string_view identity, const Hash128& hash, std::string_view name);
+    void removed(const Hash128& hash, Tier tier) { change(hash, tier, false); }
+    void on_disk(const Hash128& hash) { change(hash, Tier::kSsd, true); }
+
+    int event_fd() const { return wake_.get(); }  // readable when there are rows
+    // False: everything is due anew, by inventory().
+    bool take(std::vector<Row>& out);
+    // A piece of what is there, from `cursor` on, which becomes 0 with the last: first all that is in memory,
+    // then all that is on disks, so that few messages can tell it.
+    void inventory(uint32_t& cursor, std::vector<Row>& out) const;
+    std::vector<std::string> fingerprints() const;  // of each space by its number
+    Counters counters() const;
+    bool check_integrity() const;
+
+   private:
+    struct Block {
+        Digest digest{};
+        uint32_t space = kNoRow;
+        std::array<uint16_t, 2> objects{};  // by tier
+        std::array<bool, 2> told{};
+
+        bool empty() const { return objects[0] == 0 && objects[1] == 0; }
+        uint32_t next_free() const { return objects[0] | uint32_t{objects[1]} << 16; }
+        void set_next_free(uint32_t row) {
+            space = kNoRow;
+            objects = {static_cast<uint16_t>(row), static_cast<uint16_t>(row >> 16)};
+        }
+    };
+    struct Object {
+        uint32_t block = kNoRow;
+        std::array<bool, 2> in{};
+    };
+    struct Space {
+        std::string fingerprint;
+        std::unordered_map<std::string, bool> ranges;
+    };
+    struct HashOf {
+        size_t operator()(const Hash128& hash) const { return hash.low; }
+    };
+
+    void change(const Hash128& hash, Tier tier, bool added);
+    void count(Object& object, size_t tier, bool added);
+    void tell(Block& block, size_t tier);
+    uint32_t space_of(std::string_view identity);
+    uint32_t obtain(uint32_t space, const Digest& digest);
+    void push(const Row& row);
+
+    mutable std::mutex mutex_;
+    Fd wake_;
+    std::unordered_map<std::string, uint32_t> space_ids_;
+    std::vector<Space> spaces_;
+    Rows<Block, 1024> blocks_;
+    std::unordered_map<std::string, uint32_t> block_ids_;  // space and digest -> row
+    std::unordered_map<Hash128, Object, HashOf> objects_;
+    std::vector<Row> rows_;
+    bool all_due_ = false;
+    Counters counters_;
+};
+
+}  // namespace moonpool

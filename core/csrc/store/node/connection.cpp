@@ -1,0 +1,357 @@
+#include "store/node/connection.hpp"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/hmac.hpp"
+#include "wire/congestion.hpp"
+
+namespace moonpool {
+
+Connection::Connection(Server& server, Fd fd, uint64_t now_ms)
+    : server_(server), fd_(std::move(fd)), nonce_(random_nonce()), since_ms_(now_ms), progress_ms_(now_ms) {}
+
+Connection::Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool)
+    : server_(server),
+      fd_(std::move(fd)),
+      pool_(&pool),
+      nonce_(),
+      since_ms_(now_ms),
+      progress_ms_(now_ms),
+      remote_(true) {
+    leave_bbr_when_near(fd_.get());
+}
+
+Connection::~Connection() {
+    unpark();
+    for (const OutPiece& piece : queue_.pieces()) pool_->table().unpin(piece.slot, piece.generation);
+    if (put_ != nullptr) close_put();
+    for (auto& [id, pinned] : pins_) release(pinned);
+    for (auto& [offset, extent] : leases_) pool_->leases().close(offset);
+    for (uint32_t space : spaces_) pool_->leave_space(space);
+}
+
+bool Connection::greet() {
+    size_t at = begin_frame(out_, Kind::kChallenge, 0, 0);
+    Writer w(out_);
+    w.bytes(nonce_.data(), nonce_.size());
+    w.bytes(server_.incarnation_.data(), server_.incarnation_.size());
+    finish_frame(out_, at);
+    return flush();
+}
+
+bool Connection::on_readable(uint64_t now_ms) {
+    if (ended_) return discard();
+    if (parked_ != nullptr) return !hung_up();
+    constexpr int kRoundsMax = 8;  // then it is the turn of others; epoll tells again what is left
+    for (int round = 0; round < kRoundsMax; ++round) {
+        if (put_ != nullptr) {
+            bool more = false;
+            if (!receive_put(more)) return false;
+            if (!more) return true;
+            progress_ms_ = now_ms;
+            if (put_ != nullptr) continue;
+        }
+        if (in_begin_ == in_end_) in_begin_ = in_end_ = 0;
+        if (in_.size() - in_end_ < 4096) {
+            // Move what is left to the front, then grow: memory follows what was sent, never a length that
+            // was claimed.
+            if (in_begin_ != 0) std::memmove(in_.data(), in_.data() + in_begin_, in_end_ - in_begin_);
+            in_end_ -= in_begin_;
+            in_begin_ = 0;
+            if (in_.size() - in_end_ < 4096) in_.resize(std::max<size_t>(in_.size() * 2, 4096 * 2));
+        }
+        size_t room = in_.size() - in_end_;
+        ssize_t n = ::recv(fd_.get(), in_.data() + in_end_, room, 0);
+        if (n == 0) return false;
+        if (n < 0) {
+            if (errno == EINTR) continue;
+            return errno == EAGAIN;
+        }
+        progress_ms_ = now_ms;
+        in_end_ += static_cast<size_t>(n);
+        if (!serve()) return false;
+        if (parked_ != nullptr || ended_) break;
+        if (static_cast<size_t>(n) < room || backlog() > server_.options_.limits.send_backlog_bytes) break;
+    }
+    if (in_begin_ == in_end_ && in_.size() > (64u << 10)) in_ = {};  // after a rare large frame
+    return true;
+}
+
+// Frames wait while the peer leaves its answers in the socket. When a flush made room, they are due at once:
+// no event will come for bytes that were received before.
+bool Connection::serve() {
+    for (;;) {
+        if (ended_) return flush();
+        if (!parse_frames()) return false;
+        bool waited = backlog() > server_.options_.limits.send_backlog_bytes;
+        if (!flush()) return false;
+        if (parked_ != nullptr || !waited || backlog() > server_.options_.limits.send_backlog_bytes)
+            return true;
+    }
+}
+
+bool Connection::parse_frames() {
+    const Limits& limits = server_.options_.limits;
+    while (in_end_ - in_begin_ >= sizeof(FrameHeader) && backlog() <= limits.send_backlog_bytes &&
+           parked_ == nullptr) {
+        FrameHeader header;
+        std::memcpy(&header, in_.data() + in_begin_, sizeof(header));
+        if (header.magic != kMagic) return malformed("does not start with the magic number");
+        if (header.version != kVersion) {
+            return fail(Code::kProtocol, "this node speaks version " + std::to_string(kVersion) +
+                                             " of the wire format, the client " +
+                                             std::to_string(header.version));
+        }
+        if (header.kind == Kind::kPut && remote_) {
+            whole_answers_ = out_.size();
+            Begun begun = begin_put(header);
+            // After the last words the socket stays until the caller has read them.
+            if (begun != Begun::kYes) return begun == Begun::kNotYet || ended_;
+            size_t taken = put_->take(in_.data() + in_begin_, in_end_ - in_begin_);
+            in_begin_ += taken;
+            count(server_.metrics_.tcp_received_bytes_total, taken);
+            if (!put_->complete()) return true;
+            if (!finish_put()) return false;
+            continue;
+        }
+        uint32_t limit = proved() ? limits.frame_bytes : limits.handshake_bytes;
+        if (header.length > limit) {
+            count(server_.metrics_.protocol_errors_total);
+            return fail(Code::kTooLarge, "a frame of " + std::to_string(header.length) +
+                                             " bytes is over the limit of " + std::to_string(limit) +
+                                             " (node.frame_bytes_max)");
+        }
+        if (in_end_ - in_begin_ < sizeof(header) + header.length) return true;
+        std::span<const std::byte> body(in_.data() + in_begin_ + sizeof(header), header.length);
+        in_begin_ += sizeof(header) + header.length;
+        whole_answers_ = out_.size();
+        if (!handle(header, Reader(body))) return false;
+        whole_answers_ = out_.size();
+    }
+    return true;
+}
+
+bool Connection::handle(const FrameHeader& header, Reader body) {
+    if (!proved()) {
+        if (header.kind != Kind::kAuth) return malformed("came before the handshake");
+        return on_auth(header, body);
+    }
+    NodeMetrics& m = server_.metrics_;
+    switch (header.kind) {
+        case Kind::kLease: {
+            if (remote_)
+                return refuse(header.request_id, Code::kInvalidArgument,
+                              "memory is leased to processes of the node's own host only; send a PUT");
+            Timed timed(m.lease);
+            return on_lease(header, body);
+        }
+        case Kind::kCommit: {
+            Timed timed(m.commit);
+            return on_commit(header, body);
+        }
+        case Kind::kLookup: {
+            Timed timed(m.lookup);
+            return on_lookup(header, body);
+        }
+        case Kind::kRead: {
+            Timed timed(m.lookup);
+            return on_read(header, body);
+        }
+        default:
+            break;
+    }
+    Timed timed(m.other);
+    switch (header.kind) {
+        case Kind::kOpenSpace:
+            return on_open_space(header, body);
+        case Kind::kReturn:
+            return on_return(body);
+        case Kind::kRelease:
+            return on_release(body);
+        case Kind::kTouch:
+            return on_touch(body);
+        case Kind::kRemove:
+            return on_remove(header, body);
+        case Kind::kList:
+            return on_list(header, body);
+        case Kind::kStat:
+            return on_stat(header);
+        case Kind::kDescribe:
+            return on_describe(header, body);
+        default:
+            return malformed("has a kind that this node does not know");
+    }
+}
+
+bool Connection::on_auth(const FrameHeader& header, Reader body) {
+    std::string_view tenant = body.text16();
+    std::string_view client_nonce_bytes = body.bytes(32);
+    std::string_view mac = body.bytes(32);
+    if (!body.done()) return malformed("is no AUTH");
+    Nonce client_nonce;
+    std::memcpy(client_nonce.data(), client_nonce_bytes.data(), client_nonce.size());
+    auto expected = handshake_mac(Role::kClient, server_.options_.token, nonce_, client_nonce,
+                                  server_.incarnation_, tenant);
+    if (!equal_constant_time(expected, std::span(reinterpret_cast<const uint8_t*>(mac.data()), mac.size()))) {
+        count(server_.metrics_.auth_failures_total);
+        return fail(Code::kAuth, "the cluster token is wrong; give client and node the same token file");
+    }
+    auto it = server_.pools_.find(tenant);
+    if (it == server_.pools_.end()) {
+        count(server_.metrics_.auth_failures_total);
+        return fail(Code::kAuth, "this node has no such tenant");
+    }
+    Pool& pool = *it->second;
+    Result<Fd> index_fd = pool.table().index().read_only_fd();
+    if (!index_fd) return fail(Code::kOs, index_fd.error().text);
+
+    // The descriptors travel with the first byte of WELCOME, so it goes out by itself, after what was queued.
+    if (!flush() || backlog() != 0) return false;
+    auto proof = handshake_mac(Role::kNode, server_.options_.token, nonce_, client_nonce,
+                               server_.incarnation_, tenant);
+    std::vector<std::byte> frame;
+    frame.reserve(1024);  // in one go; it is longer with long names only
+    size_t at = begin_frame(frame, Kind::kWelcome, kFlagAnswer, header.request_id);
+    Writer w(frame);
+    w.bytes(proof.data(), proof.size());
+    server_.write_welcome(w, pool);
+    finish_frame(frame, at);
+
+    iovec part{frame.data(), frame.size()};
+    alignas(cmsghdr) char control[CMSG_SPACE(2 * sizeof(int))] = {};
+    msghdr message{};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = sizeof(control);
+    cmsghdr* rights = CMSG_FIRSTHDR(&message);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(2 * sizeof(int));
+    int fds[2] = {pool.arena_fd(), index_fd->get()};
+    std::memcpy(CMSG_DATA(rights), fds, sizeof(fds));
+    if (::sendmsg(fd_.get(), &message, MSG_NOSIGNAL) != static_cast<ssize_t>(frame.size())) return false;
+    pool_ = &pool;
+    return true;
+}
+
+bool Connection::refuse(uint64_t request_id, Code code, const std::string& text) {
+    size_t at = begin_frame(out_, Kind::kError, kFlagAnswer, request_id);
+    Writer w(out_);
+    w.number(static_cast<uint16_t>(code));
+    w.text16(text);
+    finish_frame(out_, at);
+    return true;
+}
+
+// A caller that is refused before it proved itself is news for an operator: a process with a wrong token.
+void Connection::note_refusal(Code code, const std::string& text) {
+    ucred peer{};
+    socklen_t size = sizeof(peer);
+    bool known = ::getsockopt(fd_.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.pid != 0;
+    server_.journal_->note(Level::kWarning, code == Code::kAuth ? "auth_refused" : "protocol_refused",
+                           known ? "process " + std::to_string(peer.pid) : "unix", text);
+}
+
+bool Connection::fail(Code code, const std::string& text) {
+    cut_off_ = true;
+    if (!proved()) note_refusal(code, text);
+    // Half an answer may stand behind the whole ones.
+    queue_.truncate(whole_answers_);
+    refuse(0, code, text);
+    if (!flush()) return false;
+    if (remote_) {
+        // Nothing of ours is mapped over there. The socket stays until the caller has read why.
+        for (auto& [id, pinned] : pins_) release(pinned);
+        pins_.clear();
+        if (put_ != nullptr) close_put();
+        ended_ = true;
+        in_begin_ = in_end_ = 0;
+        ::shutdown(fd_.get(), SHUT_WR);
+        return true;
+    }
+    if (pins_.empty() && leases_.empty()) return false;
+    // The client still maps the arena: what it holds stays its own until it has hung up, or it would read, or
+    // write, memory that has become another object's.
+    ended_ = true;
+    in_begin_ = in_end_ = 0;
+    ::shutdown(fd_.get(), SHUT_WR);
+    return true;
+}
+
+// After the end: waits for the client to hang up.
+bool Connection::discard() {
+    constexpr int kRoundsMax = 16;  // then it is the turn of others; epoll tells again what is left
+    std::byte nothing[4096];
+    for (int round = 0; round < kRoundsMax; ++round) {
+        ssize_t n = ::recv(fd_.get(), nothing, sizeof(nothing), 0);
+        if (n == 0) return false;
+        if (n < 0 && errno != EINTR) return errno == EAGAIN;
+    }
+    return true;
+}
+
+bool Connection::malformed(const char* what) {
+    count(server_.metrics_.protocol_errors_total);
+    return fail(Code::kProtocol, std::string("a frame ") + what + "; the connection is closed");
+}
+
+bool Connection::on_writable() { return flush() && serve(); }
+
+bool Connection::flush() {
+    constexpr uint64_t kTurnBytes = 1u << 20;  // then it is the turn of others
+    bool alive = queue_.flush(fd_.get(), kTurnBytes, sent_pieces_, sent_some_);
+    for (const OutPiece& piece : sent_pieces_) pool_->table().unpin(piece.slot, piece.generation);
+    sent_pieces_.clear();
+    if (alive) want_events();
+    return alive;
+}
+
+void Connection::want_events() {
+    bool listens = backlog() <= server_.options_.limits.send_backlog_bytes && parked_ == nullptr;
+    uint32_t events = (backlog() != 0 ? EPOLLOUT : 0u) | (listens ? EPOLLIN : 0u);
+    // A TCP client that leaves raises nothing else, and its pins and leases would stay.
+    if (parked_ != nullptr) events |= EPOLLRDHUP;
+    if (events == events_ && registered_) return;
+    epoll_event event{};
+    event.events = events;
+    event.data.fd = fd_.get();
+    ::epoll_ctl(server_.epoll_.get(), registered_ ? EPOLL_CTL_MOD : EPOLL_CTL_ADD, fd_.get(), &event);
+    registered_ = true;
+    events_ = events;
+}
+
+bool Connection::check_deadlines(uint64_t now_ms) {
+    constexpr uint64_t kLastWordsMs = 2000;
+    if (ended_) return !remote_ || now_ms - progress_ms_ < kLastWordsMs;
+    const Limits& limits = server_.options_.limits;
+    if (!proved() && now_ms - since_ms_ > limits.handshake_ms) {
+        count(server_.metrics_.handshake_timeouts_total);
+        return fail(Code::kTimeout, "the handshake took over " + std::to_string(limits.handshake_ms) + " ms");
+    }
+    if (std::exchange(sent_some_, false)) progress_ms_ = now_ms;
+    if (parked_ != nullptr) {
+        progress_ms_ = now_ms;  // it is the node that lets its frames wait
+        return true;
+    }
+    // A process of this host maps the arena, and what it holds is its own until it ends. Another host's reads
+    // by frames: one that says nothing for so long may have been stopped, or have forgotten what it holds.
+    if (remote_ && !pins_.empty() && now_ms - progress_ms_ > limits.remote_pin_idle_ms) {
+        count(server_.metrics_.pins_idle_total);
+        return fail(Code::kTimeout, "pins were held for " + std::to_string(limits.remote_pin_idle_ms / 1000) +
+                                        " s without a word (node.remote_pin_idle_s)");
+    }
+    bool half_frame = in_begin_ != in_end_ || put_ != nullptr;
+    bool stalled = half_frame || backlog() != 0;
+    if (stalled && now_ms - progress_ms_ > limits.stalled_frame_ms) {
+        return fail(Code::kTimeout,
+                    "nothing moved for " + std::to_string(limits.stalled_frame_ms) + " ms inside a frame");
+    }
+    return true;
+}
+
+}  // namespace moonpool

@@ -1,0 +1,144 @@
+// Connection: the node's side of one client. Frames in, answers out, and the books of what the client holds.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "store/node/out_queue.hpp"
+#include "store/node/put_sink.hpp"
+#include "store/node/server.hpp"
+#include "wire/frame.hpp"
+
+namespace moonpool {
+
+class Connection {
+   public:
+    Connection(Server& server, Fd fd, uint64_t now_ms);
+    // Over TCP: the doorman has done the handshake.
+    Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool);
+    ~Connection();
+    Connection(const Connection&) = delete;
+
+    // Each returns false when the connection is over.
+    bool greet();
+    bool on_readable(uint64_t now_ms);
+    bool on_writable();
+    bool check_deadlines(uint64_t now_ms);
+    bool flush();
+    bool resume(uint64_t now_ms);  // what its parked frame waited for is here
+
+    int fd() const { return fd_.get(); }
+    // Many bytes are on their way, in or out.
+    bool streaming() const { return put_ != nullptr || queue_.backlog() != 0; }
+    bool proved() const { return pool_ != nullptr; }
+    bool remote() const { return remote_; }
+    bool cut_off() const { return cut_off_; }
+    uint64_t since_ms() const { return since_ms_; }
+    uint64_t leased_bytes() const { return leased_bytes_; }
+    size_t pins() const { return pins_.size(); }
+
+   private:
+    struct Pinned {
+        uint32_t slot;
+        uint64_t generation;
+    };
+
+    // A frame that waits for objects to come from the SSD. Those behind it wait too: answers keep their
+    // order.
+    struct Parked {
+        Connection* owner = nullptr;  // nullptr: it has ended
+        FrameHeader header;
+        std::vector<std::byte> body;
+        uint32_t waits_for = 0;
+        std::vector<Pinned> pinned;  // what is here already, so that it is here still
+    };
+
+    bool serve();
+    bool parse_frames();
+    bool handle(const FrameHeader& header, Reader body);
+    bool on_auth(const FrameHeader& header, Reader body);
+    bool on_open_space(const FrameHeader& header, Reader body);
+    bool on_lease(const FrameHeader& header, Reader body);
+    bool on_return(Reader body);
+    bool on_commit(const FrameHeader& header, Reader body);
+    bool on_lookup(const FrameHeader& header, Reader body);
+    bool on_release(Reader body);
+    bool on_touch(Reader body);
+    bool on_remove(const FrameHeader& header, Reader body);
+    bool on_list(const FrameHeader& header, Reader body);
+    bool on_stat(const FrameHeader& header);
+    bool on_describe(const FrameHeader& header, Reader body);
+
+    // connection_tcp.cpp: what only callers without the mapping need.
+    enum class Begun { kYes, kNotYet, kEnded };
+    Begun begin_put(const FrameHeader& header);
+    bool make_room(PutSink& put);
+    void note_refusal(Code code, const std::string& text);
+    bool receive_put(bool& more);
+    bool finish_put();
+    PutOutcome store(const PutSink& put, const PutRow& row);
+    bool on_read(const FrameHeader& header, Reader body);
+    void close_put();
+
+    // connection_ssd.cpp
+    bool only_on_ssd(uint32_t space, std::string_view name) const;
+    bool park(const FrameHeader& header, Reader body, uint32_t space,
+              std::span<const std::string_view> wanted, std::span<const uint32_t> here);
+    void unpark();
+    bool hung_up() const;
+
+    // Whether it has opened that space: another's number may be another space's tomorrow.
+    bool has_space(uint32_t space) const { return space == last_space_ || spaces_.contains(space); }
+    bool leased(Extent extent) const;
+    uint64_t fair_lease_bytes() const;
+    void unpin(const std::vector<Pinned>& pinned);
+    void release(const std::vector<Pinned>& pinned);  // of pins_
+    uint32_t keep_within_shares(bool prefix, uint32_t width);
+
+    bool refuse(uint64_t request_id, Code code,
+                const std::string& text);           // an ERROR frame; the connection goes on
+    bool fail(Code code, const std::string& text);  // an ERROR frame, then the end
+    bool malformed(const char* what);
+    bool discard();
+    uint64_t backlog() const { return queue_.backlog(); }
+    void want_events();
+
+    Server& server_;
+    Fd fd_;
+    Pool* pool_ = nullptr;
+    Nonce nonce_;
+    uint64_t since_ms_;
+    uint64_t progress_ms_;
+    bool sent_some_ = false;  // since the last check of the deadlines
+    std::vector<std::byte> in_;
+    size_t in_begin_ = 0, in_end_ = 0;
+    OutQueue queue_;
+    std::vector<std::byte>& out_ = queue_.frames();
+    std::vector<OutPiece> sent_pieces_;
+    size_t whole_answers_ = 0;      // of out_, before the frame that is being handled
+    const bool remote_ = false;     // over TCP: no memory is shared
+    std::unique_ptr<PutSink> put_;  // the PUT frame whose bytes are arriving
+    uint32_t events_ = 0;
+    bool registered_ = false;            // with epoll
+    bool cut_off_ = false;               // by the node, not ended by its client
+    bool ended_ = false;                 // refused; kept for what its client holds
+    std::map<uint64_t, Extent> leases_;  // its own, by offset
+    uint64_t leased_bytes_ = 0;
+    std::unordered_set<uint32_t> spaces_;
+    uint32_t last_space_ = UINT32_MAX;  // of them: mostly there is one
+    std::unordered_map<uint64_t, std::vector<Pinned>> pins_;
+    uint64_t pinned_objects_ = 0;                            // in all of them
+    std::vector<uint32_t> found_;                            // scratch of on_lookup
+    std::unordered_map<uint32_t, ssd::Found> found_on_ssd_;  // by place in found_
+    std::shared_ptr<Parked> parked_;
+    bool resumed_ = false;  // the frame at hand was parked: what is not here now is a miss
+};
+
+}  // namespace moonpool

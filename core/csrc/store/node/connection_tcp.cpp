@@ -1,0 +1,318 @@
+// The half of Connection for callers of other hosts, who map no memory: PUT brings the bytes of objects, READ
+// takes them away. Both move straight between socket and arena, on the node's loop, a turn at a time.
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "store/node/connection.hpp"
+
+namespace moonpool {
+
+namespace {
+
+constexpr uint64_t kObjectAlign = 64;
+
+uint64_t aligned(uint64_t size) { return (size + kObjectAlign - 1) / kObjectAlign * kObjectAlign; }
+
+}  // namespace
+
+// u32 space, u8 flags, u8 zero, u16 zero, u32 n, u32 bytes of the rows; n rows: u64 size, u32 crc, bytes16
+// name, bytes16 parent; then the bytes of the objects
+Connection::Begun Connection::begin_put(const FrameHeader& header) {
+    constexpr size_t kHead = 16;
+    const Limits& limits = server_.options_.limits;
+    auto bad = [this](const char* what) {
+        malformed(what);
+        return Begun::kEnded;
+    };
+    if (header.length < kHead) return bad("is no PUT");
+    size_t have = in_end_ - in_begin_ - sizeof(header);
+    if (have < kHead) return Begun::kNotYet;
+    const std::byte* body = in_.data() + in_begin_ + sizeof(header);
+    Reader head(std::span(body, kHead));
+    auto space = head.number<uint32_t>();
+    auto flags = head.number<uint8_t>();
+    head.number<uint8_t>();
+    head.number<uint16_t>();
+    auto n = head.number<uint32_t>();
+    auto rows_bytes = head.number<uint32_t>();
+    if (!has_space(space) || n > limits.frame_keys || rows_bytes > limits.frame_bytes ||
+        rows_bytes > header.length - kHead) {
+        return bad("is no PUT");
+    }
+    if (have < kHead + rows_bytes) return Begun::kNotYet;
+
+    auto put = std::make_unique<PutSink>();
+    put->request_id = header.request_id;
+    put->one_way = (header.flags & kFlagOneWay) != 0;
+    put->replace = (flags & kCommitReplace) != 0;
+    put->space = space;
+    Reader rows(std::span(body + kHead, rows_bytes));
+    uint64_t left = header.length - kHead - rows_bytes;
+    for (uint32_t i = 0; i < n && rows.ok(); ++i) {
+        PutRow row;
+        row.size = rows.number<uint64_t>();
+        row.crc = rows.number<uint32_t>();
+        row.name = std::string(rows.bytes16());
+        row.parent = std::string(rows.bytes16());
+        std::string_view group;
+        if ((flags & kCommitMarks) != 0) {
+            group = rows.bytes16();
+            row.keep.soft_ms = rows.number<uint32_t>();
+        }
+        if (row.size > left || row.name.empty() || row.name.size() > limits.key_bytes ||
+            group.size() > limits.key_bytes) {
+            return bad("is no PUT");
+        }
+        if (!group.empty()) row.keep.group = pool_->hash(space, group);
+        left -= row.size;
+        put->rows.push_back(std::move(row));
+    }
+    if (!rows.done() || left != 0) return bad("is no PUT");
+    in_begin_ += sizeof(header) + kHead + rows_bytes;
+    make_room(*put);
+    put_ = std::move(put);
+    return Begun::kYes;
+}
+
+// One lease for all that is not here yet, or else one for each object: what finds none is refused.
+bool Connection::make_room(PutSink& put) {
+    uint64_t all = 0;
+    for (PutRow& row : put.rows) {
+        bool here =
+            !put.replace && (pool_->find(put.space, row.name) != kNoSlot || only_on_ssd(put.space, row.name));
+        if (here) {
+            row.outcome = PutOutcome::kExists;
+        } else if (row.size > pool_->object_bytes_max()) {
+            row.outcome = PutOutcome::kRefused;
+        } else {
+            all += aligned(row.size);
+        }
+    }
+    auto lease = [&](uint64_t bytes) -> std::optional<Extent> {
+        if (leased_bytes_ + bytes > pool_->arena_bytes() / 2) return std::nullopt;
+        std::optional<Extent> extent = pool_->lease(bytes, bytes);
+        if (!extent) return std::nullopt;
+        leased_bytes_ += extent->size;
+        leases_.emplace(extent->offset, *extent);
+        put.leases.push_back(extent->offset);
+        return extent;
+    };
+    auto place = [&](PutRow& row, uint64_t offset, const Extent& within) {
+        if (offset + row.size > within.end()) {
+            row.outcome = PutOutcome::kRefused;
+            return;
+        }
+        row.extent = Extent{offset, row.size};
+        row.to = pool_->writable() + offset;
+    };
+    if (all != 0 && all <= pool_->object_bytes_max()) {
+        if (std::optional<Extent> extent = lease(all)) {
+            uint64_t offset = extent->offset;
+            for (PutRow& row : put.rows) {
+                if (row.outcome != PutOutcome::kStored || row.size == 0) continue;
+                place(row, offset, *extent);
+                offset += aligned(row.size);
+            }
+            return true;
+        }
+    }
+    for (PutRow& row : put.rows) {
+        if (row.outcome != PutOutcome::kStored || row.size == 0) continue;
+        if (std::optional<Extent> extent = lease(row.size)) {
+            place(row, extent->offset, *extent);
+        } else {
+            row.outcome = PutOutcome::kRefused;
+        }
+    }
+    return true;
+}
+
+// `more`: something arrived, and there may be more.
+bool Connection::receive_put(bool& more) {
+    iovec parts[32];
+    size_t n_parts = put_->targets(parts, 32);
+    if (n_parts != 0) {
+        ssize_t n = ::readv(fd_.get(), parts, static_cast<int>(n_parts));
+        if (n == 0) return false;
+        if (n < 0) {
+            if (errno == EINTR) return true;
+            return errno == EAGAIN;
+        }
+        more = true;
+        put_->advance(static_cast<uint64_t>(n));
+        count(server_.metrics_.tcp_received_bytes_total, static_cast<uint64_t>(n));
+    }
+    if (!put_->complete()) return true;
+    return finish_put() && serve();
+}
+
+bool Connection::finish_put() {
+    std::unique_ptr<PutSink> put = std::move(put_);
+    NodeMetrics& m = server_.metrics_;
+    // While the bytes arrived, and for the memory they went to, others were stored, evicted and removed: what
+    // was true of a key when the frame began is asked anew.
+    auto here = [&](const PutRow& row) {
+        return pool_->find(put->space, row.name) != kNoSlot || only_on_ssd(put->space, row.name);
+    };
+    for (PutRow& row : put->rows) {
+        if (row.outcome == PutOutcome::kStored) row.outcome = store(*put, row);
+    }
+    for (PutRow& row : put->rows) {
+        // Its bytes are gone, and so is what made them needless.
+        if (row.outcome == PutOutcome::kExists && !here(row)) row.outcome = PutOutcome::kRefused;
+        if (row.outcome == PutOutcome::kExists) count(m.exists_total);
+        if (row.outcome == PutOutcome::kRefused) count(m.put_refused_total);
+    }
+    if (!put->one_way) {
+        size_t at = begin_frame(out_, Kind::kPut, kFlagAnswer, put->request_id);
+        Writer w(out_);
+        w.number(static_cast<uint32_t>(put->rows.size()));
+        for (const PutRow& row : put->rows) w.number(row.outcome);
+        finish_frame(out_, at);
+        whole_answers_ = out_.size();
+    }
+    put_ = std::move(put);
+    close_put();
+    return true;
+}
+
+// An object whose bytes are here now.
+PutOutcome Connection::store(const PutSink& put, const PutRow& row) {
+    NodeMetrics& m = server_.metrics_;
+    ObjectTable& table = pool_->table();
+    if (row.crc_here != row.crc) {
+        count(m.tcp_damaged_total);
+        return PutOutcome::kDamaged;
+    }
+    // Memory and disk never hold different bytes of one key.
+    if (!put.replace && only_on_ssd(put.space, row.name)) return PutOutcome::kExists;
+    if (row.size != 0 && !pool_->leases().commit(row.extent)) return PutOutcome::kRefused;
+    uint32_t parent = row.parent.empty() ? kNoSlot : pool_->find(put.space, row.parent);
+    switch (table.commit(put.space, pool_->hash(put.space, row.name), row.name, row.extent, row.crc, parent,
+                         put.replace, row.keep)) {
+        case ObjectTable::Commit::kStored:
+            count(m.stored_total);
+            count(m.stored_bytes_total, row.size);
+            // Its bytes were verified on the way in.
+            table.set_scrubbed(pool_->find(put.space, row.name));
+            return PutOutcome::kStored;
+        case ObjectTable::Commit::kExists:
+            pool_->leases().free(row.extent);
+            return PutOutcome::kExists;
+        case ObjectTable::Commit::kNoSlot:
+            pool_->leases().free(row.extent);
+            return PutOutcome::kRefused;
+    }
+    return PutOutcome::kRefused;
+}
+
+void Connection::close_put() {
+    for (uint64_t offset : put_->leases) {
+        auto it = leases_.find(offset);
+        pool_->leases().close(offset);
+        leased_bytes_ -= it->second.size;
+        leases_.erase(it);
+    }
+    put_.reset();
+}
+
+// u32 space, u32 n, n rows: u8 how, u64 from, u64 room, then bytes16 name, or u64 generation, u32 slot
+// -> u32 n, n rows: u64 size (kReadMiss: not here), u64 bytes that follow, u64 generation, u32 crc, u32 slot;
+//    then the bytes
+bool Connection::on_read(const FrameHeader& header, Reader body) {
+    Reader whole_body = body;
+    if (!remote_) {
+        return refuse(header.request_id, Code::kInvalidArgument,
+                      "processes of the node's own host read its memory; READ is for TCP");
+    }
+    auto space = body.number<uint32_t>();
+    auto n = body.number<uint32_t>();
+    if (!body.ok() || !has_space(space) || n > server_.options_.limits.frame_keys) {
+        return malformed("is no READ");
+    }
+    struct Wanted {
+        uint32_t slot;
+        uint64_t from, bytes;
+    };
+    std::vector<Wanted> wanted;
+    wanted.reserve(n);
+    std::vector<std::string_view> on_ssd;
+    std::vector<uint32_t> here;
+    ObjectTable& table = pool_->table();
+    uint64_t total = 0;
+    for (uint32_t i = 0; i < n; ++i) {
+        auto how = body.number<uint8_t>();
+        auto from = body.number<uint64_t>();
+        auto room = body.number<uint64_t>();
+        uint32_t slot = kNoSlot;
+        if ((how & kReadPinned) != 0) {
+            auto generation = body.number<uint64_t>();
+            slot = body.number<uint32_t>();
+            if (!body.ok()) break;
+            if (!table.readable(slot, generation) || table.entry(slot).space != space) slot = kNoSlot;
+        } else {
+            std::string_view name = body.bytes16();
+            if (!body.ok()) break;
+            slot = pool_->find(space, name);
+            if (slot == kNoSlot && !resumed_ && only_on_ssd(space, name)) on_ssd.push_back(name);
+        }
+        here.push_back(slot);
+        Wanted w{slot, from, 0};
+        if (slot != kNoSlot) {
+            uint64_t size = table.entry(slot).size;
+            w.bytes = from > size ? 0 : std::min(room, size - from);
+            if ((how & kReadPieceFlag) == 0 && w.bytes != size) w.bytes = 0;
+            if (w.bytes > kReadBytesMax - total) w.bytes = 0;
+            total += w.bytes;
+        }
+        wanted.push_back(w);
+    }
+    if (!body.done()) return malformed("is no READ");
+    if (!on_ssd.empty() && park(header, whole_body, space, on_ssd, here)) return true;
+    NodeMetrics& m = server_.metrics_;
+    count(m.lookup_keys_total, n);
+    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
+    Writer w(out_);
+    w.number(n);
+    for (const Wanted& row : wanted) {
+        if (row.slot == kNoSlot) {
+            w.number(kReadMiss);
+            for (int i = 0; i < 3; ++i) w.number(uint64_t{0});
+            continue;
+        }
+        const IndexEntry& entry = table.entry(row.slot);
+        w.number(uint64_t{entry.size});
+        w.number(row.bytes);
+        w.number(table.generation(row.slot));
+        w.number(uint32_t{entry.crc});
+        w.number(row.slot);
+        count(m.lookup_hits_total);
+    }
+    finish_frame(out_, at);
+    auto length = static_cast<uint32_t>(out_.size() - at - sizeof(FrameHeader) + total);
+    std::memcpy(out_.data() + at + offsetof(FrameHeader, length), &length, sizeof(length));
+    // Deepest first, so that the root of a chain is its most recently used object.
+    for (size_t i = wanted.size(); i-- > 0;) {
+        if (wanted[i].slot != kNoSlot && table.complete(wanted[i].slot)) table.touch(wanted[i].slot);
+    }
+    for (const Wanted& row : wanted) {
+        if (row.bytes == 0) continue;
+        // Whatever was computed above: no byte leaves that is not the object's.
+        const IndexEntry& entry = table.entry(row.slot);
+        if (row.from > entry.size || row.bytes > entry.size - row.from ||
+            entry.offset > pool_->arena_bytes() || entry.size > pool_->arena_bytes() - entry.offset) {
+            return false;
+        }
+        table.pin(row.slot);
+        queue_.add(pool_->data() + entry.offset + row.from, row.bytes, row.slot, table.generation(row.slot));
+        count(m.served_total);
+        count(m.served_bytes_total, row.bytes);
+        count(m.tcp_sent_bytes_total, row.bytes);
+    }
+    return true;
+}
+
+}  // namespace moonpool

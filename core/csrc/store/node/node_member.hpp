@@ -1,0 +1,66 @@
+// NodeMember: a node's place in a pool of many: the log of what changes in its tables, and the agent that
+// tells the master. What it looks at or drops it does on the store's loop, a piece at a time.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "directory/delta_log.hpp"
+#include "directory/member_agent.hpp"
+#include "store/node/pool.hpp"
+#include "store/node/ssd_tier.hpp"
+#include "store/node/use_clock.hpp"
+
+namespace moonpool {
+
+struct ClusterOptions {
+    std::string master;   // "host:port"; empty: the node is alone
+    std::string name;     // of the node, within its host
+    std::string host_id;  // equal for all processes of a host
+    std::string address;  // of its wire, as others reach it
+    std::string interface;
+    std::shared_ptr<const TlsClient> tls;  // of the way to the master; null: plain
+    std::shared_ptr<Journal> journal;      // null: none
+};
+
+class NodeMember {
+   public:
+    using Pools = std::map<std::string, std::unique_ptr<Pool>, std::less<>>;
+    // Runs f on the store's loop and waits for it, not for ever: false when it was not done in time, and then
+    // it may still run later.
+    using RunOnLoop = std::function<bool(std::function<void()>)>;
+
+    NodeMember(const ClusterOptions& options, const std::string& token, const std::string& socket_path,
+               const Incarnation& incarnation, Pools& pools, SsdTier* ssd, RunOnLoop run_on_loop);
+    ~NodeMember();  // before it, the loop has ended or goes on running
+    NodeMember(const NodeMember&) = delete;
+
+    void start() { agent_.start(); }
+    void stop() { agent_.stop(); }
+    MemberAgent::State state() const { return agent_.state(); }
+    std::vector<std::pair<std::string, uint64_t>> gauges() const;
+    // What the master asks for; on any thread but the loop's. False when it was not done in time.
+    bool drop(bool all, const std::vector<Hash128>& hashes);
+
+   private:
+    bool inventory(uint64_t& cursor, std::vector<DeltaRow>& rows);
+    bool load(NodeLoad& load);
+    void drop_one(const Hash128& hash);
+    bool drop_all();
+    bool drop_all_of_memory();
+    bool drop_all_of_ssd();
+
+    Pools& pools_;
+    SsdTier* ssd_;  // nullptr: none
+    RunOnLoop run_on_loop_;
+    std::map<std::string, UseClock> use_clocks_;  // of the loop
+    DeltaLog log_;
+    MemberAgent agent_;
+};
+
+}  // namespace moonpool

@@ -1,0 +1,400 @@
+#include "store/node/object_table.hpp"
+
+#include <algorithm>
+
+namespace moonpool {
+
+ObjectTable::ObjectTable(IndexWriter index, ExtentAllocator& allocator, Leases& leases)
+    : index_(std::move(index)),
+      allocator_(allocator),
+      leases_(leases),
+      objects_(static_cast<Object*>(std::calloc(index_.slots(), sizeof(Object)))),
+      marks_(static_cast<Marks*>(std::calloc(index_.slots(), sizeof(Marks)))) {}
+
+std::string_view ObjectTable::name(uint32_t slot) const {
+    const IndexEntry& e = index_.entry(slot);
+    if (auto it = long_names_.find(slot); it != long_names_.end()) return it->second;
+    return std::string_view(e.name, e.name_size);
+}
+
+uint32_t ObjectTable::find(uint32_t space, const Hash128& hash, std::string_view wanted) const {
+    for (uint32_t slot = index_.first(hash); slot != kNoSlot; slot = index_.next(slot)) {
+        const IndexEntry& e = index_.entry(slot);
+        if (e.hash_low == hash.low && e.hash_high == hash.high && e.space == space && name(slot) == wanted) {
+            return slot;
+        }
+    }
+    return kNoSlot;
+}
+
+uint32_t ObjectTable::find(const Hash128& hash) const {
+    for (uint32_t slot = index_.first(hash); slot != kNoSlot; slot = index_.next(slot)) {
+        const IndexEntry& e = index_.entry(slot);
+        if (e.hash_low == hash.low && e.hash_high == hash.high) return slot;
+    }
+    return kNoSlot;
+}
+
+ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std::string_view object_name,
+                                        Extent extent, uint32_t crc, uint32_t parent, bool replace,
+                                        const Keep& keep) {
+    uint32_t old = find(space, hash, object_name);
+    if (old != kNoSlot && !replace) return Commit::kExists;
+    // Room first, so that a refusal leaves the old generation where it is.
+    bool full = free_slots_.empty() && used_ == index_.slots();
+    bool old_makes_room = old != kNoSlot && objects_[old].pins == 0 && objects_[old].holds == 0;
+    if (full && !old_makes_room) {
+        uint64_t before = counters_.evicted_total;
+        if (!evict_one()) return Commit::kNoSlot;
+        counters_.evicted_for_slots_total += counters_.evicted_total - before;
+    }
+    if (replace && on_replace_) on_replace_(hash);
+    if (old != kNoSlot) retire(old, false);
+    if (parent != kNoSlot && !complete(parent)) parent = kNoSlot;  // it was evicted or replaced just now
+    uint32_t slot;
+    if (!free_slots_.empty()) {
+        slot = free_slots_.back();
+        free_slots_.pop_back();
+    } else {
+        slot = used_++;
+    }
+    Object& o = objects_[slot];
+    o = Object{};
+    o.generation = ++generation_;
+    o.last_used = ++clock_;
+    o.state = State::kComplete;
+    o.parent = kNoSlot;
+    bool marked = keep.group != Hash128{} || keep.soft_ms != 0;
+    if (marked) marks_[slot] = Marks{};
+    if (keep.group != Hash128{}) join(slot, keep.group);
+    if (keep.soft_ms != 0) {
+        o.soft = true;
+        marks_[slot].soft_ms = keep.soft_ms;
+        pin_softly(slot);
+    }
+    if (parent != kNoSlot) {
+        o.parent = parent;
+        o.parent_generation = objects_[parent].generation;
+        ++objects_[parent].children;
+        if (o.group != nullptr && o.group == objects_[parent].group) ++marks_[parent].children_in_group;
+        settle(parent, false);
+    }
+    if (object_name.size() > kInlineName) long_names_.emplace(slot, object_name);
+    index_.publish(slot, o.generation, space, hash, object_name, extent, crc);
+    if (in_space_.size() <= space) in_space_.resize(space + 1);
+    ++in_space_[space];
+    if (delta_log_ != nullptr) delta_log_->push(hash, Tier::kDram, true);
+    if (listener_) listener_(space, hash, object_name, true);
+    ++counters_.objects;
+    counters_.object_bytes += extent.size;
+    settle(slot, true);
+    if (on_commit_) on_commit_(slot);
+    return Commit::kStored;
+}
+
+// A use of one member is a use of its group. Whoever calls it settles the object.
+void ObjectTable::use(uint32_t slot) {
+    Object& o = objects_[slot];
+    unlist(standing(slot));
+    if (o.group != nullptr) unlist_member(slot);
+    o.last_used = ++clock_;
+    o.used = true;
+    if (o.soft && !o.soft_now && o.state == State::kComplete) pin_softly(slot);
+    objects_[standing(slot)].last_used = clock_;
+}
+
+void ObjectTable::touch(uint32_t slot) {
+    use(slot);
+    settle(slot, true);
+}
+
+void ObjectTable::pin(uint32_t slot) {
+    if (objects_[slot].pins++ == 0) {
+        ++counters_.pinned;
+        counters_.pinned_bytes += extent(slot).size;
+    }
+    use(slot);
+    settle(slot, true);
+}
+
+void ObjectTable::unpin(uint32_t slot, uint64_t generation) {
+    Object& o = objects_[slot];
+    if (o.generation != generation || o.pins == 0) return;
+    if (--o.pins != 0) return;
+    --counters_.pinned;
+    counters_.pinned_bytes -= extent(slot).size;
+    if (o.state == State::kDetached) {
+        if (o.holds != 0) return;
+        --counters_.detached;
+        release(slot);
+    } else {
+        use(slot);  // it was in use until now
+        settle(slot, true);
+    }
+}
+
+void ObjectTable::hold(uint32_t slot) {
+    Object& o = objects_[slot];
+    if (o.holds++ == 0 && o.group != nullptr) ++o.group->held;
+}
+
+void ObjectTable::let_go(uint32_t slot, uint64_t generation) {
+    Object& o = objects_[slot];
+    if (o.generation != generation || o.holds == 0 || --o.holds != 0) return;
+    if (o.group != nullptr) --o.group->held;
+    if (o.state != State::kDetached || o.pins != 0) return;
+    --counters_.detached;
+    release(slot);
+}
+
+std::string_view ObjectTable::parent_name(uint32_t slot) const {
+    const Object& o = objects_[slot];
+    bool known = o.parent != kNoSlot && objects_[o.parent].generation == o.parent_generation;
+    return known ? name(o.parent) : std::string_view();
+}
+
+void ObjectTable::set_saved(uint32_t slot, bool saved) {
+    Object& o = objects_[slot];
+    if (o.saved == saved || o.state != State::kComplete) return;
+    o.saved = saved;
+    uint64_t bytes = extent(slot).size;
+    counters_.saved_bytes = saved ? counters_.saved_bytes + bytes : counters_.saved_bytes - bytes;
+}
+
+// tell: the directory. A replaced object is here again in a moment, and must not seem gone meanwhile.
+void ObjectTable::retire(uint32_t slot, bool tell) {
+    Object& o = objects_[slot];
+    set_saved(slot, false);
+    unpin_softly(slot);
+    leave(slot);
+    unlist(slot);
+    if (delta_log_ != nullptr && tell) {
+        const IndexEntry& e = index_.entry(slot);
+        delta_log_->push(Hash128{e.hash_low, e.hash_high}, Tier::kDram, false);
+    }
+    if (listener_ && tell) {
+        const IndexEntry& e = index_.entry(slot);
+        listener_(e.space, Hash128{e.hash_low, e.hash_high}, name(slot), false);
+    }
+    index_.retract(slot);
+    --counters_.objects;
+    counters_.object_bytes -= extent(slot).size;
+    if (o.pins != 0 || o.holds != 0) {
+        o.state = State::kDetached;
+        ++counters_.detached;
+    } else {
+        release(slot);
+    }
+}
+
+void ObjectTable::release(uint32_t slot) {
+    Object& o = objects_[slot];
+    forget_parent(slot);
+    leases_.free(extent(slot));
+    long_names_.erase(slot);
+    o.state = State::kFree;
+    o.generation = 0;
+    free_slots_.push_back(slot);
+    uint32_t space = index_.entry(slot).space;
+    if (--in_space_[space] == 0 && on_space_empty_) on_space_empty_(space);
+}
+
+void ObjectTable::forget_parent(uint32_t slot) {
+    Object& o = objects_[slot];
+    uint32_t parent = o.parent;
+    o.parent = kNoSlot;
+    if (parent == kNoSlot) return;
+    Object& p = objects_[parent];
+    if (p.generation != o.parent_generation) return;
+    --p.children;
+    settle(parent, false);
+}
+
+// ---- groups
+
+void ObjectTable::join(uint32_t slot, const Hash128& id) {
+    Group& group = groups_[id];
+    if (group.members == kGroupMembersMax) return;
+    Object& o = objects_[slot];
+    if (group.members++ == 0) {
+        group.id = id;
+        group.first = marks_[slot].after = marks_[slot].before = slot;
+    } else {
+        Marks& first = marks_[group.first];
+        marks_[slot].after = group.first;
+        marks_[slot].before = first.before;
+        marks_[first.before].after = slot;
+        first.before = slot;
+        unlist(group.first);  // settle() of this one lists it anew
+        objects_[group.first].last_used = clock_;
+    }
+    o.group = &group;
+}
+
+void ObjectTable::leave(uint32_t slot) {
+    Object& o = objects_[slot];
+    Group* group = o.group;
+    if (group == nullptr) return;
+    unlist(group->first);
+    unlist_member(slot);
+    if (o.blocks) --group->blocked;
+    if (o.holds != 0) --group->held;
+    o.blocks = false;
+    o.group = nullptr;
+    uint32_t parent = o.parent;
+    bool known = parent != kNoSlot && objects_[parent].generation == o.parent_generation;
+    if (known && objects_[parent].group == group) --marks_[parent].children_in_group;
+    if (--group->members == 0) {
+        groups_.erase(group->id);
+        return;
+    }
+    const Marks& place = marks_[slot];
+    marks_[place.before].after = place.after;
+    marks_[place.after].before = place.before;
+    if (group->first == slot) {
+        group->first = place.after;
+        Object& first = objects_[group->first];
+        first.last_used = std::max(first.last_used, o.last_used);
+    }
+    settle(known && objects_[parent].group == group ? parent : group->first, false);
+}
+
+std::vector<uint32_t> ObjectTable::mates(uint32_t slot) const {
+    std::vector<uint32_t> others;
+    if (objects_[slot].group == nullptr) return others;
+    for (uint32_t at = marks_[slot].after; at != slot; at = marks_[at].after) others.push_back(at);
+    return others;
+}
+
+// ---- soft pins
+
+void ObjectTable::pin_softly(uint32_t slot) {
+    Object& o = objects_[slot];
+    Marks& marks = marks_[slot];
+    marks.soft_until = now_ms_ + marks.soft_ms;
+    o.soft_now = true;
+    o.used = false;
+    soft_pins_.emplace(marks.soft_until, slot);
+    if (o.group != nullptr) ++o.group->soft;
+}
+
+void ObjectTable::unpin_softly(uint32_t slot) {
+    Object& o = objects_[slot];
+    if (!o.soft_now) return;
+    soft_pins_.erase({marks_[slot].soft_until, slot});
+    o.soft_now = false;
+    if (o.group != nullptr) --o.group->soft;
+}
+
+void ObjectTable::on_time(uint64_t now_ms) {
+    constexpr int kEndsMax = 4096;  // in one go; the rest with the next tick
+    now_ms_ = now_ms;
+    for (int i = 0; i < kEndsMax && !soft_pins_.empty() && soft_pins_.begin()->first <= now_ms; ++i) {
+        uint32_t slot = soft_pins_.begin()->second;
+        bool used = objects_[slot].used;
+        unpin_softly(slot);
+        if (used) pin_softly(slot);
+        settle(slot, false);
+    }
+}
+
+bool ObjectTable::check_integrity() const {
+    std::vector<uint32_t> children(used_, 0), children_in_group(used_, 0);
+    std::unordered_map<const Group*, Group> groups;
+    uint64_t soft = 0;
+    std::vector<Extent> extents;
+    std::vector<uint32_t> in_space(in_space_.size());
+    uint64_t complete_count = 0, bytes = 0, saved = 0, detached = 0, listed = 0, alone = 0;
+    uint64_t pinned = 0, pinned_bytes = 0;
+    for (uint32_t slot = 0; slot < used_; ++slot) {
+        const Object& o = objects_[slot];
+        if (o.state == State::kFree) continue;
+        ++in_space[index_.entry(slot).space];
+        if (extent(slot).size != 0) extents.push_back(extent(slot));
+        if (o.parent != kNoSlot && objects_[o.parent].generation == o.parent_generation) {
+            ++children[o.parent];
+            if (o.group != nullptr && o.group == objects_[o.parent].group) ++children_in_group[o.parent];
+        }
+        if (o.soft_now) {
+            ++soft;
+            if (!soft_pins_.contains({marks_[slot].soft_until, slot})) return false;
+        }
+        if (o.pins != 0) {
+            ++pinned;
+            pinned_bytes += extent(slot).size;
+        }
+        if (o.state == State::kDetached) {
+            ++detached;
+            if ((o.pins == 0 && o.holds == 0) || o.listed || o.saved) return false;
+            if (o.group != nullptr || o.soft_now) return false;
+            continue;
+        }
+        ++complete_count;
+        bytes += extent(slot).size;
+        if (o.saved) saved += extent(slot).size;
+        const IndexEntry& e = index_.entry(slot);
+        if (find(e.space, Hash128{e.hash_low, e.hash_high}, name(slot)) != slot) return false;
+        if (e.seq.load() != 2 * o.generation) return false;
+    }
+    for (uint32_t slot = 0; slot < used_; ++slot) {
+        const Object& o = objects_[slot];
+        if (o.state == State::kFree) continue;
+        if (o.children != children[slot]) return false;
+        if (o.group != nullptr && marks_[slot].children_in_group != children_in_group[slot]) return false;
+        bool goes = may_go(slot);
+        if (o.group == nullptr) {
+            if (o.listed != goes) return false;
+            continue;
+        }
+        if (o.blocks == goes || marks_[marks_[slot].after].before != slot ||
+            objects_[marks_[slot].after].group != o.group) {
+            return false;
+        }
+        if (marks_[slot].listed != may_go_alone(slot)) return false;
+        alone += marks_[slot].listed;
+        Group& books = groups[o.group];
+        ++books.members;
+        books.blocked += o.blocks;
+        books.held += o.holds != 0;
+        books.soft += o.soft_now;
+        if (o.listed != (o.group->first == slot && o.group->blocked == 0)) return false;
+    }
+    for (const auto& [group, books] : groups) {
+        auto it = groups_.find(group->id);
+        if (it == groups_.end() || &it->second != group || group->members > kGroupMembersMax) return false;
+        if (books.members != group->members || books.blocked != group->blocked) return false;
+        if (books.held != group->held || books.soft != group->soft) return false;
+        if (mates(group->first).size() + 1 != group->members) return false;
+    }
+    if (groups.size() != groups_.size() || soft != soft_pins_.size()) return false;
+    uint32_t before = kNoSlot;
+    for (uint32_t slot = oldest_member_; slot != kNoSlot; slot = marks_[slot].newer) {
+        if (!marks_[slot].listed || marks_[slot].older != before || alone-- == 0) return false;
+        before = slot;
+    }
+    if (before != newest_member_ || alone != 0) return false;
+    for (uint8_t which = 0; which < orders_.size(); ++which) {
+        for (auto [used, slot] : orders_[which].apart) {
+            const Object& o = objects_[slot];
+            if (!o.listed || !o.apart || o.order != which || o.order != order_of(slot)) return false;
+            if (o.last_used != used || ++listed > used_) return false;
+        }
+        uint32_t previous = kNoSlot;
+        for (uint32_t slot = orders_[which].oldest; slot != kNoSlot; slot = objects_[slot].newer) {
+            const Object& o = objects_[slot];
+            if (!o.listed || o.apart || o.order != which || o.order != order_of(slot)) return false;
+            if (o.older != previous || ++listed > used_) return false;
+            previous = slot;
+        }
+        if (previous != orders_[which].newest) return false;
+    }
+    std::sort(extents.begin(), extents.end(), [](Extent a, Extent b) { return a.offset < b.offset; });
+    for (size_t i = 1; i < extents.size(); ++i) {
+        if (extents[i].offset < extents[i - 1].end()) return false;
+    }
+    return complete_count == counters_.objects && bytes == counters_.object_bytes &&
+           saved == counters_.saved_bytes && detached == counters_.detached && pinned == counters_.pinned &&
+           pinned_bytes == counters_.pinned_bytes && in_space == in_space_ && leases_.check_integrity();
+}
+
+}  // namespace moonpool

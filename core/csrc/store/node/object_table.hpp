@@ -1,0 +1,304 @@
+// ObjectTable: the objects of one tenant on one node: names, life cycle, pins, chains and the order of
+// eviction. Pure: no thread, no clock, no memory touched; the node's loop owns it.
+//
+//   free --commit--> complete --remove, replace or evict--> free            (nobody reads it)
+//                        \----------------------------> detached --last unpin--> free   (pinned readers keep
+//                        it)
+//
+// Invariants (check_integrity):
+//   - only complete objects are linked in the index, exactly once;
+//   - an object is in the eviction list exactly when it is complete, has no pin and no cached child, so that
+//   a chain
+//     goes leaf first; of a group its first member stands there for all, when that holds for each of them
+//     (but for children in the group itself), so that all go or none;
+//   - soft-pinned objects, and groups with one, stand in a list of their own, which comes after the other;
+//   - a member that could go but for its group is in a third list. It is for when nothing else can go: a
+//   group
+//     is broken up rather than in the way of what is new. So some object can go as long as not all are
+//     pinned;
+//   - children counts the complete or detached objects whose (parent slot, parent generation) is this object;
+//   - the extents of complete and detached objects are disjoint.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "directory/delta_log.hpp"
+#include "memory/leases.hpp"
+#include "store/shared/shared_index.hpp"
+
+namespace moonpool {
+
+struct TableCounters {
+    uint64_t objects = 0;
+    uint64_t object_bytes = 0;
+    uint64_t detached = 0;
+    uint64_t pinned = 0;
+    uint64_t pinned_bytes = 0;
+    uint64_t evicted_total = 0;
+    uint64_t evicted_bytes_total = 0;
+    uint64_t evicted_unsaved_total = 0;    // that no SSD had
+    uint64_t evicted_for_slots_total = 0;  // for the number of objects, not for memory
+    uint64_t saved_bytes = 0;              // of complete objects that an SSD has too
+};
+
+// What a put asks of the order of eviction.
+struct Keep {
+    Hash128 group{};       // of objects that go together; zero: none
+    uint32_t soft_ms = 0;  // goes after all others, while it is used that often; 0: no
+};
+
+inline constexpr uint32_t kGroupMembersMax =
+    1024;  // they go in one step of the loop; more stay by themselves
+
+class ObjectTable {
+   public:
+    enum class Commit { kStored, kExists, kNoSlot };
+
+    ObjectTable(IndexWriter index, ExtentAllocator& allocator, Leases& leases);
+
+    // Told of every object that becomes visible, or no longer is; nullptr: nobody.
+    void set_delta_log(DeltaLog* log) { delta_log_ = log; }
+    // The same with names, for subscribers; mostly nobody. Of a space by its number.
+    using Listener = std::function<void(uint32_t space, const Hash128&, std::string_view name, bool added)>;
+    void set_listener(Listener f) { listener_ = std::move(f); }
+    // Told of every key that is replaced, once that can no longer be refused and before its new object is
+    // visible.
+    void set_on_replace(std::function<void(const Hash128&)> f) { on_replace_ = std::move(f); }
+    // Told of a space of which the last object is gone, removed ones that are still read included.
+    void set_on_space_empty(std::function<void(uint32_t space)> f) { on_space_empty_ = std::move(f); }
+    uint32_t objects_in(uint32_t space) const { return space < in_space_.size() ? in_space_[space] : 0; }
+    // Told of every object that was committed.
+    void set_on_commit(std::function<void(uint32_t slot)> f) { on_commit_ = std::move(f); }
+
+    uint32_t find(uint32_t space, const Hash128& hash, std::string_view name) const;
+    // Whatever object has that hash, by which the directory knows it.
+    uint32_t find(const Hash128& hash) const;
+
+    // Makes an object visible; the table owns the extent from then on. parent: a slot or kNoSlot. With
+    // replace, an existing object of that name is removed first; without, it stays and the caller keeps the
+    // extent.
+    Commit commit(uint32_t space, const Hash128& hash, std::string_view name, Extent extent, uint32_t crc,
+                  uint32_t parent, bool replace, const Keep& keep = {});
+
+    // Most recently used. Callers touch a chain deepest first, so that its root is the last to go.
+    void touch(uint32_t slot);
+
+    void pin(uint32_t slot);
+    void unpin(uint32_t slot, uint64_t generation);
+
+    // Keeps the bytes of an object while they are copied elsewhere; unlike a pin it is no use of the object.
+    void hold(uint32_t slot);
+    void let_go(uint32_t slot, uint64_t generation);
+
+    void remove(uint32_t slot) { retire(slot, true); }
+
+    // Removes the least recently used leaf without pins, with its group; of a group of which another must
+    // stay, what can go, where there is nothing else. False when there is nothing.
+    bool evict_one();
+    // The same, passing over objects in open leases, whose memory would not come back.
+    bool evict_for_memory();
+
+    // Frees `bytes` in one piece, whose objects and those that hang on them were used the longest ago, where
+    // evicting by age has left holes only. False when pinned or leased memory stands in the way everywhere.
+    bool evict_window(uint64_t bytes);
+
+    bool complete(uint32_t slot) const { return slot < used_ && objects_[slot].state == State::kComplete; }
+    // Complete, or removed but still pinned by somebody.
+    bool readable(uint32_t slot, uint64_t generation) const {
+        return slot < used_ && objects_[slot].state != State::kFree &&
+               objects_[slot].generation == generation;
+    }
+    uint64_t generation(uint32_t slot) const { return objects_[slot].generation; }
+    uint32_t pins(uint32_t slot) const { return objects_[slot].pins; }
+    const IndexEntry& entry(uint32_t slot) const { return index_.entry(slot); }
+    std::string_view name(uint32_t slot) const;
+    std::string_view parent_name(uint32_t slot) const;  // empty: none, or it is gone
+    uint64_t last_used(uint32_t slot) const { return objects_[slot].last_used; }
+    uint64_t uses() const { return clock_; }  // so far: commits, touches, pins
+    uint64_t oldest_use() const {             // of the next victim
+        for (const Order& order : orders_) {
+            uint64_t used = order.apart.empty() ? UINT64_MAX : order.apart.begin()->first;
+            if (order.oldest != kNoSlot) used = std::min(used, objects_[order.oldest].last_used);
+            if (used != UINT64_MAX) return used;
+        }
+        return clock_;
+    }
+    uint32_t objects_max() const { return index_.slots(); }
+    uint32_t slots_used() const { return used_; }  // every slot in use is below it
+    const IndexWriter& index() const { return index_; }
+    void publish_free_bytes(uint64_t to_come) { index_.set_free_bytes(allocator_.free_bytes() + to_come); }
+    const TableCounters& counters() const { return counters_; }
+
+    bool scrubbed(uint32_t slot) const { return objects_[slot].scrubbed; }
+    void set_scrubbed(uint32_t slot) { objects_[slot].scrubbed = true; }
+
+    // Whether an SSD has it too.
+    bool saved(uint32_t slot) const { return objects_[slot].saved; }
+    void set_saved(uint32_t slot, bool saved);
+
+    // Tells the time: ends soft pins of what was not used.
+    void on_time(uint64_t now_ms);
+    bool soft_pinned(uint32_t slot) const { return objects_[slot].soft_now; }
+    bool grouped(uint32_t slot) const { return objects_[slot].group != nullptr; }
+    bool held(uint32_t slot) const { return objects_[slot].holds != 0; }
+    uint32_t group_size(uint32_t slot) const {
+        return objects_[slot].group == nullptr ? 1 : objects_[slot].group->members;
+    }
+    // The other members of its group.
+    std::vector<uint32_t> mates(uint32_t slot) const;
+
+    bool check_integrity() const;
+
+   private:
+    enum class State : uint8_t { kFree = 0, kComplete, kDetached };
+    // Complete objects in a ring, newest last.
+    struct Group {
+        Hash128 id{};
+        uint32_t first = kNoSlot;
+        uint32_t members = 0;
+        uint32_t blocked = 0;  // of them, by a pin or a child outside
+        uint32_t held = 0;     // of them, while they are written
+        uint32_t soft = 0;     // of them, soft-pinned
+    };
+    struct HashOfHash {
+        size_t operator()(const Hash128& hash) const { return hash.low; }
+    };
+    // What can be evicted, by its last use: orders_[0], and orders_[1] for what is soft-pinned.
+    struct Order {
+        uint32_t oldest = kNoSlot;
+        uint32_t newest = kNoSlot;
+        std::set<std::pair<uint64_t, uint32_t>> apart;  // whose place in the list is far from its ends
+    };
+    struct Object {
+        uint64_t generation;
+        uint64_t last_used;
+        uint64_t parent_generation;
+        uint32_t parent;
+        uint32_t older;  // eviction list: towards the next victim
+        uint32_t newer;
+        uint32_t children;
+        uint32_t pins;
+        State state;
+        bool listed;
+        bool scrubbed;
+        bool saved;
+        uint16_t holds;
+        uint8_t order;  // while it is listed
+        bool blocks;    // its group
+        bool used;      // since its soft pin began anew
+        bool soft;      // it was put with a soft pin,
+        bool soft_now;  // which holds
+        bool apart;     // in its order's set, while it is listed
+        Group* group;   // nullptr: none
+    };
+    static_assert(sizeof(Object) <= 64, "pins and touches of many objects cost a cache line each");
+    // Of those that have a group or a soft pin; of others it is never looked at.
+    struct Marks {
+        uint32_t after;  // in the group's ring
+        uint32_t before;
+        uint32_t children_in_group;
+        uint32_t soft_ms;
+        uint64_t soft_until;
+        uint32_t older;  // while it is listed among the members
+        uint32_t newer;
+        bool listed;
+    };
+    struct FreeMemory {
+        void operator()(void* memory) const { std::free(memory); }
+    };
+
+    Extent extent(uint32_t slot) const { return Extent{index_.entry(slot).offset, index_.entry(slot).size}; }
+    void settle(uint32_t slot, bool newest);
+    void list(uint32_t slot, uint8_t order, bool newest);
+    void unlist(uint32_t slot);
+    void list_member(uint32_t slot, bool newest);
+    void unlist_member(uint32_t slot);
+    void use(uint32_t slot);
+    uint32_t standing(uint32_t slot) const {
+        return objects_[slot].group == nullptr ? slot : objects_[slot].group->first;
+    }
+    uint32_t known_parent(uint32_t slot) const {  // kNoSlot: none, or it is gone
+        const Object& o = objects_[slot];
+        bool known = o.parent != kNoSlot && objects_[o.parent].generation == o.parent_generation;
+        return known ? o.parent : kNoSlot;
+    }
+    bool held_back(uint32_t slot) const {
+        const Object& o = objects_[slot];
+        return o.group == nullptr ? o.holds != 0 : o.group->held == o.group->members;
+    }
+    // Whether nothing but its group keeps it.
+    bool may_go(uint32_t slot) const {
+        const Object& o = objects_[slot];
+        uint32_t inside = o.group == nullptr ? 0 : marks_[slot].children_in_group;
+        return o.state == State::kComplete && o.pins == 0 && o.children == inside;
+    }
+    bool may_go_alone(uint32_t slot) const {
+        const Object& o = objects_[slot];
+        return o.state == State::kComplete && o.pins == 0 && o.children == 0;
+    }
+    uint8_t order_of(uint32_t slot) const {
+        const Object& o = objects_[slot];
+        return o.group == nullptr ? o.soft_now : o.group->soft != 0;
+    }
+    void join(uint32_t slot, const Hash128& group);
+    void leave(uint32_t slot);
+    void pin_softly(uint32_t slot);
+    void unpin_softly(uint32_t slot);
+    struct Piece {
+        Extent extent;
+        uint32_t slot;  // kNoSlot: free already
+    };
+    struct Turn {  // in a window: the smallest goes first
+        uint8_t rank = 0;
+        uint64_t used = 0;
+        uint32_t below = 0;  // from the object down to the one that was used then
+        auto operator<=>(const Turn&) const = default;
+    };
+    std::vector<Turn> turns() const;
+    void evict_alone(uint32_t victim);
+    void forget_parent(uint32_t slot);
+    void retire(uint32_t slot, bool tell);
+    void release(uint32_t slot);  // complete or detached -> free
+    uint32_t first_evictable(bool for_memory) const;
+    uint32_t first_of(const Order& order, bool for_memory) const;
+    bool frees_memory(uint32_t slot) const;
+    uint32_t first_member(bool for_memory) const;
+    bool evict(uint32_t victim);
+
+    IndexWriter index_;
+    ExtentAllocator& allocator_;
+    Leases& leases_;
+    // calloc: pages of slots never used are never touched
+    std::unique_ptr<Object[], FreeMemory> objects_;
+    std::unique_ptr<Marks[], FreeMemory> marks_;
+    uint32_t used_ = 0;
+    std::vector<uint32_t> free_slots_;
+    std::unordered_map<uint32_t, std::string> long_names_;
+    std::array<Order, 2> orders_;
+    uint32_t oldest_member_ = kNoSlot, newest_member_ = kNoSlot;  // that could go but for their group
+    std::unordered_map<Hash128, Group, HashOfHash> groups_;
+    std::set<std::pair<uint64_t, uint32_t>> soft_pins_;  // by when they end, and slot
+    uint64_t now_ms_ = 0;
+    uint64_t clock_ = 0;
+    uint64_t generation_ = 0;
+    TableCounters counters_;
+    DeltaLog* delta_log_ = nullptr;
+    Listener listener_;
+    std::function<void(const Hash128&)> on_replace_;
+    std::function<void(uint32_t)> on_commit_;
+    std::function<void(uint32_t)> on_space_empty_;
+    std::vector<uint32_t> in_space_;  // objects of each
+};
+
+}  // namespace moonpool

@@ -1,0 +1,145 @@
+// Pool: all that a node keeps for one tenant: its arena, what is free in it, its objects and its spaces.
+// Tenants share nothing. The node's loop owns it; only commit_memory() may run on another thread.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "memory/allocator.hpp"
+#include "memory/leases.hpp"
+#include "memory/mapping.hpp"
+#include "store/node/object_table.hpp"
+#include "store/node/remote_pins.hpp"
+#include "store/shared/space.hpp"
+#include "wire/limits.hpp"
+
+namespace moonpool {
+
+struct PoolOptions {
+    std::string tenant = "default";
+    uint64_t arena_bytes = 0;
+    // 0: one per KiB of arena, at least 4,096, up to 8 Mi, and beyond that one per 64 KiB. Their tables take
+    // memory as they are used only.
+    uint32_t objects_max = 0;
+    uint64_t slab_bytes = 0;  // 0: 1/128 of the arena, between 256 KiB and 8 MiB
+    double object_share = 0.25;
+};
+
+class Pool {
+   public:
+    static Result<std::unique_ptr<Pool>> create(const PoolOptions& options, const Incarnation& incarnation);
+
+    // A lease of at least `min` bytes, up to `want`: page aligned. Evicts as needed, once all of the arena's
+    // memory is reserved. Nothing when pins and other leases stand in the way, or when the memory for it
+    // could not be reserved in kReserveMs.
+    std::optional<Extent> lease(uint64_t min, uint64_t want);
+    Leases& leases() { return leases_; }
+
+    // The id of a space, which the caller uses from now on, until leave_space(); nothing when the tenant has
+    // too many. One that nobody uses is given back with its last object in memory; what a disk has of it is
+    // found again under its names.
+    std::optional<uint32_t> open_space(std::string_view name_space, std::string_view fingerprint,
+                                       uint32_t limit);
+    void use_space(uint32_t space) { ++spaces_[space].users; }
+    void leave_space(uint32_t space);
+    size_t spaces() const { return space_ids_.size(); }
+    // Told of each id that is given back: it may become another space's.
+    void set_on_space_closed(std::function<void(uint32_t space)> f) { on_space_closed_ = std::move(f); }
+    Hash128 hash(uint32_t space, std::string_view name) const { return spaces_[space].hasher(name); }
+    const std::string& identity(uint32_t space) const { return spaces_[space].hasher.identity(); }
+    uint32_t find(uint32_t space, std::string_view name) const {
+        return table_->find(space, hash(space, name), name);
+    }
+
+    // Verifies up to `budget` bytes of objects that were not verified since they came to memory; drops an
+    // object whose bytes do not match its checksum. Returns the number dropped.
+    uint64_t scrub(uint64_t budget);
+
+    RemotePins& remote_pins() { return remote_pins_; }
+    const RemotePins& remote_pins() const { return remote_pins_; }
+    ObjectTable& table() { return *table_; }
+    const ObjectTable& table() const { return *table_; }
+    const std::string& tenant() const { return options_.tenant; }
+    uint64_t slab_bytes() const { return options_.slab_bytes; }
+    uint64_t object_bytes_max() const {
+        return static_cast<uint64_t>(static_cast<double>(options_.arena_bytes) * options_.object_share);
+    }
+    uint64_t arena_bytes() const { return options_.arena_bytes; }
+    uint64_t free_bytes() const { return allocator_.free_bytes(); }
+    uint64_t capacity() const { return allocator_.capacity(); }
+    int arena_fd() const { return arena_.fd(); }
+    const std::byte* data() const { return arena_.data(); }
+    std::byte* writable() const { return arena_.writable(); }
+
+    // Asked before each piece is reserved, on any thread: whether this host still has so many bytes.
+    void guard_commits(std::function<bool(uint64_t)> may_commit) { may_commit_ = std::move(may_commit); }
+    uint64_t committed_bytes() const { return committed_; }
+    // Reserves the next piece of the arena's memory, on any thread but the loop, which goes first; 0: there
+    // is no more.
+    static constexpr uint64_t kCommitBytes = 32ull << 20;
+    Result<uint64_t> commit_memory(uint64_t bytes = kCommitBytes);
+    // Opens to the allocator what has been reserved since (the loop).
+    void open_memory();
+    // Memory that is still being reserved counts as free: a node that has just started is not full, and
+    // neither a client nor the master shall put elsewhere for that.
+    uint64_t room_bytes() const { return free_bytes() + (memory_short_ ? 0 : arena_bytes() - capacity()); }
+    void publish_free_bytes() { table_->publish_free_bytes(room_bytes() - free_bytes()); }
+    void memory_is_short() { memory_short_ = true; }  // no more will come
+    bool reserving() const { return !memory_short_ && capacity() < arena_bytes(); }
+    // Makes huge pages of the next piece of committed memory (any thread); 0: all is done, or the kernel does
+    // not.
+    uint64_t collapse_memory();
+    uint64_t huge_bytes() const { return huge_bytes_; }
+
+    bool check_integrity() const { return table_->check_integrity(); }
+
+   private:
+    // How long one lease may hold up the loop for memory that is not reserved yet: longer than any piece
+    // takes, shorter than a client waits.
+    static constexpr std::chrono::milliseconds kReserveMs{500};
+
+    Pool() = default;
+    Result<uint64_t> commit_next(uint64_t bytes);
+    void reserve_for(uint64_t bytes);
+    std::optional<Extent> open_lease(uint64_t min, uint64_t want, uint64_t align);
+
+    PoolOptions options_;
+    Arena arena_;
+    ExtentAllocator allocator_;
+    Leases leases_{allocator_};
+    std::unique_ptr<ObjectTable> table_;
+    struct Space {
+        KeyHasher hasher;
+        uint32_t users = 0;
+    };
+    void close_if_unused(uint32_t space);
+    std::unordered_map<std::string, uint32_t> space_ids_;
+    std::vector<Space> spaces_;
+    std::vector<uint32_t> free_spaces_;
+    std::function<void(uint32_t)> on_space_closed_;
+    RemotePins remote_pins_;
+    struct Scrub {  // where the background verification stands
+        uint32_t slot = 0;
+        uint64_t generation = 0;
+        uint64_t done = 0;  // bytes of that object
+        uint32_t crc = 0;
+    };
+    Scrub scrub_;
+    bool memory_short_ = false;
+    std::mutex commit_mutex_;  // one piece after the other
+    std::function<bool(uint64_t)> may_commit_;
+    std::atomic<bool> loop_waits_{false};
+    std::atomic<uint64_t> committed_{0};
+    std::atomic<uint64_t> huge_bytes_{0};
+};
+
+}  // namespace moonpool

@@ -1,0 +1,646 @@
+#include "store/node/server.hpp"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <future>
+
+#include "memory/room.hpp"
+#include "store/node/connection.hpp"
+
+namespace moonpool {
+
+namespace {
+
+constexpr int kTickMs = 100;
+
+// The loop keeps polling this long after the last event before it sleeps: whoever calls once mostly calls
+// again, and waking a sleeping thread costs 20-50 us in a virtual machine. An idle node costs nothing, a busy
+// one little. For the next bytes of a stream it sleeps: they gather meanwhile, and polling for them would
+// cost as much CPU as moving them does.
+constexpr std::chrono::microseconds kSpin{50};
+
+uint64_t now_ms() {
+    auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
+}
+
+// Whoever may read our memory could as well be us, or root.
+bool same_user(int fd) {
+    ucred peer{};
+    socklen_t size = sizeof(peer);
+    if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
+    return peer.uid == ::geteuid() || peer.uid == 0;
+}
+
+// Open files are one supply for both kinds of connections: what the own host's may need is kept.
+size_t remote_places(const Limits& limits) {
+    constexpr uint64_t kOtherFiles = 64;  // arenas, logs, disks, the master, admin pages
+    rlimit files{};
+    if (::getrlimit(RLIMIT_NOFILE, &files) != 0) return limits.remote_connections;
+    uint64_t kept = uint64_t{limits.connections} + 2 * limits.connections_unproved + kOtherFiles;
+    uint64_t left = files.rlim_cur - std::min<uint64_t>(files.rlim_cur, kept);
+    // Too few files for either: half of them.
+    left = std::max<uint64_t>(left, files.rlim_cur / 2);
+    return static_cast<size_t>(std::min<uint64_t>(left, limits.remote_connections));
+}
+
+Result<Fd> listen_on(const std::string& path) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    if (path.size() >= sizeof(address.sun_path)) {
+        return Error{Code::kInvalidArgument, "the socket path " + path + " is longer than the " +
+                                                 std::to_string(sizeof(address.sun_path) - 1) +
+                                                 " bytes a Unix socket allows; choose a shorter one"};
+    }
+    std::memcpy(address.sun_path, path.data(), path.size());
+    Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    if (!fd.valid()) return os_error("socket");
+    mode_t old_mask = ::umask(0177);
+    int bound = ::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address));
+    ::umask(old_mask);
+    if (bound != 0) return os_error("listening on " + path);
+    if (::listen(fd.get(), 128) != 0) return os_error("listening on " + path);
+    return fd;
+}
+
+}  // namespace
+
+Server::Server(ServerOptions options) : options_(std::move(options)), incarnation_(random_incarnation()) {}
+
+Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
+    if (options.token.empty()) return Error{Code::kInvalidArgument, "a node needs a cluster token"};
+    if (options.pools.empty()) return Error{Code::kInvalidArgument, "a node needs at least one tenant"};
+    uint64_t arenas_bytes = 0;
+    for (const PoolOptions& pool : options.pools) arenas_bytes += pool.arena_bytes;
+    Status fits =
+        check_room(arenas_bytes, options.pools.size() == 1 ? options.size_option : "", options.memory_root);
+    if (!fits) return fits.error();
+    std::unique_ptr<Server> server(new Server(std::move(options)));
+    server->options_.cluster.journal = server->journal_;
+    for (PoolOptions pool_options : server->options_.pools) {
+        pool_options.object_share = server->options_.limits.object_share;
+        Result<std::unique_ptr<Pool>> pool = Pool::create(pool_options, server->incarnation_);
+        if (!pool) return pool.error();
+        if (!server->pools_.emplace(pool_options.tenant, std::move(*pool)).second) {
+            return Error{Code::kInvalidArgument, "two tenants are named " + pool_options.tenant};
+        }
+    }
+    ServerOptions& o = server->options_;
+    if (!o.ssd.directories.empty()) {
+        Server* raw = server.get();
+        Result<std::unique_ptr<SsdTier>> ssd =
+            SsdTier::open(o.ssd, server->pools_, [raw](std::function<void()> f) { raw->post(std::move(f)); });
+        if (!ssd) return ssd.error();
+        server->ssd_ = std::move(*ssd);
+    }
+    if (o.events) server->listen_for_blocks();
+    if (o.listen.empty()) return server;
+    // Bound here, so that a port in use is said before any memory is reserved.
+    DoormanOptions door{o.listen, o.token, server->incarnation_, o.limits, nullptr, server->journal_};
+    Result<std::unique_ptr<Doorman>> doorman = Doorman::create(std::move(door));
+    if (!doorman) return doorman.error();
+    server->doorman_ = std::move(*doorman);
+    const std::string& real = server->doorman_->addresses().front();
+    std::string& advertised = o.cluster.address;
+    if (advertised.empty()) {
+        advertised = real;
+    } else if (advertised.ends_with(":0")) {
+        advertised.replace(advertised.size() - 1, 1, real, real.rfind(':') + 1);
+    }
+    return server;
+}
+
+void Server::listen_for_blocks() {
+    events_ = std::make_unique<BlockEvents>();
+    for (auto& [tenant, pool] : pools_) {
+        pool->table().set_listener(
+            [events = events_.get(), of = pool.get()](uint32_t space, const Hash128& hash,
+                                                      std::string_view name, bool added) {
+                if (added) {
+                    events->stored(of->identity(space), hash, name);
+                } else {
+                    events->removed(hash, Tier::kDram);
+                }
+            });
+    }
+    if (ssd_ == nullptr) return;
+    ssd_->set_listener([events = events_.get()](const Hash128& hash, bool added) {
+        if (added) {
+            events->on_disk(hash);
+        } else {
+            events->removed(hash, Tier::kSsd);
+        }
+    });
+}
+
+std::vector<std::string> Server::addresses() const {
+    return doorman_ == nullptr ? std::vector<std::string>() : doorman_->addresses();
+}
+
+// What a client must know of the node and of its tenant's pool; later versions append.
+void Server::write_welcome(Writer& w, Pool& pool) const {
+    w.number(pool.arena_bytes());
+    w.number(pool.table().index().bytes());
+    w.number(pool.slab_bytes());
+    w.number(pool.object_bytes_max());
+    w.number(options_.limits.key_bytes);
+    w.number(options_.limits.parts);
+    w.number(options_.limits.frame_bytes);
+    w.number(options_.limits.frame_keys);
+    w.text16(options_.cluster.name);
+    w.text16(options_.cluster.host_id);
+    w.text16(options_.cluster.address);
+    w.text16(options_.cluster.master);
+    w.number(kFeatures);
+}
+
+Server::~Server() {
+    stop();
+    if (ssd_ != nullptr) ssd_->close();  // its threads post here
+}
+
+Status Server::start() {
+    if (running_) return success();
+    epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
+    wake_.reset(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+    spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    if (!epoll_.valid() || !wake_.valid()) return os_error("epoll");
+    remote_connections_max_ = remote_places(options_.limits);
+    auto watch = [this](int fd) {
+        epoll_event event{};
+        event.events = EPOLLIN;
+        event.data.fd = fd;
+        ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
+    };
+    watch(wake_.get());
+    // The first piece of every arena before the first client, the rest while it serves.
+    constexpr uint64_t kFirstBytes = 256ull << 20;
+    for (auto& [tenant, pool] : pools_) {
+        Result<uint64_t> bytes = pool->commit_memory(kFirstBytes);
+        if (!bytes) return bytes.error();
+        pool->open_memory();
+        // Other processes take memory, too, while this one reserves its own. It may go somewhat below what is
+        // kept free at the start: its own index and the rest of this process come out of that.
+        pool->guard_commits([this](uint64_t bytes) {
+            std::optional<AvailableMemory> memory = available_memory(options_.memory_root);
+            return !memory || bytes + kept_free(*memory) / 2 <= memory->available_bytes;
+        });
+    }
+    if (!options_.socket_path.empty()) {
+        Result<Fd> listener = listen_on(options_.socket_path);
+        if (!listener) return listener.error();
+        listen_ = std::move(*listener);
+        watch(listen_.get());
+    }
+    if (!options_.cluster.master.empty()) {
+        member_ = std::make_unique<NodeMember>(options_.cluster, options_.token, options_.socket_path,
+                                               incarnation_, pools_, ssd_.get(),
+                                               [this](std::function<void()> f) { return call_on_loop(f); });
+    }
+    stopping_ = false;
+    running_ = true;
+    thread_ = std::thread([this] { loop(); });
+    reserve_thread_ = std::thread([this] { reserve_memory(); });
+    if (Status status = open_door(); !status) return status;
+    if (member_ != nullptr) member_->start();
+    return success();
+}
+
+Status Server::open_door() {
+    if (doorman_ == nullptr) return success();
+    auto welcome = [this](std::string_view tenant) -> Result<std::vector<std::byte>> {
+        auto it = pools_.find(tenant);
+        if (it == pools_.end()) {
+            return Error{Code::kAuth, "this node has no such tenant"};
+        }
+        std::vector<std::byte> body;
+        Writer w(body);
+        write_welcome(w, *it->second);
+        return body;
+    };
+    auto serve = [this](Caller caller) {
+        auto held = std::make_shared<Caller>(std::move(caller));
+        post([this, held] { adopt_remote(std::move(*held)); });
+    };
+    doorman_->offer(std::string(kPurposeStore), Purpose{welcome, serve});
+    return doorman_->start();
+}
+
+void Server::reserve_memory() {
+    ::pthread_setname_np(::pthread_self(), "mp-memory");
+    for (auto& [tenant, pool] : pools_) {
+        while (!stopping_) {
+            Result<uint64_t> bytes = pool->commit_memory();
+            if (!bytes) {
+                memory_error_ = 1;
+                journal_->note(Level::kError, "memory_short", "",
+                               "the arena of tenant " + pool->tenant() + " stays at a part of its " +
+                                   size_text(pool->arena_bytes()) + ": " + bytes.error().text);
+                post([p = pool.get()] { p->memory_is_short(); });
+                break;
+            }
+            if (*bytes == 0) break;
+            post([p = pool.get()] { p->open_memory(); });
+        }
+    }
+    Memory m = memory();
+    if (m.reserved_bytes == m.bytes) {
+        journal_->note(Level::kInfo, "memory_ready", "",
+                       "all " + size_text(m.bytes) + " of memory are reserved");
+    }
+    for (auto& [tenant, pool] : pools_) {
+        while (!stopping_ && pool->collapse_memory() != 0) {
+        }
+    }
+}
+
+Server::Memory Server::memory() const {
+    Memory m{0, 0, memory_error_ != 0};
+    for (const auto& [tenant, pool] : pools_) {
+        m.reserved_bytes += pool->committed_bytes();
+        m.bytes += pool->arena_bytes();
+    }
+    return m;
+}
+
+bool Server::is_alive(uint32_t timeout_ms) {
+    if (!running_ || fork_.in_child()) return false;
+    auto deadline = Pulse::Clock::now() + std::chrono::milliseconds(timeout_ms);
+    if (!pulse_.ask([this] { post([this] { pulse_.answer(); }); }, deadline)) return false;
+    return doorman_ == nullptr || doorman_->is_alive(deadline);
+}
+
+void Server::stop() {
+    if (!running_.exchange(false)) return;
+    if (fork_.in_child()) {
+        // The threads and the socket are the parent's. Their handles are left alone: there is nobody to join.
+        (void)new std::thread(std::move(thread_));
+        (void)new std::thread(std::move(reserve_thread_));
+        return;
+    }
+    if (member_ != nullptr) member_->stop();
+    if (doorman_ != nullptr) doorman_->stop();
+    save_all();
+    stopping_ = true;
+    uint64_t one = 1;
+    (void)!::write(wake_.get(), &one, sizeof(one));
+    reserve_thread_.join();
+    thread_.join();
+    if (ssd_ != nullptr) ssd_->close();
+    listen_.reset();
+    if (!options_.socket_path.empty()) ::unlink(options_.socket_path.c_str());
+}
+
+// What is in memory only goes to the SSD, as far as the time allows.
+void Server::save_all() {
+    if (ssd_ == nullptr) return;
+    auto done = std::make_shared<std::promise<void>>();
+    std::future<void> finished = done->get_future();
+    post([this, done] { ssd_->flush([done] { done->set_value(); }); });
+    finished.wait_for(std::chrono::milliseconds(options_.ssd.stop_ms));
+}
+
+std::vector<SsdTier::Device> Server::ssd() const {
+    return ssd_ == nullptr ? std::vector<SsdTier::Device>() : ssd_->describe();
+}
+
+Result<Fd> Server::dial() {
+    int pair[2];
+    if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) return os_error("socketpair");
+    Fd ours(pair[0]), theirs(pair[1]);
+    int flags = ::fcntl(ours.get(), F_GETFL);
+    ::fcntl(ours.get(), F_SETFL, flags | O_NONBLOCK);
+    if (!running_) return Error{Code::kUnavailable, "the embedded node was stopped"};
+    post([this, fd = ours.release()] { adopt(Fd(fd)); });
+    return theirs;
+}
+
+void Server::post(std::function<void()> f) {
+    std::lock_guard lock(posted_mutex_);
+    posted_.push_back(std::move(f));
+    uint64_t one = 1;
+    (void)!::write(wake_.get(), &one, sizeof(one));
+}
+
+void Server::loop() {
+    ::pthread_setname_np(::pthread_self(), "mp-node");
+    std::vector<epoll_event> events(256);
+    uint64_t last_tick = now_ms();
+    for (auto& [tenant, pool] : pools_) pool->table().on_time(last_tick);
+    const bool alone = std::thread::hardware_concurrency() < 2;
+    auto spin_until = std::chrono::steady_clock::now();
+    while (!stopping_) {
+        bool spin = !alone && std::chrono::steady_clock::now() < spin_until;
+        int n =
+            ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), spin ? 0 : kTickMs);
+        if (n == 0 && spin) ::sched_yield();  // the client may wait for this very core
+        uint64_t now = now_ms();
+        bool expecting = false;  // that somebody who was answered calls again
+        for (int i = 0; i < n; ++i) {
+            int fd = events[static_cast<size_t>(i)].data.fd;
+            uint32_t what = events[static_cast<size_t>(i)].events;
+            if (fd == wake_.get()) {
+                uint64_t value;
+                (void)!::read(wake_.get(), &value, sizeof(value));
+                run_posted();
+                expecting = true;
+            } else if (fd == listen_.get()) {
+                accept_all();
+                expecting = true;
+            } else if (auto it = connections_.find(fd); it != connections_.end()) {
+                Connection& connection = *it->second;
+                bool alive = true;
+                if ((what & EPOLLOUT) != 0) alive = connection.on_writable();
+                if (alive && (what & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0)
+                    alive = connection.on_readable(now);
+                if (!alive) {
+                    drop(fd);
+                } else if (!connection.streaming()) {
+                    expecting = true;
+                }
+            }
+        }
+        if (expecting) spin_until = std::chrono::steady_clock::now() + kSpin;
+        if (now - last_tick >= kTickMs) {
+            on_tick(now_ms());
+            last_tick = now;
+        }
+    }
+    run_posted();
+    connections_.clear();
+}
+
+void Server::run_posted() {
+    std::vector<std::function<void()>> posted;
+    {
+        std::lock_guard lock(posted_mutex_);
+        posted.swap(posted_);
+    }
+    for (auto& f : posted) f();
+}
+
+void Server::accept_all() {
+    for (;;) {
+        Fd fd(::accept4(listen_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+        if (!fd.valid()) {
+            if (errno == EINTR || errno == ECONNABORTED) continue;
+            if (errno == EMFILE || errno == ENFILE) {
+                // Out of descriptors: give up the spare one to tell the peer, rather than spin on a readable
+                // listener.
+                spare_.reset();
+                Fd refused(::accept4(listen_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+                if (refused.valid())
+                    send_error(refused.get(), Code::kTooLarge, "the node is out of file descriptors");
+                metrics_.connections_refused_total.fetch_add(1);
+                refused.reset();
+                spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+            }
+            return;
+        }
+        if (!same_user(fd.get())) {
+            metrics_.connections_refused_total.fetch_add(1);
+            journal_->note(Level::kWarning, "auth_refused", "unix", "a process of another user was refused");
+            send_error(fd.get(), Code::kAuth, "this node serves processes of its own user only");
+            continue;
+        }
+        adopt(std::move(fd));
+    }
+}
+
+void Server::adopt(Fd fd) {
+    size_t unproved = 0;
+    Connection* oldest = nullptr;
+    int oldest_fd = -1;
+    for (auto& [other, connection] : connections_) {
+        if (connection->proved()) continue;
+        ++unproved;
+        if (oldest == nullptr || connection->since_ms() < oldest->since_ms()) {
+            oldest = connection.get();
+            oldest_fd = other;
+        }
+    }
+    // Idle strangers make room for whoever comes next; proved clients keep theirs.
+    if (unproved >= options_.limits.connections_unproved) drop(oldest_fd, true);
+    if (!has_room(fd.get(), false)) return;
+    int key = fd.get();
+    auto connection = std::make_unique<Connection>(*this, std::move(fd), now_ms());
+    if (!connection->greet()) return count(metrics_.connections_closed_total);
+    connections_.emplace(key, std::move(connection));
+}
+
+// Each kind has its own places: however many other hosts call, the engines of this one get in.
+bool Server::has_room(int fd, bool remote) {
+    size_t have = remote ? remote_connections_ : connections_.size() - remote_connections_;
+    size_t most = remote ? remote_connections_max_ : options_.limits.connections;
+    if (have >= most) {
+        metrics_.connections_refused_total.fetch_add(1);
+        const char* limit = most < options_.limits.remote_connections && remote
+                                ? "as many as the limit of open files allows"
+                            : remote ? "the limit (node.remote_connections_max)"
+                                     : "the limit (node.connections_max)";
+        journal_->note(Level::kWarning, "connections_full", "",
+                       "a connection was refused: there are " + std::to_string(have) + ", " + limit);
+        send_error(fd, Code::kTooLarge,
+                   "the node already has " + std::to_string(have) + " connections of " +
+                       (remote ? "other hosts, " : "its host, ") + limit);
+        return false;
+    }
+    metrics_.connections_total.fetch_add(1);
+    return true;
+}
+
+void Server::adopt_remote(Caller caller) {
+    auto it = pools_.find(caller.tenant);
+    if (it == pools_.end() || !has_room(caller.fd.get(), true)) return;
+    int key = caller.fd.get();
+    auto connection = std::make_unique<Connection>(*this, std::move(caller.fd), now_ms(), *it->second);
+    if (!connection->flush()) return count(metrics_.connections_closed_total);
+    connections_.emplace(key, std::move(connection));
+    ++remote_connections_;
+}
+
+// The connection that waited goes on; it may end with that.
+void Server::resume(Connection& connection, uint64_t now) {
+    int fd = connection.fd();
+    if (!connection.resume(now)) drop(fd);
+}
+
+void Server::drop(int fd, bool cut_off) {
+    auto it = connections_.find(fd);
+    cut_off |= it->second->cut_off();
+    count(cut_off ? metrics_.connections_dropped_total : metrics_.connections_closed_total);
+    remote_connections_ -= it->second->remote() ? 1 : 0;
+    connections_.erase(it);  // closing the descriptor takes it out of epoll
+}
+
+void Server::on_tick(uint64_t now) {
+    std::vector<int> over;
+    for (auto& [fd, connection] : connections_) {
+        if (!connection->check_deadlines(now)) over.push_back(fd);
+    }
+    for (int fd : over) drop(fd);
+    for (auto& [tenant, pool] : pools_) {
+        pool->table().on_time(now);
+        pool->publish_free_bytes();
+    }
+    if (ssd_ != nullptr) ssd_->on_tick();
+    if (ssd_ != nullptr && now - ssd_looked_ms_ >= 1000) {
+        ssd_looked_ms_ = now;
+        note_ssd_trouble();
+    }
+    uint64_t budget = options_.scrub_bytes_per_s * kTickMs / 1000;
+    if (budget == 0) return;
+    for (auto& [tenant, pool] : pools_) metrics_.scrub_dropped_total.fetch_add(pool->scrub(budget));
+}
+
+void Server::note_ssd_trouble() {
+    for (const SsdTier::Device& device : ssd_->describe()) {
+        std::string& noted = ssd_trouble_[device.directory];
+        if (noted == device.trouble) continue;
+        noted = device.trouble;
+        journal_->note(Level::kError, "ssd_off", device.directory, device.trouble);
+    }
+}
+
+template <class F>
+bool Server::call_on_loop(F f) {
+    if (!running_ || fork_.in_child()) return false;
+    auto done = std::make_shared<std::promise<void>>();
+    std::future<void> finished = done->get_future();
+    post([f, done] {
+        f();
+        done->set_value();
+    });
+    return finished.wait_for(std::chrono::seconds(2)) == std::future_status::ready;
+}
+
+bool Server::check_integrity() {
+    auto sound = std::make_shared<bool>(true);
+    bool ran = call_on_loop([this, sound] {
+        for (auto& [tenant, pool] : pools_) *sound = *sound && pool->check_integrity();
+        if (ssd_ != nullptr) *sound = *sound && ssd_->check_integrity();
+        if (events_ != nullptr) *sound = *sound && events_->check_integrity();
+    });
+    return ran && *sound;
+}
+
+std::vector<std::pair<std::string, uint64_t>> Server::snapshot() {
+    auto rows = std::make_shared<std::vector<std::pair<std::string, uint64_t>>>();
+    if (!call_on_loop([this, rows] { *rows = gauges(); })) return {};
+    if (member_ != nullptr) {
+        for (auto& row : member_->gauges()) rows->push_back(std::move(row));
+    }
+    return *rows;
+}
+
+std::optional<MemberAgent::State> Server::membership() const {
+    if (member_ == nullptr) return std::nullopt;
+    return member_->state();
+}
+
+std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
+    NodeMetrics& m = metrics_;
+    TableCounters sum;
+    uint64_t capacity = 0, free_bytes = 0, leased = 0, pins = 0, arena = 0, huge = 0, remote_pinned = 0,
+             spaces = 0, objects_max = 0;
+    for (auto& [tenant, pool] : pools_) {
+        const TableCounters& c = pool->table().counters();
+        sum.objects += c.objects;
+        sum.object_bytes += c.object_bytes;
+        sum.detached += c.detached;
+        sum.pinned += c.pinned;
+        sum.pinned_bytes += c.pinned_bytes;
+        remote_pinned += pool->remote_pins().bytes();
+        spaces += pool->spaces();
+        sum.evicted_total += c.evicted_total;
+        sum.evicted_bytes_total += c.evicted_bytes_total;
+        sum.evicted_for_slots_total += c.evicted_for_slots_total;
+        objects_max += pool->table().objects_max();
+        capacity += pool->capacity();
+        free_bytes += pool->free_bytes();
+        arena += pool->arena_bytes();
+        huge += pool->huge_bytes();
+    }
+    for (auto& [fd, connection] : connections_) {
+        leased += connection->leased_bytes();
+        pins += connection->pins();
+    }
+    struct {
+        uint64_t refused = 0, auth_failures = 0, protocol_errors = 0, handshake_timeouts = 0;
+    } door;
+    if (doorman_ != nullptr) {
+        const DoormanCounters& c = doorman_->counters();
+        door = {c.refused_total, c.auth_failures_total, c.protocol_errors_total, c.handshake_timeouts_total};
+    }
+    std::vector<std::pair<std::string, uint64_t>> rows = {
+        {"objects", sum.objects},
+        {"objects_max", objects_max},
+        {"object_bytes", sum.object_bytes},
+        {"objects_pinned", sum.pinned},
+        {"objects_detached", sum.detached},
+        {"spaces", spaces},
+        {"pins", pins},
+        {"pinned_bytes", sum.pinned_bytes},
+        {"remote_pinned_bytes", remote_pinned},
+        {"pins_refused_total", m.pins_refused_total},
+        {"pins_idle_total", m.pins_idle_total},
+        {"arena_bytes", arena},
+        {"arena_ready_bytes", capacity},
+        {"arena_free_bytes", free_bytes},
+        {"arena_huge_page_bytes", huge},
+        {"arena_memory_short", memory_error_.load()},
+        {"log_left_out_total", journal_->left_out_total()},
+        {"leased_bytes", leased},
+        {"connections", connections_.size()},
+        {"remote_connections", remote_connections_},
+        {"connections_total", m.connections_total},
+        {"connections_refused_total", m.connections_refused_total + door.refused},
+        {"connections_dropped_total", m.connections_dropped_total},
+        {"connections_closed_total", m.connections_closed_total},
+        {"auth_failures_total", m.auth_failures_total + door.auth_failures},
+        {"protocol_errors_total", m.protocol_errors_total + door.protocol_errors},
+        {"handshake_timeouts_total", m.handshake_timeouts_total + door.handshake_timeouts},
+        {"stored_total", m.stored_total},
+        {"stored_bytes_total", m.stored_bytes_total},
+        {"exists_total", m.exists_total},
+        {"put_refused_total", m.put_refused_total},
+        {"lease_refused_total", m.lease_refused_total},
+        {"lookup_keys_total", m.lookup_keys_total},
+        {"lookup_hits_total", m.lookup_hits_total},
+        {"served_total", m.served_total},
+        {"served_bytes_total", m.served_bytes_total},
+        {"removed_total", m.removed_total},
+        {"evicted_total", sum.evicted_total},
+        {"evicted_bytes_total", sum.evicted_bytes_total},
+        {"evicted_for_slots_total", sum.evicted_for_slots_total},
+        {"scrub_dropped_total", m.scrub_dropped_total},
+        {"tcp_sent_bytes_total", m.tcp_sent_bytes_total},
+        {"tcp_received_bytes_total", m.tcp_received_bytes_total},
+        {"tcp_damaged_total", m.tcp_damaged_total},
+    };
+    if (ssd_ != nullptr) {
+        for (auto& row : ssd_->gauges()) rows.push_back(std::move(row));
+    }
+    if (events_ != nullptr) {
+        BlockEvents::Counters c = events_->counters();
+        rows.emplace_back("events_blocks", c.blocks);
+        rows.emplace_back("events_objects", c.objects);
+        rows.emplace_back("events_objects_max", BlockEvents::kObjectsMax);
+        rows.emplace_back("events_ignored_total", c.ignored_total);
+        rows.emplace_back("events_overflows_total", c.overflows_total);
+    }
+    return rows;
+}
+
+}  // namespace moonpool

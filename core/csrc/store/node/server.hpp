@@ -1,0 +1,137 @@
+// Server: a node's data plane. One thread, one epoll loop, which owns every pool, connection, lease and pin;
+// nothing in it blocks on a peer. The bytes of objects never pass through it: clients copy them from and to
+// the arena, whose descriptor they get with the handshake.
+//
+// A connection that ends, however it ends, gives back all it held: leases (what was not committed), pins.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "base/fork.hpp"
+#include "base/journal.hpp"
+#include "base/pulse.hpp"
+#include "base/result.hpp"
+#include "store/node/block_events.hpp"
+#include "store/node/node_member.hpp"
+#include "store/node/node_metrics.hpp"
+#include "store/node/pool.hpp"
+#include "store/node/ssd_tier.hpp"
+#include "wire/auth.hpp"
+#include "wire/doorman.hpp"
+#include "wire/frame.hpp"
+#include "wire/limits.hpp"
+
+namespace moonpool {
+
+struct ServerOptions {
+    std::string socket_path;  // empty: no socket, connections come by attach()
+    std::string token;
+    std::vector<PoolOptions> pools;
+    Limits limits;
+    uint64_t scrub_bytes_per_s = 64ull << 20;  // 0: no scrub
+    std::vector<std::string> listen;           // TCP addresses, host:port; none: this host only
+    SsdOptions ssd;                            // no directories: none
+    bool events = false;                       // tell subscribers of blocks
+    ClusterOptions cluster;                    // its address: empty, or its port 0: as the first of `listen`
+    std::string size_option = "--dram ";       // how a user gives the arena's size; for the sentence
+    std::string memory_root;                   // a prefix of /proc and /sys, for tests
+};
+
+class Connection;
+
+class Server {
+   public:
+    static Result<std::unique_ptr<Server>> create(ServerOptions options);
+    ~Server();
+
+    Status start();
+    void stop();  // idempotent; every connection is closed
+
+    // Whether the loop, and the doorman where there is one, answer within the time; any other thread.
+    bool is_alive(uint32_t timeout_ms);
+    // How much of the arenas' memory is reserved; short: no more will come.
+    struct Memory {
+        uint64_t reserved_bytes = 0, bytes = 0;
+        bool is_short = false;
+    };
+    Memory memory() const;
+    Journal& journal() const { return *journal_; }
+
+    // One end of a fresh socket pair, already accepted: the way in for the process that embeds the node.
+    Result<Fd> dial();
+
+    // The TCP addresses, with their real ports.
+    std::vector<std::string> addresses() const;
+    const Incarnation& incarnation() const { return incarnation_; }
+    const NodeMetrics& metrics() const { return metrics_; }
+    std::vector<std::pair<std::string, uint64_t>> snapshot();  // counters and gauges by name; any thread
+    bool check_integrity();                                    // runs on the loop
+    std::optional<MemberAgent::State> membership() const;      // nothing: the node has no master
+    std::vector<SsdTier::Device> ssd() const;
+    BlockEvents* events() const { return events_.get(); }  // nullptr: off
+
+   private:
+    friend class Connection;
+    explicit Server(ServerOptions options);
+
+    Status open_door();
+    void listen_for_blocks();
+    void loop();
+    void accept_all();
+    void adopt(Fd fd);
+    void adopt_remote(Caller caller);
+    bool has_room(int fd, bool remote);
+    void save_all();
+    void write_welcome(Writer& w, Pool& pool) const;
+    void drop(int fd, bool cut_off = false);
+    void resume(Connection& connection, uint64_t now_ms);
+    void on_tick(uint64_t now_ms);
+    void post(std::function<void()> f);
+    void run_posted();
+    template <class F>
+    bool call_on_loop(F f);
+    std::vector<std::pair<std::string, uint64_t>> gauges();
+    void reserve_memory();
+    void note_ssd_trouble();
+
+    ServerOptions options_;
+    Incarnation incarnation_;
+    NodeMetrics metrics_;
+    std::map<std::string, std::unique_ptr<Pool>, std::less<>> pools_;
+    std::unique_ptr<BlockEvents> events_;  // nullptr: off
+    std::unique_ptr<SsdTier> ssd_;         // nullptr: none
+    ForkGuard fork_;
+    std::unique_ptr<Doorman> doorman_;
+    Fd listen_, epoll_, wake_, spare_;
+    std::unordered_map<int, std::unique_ptr<Connection>> connections_;
+    size_t remote_connections_ = 0;      // of them
+    size_t remote_connections_max_ = 0;  // as open files allow
+    uint64_t next_pin_ = 1;
+
+    std::mutex posted_mutex_;
+    std::vector<std::function<void()>> posted_;
+    std::atomic<bool> stopping_{false};
+    std::atomic<bool> running_{false};
+    std::atomic<uint64_t> memory_error_{0};
+    Pulse pulse_;
+    std::shared_ptr<Journal> journal_ = std::make_shared<Journal>();
+    std::map<std::string, std::string> ssd_trouble_;  // of the loop: directory -> what was noted
+    uint64_t ssd_looked_ms_ = 0;
+    std::thread thread_;
+    std::thread reserve_thread_;
+    std::unique_ptr<NodeMember> member_;
+};
+
+}  // namespace moonpool

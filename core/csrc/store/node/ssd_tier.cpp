@@ -1,0 +1,449 @@
+#include "store/node/ssd_tier.hpp"
+
+#include <algorithm>
+
+namespace moonpool {
+
+namespace {
+
+constexpr uint32_t kNone = UINT32_MAX;
+constexpr uint32_t kWritesMax = 64;               // objects that are held while they are written,
+constexpr uint64_t kWriteBytesMax = 64ull << 20;  // and their bytes, unless it is one
+constexpr size_t kMatesMax = 64;                  // of a group that is written in one go
+constexpr int kLooksMax = 1024;                   // at objects that may be written, in one go
+constexpr uint32_t kLostPerTick = 65536;          // entries of a directory that is given up
+constexpr uint32_t kReadsMax = 65536;             // that wait in one log
+constexpr uint32_t kCursorBits = 28;              // of a list: the device stands above
+
+}  // namespace
+
+Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools& pools, Post post) {
+    if (options.directories.size() > kSsdDirectoriesMax) {
+        return Error{Code::kInvalidArgument, "a node takes at most " + std::to_string(kSsdDirectoriesMax) +
+                                                 " SSD directories (node.ssd)"};
+    }
+    std::unique_ptr<SsdTier> tier(new SsdTier(options, std::move(post)));
+    auto sequence = std::make_shared<std::atomic<uint64_t>>(0);
+    for (const auto& [directory, bytes] : options.directories) {
+        ssd::LogOptions log_options;
+        log_options.directory = directory;
+        log_options.bytes = bytes;
+        log_options.segment_bytes = options.segment_bytes;
+        log_options.depth = options.depth;
+        log_options.io = options.io;
+        log_options.records_max = options.records_max;
+        log_options.queue_max = kReadsMax;
+        log_options.sequence = sequence;
+        log_options.open = options.open;
+        log_options.on_gone = [t = tier.get()](const std::vector<Hash128>& hashes) {
+            t->post_([t, hashes] { t->gone(hashes); });
+        };
+        Result<std::unique_ptr<ssd::Log>> log = ssd::Log::open(std::move(log_options));
+        if (!log) return log.error();
+        tier->devices_.push_back(std::move(*log));
+        tier->bytes_ += bytes;
+    }
+    tier->keep_newest();
+    for (auto& [name, pool] : pools) {
+        Tenant& tenant = tier->tenants_[name];
+        tenant.pool = pool.get();
+        tenant.spaces.resize(tier->devices_.size());
+        // Though memory may not have the old object: a disk may.
+        pool->set_on_space_closed(
+            [t = tier.get(), &tenant](uint32_t space) { t->leave_space(tenant, space); });
+        pool->table().set_on_replace([t = tier.get()](const Hash128& hash) { t->forget(hash); });
+        pool->table().set_on_commit([t = tier.get(), &tenant](uint32_t slot) {
+            const ObjectTable& table = tenant.pool->table();
+            const IndexEntry& entry = table.entry(slot);
+            if (t->writing_ != 0) t->cancel_write({entry.hash_low, entry.hash_high});
+            tenant.dirty.push_back({slot, table.generation(slot), table.last_used(slot)});
+            if (t->writing_ == 0 && !tenant.resting) t->clean(tenant);
+        });
+    }
+    return tier;
+}
+
+SsdTier::~SsdTier() {
+    close();
+    for (auto& [name, tenant] : tenants_) {
+        tenant.pool->table().set_on_replace({});
+        tenant.pool->table().set_on_commit({});
+        tenant.pool->set_on_space_closed({});
+    }
+}
+
+void SsdTier::close() {
+    for (auto& log : devices_) log->close();
+}
+
+// A key may stand in two directories when one of them was away for a while.
+void SsdTier::keep_newest() {
+    for (size_t i = 0; i + 1 < devices_.size(); ++i) {
+        uint32_t cursor = 0;
+        do {
+            std::vector<Hash128> hashes;
+            cursor = devices_[i]->hashes(cursor, UINT32_MAX, hashes);
+            for (const Hash128& hash : hashes) {
+                for (size_t j = i + 1; j < devices_.size(); ++j) {
+                    std::optional<uint64_t> mine = devices_[i]->sequence(hash);
+                    std::optional<uint64_t> other = devices_[j]->sequence(hash);
+                    if (mine && other) devices_[*mine < *other ? i : j]->remove(hash);
+                }
+            }
+        } while (cursor != 0);
+    }
+}
+
+ssd::Key SsdTier::key(Tenant& tenant, size_t device, uint32_t space, const Hash128& hash,
+                      std::string_view name) {
+    std::vector<uint32_t>& known = tenant.spaces[device];
+    if (known.size() <= space) known.resize(space + 1, kNone);
+    if (known[space] == kNone) known[space] = devices_[device]->space(tenant.pool->identity(space));
+    return ssd::Key{known[space], hash, name};
+}
+
+void SsdTier::leave_space(Tenant& tenant, uint32_t space) {
+    for (size_t device = 0; device < devices_.size(); ++device) {
+        std::vector<uint32_t>& known = tenant.spaces[device];
+        if (space >= known.size() || known[space] == kNone) continue;
+        devices_[device]->leave_space(known[space]);
+        known[space] = kNone;
+    }
+}
+
+// Where a new object goes: always the same place while that one takes writes.
+size_t SsdTier::home(const Hash128& hash) const {
+    size_t first = hash.high % devices_.size();
+    for (size_t i = 0; i < devices_.size(); ++i) {
+        size_t device = (first + i) % devices_.size();
+        if (devices_[device]->accepts_writes()) return device;
+    }
+    return devices_.size();
+}
+
+std::optional<ssd::Found> SsdTier::find(Pool& pool, uint32_t space, std::string_view name) {
+    Tenant& tenant = tenant_of(pool);
+    Hash128 hash = pool.hash(space, name);
+    for (size_t i = 0; i < devices_.size(); ++i) {
+        std::optional<ssd::Found> found = devices_[i]->find(key(tenant, i, space, hash, name));
+        if (found && found->size <= pool.object_bytes_max()) return found;
+    }
+    return std::nullopt;
+}
+
+bool SsdTier::forget(Pool& pool, uint32_t space, std::string_view name) {
+    return forget(pool.hash(space, name));
+}
+
+bool SsdTier::forget(const Hash128& hash) {
+    bool was_there = false;
+    for (auto& log : devices_) {
+        bool visible = log->has(hash);
+        log->remove(hash);
+        if (visible) tell(hash, false);
+        was_there |= visible;
+    }
+    return was_there;
+}
+
+void SsdTier::tell(const Hash128& hash, bool added) {
+    if (delta_log_ != nullptr) delta_log_->push(hash, Tier::kSsd, added);
+    if (listener_) listener_(hash, added);
+}
+
+uint32_t SsdTier::list(Pool& pool, uint32_t space, uint32_t cursor, uint32_t scan,
+                       std::vector<ssd::Listed>& out) {
+    Tenant& tenant = tenant_of(pool);
+    size_t device = cursor >> kCursorBits;
+    if (device >= devices_.size()) return 0;
+    uint32_t at = cursor & ((1u << kCursorBits) - 1);
+    std::vector<ssd::Listed> rows;
+    uint32_t log_space = key(tenant, device, space, Hash128{}, {}).space;
+    at = devices_[device]->list(log_space, at, scan, rows);
+    for (ssd::Listed& row : rows) {
+        if (pool.find(space, row.name) == kNoSlot) out.push_back(std::move(row));
+    }
+    if (at == 0) return device + 1 < devices_.size() ? static_cast<uint32_t>(device + 1) << kCursorBits : 0;
+    return static_cast<uint32_t>(device) << kCursorBits | at;
+}
+
+uint32_t SsdTier::hashes(size_t device, uint32_t cursor, uint32_t scan, std::vector<Hash128>& out) const {
+    return devices_[device]->hashes(cursor, scan, out);
+}
+
+// ---- writing
+
+void SsdTier::on_tick() {
+    for (auto& log : devices_) gone(log->take_lost(kLostPerTick));
+    for (auto& [name, tenant] : tenants_) {
+        tenant.resting = false;
+        clean(tenant);
+    }
+}
+
+bool SsdTier::wants_cleaning(const Tenant& tenant) const {
+    if (tenant.dirty.empty()) return false;
+    if (flushing_) return true;
+    const Pool& pool = *tenant.pool;
+    uint64_t clean = pool.free_bytes() + pool.table().counters().saved_bytes + tenant.writing_bytes;
+    // Never more than half of the disks: what is written must not drive out what was just written.
+    double share = options_.clean_share * static_cast<double>(pool.capacity());
+    double wanted = std::min(share + static_cast<double>(tenant.promoted_bytes),
+                             static_cast<double>(bytes_) / 2 / static_cast<double>(tenants_.size()));
+    return static_cast<double>(clean) < wanted;
+}
+
+void SsdTier::clean(Tenant& tenant) {
+    int looks = 0;
+    for (; looks < kLooksMax && wants_cleaning(tenant); ++looks) {
+        bool room = writing_ < kWritesMax && (writing_bytes_ < kWriteBytesMax || writing_ == 0);
+        if (!room || !write_next(tenant)) break;
+    }
+    tenant.resting = looks == kLooksMax;
+    if (tenant.dirty.empty())
+        tenant.promoted_bytes = 0;  // nothing is colder than they are but what is written
+    if (flushing_) end_flush();
+}
+
+// False when no more can be written now.
+bool SsdTier::write_next(Tenant& tenant) {
+    Dirty next = tenant.dirty.front();
+    ObjectTable& table = tenant.pool->table();
+    tenant.dirty.pop_front();
+    bool dead = !table.complete(next.slot) || table.generation(next.slot) != next.generation;
+    if (dead || table.saved(next.slot) || table.held(next.slot)) return true;
+    uint64_t used = table.last_used(next.slot);
+    if (!flushing_ && (table.pins(next.slot) != 0 || used != next.last_used)) {
+        tenant.dirty.push_back({next.slot, next.generation, used});
+        return true;
+    }
+    const IndexEntry& entry = table.entry(next.slot);
+    Hash128 hash{entry.hash_low, entry.hash_high};
+    size_t device = home(hash);
+    if (device == devices_.size()) {
+        tenant.dirty.push_front(next);
+        if (flushing_) tenant.dirty.clear();  // there is no place for it
+        return false;
+    }
+    if (entry.size > devices_[device]->object_bytes_max()) {
+        ++not_saved_total_;
+        return true;
+    }
+    uint64_t bytes = entry.size;
+    std::span<const std::byte> data(tenant.pool->data() + entry.offset, bytes);
+    auto done = [this, &tenant, device, next, hash, bytes](ssd::Outcome outcome) {
+        post_([this, &tenant, device, next, hash, bytes, outcome] {
+            written(tenant, device, next.slot, next.generation, hash, bytes, outcome);
+        });
+    };
+    ssd::Key k = key(tenant, device, entry.space, hash, table.name(next.slot));
+    if (!devices_[device]->write(k, table.parent_name(next.slot), {data}, entry.crc, std::move(done))) {
+        tenant.dirty.push_front(next);
+        if (flushing_) {
+            ++not_saved_total_;
+            tenant.dirty.pop_front();
+        }
+        return flushing_;
+    }
+    table.hold(next.slot);
+    written_now_.emplace(std::pair(hash.high, hash.low), device);
+    // The rest of its group comes next, so that the ring comes round to all of it at about the same time.
+    if (!next.with_mate && table.group_size(next.slot) <= kMatesMax) {
+        for (uint32_t mate : table.mates(next.slot)) {
+            if (table.saved(mate) || table.held(mate) || table.pins(mate) != 0) continue;
+            tenant.dirty.push_front({mate, table.generation(mate), table.last_used(mate), true});
+        }
+    }
+    ++writing_;
+    writing_bytes_ += bytes;
+    tenant.writing_bytes += bytes;
+    return true;
+}
+
+void SsdTier::written(Tenant& tenant, size_t device, uint32_t slot, uint64_t generation, const Hash128& hash,
+                      uint64_t bytes, ssd::Outcome outcome) {
+    --writing_;
+    writing_bytes_ -= bytes;
+    tenant.writing_bytes -= bytes;
+    auto [begin, end] = written_now_.equal_range({hash.high, hash.low});
+    written_now_.erase(std::find_if(begin, end, [&](const auto& row) { return row.second == device; }));
+    ObjectTable& table = tenant.pool->table();
+    bool there = outcome == ssd::Outcome::kDone && devices_[device]->has(hash);
+    if (there) tell(hash, true);  // though it was evicted meanwhile, with its group
+    if (table.complete(slot) && table.generation(slot) == generation) {
+        if (there) {
+            table.set_saved(slot, true);
+        } else if (!flushing_) {
+            tenant.dirty.push_back({slot, generation, table.last_used(slot)});
+        } else {
+            ++not_saved_total_;
+        }
+    }
+    table.let_go(slot, generation);
+    for (auto& [name, other] : tenants_) clean(other);
+}
+
+// A new object of a key has come. Of the one before, which was evicted with its group while it was written,
+// nothing may arrive: its bytes would be the key's again once the new object is evicted.
+void SsdTier::cancel_write(const Hash128& hash) {
+    auto [begin, end] = written_now_.equal_range({hash.high, hash.low});
+    for (auto it = begin; it != end; ++it) devices_[it->second]->remove(hash);
+}
+
+void SsdTier::flush(std::function<void()> done) {
+    flushing_ = true;
+    flushed_.push_back(std::move(done));
+    for (auto& [name, tenant] : tenants_) {
+        // What was used last is worth most, should the time not suffice.
+        std::reverse(tenant.dirty.begin(), tenant.dirty.end());
+        clean(tenant);
+    }
+    end_flush();
+}
+
+void SsdTier::end_flush() {
+    if (writing_ != 0) return;
+    for (auto& [name, tenant] : tenants_) {
+        if (!tenant.dirty.empty()) return;
+    }
+    for (auto& done : std::exchange(flushed_, {})) done();
+}
+
+// The ring came round to them, or they were damaged.
+void SsdTier::gone(const std::vector<Hash128>& hashes) {
+    for (const Hash128& hash : hashes) {
+        bool elsewhere =
+            std::any_of(devices_.begin(), devices_.end(), [&](auto& log) { return log->has(hash); });
+        if (elsewhere) continue;
+        tell(hash, false);
+        for (auto& [name, tenant] : tenants_) {
+            ObjectTable& table = tenant.pool->table();
+            uint32_t slot = table.find(hash);
+            if (slot == kNoSlot || !table.saved(slot)) continue;
+            table.set_saved(slot, false);
+            tenant.dirty.push_back({slot, table.generation(slot), table.last_used(slot)});
+        }
+    }
+}
+
+// ---- reading
+
+bool SsdTier::promote(Pool& pool, uint32_t space, std::string_view name, Then then) {
+    Tenant& tenant = tenant_of(pool);
+    Hash128 hash = pool.hash(space, name);
+    auto [it, fresh] = promotions_.try_emplace({hash.high, hash.low});
+    Promotion& p = it->second;
+    if (!fresh) {
+        if (p.name != name) return false;
+        p.waiting.push_back(std::move(then));
+        return true;
+    }
+    p.tenant = &tenant;
+    p.space = space;
+    p.name = name;
+    for (p.device = 0; p.device < devices_.size(); ++p.device) {
+        ssd::Key k = key(tenant, p.device, space, hash, name);
+        std::optional<ssd::Found> found = devices_[p.device]->find(k, true);
+        if (!found || found->size > pool.object_bytes_max()) continue;
+        p.found = std::move(*found);
+        if (p.found.size != 0) p.lease = pool.lease(p.found.size, p.found.size);
+        if (p.found.size != 0 && !p.lease) break;
+        std::span<std::byte> to;
+        if (p.lease) to = {pool.writable() + p.lease->offset, p.found.size};
+        auto done = [this, hash](ssd::Outcome outcome) {
+            post_([this, hash, outcome] { promoted(hash, outcome); });
+        };
+        if (devices_[p.device]->read(k, to, std::move(done))) {
+            p.waiting.push_back(std::move(then));
+            pool.use_space(space);
+            return true;
+        }
+        if (p.lease) pool.leases().close(p.lease->offset);
+        break;
+    }
+    promotions_.erase(it);
+    return false;
+}
+
+void SsdTier::promoted(const Hash128& hash, ssd::Outcome outcome) {
+    auto node = promotions_.extract({hash.high, hash.low});
+    if (node.empty()) return;
+    Promotion& p = node.mapped();
+    Pool& pool = *p.tenant->pool;
+    ObjectTable& table = pool.table();
+    uint32_t slot = kNoSlot;
+    // What was removed or replaced while it was read must not come back.
+    std::optional<uint64_t> sequence = devices_[p.device]->sequence(hash);
+    if (outcome == ssd::Outcome::kDone && sequence == p.found.sequence) {
+        Extent extent;
+        if (p.lease) extent = Extent{p.lease->offset, p.found.size};
+        if (extent.size == 0 || pool.leases().commit(extent)) {
+            uint32_t parent = p.found.parent.empty() ? kNoSlot : pool.find(p.space, p.found.parent);
+            auto stored = table.commit(p.space, hash, p.name, extent, p.found.crc, parent, false);
+            if (stored != ObjectTable::Commit::kStored) pool.leases().free(extent);
+            slot = table.find(p.space, hash, p.name);
+            if (stored == ObjectTable::Commit::kStored) {
+                table.set_saved(slot, true);
+                table.set_scrubbed(slot);
+                ++promoted_total_;
+                promoted_bytes_total_ += p.found.size;
+                p.tenant->promoted_bytes += p.found.size;
+            }
+        }
+    } else {
+        ++promote_failed_total_;
+    }
+    if (slot != kNoSlot) table.pin(slot);  // until all who wait have had their turn
+    if (p.lease) pool.leases().close(p.lease->offset);
+    uint64_t generation = slot == kNoSlot ? 0 : table.generation(slot);
+    for (Then& then : p.waiting) then(slot);
+    if (slot != kNoSlot) table.unpin(slot, generation);
+    pool.leave_space(p.space);
+    if (!p.tenant->resting) clean(*p.tenant);
+}
+
+// ---- books
+
+std::vector<std::pair<std::string, uint64_t>> SsdTier::gauges() const {
+    std::vector<std::pair<std::string, uint64_t>> rows;
+    for (const auto& log : devices_) {
+        size_t i = 0;
+        for (const auto& [name, value] : log->counters()) {
+            if (rows.size() <= i) rows.emplace_back(name, 0);
+            rows[i++].second += value;
+        }
+    }
+    uint64_t lost = 0, saved = 0, dirty = 0, rings = 0;
+    for (const auto& [name, tenant] : tenants_) {
+        lost += tenant.pool->table().counters().evicted_unsaved_total;
+        saved += tenant.pool->table().counters().saved_bytes;
+        dirty += tenant.dirty.size();
+    }
+    for (const auto& log : devices_) rings += std::string_view(log->io_name()) == "io_uring";
+    rows.emplace_back("ssd_directories", devices_.size());
+    rows.emplace_back("ssd_io_uring", rings);
+    rows.emplace_back("ssd_saved_bytes", saved);
+    rows.emplace_back("ssd_dirty_objects", dirty);
+    rows.emplace_back("ssd_lost_total", lost);
+    rows.emplace_back("ssd_not_saved_total", not_saved_total_);
+    rows.emplace_back("ssd_promoting", promotions_.size());
+    rows.emplace_back("ssd_writing", writing_);
+    rows.emplace_back("ssd_promoted_total", promoted_total_);
+    rows.emplace_back("ssd_promoted_bytes_total", promoted_bytes_total_);
+    rows.emplace_back("ssd_promote_failed_total", promote_failed_total_);
+    return rows;
+}
+
+std::vector<SsdTier::Device> SsdTier::describe() const {
+    std::vector<Device> all;
+    for (const auto& log : devices_) {
+        all.push_back({log->directory(), log->io_name(), log->io_reason(), log->trouble()});
+    }
+    return all;
+}
+
+bool SsdTier::check_integrity() const {
+    return std::all_of(devices_.begin(), devices_.end(), [](auto& log) { return log->check_integrity(); });
+}
+
+}  // namespace moonpool

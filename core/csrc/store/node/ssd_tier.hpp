@@ -1,0 +1,154 @@
+// SsdTier: the disks of a node. It keeps the coldest part of every arena written, so that eviction costs no
+// object; knows what only the disks hold; and brings it back into memory on demand.
+//
+// All of it runs on the store's loop and returns at once; the logs have threads of their own, whose ends come
+// back to the loop by `post`.
+//
+//   put: in DRAM --cold--> written (saved) --evicted--> on SSD only --wanted with a pin--> in DRAM, saved
+//                     \--evicted before it was written--> lost, counted
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "directory/delta_log.hpp"
+#include "ssd/log.hpp"
+#include "store/node/pool.hpp"
+
+namespace moonpool {
+
+struct SsdOptions {
+    std::vector<std::pair<std::string, uint64_t>> directories;  // and the most bytes of each
+    uint64_t segment_bytes = 0;                                 // 0: by the size
+    uint32_t depth = 32;                                        // of each directory
+    std::string io = "auto";
+    uint32_t records_max = 0;   // of each directory; 0: by the size
+    double clean_share = 0.25;  // of an arena: what is kept free or written
+    uint32_t stop_ms = 10000;   // to write what is not written yet, at a stop
+    ssd::OpenFile open;         // for tests
+};
+
+inline constexpr size_t kSsdDirectoriesMax = 8;
+
+class SsdTier {
+   public:
+    using Pools = std::map<std::string, std::unique_ptr<Pool>, std::less<>>;
+    using Post = std::function<void(std::function<void()>)>;
+
+    // Reads what the directories hold. The error is one sentence.
+    static Result<std::unique_ptr<SsdTier>> open(const SsdOptions& options, Pools& pools, Post post);
+    ~SsdTier();
+    SsdTier(const SsdTier&) = delete;
+
+    // An object that can be had, though maybe not for long. Nothing when the arena could not hold it.
+    std::optional<ssd::Found> find(Pool& pool, uint32_t space, std::string_view name);
+    bool holds(Pool& pool, uint32_t space, std::string_view name) {
+        return find(pool, space, name).has_value();
+    }
+
+    // It was removed or replaced: no copy may come back.
+    bool forget(Pool& pool, uint32_t space, std::string_view name);
+    bool forget(const Hash128& hash);
+
+    // Brings an object into memory, then calls `then` with its slot, or kNoSlot when the disk failed or it
+    // was removed meanwhile. False when it was not begun: it is not there, or memory is full of pins.
+    using Then = std::function<void(uint32_t slot)>;
+    bool promote(Pool& pool, uint32_t space, std::string_view name, Then then);
+
+    // Objects of a space that memory does not have, from a cursor on. -> the next cursor, 0: the end.
+    uint32_t list(Pool& pool, uint32_t space, uint32_t cursor, uint32_t scan, std::vector<ssd::Listed>& out);
+    // All, device by device.
+    size_t devices() const { return devices_.size(); }
+    uint32_t hashes(size_t device, uint32_t cursor, uint32_t scan, std::vector<Hash128>& out) const;
+
+    void set_delta_log(DeltaLog* log) { delta_log_ = log; }
+    // The same for subscribers; mostly nobody.
+    void set_listener(std::function<void(const Hash128&, bool added)> f) { listener_ = std::move(f); }
+
+    void on_tick();
+    // Writes everything that is not written; `done` is called when there is nothing more to do.
+    void flush(std::function<void()> done);
+    // Ends the logs' threads; the loop has ended.
+    void close();
+
+    std::vector<std::pair<std::string, uint64_t>> gauges() const;
+    struct Device {
+        std::string directory, io, io_reason, trouble;
+    };
+    std::vector<Device> describe() const;  // any thread
+    bool check_integrity() const;
+
+   private:
+    // An object that no disk has, as of when it was last looked at.
+    struct Dirty {
+        uint32_t slot;
+        uint64_t generation;
+        uint64_t last_used;
+        bool with_mate = false;  // it comes for a mate, which brought the others too
+    };
+    struct Tenant {
+        Pool* pool = nullptr;
+        std::deque<Dirty> dirty;  // coldest first, roughly: one that was used meanwhile goes to the back
+        uint64_t writing_bytes = 0;
+        // That came back from a disk and stand before what is not written yet: each drives out as many bytes
+        // at the cold end.
+        uint64_t promoted_bytes = 0;
+        bool resting = false;  // until the next tick: all that was looked at is in use
+        std::vector<std::vector<uint32_t>>
+            spaces;  // [device][space of the pool] -> space of the log, or kNone
+    };
+    struct Promotion {
+        Tenant* tenant;
+        uint32_t space;
+        std::string name;
+        ssd::Found found;
+        std::optional<Extent> lease;
+        size_t device;
+        std::vector<Then> waiting;
+    };
+
+    SsdTier(const SsdOptions& options, Post post) : options_(options), post_(std::move(post)) {}
+    Tenant& tenant_of(const Pool& pool) { return tenants_.find(pool.tenant())->second; }
+    ssd::Key key(Tenant& tenant, size_t device, uint32_t space, const Hash128& hash, std::string_view name);
+    size_t home(const Hash128& hash) const;
+    void keep_newest();
+    void leave_space(Tenant& tenant, uint32_t space);
+
+    void clean(Tenant& tenant);
+    bool wants_cleaning(const Tenant& tenant) const;
+    bool write_next(Tenant& tenant);
+    void written(Tenant& tenant, size_t device, uint32_t slot, uint64_t generation, const Hash128& hash,
+                 uint64_t bytes, ssd::Outcome outcome);
+    void gone(const std::vector<Hash128>& hashes);
+    void promoted(const Hash128& hash, ssd::Outcome outcome);
+    void tell(const Hash128& hash, bool added);
+    void end_flush();
+    void cancel_write(const Hash128& hash);
+
+    SsdOptions options_;
+    Post post_;
+    std::vector<std::unique_ptr<ssd::Log>> devices_;
+    std::map<std::string, Tenant, std::less<>> tenants_;
+    std::map<std::pair<uint64_t, uint64_t>, Promotion> promotions_;
+    // What is being written: hash -> directory. kWritesMax at most.
+    std::multimap<std::pair<uint64_t, uint64_t>, size_t> written_now_;
+    DeltaLog* delta_log_ = nullptr;
+    std::function<void(const Hash128&, bool)> listener_;
+    uint32_t writing_ = 0;
+    uint64_t writing_bytes_ = 0;
+    bool flushing_ = false;
+    std::vector<std::function<void()>> flushed_;
+    uint64_t promoted_total_ = 0, promoted_bytes_total_ = 0, promote_failed_total_ = 0;
+    uint64_t not_saved_total_ = 0;
+    uint64_t bytes_ = 0;  // of all directories
+};
+
+}  // namespace moonpool

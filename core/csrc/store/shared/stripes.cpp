@@ -1,0 +1,93 @@
+#include "store/shared/stripes.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/hmac.hpp"
+#include "wire/frame.hpp"
+
+namespace moonpool {
+
+namespace {
+
+constexpr std::string_view kMagic16("\xffmoonpool stripe", 16);
+constexpr std::string_view kStripePrefix("\xffmoonpool stripe ", 17);
+constexpr size_t kMacAt = 64;
+
+Digest mac_of(std::span<const std::byte> head, std::string_view token, std::string_view key) {
+    std::string covered(reinterpret_cast<const char*>(head.data()), head.size());
+    covered.append(key);
+    auto view = [](std::string_view text) {
+        return std::span<const uint8_t>(reinterpret_cast<const uint8_t*>(text.data()), text.size());
+    };
+    return hmac_sha256(view(token), view(covered));
+}
+
+}  // namespace
+
+std::string Manifest::stripe_name(uint64_t i) const {
+    std::string name = group_name();
+    name.append(reinterpret_cast<const char*>(&i), sizeof(i));
+    return name;
+}
+
+std::string Manifest::group_name() const {
+    std::string name(kStripePrefix);
+    name.append(reinterpret_cast<const char*>(id.data()), id.size());
+    return name;
+}
+
+bool is_stripe(std::string_view name) { return name.starts_with(kStripePrefix); }
+
+bool may_be_manifest(std::span<const std::byte> bytes) {
+    return bytes.size() == kManifestBytes && std::memcmp(bytes.data(), kMagic16.data(), kMagic16.size()) == 0;
+}
+
+std::vector<std::byte> encode(const Manifest& manifest, std::string_view token, std::string_view key) {
+    std::vector<std::byte> out;
+    out.reserve(kManifestBytes);
+    Writer w(out);
+    w.bytes(kMagic16.data(), kMagic16.size());
+    w.bytes(manifest.id.data(), manifest.id.size());
+    w.number(manifest.size);
+    w.number(manifest.stripe_bytes);
+    w.number(uint64_t{0});
+    w.number(uint64_t{0});
+    Digest mac = mac_of(out, token, key);
+    w.bytes(mac.data(), mac.size());
+    return out;
+}
+
+std::optional<Manifest> decode_manifest(std::span<const std::byte> bytes, std::string_view token,
+                                        std::string_view key) {
+    if (!may_be_manifest(bytes)) return std::nullopt;
+    Reader r(bytes);
+    r.bytes(kMagic16.size());
+    Manifest manifest;
+    std::string_view id = r.bytes(manifest.id.size());
+    std::memcpy(manifest.id.data(), id.data(), id.size());
+    manifest.size = r.number<uint64_t>();
+    manifest.stripe_bytes = r.number<uint64_t>();
+    Digest mac = mac_of(bytes.first(kMacAt), token, key);
+    std::span<const uint8_t> claimed(reinterpret_cast<const uint8_t*>(bytes.data()) + kMacAt, mac.size());
+    if (!equal_constant_time(mac, claimed) || manifest.stripe_bytes == 0) return std::nullopt;
+    return manifest;
+}
+
+std::vector<Part> slice(std::span<const Part> parts, uint64_t from, uint64_t size) {
+    std::vector<Part> out;
+    for (const Part& part : parts) {
+        if (size == 0) break;
+        if (from >= part.size) {
+            from -= part.size;
+            continue;
+        }
+        uint64_t n = std::min(size, part.size - from);
+        out.push_back(Part{part.data + from, n});
+        size -= n;
+        from = 0;
+    }
+    return out;
+}
+
+}  // namespace moonpool

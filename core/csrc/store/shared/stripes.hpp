@@ -1,0 +1,58 @@
+// Stripes: an object too large for one node lies in pieces on several. Under its key stands a manifest, a
+// small object that says how many pieces there are and what they are called. What marks it as one is a mac
+// with the cluster token over its key and its content: no bytes that a user stores are ever taken for a
+// manifest.
+//
+//   0   magic (16)   16 id (16, random)   32 u64 size   40 u64 bytes of a stripe   48 u64 zero   56 u64 zero
+//   64  HMAC-SHA256(token, magic ‖ … ‖ zero ‖ key) (32)
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "store/shared/part.hpp"
+
+namespace moonpool {
+
+inline constexpr uint64_t kManifestBytes = 96;
+
+struct Manifest {
+    std::array<uint8_t, 16> id{};
+    uint64_t size = 0;
+    uint64_t stripe_bytes = 0;
+
+    uint64_t stripes() const { return (size + stripe_bytes - 1) / stripe_bytes; }
+    // Names that no list shows; unique for this life of the key.
+    std::string stripe_name(uint64_t i) const;
+    // What the stripes on one node, and the manifest where it lies with some, are a group by: one alone is of
+    // no use.
+    std::string group_name() const;
+    uint64_t bytes_of(uint64_t i) const { return std::min(stripe_bytes, size - i * stripe_bytes); }
+
+    friend bool operator==(const Manifest&, const Manifest&) = default;
+};
+
+// Whether an object begins as a manifest does: then whoever removes it is shown its bytes.
+bool may_be_manifest(std::span<const std::byte> bytes);
+// The bytes of such an object that was removed, of item number `item` of the call.
+struct RemovedManifest {
+    size_t item = 0;
+    std::array<std::byte, kManifestBytes> bytes{};
+};
+
+std::vector<std::byte> encode(const Manifest& manifest, std::string_view token, std::string_view key);
+// What `bytes` are under that key: a manifest, or an object of a user.
+std::optional<Manifest> decode_manifest(std::span<const std::byte> bytes, std::string_view token,
+                                        std::string_view key);
+bool is_stripe(std::string_view name);
+
+// Where [from, from + size) of an object lies in its parts.
+std::vector<Part> slice(std::span<const Part> parts, uint64_t from, uint64_t size);
+
+}  // namespace moonpool

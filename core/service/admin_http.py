@@ -1,0 +1,251 @@
+"""The small HTTP server beside a process: one request per connection, everything bounded.
+
+A scrape every few seconds needs no kept-alive connections. So each connection ends after its answer, and at
+the latest after its deadline, whatever the client does or does not send; when there are too many, the oldest
+makes room. Thus slow, idle or garbled clients cost a bounded amount of memory and keep nobody else waiting.
+With TLS the deadline holds from the first byte of the handshake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+
+from aiohttp import web
+
+from moonpool.core.errors import ConfigError, Error
+from moonpool.core.service import http_faults
+from moonpool.core.service.addresses import Address
+from moonpool.core.service.http_faults import hide_versions
+
+Answer = Callable[[], Awaitable[web.Response]]
+AnswerTo = Callable[[web.Request], Awaitable[web.Response]]
+
+BODY_BYTES_MAX = 64 << 10
+HEADER_BYTES_MAX = 8 << 10
+HEADERS_MAX = 64
+
+
+def bearer_is(authorization: str, token: bytes) -> bool:
+    """Whether an Authorization header shows ``token``, in a time that does not tell how much of it."""
+    scheme, _, shown = authorization.partition(" ")
+    given = shown.strip().encode(errors="surrogateescape")
+    return scheme.lower() == "bearer" and hmac.compare_digest(given, token)
+
+
+class AdminServer:
+    """Serves ``routes`` (path -> coroutine that makes the answer) on ``address`` until close().
+
+    private: routes that see their request, once is_allowed(its Authorization header, or "") is true. A path
+    may be "POST /path".
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        routes: Mapping[str, Answer],
+        *,
+        key: str,
+        connections_max: int,
+        timeout_s: float,
+        tls: ssl.SSLContext | None = None,
+        private: Mapping[str, AnswerTo] | None = None,
+        is_allowed: Callable[[str], bool] = lambda authorization: False,
+    ) -> None:
+        self.address = address
+        self._private = dict(private or {})
+        self._is_allowed = is_allowed
+        self._tls = tls
+        self._routes = dict(routes)
+        self._key = key
+        self._connections_max = connections_max
+        self._timeout_s = timeout_s
+        self._open: dict[_Deadline, None] = {}
+        self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listens. Raises ConfigError when the address is in use or not ours. Sets ``address`` to the real
+        port.
+        """
+        app = web.Application(client_max_size=BODY_BYTES_MAX)
+        app.on_response_prepare.append(hide_versions)
+        for path, answer in self._routes.items():
+            app.router.add_get(path, _closing(_ignoring_request(answer)))
+        for path, private in self._private.items():
+            method, _, place = path.rpartition(" ")
+            add = app.router.add_post if method == "POST" else app.router.add_get
+            add(place, _closing(self._guarded(private)))
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=http_faults.logger(),
+            handle_signals=False,
+            max_line_size=HEADER_BYTES_MAX,
+            max_field_size=HEADER_BYTES_MAX,
+            max_headers=HEADERS_MAX,
+            keepalive_timeout=0.0,
+            lingering_time=0.0,
+        )
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        try:
+            self._listener = await loop.create_server(
+                self._accept, self.address.host, self.address.port, backlog=128
+            )
+        except OSError as error:
+            await self._runner.cleanup()
+            reason = (
+                "is in use"
+                if error.errno == errno.EADDRINUSE
+                else f"cannot be used ({error.strerror or error})"
+            )
+            raise ConfigError(
+                f"address {self.address} {reason}; choose another with {self._key}",
+                operation="listen",
+                key=self._key,
+                peer=str(self.address),
+                cause=error,
+            ) from error
+        self.address = Address(self.address.host, self._listener.sockets[0].getsockname()[1])
+
+    def _guarded(self, answer: AnswerTo) -> AnswerTo:
+        async def handle(request: web.Request) -> web.Response:
+            if self._is_allowed(request.headers.get("Authorization", "")):
+                return await answer(request)
+            text = "this page needs the admin token: Authorization: Bearer TOKEN\n"
+            return web.Response(status=401, text=text, headers={"WWW-Authenticate": "Bearer"})
+
+        return handle
+
+    async def close(self) -> None:
+        """Stops listening and ends every connection."""
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self._open):
+            connection.abort()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @property
+    def url(self) -> str:
+        return f"{'http' if self._tls is None else 'https'}://{self.address}"
+
+    @property
+    def connections(self) -> int:
+        return len(self._open)
+
+    def _accept(self) -> asyncio.Protocol:
+        if self._runner is None or self._runner.server is None:
+            raise RuntimeError("a connection before start()")
+        if len(self._open) >= self._connections_max:
+            next(iter(self._open)).abort()
+        connection = _Deadline(self._runner.server(), self._timeout_s, self._open, self._tls)
+        self._open[connection] = None
+        return connection
+
+
+class _Deadline(asyncio.Protocol):
+    """Passes everything on to ``inner`` and cuts the connection off when its time is over.
+
+    With TLS it is first the protocol of the bare connection, then that of the decrypted one. What arrives
+    before ``inner`` knows its connection waits in ``_early``.
+    """
+
+    def __init__(
+        self,
+        inner: asyncio.Protocol,
+        timeout_s: float,
+        register: dict[_Deadline, None],
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self._inner = inner
+        self._timeout_s = timeout_s
+        self._register = register
+        self._tls = tls
+        self._upgrade: asyncio.Task[None] | None = None
+        self._made = False
+        self._early: list[bytes] = []
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def abort(self) -> None:
+        self._register.pop(self, None)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if not isinstance(transport, asyncio.Transport):
+            raise TypeError("an HTTP connection needs a stream")
+        self._transport = transport
+        if self not in self._register:  # made room for a newer one before it began
+            transport.abort()
+            return
+        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self.abort)
+        if self._tls is None:
+            self._begin(transport)
+        else:
+            transport.pause_reading()
+            self._upgrade = asyncio.get_running_loop().create_task(self._start_tls(transport, self._tls))
+
+    async def _start_tls(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            decrypted = await loop.start_tls(
+                transport, self, tls, server_side=True, ssl_handshake_timeout=self._timeout_s
+            )
+        except OSError:  # no TLS, or cut off; the connection is closed
+            return
+        if decrypted is not None:
+            self._begin(decrypted)
+
+    def _begin(self, transport: asyncio.Transport) -> None:
+        self._made = True
+        self._inner.connection_made(transport)
+        for data in self._early:
+            self._inner.data_received(data)
+        self._early.clear()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._register.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._made:
+            self._inner.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._made:
+            self._inner.data_received(data)
+        else:
+            self._early.append(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received() if self._made else None
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+
+def _ignoring_request(answer: Answer) -> AnswerTo:
+    async def handle(_request: web.Request) -> web.Response:
+        return await answer()
+
+    return handle
+
+
+def _closing(answer: AnswerTo) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            response = await answer(request)
+        except Error as error:
+            response = web.Response(status=503, text=f"{error}\n")
+        response.force_close()
+        return response
+
+    return handle

@@ -1,0 +1,109 @@
+"""TLS of control connections: those to the master, which the C++ core makes.
+
+[cluster] tls_control says whether; tls_cert and tls_key are what is shown, tls_ca whom to trust, tls_name the
+name that the master's certificate must have. A node tells its clients all of it in a file beside its socket,
+so that they need no setting of their own. Imported by every Store: what is only needed with TLS is imported
+then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moonpool.core.config.paths import default_node_socket, socket_tls
+
+if TYPE_CHECKING:
+    from moonpool import _native
+    from moonpool.core.config.config import Config
+
+CONTROL_VARIABLE = "MOONPOOL_CLUSTER_TLS_CONTROL"
+_KEYS = ("tls_control", "tls_ca", "tls_name", "tls_cert", "tls_key")
+_FILES = ("tls_ca", "tls_cert", "tls_key")
+
+
+def control_server(config: Config) -> _native.TlsServer | None:
+    """What a master shows to those who dial it, and whom it lets in. None: it speaks in plain.
+
+    Raises ConfigError for settings that are not enough, InvalidArgument for files that cannot serve,
+    Unavailable without OpenSSL.
+    """
+    cluster = config.cluster
+    if cluster.tls_control == "off":
+        return None
+    from moonpool import _native
+    from moonpool.core.service.tls import wrong
+
+    _check_own_certificate(config, "the master")
+    if cluster.tls_control == "mutual" and not cluster.tls_ca:
+        raise wrong(
+            'cluster.tls_control is "mutual" and cluster.tls_ca is empty; name the authorities that vouch '
+            "for nodes and clients",
+            "tls_ca",
+        )
+    ca = cluster.tls_ca if cluster.tls_control == "mutual" else ""
+    return _native.TlsServer(cluster.tls_cert, cluster.tls_key, ca)
+
+
+def control_client(config: Config) -> _native.TlsClient | None:
+    """How this process dials a master, and whom it trusts to be one. None: in plain. Raises as
+    control_server.
+    """
+    cluster = config.cluster
+    if cluster.tls_control == "off":
+        return None
+    from moonpool import _native
+
+    if cluster.tls_control != "mutual":
+        return _native.TlsClient(cluster.tls_ca, cluster.tls_name)
+    _check_own_certificate(config, "who dials a master")
+    return _native.TlsClient(cluster.tls_ca, cluster.tls_name, cluster.tls_cert, cluster.tls_key)
+
+
+def control_client_of(socket: str | Path) -> _native.TlsClient | None:
+    """For a program that is a client of the node at ``socket``: as the environment says, else as that node
+    wrote beside its socket.
+    """
+    beside = socket_tls(Path(os.path.realpath(socket)))
+    if CONTROL_VARIABLE not in os.environ and not os.path.exists(beside):  # or not for us to see
+        return None
+    from moonpool.core.config.config import load
+
+    if CONTROL_VARIABLE in os.environ:
+        prefix = CONTROL_VARIABLE.removesuffix("CONTROL")
+        return control_client(load(env={k: v for k, v in os.environ.items() if k.startswith(prefix)}))
+    settings = json.loads(beside.read_bytes())
+    return control_client(load(env={}, arguments={f"cluster.{name}": settings[name] for name in _KEYS}))
+
+
+def control_client_for(config: Config, socket: str = "") -> _native.TlsClient | None:
+    """For our own commands: as configured, else as the node at ``socket`` ("": the default one) says."""
+    if config.origin("cluster.tls_control").kind != "default":
+        return control_client(config)
+    return control_client_of(socket or default_node_socket())
+
+
+def control_settings(config: Config) -> bytes:
+    """What a node tells its clients, for control_client_of(); empty where its master is dialled in plain."""
+    if config.cluster.tls_control == "off":
+        return b""
+    given = {name: getattr(config.cluster, name) for name in _KEYS}
+    for name in _FILES:
+        given[name] = os.path.abspath(given[name]) if given[name] else ""
+    return json.dumps(given).encode()
+
+
+def _check_own_certificate(config: Config, who: str) -> None:
+    from moonpool.core.service.tls import check_private_key, wrong
+
+    cluster = config.cluster
+    if not cluster.tls_cert or not cluster.tls_key:
+        missing = "tls_key" if cluster.tls_cert else "tls_cert"
+        raise wrong(
+            f'cluster.tls_control is "{cluster.tls_control}" and {who} has no certificate to show; set '
+            f"cluster.tls_cert and cluster.tls_key",
+            missing,
+        )
+    check_private_key(Path(cluster.tls_key))

@@ -1,0 +1,50 @@
+"""ZMQ's sockets under the cluster token: CURVE, with one pair of keys for all who have the token.
+
+Beyond loopback every ZMQ port of ours asks for it. What travels is encrypted, and only who has the token can
+listen or speak. A purpose keeps ports apart: keys for one open no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+PEERS = b"moonpool proxies"
+EVENTS = b"moonpool events"
+
+
+def keys(purpose: bytes, token: bytes) -> tuple[bytes, bytes]:
+    """(public, secret), as text (z85): the secret is SHA-256 of the purpose, a zero byte and the token."""
+    secret = z85.encode(hashlib.sha256(purpose + b"\0" + token).digest())
+    return zmq.curve_public(secret), secret
+
+
+def serve(socket: zmq.Socket[Any], purpose: bytes, token: bytes) -> None:
+    """Before it binds. Who may connect is said by authenticate(), once for its context."""
+    socket.curve_publickey, socket.curve_secretkey = keys(purpose, token)
+    socket.curve_server = True
+
+
+def dial(socket: zmq.Socket[Any], purpose: bytes, token: bytes) -> None:
+    """Before it connects."""
+    public, secret = keys(purpose, token)
+    socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = public, public, secret
+
+
+def authenticate(context: zmq.Context[Any], purpose: bytes, token: bytes) -> ThreadAuthenticator:
+    """Lets in only peers that have the token, to all sockets of ``context`` that serve; until its stop()."""
+    allowed, _ = keys(purpose, token)
+
+    class _SameToken:
+        def callback(self, domain: str, key: bytes) -> bool:
+            """key: as text (z85)."""
+            return key == allowed
+
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(domain="*", credentials_provider=_SameToken())
+    return authenticator

@@ -1,0 +1,148 @@
+"""What a publisher of KV events tells again: to whoever asks, from a number on, a little at a time.
+
+    question -> _Replay (what to send, in order) -> as many messages as the caller's queue takes -> the rest
+    when there is room again
+
+Callers that read nothing cost a bounded amount: few messages wait for each, few replays are under way at
+once, and one that does not move for STALL_S, or takes longer than REPLAY_S, is dropped. A caller that wants
+it asks again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+END_OF_REPLAY = b"\xff" * 8
+CALLER_MESSAGES_MAX = 4  # queued for one caller
+REPLAYS_MAX = 8  # at once
+QUESTIONS_MAX = 256  # that wait for their turn
+QUESTION_BYTES_MAX = 4096
+STALL_S = 5.0
+REPLAY_S = 60.0
+RETRY_MS = 20  # until a queue that is full is tried again
+_AT_ONCE = 64  # messages to one caller before the others get their turn
+
+Message = tuple[int, bytes]  # number, batch
+
+
+@dataclass(slots=True)
+class _Replay:
+    caller: bytes
+    left: Iterator[Message]
+    next: Message | None
+    began_s: float
+    moved_s: float
+
+
+class Replays:
+    """Serves one ROUTER socket, on one thread. recall(start): what to tell to a caller from there on."""
+
+    def __init__(
+        self,
+        router: zmq.Socket[bytes],
+        topic: bytes,
+        recall: Callable[[int], Iterable[Message]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.answered = 0
+        self.dropped = 0  # not told to the end: the caller did not read, or too many asked
+        self._router = router
+        self._topic = topic
+        self._recall = recall
+        self._clock = clock
+        self._questions: deque[tuple[bytes, int]] = deque()
+        self._running: dict[bytes, _Replay] = {}
+
+    @staticmethod
+    def prepare(router: zmq.Socket[bytes]) -> None:
+        """Before it binds."""
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue is an error to come back from, not a gap
+        router.setsockopt(zmq.SNDHWM, CALLER_MESSAGES_MAX)
+        router.setsockopt(zmq.RCVHWM, CALLER_MESSAGES_MAX)
+        router.setsockopt(zmq.MAXMSGSIZE, QUESTION_BYTES_MAX)
+
+    def hear(self) -> None:
+        """Takes the questions that have come. A caller that asks again means its new question alone."""
+        for _ in range(_AT_ONCE):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 3 or len(frames[2]) != 8:
+                continue
+            caller, start = frames[0], int.from_bytes(frames[2], "big")
+            self._running.pop(caller, None)
+            self._questions = deque(each for each in self._questions if each[0] != caller)
+            if len(self._questions) >= QUESTIONS_MAX:
+                self._questions.popleft()
+                self.dropped += 1
+            self._questions.append((caller, start))
+
+    def serve(self) -> int | None:
+        """Sends what can be sent now. Milliseconds until it is worth another try; None: nothing is due."""
+        now = self._clock()
+        while self._questions and len(self._running) < REPLAYS_MAX:
+            caller, start = self._questions.popleft()
+            left = iter(self._recall(start))
+            self._running[caller] = _Replay(caller, left, next(left, None), now, now)
+        busy = False
+        for replay in list(self._running.values()):
+            moved, over = self._send(replay)
+            busy = busy or moved
+            if moved:
+                replay.moved_s = now
+            late = now - replay.moved_s > STALL_S or now - replay.began_s > REPLAY_S
+            if over or late:
+                del self._running[replay.caller]
+                self.dropped += not over
+        if not self._running:
+            return None if not self._questions else 0
+        return 0 if busy else RETRY_MS
+
+    def _send(self, replay: _Replay) -> tuple[bool, bool]:
+        """(whether any went out, whether it is over)"""
+        sent = 0
+        try:
+            while sent < _AT_ONCE:
+                number, payload = replay.next or (-1, b"")
+                head = END_OF_REPLAY if replay.next is None else number.to_bytes(8, "big")
+                topic = b"" if replay.next is None else self._topic
+                self._router.send_multipart((replay.caller, b"", topic, head, payload), zmq.NOBLOCK)
+                sent += 1
+                if replay.next is None:
+                    self.answered += 1
+                    return True, True
+                replay.next = next(replay.left, None)
+        except zmq.Again:
+            return sent > 0, False
+        except zmq.ZMQError:  # the caller has gone
+            return False, True
+        return True, False
+
+
+class Memory:
+    """The last messages, at most so many and at most so many bytes of them."""
+
+    def __init__(self, messages_max: int, bytes_max: int) -> None:
+        self._messages: deque[Message] = deque()
+        self._messages_max = messages_max
+        self._bytes_max = bytes_max
+        self._bytes = 0
+
+    def add(self, number: int, payload: bytes) -> None:
+        self._messages.append((number, payload))
+        self._bytes += len(payload)
+        while len(self._messages) > self._messages_max or self._bytes > self._bytes_max:
+            self._bytes -= len(self._messages.popleft()[1])
+
+    def oldest(self, otherwise: int) -> int:
+        return self._messages[0][0] if self._messages else otherwise
+
+    def since(self, start: int) -> Sequence[Message]:
+        return [message for message in self._messages if message[0] >= start]

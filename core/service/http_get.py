@@ -1,0 +1,105 @@
+"""The smallest HTTP client: one GET of a small page of a process of ours, within a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import io
+import socket
+import ssl
+import time
+from contextlib import ExitStack
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+from moonpool.core.errors import Unavailable
+from moonpool.core.service.tls import own_child_context
+
+ANSWER_BYTES_MAX = 4 << 20
+
+
+async def answers_ok(url: str, *, timeout_s: float = 2.0) -> bool:
+    """Whether GET ``url``, of a process that we started, answers 200 within ``timeout_s`` seconds."""
+    parts = urlsplit(url)
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            tls = own_child_context() if parts.scheme == "https" else None
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=tls)
+            head = f"GET {parts.path or '/'} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n"
+            writer.write(head.encode())
+            line = await reader.readline()
+            return line.split(b" ", 2)[1:2] == [b"200"]
+    except (TimeoutError, OSError, ValueError):
+        return False
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+class TimedReader(io.RawIOBase):
+    """What arrives at a socket until one time: whoever sends a byte now and then does not keep its reader."""
+
+    def __init__(self, inner: socket.socket, give_up_s: float) -> None:
+        """give_up_s: on time.monotonic()."""
+        super().__init__()
+        self._inner = inner
+        self._give_up_s = give_up_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises TimeoutError from ``give_up_s`` on."""
+        left_s = self._give_up_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self._inner.settimeout(left_s)
+        return self._inner.recv_into(buffer)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """As of a socket."""
+        return io.BufferedReader(self)
+
+
+def get_json(
+    url: str, *, timeout_s: float = 2.0, tls: ssl.SSLContext | None = None, token: bytes = b""
+) -> Any:
+    """The JSON value of GET ``url``. Raises Unavailable when there is none within ``timeout_s`` seconds,
+    whoever answers, and however slowly.
+
+    tls: what to trust where ``url`` is https. token: shown as Authorization: Bearer, unless empty.
+    """
+    try:
+        return msgspec.json.decode(_get(url, time.monotonic() + timeout_s, timeout_s, tls, token))
+    except Unavailable:
+        raise
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+        raise Unavailable(f"GET {url} failed: {error}", operation="get", peer=url, cause=error) from error
+
+
+def _get(
+    url: str, give_up_s: float, timeout_s: float, tls: ssl.SSLContext | None, token: bytes = b""
+) -> bytes:
+    """Raises Unavailable for another answer than 200, OSError, HTTPException and ValueError."""
+    parts = urlsplit(url)
+    is_https = parts.scheme == "https"
+    host = parts.hostname or ""
+    shown = b"Authorization: Bearer " + token + b"\r\n" if token else b""
+    head = f"GET {parts.path or '/'} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
+    with ExitStack() as stack:
+        connected = stack.enter_context(
+            socket.create_connection((host, parts.port or (443 if is_https else 80)), timeout_s)
+        )
+        if is_https:
+            context = tls or ssl.create_default_context()
+            connected = stack.enter_context(context.wrap_socket(connected, server_hostname=host))
+        connected.sendall(head.encode("ascii") + shown + b"\r\n")
+        response = http.client.HTTPResponse(cast(socket.socket, TimedReader(connected, give_up_s)))
+        response.begin()
+        body = response.read(ANSWER_BYTES_MAX)
+        if response.status != 200:
+            raise Unavailable(f"GET {url} answered {response.status}", operation="get", peer=url)
+        return body

@@ -1,0 +1,280 @@
+"""KV events in vLLM's form, and their publisher: docs/events.md specifies frames and fields.
+
+    events -> Publisher (a thread) -> PUB frames [topic, sequence, batch]
+                                      ROUTER: what was missed, from a sequence number on
+
+Nodes tell with it what they hold, mock engines what they compute. Late subscribers and those with a gap ask
+the ROUTER; what its buffer has lost is replaced by an inventory when the source can make one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from moonpool.core.errors import ConfigError
+from moonpool.core.service import curve
+from moonpool.core.service.event_replays import Memory, Message, Replays
+
+TOPIC = "kv"
+BUFFER_BATCHES = 10_000
+BUFFER_BYTES = 64 << 20
+QUEUE_BATCHES_MAX = 100_000
+BATCH_EVENTS_MAX = 512
+BATCH_BLOCKS_MAX = 1024  # of one event
+MESSAGE_BLOCKS_MAX = 4096  # of the events of one message: some 150 KiB
+SUBSCRIBER_MESSAGES_MAX = 2_000  # queued for one subscriber; what is beyond it asks for a replay
+SUBSCRIPTION_BYTES_MAX = 4096
+HEARTBEAT_MS = 2000  # of ZMQ: a subscriber or caller that is gone without a word is noticed
+_POLL_MS = 1000
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class KvEvent(msgspec.Struct, frozen=True, tag=True):
+    """Base of the events: a msgpack map whose key ``type`` names the class. Every field is written: vLLM's
+    own subscribers demand them.
+    """
+
+
+class BlockStored(KvEvent, frozen=True, tag=True):
+    """Blocks that are there now, each behind the one before it and the first behind ``parent_block_hash``.
+
+    block_hashes: the publisher's names of them. token_ids: of all of them, or none where the names are our
+    own digests. block_size: tokens of a block, 0 when the publisher does not know. medium: GPU, CPU or DISK.
+    fingerprint: of a pool's space (docs/keys.md).
+    """
+
+    block_hashes: Sequence[int | bytes]
+    parent_block_hash: int | bytes | None = None
+    token_ids: list[int] = []
+    block_size: int = 0
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[tuple[object, ...] | None] | None = None
+    fingerprint: bytes | None = None
+
+
+class BlockRemoved(KvEvent, frozen=True, tag=True):
+    """Blocks that are no longer there."""
+
+    block_hashes: Sequence[int | bytes]
+    medium: str | None = None
+    fingerprint: bytes | None = None
+
+
+class AllBlocksCleared(KvEvent, frozen=True, tag=True):
+    """The publisher has nothing any more."""
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True):
+    """What one message carries. sent_s: seconds since 1970."""
+
+    sent_s: float
+    events: Sequence[KvEvent]
+    data_parallel_rank: int | None = 0
+
+
+class Source(Protocol):
+    """Where a publisher gets its events, on its own thread."""
+
+    def fileno(self) -> int:
+        """Readable when there are events; take() makes it silent again."""
+
+    def take(self) -> list[KvEvent]:
+        """What happened since the last call."""
+
+    def inventory(self) -> list[KvEvent] | None:
+        """All that is there now, to begin with; None: the source does not know."""
+
+
+class QueueSource:
+    """A source that any thread adds to. Bounded: beyond QUEUE_BATCHES_MAX events the oldest are lost."""
+
+    def __init__(self) -> None:
+        self._events: deque[KvEvent] = deque(maxlen=QUEUE_BATCHES_MAX)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def add(self, events: Sequence[KvEvent]) -> None:
+        self._events.extend(events)
+        os.eventfd_write(self._wake, 1)
+
+    def fileno(self) -> int:
+        return self._wake
+
+    def take(self) -> list[KvEvent]:
+        _silence(self._wake)
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def inventory(self) -> list[KvEvent] | None:
+        return None
+
+    def close(self) -> None:
+        os.close(self._wake)
+
+
+class Publisher:
+    """Publishes a source's events until close(). Raises ConfigError when an endpoint cannot be bound.
+
+    endpoint, replay: where to listen, ``tcp://host:port`` (port 0: any) or ``ipc://path``; replay may be "".
+    token: of the cluster: only who has it can listen, and what travels is encrypted (curve.py); b"": all
+    can, in plain.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        endpoint: str,
+        *,
+        replay: str = "",
+        token: bytes = b"",
+        topic: str = TOPIC,
+        buffer_batches: int = BUFFER_BATCHES,
+        first_sequence: int = 0,
+    ) -> None:
+        self.published = 0
+        self._source = source
+        self._topic = topic.encode()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._memory = Memory(buffer_batches, BUFFER_BYTES)
+        self._sequence = first_sequence
+        self._inventory: tuple[int, list[bytes]] | None = None  # as of that number; for those who ask at once
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._authenticator = curve.authenticate(self._context, curve.EVENTS, token) if token else None
+        self._pub = self._socket(zmq.PUB, token)
+        self._pub.set_hwm(SUBSCRIBER_MESSAGES_MAX)
+        self._pub.setsockopt(zmq.MAXMSGSIZE, SUBSCRIPTION_BYTES_MAX)
+        self._replays: Replays | None = None
+        self._router: zmq.Socket[bytes] | None = None
+        try:
+            self.endpoint = _bind(self._pub, endpoint)
+            self.replay = ""
+            if replay:
+                self._router = self._socket(zmq.ROUTER, token)
+                Replays.prepare(self._router)
+                self._replays = Replays(self._router, self._topic, self._recall)
+                self.replay = _bind(self._router, replay)
+        except BaseException:
+            self._end(0)
+            os.close(self._stop)
+            raise
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    @property
+    def replays(self) -> int:
+        """Replays that were told to their end."""
+        return 0 if self._replays is None else self._replays.answered
+
+    def close(self) -> None:
+        """Publishes what is waiting, and ends."""
+        if self._thread.is_alive():
+            os.eventfd_write(self._stop, 1)
+            self._thread.join(_CLOSE_TIMEOUT_S)
+            os.close(self._stop)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._source.fileno(), zmq.POLLIN)
+        poller.register(self._stop, zmq.POLLIN)
+        if self._router is not None:
+            poller.register(self._router, zmq.POLLIN)
+        stopping = False
+        due_ms: int | None = None
+        while not stopping:
+            ready = dict(poller.poll(_POLL_MS if due_ms is None else due_ms))
+            stopping = self._stop in ready
+            self._publish(self._source.take())
+            if self._replays is not None:
+                self._replays.hear()
+                due_ms = self._replays.serve()
+                if due_ms is None:
+                    self._inventory = None
+        self._end(1000)
+
+    def _socket(self, kind: int, token: bytes) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        if token:
+            curve.serve(socket, curve.EVENTS, token)
+        return socket
+
+    def _end(self, linger_ms: int) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.destroy(linger=linger_ms)
+
+    def _publish(self, events: list[KvEvent]) -> None:
+        for batch in _batches(events):
+            payload = self._packed(batch)
+            self._memory.add(self._sequence, payload)
+            self._pub.send_multipart((self._topic, self._sequence.to_bytes(8, "big"), payload))
+            self._sequence += 1
+            self.published += 1
+
+    def _packed(self, events: Sequence[KvEvent]) -> bytes:
+        return self._encoder.encode(Batch(time.time(), events))
+
+    def _recall(self, start: int) -> Iterator[Message]:
+        """What is told to a caller that has all before ``start``, as of now."""
+        oldest = self._memory.oldest(self._sequence)
+        messages = self._memory.since(start)
+        inventory: list[bytes] = []
+        if start < oldest:
+            # Under the number before the oldest: what follows is told again and ends in the present.
+            inventory = self._packed_inventory(oldest)
+        return chain(((oldest - 1, payload) for payload in inventory), messages)
+
+    def _packed_inventory(self, oldest: int) -> list[bytes]:
+        """One for all who ask within a short time: an older one does as well, where the buffer still has all
+        that happened since."""
+        if self._inventory is None or self._inventory[0] < oldest:
+            made = self._source.inventory()
+            if made is None:
+                return []
+            self._inventory = (self._sequence, [self._packed(batch) for batch in _batches(made)])
+        return self._inventory[1]
+
+
+def _batches(events: Sequence[KvEvent]) -> Iterator[list[KvEvent]]:
+    """Pieces that make messages of a bounded size."""
+    batch: list[KvEvent] = []
+    blocks = 0
+    for event in events:
+        more = len(event.block_hashes) if isinstance(event, BlockStored | BlockRemoved) else 0
+        if batch and (len(batch) >= BATCH_EVENTS_MAX or blocks + more > MESSAGE_BLOCKS_MAX):
+            yield batch
+            batch, blocks = [], 0
+        batch.append(event)
+        blocks += more
+    if batch:
+        yield batch
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    """The endpoint with its real port."""
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"KV events cannot be published at {endpoint!r} ({error}); give tcp://host:port or ipc://path",
+            operation="events",
+            cause=error,
+        ) from error
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _silence(fd: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.eventfd_read(fd)

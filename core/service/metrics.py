@@ -1,0 +1,239 @@
+"""The node's counters as Prometheus families.
+
+The native server counts in atomics and hands out two dictionaries; this module names and describes them. It
+knows no single metric by heart: a name that ends in ``_total`` is a counter, any other a gauge, and what
+DESCRIPTIONS does not know gets a description made of its name. A name may carry labels:
+``used_bytes{tenant="default"}``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+PREFIX = "moonpool_node_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# (upper bounds of the buckets, count of each bucket and of what lies beyond the last, sum of all values)
+Histogram = tuple[Sequence[float], Sequence[int], float]
+
+DESCRIPTIONS: dict[str, str] = {
+    "objects": "Complete objects.",
+    "objects_max": "The most objects; beyond it the oldest are evicted, however small they are.",
+    "object_bytes": "Bytes of the complete objects.",
+    "objects_pinned": "Objects that pins keep from being evicted.",
+    "objects_detached": "Objects that were removed or replaced while pinned, and wait for their readers.",
+    "spaces": "Namespaces, each with a fingerprint, that are in use or have objects in memory.",
+    "pins": "Pins that clients hold now.",
+    "pinned_bytes": "Bytes of the objects that pins keep.",
+    "remote_pinned_bytes": "Of them, those that pins of other hosts keep.",
+    "pins_refused_total": "Objects that were not pinned because pins hold their share of the arena.",
+    "pins_idle_total": "Connections of other hosts that ended because they held pins without a word.",
+    "arena_bytes": "Size of the arenas.",
+    "arena_ready_bytes": "Bytes of the arenas whose memory the kernel has given.",
+    "arena_huge_page_bytes": "Bytes of the arenas that lie in huge pages.",
+    "arena_free_bytes": "Bytes of the arenas that hold nothing.",
+    "arena_memory_short": "1 when the kernel could not give all of the arenas' memory.",
+    "log_left_out_total": "Events that were not logged: too many of one kind at once.",
+    "leased_bytes": "Bytes of the arenas that clients are writing into.",
+    "connections": "Connections that are open now.",
+    "remote_connections": "Of them, those of other hosts.",
+    "connections_total": "Connections that were accepted.",
+    "connections_refused_total": "Connections that were refused because there were too many.",
+    "connections_dropped_total": "Connections that the node cut off: garbled, stalled, or idle with pins.",
+    "connections_closed_total": "Connections that their clients ended.",
+    "auth_failures_total": "Connections that did not prove that they know the token.",
+    "protocol_errors_total": "Connections that sent no valid frame.",
+    "handshake_timeouts_total": "Connections that did not finish the handshake in time.",
+    "stored_total": "Objects that were stored.",
+    "stored_bytes_total": "Bytes that were stored.",
+    "exists_total": "Puts of objects that were there already.",
+    "put_refused_total": "Puts that were refused.",
+    "lease_refused_total": "Requests for memory that were refused because pins and leases hold all of it.",
+    "lookup_keys_total": "Keys that were looked up.",
+    "lookup_hits_total": "Keys that were found.",
+    "served_total": "Objects that readers say they have read.",
+    "served_bytes_total": "Bytes that readers say they have read.",
+    "removed_total": "Objects that were removed by request.",
+    "evicted_total": "Objects that were evicted.",
+    "evicted_bytes_total": "Bytes that were evicted.",
+    "evicted_for_slots_total": "Objects that were evicted for their number (node.objects_max), not memory.",
+    "tcp_sent_bytes_total": "Bytes of objects sent to clients over TCP.",
+    "tcp_received_bytes_total": "Bytes of objects received from clients over TCP.",
+    "tcp_damaged_total": "Objects that came over TCP and did not match their checksum; they were not stored.",
+    "scrub_dropped_total": "Objects that were dropped because their bytes did not match their checksum.",
+    "master_joined": "1 while the master knows this node and all it holds.",
+    "master_silent_ms": "Milliseconds since the master's last answer.",
+    "master_joins_total": "Times that the node joined a master.",
+    "master_connect_failures_total": "Attempts to reach the master that failed.",
+    "master_inventories_total": "Times that the master was told all that the node holds.",
+    "master_rows_sent_total": "Changes and inventory rows that the master was told.",
+    "master_rows_waiting": "Changes that the master is not told yet.",
+    "master_rows_waiting_max": "Beyond so many changes the master is told everything anew.",
+    "master_log_overflows_total": "Times that this happened.",
+    "master_beats_total": "Signs of life that were sent to the master.",
+    "master_dropped_total": "Copies dropped because they were removed while this node was away.",
+    "nodes_alive": "Nodes that were heard from within the last second.",
+    "nodes_suspect": "Nodes that are silent, or whose connection broke.",
+    "nodes_max": "The most nodes.",
+    "members_epoch": "Changes with every change of the membership.",
+    "suspicions_total": "Times that a node became suspect.",
+    "nodes_gone_total": "Nodes that were given up.",
+    "joins_total": "Times that a node joined.",
+    "joins_refused_total": "Nodes that were refused: no room, or their name is taken.",
+    "beats_total": "Signs of life of nodes.",
+    "inventories_total": "Inventories that nodes began to tell.",
+    "directory_rows": "Rows of the directory: one for each holder of a key.",
+    "directory_rows_void": "Rows of lives that ended, which wait to be swept.",
+    "directory_rows_max": "The most rows of the directory.",
+    "directory_rows_refused_total": "Rows that were not taken because the directory was full.",
+    "directory_bytes": "Memory of the directory's tables.",
+    "rows_added_total": "Rows that were added, or told again.",
+    "rows_removed_total": "Rows that were removed.",
+    "locate_keys_total": "Keys whose holders were asked for.",
+    "locate_hits_total": "Keys that had a holder.",
+    "places_total": "Requests for nodes with room.",
+    "places_short_total": "Of them, those with fewer nodes than asked for.",
+    "forgets_total": "Keys of which clients said that they are removed.",
+    "tombstones": "Removals that are remembered for nodes that are away.",
+    "tombstones_max": "The most of them; beyond it whoever was away drops all it holds.",
+    "drops_total": "Stale copies that nodes were told to drop.",
+    "drop_alls_total": "Nodes that were told to drop all they hold.",
+    "connections_nodes": "Connections of nodes.",
+    "connections_clients": "Connections of clients.",
+    "connections_clients_max": "The most connections of clients.",
+    "join_seconds": "Time in the master that a node's joining takes.",
+    "delta_seconds": "Time in the master that a batch of a node's changes takes.",
+    "beat_seconds": "Time in the master that a sign of life takes.",
+    "members_seconds": "Time in the master that telling the membership takes.",
+    "locate_seconds": "Time in the master that a batch of keys takes.",
+    "place_seconds": "Time in the master that finding room takes.",
+    "forget_seconds": "Time in the master that a batch of removals takes.",
+    "ssd_directories": "Directories on SSDs.",
+    "ssd_io_uring": "How many of them are read and written by io_uring, and not by threads.",
+    "ssd_buffered": "Directories whose file system refused O_DIRECT, so that the page cache is used.",
+    "ssd_read_only": "Directories that are not written any more, after errors.",
+    "ssd_off": "Directories that are not used any more, after errors.",
+    "ssd_objects": "Objects on the SSD.",
+    "ssd_object_bytes": "Bytes of the objects on the SSD.",
+    "ssd_spaces": "Namespaces, each with a fingerprint, that the SSD directories know.",
+    "ssd_bytes": "Size of the SSD directories.",
+    "ssd_live_bytes": "Bytes of the SSD that hold objects, with what goes along with them.",
+    "ssd_free_bytes": "Bytes of the SSD in segments that hold nothing.",
+    "ssd_reads_waiting": "Reads of the SSD that were asked for and have not ended.",
+    "ssd_writes_waiting": "Writes to the SSD that were asked for and have not ended.",
+    "ssd_written_total": "Objects that were written to the SSD.",
+    "ssd_written_bytes_total": "Bytes of objects that were written to the SSD.",
+    "ssd_read_total": "Objects that were read from the SSD.",
+    "ssd_read_bytes_total": "Bytes of objects that were read from the SSD.",
+    "ssd_removed_total": "Objects of the SSD that were removed or replaced.",
+    "ssd_evicted_total": "Objects that the SSD gave up to make room.",
+    "ssd_evicted_bytes_total": "Bytes of the objects that the SSD gave up to make room.",
+    "ssd_copied_total": "Objects that were written again so that a segment could be reclaimed.",
+    "ssd_copied_bytes_total": "Bytes of objects that were written again for that.",
+    "ssd_corrupt_total": "Objects of the SSD whose bytes did not match their checksum.",
+    "ssd_read_errors_total": "Reads that the disk failed.",
+    "ssd_write_errors_total": "Writes that the disk failed.",
+    "ssd_write_refused_total": "Writes that were refused: too many waited, or the object was too large.",
+    "ssd_reclaimed_segments_total": "Segments that were reclaimed.",
+    "ssd_syncs_total": "Times the disk was asked to make safe what was written.",
+    "ssd_recovered_damaged_segments": "Segments that were damaged at the start.",
+    "ssd_recovered_scanned_segments": "Segments that were read whole at the start.",
+    "ssd_recovered_bytes_read": "Bytes that were read at the start.",
+    "ssd_saved_bytes": "Bytes of the objects in memory that the SSD has too.",
+    "ssd_dirty_objects": "Objects in memory that wait to be written to the SSD.",
+    "ssd_lost_total": "Objects that were evicted before they were written to the SSD.",
+    "ssd_not_saved_total": "Objects that the SSD did not take: too large, or no room at the stop.",
+    "ssd_promoting": "Objects that are on their way from the SSD into memory.",
+    "ssd_writing": "Objects that are on their way from memory to the SSD.",
+    "ssd_promoted_total": "Objects that were brought from the SSD into memory.",
+    "ssd_promoted_bytes_total": "Bytes that were brought from the SSD into memory.",
+    "ssd_promote_failed_total": "Objects that could not be brought: failed reads, and removals meanwhile.",
+    "events_blocks": "KV blocks of which subscribers are told.",
+    "events_objects": "Objects of those blocks.",
+    "events_objects_max": "The most of them; more are not told of.",
+    "events_ignored_total": "Objects of KV blocks that were not told of.",
+    "events_overflows_total": "Times that events came faster than they were published; all was told anew.",
+    "lease_seconds": "Time in the node that a request for memory takes.",
+    "commit_seconds": "Time in the node that storing a batch of objects takes.",
+    "lookup_seconds": "Time in the node that looking a batch of keys up takes.",
+    "other_seconds": "Time in the node that any other request takes.",
+}
+
+
+class Source(Protocol):
+    """What the collector reads; the native server is one."""
+
+    def metrics(self) -> Mapping[str, int | float]: ...
+
+    def histograms(self) -> Mapping[str, Histogram]: ...
+
+
+class NodeCollector:
+    """Turns one reading of a Source into metric families. Each scrape reads anew; nothing is kept."""
+
+    def __init__(self, source: Source, *, prefix: str = PREFIX) -> None:
+        self._source = source
+        self._prefix = prefix
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily] = {}
+        for full_name, value in self._source.metrics().items():
+            name, labels = split_labels(full_name)
+            family = families.get(name)
+            if family is None:
+                kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                family = families[name] = kind(self._named(name), describe(name), labels=list(labels))
+            if not isinstance(family, HistogramMetricFamily):
+                family.add_metric(list(labels.values()), float(value))
+        for full_name, (bounds, counts, total) in self._source.histograms().items():
+            name, labels = split_labels(full_name)
+            family = families.get(name)
+            if family is None:
+                family = HistogramMetricFamily(self._named(name), describe(name), labels=list(labels))
+                families[name] = family
+            if isinstance(family, HistogramMetricFamily):
+                family.add_metric(list(labels.values()), cumulative(bounds, counts), total)
+        return families.values()
+
+    def _named(self, name: str) -> str:
+        return name if name.startswith("moonpool_") else self._prefix + name
+
+
+def exposition(source: Source, *, prefix: str = PREFIX) -> bytes:
+    """The whole text of GET /metrics."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(NodeCollector(source, prefix=prefix))
+    return generate_latest(registry)
+
+
+def describe(name: str) -> str:
+    """The HELP text of a metric, by its name without prefix and labels."""
+    name = name.removeprefix(PREFIX)
+    return DESCRIPTIONS.get(name) or name.removesuffix("_total").replace("_", " ").capitalize() + "."
+
+
+def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Prometheus's buckets: each counts all values up to its bound, the last one, +Inf, all values."""
+    if len(counts) != len(bounds) + 1:
+        raise ValueError(f"{len(bounds)} bounds need {len(bounds) + 1} counts, not {len(counts)}")
+    buckets: list[tuple[str, float]] = []
+    running = 0
+    for bound, count in zip([*map(float, bounds), float("inf")], counts, strict=True):
+        running += count
+        buckets.append(("+Inf" if bound == float("inf") else f"{bound:g}", float(running)))
+    return buckets
+
+
+_LABELLED = re.compile(r'([a-zA-Z_]\w*)="([^"]*)"')
+
+
+def split_labels(name: str) -> tuple[str, dict[str, str]]:
+    """``used_bytes{tenant="a"}`` -> ("used_bytes", {"tenant": "a"})."""
+    bare, _, rest = name.partition("{")
+    return bare, dict(_LABELLED.findall(rest))

@@ -1,0 +1,402 @@
+"""The node process: the native server that owns the arenas, its place in the runtime folder, and its HTTP
+pages.
+
+    Node(config)  ->  start(): claim the socket, start the server, listen for HTTP, link node.sock
+                  ->  stop(): everything in reverse; only what is ours is removed
+
+The data plane runs in the server's own threads and never enters Python; this module's event loop only answers
+the pages, logs what the data plane tells, and waits for a signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+
+from moonpool.core.config import paths
+from moonpool.core.config.config import Config
+from moonpool.core.config.logs import Notes, NoteSource
+from moonpool.core.config.units import format_size, parse_size
+from moonpool.core.errors import ConfigError, Unavailable
+from moonpool.core.service import http_faults, metrics
+from moonpool.core.service.admin_http import AdminServer, bearer_is
+from moonpool.core.service.control_tls import control_client, control_settings
+from moonpool.core.service.kv_events import Publisher
+from moonpool.core.service.node_events import EventServer, publisher_of_node
+from moonpool.core.service.node_socket import Claim, hand_over_default, link_default
+from moonpool.core.service.probes import Loop, Probes
+from moonpool.core.service.processes import allow_many_descriptors, stay_through_hangup
+from moonpool.core.service.reach import Reach, listening, listening_is_possible, reach_of_node
+from moonpool.core.service.tls import server_context
+
+READY_WAITS_S = 2.0  # the ready line: for the first word of the master, and for memory
+OPEN_STAT = ("name", "pid", "uptime_s", "metrics")  # of /stat, to who shows no admin token
+MASTER_SILENT_S = 5.0  # without an answer: the node is as good as not joined
+_log = logging.getLogger("moonpool.node")
+
+
+class NodeServer(metrics.Source, EventServer, NoteSource, Loop, Protocol):
+    """What the node needs of moonpool._native.Server."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    @property
+    def addresses(self) -> Sequence[str]: ...
+
+    def ssd(self) -> list[dict[str, str]]: ...
+
+    def memory(self) -> tuple[int, int, bool]: ...
+
+    def membership(self) -> tuple[bool, int, str, float] | None: ...
+
+
+ServerFactory = Callable[[Config, Path, bytes, Reach], NodeServer]
+
+
+def native_server(
+    config: Config, socket_path: Path, token: bytes, reach: Reach, *, size_option: str = "--dram "
+) -> NodeServer:
+    """Makes the server in C++. Raises a moonpool Error when it cannot, also where the arenas are larger than
+    the memory that is available. size_option: how the user gives their size.
+    """
+    try:
+        import moonpool._native as _native
+    except ImportError as error:
+        raise Unavailable(
+            f"the C++ core of moonpool is not built ({error}); run: pip install .",
+            operation="node",
+            cause=error,
+        ) from error
+    node = config.node
+    with listening_is_possible("node.listen", reach.listen):
+        server: NodeServer = _native.Server(
+            str(socket_path),
+            tenant_sizes(config),
+            token,
+            name=node.name,
+            objects_max=node.objects_max,
+            slab_bytes=node.slab_bytes,
+            connections_max=node.connections_max,
+            remote_connections_max=node.remote_connections_max,
+            pins_share_max=node.pins_share_max,
+            remote_pins_share_max=node.remote_pins_share_max,
+            remote_pin_idle_s=node.remote_pin_idle_s,
+            scrub_bytes_per_s=node.scrub_bytes_per_s,
+            key_bytes_max=node.key_bytes_max,
+            parts_max=node.parts_max,
+            frame_bytes_max=node.frame_bytes_max,
+            frame_keys_max=node.frame_keys_max,
+            object_share_max=node.object_share_max,
+            listen=list(reach.listen),
+            host_id=reach.host_id,
+            advertise=reach.advertise,
+            master=reach.master,
+            ssd=ssd_directories(config),
+            ssd_clean_share=node.ssd_clean_share,
+            ssd_stop_s=node.ssd_stop_s,
+            ssd_io=node.ssd_io,
+            ssd_depth=node.ssd_depth,
+            ssd_records_max=node.ssd_records_max,
+            ssd_segment_bytes=node.ssd_segment_bytes,
+            events=bool(node.events),
+            tls=control_client(config),
+            size_option=size_option,
+        )
+    return server
+
+
+def tenant_sizes(config: Config) -> list[tuple[str, int]]:
+    """(tenant, bytes of its arena); the tenant called default has node.dram."""
+    if "default" in config.node.tenants:
+        raise ConfigError(
+            "node.tenants must not name the tenant default, whose arena is node.dram",
+            operation="node",
+            key="node.tenants",
+        )
+    return [("default", config.node.dram), *config.node.tenants.items()]
+
+
+def ssd_directories(config: Config) -> list[tuple[str, int]]:
+    """(directory, its most bytes) of each DIR:SIZE in node.ssd. Raises ConfigError."""
+    directories: list[tuple[str, int]] = []
+    for text in config.node.ssd:
+        directory, _, size = text.rpartition(":")
+        try:
+            directories.append((os.path.abspath(directory), parse_size(size)))
+        except ValueError:
+            directory = ""
+        if not directory:
+            raise ConfigError(
+                f"node.ssd: {text!r} is no directory with a size; write DIR:SIZE, for example "
+                "/var/lib/moonpool/ssd:100GiB",
+                operation="node",
+                key="node.ssd",
+            )
+    places = [directory for directory, _ in directories]
+    if len(set(places)) != len(places):
+        raise ConfigError(
+            "node.ssd names a directory twice; give each once", operation="node", key="node.ssd"
+        )
+    return directories
+
+
+class Node:
+    """One node. start() and stop() are called once each, from one event loop."""
+
+    def __init__(self, config: Config, *, make_server: ServerFactory = native_server) -> None:
+        self.config = config
+        self.http_url: str | None = None
+        self._make_server = make_server
+        self._claim: Claim | None = None
+        self._server: NodeServer | None = None
+        self._http: AdminServer | None = None
+        self._events: Publisher | None = None
+        self._notes: Notes | None = None
+        self._master_spoke = asyncio.Event()
+        self._memory_ended = asyncio.Event()
+        self._stopping = False
+        self._admin_token = b""
+        self.reach = Reach()
+        self._started_s = time.monotonic()
+
+    @property
+    def socket(self) -> Path:
+        """The path that the node serves, between start() and stop()."""
+        if self._claim is None:
+            raise Unavailable("the node does not run", operation="node")
+        return self._claim.path
+
+    @property
+    def wire(self) -> list[str]:
+        """The addresses that the wire listens on, with their real ports; empty when it is off."""
+        return [] if self._server is None else list(self._server.addresses)
+
+    @property
+    def advertise(self) -> str:
+        """Where others reach the wire, with its real port; "" when it is off."""
+        given = self.reach.advertise
+        if self.wire and given.endswith(":0"):
+            return given.removesuffix("0") + self.wire[0].rpartition(":")[2]
+        return given
+
+    async def start(self) -> None:
+        """Serves from its return on. When it cannot, raises a moonpool Error and leaves nothing behind."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        node = self.config.node
+        http = listening(self.config, "node.http")
+        self.reach = reach_of_node(self.config)
+        tls = server_context(self.config)
+        paths.check_node_name(node.name)
+        paths.runtime_dir(ensure=True)
+        path = Path(node.socket).absolute() if node.socket else paths.node_socket(node.name)
+        token = self.config.read_token()
+        self.config.warn_of_short_token(_log)
+        self._admin_token = self.config.read_admin_token() if http is not None else b""
+        self._claim = Claim(paths.check_socket_path(path))
+        if self.config.token_is_configured:
+            self._claim.tell_token(token)
+        if settings := control_settings(self.config):
+            self._claim.tell_tls(settings)
+        self._server = self._make_server(self.config, path, token, self.reach)
+        self._notes = Notes(self._server, _log, self._heard)
+        self._notes.start()
+        self._server.start()
+        if node.events:
+            self._events = publisher_of_node(self.config, self._server)
+        if http is not None:
+            probes = Probes(
+                self._server, reasons=self._reasons, facts=self._facts, is_stopping=lambda: self._stopping
+            )
+            self._http = AdminServer(
+                http,
+                {
+                    "/metrics": self._metrics,
+                    "/health": probes.health,
+                    "/livez": probes.livez,
+                    "/readyz": probes.readyz,
+                },
+                key="--http",
+                connections_max=node.http_connections_max,
+                timeout_s=node.http_timeout_s,
+                tls=tls,
+                private={"/stat": self._stat},
+                is_allowed=lambda _: True,  # it says less to who does not show the admin token
+            )
+            await self._http.start()
+            self.http_url = self._http.url
+        link_default(path)
+
+    async def stop(self) -> None:
+        """Ends what start() began; after a failed start, as much of it as there was. The pages go last: until
+        then they say that the process is stopping.
+        """
+        self._stopping = True
+        if self._claim is not None:  # node.sock may lead here: as the first node's, or handed over by another
+            try:
+                hand_over_default(self.socket)
+            except (ConfigError, OSError) as error:  # a stop goes on whatever the runtime folder is like
+                _log.warning("node.sock is not handed over: %s", error)
+        if self._events is not None:
+            events, self._events = self._events, None
+            await asyncio.to_thread(events.close)
+        if self._server is not None:
+            server, self._server = self._server, None
+            await asyncio.to_thread(server.stop)
+        if self._notes is not None:
+            notes, self._notes = self._notes, None
+            notes.close()
+        if self._http is not None:
+            http, self._http = self._http, None
+            await http.close()
+        if self._claim is not None:
+            claim, self._claim = self._claim, None
+            claim.release()
+
+    def stat(self) -> dict[str, object]:
+        """What /stat tells: who the node is, where it listens, and its counters."""
+        if self._server is None:
+            raise Unavailable("the node does not run", operation="stat")
+        return {
+            "name": self.config.node.name,
+            "pid": os.getpid(),
+            "socket": str(self.socket),
+            "http": self.http_url,
+            "events": None if self._events is None else [self._events.endpoint, self._events.replay],
+            "wire": self.wire,
+            "advertise": self.advertise,
+            "host_id": self.reach.host_id,
+            "master": self.reach.master,
+            "membership": self.membership(),
+            "uptime_s": round(time.monotonic() - self._started_s, 3),
+            "tenants": dict(tenant_sizes(self.config)),
+            "ssd": self._server.ssd() if self.config.node.ssd else [],
+            "metrics": dict(self._server.metrics()),
+        }
+
+    def membership(self) -> dict[str, object] | None:
+        """How the node stands with its master; None when it has none."""
+        state = None if self._server is None else self._server.membership()
+        if state is None:
+            return None
+        joined, node_id, why_not, silent_s = state
+        return {
+            "address": self.reach.master,
+            "joined": joined,
+            "id": node_id if joined else None,
+            "why_not": why_not,
+            "silent_s": silent_s,
+        }
+
+    async def _metrics(self) -> web.Response:
+        if self._server is None:
+            return web.Response(status=503)
+        body = await asyncio.to_thread(metrics.exposition, self._server)
+        return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    async def settled(self, timeout_s: float) -> None:
+        """Waits until the node has joined its master, or knows why not, and until its memory is reserved; at
+        most so long. It serves meanwhile.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                if self.membership() is not None:
+                    await self._master_spoke.wait()
+                if self.why_memory_short():
+                    await self._memory_ended.wait()
+
+    def _heard(self, kind: str) -> None:
+        if kind in ("joined", "not_joined"):
+            self._master_spoke.set()
+        elif kind in ("memory_ready", "memory_short"):
+            self._memory_ended.set()
+
+    def why_not_joined(self) -> str:
+        """What keeps the node out of the pool; "" when it is in it, or has no master."""
+        state = None if self._server is None else self._server.membership()
+        if state is None:
+            return ""
+        joined, _, why_not, silent_s = state
+        if not joined:
+            return why_not
+        if silent_s > MASTER_SILENT_S:
+            return f"the master at {self.reach.master} has been silent for {silent_s:.0f} s"
+        return ""
+
+    def why_memory_short(self) -> str:
+        """What of the arenas' memory is not there; "" when all is."""
+        reserved, size, is_short = (0, 0, False) if self._server is None else self._server.memory()
+        if is_short:
+            return f"only {format_size(reserved)} of {format_size(size)} of memory could be reserved"
+        if reserved < size:
+            return f"{format_size(reserved)} of {format_size(size)} of memory are reserved so far"
+        return ""
+
+    def _reasons(self) -> list[str]:
+        why = self.why_not_joined()
+        return [reason for reason in (why and f"not joined: {why}", self.why_memory_short()) if reason]
+
+    def _facts(self) -> dict[str, object]:
+        reserved, size, _ = (0, 0, False) if self._server is None else self._server.memory()
+        return {
+            "name": self.config.node.name,
+            "pid": os.getpid(),
+            "master": self.membership(),
+            "memory": {"reserved_bytes": reserved, "bytes": size},
+        }
+
+    async def _stat(self, request: web.Request) -> web.Response:
+        page = await asyncio.to_thread(self.stat)
+        if not bearer_is(request.headers.get("Authorization", ""), self._admin_token):
+            page = {name: page[name] for name in OPEN_STAT}
+        return _json(page)
+
+
+def run(
+    config: Config,
+    *,
+    on_ready: Callable[[Node], None] | None = None,
+    make_server: ServerFactory = native_server,
+) -> None:
+    """Runs a node until SIGTERM or SIGINT. Raises a moonpool Error when it cannot start."""
+    allow_many_descriptors()
+    asyncio.run(_run(Node(config, make_server=make_server), on_ready))
+
+
+async def _run(node: Node, on_ready: Callable[[Node], None] | None) -> None:
+    http_faults.calm(asyncio.get_running_loop())
+    asked_to_stop = asyncio.Event()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signal_number, asked_to_stop.set)
+    stay_through_hangup(asyncio.get_running_loop(), asked_to_stop.set)
+    await node.start()
+    try:
+        await node.settled(READY_WAITS_S)
+        if on_ready is not None:
+            on_ready(node)
+        await asked_to_stop.wait()
+        _log.info("stopping", extra={"event": "stopping"})
+    finally:
+        await node.stop()
+        _log.info("stopped", extra={"event": "stopped"})
+
+
+def _json(value: Mapping[str, object]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

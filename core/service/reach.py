@@ -1,0 +1,220 @@
+"""How a process is reached: where it listens, which address others use, which host it is.
+
+The rules for every port of ours, so that each says the same: a port on loopback is free to use; any other
+address needs a cluster token that somebody chose; a port that nobody chose and that is taken gives way to a
+free one, a port that somebody chose is an error when it is taken.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import ipaddress
+import re
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from moonpool.core.config.config import Config
+from moonpool.core.config.paths import TOKEN_VARIABLE
+from moonpool.core.errors import ConfigError, Error
+from moonpool.core.service.addresses import Address, parse_address
+
+OFF = "off"
+OPEN_PAGES = ("node.http", "master.http")  # a token is asked for before they listen, and by none of them
+HOST_ID_CHARACTERS_MAX = 256
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a node's wire needs: addresses to listen on (none: off), the one that others use, the host, the
+    master.
+
+    ``advertise`` may have port 0: the one that ``listen`` gets. "" and () stand for what there is not.
+    """
+
+    listen: tuple[str, ...] = ()
+    advertise: str = ""
+    host_id: str = ""
+    master: str = ""
+
+
+def reach_of_node(config: Config) -> Reach:
+    """Raises ConfigError for what cannot be meant, with the remedy."""
+    node = config.node
+    master = master_address(config)
+    listen = listening(config, "node.listen")
+    identity = node.host_id or host_id()
+    if len(identity) > HOST_ID_CHARACTERS_MAX or not re.fullmatch("[ -~]+", identity):
+        raise _wrong(
+            f"node.host_id = {identity[:HOST_ID_CHARACTERS_MAX]!r} must be at most {HOST_ID_CHARACTERS_MAX} "
+            f"printable ASCII characters; the master takes no other",
+            "node.host_id",
+        )
+    if listen is None:
+        if master is not None:
+            raise _wrong(
+                f"node.listen is off, and the other nodes of the master {master} must reach this one; give "
+                f"an address, for example 0.0.0.0:7710",
+                "node.listen",
+            )
+        return Reach(host_id=identity)
+    if node.advertise:
+        advertise = parse_address(node.advertise, "node.advertise")
+        if _is_any(advertise.host):
+            raise _wrong(
+                f"node.advertise = {advertise} is no address to connect to; name one that others reach",
+                "node.advertise",
+            )
+    else:
+        advertise = Address(own_address(listen.host, master), listen.port)
+        if advertise.is_loopback and master is not None and not master.is_loopback:
+            raise _wrong(
+                f"node.listen = {listen} cannot be reached by the other nodes of the master {master}; "
+                f"listen on an address of this host, for example 0.0.0.0:{listen.port or 7710}",
+                "node.listen",
+            )
+    return Reach((str(listen),), str(advertise), identity, "" if master is None else str(master))
+
+
+def listening(config: Config, key: str) -> Address | None:
+    """The address in the setting ``key`` to listen on; None when it is off. Takes port 0 instead of a default
+    port that somebody else uses.
+
+    Raises ConfigError for an address beyond loopback without a cluster token that somebody chose.
+    """
+    section, name = key.split(".")
+    text: str = getattr(getattr(config, section), name)
+    if text == OFF:
+        return None
+    address = parse_address(text, key)
+    require_token(config, address, key)
+    if config.origin(key).kind == "default" and is_taken(address):
+        return Address(address.host, 0)
+    return address
+
+
+@contextmanager
+def listening_is_possible(key: str, addresses: Iterable[str]) -> Iterator[None]:
+    """Inside, an address that the native server cannot have becomes a ConfigError with the remedy."""
+    try:
+        yield
+    except Error as error:
+        text = next((each for each in addresses if str(error).startswith(f"listening on {each}: ")), "")
+        if not text:
+            raise
+        reason = str(error).removeprefix(f"listening on {text}: ")
+        raise _wrong(
+            f"{key} = {text} cannot be listened on: {reason}; choose another with --listen", key, text
+        ) from error
+
+
+def require_token(config: Config, address: Address, key: str) -> None:
+    """Raises ConfigError for an ``address`` beyond loopback without a cluster token that somebody chose."""
+    if address.is_loopback or config.token_is_configured:
+        return
+    if key in OPEN_PAGES:
+        raise _wrong(
+            f"{key} = {address} can be reached from other hosts, and these pages ask nobody for a secret: "
+            f"keep them on 127.0.0.1:{address.port}, or protect the port yourself (a private network, a "
+            f"proxy in front) and say so with a cluster token: cluster.token_file or {TOKEN_VARIABLE}",
+            key,
+            peer=str(address),
+        )
+    raise _wrong(
+        f"{key} = {address} can be reached from other hosts, which needs a cluster token: set "
+        f"cluster.token_file or {TOKEN_VARIABLE}, or listen on 127.0.0.1:{address.port}",
+        key,
+        peer=str(address),
+    )
+
+
+def master_address(config: Config) -> Address | None:
+    """Where the master is; None when there is none. Raises ConfigError when it is on another host and no
+    token was chosen: the one that is made on demand is this host's alone.
+    """
+    if not config.cluster.master:
+        return None
+    address = parse_address(config.cluster.master, "cluster.master")
+    if not address.is_loopback and not config.token_is_configured:
+        raise _wrong(
+            f"cluster.master = {address} is on another host, which needs a cluster token that both know: set "
+            f"cluster.token_file or {TOKEN_VARIABLE}",
+            "cluster.master",
+            peer=str(address),
+        )
+    return address
+
+
+def is_taken(address: Address) -> bool:
+    """Whether somebody listens there."""
+    if address.port == 0:
+        return False
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError:
+            return True
+    return False
+
+
+def own_address(host: str, towards: Address | None) -> str:
+    """The address by which others reach a socket that listens on ``host``: that one, or where it means all
+    addresses, the one from which packets leave for ``towards``. For a ``towards`` on this host it is the
+    first that is not loopback, since others may be elsewhere.
+    """
+    if not _is_any(host):
+        return host
+    family = socket.AF_INET6 if host == "::" else socket.AF_INET
+    if towards is not None and not towards.is_loopback and (found := _source_towards(family, towards)):
+        return found
+    return _first_address() or ("::1" if family == socket.AF_INET6 else "127.0.0.1")
+
+
+def host_id() -> str:
+    """Equal for the processes of one running machine, different for any two machines."""
+    parts = []
+    for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
+        with suppress(OSError):
+            parts.append(Path(path).read_text().strip())
+    return hashlib.sha256("\0".join(parts or [socket.gethostname()]).encode()).hexdigest()[:16]
+
+
+def _source_towards(family: socket.AddressFamily, towards: Address) -> str:
+    """No packet is sent: connecting a datagram socket only chooses the route."""
+    with suppress(OSError):
+        for info in socket.getaddrinfo(towards.host, towards.port, family, socket.SOCK_DGRAM):
+            with socket.socket(info[0], socket.SOCK_DGRAM) as probe:
+                probe.connect(info[4])
+                return str(probe.getsockname()[0])
+    return ""
+
+
+def _first_address() -> str:
+    """The IPv4 address of the first interface that has one and is not loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found = ipaddress.IPv4Address(answer[20:24])
+                if not found.is_loopback:
+                    return str(found)
+    return ""
+
+
+def _is_any(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _wrong(message: str, key: str, peer: str = "") -> ConfigError:
+    return ConfigError(message, operation=key.split(".")[0], key=key, peer=peer or None)

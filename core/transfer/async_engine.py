@@ -1,0 +1,344 @@
+"""``AsyncTransferEngine``: the verbs of ``TransferEngine`` for asyncio.
+
+Bytes move on C++ threads that never take the GIL; the event loop learns of their end, and of messages,
+through an eventfd. What asks a peer and waits for its answer (open, notify) runs on a thread of asyncio's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from moonpool.core.errors import Closed
+from moonpool.core.transfer.engine import _LOOPBACK, open_engine, slices_of, submit
+from moonpool.core.transfer.region import Region, RegionTable
+from moonpool.core.transfer.segment import Segment
+from moonpool.core.transfer.transfer import Columns, TransferBase, columns_of
+from moonpool.core.transfer.types import Batch, Column, Local, Notification, Priority, Slice
+
+if TYPE_CHECKING:
+    from moonpool import _native
+
+
+class AsyncTransfer(TransferBase):
+    """What ``AsyncTransferEngine.submit`` gives; ``await`` it for its bytes, or a TransferError.
+
+    Several tasks may await it. A task that is cancelled while it awaits does not cancel the transfer; tasks
+    of ``read``, ``write`` and ``transfer`` do.
+    """
+
+    __slots__ = ("_ended",)
+
+    def __init__(
+        self, native: _native.Engine, ticket: int, bytes_total: int, ended: asyncio.Future[None]
+    ) -> None:
+        super().__init__(native, ticket, bytes_total)
+        self._ended = ended
+
+    def _forget(self) -> None:
+        """Nothing: the ticket is released when it was collected, else the loop would never hear of it."""
+
+    def _collected(self) -> None:
+        self._look()
+        self._native.release(self._ticket)
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def _abandon(self, error: Exception) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(error)
+            self._ended.exception()  # it may be that nobody awaits it
+
+    def __await__(self) -> Generator[Any, None, int]:
+        yield from asyncio.shield(self._ended).__await__()
+        return self._outcome()
+
+
+class AsyncTransferEngine:
+    """Arguments, results and errors as in ``TransferEngine``; opened by ``async with`` or ``await
+    AsyncTransferEngine.start(...)``.
+
+    A call that is cancelled asks for the end of its transfer, and does not wait for it.
+    """
+
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        listen: str | Sequence[str] | None = _LOOPBACK,
+        token: bytes | None = None,
+        tenant: str = "default",
+        transports: Sequence[str] | None = None,
+        interface: str = "",
+        host_id: str = "",
+        io_threads: int = 2,
+        connections_per_peer: int = 2,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self._arguments: dict[str, Any] = {
+            "name": name,
+            "listen": listen,
+            "token": token,
+            "tenant": tenant,
+            "transports": transports,
+            "interface": interface,
+            "host_id": host_id,
+            "io_threads": io_threads,
+            "connections_per_peer": connections_per_peer,
+            "timeout_s": timeout_s,
+        }
+        self._open: _native.Engine | None = None
+        self._regions: RegionTable | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+        self._waiting: dict[int, AsyncTransfer] = {}  # keeps each alive until it was collected
+        self._message = asyncio.Event()
+
+    @classmethod
+    async def start(cls, *arguments: Any, **keywords: Any) -> AsyncTransferEngine:
+        """A running engine. Raises as ``TransferEngine(...)`` does."""
+        return await cls(*arguments, **keywords).__aenter__()
+
+    async def __aenter__(self) -> AsyncTransferEngine:
+        self._open = await asyncio.to_thread(lambda: open_engine(**self._arguments))
+        self._regions = RegionTable(self._open)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._open.eventfd, self._collect)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends it: what waits is cancelled, its memory deregistered, peers lose it. May be called twice."""
+        native = self._open
+        if self._closed or native is None:
+            self._closed = True
+            return
+        self._closed = True
+        assert self._loop is not None
+        self._loop.remove_reader(native.eventfd)
+        await asyncio.to_thread(native.close)
+        assert self._regions is not None
+        self._regions.close_all()
+        for transfer in self._waiting.values():
+            transfer._abandon(Closed("this engine was closed", operation="transfer"))
+        self._waiting.clear()
+        self._message.set()
+
+    # ---- who and what
+
+    @property
+    def name(self) -> str:
+        return self._native.name
+
+    @property
+    def addresses(self) -> list[str]:
+        """See TransferEngine.addresses."""
+        return self._native.addresses
+
+    @property
+    def segment_id(self) -> bytes:
+        """See TransferEngine.segment_id."""
+        return self._native.segment_id
+
+    def transports(self) -> dict[str, str]:
+        """See TransferEngine.transports."""
+        return self._native.transports()
+
+    def metrics(self) -> dict[str, int]:
+        """See TransferEngine.metrics."""
+        return self._native.metrics()
+
+    # ---- memory
+
+    async def register(self, memory: Any, location: str = "cpu:0") -> Region:
+        """See TransferEngine.register."""
+        return await asyncio.to_thread(self._table().register, memory, location)
+
+    async def allocate(self, nbytes: int, location: str = "cpu:0") -> Region:
+        """See TransferEngine.allocate."""
+        return await asyncio.to_thread(self._table().allocate, nbytes, location)
+
+    # ---- peers
+
+    async def open(self, address: str) -> Segment:
+        """See TransferEngine.open."""
+        native = self._native
+        return await asyncio.to_thread(lambda: Segment(native, native.open(address)))
+
+    async def refresh(self, segment: Segment) -> None:
+        """``segment.refresh()``, which asks the peer, on a thread."""
+        await asyncio.to_thread(segment.refresh)
+
+    # ---- moving bytes
+
+    @overload
+    async def read(
+        self,
+        segment: Segment,
+        local: Local,
+        remote: int,
+        length: int | None = None,
+        *,
+        priority: int = Priority.FOREGROUND,
+        deadline_s: float | None = None,
+        notify: bytes | None = None,
+    ) -> int: ...
+
+    @overload
+    async def read(
+        self,
+        segment: Segment,
+        local: Column,
+        remote: Column,
+        length: Column | int,
+        *,
+        priority: int = Priority.FOREGROUND,
+        deadline_s: float | None = None,
+        notify: bytes | None = None,
+    ) -> int: ...
+
+    async def read(
+        self,
+        segment: Segment,
+        local: Any,
+        remote: Any,
+        length: Any = None,
+        *,
+        priority: int = Priority.FOREGROUND,
+        deadline_s: float | None = None,
+        notify: bytes | None = None,
+    ) -> int:
+        """See TransferEngine.read."""
+        return await self._run(slices_of(segment, "r", local, remote, length), priority, deadline_s, notify)
+
+    @overload
+    async def write(
+        self,
+        segment: Segment,
+        local: Local,
+        remote: int,
+        length: int | None = None,
+        *,
+        priority: int = Priority.FOREGROUND,
+        deadline_s: float | None = None,
+        notify: bytes | None = None,
+    ) -> int: ...
+
+    @overload
+    async def write(
+        self,
+        segment: Segment,
+        local: Column,
+        remote: Column,
+        length: Column | int,
+        *,
+        priority: int = Priority.FOREGROUND,
+        deadline_s: float | None = None,
+        notify: bytes | None = None,
+    ) -> int: ...
+
+    async def write(
+        self,
+        segment: Segment,
+        local: Any,
+        remote: Any,
+        length: Any = None,
+        *,
+        priority: int = Priority.FOREGROUND,
+        deadline_s: float | None = None,
+        notify: bytes | None = None,
+    ) -> int:
+        """See TransferEngine.write."""
+        return await self._run(slices_of(segment, "w", local, remote, length), priority, deadline_s, notify)
+
+    async def transfer(
+        self,
+        slices: Batch | Sequence[Slice],
+        *,
+        priority: int = Priority.FOREGROUND,
+        deadline_s: float | None = None,
+        notify: bytes | None = None,
+    ) -> int:
+        """See TransferEngine.transfer."""
+        return await self._run(columns_of(slices), priority, deadline_s, notify)
+
+    def submit(
+        self,
+        slices: Batch | Sequence[Slice],
+        *,
+        priority: int = Priority.FOREGROUND,
+        deadline_s: float | None = None,
+        notify: bytes | None = None,
+    ) -> AsyncTransfer:
+        """See TransferEngine.submit; never blocks. ``await`` what it gives."""
+        return self._start(columns_of(slices), priority, deadline_s, notify)
+
+    # ---- messages
+
+    async def notify(self, segment: Segment, message: bytes) -> None:
+        """See TransferEngine.notify."""
+        await asyncio.to_thread(self._native.notify, segment.handle, message)
+
+    async def notifications(self, timeout_s: float = 0.0) -> list[Notification]:
+        """See TransferEngine.notifications."""
+        assert self._loop is not None
+        give_up_s = self._loop.time() + timeout_s
+        while True:
+            self._message.clear()
+            found = self._native.notifications()
+            left_s = give_up_s - self._loop.time()
+            if found or left_s <= 0:
+                return [Notification(*row) for row in found]
+            try:
+                await asyncio.wait_for(self._message.wait(), left_s)
+            except TimeoutError:
+                continue
+
+    @property
+    def _native(self) -> _native.Engine:
+        if self._closed or self._open is None:
+            raise Closed(
+                "this engine is closed"
+                if self._closed
+                else "start this engine first: async with AsyncTransferEngine()"
+            )
+        return self._open
+
+    def _table(self) -> RegionTable:
+        self._native  # noqa: B018  raises when it is closed
+        assert self._regions is not None
+        return self._regions
+
+    async def _run(
+        self, columns: Columns, priority: int, deadline_s: float | None, notify: bytes | None
+    ) -> int:
+        transfer = self._start(columns, priority, deadline_s, notify)
+        try:
+            return await transfer
+        except asyncio.CancelledError:
+            transfer.cancel()
+            raise
+
+    def _start(
+        self, columns: Columns, priority: int, deadline_s: float | None, notify: bytes | None
+    ) -> AsyncTransfer:
+        native = self._native
+        assert self._loop is not None
+        ticket = submit(native, columns, priority, deadline_s, notify)
+        transfer = AsyncTransfer(native, ticket, columns.asked, self._loop.create_future())
+        self._waiting[ticket] = transfer
+        return transfer
+
+    def _collect(self) -> None:
+        assert self._open is not None
+        for ticket in self._open.poll():
+            transfer = self._waiting.pop(ticket, None)
+            if transfer is not None:
+                transfer._collected()
+        self._message.set()
+
+
+__all__ = ["AsyncTransfer", "AsyncTransferEngine"]

@@ -1,0 +1,399 @@
+"""``TransferEngine``: moves bytes between the memory of processes, on this host and on others.
+
+    with moonpool.TransferEngine() as engine:
+        region = engine.allocate(1 << 20)
+        peer = engine.open("10.0.0.7:41234")
+        engine.read(peer, region, peer.at(0), 4096)
+
+An engine owns one listening port, a few threads and the memory that was registered with it. A peer is found
+by its address and a handshake, with nothing else running. Reads and writes are one-sided: the peer's program
+takes no part. Which transport moves a slice (memory of the same process, shared memory, TCP) is the engine's
+choice; ``Segment.regions`` tells it. docs/transfer.md is the guide.
+
+Calls block and release the GIL; they may come from any thread. No call waits longer than its deadline without
+progress. ``AsyncTransferEngine`` has the same verbs for asyncio.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from moonpool.core.config import paths
+from moonpool.core.errors import Closed, ConfigError, InvalidArgument
+from moonpool.core.service.addresses import parse_address
+from moonpool.core.transfer.region import Region, RegionTable
+from moonpool.core.transfer.segment import Segment
+from moonpool.core.transfer.transfer import WAIT_PIECE_S, Abandoned, Columns, Transfer, columns_of, one_slice
+from moonpool.core.transfer.types import Batch, Column, Local, Notification, Priority, Slice
+
+if TYPE_CHECKING:
+    from moonpool import _native
+
+_LOOPBACK = "127.0.0.1:0"
+
+
+class TransferEngine:
+    """The bytes' way between processes.
+
+    name:       what peers call this engine; default: host and process id.
+    listen:     "host:port" or several; port 0 is a free one, see ``addresses``. None: nobody can open this
+                engine, but it can open others. Any address but a loopback one needs a token that was chosen.
+    token:      the cluster token; None: the configured one (MOONPOOL_CLUSTER_TOKEN or
+                MOONPOOL_CLUSTER_TOKEN_FILE), else the one that this user's processes on this host share.
+    tenant:     only engines of the same tenant reach each other's memory.
+    transports: which may be used, of "loopback", "shm" and "tcp", best first; None: all that work here.
+    interface:  the network interface for connections to peers; "": as the system routes.
+    host_id:    what names this host; "": its boot id. Engines with the same one try shared memory.
+    io_threads: threads for TCP. connections_per_peer: TCP connections to each peer.
+    timeout_s:  the longest wait without progress of every call that gives no ``deadline_s``.
+
+    Raises ConfigError for an address in use or not allowed. After ``close()`` every call raises Closed; in a
+    child of fork() every call raises Forked.
+    """
+
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        listen: str | Sequence[str] | None = _LOOPBACK,
+        token: bytes | None = None,
+        tenant: str = "default",
+        transports: Sequence[str] | None = None,
+        interface: str = "",
+        host_id: str = "",
+        io_threads: int = 2,
+        connections_per_peer: int = 2,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self._native = native = open_engine(
+            name,
+            listen=listen,
+            token=token,
+            tenant=tenant,
+            transports=transports,
+            interface=interface,
+            host_id=host_id,
+            io_threads=io_threads,
+            connections_per_peer=connections_per_peer,
+            timeout_s=timeout_s,
+        )
+        self._closed = False
+        self._abandoned = Abandoned(native)
+        self._regions = RegionTable(native)
+        # Looked up once: with 4 KiB over shared memory each attribute counts.
+        self._transfer = native.transfer
+
+    def close(self) -> None:
+        """Ends it: what waits is cancelled, its memory deregistered, peers lose it. May be called twice."""
+        self._closed = True
+        self._native.close()
+        self._regions.close_all()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_regions"):  # else it was never there
+            self.close()  # before the memory goes
+
+    def __enter__(self) -> TransferEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---- who and what
+
+    @property
+    def name(self) -> str:
+        return self._native.name
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where peers open it, "ip:port" each, with the real ports."""
+        return self._native.addresses
+
+    @property
+    def segment_id(self) -> bytes:
+        """16 random bytes that no other engine has."""
+        return self._native.segment_id
+
+    def transports(self) -> dict[str, str]:
+        """Each transport, best first -> "" when it works here, else one sentence why not."""
+        return self._native.transports()
+
+    def metrics(self) -> dict[str, int]:
+        """Counters (``*_total``) and gauges by name; docs/transfer.md describes them."""
+        if self._closed:
+            raise Closed("this engine is closed", operation="metrics")
+        return self._native.metrics()
+
+    # ---- memory
+
+    def register(self, memory: Any, location: str = "cpu:0") -> Region:
+        """Makes memory usable as ``local`` here and reachable for peers.
+
+        memory:   a writable bytes-like object, a contiguous CPU tensor or array (numpy, torch, DLPack), or
+                  (address, length). It is held, not copied.
+        location: what peers are told: "cpu:0" is the memory of NUMA node 0.
+
+        Raises InvalidArgument for what is no such memory and for a range that overlaps a registered one.
+        """
+        return self._regions.register(memory, location)
+
+    def allocate(self, nbytes: int, location: str = "cpu:0") -> Region:
+        """New registered memory, zeros, page aligned, that engines on this host map: the fastest there is.
+
+        Raises InvalidArgument for a size that cannot be, TooLarge when the system has no such memory.
+        """
+        return self._regions.allocate(nbytes, location)
+
+    # ---- peers
+
+    def open(self, address: str) -> Segment:
+        """A peer's memory, by handshake with its engine at "host:port".
+
+        Raises Unavailable when nobody listens there, AuthError for another token or tenant, Timeout when it
+        says nothing within ``timeout_s``, ProtocolError when it is no engine.
+        """
+        return Segment(self._native, self._native.open(address))
+
+    # ---- moving bytes
+
+    @overload
+    def read(
+        self,
+        segment: Segment,
+        local: Local,
+        remote: int,
+        length: int | None = None,
+        *,
+        priority: int = Priority.FOREGROUND,
+        deadline_s: float | None = None,
+        notify: bytes | None = None,
+    ) -> int: ...
+
+    @overload
+    def read(
+        self,
+        segment: Segment,
+        local: Column,
+        remote: Column,
+        length: Column | int,
+        *,
+        priority: int = Priority.FOREGROUND,
+        deadline_s: float | None = None,
+        notify: bytes | None = None,
+    ) -> int: ...
+
+    def read(
+        self,
+        segment: Segment,
+        local: Any,
+        remote: Any,
+        length: Any = None,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        notify: bytes | None = None,
+    ) -> int:
+        """Copies ``length`` bytes from the peer's address ``remote`` to ``local``; returns how many.
+
+        local:  an address in registered memory, a Region, or an object whose memory is registered; without
+                ``length`` all of it.
+        remote: an address in the peer; ``segment.at(offset)`` makes one.
+        With lists (or numpy arrays of uint64) of addresses: many slices in one call; ``length`` is then a
+        list, or one for all.
+
+        priority, deadline_s, notify, errors: as of ``transfer``.
+        """
+        if (
+            type(local) is int
+            and type(length) is int
+            and not priority
+            and deadline_s is None
+            and notify is None
+        ):
+            return self._transfer(segment.handle, "r", local, remote, length)
+        return self._run(slices_of(segment, "r", local, remote, length), priority, deadline_s, notify)
+
+    @overload
+    def write(
+        self,
+        segment: Segment,
+        local: Local,
+        remote: int,
+        length: int | None = None,
+        *,
+        priority: int = Priority.FOREGROUND,
+        deadline_s: float | None = None,
+        notify: bytes | None = None,
+    ) -> int: ...
+
+    @overload
+    def write(
+        self,
+        segment: Segment,
+        local: Column,
+        remote: Column,
+        length: Column | int,
+        *,
+        priority: int = Priority.FOREGROUND,
+        deadline_s: float | None = None,
+        notify: bytes | None = None,
+    ) -> int: ...
+
+    def write(
+        self,
+        segment: Segment,
+        local: Any,
+        remote: Any,
+        length: Any = None,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        notify: bytes | None = None,
+    ) -> int:
+        """Copies ``length`` bytes from ``local`` to the peer's address ``remote``; arguments as of ``read``.
+
+        When it returns, the bytes are in the peer's memory.
+        """
+        if (
+            type(local) is int
+            and type(length) is int
+            and not priority
+            and deadline_s is None
+            and notify is None
+        ):
+            return self._transfer(segment.handle, "w", local, remote, length)
+        return self._run(slices_of(segment, "w", local, remote, length), priority, deadline_s, notify)
+
+    def transfer(
+        self,
+        slices: Batch | Sequence[Slice],
+        *,
+        priority: int = Priority.FOREGROUND,
+        deadline_s: float | None = None,
+        notify: bytes | None = None,
+    ) -> int:
+        """Moves all slices, reads and writes of any peers mixed; returns their bytes once all are done.
+
+        slices:     ``Slice``s, or a ``Batch`` of columns, which costs less. They run in no order.
+        priority:   ``Priority.BACKGROUND`` lets foreground slices go first.
+        deadline_s: the longest wait without progress: each byte that moves starts it anew.
+        notify:     a message for each peer of the transfer, which arrives after the data.
+
+        Raises TransferError when a slice failed on every path that there is: it names the peer, the path, the
+        bytes done and the cause, and has the state of each slice. Raises InvalidArgument, and moves nothing,
+        for local memory that is not registered.
+        """
+        return self._run(columns_of(slices), priority, deadline_s, notify)
+
+    def submit(
+        self,
+        slices: Batch | Sequence[Slice],
+        *,
+        priority: int = Priority.FOREGROUND,
+        deadline_s: float | None = None,
+        notify: bytes | None = None,
+    ) -> Transfer:
+        """Starts what ``transfer`` does, and returns at once.
+
+        Raises TooLarge when too much waits already, InvalidArgument as ``transfer`` does. What goes wrong
+        later stands in the Transfer.
+        """
+        columns = columns_of(slices)
+        if self._abandoned.tickets:
+            self._abandoned.sweep()
+        ticket = submit(self._native, columns, priority, deadline_s, notify)
+        return Transfer(self._native, ticket, columns.asked, self._abandoned)
+
+    # ---- messages
+
+    def notify(self, segment: Segment, message: bytes) -> None:
+        """Sends a message to a peer, which finds it in ``notifications()``.
+
+        Raises Unavailable, Timeout, or TooLarge for a message over the limit.
+        """
+        self._native.notify(segment.handle, message)
+
+    def notifications(self, timeout_s: float = 0.0) -> list[Notification]:
+        """The messages that arrived since the last call, in their order; waits for the first one at most so
+        long.
+        """
+        give_up_s = time.monotonic() + timeout_s
+        while True:
+            found = self._native.notifications()
+            left_s = give_up_s - time.monotonic()
+            if found or left_s <= 0:
+                return [Notification(*row) for row in found]
+            # In pieces: another thread may take what this one was woken for, or close the engine.
+            poll = select.poll()  # select() knows no descriptor above 1,023
+            poll.register(self._native.eventfd, select.POLLIN)
+            poll.poll(1000 * min(left_s, WAIT_PIECE_S))
+            self._abandoned.sweep()  # empties the eventfd too
+
+    def _run(self, columns: Columns, priority: int, deadline_s: float | None, notify: bytes | None) -> int:
+        segments, ops, local, remote, lengths = columns
+        return self._transfer(
+            segments, ops, local, remote, lengths, priority=priority, deadline_s=deadline_s, notify=notify
+        )
+
+
+def open_engine(
+    name: str,
+    *,
+    listen: str | Sequence[str] | None,
+    token: bytes | None,
+    transports: Sequence[str] | None,
+    **options: Any,
+) -> _native.Engine:
+    """The native engine of both facades."""
+    from moonpool import _native
+
+    if not options["timeout_s"] > 0:  # NaN is not either
+        raise InvalidArgument(f"timeout_s must be above 0, not {options['timeout_s']}", operation="engine")
+    addresses = [] if listen is None else [listen] if isinstance(listen, str) else list(listen)
+    for address in addresses:
+        _check_listen(address, token)
+    return _native.Engine(
+        name or f"{socket.gethostname()}-{os.getpid()}",
+        addresses,
+        token or paths.read_or_create_token(),
+        transports=None if transports is None else list(transports),
+        **options,
+    )
+
+
+def _check_listen(address: str, token: bytes | None) -> None:
+    chosen = token or any(name in os.environ for name in (paths.TOKEN_VARIABLE, paths.TOKEN_FILE_VARIABLE))
+    if not chosen and not parse_address(address, "listen").is_loopback:
+        raise ConfigError(
+            f"listen = {address} can be reached from other hosts, which needs a cluster token: set "
+            f"{paths.TOKEN_VARIABLE} or {paths.TOKEN_FILE_VARIABLE}, or listen on {_LOOPBACK}",
+            operation="engine",
+            key="listen",
+            peer=address,
+        )
+
+
+def slices_of(segment: Segment, op: str, local: Any, remote: Any, length: Any) -> Columns:
+    """What ``read`` and ``write`` were given: lists of addresses, or one slice."""
+    if hasattr(remote, "__len__"):
+        return columns_of(Batch("read" if op == "r" else "write", segment, local, remote, length))
+    return one_slice(segment, op, local, remote, length)
+
+
+def submit(
+    native: _native.Engine, columns: Columns, priority: int, deadline_s: float | None, notify: bytes | None
+) -> int:
+    """The ticket of a transfer that was started."""
+    segments, ops, local, remote, lengths = columns
+    return native.submit(
+        segments, ops, local, remote, lengths, priority=priority, deadline_s=deadline_s, notify=notify
+    )
+
+
+__all__ = ["TransferEngine"]

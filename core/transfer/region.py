@@ -1,0 +1,115 @@
+"""``Region``: memory of this process that its engine may move bytes from and into, and peers may reach."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from moonpool.core.errors import Closed, InvalidArgument
+from moonpool.core.store.buffers import Memory, memory_of
+from moonpool.core.transfer.types import offset_in
+
+if TYPE_CHECKING:
+    from moonpool import _native
+
+
+class Region:
+    """Registered from its making to ``close()``; also a context manager.
+
+    address, length: where it lies, bytes.
+    location:        what peers are told of it, such as "cpu:0".
+
+    Until then the engine keeps the object that it was made of alive, and a bytearray from being resized,
+    also when nobody keeps the region.
+    """
+
+    __slots__ = ("_closing", "_memory", "_table", "address", "length", "location")
+
+    def __init__(self, table: RegionTable, memory: Memory, location: str) -> None:
+        self.address = memory.address
+        self.length = memory.length
+        self.location = location
+        self._closing = threading.Lock()
+        self._memory: Memory | None = memory
+        self._table = table
+
+    def close(self) -> None:
+        """Deregisters; when it returns, no transfer touches the memory any more, of here or of a peer.
+
+        Slices that need it fail. Does nothing the second time, and after the engine's close. Raises Timeout
+        when a peer that stands still is inside of it: nothing new reaches it, but it must not be freed yet.
+        """
+        self._table.close(self)
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __repr__(self) -> str:
+        state = "" if self._memory is not None else ", closed"
+        return f"Region({self.address:#x}, {self.length} bytes, {self.location}{state})"
+
+    def at(self, offset: int) -> int:
+        """The address of a byte of it. Raises InvalidArgument outside of it."""
+        return offset_in(self.address, self.length, offset)
+
+    @property
+    def view(self) -> memoryview:
+        """Its bytes, writable where the memory is. Raises Closed after close(), and InvalidArgument for a
+        region made of an (address, length) or a tensor: look at those through their owner.
+        """
+        if self._memory is None:
+            raise Closed("this region is closed")
+        if not isinstance(self._memory.held, memoryview):
+            raise InvalidArgument("a region made of an address or a tensor has no view")
+        return self._memory.held.cast("B")
+
+
+class RegionTable:
+    """The regions of one engine, and what makes them. On any thread."""
+
+    def __init__(self, native: _native.Engine) -> None:
+        self._native = native
+        self._regions: set[Region] = set()
+
+    def register(self, memory: Any, location: str) -> Region:
+        """See TransferEngine.register."""
+        found = memory_of(memory)
+        if not found.writable:
+            raise InvalidArgument(
+                f"a {type(memory).__name__} is read-only, and peers may write to what is registered; give a "
+                f"bytearray or a writable array",
+                operation="register",
+            )
+        self._native.register(found.address, found.length, location)
+        return self._keep(found, location)
+
+    def allocate(self, nbytes: int, location: str) -> Region:
+        """See TransferEngine.allocate."""
+        if not 0 < nbytes < 1 << 62:
+            raise InvalidArgument(f"cannot allocate {nbytes} bytes", operation="allocate")
+        return self._keep(memory_of(memoryview(self._native.allocate(nbytes, location))), location)
+
+    def close(self, region: Region) -> None:
+        """See Region.close."""
+        with region._closing:  # of two at once the second waits, too, until no transfer touches it
+            if region in self._regions:
+                self._native.deregister(region.address)
+                self._regions.discard(region)  # unless the engine was closed meanwhile
+            region._memory = None
+
+    def close_all(self) -> None:
+        """After the native engine's close: lets go of the memory of all."""
+        for region in list(self._regions):  # others may close theirs meanwhile
+            region._memory = None
+        self._regions.clear()
+
+    def _keep(self, memory: Memory, location: str) -> Region:
+        region = Region(self, memory, location)
+        self._regions.add(region)
+        return region

@@ -1,0 +1,72 @@
+"""``Segment``: what another engine registered, as seen from here."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from moonpool.core.errors import Closed, InvalidArgument
+from moonpool.core.transfer.types import RemoteRegion
+
+if TYPE_CHECKING:
+    from moonpool import _native
+
+
+class Segment:
+    """A peer that was opened. Its fields are of the time of ``open()`` or of the last ``refresh()``.
+
+    handle:  names it in this engine.
+    name:    what the peer calls itself.
+    id:      16 bytes, random for each engine: the same address with another id is another engine.
+    host_id: of the peer's host; equal to ours when both can share memory.
+    address: where it was reached, "ip:port".
+    regions: what it registered, by ascending address.
+    """
+
+    __slots__ = ("_closed", "_native", "address", "handle", "host_id", "id", "name", "regions")
+
+    def __init__(self, native: _native.Engine, handle: int) -> None:
+        self._native = native
+        self._closed = False
+        self.handle = handle
+        self.name: str = ""
+        self.id: bytes = b""
+        self.host_id: str = ""
+        self.address: str = ""
+        self.regions: tuple[RemoteRegion, ...] = ()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Asks the peer again. Raises Unavailable or Timeout."""
+        self.name, self.id, self.host_id, self.address, rows, transports = self._native.segment(self.handle)
+        self.regions = tuple(
+            sorted(
+                RemoteRegion(address, length, kind, location, transport)
+                for (address, length, kind, location), transport in zip(rows, transports, strict=True)
+            )
+        )
+
+    @property
+    def transport(self) -> str:
+        """What moves bytes to and from its first region; "" when it registered nothing."""
+        return self.regions[0].transport if self.regions else ""
+
+    def at(self, offset: int, region: int = 0) -> int:
+        """The address of a byte of one of its regions."""
+        if not 0 <= region < len(self.regions):
+            raise InvalidArgument(
+                f"{self.name} at {self.address} has {len(self.regions)} regions and none of number {region}; "
+                f"refresh() asks it again",
+                peer=self.address,
+            )
+        return self.regions[region].at(offset)
+
+    def close(self) -> None:
+        """Lets go of the peer; calls with it are refused from then on. Does nothing the second time."""
+        if not self._closed:
+            self._closed = True
+            with suppress(Closed):
+                self._native.close_segment(self.handle)
+
+    def __repr__(self) -> str:
+        return f"Segment({self.name!r} at {self.address}, {len(self.regions)} regions, {self.transport})"

@@ -1,0 +1,112 @@
+"""The values that ``TransferEngine`` and ``AsyncTransferEngine`` take and give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from moonpool.core.transfer.segment import Segment
+
+Op: TypeAlias = Literal["read", "write"]
+# Memory of this process that is registered: an address, a Region (from its start), or an object inside one.
+Local: TypeAlias = Any
+# One address for each slice; a numpy array of uint64 costs the least.
+Column: TypeAlias = Sequence[int]
+
+
+class Priority(IntEnum):
+    """A background slice starts only when no foreground slice to the same peer waits."""
+
+    FOREGROUND = 0
+    BACKGROUND = 1
+
+
+class SliceState(IntEnum):
+    WAITING = 0
+    DONE = 1
+    FAILED = 2  # its bytes may be there in part
+    CANCELLED = 3  # likewise
+
+
+class TransferState(Enum):
+    WAITING = "waiting"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Slice(NamedTuple):
+    """One range to move: ``length`` bytes between ``local`` and the address ``remote`` of a peer."""
+
+    op: Op
+    segment: Segment
+    local: Local
+    remote: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Many slices, by column: cheaper than as many ``Slice`` objects.
+
+    ``local`` and ``remote`` are addresses, one for each slice. ``segment``, ``op`` and ``lengths`` are one
+    for each slice too, or one for all. Columns of numbers may be numpy arrays of uint64.
+    """
+
+    op: Op | Sequence[Op]
+    segment: Segment | Sequence[Segment]
+    local: Column
+    remote: Column
+    lengths: Column | int
+
+
+class RemoteRegion(NamedTuple):
+    """Memory that a peer registered.
+
+    kind:      "own" for memory that its engine allocated, which others on its host can map; else "foreign".
+    location:  what the peer said of it, such as "cpu:0".
+    transport: what moves bytes between here and there.
+    """
+
+    address: int
+    length: int
+    kind: str
+    location: str
+    transport: str
+
+    def at(self, offset: int) -> int:
+        """The address of a byte of it."""
+        return offset_in(self.address, self.length, offset)
+
+
+class Notification(NamedTuple):
+    """A message from a peer. ``peer`` is the name that it gave its engine."""
+
+    peer: str
+    message: bytes
+
+
+def offset_in(address: int, length: int, offset: int) -> int:
+    """``address + offset``. Raises InvalidArgument when that lies outside of ``length`` bytes."""
+    if 0 <= offset < length:
+        return address + offset
+    from moonpool.core.errors import InvalidArgument
+
+    raise InvalidArgument(f"offset {offset} lies outside of a region of {length} bytes")
+
+
+__all__ = [
+    "Batch",
+    "Column",
+    "Local",
+    "Notification",
+    "Op",
+    "Priority",
+    "RemoteRegion",
+    "Slice",
+    "SliceState",
+    "TransferState",
+]

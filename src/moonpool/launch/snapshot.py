@@ -1,0 +1,181 @@
+"""What runs on this host now, gathered from the HTTP pages of the nodes and the proxy and from `up`'s own
+file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moonpool.core.config import paths
+from moonpool.core.config.config import Config
+from moonpool.core.errors import ConfigError, Error, Unavailable
+from moonpool.core.printable import printable_all
+from moonpool.core.service.cluster import Cluster, read_cluster
+from moonpool.core.service.control_tls import control_client_for
+from moonpool.core.service.http_get import get_json
+from moonpool.core.service.node_socket import is_served
+from moonpool.core.service.tls import client_context, scheme
+from moonpool.launch.up import UpState, read_state
+
+
+class EngineRow(msgspec.Struct, frozen=True):
+    """An engine as the proxy sees it."""
+
+    name: str
+    url: str = ""
+    health: str = ""
+    why: str = ""
+    in_flight: int = 0
+    requests: int = 0
+    failures: int = 0
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """node: the first node's /stat; nodes: of all that answer; cluster: what the master tells of the nodes of
+    all hosts; engines: as the proxy sees them; problems: a sentence for each that did not answer.
+    """
+
+    node: dict[str, Any] | None = None
+    nodes: list[dict[str, Any]] = []
+    cluster: Cluster | None = None
+    proxy_url: str = ""
+    proxy_answers: bool = False
+    engines: list[EngineRow] = []
+    up: UpState | None = None
+    problems: list[str] = []
+
+    def printable(self) -> Snapshot:
+        """The same with every text escaped where it would move a cursor."""
+        return msgspec.convert(printable_all(msgspec.to_builtins(self)), Snapshot)
+
+    @property
+    def anything(self) -> bool:
+        return self.node is not None or self.cluster is not None or self.proxy_answers or self.up is not None
+
+
+def take(
+    config: Config,
+    *,
+    node_url: str = "",
+    node_name: str = "",
+    proxy_url: str = "",
+    master: str = "",
+    timeout_s: float = 1.0,
+) -> Snapshot:
+    """One reading. Addresses that are not given come from `up`'s file, else from the configuration; nodes
+    also from their sockets in the runtime folder. node_name: that node alone.
+    """
+    up = read_state()
+    places = [(node_url, "")]
+    if node_name:
+        places = [("", str(paths.node_socket(node_name)))]
+    elif not node_url:
+        places = _places(config, up)
+    problems: list[str] = []
+    nodes: list[dict[str, Any]] = []
+    engines: list[EngineRow] = []
+    answers = False
+    for url, socket in places:
+        if not url and socket in {str(node.get("socket")) for node in nodes}:
+            continue  # its page has answered
+        try:
+            nodes.append(_node(config, url, socket, timeout_s))
+        except Error as error:
+            problems.append(str(error))
+    proxy_is_named = bool(proxy_url) or config.origin("proxy.listen").kind != "default"
+    key = ""
+    if not proxy_url:
+        key = _proxy_key(config)  # sent to this host's own proxy alone
+        proxy_url = (
+            up.proxy.url if up is not None and up.proxy is not None else f"http://{config.proxy.listen}"
+        )
+    try:
+        page = get_json(f"{proxy_url.rstrip('/')}/engines", timeout_s=timeout_s, token=key.encode())
+        engines = msgspec.convert(page["engines"] if isinstance(page, dict) else page, list[EngineRow])
+        answers = True
+    except (Unavailable, msgspec.ValidationError, KeyError) as error:
+        if proxy_is_named or (up is not None and up.proxy is not None):
+            problems.append(f"no proxy serves {proxy_url} ({getattr(error, 'cause', None) or error})")
+        else:
+            problems.append(f"no proxy on this host ({proxy_url} does not answer)")
+    for node in nodes:
+        state = node.get("membership")
+        if isinstance(state, dict) and not state.get("joined"):
+            problems.append(
+                f"node {node.get('name')} has not joined the master at {state.get('address')}: "
+                f"{state.get('why_not')}"
+            )
+    cluster = _cluster(config, master, nodes, timeout_s, problems)
+    return Snapshot(nodes[0] if nodes else None, nodes, cluster, proxy_url, answers, engines, up, problems)
+
+
+def _places(config: Config, up: UpState | None) -> list[tuple[str, str]]:
+    """(URL, socket) of each node of this host and user that may run; either can be empty."""
+    if up is not None and up.nodes:
+        places = [(node.url, node.socket) for node in up.nodes]
+    elif config.node.http != "off":
+        places = [(f"{scheme(config)}://{config.node.http}", "")]
+    else:
+        places = [("", "")]
+    known = {socket for _, socket in places}
+    sockets = sorted(str(path) for path in paths.runtime_dir().glob("node-*.sock"))
+    return places + [("", socket) for socket in sockets if socket not in known and is_served(Path(socket))]
+
+
+def _proxy_key(config: Config) -> str:
+    """A key with which the proxy's pages can be read; "": none is known."""
+    if not config.proxy.api_keys_file:
+        return ""
+    from moonpool.disagg_proxy.settings import read_api_keys
+
+    try:
+        return next(iter(read_api_keys(config.proxy.api_keys_file)), "")
+    except ConfigError:  # this user may not read it
+        return ""
+
+
+def _cluster(
+    config: Config, master: str, nodes: list[dict[str, Any]], timeout_s: float, problems: list[str]
+) -> Cluster | None:
+    """From the master that was named, or that a node of this host has joined, or that runs on this host."""
+    named = master or config.cluster.master or next((str(n["master"]) for n in nodes if n.get("master")), "")
+    try:
+        tls = control_client_for(config)
+        return read_cluster(
+            named or config.master.listen, config.client_token(), tls=tls, timeout_s=timeout_s
+        )
+    except Error as error:
+        if named:
+            problems.append(f"the master at {named} does not answer: {error}")
+        return None
+
+
+def _admin_token(config: Config) -> bytes:
+    """As configured, or of this user's runtime folder; b"" where there is none: then pages say less."""
+    cluster = config.cluster
+    if cluster.admin_token or cluster.admin_token_file or (paths.runtime_dir() / "admin-token").exists():
+        return config.read_admin_token()
+    return b""
+
+
+def _node(config: Config, url: str, socket: str, timeout_s: float) -> dict[str, Any]:
+    """The node's /stat; when HTTP does not answer, its counters over its socket or the host's default one."""
+    try:
+        if url:
+            tls = client_context(config) if url.startswith("https:") else None
+            token = _admin_token(config)
+            page = get_json(f"{url.rstrip('/')}/stat", timeout_s=timeout_s, tls=tls, token=token)
+            return msgspec.convert(page, dict[str, Any])
+    except (Unavailable, msgspec.ValidationError):
+        pass
+    from moonpool.core.store.store import Store
+
+    token, control = config.client_token(socket), control_client_for(config, socket)
+    with Store(socket or None, token=token, tls=control, timeout_s=timeout_s) as store:
+        path = os.path.realpath(socket or paths.default_node_socket())
+        name = Path(path).name.removeprefix("node-").removesuffix(".sock")
+        return {"name": name, "socket": path, "metrics": store.stat()}

@@ -1,0 +1,344 @@
+"""`moonpool bench`: real peers, real nodes, its lines, its JSON, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonpool import Store, TransferEngine
+from moonpool.cli import run
+from moonpool.core.bench import control, load, peer, store, transfer
+from moonpool.core.bench.load import Gauge
+from moonpool.core.errors import CorruptObject, Unavailable
+from tests.descriptors import speaks
+
+from ..core.store_bed import MIB, TOKEN, NodeProcess, until
+
+DEADLINE_S = 60
+QUICK = ["--seconds", "0.2", "--working-set", "8MiB"]
+
+
+def bench(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "moonpool", "bench", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | (env or {}),
+    )
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return rows
+
+
+# ---- transfer
+
+
+def test_two_processes_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.json"
+    assert run(["bench", "transfer", *QUICK, "--size", "4KiB,1MiB", "--json", str(file)]) == 0
+    text = capsys.readouterr().out
+    for word in ("read 4.0 KiB x 1", "read 1.0 MiB x 1", "GB/s", "p50 us", "p99 us", "CPU s/GB", "peer's"):
+        assert word in text
+    small, large = rows_of(file)
+    assert (small["size"], large["size"]) == (4096, MIB)
+    for row in (small, large):
+        assert row["transport"] == "shm"
+        assert row["direction"] == "read"
+        assert row["bytes"] == row["operations"] * row["size"] > 0
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / 1e9 / row["seconds"])
+        assert 0 < row["p50_us"] <= row["p99_us"]
+        assert row["cpu_s_per_gb"] > 0
+        assert row["peer_cpu_s_per_gb"] >= 0
+        assert row["verified_bytes"] == 0
+        assert row["interrupted"] is False
+
+
+@pytest.mark.parametrize("transport", ["loopback", "shm", "tcp"])
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_each_transport_and_direction_verified(tmp_path: Path, transport: str, direction: str) -> None:
+    file = tmp_path / "rows.json"
+    options = ["--transport", transport, "--direction", direction, "--verify", "--json", str(file)]
+    assert run(["bench", "transfer", *QUICK, *options, "--size", "64KiB", "--batch", "4"]) == 0
+    (row,) = rows_of(file)
+    assert row["transport"] == transport
+    assert row["batch"] == 4
+    if direction == "read":
+        assert row["verified_bytes"] >= row["bytes"]
+    else:  # what was written last, wherever it was written
+        assert min(row["bytes"], 8 * MIB) <= row["verified_bytes"] <= 8 * MIB
+    if transport == "tcp":
+        assert row["peer_cpu_s_per_gb"] > 0.01  # the other side takes part
+
+
+@pytest.mark.parametrize("extra", [["--foreign"], ["--transport", "tcp"]], ids=["foreign", "tcp"])
+def test_depth_and_threads(tmp_path: Path, extra: list[str]) -> None:
+    file = tmp_path / "rows.json"
+    options = ["--depth", "4", "--threads", "2", "--batch", "2", "--verify", "--direction", "write"]
+    assert run(["bench", "transfer", *QUICK, *extra, *options, "--size", "4KiB", "--json", str(file)]) == 0
+    (row,) = rows_of(file)
+    assert (row["depth"], row["threads"], row["batch"]) == (4, 2, 2)
+    assert row["operations"] > 8
+    assert row["verified_bytes"] > 0
+
+
+def test_json_on_standard_output_has_it_alone(runtime_dir: Path) -> None:
+    process = bench("transfer", *QUICK, "--json", "-")
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    document = json.loads(out)
+    assert document["bench"] == "transfer"
+    assert document["interrupted"] is False
+    assert len(document["rows"]) == 1
+    assert "GB/s" in err
+
+
+@contextmanager
+def server(*arguments: str, env: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`moonpool bench transfer --serve`, and its address."""
+    process = bench("transfer", "--serve", "--listen", "127.0.0.1:0", *arguments, env=env)
+    try:
+        assert process.stdout is not None
+        assert speaks(process.stdout, DEADLINE_S)
+        line = process.stdout.readline()
+        assert "moonpool bench transfer --connect" in line
+        yield process, line.split()[-1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_serve_and_connect(tmp_path: Path, runtime_dir: Path) -> None:
+    with server("--memory", "8MiB") as (process, address):
+        for number in range(2):  # one after the other
+            file = tmp_path / f"{number}.json"
+            connect = ["--connect", address, "--verify", "--json", str(file)]
+            assert run(["bench", "transfer", *QUICK, *connect, "--direction", "write"]) == 0
+            assert run(["bench", "transfer", *QUICK, *connect]) == 0
+            document = json.loads(file.read_text())
+            assert document["peer"] == address
+            assert document["rows"][0]["verified_bytes"] > 0
+        process.send_signal(signal.SIGTERM if number else signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def test_a_server_with_another_token_or_too_little_memory(
+    runtime_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text("a token that was chosen")
+    (tmp_path / "token").chmod(0o600)
+    with server("--memory", "1MiB", "--token-file", str(tmp_path / "token")) as (_, address):
+        assert run(["bench", "transfer", *QUICK, "--connect", address]) == 2
+        assert "token" in capsys.readouterr().err
+        right = ["--connect", address, "--token-file", str(tmp_path / "token")]
+        assert run(["bench", "transfer", *QUICK, *right]) == 2
+        assert "less than the working set" in capsys.readouterr().err
+
+
+def test_nobody_to_connect_to(free_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "transfer", *QUICK, "--connect", f"127.0.0.1:{free_port}"]) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("moonpool: ")
+    assert str(free_port) in said
+
+
+def test_an_engine_that_is_no_bench_server(runtime_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with TransferEngine() as engine:
+        engine.allocate(8 * MIB)
+        assert run(["bench", "transfer", *QUICK, "--connect", engine.addresses[0]]) == 3
+    assert "is no bench server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_shows_what_there_is(
+    runtime_dir: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    file = tmp_path / "rows.json"
+    process = bench("transfer", "--seconds", "60", "--size", "64KiB,1MiB", "--json", str(file))
+    assert process.stdout is not None
+    line = process.stdout.readline()  # the first second is over
+    assert "GB/s" in line
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 1
+    process.send_signal(number)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130, err
+    assert err == ""
+    assert "64.0 KiB" in out
+    document = json.loads(file.read_text())
+    assert document["interrupted"] is True
+    (row,) = document["rows"]
+    assert row["interrupted"] is True
+    assert row["seconds"] < 30
+    assert row["operations"] > 0
+    until(lambda: not Path(f"/proc/{children[0]}").exists())
+
+
+def test_its_peer_ends_with_it(runtime_dir: Path) -> None:
+    process = bench("transfer", "--seconds", "60")
+    assert process.stdout is not None
+    process.stdout.readline()
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.communicate()
+    until(lambda: not Path(f"/proc/{child}").exists())
+
+
+def test_a_peer_that_is_killed_is_named(runtime_dir: Path) -> None:
+    process = bench("transfer", "--seconds", "60", "--transport", "tcp")
+    assert process.stdout is not None
+    process.stdout.readline()
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(child), signal.SIGKILL)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 3
+    assert err.startswith("moonpool: ")
+    assert "127.0.0.1:" in err
+    assert err.count("\n") == 1
+
+
+@contextmanager
+def altered_server(change: Any) -> Iterator[str]:
+    """A bench server that changes its memory when the load begins: the second mark is the one before it."""
+    with TransferEngine("altered", token=TOKEN) as engine:
+        block = engine.allocate(control.CONTROL_BYTES, control.CONTROL)
+        control.start(block.view)
+        data = engine.allocate(MIB, control.DATA)
+        over = threading.Event()
+
+        def serve() -> None:
+            while not over.is_set():
+                for _, message in engine.notifications(0.1):
+                    change(data.view)
+                    control.answer(block.view, message, 0)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield engine.addresses[0]
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_verify_finds_one_wrong_byte(direction: str) -> None:
+    def change(view: memoryview) -> None:
+        view[12345] ^= 1
+
+    with altered_server(change) as address, TransferEngine(token=TOKEN) as engine:
+        client = transfer.Bench(engine, address, MIB)
+        plan = transfer.Plan(65536, direction=direction, working_set=MIB, seconds=0.2, verify=True)
+        with pytest.raises(CorruptObject, match="offset 12345 of the memory of"):
+            client.run(plan, lambda seconds, operations: None)
+
+
+def test_the_pattern_has_no_two_equal_words() -> None:
+    import numpy as np
+
+    words = control.pattern(7, MIB).view(np.uint64)
+    assert len(np.unique(words)) == len(words)
+    view = memoryview(bytearray(3 << 24))
+    peer.fill(view)
+    assert view == control.pattern(0, 3 << 24).data
+
+
+# ---- the load
+
+
+def test_percentiles_of_all_threads() -> None:
+    gauges = [Gauge(), Gauge()]
+    for number in range(101):
+        gauges[number % 2].add(number * 1000)
+    assert load.percentiles_us(gauges) == (50.0, 99.0)
+    assert load.percentiles_us([Gauge()]) == (0.0, 0.0)
+
+
+def test_the_samples_have_a_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "SAMPLES_MAX", 10)
+    gauge = Gauge()
+    for number in range(25):
+        gauge.add(number)
+    assert gauge.operations == 25
+    assert sorted(gauge.samples) == list(range(15, 25))
+
+
+def test_what_a_worker_raises_ends_the_load() -> None:
+    def fails(gauge: Gauge) -> None:
+        raise Unavailable("gone")
+
+    def works(gauge: Gauge) -> None:
+        while not gauge.stop:
+            gauge.add(1)
+
+    with pytest.raises(Unavailable, match="gone"):
+        load.run([works, fails], 60, lambda seconds, operations: None)
+
+
+# ---- store
+
+
+@pytest.mark.parametrize("where", [[], ["--embedded"]], ids=["own node", "embedded"])
+def test_store(
+    where: list[str], tmp_path: Path, runtime_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.json"
+    options = ["--seconds", "0.2", "--dram", "32MiB", "--batch", "4", "--threads", "2", "--verify"]
+    assert run(["bench", "store", *where, *options, "--json", str(file)]) == 0
+    text = capsys.readouterr().out
+    for word in ("keys/s", "put", "longest_prefix", "node's"):
+        assert word in text
+    rows = {row["verb"]: row for row in rows_of(file)}
+    assert list(rows) == list(store.VERBS)
+    for row in rows.values():
+        assert row["operations"] > 0
+        assert row["keys_per_s"] == pytest.approx(row["operations"] * 4 / row["seconds"])
+        assert (row["gb_per_s"] > 0) == (row["verb"] in ("put", "get"))
+        assert 0 < row["p50_us"] <= row["p99_us"]
+        assert row["cpu_s_per_million"] > 0
+    assert rows["put"]["verified_bytes"] > 0
+    assert rows["get"]["verified_bytes"] >= rows["get"]["operations"] * 4 * 65536
+    if not where:
+        assert rows["put"]["node_cpu_s_per_million"] > 0
+
+
+def test_a_running_node_is_left_as_it_was(tmp_path: Path, runtime_dir: Path) -> None:
+    path = runtime_dir / "node-t.sock"
+    (runtime_dir / "token").write_bytes(TOKEN)
+    (runtime_dir / "token").chmod(0o600)
+    node = NodeProcess(path)
+    try:
+        with Store(str(path), token=TOKEN) as kept:
+            kept.put("mine", b"stays")
+            file = tmp_path / "rows.json"
+            options = ["--seconds", "0.2", "--size", "4KiB", "--json", str(file)]
+            assert run(["bench", "store", "--node", "t", *options]) == 0
+            assert json.loads(file.read_text())["node"] == "t"
+            # Some verbs need nothing of the node.
+            assert max(row["node_cpu_s_per_million"] for row in rows_of(file)) > 0
+            assert kept.get("mine") == b"stays"
+            assert kept.stat()["objects"] == 1
+        assert run(["bench", "store", "--node", "absent", *options]) == 3
+    finally:
+        node.close()
+
+
+def test_store_interrupted(runtime_dir: Path) -> None:
+    process = bench("store", "--seconds", "60", "--verb", "put", "--dram", "32MiB")
+    assert process.stdout is not None
+    assert "GB/s" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130, err
+    assert err == ""
+    assert "keys/s" in out
