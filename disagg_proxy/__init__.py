@@ -1,6 +1,6 @@
 """The proxy: one HTTP address in front of many engines that speak the OpenAI API.
 
-Bytes are moved by the data plane in C++ (``core/csrc/relay``, ``_native.Relay``): one thread that serves all
+Bytes are moved by the data plane in C++ (``csrc/relay``, ``_native.Relay``): one thread that serves all
 sockets and asks Python once a request where it goes. Here is what is not per byte: settings, the choice,
 health checks, the proxy's own pages and metrics. It is not an HTTP framework, and parses no request in Python
 unless a policy looks at prompts.
@@ -16,8 +16,14 @@ unless a policy looks at prompts.
     data_plane                 what the C++ half reports
     pages, ui, tracing         what is shown: metrics, a page for people, spans
 
-    simulator, replay, sizing, mock_engine    commands of their own; the proxy imports none of them
+    from_config                what a configuration says of the proxy
+
+    csrc/                      the C++ half: relay (sockets), http, json (parsers), conductor (prefix index)
+    tools/                     simulator, replay, sizing, mock_engine: commands of their own
 
 Start at ``server.serve``; docs/proxy.md has the map, the limits, the metrics and what happens when things
 fail.
 """
+
+if __name__ != "moonpool.disagg_proxy":
+    raise ImportError(f"import moonpool.disagg_proxy: {__name__} would be a second copy of each module")

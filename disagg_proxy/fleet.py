@@ -20,6 +20,7 @@ from moonpool._native import Relay
 from moonpool.disagg_proxy.discovery.source import Found
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.dispatch.locality import Locality
+from moonpool.disagg_proxy.engine_keys import read_engine_keys
 from moonpool.disagg_proxy.engines.bootstrap import Bootstrap
 from moonpool.disagg_proxy.engines.engine import Engine, bootstrap_of
 from moonpool.disagg_proxy.engines.health import HealthChecker
@@ -49,6 +50,7 @@ class Fleet:
         self._locality = locality
         self._subscriber = subscriber
         self._recorder = recorder
+        self._keys = read_engine_keys(settings.engine_key_file)
         self._free = list(range(settings.places))
         self._there: dict[str, tuple[Found, Engine]] = {}
         self._leaving: dict[int, Engine] = {}  # by place
@@ -125,11 +127,12 @@ class Fleet:
             names = list(self._recorder.engines)
             names[place] = spec.name
             self._recorder.engines = tuple(names)
-        self._locality.join(place, told=found.events is not None and self._subscriber is not None)
+        self._locality.join(place)
         if self._subscriber is not None and found.events is not None:
             self._subscriber.follow(found.events, place)
         self._dispatcher.join(engine)
-        self._relay.add_engine(place, engine.name, engine.host, engine.role)
+        engine.key = self._keys.of(spec, given=spec in self._settings.engines)
+        self._relay.add_engine(place, engine.name, engine.host, engine.role, engine.key)
         return engine
 
     def _undo(self, found: Found, place: int) -> None:

@@ -26,11 +26,12 @@ from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from moonpool.core import logs
-from moonpool.core.addresses import Address, parse_address
-from moonpool.core.backoff import Backoff
+from moonpool.core.config import logs
 from moonpool.core.errors import ConfigError
-from moonpool.core.processes import die_with_parent
+from moonpool.core.service.addresses import Address, parse_address
+from moonpool.core.service.backoff import Backoff
+from moonpool.core.service.exit_codes import EXIT_USAGE
+from moonpool.core.service.processes import die_with_parent, stay_through_hangup
 from moonpool.disagg_proxy.group_folder import hold, new_folder
 from moonpool.disagg_proxy.listening import take_or_bind, take_over_or_bind
 from moonpool.disagg_proxy.process import ORPHANED, REPLACED, line
@@ -38,7 +39,6 @@ from moonpool.disagg_proxy.process import run as run_one
 from moonpool.disagg_proxy.settings import ProxySettings
 from moonpool.disagg_proxy.takeover import Offer, Predecessor
 
-_EXIT_USAGE = 2
 _READY_S = 60.0  # of a process; a first look at its engines
 _END_S = 10.0  # of one that has given up
 _spawning = multiprocessing.get_context("spawn")
@@ -51,7 +51,7 @@ def run(settings: ProxySettings) -> int:
         return asyncio.run(_Group(settings).run())
     except ConfigError as error:
         print(error, file=sys.stderr)
-        return _EXIT_USAGE
+        return EXIT_USAGE
     except (asyncio.CancelledError, KeyboardInterrupt):
         return 0
 
@@ -81,6 +81,7 @@ class _Group:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        stay_through_hangup(loop, self._on_signal)
         try:
             self._predecessor = await take_over_or_bind(self._settings, self._listening)
             await asyncio.to_thread(self._listen_alone)
@@ -158,6 +159,7 @@ class _Group:
                     tells,
                     os.getpid(),
                     logging.getLogger().level,
+                    logs.is_json(),
                     child.number,
                 ),
                 name=f"moonpool-proxy-{child.number}",
@@ -173,7 +175,7 @@ class _Group:
                 process.kill()
             await _ended(process)
             failures = 0 if served else failures + 1
-            if not child.served and (process.exitcode == _EXIT_USAGE or failures >= 3):
+            if not child.served and (process.exitcode == EXIT_USAGE or failures >= 3):
                 raise ConfigError(
                     f"moonpool proxy: process {who} ended with {process.exitcode} before it served",
                     operation="listen",
@@ -245,11 +247,12 @@ def _serve(
     tells: multiprocessing.connection.Connection,
     parent: int,
     log_level: int,
+    log_json: bool,
     number: int,
 ) -> None:
     """In the new process."""
     die_with_parent(parent, ORPHANED)  # said for each thread of the parent
-    logs.begin(log_level, f"process {number + 1}: ")
+    logs.begin(log_level, f"process {number + 1}: ", as_json=log_json)
     with hold(folder):
         code = run_one(settings, sockets=sockets, ready=lambda _: tells.send(True), parent=parent)
     sys.exit(code)

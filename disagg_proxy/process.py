@@ -15,9 +15,10 @@ from dataclasses import replace
 import uvloop
 
 from moonpool.core.errors import ConfigError
+from moonpool.core.service.processes import stay_through_hangup
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.server import serve
-from moonpool.disagg_proxy.settings import ProxySettings
+from moonpool.disagg_proxy.settings import Limits, ProxySettings
 from moonpool.disagg_proxy.tokens.threads import are_at_work
 
 _log = logging.getLogger("moonpool.proxy")
@@ -76,6 +77,7 @@ async def _serve_until_signal(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    stay_through_hangup(loop, on_signal)
     if parent is not None:
         loop.add_signal_handler(REPLACED, replaced.set)
         loop.add_signal_handler(ORPHANED, stop.set)
@@ -120,14 +122,7 @@ def _fit_open_files(settings: ProxySettings) -> ProxySettings:
         return settings
     reserved = min(others, max(_FILES_RESERVED, allowed // 2))
     fitting = max(1, (allowed - reserved) // files_each)
-    _log.warning(
-        "this process may open %d files and needs %d for each client that waits for an answer, so it takes "
-        "%d clients at one time instead of %d; ulimit -Hn %d (LimitNOFILE= of systemd) before the start "
-        "allows them all",
-        allowed,
-        files_each,
-        fitting,
-        wanted,
-        needed,
-    )
+    chosen = wanted != Limits().client_connections_max  # else nobody has asked for so many
+    level = logging.WARNING if chosen else logging.INFO
+    _log.log(level, "%d clients at one time, not %d, with ulimit -Hn %d", fitting, wanted, allowed)
     return replace(settings, limits=replace(settings.limits, client_connections_max=fitting))

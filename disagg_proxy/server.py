@@ -23,10 +23,12 @@ from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.data_plane.counters import Counters, look
 from moonpool.disagg_proxy.discovery.follower import Follower
 from moonpool.disagg_proxy.discovery.members import Members
+from moonpool.disagg_proxy.discovery.networks import Networks
+from moonpool.disagg_proxy.discovery.pins import Pins
 from moonpool.disagg_proxy.discovery.queries import Queries
 from moonpool.disagg_proxy.discovery.registry import Registry
 from moonpool.disagg_proxy.discovery.registry_file import RegistryFile
-from moonpool.disagg_proxy.discovery.registry_pages import Keys, RegistryPages, SubscribedStreams
+from moonpool.disagg_proxy.discovery.registry_pages import RegistryPages, SubscribedStreams
 from moonpool.disagg_proxy.discovery.sequences import Sequences
 from moonpool.disagg_proxy.discovery.source import Found
 from moonpool.disagg_proxy.discovery.sources import make_sources
@@ -35,12 +37,20 @@ from moonpool.disagg_proxy.dispatch.locality import Locality
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.events.indexes import HOLDERS_MAX, Indexes
 from moonpool.disagg_proxy.events.subscriber import Subscriber
+from moonpool.disagg_proxy.events.watch import StreamWatch
 from moonpool.disagg_proxy.fleet import Fleet
+from moonpool.disagg_proxy.keys import Keys
 from moonpool.disagg_proxy.listening import take_over_or_bind
 from moonpool.disagg_proxy.pages.pages import Pages
 from moonpool.disagg_proxy.peers.exchange import Exchange
 from moonpool.disagg_proxy.peers.metrics import PeerCollector
-from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings, parse_tokenizers, read_api_keys
+from moonpool.disagg_proxy.settings import (
+    EngineSpec,
+    ProxySettings,
+    parse_tokenizers,
+    read_api_keys,
+    read_registrar_keys,
+)
 from moonpool.disagg_proxy.takeover import Offer, Predecessor
 from moonpool.disagg_proxy.tokens.engine_source import EngineSource
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
@@ -71,6 +81,8 @@ class Proxy:
         """
         self._loop = asyncio.get_running_loop()
         self._settings = settings
+        self._registrars = read_registrar_keys(settings)
+        self._networks = Networks(settings.discovery_allow)
         self._tasks: list[asyncio.Task[None]] = []
         self._listening: list[socket.socket] = list(sockets)
         self._is_one_of_several = bool(sockets)
@@ -92,6 +104,8 @@ class Proxy:
             clock=lambda: self.relay.now(),
             handover=settings.handover,
             admission=settings.admission,
+            hears_pool=settings.pool_nodes > 0,
+            policy_name=settings.policy,
         )
         self._tokenises = isinstance(tokens, LocalSource) and decide is None
         self._text_threads: TextThreads | None = None
@@ -99,6 +113,9 @@ class Proxy:
         if self._recorder is not None:
             self._dispatcher.chosen = self._recorder.chosen
         self._subscriber = self._listen_to_events() if policy.uses_tokens else None
+        if self._subscriber is not None:
+            self._subscriber.hears = self._locality.hears
+        self._streams = StreamWatch(self._subscriber, self._locality.unheard_since, lambda: self.relay.now())
         self._exchange = self._exchange_books()
         self.relay = self._make_relay(decide or self._dispatcher.decide)
         self.fleet = Fleet(
@@ -109,7 +126,9 @@ class Proxy:
             self.fleet.join(Found(spec, events.get(spec.name)))
         self._registry = self._register()
         self._follower = self._follow()
-        self.ui = Data(self._dispatcher, self.counters, self.relay.now, settings.policy, self._group)
+        self.ui = Data(
+            self._dispatcher, self.counters, self.relay.now, settings.policy, self._group, self._streams
+        )
         self._pages = self._make_pages()
 
     @property
@@ -218,9 +237,11 @@ class Proxy:
             refused=self._refused,
             gone=self._gone,
             registry=settings.registers,
+            relay_paths=list(settings.relay_paths),
         )
 
     def _make_pages(self) -> Pages:
+        settings = self._settings
         shown: list[Collector] = []
         if self._recorder is not None:
             shown.append(self._recorder)
@@ -231,11 +252,13 @@ class Proxy:
             self._locality,
             self._subscriber,
             self.counters,
-            self._settings.policy,
+            settings.policy,
             self.ui,
             shown,
             self._follower,
             self._registry_pages(),
+            Keys([*read_api_keys(settings.api_keys_file), *self._registrars]),
+            self._streams,
         )
 
     def _group(self) -> Group:
@@ -280,7 +303,9 @@ class Proxy:
         first = settings.places + settings.pool_nodes
         streams = SubscribedStreams(self._subscriber, first, HOLDERS_MAX - first)
         file = RegistryFile(settings.discovery_registry_file) if settings.discovery_registry_file else None
-        return Registry(streams, clock=self._loop.time, is_there=self._is_there, file=file)
+        return Registry(
+            streams, clock=self._loop.time, is_there=self._is_there, file=file, networks=self._networks
+        )
 
     def _is_there(self, spec: EngineSpec) -> bool:
         found = self.fleet.find(spec.name)
@@ -292,12 +317,11 @@ class Proxy:
             return None
         settings = self._settings
         askers = Keys(read_api_keys(settings.api_keys_file))
-        registrars = Keys(read_api_keys(settings.discovery_keys_file or settings.api_keys_file))
         sequences = Sequences()
         if self._subscriber is not None:
             self._subscriber.tap = sequences
         queries = Queries(self._indexes, lambda: self.engines, registry.publishers.values, sequences)
-        return RegistryPages(registry, queries, registrars, askers)
+        return RegistryPages(registry, queries, Keys(self._registrars), askers, Pins(self._networks))
 
     def _follow(self) -> Follower | None:
         """None: the engines are those of the settings. Raises ConfigError for a source that cannot be."""
@@ -361,6 +385,7 @@ class Proxy:
                 if self._exchange is not None:
                     self._exchange.expire(self.relay.now())
                 self.ui.gather()
+                self._streams.look()
             except Exception:  # the deadlines of texts hang on this task
                 _log.exception("what was observed could not be learnt")
             if self._text_threads is not None:
@@ -406,7 +431,10 @@ def _token_source(
             if engine.liveness.healthy and (engine.models is None or model in engine.models or not model)
         ]
 
-    return EngineSource(urls)
+    def key_of(root: str) -> str:
+        return next((engine.key for engine in engines() if engine.url.rstrip("/") == root), "")
+
+    return EngineSource(urls, key_of=key_of)
 
 
 async def serve(

@@ -13,17 +13,20 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from moonpool._native import HOLDERS_MAX
-from moonpool.core.addresses import Address, parse_address
 from moonpool.core.errors import ConfigError
+from moonpool.core.service.addresses import Address, parse_address
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.discovery.names import parse_source_name
+from moonpool.disagg_proxy.discovery.networks import Networks
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 
 BOOTSTRAP_PORT = 8998  # where prefill engines have their bootstrap page, unless they are told otherwise
 HANDOVERS = ("auto", "two_step", "concurrent", "one_shot", "context_first", "generation_first")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_RELAY_PATH = re.compile(r"/[A-Za-z0-9_.~/-]*[A-Za-z0-9_~-](/\*)?")
+_OWN_PAGES = ("health", "metrics", "engines", "ui", "register", "unregister", "query", "query_by_hash")
 _BOOTSTRAP = re.compile(r"(?:([^\s/]+):)?([0-9]{1,5})")
 
 
@@ -99,12 +102,17 @@ class Limits:
     head_bytes_max: int = 32 << 10
     body_bytes_max: int = 64 << 20
     bodies_bytes_max: int = 1 << 30  # all request bodies that are held at one time
+    address_share: float = 0.5  # of connections and of bodies_bytes_max, for one address of clients at most
+    members_max: int = 1024  # of a body, which is a JSON object, and of each object in it that is looked into
+    prompts_max: int = 4096  # in one request
+    prompt_ids_max: int = 1 << 20  # token ids of all its prompts
     pipelined_bytes_max: int = 64 << 10  # read ahead while a request of the same client is running
     write_buffer_bytes_max: int = 256 << 10  # per client, before the engine's stream is paused
     prefill_answer_bytes_max: int = 16 << 20  # the answer of a prefill engine, which is read whole
+    unread_bytes_max: int = 512 << 20  # of answers, and of what was read ahead, of all clients
     idle_upstreams_max: int = 256  # kept open per engine
     observations_max: int = 65536  # records of requests that nobody has fetched yet
-    retries_max: int = 2  # further engines that are tried when one fails before it answered
+    retries_max: int = 2  # further engines that are tried; one at most when the first broke with the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +121,7 @@ class Deadlines:
 
     head_s: float = 20.0  # from a request's first byte (or the connection's start) to the end of its head
     body_stall_s: float = 30.0  # between two pieces of a request's body
-    body_bytes_per_s_min: int = 1024  # a body that comes slower than this is cut after body_stall_s
+    body_bytes_per_s_min: int = 1024  # a body that comes slower than this is cut once it is body_stall_s late
     client_idle_s: float = 75.0  # between two requests of a connection
     client_stall_s: float = 300.0  # a client that takes nothing of its answer
     linger_s: float = 2.0  # after a refusal: time for the client to read it while we drop what it still sends
@@ -121,7 +129,9 @@ class Deadlines:
     connect_s: float = 5.0  # to an engine
     first_byte_s: float = 600.0  # a long prefill may take minutes
     stream_stall_s: float = 600.0  # between two pieces of an engine's answer
-    silent_engine_s: float = 30.0  # no health answer and no progress: the engine's requests are given up
+    # An engine that answers no health check (two are late) and sends nothing on a request:
+    suspect_engine_s: float = 5.0  # what has no answer yet goes to another engine, if one can have it
+    silent_engine_s: float = 15.0  # its requests are given up
     upstream_idle_s: float = 4.0  # vLLM closes idle connections after 5 s; be first
     tcp_dead_peer_s: int = 30  # a host that vanished: keep-alive probes and unacknowledged data
     drain_s: float = 30.0  # running requests after SIGTERM
@@ -175,18 +185,25 @@ class ProxySettings:
     discovery: tuple[str, ...] = ()  # where further engines are looked for; discovery/names.py
     discovery_grace_s: float = 10.0  # an engine that is missing there for so long is removed
     engines_max: int = 1024  # with discovery: at one time, those that are leaving too
-    discovery_keys_file: str = ""  # of who may register, where not those of api_keys_file
+    discovery_keys_file: str = ""  # of who may register; never those of api_keys_file
+    discovery_allow: tuple[str, ...] = ()  # networks in which engines may register; (): this host alone
     discovery_registry_file: str = ""  # keeps who registered; "": a restart forgets them
+    relay_paths: tuple[str, ...] = ()  # that are relayed besides those of inference; "/x/*": all below /x/
+    engine_key_file: str = ""  # what engines are shown; engine_keys.py
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise _bad("port", f"a port is 0 to 65535 (0 = any free one), not {self.port}")
         for name in self.discovery:
             parse_source_name(name)
+        for path in self.relay_paths:
+            _check_relay_path(path)
         if self.registers:
             self._check_registers()
         elif self.discovery_keys_file:
             raise _bad("discovery_keys_file", "keys of those who may register are for --discovery http alone")
+        elif self.discovery_allow:
+            raise _bad("discovery_allow", "networks of engines that register are for --discovery http alone")
         elif self.discovery_registry_file:
             raise _bad("discovery_registry_file", "registrations are kept with --discovery http alone")
         if not self.engines and not self.discovery:
@@ -238,6 +255,8 @@ class ProxySettings:
             )
         for part in ("limits", "deadlines", "health", "breaker"):
             _check_positive(part, getattr(self, part))
+        if self.limits.address_share > 1:
+            raise _bad("limits.address_share", f"a share is 1 (all) at most, not {self.limits.address_share}")
 
     def _check_holders(self) -> None:
         """Policies that look at prompts know where the blocks of so many lie."""
@@ -254,11 +273,24 @@ class ProxySettings:
         )
 
     def _check_registers(self) -> None:
-        if not self.loopback and not self.api_keys_file and not self.discovery_keys_file:
+        Networks(self.discovery_allow)
+        if self.api_keys_file and not self.discovery_keys_file:
+            raise _bad(
+                "discovery_keys_file",
+                "a client's API key must not register engines, which read other clients' prompts; give "
+                "--discovery-keys-file with keys of their own for those who may register",
+            )
+        if not self.loopback and not self.discovery_keys_file:
             raise _bad(
                 "discovery",
                 "whoever reaches the proxy could register an engine and read prompts; give "
                 "--discovery-keys-file with keys of those who may",
+            )
+        if not self.loopback and not self.discovery_allow:
+            raise _bad(
+                "discovery_allow",
+                "engines register from other hosts here; name the networks that they are in, such as "
+                "--discovery-allow 10.0.0.0/8",
             )
 
     def _check_handover(self) -> None:
@@ -301,6 +333,18 @@ def shared_bootstraps(engines: Iterable[EngineSpec]) -> frozenset[tuple[str, int
     """Bootstrap addresses that stand for several prefill engines: nobody can say whose page that is."""
     places = Counter(engine.bootstrap_address for engine in engines)
     return frozenset(place for place, count in places.items() if place is not None and count > 1)
+
+
+def read_registrar_keys(settings: ProxySettings) -> list[str]:
+    """Of those who may register engines. Raises ConfigError, also when a client has one of them."""
+    keys = read_api_keys(settings.discovery_keys_file)
+    if set(keys) & set(read_api_keys(settings.api_keys_file)):
+        raise _bad(
+            "discovery_keys_file",
+            f"{settings.discovery_keys_file} and {settings.api_keys_file} have a key in common, so a client "
+            f"could register engines and read other clients' prompts; give registrars keys of their own",
+        )
+    return keys
 
 
 def read_api_keys(path: str) -> list[str]:
@@ -352,6 +396,13 @@ def _is_host(host: str) -> bool:
         return 0 < len(host.encode("idna")) < 254 and not any(each.isspace() for each in host)
     except UnicodeError:
         return False
+
+
+def _check_relay_path(path: str) -> None:
+    if not _RELAY_PATH.fullmatch(path) or any(part in (".", "..", "") for part in path[1:].split("/")):
+        raise _bad("relay_paths", f"a path looks like /v1/audio/transcriptions or /v1/audio/*, not {path!r}")
+    if path.partition("/")[2].partition("/")[0] in _OWN_PAGES:
+        raise _bad("relay_paths", f"{path} is the proxy's own")
 
 
 def _check_positive(part: str, values: Limits | Deadlines | HealthChecks | BreakerLimits) -> None:

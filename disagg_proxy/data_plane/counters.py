@@ -54,14 +54,22 @@ class EngineCounters(msgspec.Struct):
     whole: Histogram
     prefill: Histogram
 
+    @property
+    def requests(self) -> int:
+        """That it has answered: clients, and with prefills for other engines the proxy."""
+        return sum(self.answers) + sum(n for how, n in self.prefills.items() if how != "failed")
+
 
 class Counters(msgspec.Struct):
-    """What the data plane has counted. engines: ordered by place. whole: whether its invariants hold."""
+    """What the data plane has counted. engines: ordered by place. reserved: what clients may not say and was
+    left out, by kind. whole: whether its invariants hold."""
 
     engines: list[EngineCounters]
     rejected: dict[str, int]
+    reserved: dict[str, int]
     client_connections: int
     held_body_bytes: int
+    unread_bytes: int
     accepted: int
     observations_dropped: int
     log_lines_dropped: int

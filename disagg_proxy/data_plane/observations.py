@@ -8,7 +8,23 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
+
 RECORD = struct.Struct("<QqiiddddddiiiiHBBBBBB16s8s8s")
+# The same, to be counted without a tuple for each.
+COLUMNS = np.dtype(
+    [
+        *((name, "<i8") for name in ("request", "note")),
+        *((name, "<i4") for name in ("prefill", "decode")),
+        *((name, "<f8") for name in ("arrived_s", "sent_prefill_s", "prefill_done_s")),
+        *((name, "<f8") for name in ("sent_decode_s", "first_byte_s", "last_byte_s")),
+        *((name, "<i4") for name in ("prompt_tokens", "cached_tokens")),
+        *((name, "<i4") for name in ("completion_tokens", "prefill_cached_tokens")),
+        ("status", "<u2"),
+        *((name, "u1") for name in ("outcome", "attempts", "handed_over", "stream", "stage", "sampled")),
+        *((name, f"S{size}") for name, size in (("trace_id", 16), ("parent_id", 8), ("span_id", 8))),
+    ]
+)
 _KEPT = struct.Struct("<8xq76xB35x")  # note and handed_over alone
 
 
@@ -81,6 +97,11 @@ _made = functools.partial(tuple.__new__, Observation)  # _make, which is Python,
 def read(records: bytes) -> Iterator[Observation]:
     """The records in the order in which they were made."""
     return map(_made, RECORD.iter_unpack(records))
+
+
+def read_last(records: bytes, count: int) -> Iterator[Observation]:
+    """The last ``count`` of them."""
+    return read(records[-count * RECORD.size :])
 
 
 def read_kept(records: bytes) -> Iterator[Observation]:

@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from moonpool.core.backoff import Backoff
 from moonpool.core.errors import ConfigError
+from moonpool.core.service.backoff import Backoff
 from moonpool.disagg_proxy.discovery.gathering import Gathering
 from moonpool.disagg_proxy.discovery.lines import lines_of
 from moonpool.disagg_proxy.discovery.members import OFFERED_MAX

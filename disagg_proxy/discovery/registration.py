@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Annotated, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
 from moonpool.core.errors import ConfigError
+from moonpool.core.service.addresses import parse_address
 from moonpool.disagg_proxy.discovery.source import Found
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.settings import EngineSpec
@@ -44,6 +46,17 @@ class Registration(msgspec.Struct):
     def says(self, other: Registration) -> bool:
         """Whether it is the same, but for the time that it has."""
         return msgspec.structs.replace(self, ttl_s=other.ttl_s) == other
+
+    def hosts(self) -> list[str]:
+        """Names and addresses that the proxy, or an engine for it, would connect to. Raises ConfigError for
+        what is none."""
+        hosts = [urlsplit(self.url).hostname or ""] if self.url else []
+        for endpoint in (self.endpoint, self.replay_endpoint):
+            if endpoint:
+                hosts.append(parse_address(endpoint.removeprefix("tcp://"), "endpoint").host)
+        if isinstance(self.bootstrap, str) and ":" in self.bootstrap:
+            hosts.append(parse_address(self.bootstrap, "bootstrap").host)
+        return hosts
 
     def found(self) -> Found | None:
         """The engine; None: it is none, its events are only followed. Raises ConfigError for what cannot be

@@ -21,6 +21,7 @@ import msgspec
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
+from moonpool.disagg_proxy.discovery.networks import Networks
 from moonpool.disagg_proxy.discovery.registration import TENANT, Key, Name, Registration
 from moonpool.disagg_proxy.discovery.registry_file import Change, RegistryFile, Row
 from moonpool.disagg_proxy.discovery.source import Found, Listener
@@ -67,7 +68,7 @@ class Streams(Protocol):
 
 class Registry:
     """A source of engines. On the event loop. is_there: whether requests go to this engine. file: where it is
-    kept, and shared with other processes."""
+    kept, and shared with other processes. networks: where engines may be; None: anywhere."""
 
     name = "http"
 
@@ -78,12 +79,14 @@ class Registry:
         clock: Callable[[], float],
         is_there: Callable[[EngineSpec], bool] = lambda spec: True,
         file: RegistryFile | None = None,
+        networks: Networks | None = None,
     ) -> None:
         self.publishers: dict[Key, Publisher] = {}
         self._streams = streams
         self._clock = clock
         self._is_there = is_there
         self._file = file
+        self._networks = networks
         self._listener: Listener | None = None
         self._changed = asyncio.Event()
         self._dead: dict[Key, tuple[int, float]] = {}  # that ended by themselves: their numbers, and when
@@ -210,19 +213,38 @@ class Registry:
         for key in refused.keys() & self._left_out.keys():
             _log.warning("the registration %s is left out: %s", key, refused[key])
 
-    def register(self, body: bytes) -> Answer:
-        """The answer to POST /register."""
+    def read(self, body: bytes) -> Registration | Answer:
+        """What POST /register says, or what is wrong with it."""
         if len(body) > REGISTRATION_BYTES_MAX:
             return _bad(f"a registration has {REGISTRATION_BYTES_MAX} bytes at most", status=413)
         try:
-            row = Row(msgspec.json.decode(body, type=Registration), random.getrandbits(53))
+            told = msgspec.json.decode(body, type=Registration)
+            told.found(), told.events()
+        except (msgspec.MsgspecError, ConfigError, ValueError, RecursionError) as error:
+            return _bad(str(error))
+        return told
+
+    def said_before(self, key: Key) -> Registration | None:
+        """What is registered there now."""
+        known = self.publishers.get(key)
+        return None if known is None else known.told
+
+    def register(self, body: bytes) -> Answer:
+        """The answer to POST /register, of a registration without names of hosts."""
+        told = self.read(body)
+        return told if isinstance(told, Answer) else self.admit(told)
+
+    def admit(self, told: Registration) -> Answer:
+        """The answer to POST /register that says this."""
+        row = Row(told, random.getrandbits(53))
+        try:
             renewed = self._renew(row)
             if not renewed:
                 refusal = self._enter(row)
                 if refusal is not None:
                     return refusal
                 self._tell()
-        except (msgspec.MsgspecError, ConfigError, ValueError, RecursionError) as error:
+        except ConfigError as error:
             return _bad(str(error))
         self._left_out.pop(row.told.key, None)
         if self._file is not None:
@@ -243,6 +265,8 @@ class Registry:
         meant."""
         told = row.told
         found, events = told.found(), told.events()
+        if self._networks is not None:
+            self._networks.check(told.hosts())
         known = self.publishers.get(told.key)
         if known is None and len(self.publishers) >= PUBLISHERS_MAX:
             return _bad(f"there are {PUBLISHERS_MAX} registrations, and no room for more", status=503)

@@ -2,45 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from moonpool._native import ProxyRequest
+from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
+from moonpool.disagg_proxy.discovery.pins import Pins
 from moonpool.disagg_proxy.discovery.queries import Queries
+from moonpool.disagg_proxy.discovery.registration import Registration
 from moonpool.disagg_proxy.discovery.registry import Registry
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.events.subscriber import Subscriber
+from moonpool.disagg_proxy.keys import WANTS_KEY, Keys
 
 QUERIES_MAX = 256  # that wait; their bodies count in bodies_bytes_max
+PINS_MAX = 64  # registrations whose names are being resolved
 _log = logging.getLogger("moonpool.proxy")
-
-
-class Keys:
-    """Who may: whoever sends one of these. None at all: everybody."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def fits(self, authorization: bytes | None) -> bool:
-        """All are compared, in constant time."""
-        scheme, _, key = (authorization or b"").partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        fitting = [hmac.compare_digest(digest, each) for each in self._digests]
-        return not self._digests or (scheme.lower() == b"bearer" and any(fitting))
 
 
 class RegistryPages:
     """On the event loop; queries are answered on a thread, for long prompts take time. registrars: who may
-    register; askers: who may ask."""
+    register; askers: who may ask; pins: gives names of engines their addresses."""
 
-    def __init__(self, registry: Registry, queries: Queries, registrars: Keys, askers: Keys) -> None:
+    def __init__(
+        self, registry: Registry, queries: Queries, registrars: Keys, askers: Keys, pins: Pins
+    ) -> None:
         self._registry = registry
         self._queries = queries
+        self._pins = pins
+        self._pinning: set[asyncio.Task[None]] = set()
         self._registrars = registrars
         self._askers = askers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefix-queries")
@@ -55,11 +49,11 @@ class RegistryPages:
         registers = path in (b"/register", b"/unregister")
         keys = self._registrars if registers else self._askers
         if not keys.fits(request.headers("authorization")):
-            why = "this path wants a key: send Authorization: Bearer KEY with one that its operator gave you"
-            return reply(refused(401, why, "invalid_api_key"))
+            return reply(WANTS_KEY)
+        if path == b"/register":
+            return self._register(bytes(request.body), reply)
         if registers:
-            take = self._registry.register if path == b"/register" else self._registry.unregister
-            return reply(take(bytes(request.body)))
+            return reply(self._registry.unregister(bytes(request.body)))
         if not self._room.acquire(blocking=False):
             return reply(refused(503, f"{QUERIES_MAX} queries wait already; ask again later", "busy"))
         self._thread.submit(self._ask, request, reply)
@@ -67,6 +61,35 @@ class RegistryPages:
     def close(self) -> None:
         """Waits for a query that is being answered; others are dropped."""
         self._thread.shutdown(cancel_futures=True)
+
+    def _register(self, body: bytes, reply: Callable[[Answer], None]) -> None:
+        told = self._registry.read(body)
+        if isinstance(told, Answer):
+            return reply(told)
+        try:
+            if not self._pins.are_needed(told):
+                return reply(self._registry.admit(told))
+        except ConfigError as error:
+            return reply(refused(400, str(error), "registration"))
+        if len(self._pinning) >= PINS_MAX:
+            why = f"the names of {PINS_MAX} registrations are being resolved; register again later"
+            return reply(refused(503, why, "busy"))
+        task = asyncio.get_running_loop().create_task(self._register_by_name(told, reply))
+        self._pinning.add(task)
+        task.add_done_callback(self._pinning.discard)
+
+    async def _register_by_name(self, told: Registration, reply: Callable[[Answer], None]) -> None:
+        answer = refused(503, "the proxy ends", "busy")
+        try:
+            pinned = await self._pins.pin(told, self._registry.said_before(told.key))
+            answer = self._registry.admit(pinned)
+        except ConfigError as error:
+            answer = refused(400, str(error), "registration")
+        except Exception:
+            _log.exception("a registration could not be taken")
+            answer = refused(500, "the proxy's log says what went wrong", "page")
+        finally:  # whoever asked is told at once
+            reply(answer)
 
     def _ask(self, request: ProxyRequest, reply: Callable[[Answer], None]) -> None:
         try:

@@ -17,15 +17,17 @@ import array
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
 
 from moonpool import _native
-from moonpool.core.keys import DIGEST_BYTES, chain_seed
+from moonpool.core.store.keys import DIGEST_BYTES, chain_seed
 
 NAMES_MAX = 1 << 20  # blocks of all holders together; beyond it further ones are not known
 KNOWN_MAX = 1 << 20  # hashes that mean something; beyond it those that were told longest ago are forgotten
+MADE_AT_ONCE = 32  # places for names
 KEY_BYTES = 16  # of a digest, its beginning: what the index names a block by
 
 Name = int | bytes
@@ -86,7 +88,8 @@ class _Block(msgspec.Struct):
 
 
 class Sequences:
-    """names_max: beyond it blocks are not taken, and ``dropped`` counts them. known_max: of hashes."""
+    """names_max: beyond it the blocks of the holder with the most are not taken, and ``dropped`` counts them.
+    known_max: of hashes."""
 
     def __init__(self, names_max: int = NAMES_MAX, known_max: int = KNOWN_MAX) -> None:
         self.dropped = 0
@@ -178,7 +181,7 @@ class Sequences:
         for at, (name, sequence) in enumerate(zip(event.block_hashes, sequences, strict=True)):
             block = names.get(name)
             if block is None:
-                if self._count >= self._names_max:
+                if self._count >= self._names_max and not self._make_room(names):
                     self.dropped += 1
                     return
                 digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
@@ -186,6 +189,17 @@ class Sequences:
                 self._count += 1
             block.copies += 1
             self._learn(block)
+
+    def _make_room(self, names: dict[Name, _Block]) -> bool:
+        """False: these are the most names of a holder already. Else some of the holder with the most go, so
+        that an engine that tells without end drives nobody out."""
+        most = max(self._names.values(), key=len)
+        if len(names) >= len(most):
+            return False
+        for name in list(islice(most, min(MADE_AT_ONCE, len(most) - len(names)))):
+            del most[name]
+            self._count -= 1
+        return True
 
     def _learn(self, block: _Block) -> None:
         """What its hash means, newly told."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Outlook
 from moonpool.disagg_proxy.conductor.calibration import Calibration
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
 from moonpool.disagg_proxy.conductor.instance import LEARNT, Instance
 from moonpool.disagg_proxy.conductor.prediction import DecodeModel, HandoverModel, PrefillModel
 from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
@@ -56,13 +57,16 @@ class Accounts:
     """Not thread safe: the dispatcher's lock guards it. changed: hears of each change, for other proxies;
     ended: of each request at its end, with its choice, what was known of it, and when it was sent; went: of
     each choice that is carried out (a policy's ``sent``); learnt: of an instance when one of its models knows
-    more than a first guess."""
+    more than a first guess. hears: whether the KV events of the engine at a place say what it holds.
+    hidden_pool: None where the pool's own events are followed."""
 
     def __init__(self, instances: Sequence[Instance] = (), admission: Admission | None = None) -> None:
         self.admission = admission
         self.instances: tuple[Instance, ...] = ()  # ordered by place
         self.watches: dict[int, PredictionWatch] = {}  # by place
         self.calibration = Calibration()
+        self.hidden_pool: HiddenPool | None = HiddenPool()
+        self.hears: Callable[[int], bool] = lambda place: False
         self.nonsense = 0  # observations whose times cannot be
         self.changed: Callable[[Change], None] | None = None
         self.others: Callable[[], int] = lambda: 0  # requests of other proxies in the books
@@ -303,7 +307,13 @@ class Accounts:
         if not asked.tokens or observation.prompt_tokens < 0 or cached < 0:
             return
         computes = sent.choice.computes
-        predicted = max(asked.own_at(computes), asked.pool)
+        own = asked.own_at(computes)
+        same = observation.prompt_tokens == asked.tokens
+        if self.hidden_pool is not None and same and self.hears(computes.place):
+            found = self.hidden_pool.report(asked.tokens, own, cached)
+            if found is not None:
+                _log.warning("%s", found)
+        predicted = max(own, asked.pool)
         watch = self.watches.get(computes.place)
         if watch is None:
             return

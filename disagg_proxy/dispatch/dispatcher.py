@@ -45,6 +45,7 @@ from moonpool.disagg_proxy.tokens.source import KnownPrompts, TextPrompt, TokenS
 
 UNKNOWN = Request()
 ANSWER_TOKENS_MAX = 1 << 30  # that a request is taken to ask for; no engine has room for more
+TEXT_BYTES_MAX = 4 << 20  # of a body whose text is tokenised: about a million tokens
 ASKED_MAX = 1024  # prompts that are being tokenised; beyond it a request is routed without its prefix
 TRACEBACKS_MAX = 5
 Result = TypeVar("Result")
@@ -56,7 +57,8 @@ _log = logging.getLogger("moonpool.proxy")
 class Dispatcher:
     """tokens: where ids of text come from, None for nowhere; places: for engines, which join and leave on
     the event loop; resume: hands in a decision that comes later; observed: takes what the data plane has
-    recorded; clock: the data plane's; handover, admission: the settings."""
+    recorded; clock: the data plane's; handover, admission: the settings; hears_pool: whether the pool's KV
+    events are followed."""
 
     def __init__(
         self,
@@ -71,6 +73,8 @@ class Dispatcher:
         clock: Callable[[], float],
         handover: str = "auto",
         admission: AdmissionSettings = EVERYBODY,
+        hears_pool: bool = False,
+        policy_name: str = "",
     ) -> None:
         self.candidates = Candidates(places)
         self.at = self.candidates.at
@@ -81,14 +85,19 @@ class Dispatcher:
             self.gate = Gate(self, admission.queue_max, admission.queue_deadline)
         self._letting_in: asyncio.Task[None] | None = None
         self.accounts = Accounts(admission=self.admission)
+        self.accounts.hears = locality.is_heard
+        if hears_pool:
+            self.accounts.hidden_pool = None
         self.handovers = Handovers(self.at, handover=handover)
         self.known = KnownPrompts()
         self._pool = Sender()  # all of its nodes: which of them will send nobody tells us
         self.blind = 0
         self.late_errors = 0  # of the policy, that the data plane does not count
         self.chosen: Callable[[ProxyRequest, Choice], None] | None = None  # hears of each choice
+        self.seen: Callable[[bytes], None] | None = None  # hears of all records that are read
         self.placed: Callable[[Instance, Place], None] | None = None  # hears where each prompt went
         self._policy, self._hook = policy, hook_of(policy)
+        self.policy_name = policy_name or type(policy).__name__
         self.accounts.went = self._went
         self.accounts.learnt = self._learnt
         # Of a policy that looks at prompts every record is kept account of.
@@ -130,6 +139,9 @@ class Dispatcher:
         ids = request.prompt_tokens()
         if ids is not None:
             return self._choose_by(request, ids)
+        if len(request.body) > TEXT_BYTES_MAX:  # to copy and to tokenise it would hold up all others
+            self.blind += 1
+            return self._choose(request, UNKNOWN, None)
         prompt = TextPrompt(request.kind, request.model, bytes(request.body))
         with self._lock:
             ids = self.known.find(prompt)
@@ -272,8 +284,17 @@ class Dispatcher:
         place = self._locality.find(ids, seed)
         # A client may write any number of 64 bits, and what is reckoned with it must still be one.
         answer_tokens = min(max(request.max_tokens or ANSWER_TOKENS, 1), ANSWER_TOKENS_MAX)
-        asked = Request(len(ids) // 4, place.own, place.pool, answer_tokens, holder=self._pool)
+        pool, hidden = place.pool, self.accounts.hidden_pool
+        if hidden is not None and hidden.seen:
+            pool = self._reachable(request, place)
+        asked = Request(len(ids) // 4, place.own, pool, answer_tokens, holder=self._pool)
         return self._choose(request, asked, place)
+
+    def _reachable(self, request: ProxyRequest, place: Place) -> int:
+        """Tokens of the prompt that some engine of its model holds, and has saved in a pool of all."""
+        own = place.own
+        held = (own[each.place] for each in self._those(request).instances if each.place < len(own))
+        return max(held, default=0)
 
     def _choose(self, request: ProxyRequest, asked: Request, place: Place | None) -> Decision:
         instances = self._those(request).instances
@@ -491,7 +512,7 @@ class Dispatcher:
         self._went(UNKNOWN, choice, request.arrived_s)
         if self.chosen is not None:
             self.chosen(request, choice)
-        if choice.prefill is None and not choice.why:
+        if choice.prefill is None and not choice.why and request.headers("x-moonpool-decision") is None:
             return choice.decode.place
         return self._plan(request, choice, note=0)
 
@@ -504,6 +525,7 @@ class Dispatcher:
         if request.headers("x-moonpool-decision") is None:
             return plan
         why = {
+            "policy": self.policy_name,
             "engine": decode.name,
             "prefill": prefill and prefill.name,
             "handover": form.name.lower() if form else None,
@@ -525,6 +547,8 @@ class Dispatcher:
         return None
 
     def _learn(self, records: bytes) -> None:
+        if self.seen is not None and records:
+            self.seen(records)
         for observation in self._read(records):
             self.accounts.learn(observation)
             if observation.handed_over:

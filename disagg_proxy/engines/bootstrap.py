@@ -163,12 +163,16 @@ class Bootstrap:
             else:
                 self._trust_at_s = now_s
         if verdict is Verdict.CLEAR:
-            _log.info("engine %s: two steps are as late; it was not its bootstrap page", self._engine)
+            _log.info(
+                "engine %s: two steps are as late: decode is overloaded; it was not its bootstrap page",
+                self._engine,
+            )
             return
         _log.warning(
-            "engine %s: %d of %d answers came more than %g s after their prefill; perhaps the bootstrap page "
-            "at %s:%d is another engine's (--prefill URL#bootstrap=PORT says where its own is), or decode "
-            "engines cannot reach it; prefill and decode take two steps for %g s, unless those are as late",
+            "engine %s: %d of %d answers came more than %g s after their prefill: a decode engine is "
+            "overloaded, or it cannot reach the bootstrap page at %s:%d, or that is another engine's "
+            "(--prefill URL#bootstrap=PORT says where its own is); prefill and decode take two steps for "
+            "%g s, or until those are found to be as late, as under overload they are",
             self._engine,
             LATE_MAX,
             WINDOW,

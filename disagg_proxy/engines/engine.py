@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from moonpool.disagg_proxy.conductor.liveness import Liveness
 from moonpool.disagg_proxy.engines.bootstrap import Bootstrap
 from moonpool.disagg_proxy.engines.neighbours import Neighbours
-from moonpool.disagg_proxy.engines.sglang import HEALTH_S, MODES, OWN_MEMBERS, Meeting, ServerInfo
-from moonpool.disagg_proxy.engines.tensorrt_llm import MEMBER
+from moonpool.disagg_proxy.engines.sglang import HEALTH_S, MODES, Meeting, ServerInfo
 from moonpool.disagg_proxy.settings import BOOTSTRAP_PORT, EngineSpec, ProxySettings
 
 if TYPE_CHECKING:
@@ -57,6 +56,7 @@ class Engine:
         self.meeting: Meeting | None = None
         self.alone = True
         self.relay: Relay | None = None
+        self.key = ""  # what it is shown as Authorization
         self.turned: Callable[[Engine, bool], None] = lambda engine, healthy: None
         self.became: Callable[[Engine], None] = lambda engine: None
         self._resolved: tuple[str, int] | None = None
@@ -97,6 +97,8 @@ class Engine:
 
     def answered_late(self, why: str) -> None:
         """A health check was not answered in time."""
+        if self.relay is not None:
+            self.relay.engine_late(self.place)
         if self.liveness.timed_out(self._now(), why):
             self._leave(why)
 
@@ -183,13 +185,8 @@ class Engine:
     def _tell_role(self) -> None:
         if self.relay is None:
             return
-        if self._settings.handover in ("context_first", "generation_first"):
-            self.relay.engine_role(self.place, self.role, [MEMBER])
-        elif not self.alone:
-            patience_s = HEALTH_S * self._settings.health.timeouts_max
-            self.relay.engine_role(self.place, self.role, OWN_MEMBERS, patience_s)
-        else:
-            self.relay.engine_role(self.place, self.role)
+        patience_s = 0.0 if self.alone else HEALTH_S * self._settings.health.timeouts_max
+        self.relay.engine_role(self.place, self.role, patience_s)
 
     def _leave(self, why: str) -> None:
         if self.relay is not None:

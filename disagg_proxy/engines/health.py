@@ -17,7 +17,7 @@ from dataclasses import replace
 import msgspec
 
 from moonpool.disagg_proxy.engines import tensorrt_llm
-from moonpool.disagg_proxy.engines.bootstrap import RANKS_MAX, Bootstrap, Rank, is_next, read_page
+from moonpool.disagg_proxy.engines.bootstrap import Bootstrap, Rank, is_next, read_page
 from moonpool.disagg_proxy.engines.engine import Engine, host_field
 from moonpool.disagg_proxy.engines.sglang import HEALTH_S, PAGE, read_server_info
 from moonpool.disagg_proxy.settings import HealthChecks
@@ -25,6 +25,9 @@ from moonpool.disagg_proxy.settings import HealthChecks
 _HEAD_BYTES_MAX = 64 << 10
 _BODY_BYTES_MAX = 1 << 20
 _NEXT_RANK_S = 0.5  # for each port behind a bootstrap page, where there may be nobody
+_PAGES_MAX = (
+    16  # ports of one bootstrap address that are asked: ranks of one host, each with a page of its own
+)
 # What this process, or its host, has too little of; it says nothing about the engine.
 _OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 
@@ -75,7 +78,7 @@ class HealthChecker:
         began = self._loop.time()
         try:
             async with asyncio.timeout(timeout_s):  # wait_for of 3.11 can swallow a cancellation
-                status, _, peer = await _get(engine.address, path, connect_s)
+                status, _, peer = await _get(engine.address, path, connect_s, key=engine.key)
         except TimeoutError:
             took_s = timeout_s if self._loop.time() - began >= timeout_s else connect_s
             engine.answered_late(f"GET {path} was not answered within {took_s:g} s")
@@ -105,7 +108,7 @@ class HealthChecker:
         """What cannot be read says nothing: the engine then keeps what it said before."""
         try:
             async with asyncio.timeout(self._checks.timeout_s):
-                status, body, _ = await _get(self._engine.address, "/v1/models")
+                status, body, _ = await _get(self._engine.address, "/v1/models", key=self._engine.key)
         except OSError:  # TimeoutError is one
             return
         self._engine.serves(models_of(body) if status == 200 else None)
@@ -115,7 +118,7 @@ class HealthChecker:
         False: it was, and what the engine is nobody knows."""
         try:
             async with asyncio.timeout(max(self._checks.timeout_s, HEALTH_S)):
-                status, body, _ = await _get(self._engine.address, PAGE)
+                status, body, _ = await _get(self._engine.address, PAGE, key=self._engine.key)
         except TimeoutError:
             return False
         except OSError:  # it is asked again
@@ -127,7 +130,7 @@ class HealthChecker:
         """What cannot be read says nothing. Each time: a server that restarts is met elsewhere."""
         try:
             async with asyncio.timeout(self._checks.timeout_s):
-                status, body, _ = await _get(self._engine.address, tensorrt_llm.PAGE)
+                status, body, _ = await _get(self._engine.address, tensorrt_llm.PAGE, key=self._engine.key)
         except OSError:  # TimeoutError is one
             return
         self._engine.is_met_by(tensorrt_llm.read_server_info(body) if status == 200 else None)
@@ -169,7 +172,7 @@ async def _ranks_at(
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s
     ranks: tuple[Rank, ...] = ()
-    for number in range(port, min(port + RANKS_MAX, 65536)):
+    for number in range(port, min(port + _PAGES_MAX, 65536)):
         if ranks and (host, number) in pages:
             break
         try:
@@ -189,19 +192,20 @@ async def _ranks_at(
 
 
 async def _get(
-    address: tuple[str, int], path: str, connect_s: float | None = None
+    address: tuple[str, int], path: str, connect_s: float | None = None, *, key: str = ""
 ) -> tuple[int, bytes, tuple[str, int]]:
     """Status, body and the peer's address. HTTP/1.0, so that nothing comes in chunks. connect_s: for the
-    connection alone."""
+    connection alone. key: what is shown as Authorization."""
     async with asyncio.timeout(connect_s):
         reader, writer = await asyncio.open_connection(*address, limit=_HEAD_BYTES_MAX)
     try:
         peer = writer.get_extra_info("peername")
         if peer is None:  # the engine's reset was there before the loop looked
             raise ConnectionResetError("reset the connection that it had accepted")
+        authorization = f"Authorization: Bearer {key}\r\n" if key else ""
         writer.write(
             f"GET {path} HTTP/1.0\r\nHost: {host_field(*address)}\r\nUser-Agent: moonpool-proxy\r\n"
-            "Connection: close\r\n\r\n".encode()
+            f"{authorization}Connection: close\r\n\r\n".encode()
         )
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")

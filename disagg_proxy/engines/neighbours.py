@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
-from moonpool.core.addresses import Address
+from moonpool.core.service.addresses import Address
 from moonpool.disagg_proxy.settings import EngineSpec
 
 Page = tuple[str, int]  # host and port

@@ -20,7 +20,8 @@ import msgspec
 
 MODES: Mapping[str, str] = {"prefill": "prefill", "decode": "decode"}  # the role; any other mode: both
 PAGE = "/server_info"
-OWN_MEMBERS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")  # no client may say where to meet
+# No client may say where to meet: disagg_proxy/csrc/relay/reserved.cpp.
+MEMBERS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 HEALTH_S = 21.0  # SGLang's /health waits up to 20 s for its scheduler before it says 503
 FIRST_ROOMS = 1 << 62  # so that rooms never reach 2^63
 PROMPTS_MAX = 4096  # of one request: each gets a room
@@ -79,7 +80,7 @@ class Meeting:
         return tuple(zip(_NAMES, values, strict=True))
 
 
-_NAMES = tuple(name.encode() for name in OWN_MEMBERS)
+_NAMES = tuple(name.encode() for name in MEMBERS)
 
 
 def _array(values: list[bytes]) -> bytes:

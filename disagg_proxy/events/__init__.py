@@ -2,7 +2,9 @@
 
     settings.py    which streams there are
     stream.py      one stream's order: gaps, replays, restarts, repeats. No socket, no clock
+    link.py        what is known of one stream
     subscriber.py  the thread with the sockets
+    watch.py       which streams are heard, and warnings of those that are not
     indexes.py     which index a stream belongs to: one of each model and block size
 
 A stream is believed for as long as it is without a hole. When something is lost that a replay cannot bring

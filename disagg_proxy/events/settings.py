@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moonpool.core.errors import ConfigError
+from moonpool.core.service.addresses import Address
 
 _ENDPOINT = re.compile(r"(tcp://[^\s,]+:\d{1,5}|ipc://[^\s,]+|inproc://[^\s,]+)")
 
@@ -21,6 +22,9 @@ class EventSource:
     replay: str = ""
     pool: bool = False
     topic: str = ""  # "": every topic
+    token: bytes = field(
+        default=b"", repr=False
+    )  # of the cluster, which the publisher asks for; b"": it does not
 
     def __post_init__(self) -> None:
         for endpoint in (self.endpoint, self.replay):
@@ -34,17 +38,26 @@ class EventSource:
 class EventLimits:
     """Sizes and waits of all streams."""
 
-    message_bytes_max: int = 32 << 20
-    queue_messages_max: int = 100_000  # received by ZMQ and not yet looked at, per stream
+    message_bytes_max: int = 24 << 20  # a node's inventory comes in messages of up to 18 MiB
+    # Received by ZMQ and not yet looked at, of one stream; more waits at its publisher. So one stream holds
+    # (queue_messages_max + 1) * message_bytes_max at most, and some hundred KB where its engine is honest.
+    queue_messages_max: int = 4
+    queues_bytes_max: int = 128 << 20  # of the streams that are behind, together, as their last messages say
+    behind_s: float = 1.0  # a stream that had messages left for so long is behind
+    rest_s: float = 30.0  # of the largest of them, while the others are taken
     pending_messages_max: int = 10_000  # that came while a replay was under way, per stream
+    pending_bytes_max: int = 32 << 20  # of these, of all streams together
     replay_s: float = 5.0  # of silence inside a replay, until it is given up
+    lost_s: float = 5.0  # without a connection: what the stream told is not believed any more
     gone_s: float = 10.0  # out of the rotation for so long: its holder is forgotten
     heartbeat_s: float = 2.0  # ZMQ's own, so that a host that vanished is noticed
 
 
-def parse_event_sources(texts: Iterable[str], *, pool: bool = False) -> tuple[EventSource, ...]:
+def parse_event_sources(
+    texts: Iterable[str], *, pool: bool = False, token: bytes = b""
+) -> tuple[EventSource, ...]:
     """``NAME=tcp://host:port`` or ``NAME=tcp://host:port,tcp://host:port`` (the second replays) each. Raises
-    ConfigError."""
+    ConfigError. token: of the cluster; nodes of the pool ask for it at addresses beyond loopback."""
     sources = []
     for text in texts:
         name, separator, rest = text.partition("=")
@@ -54,11 +67,20 @@ def parse_event_sources(texts: Iterable[str], *, pool: bool = False) -> tuple[Ev
                 f"{text!r} is no event stream; write NAME=tcp://host:port, or NAME=tcp://host:port,"
                 "tcp://host:port with where it replays"
             )
-        sources.append(EventSource(name, endpoint, replay, pool))
+        secret = token if pool and any(_is_beyond(each) for each in (endpoint, replay)) else b""
+        sources.append(EventSource(name, endpoint, replay, pool, token=secret))
     names = [source.name for source in sources]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise _bad(f"{twice[0]!r} has two event streams; give one for each engine")
     return tuple(sources)
+
+
+def _is_beyond(endpoint: str) -> bool:
+    """Whether other hosts reach it: the same rule as the node's."""
+    if not endpoint.startswith("tcp://"):
+        return False
+    host, _, _ = endpoint.removeprefix("tcp://").rpartition(":")
+    return not Address(host.strip("[]"), 0).is_loopback
 
 
 def _bad(sentence: str) -> ConfigError:

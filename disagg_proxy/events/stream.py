@@ -44,10 +44,31 @@ class StreamCounts:
     overflows: int = 0  # messages that came during a replay beyond the limit
 
 
-class Stream:
-    """``can_replay``: whether the publisher has a place to ask."""
+class Room:
+    """Bytes that streams may keep together."""
 
-    def __init__(self, sink: Sink, *, can_replay: bool, pending_max: int = 10_000) -> None:
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self.taken = 0
+
+    def take(self, size: int) -> bool:
+        """Whether there is room for so many bytes more; they are taken then."""
+        if self.taken + size > self._bytes_max:
+            return False
+        self.taken += size
+        return True
+
+    def give(self, size: int) -> None:
+        self.taken -= size
+
+
+class Stream:
+    """can_replay: whether the publisher has a place to ask. pending_max: messages that are kept during a
+    replay; room: for their bytes, shared with other streams."""
+
+    def __init__(
+        self, sink: Sink, *, can_replay: bool, pending_max: int = 10_000, room: Room | None = None
+    ) -> None:
         self.counts = StreamCounts()
         self.replaying = False
         self._sink = sink
@@ -58,6 +79,7 @@ class Stream:
         self._proof_due = False  # the next answer must be the message that was taken last
         self._start = 0  # where the replay began
         self._pending: deque[tuple[int, bytes]] = deque()
+        self._room = room or Room(1 << 62)
 
     @property
     def sequence(self) -> int:
@@ -66,7 +88,7 @@ class Stream:
 
     def connected(self) -> None:
         """There is a new connection: messages may be missing, or it may be another life."""
-        self._pending.clear()  # said by a life that may have ended; the replay has it, if it still counts
+        self._drop_pending()  # said by a life that may have ended; the replay has it, if it still counts
         if self._can_replay:
             self._replay()
 
@@ -74,13 +96,13 @@ class Stream:
         """The publisher was given up. What it says later is a new beginning."""
         self._drop_all()
         self.replaying = False
-        self._pending.clear()
+        self._drop_pending()
 
     def message(self, number: int, payload: bytes) -> None:
         """From the publisher itself."""
         self.counts.messages += 1
         if self.replaying:
-            if len(self._pending) < self._pending_max:
+            if len(self._pending) < self._pending_max and self._room.take(len(payload)):
                 self._pending.append((number, payload))
             else:
                 self.counts.overflows += 1  # the gap is seen when the replay is over
@@ -127,6 +149,7 @@ class Stream:
             self._lose()
         self._proof_due = False
         pending, self._pending = self._pending, deque()
+        self._room.give(sum(len(payload) for _, payload in pending))
         while pending:
             number, payload = pending.popleft()
             if self._last is not None and number <= self._last:
@@ -147,7 +170,8 @@ class Stream:
             return
         self.counts.gaps += 1
         if self._can_replay:
-            self._pending.append((number, payload))
+            if self._room.take(len(payload)):
+                self._pending.append((number, payload))
             self._replay()
             return
         if self._last is not None:
@@ -172,6 +196,10 @@ class Stream:
     def _lose(self) -> None:
         self.counts.lost += 1
         self._drop_all()
+
+    def _drop_pending(self) -> None:
+        self._room.give(sum(len(payload) for _, payload in self._pending))
+        self._pending.clear()
 
     def _drop_all(self) -> None:
         self._last = None

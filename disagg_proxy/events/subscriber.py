@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import zmq
@@ -20,49 +19,19 @@ from zmq.utils.monitor import recv_monitor_message
 
 from moonpool import _native
 from moonpool.core.errors import Error
+from moonpool.core.service import curve
 from moonpool.disagg_proxy.events.indexes import HOLDERS_MAX, Indexes
+from moonpool.disagg_proxy.events.link import Link, StreamState
 from moonpool.disagg_proxy.events.settings import EventLimits, EventSource
-from moonpool.disagg_proxy.events.stream import Stream
+from moonpool.disagg_proxy.events.stream import Room, Stream
 
 log = logging.getLogger(__name__)
 
 END_OF_REPLAY = b"\xff" * 8
 _AT_ONCE = 64  # messages of one stream before the others get their turn
+_BYTES_AT_ONCE = 1 << 20  # or so many bytes of them
 _TICK_S = 0.25
 _STOP_TIMEOUT_S = 10.0
-
-
-@dataclass(slots=True)
-class SourceCounts:
-    """Of one source, beyond what its stream counts. Blocks, but for ``malformed``, which are messages."""
-
-    malformed: int = 0
-    stored: int = 0
-    removed: int = 0
-    unknown: int = 0
-    skipped: int = 0
-    forgets: int = 0
-    connected: bool = False
-    lag_s: float = 0.0  # between the sender's clock and ours, of the last batch that was not asked for again
-    lag_max_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Link:
-    """A source with its sockets; all of it belongs to the thread."""
-
-    source: EventSource
-    place: int
-    model: str
-    sub: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
-    counts: SourceCounts = field(default_factory=SourceCounts)
-    index: _native.PrefixIndex | None = None
-    asking: zmq.Socket[bytes] | None = None
-    answer_due_s: float = 0.0
-    absent_since_s: float | None = None
-    given_up: bool = False
-    stream: Stream = field(init=False)
 
 
 class Tap(Protocol):
@@ -89,6 +58,8 @@ class Subscriber:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.tap: Tap | None = None  # gets all events of engines, too; set before start()
+        # Hears, on the thread, which index follows an engine's place now; None: none. Set before start().
+        self.hears: Callable[[int, _native.PrefixIndex | None], None] = lambda place, index: None
         self._indexes = indexes
         self._limits = limits or EventLimits()
         self._clock = clock
@@ -96,6 +67,7 @@ class Subscriber:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 4 * HOLDERS_MAX)  # events, two that watch them, replays
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._room = Room(self._limits.pending_bytes_max)
         self._lock = threading.Lock()  # of what other threads say: _absent, _orders, _stopping
         self._absent: dict[str, float] = {}
         self._stopping = False
@@ -103,7 +75,7 @@ class Subscriber:
         self._orders: list[Callable[[], None]] = []  # for the thread
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
-        self._links: tuple[_Link, ...] = ()
+        self._links: tuple[Link, ...] = ()
         for source in sources:
             self._open(source, places[source.name], (models or {}).get(source.name, ""))
         self._thread = threading.Thread(target=self._run, name="kv-event-streams", daemon=True)
@@ -140,6 +112,20 @@ class Subscriber:
                 self._absent.setdefault(name, self._clock())
             self._poke()
 
+    def states(self) -> list[StreamState]:
+        """Of each stream, now."""
+        now_s = self._clock()
+        return [
+            StreamState(
+                link.source,
+                link.place,
+                None if (since_s := link.lost_since_s) is None else now_s - since_s,
+                link.is_heard,
+                link.rests_until_s is not None,
+            )
+            for link in self._links
+        ]
+
     def stats(self) -> dict[str, dict[str, float]]:
         """Counters (*_total) and gauges, of each source by name."""
         rows: dict[str, dict[str, float]] = {}
@@ -147,6 +133,7 @@ class Subscriber:
             counts, stream = link.counts, link.stream.counts
             rows[link.source.name] = {
                 "connected": float(counts.connected),
+                "heard": float(link.is_heard),
                 "replaying": float(link.stream.replaying),
                 "sequence": float(link.stream.sequence),
                 "lag_seconds": counts.lag_s,
@@ -161,6 +148,7 @@ class Subscriber:
                 "overflows_total": stream.overflows,
                 "malformed_total": counts.malformed,
                 "forgets_total": counts.forgets,
+                "rests_total": counts.rests,
                 "blocks_stored_total": counts.stored,
                 "blocks_removed_total": counts.removed,
                 "blocks_unknown_total": counts.unknown,
@@ -210,7 +198,7 @@ class Subscriber:
             os.eventfd_read(self._wake)
         return ready
 
-    def _on_ready(self, link: _Link, ready: Mapping[object, int]) -> bool:
+    def _on_ready(self, link: Link, ready: Mapping[object, int]) -> bool:
         """Whether there is more at once."""
         more = False
         with _net(link.source.name):
@@ -230,6 +218,7 @@ class Subscriber:
             if link.asking is not None and now_s >= link.answer_due_s:
                 self._end_asking(link)
                 link.stream.replay_ended(complete=False)
+            self._look_whether_lost(link, now_s)
             since_s = absent.get(link.source.name)
             gone = since_s is not None and now_s - since_s >= self._limits.gone_s
             if gone and not link.given_up:
@@ -238,13 +227,55 @@ class Subscriber:
             elif link.given_up and not gone and link.counts.connected:
                 link.stream.connected()
             link.given_up = gone
+        self._look_at_queues(now_s)
         self._tell_new_indexes()
         self._indexes.expire(now_s)
+
+    def _look_whether_lost(self, link: Link, now_s: float) -> None:
+        """What an engine told before it fell silent is true for a while: then it is known by what was sent to
+        it, as one without a stream. Of the pool nothing else is known."""
+        since_s = link.lost_since_s
+        if link.lost or since_s is None or now_s - since_s < self._limits.lost_s:
+            return
+        link.lost = True
+        if not link.source.pool and link.stream.sequence >= 0:
+            self._end_asking(link)
+            link.stream.gone()
+
+    def _look_at_queues(self, now_s: float) -> None:
+        """ZMQ does not say how much it holds. Of streams that are behind it is at most a queue of their
+        largest messages; where that is too much together, the one with the largest rests: it is cut off, what
+        it told is void, and it is read anew later."""
+        behind = []
+        for link in self._links:
+            if link.rests_until_s is not None:
+                if now_s >= link.rests_until_s:
+                    link.rests_until_s = None
+                    self._connect(link)
+            elif link.behind_since_s is not None and now_s - link.behind_since_s >= self._limits.behind_s:
+                behind.append(link)
+        held = sum(link.largest_bytes for link in behind) * (self._limits.queue_messages_max + 1)
+        if held <= self._limits.queues_bytes_max:
+            return
+        link = max(behind, key=lambda each: each.largest_bytes)
+        link.rests_until_s = now_s + self._limits.rest_s
+        if not link.counts.rests:
+            log.warning(
+                "the KV events of %s at %s come faster than they can be looked at, in messages of %d MiB: "
+                "the stream is cut off and read anew every %g s",
+                link.source.name,
+                link.source.endpoint,
+                link.largest_bytes >> 20,
+                self._limits.rest_s,
+            )
+        link.counts.rests += 1
+        self._disconnect(link)
+        link.stream.gone()
 
     def _tell_new_indexes(self) -> None:
         """An index that is made later has missed what the pool holds: read its streams again. A stream that
         cannot be read again keeps what the other indexes know of it; the new one learns from what comes."""
-        known = len(self._indexes.all())
+        known = self._indexes.wanting
         if known == self._known_indexes:
             return
         self._known_indexes = known
@@ -254,19 +285,28 @@ class Subscriber:
                 link.stream.gone()
                 link.stream.connected()
 
-    def _on_monitor(self, link: _Link) -> None:
+    def _on_monitor(self, link: Link) -> None:
         while link.monitor.poll(0):
             event = recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"]
             link.counts.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if link.counts.connected:
+                link.lost_since_s, link.lost = None, False
+            elif link.lost_since_s is None:
+                link.lost_since_s = self._clock()
             if link.counts.connected and not link.given_up:
                 link.stream.connected()
 
-    def _on_messages(self, link: _Link) -> bool:
+    def _on_messages(self, link: Link) -> bool:
+        taken = 0
         for _ in range(_AT_ONCE):
             try:
                 frames = link.sub.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
+                link.behind_since_s, link.largest_bytes = None, 0
                 return False
+            size = sum(map(len, frames))
+            taken += size
+            link.largest_bytes = max(link.largest_bytes, size)
             self._on_monitor(link)  # a new connection is told before its first message comes
             if link.given_up:
                 continue
@@ -274,9 +314,14 @@ class Subscriber:
                 link.counts.malformed += 1
                 continue
             link.stream.message(int.from_bytes(frames[1], "big"), frames[2])
+            if taken >= _BYTES_AT_ONCE:
+                break
+        if link.behind_since_s is None:
+            link.behind_since_s = self._clock()
         return True
 
-    def _on_answers(self, link: _Link, socket: zmq.Socket[bytes]) -> bool:
+    def _on_answers(self, link: Link, socket: zmq.Socket[bytes]) -> bool:
+        taken = 0
         for _ in range(_AT_ONCE):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
@@ -293,22 +338,26 @@ class Subscriber:
             link.stream.replayed(int.from_bytes(frames[2], "big"), frames[3])
             if link.asking is not socket:  # it was asked anew
                 return False
+            taken += len(frames[3])
+            if taken >= _BYTES_AT_ONCE:
+                break
         return True
 
-    def ask(self, link: _Link, start: int) -> None:
+    def ask(self, link: Link, start: int) -> None:
         self._end_asking(link)
-        socket = self._socket(zmq.DEALER)
+        socket = self._socket(zmq.DEALER, link.source)
+        socket.setsockopt(zmq.IPV6, _is_ipv6(link.source.replay))
         socket.connect(link.source.replay)
         socket.send_multipart((b"", start.to_bytes(8, "big")))
         link.asking = socket
         link.answer_due_s = self._clock() + self._limits.replay_s
 
-    def _end_asking(self, link: _Link) -> None:
+    def _end_asking(self, link: Link) -> None:
         if link.asking is not None:
             link.asking.close(linger=0)
             link.asking = None
 
-    def take(self, link: _Link, payload: bytes) -> None:
+    def take(self, link: Link, payload: bytes) -> None:
         try:
             indexes = self._indexes_of(link, payload)
             for index in indexes:
@@ -320,6 +369,9 @@ class Subscriber:
                 if not link.stream.replaying:
                     link.counts.lag_s = max(0.0, self._wall() - result.sent_s)
                     link.counts.lag_max_s = max(link.counts.lag_max_s, link.counts.lag_s)
+            if link.index is not None and not link.live:
+                link.live = True
+                self.hears(link.place, link.index)
         except Error as error:
             link.counts.malformed += 1
             log.debug("the events of %s: %s", link.source.name, error)
@@ -334,7 +386,7 @@ class Subscriber:
             log.exception("the events of %s", link.source.name)
             self.tap.forget(link.place)
 
-    def _indexes_of(self, link: _Link, payload: bytes) -> Sequence[_native.PrefixIndex]:
+    def _indexes_of(self, link: Link, payload: bytes) -> Sequence[_native.PrefixIndex]:
         """A node of the pool holds blocks of any size; an engine has one, which its first blocks tell."""
         if link.source.pool:
             return self._indexes.of(link.model) if link.model else list(self._indexes.all().values())
@@ -342,13 +394,24 @@ class Subscriber:
             block_tokens = _native.kv_event_block_tokens(payload)
             if block_tokens is not None:
                 link.index = self._indexes.obtain(link.model, block_tokens)
+                self._retire_index(link)
         return [] if link.index is None else [link.index]
 
-    def forget(self, link: _Link) -> None:
+    def _retire_index(self, link: Link) -> None:
+        """An engine that has another block size now leaves no index behind: it could make as many as there
+        may be, of 100 MB each."""
+        before, link.index_before = link.index_before, link.index
+        if before is not None and not any(each.index_before is before for each in self._links):
+            self._indexes.drop(before)
+
+    def forget(self, link: Link) -> None:
         link.counts.forgets += 1
         link.index = None
         for index in self._indexes.all().values():
             index.forget(link.place)
+        if link.live:
+            link.live = False
+            self.hears(link.place, None)
         if self.tap is not None:
             self.tap.forget(link.place)
 
@@ -364,27 +427,36 @@ class Subscriber:
             log.warning("the events of %s at %s cannot be followed: %s", source.name, source.endpoint, error)
             return
         self._links = (*self._links, link)
-        self._poller.register(link.sub, zmq.POLLIN)
-        self._poller.register(link.monitor, zmq.POLLIN)
 
     def _drop(self, name: str, place: int) -> None:
         link = next((each for each in self._links if (each.source.name, each.place) == (name, place)), None)
         if link is None:
             return
         self._links = tuple(each for each in self._links if each is not link)
-        self._poller.unregister(link.sub)
-        self._poller.unregister(link.monitor)
-        self._close_link(link)
-        self.forget(link)
+        self._disconnect(link)
+        link.stream.gone()  # forgets, and gives its room back
         with self._lock:
             self._absent.pop(name, None)
 
-    def _link(self, source: EventSource, place: int, model: str) -> _Link:
-        sub = self._socket(zmq.SUB)
-        sub.setsockopt(zmq.RCVHWM, self._limits.queue_messages_max)
+    def _link(self, source: EventSource, place: int, model: str) -> Link:
+        """Raises ZMQError for an endpoint that is none."""
+        link = Link(source, place, model, *self._sockets(source), lost_since_s=self._clock())
+        self._register(link)
+        link.stream = Stream(
+            _LinkSink(self, link),
+            can_replay=bool(source.replay),
+            pending_max=self._limits.pending_messages_max,
+            room=self._room,
+        )
+        return link
+
+    def _sockets(self, source: EventSource) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """The subscription and what watches it."""
+        sub = self._socket(zmq.SUB, source)
         sub.setsockopt(zmq.RECONNECT_IVL, 100)
         sub.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         sub.setsockopt_string(zmq.SUBSCRIBE, source.topic)
+        sub.setsockopt(zmq.IPV6, _is_ipv6(source.endpoint))
         monitor = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         try:
             sub.connect(source.endpoint)
@@ -393,18 +465,35 @@ class Subscriber:
             monitor.close(linger=0)
             sub.close(linger=0)
             raise
-        link = _Link(source, place, model, sub, monitor)
-        link.stream = Stream(
-            _LinkSink(self, link),
-            can_replay=bool(source.replay),
-            pending_max=self._limits.pending_messages_max,
-        )
-        return link
+        return sub, monitor
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+    def _connect(self, link: Link) -> None:
+        link.sub, link.monitor = self._sockets(link.source)
+        self._register(link)
+        link.lost_since_s, link.lost = self._clock(), False
+
+    def _register(self, link: Link) -> None:
+        self._poller.register(link.sub, zmq.POLLIN)
+        self._poller.register(link.monitor, zmq.POLLIN)
+
+    def _disconnect(self, link: Link) -> None:
+        """What ZMQ holds of it is given back. May be called twice."""
+        if not link.sub.closed:
+            self._poller.unregister(link.sub)
+            self._poller.unregister(link.monitor)
+        self._close_link(link)
+        link.counts.connected = False
+        link.behind_since_s, link.largest_bytes = None, 0
+        if link.lost_since_s is None:
+            link.lost_since_s = self._clock()
+
+    def _socket(self, kind: int, source: EventSource) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
+        if source.token:
+            curve.dial(socket, curve.EVENTS, source.token)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, self._limits.message_bytes_max)
+        socket.setsockopt(zmq.RCVHWM, self._limits.queue_messages_max)
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._limits.heartbeat_s * 1000))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self._limits.heartbeat_s * 3000))
         return socket
@@ -417,11 +506,18 @@ class Subscriber:
             os.close(self._wake)
             self._wake = -1
 
-    def _close_link(self, link: _Link) -> None:
+    def _close_link(self, link: Link) -> None:
         self._end_asking(link)
+        if link.sub.closed:
+            return
         link.sub.disable_monitor()
         link.monitor.close(linger=0)
         link.sub.close(linger=0)
+
+
+def _is_ipv6(endpoint: str) -> bool:
+    """A name is resolved to an IPv4 address."""
+    return endpoint.startswith("tcp://[")
 
 
 @contextmanager
@@ -436,7 +532,7 @@ def _net(what: str) -> Iterator[None]:
 class _LinkSink:
     """What a link's stream calls."""
 
-    def __init__(self, subscriber: Subscriber, link: _Link) -> None:
+    def __init__(self, subscriber: Subscriber, link: Link) -> None:
         self._subscriber = subscriber
         self._link = link
 

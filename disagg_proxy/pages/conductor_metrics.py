@@ -39,6 +39,14 @@ class ConductorCollector(Collector):
             "Observations whose times cannot be: a clock jumped; nothing was learnt from them",
             dispatcher.accounts.nonsense,
         )
+        hidden = dispatcher.accounts.hidden_pool
+        if hidden is not None:
+            yield _family(
+                "moonpool_proxy_hidden_pool",
+                "1 while engines report more cached tokens than KV events explain: --pool-events is missing",
+                (),
+                {(): hidden.seen},
+            )
         yield from self._gate()
         yield from self._engines()
         yield from self._predictions()
@@ -117,7 +125,11 @@ class ConductorCollector(Collector):
     def _streams(subscriber: Subscriber) -> Iterator[Metric]:
         stats = subscriber.stats()
         for name in next(iter(stats.values()), {}):
-            values: Values = {(source,): rows[name] for source, rows in stats.items()}
+            values: Values = {
+                (source,): rows[name]
+                for source, rows in stats.items()
+                if rows["heard"] or not name.startswith("lag_")  # the lag of what is not heard is none
+            }
             yield _family(
                 f"moonpool_proxy_events_{name}", "Of KV events; docs/events.md", ("stream",), values
             )

@@ -66,6 +66,11 @@ def _proxy_families(gauges: Counters) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "moonpool_proxy_held_body_bytes", "Bytes of request bodies that are held now", gauges.held_body_bytes
     )
+    yield GaugeMetricFamily(
+        "moonpool_proxy_unread_bytes",
+        "Bytes of answers that clients have not taken, and of requests that were read ahead",
+        gauges.unread_bytes,
+    )
     yield CounterMetricFamily(
         "moonpool_proxy_accepted_connections", "Connections accepted from clients", gauges.accepted
     )
@@ -75,6 +80,14 @@ def _proxy_families(gauges: Counters) -> Iterator[Metric]:
     for reason, count in sorted(gauges.rejected.items()):
         rejected.add_metric((reason,), count)
     yield rejected
+    reserved = CounterMetricFamily(
+        "moonpool_proxy_reserved_dropped",
+        "What clients may not say to engines and was left out of requests",
+        labels=("kind",),
+    )
+    for kind, count in sorted(gauges.reserved.items()):
+        reserved.add_metric((kind,), count)
+    yield reserved
     for name, text, count in (
         ("policy_errors", "Decisions for which the policy raised an error", gauges.policy_errors),
         ("observations_dropped", "Records that nobody fetched in time", gauges.observations_dropped),

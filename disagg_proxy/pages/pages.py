@@ -17,6 +17,8 @@ from moonpool.disagg_proxy.dispatch.locality import Locality
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.engines.health import merged_models
 from moonpool.disagg_proxy.events.subscriber import Subscriber
+from moonpool.disagg_proxy.events.watch import StreamRow, StreamWatch
+from moonpool.disagg_proxy.keys import WANTS_KEY, Keys
 from moonpool.disagg_proxy.pages.conductor_metrics import ConductorCollector
 from moonpool.disagg_proxy.pages.handover_metrics import HandoverCollector
 from moonpool.disagg_proxy.pages.scrapes import Scrapes
@@ -24,10 +26,13 @@ from moonpool.disagg_proxy.ui.data import Data
 from moonpool.disagg_proxy.ui.metrics import PromptCollector
 from moonpool.disagg_proxy.ui.page import data_answer, page_answer
 
+_KEYED = (b"/engines", b"/ui/data")
+
 
 class EngineRow(msgspec.Struct):
     """One engine in GET /engines. health: also leaving, of one that was removed and still has requests. why:
-    the last failure of its health check, "" while healthy."""
+    the last failure of its health check, "" while healthy. requests: answers, and prefills for others.
+    events: whether its KV events are heard (events/watch.py); "": none are followed."""
 
     name: str
     url: str
@@ -40,6 +45,7 @@ class EngineRow(msgspec.Struct):
     requests: int
     failures: int
     models: list[str] | None
+    events: str = ""
 
 
 class EnginesPage(msgspec.Struct, omit_defaults=True):
@@ -51,14 +57,18 @@ class EnginesPage(msgspec.Struct, omit_defaults=True):
 
 
 class HealthPage(msgspec.Struct, omit_defaults=True):
+    """events: the streams of KV events that are not live."""
+
     status: str
     engines_healthy: int
     engines: int
     discovery: list[SourceRow] = []
+    events: list[StreamRow] = []
 
 
 class Pages:
-    """Called on the proxy's event loop. look: the data plane's counters as they are now."""
+    """Called on the proxy's event loop. look: the data plane's counters as they are now. readers: keys of
+    callers that may see engines' addresses and why a check of them failed."""
 
     def __init__(
         self,
@@ -71,6 +81,8 @@ class Pages:
         more: Sequence[Collector] = (),
         follower: Follower | None = None,
         registry: RegistryPages | None = None,
+        readers: Keys | None = None,
+        streams: StreamWatch | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._look = look
@@ -83,6 +95,8 @@ class Pages:
         self._scrapes = Scrapes(look, collectors)
         self._follower = follower
         self._registry = registry
+        self._streams = streams
+        self._readers = readers or Keys(())
         self._policy = policy
         self._data = data
         self._page = page_answer()
@@ -91,6 +105,8 @@ class Pages:
         """At a path of the proxy's own. reply: on any thread."""
         if self._registry is not None and request.method == b"POST":
             self._registry.answer(request, reply)
+        elif request.path in _KEYED and not self._readers.fits(request.headers("authorization")):
+            reply(WANTS_KEY)
         elif request.path == b"/metrics":
             self._scrapes.answer(reply)
         else:
@@ -104,8 +120,9 @@ class Pages:
     def _answer_at(self, path: bytes) -> Answer:
         if path == b"/engines":
             counters = self._look()
+            events = {} if self._streams is None else self._streams.of_engines()
             rows = [
-                _row(engine, counts)
+                _row(engine, counts, events.get(engine.place, ""))
                 for counts in counters.engines
                 if (engine := self._dispatcher.at[counts.place]) is not None
             ]
@@ -124,17 +141,22 @@ class Pages:
     def _health(self) -> Answer:
         healthy, total = self._dispatcher.healthy_count, len(self._dispatcher.engines)
         if healthy:
-            return Answer(200, msgspec.json.encode(HealthPage("ok", healthy, total, self._sources())))
+            return Answer(
+                200, msgspec.json.encode(HealthPage("ok", healthy, total, self._sources(), self._unheard()))
+            )
         why = f"none of {total} engines is healthy; GET /engines says why"
         if not total:
             why = "no engine has been discovered yet; GET /engines says where they are looked for"
         return Answer(503, error_body(503, why, "no_engine"))
 
+    def _unheard(self) -> list[StreamRow]:
+        return [] if self._streams is None else [row for row in self._streams.rows() if row.state != "live"]
+
     def _sources(self) -> list[SourceRow]:
         return [] if self._follower is None else self._follower.rows()
 
 
-def _row(engine: Engine, counts: EngineCounters) -> EngineRow:
+def _row(engine: Engine, counts: EngineCounters, events: str) -> EngineRow:
     return EngineRow(
         name=engine.name,
         url=engine.url,
@@ -144,7 +166,8 @@ def _row(engine: Engine, counts: EngineCounters) -> EngineRow:
         breaker="closed" if counts.breaker_closed else "open",
         in_flight=counts.in_flight,
         connections=counts.connections,
-        requests=sum(counts.answers),
+        requests=counts.requests,
         failures=sum(counts.failures.values()),
         models=None if engine.models is None else list(engine.models),
+        events=events,
     )

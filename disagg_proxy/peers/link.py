@@ -11,7 +11,6 @@ it missed comes back with the state.
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import math
 import os
@@ -24,11 +23,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils import z85
 
-from moonpool.core.addresses import Address
 from moonpool.core.errors import ConfigError
+from moonpool.core.service import curve
+from moonpool.core.service.addresses import Address
 from moonpool.disagg_proxy.peers.settings import PeerSettings, endpoint
 from moonpool.disagg_proxy.peers.wire import (
     CHANGES_MAX,
@@ -108,7 +106,9 @@ class Link:
         self._lets_go = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._authenticator = _authenticate(self._context, settings.token)
+        self._authenticator = (
+            curve.authenticate(self._context, curve.PEERS, settings.token) if settings.token else None
+        )
         self._peers: dict[str, _Peer] = {}
         self._lock = threading.Lock()  # of _peers, for stats
         self._state_wanted = False
@@ -359,8 +359,7 @@ class Link:
         pub.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._limit(pub, zmq.SNDHWM)
         if self._settings.token:
-            public, secret = _keys(self._settings.token)
-            pub.curve_server, pub.curve_publickey, pub.curve_secretkey = True, public, secret
+            curve.serve(pub, curve.PEERS, self._settings.token)
         return pub
 
     def _bind(self, waits: bool) -> None:
@@ -393,8 +392,7 @@ class Link:
         sub = self._context.socket(zmq.SUB)
         self._limit(sub, zmq.RCVHWM)
         if self._settings.token:
-            public, secret = _keys(self._settings.token)
-            sub.curve_serverkey, sub.curve_publickey, sub.curve_secretkey = public, public, secret
+            curve.dial(sub, curve.PEERS, self._settings.token)
         sub.connect(where)
         sub.subscribe(b"")
         return sub
@@ -415,29 +413,6 @@ class Link:
             self._authenticator.stop()
         self._lookups.shutdown(wait=False, cancel_futures=True)
         self._context.destroy(0)
-
-
-def _authenticate(context: zmq.Context[zmq.Socket[bytes]], token: bytes) -> ThreadAuthenticator | None:
-    """Lets in only whoever has the token."""
-    if not token:
-        return None
-    allowed, _ = _keys(token)
-
-    class _SameToken:
-        def callback(self, domain: str, key: bytes) -> bool:
-            """key: as text (z85)."""
-            return key == allowed
-
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    authenticator.configure_curve_callback(domain="*", credentials_provider=_SameToken())
-    return authenticator
-
-
-def _keys(token: bytes) -> tuple[bytes, bytes]:
-    """(public, secret) of CURVE: all proxies of a cluster have the same, made of its token."""
-    secret = z85.encode(hashlib.sha256(b"moonpool proxies\0" + token).digest())
-    return zmq.curve_public(secret), secret
 
 
 def _endpoints(texts: tuple[str, ...]) -> set[str] | None:

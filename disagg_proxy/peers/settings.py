@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from moonpool.core.addresses import Address, parse_address
 from moonpool.core.errors import ConfigError
+from moonpool.core.service.addresses import Address, parse_address
 
 _LOCAL = re.compile(r"ipc://\S+")
 

@@ -11,7 +11,7 @@ import ipaddress
 from functools import cache, lru_cache
 from pathlib import Path
 
-from moonpool.core.addresses import Address
+from moonpool.core.service.addresses import Address
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

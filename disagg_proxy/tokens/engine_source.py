@@ -69,17 +69,19 @@ _generate = msgspec.json.Decoder(_Generate)
 
 
 class EngineSource:
-    """urls: root URLs of the engines that may be asked now. One HTTP client with kept-alive connections, on
-    the running loop."""
+    """urls: root URLs of the engines that may be asked now; key_of: the API key that one wants, "" for none.
+    One HTTP client with kept-alive connections, on the running loop."""
 
     def __init__(
         self,
         urls: Callable[[str], Sequence[str]],
         *,
+        key_of: Callable[[str], str] = lambda _root: "",
         deadline_s: float = DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._urls = urls
+        self._key_of = key_of
         self._deadline_s = deadline_s
         self._clock = clock
         self._session: aiohttp.ClientSession | None = None
@@ -118,7 +120,7 @@ class EngineSource:
     async def _render(self, root: str, prompt: TextPrompt) -> bytes | None:
         if prompt.kind not in _RENDER:
             return None
-        answer = await self._post(root + _RENDER[prompt.kind], prompt.body)
+        answer = await self._post(root, _RENDER[prompt.kind], prompt.body)
         if answer is None:
             return None
         if prompt.kind == "chat":
@@ -133,25 +135,29 @@ class EngineSource:
         else:
             asked = (_chat if prompt.kind == "chat" else _completion).decode(prompt.body)
         body = msgspec.json.encode(asked)
-        answer = await self._post(root + "/tokenize", body)
+        answer = await self._post(root, "/tokenize", body)
         return None if answer is None else _u32(_tokenized.decode(answer).tokens)
 
-    async def _post(self, url: str, body: bytes) -> bytes | None:
+    async def _post(self, root: str, page: str, body: bytes) -> bytes | None:
         """The body of a good answer; None when the engine has no such page or takes no such request."""
+        url = root + page
         if self._absent_until.get(url, 0.0) > self._clock():
             return None
         session = self._session = self._session or aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=64), auto_decompress=False
         )
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if key := self._key_of(root):
+            headers["Authorization"] = f"Bearer {key}"
         async with session.post(url, data=body, headers=headers) as answer:
             if answer.status in _ABSENT:
                 self._absent_until[url] = self._clock() + RETRY_S
                 if answer.status == 401 and not self._told:
                     self._told = True
                     _log.warning(
-                        "%s wants an API key, which the proxy has not: prompts of text are routed without "
-                        "their prefixes, unless --tokenizer MODEL=FOLDER says what their ids are",
+                        "%s wants an API key, which the proxy has not: give --engine-key-file; without it "
+                        "prompts of text are routed without their prefixes, unless --tokenizer MODEL=FOLDER "
+                        "says what their ids are",
                         url,
                     )
                 return None

@@ -22,6 +22,7 @@ class PredictionWatch:
         self.reports = 0
         self.wrong = 0
         self.wrong_lengths = 0
+        self.more = 0  # cached there than predicted
         self.warned = False
 
     def report(self, predicted_tokens: int, tokens: int, predicted_cached: int, cached: int) -> str | None:
@@ -34,6 +35,7 @@ class PredictionWatch:
         self.reports += 1
         self.wrong += wrong
         self.wrong_lengths += length_differs
+        self.more += wrong and cached > predicted_cached
         self._window.append(wrong)
         share = sum(self._window) / WINDOW
         if self.warned or share < WRONG_SHARE:
@@ -44,6 +46,12 @@ class PredictionWatch:
                 f"prompts have other lengths there than here (the last: {tokens} tokens, not "
                 f"{predicted_tokens}), so cache locality cannot be seen: give the proxy the tokenizer and "
                 f"chat template of the engine, or let it ask the engine (proxy.tokenizer)"
+            )
+        if self.more * 2 > self.wrong:
+            return (
+                f"more tokens are cached than was predicted (the last: {cached}, not {predicted_cached} of "
+                f"{tokens}), so requests may go to the wrong engine: give the proxy the KV events of the "
+                f"pool's nodes, if there is one (--pool-events), and of the engine (--events)"
             )
         return (
             f"cached tokens are not what was predicted (the last: {cached}, not {predicted_cached} of "

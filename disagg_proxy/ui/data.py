@@ -19,6 +19,7 @@ from moonpool.disagg_proxy.data_plane.counters import Counters, EngineCounters
 from moonpool.disagg_proxy.dispatch.accounts import Accounts
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.engines.engine import Engine
+from moonpool.disagg_proxy.events.watch import StreamWatch
 from moonpool.disagg_proxy.ui.explain import why_here, why_miss
 from moonpool.disagg_proxy.ui.history import STEP_S, History, Over, Step, Total
 
@@ -30,7 +31,7 @@ _OUTCOMES = ("answered", "client left", "failed", "broken off", "refused")
 
 class EngineRow(NamedTuple):
     """wait_s: seconds of prefill in line. waiting, decoding: requests in the conductor's books; -1 where it
-    keeps none."""
+    keeps none. requests: answers, and prefills for others. events: as in GET /engines."""
 
     name: str
     role: str
@@ -44,10 +45,12 @@ class EngineRow(NamedTuple):
     context_tokens: int
     requests: int
     failures: int
+    events: str
 
 
 class LastRow(msgspec.Struct):
-    """One of the last requests. ago_s: since its end. cached: by the engine, -1 where it did not tell."""
+    """One of the last requests. ago_s: since its end. tokens: of its prompt, as the engine says where the
+    policy looks at no prompt. cached: by the engine, -1 where it did not tell."""
 
     number: int
     trace: str
@@ -111,20 +114,24 @@ class Data:
         clock: Callable[[], float],
         policy: str,
         group: Callable[[], Group] = Group,
+        streams: StreamWatch | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._look = look
         self._clock = clock
         self._policy = policy
         self._group = group
+        self._streams = streams
         self._made = b""
         self._made_s = -math.inf
         self.history = History(self.wait_s, lambda: look().rejected)
         if dispatcher.uses_tokens:
             dispatcher.accounts.ended = self.history.ended
+        else:
+            dispatcher.seen = self.history.observed
 
     def gather(self) -> None:
-        self.history.gather(self._clock())
+        self.history.gather(self._clock(), self._dispatcher.candidates.instance_at)
 
     def total(self) -> Total:
         """Since the start, up to now."""
@@ -145,7 +152,7 @@ class Data:
         now_s = self._clock()
         if now_s - self._made_s >= KEPT_S or not self._made:
             self._dispatcher.learn()
-            self.history.gather(now_s)
+            self.gather()
             self._made, self._made_s = msgspec.json.encode(self._page(now_s)), now_s
         return self._made
 
@@ -154,8 +161,11 @@ class Data:
         instances = tuple(dispatcher.instances)
         engines = {each.place: each for each in dispatcher.engines}
         books = self._books()
+        events = {} if self._streams is None else self._streams.of_engines()
         rows = [
-            _engine_row(engines.get(each.place), each, books.get(each.place, _NO_BOOKS))
+            _engine_row(
+                engines.get(each.place), each, books.get(each.place, _NO_BOOKS), events.get(each.place, "")
+            )
             for each in counters.engines
         ]
         if len(rows) > ROWS_MAX:
@@ -184,7 +194,7 @@ class Data:
             rejected_lately=history.rejected_lately(counters.rejected),
             failures=failures,
             blind=dispatcher.blind,
-            last=[_last_row(over, instances, now_s) for over in reversed(last)],
+            last=[_last_row(over, instances, now_s, dispatcher.uses_tokens) for over in reversed(last)],
         )
 
     def wait_s(self) -> float:
@@ -215,7 +225,7 @@ def _books(accounts: Accounts, now_s: float) -> dict[int, Books]:
     return found
 
 
-def _engine_row(engine: Engine | None, counts: EngineCounters, books: Books) -> EngineRow:
+def _engine_row(engine: Engine | None, counts: EngineCounters, books: Books, events: str) -> EngineRow:
     """engine: None for one that is leaving."""
     return EngineRow(
         counts.name,
@@ -226,12 +236,13 @@ def _engine_row(engine: Engine | None, counts: EngineCounters, books: Books) -> 
         counts.in_flight,
         round(books.wait_s, 4),
         *books[1:],
-        sum(counts.answers),
+        counts.requests,
         sum(counts.failures.values()),
+        events,
     )
 
 
-def _last_row(over: Over, instances: Sequence[Instance], now_s: float) -> LastRow:
+def _last_row(over: Over, instances: Sequence[Instance], now_s: float, explains: bool) -> LastRow:
     observation, choice = over.observation, over.choice
     own, pool = over.reused
     return LastRow(
@@ -242,7 +253,7 @@ def _last_row(over: Over, instances: Sequence[Instance], now_s: float) -> LastRo
         prefill=None if choice.prefill is None else choice.prefill.name,
         outcome=_OUTCOMES[observation.outcome] if observation.outcome < len(_OUTCOMES) else "?",
         status=observation.status,
-        tokens=over.asked.tokens,
+        tokens=over.asked.tokens or max(observation.prompt_tokens, 0),
         own=own,
         pool=pool,
         cached=over.cached,
@@ -250,8 +261,8 @@ def _last_row(over: Over, instances: Sequence[Instance], now_s: float) -> LastRo
         predicted_s=_number(over.predicted_s),
         ttft_s=_number(over.ttft_s),
         total_s=round(max(observation.last_byte_s - observation.arrived_s, 0.0), 4),
-        why_here=why_here(over),
-        why_miss=why_miss(over, instances),
+        why_here=why_here(over) if explains else "",
+        why_miss=why_miss(over, instances) if explains else "",
     )
 
 

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.data_plane.observations import Observation
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.data_plane.observations import COLUMNS, Observation, Stage, read_last
 
 STEP_S = 5.0
 STEPS_MAX = 180
 REJECTED_S = 60.0
 REJECTED_MAX = 16
 FRESH_MAX = 4_096  # requests between two looks of the event loop
+RECORDS_MAX = 64  # times that records came between two looks
 LAST_MAX = 200
 POINTS_MAX = 600
 
@@ -103,6 +106,8 @@ class History:
     minute."""
 
     def __init__(self, wait_s: Callable[[], float], rejected: Callable[[], Mapping[str, int]]) -> None:
+        self._records: deque[bytes] = deque(maxlen=RECORDS_MAX)
+        self.observed = self._records.append  # of policies that look at no prompts: all records, as they are
         self._fresh: deque[tuple[Observation, Choice, Request, float]] = deque(maxlen=FRESH_MAX)
         self.ended = self._fresh.append
         self.last: deque[Over] = deque(maxlen=LAST_MAX)
@@ -114,16 +119,19 @@ class History:
         self._rejected_now = rejected
         self._rejected: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=REJECTED_MAX)
 
-    def gather(self, now_s: float) -> None:
-        """Takes in what has come. now_s: of the data plane's clock."""
+    def gather(self, now_s: float, instances: Sequence[Instance | None] = ()) -> None:
+        """Takes in what has come. now_s: of the data plane's clock. instances: by place; of these records are
+        made into requests that can be shown."""
         if not self.steps or now_s >= self.steps[-1].at_s + STEP_S:
             self._turn(now_s)
         if not self._rejected or now_s >= self._rejected[-1][0] + REJECTED_S:
             self._rejected.append((now_s, self._rejected_now()))
-        fresh = self._fresh
-        if not fresh:
+        fresh, records = self._fresh, self._records
+        if not fresh and not records:
             return
         step, before = self.steps[-1], msgspec.structs.replace(self.steps[-1])
+        while records:
+            self._count(step, records.popleft(), instances)
         while fresh:
             over = Over._make(fresh.popleft())
             self.last.append(over)
@@ -146,6 +154,26 @@ class History:
             if now_s < self.steps[-1].at_s + 2 * STEP_S:
                 begin_s = self.steps[-1].at_s + STEP_S
         self.steps.append(Step(begin_s))
+
+    def _count(self, step: Step, records: bytes, instances: Sequence[Instance | None]) -> None:
+        """Requests of which only the data plane's records are known. Their sums cost nothing by request."""
+        rows = np.frombuffer(records, COLUMNS)
+        rows = rows[(rows["stage"] == Stage.ENDED) & (rows["decode"] >= 0)]
+        step.requests += len(rows)
+        apart = rows["prefill"] >= 0
+        cached = np.where(apart, rows["prefill_cached_tokens"], rows["cached_tokens"])
+        said = (cached >= 0) & (rows["prompt_tokens"] > 0)
+        step.told += int(rows["prompt_tokens"][said].sum())
+        step.cached += int(cached[said].sum())
+        streams = rows[(rows["stream"] > 0) & (rows["first_byte_s"] > 0) & (rows["status"] == 200)]
+        step.streams += len(streams)
+        step.ttft_s += float((streams["first_byte_s"] - streams["arrived_s"]).sum())
+        for each in read_last(rows.tobytes(), LAST_MAX):
+            decode = instances[each.decode] if each.decode < len(instances) else None
+            if decode is not None:
+                prefill = instances[each.prefill] if 0 <= each.prefill < len(instances) else None
+                sent_s = each.sent_prefill_s or each.sent_decode_s
+                self.last.append(Over(each, Choice(decode, prefill), Request(), sent_s))
 
     def _take(self, step: Step, over: Over) -> None:
         step.requests += 1

@@ -80,6 +80,11 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
+def broke_two_engines(answer: Answer) -> bool:
+    """Two engines broke under the request: the proxy offers it to no third one, its client may."""
+    return answer.status == 502 and b"as another engine did" in answer.body
+
+
 @dataclass
 class Exchange:
     """One request that arrived at a mock engine, and the way to answer it byte by byte."""
@@ -289,6 +294,11 @@ class Client:
 def request_bytes(method: str, target: str, body: bytes | None = None, head: str = "") -> bytes:
     length = "" if body is None else f"Content-Length: {len(body)}\r\n"
     return f"{method} {target} HTTP/1.1\r\nHost: test\r\n{head}{length}\r\n".encode() + (body or b"")
+
+
+def filler(size: int) -> bytes:
+    """A JSON object of so many bytes."""
+    return b'{"a":"' + b"x" * (size - 8) + b'"}'
 
 
 @dataclass

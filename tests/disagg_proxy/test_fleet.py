@@ -22,11 +22,11 @@ from moonpool.disagg_proxy.conductor.calibration import FEWEST
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.events.settings import EventSource
-from moonpool.disagg_proxy.mock_engine.server import MockEngine
-from moonpool.disagg_proxy.mock_engine.settings import MockSettings
-from moonpool.disagg_proxy.mock_engine.timing import Timing
 from moonpool.disagg_proxy.server import Proxy
 from moonpool.disagg_proxy.settings import EngineSpec, HealthChecks, ProxySettings
+from moonpool.disagg_proxy.tools.mock_engine.server import MockEngine
+from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings
+from moonpool.disagg_proxy.tools.mock_engine.timing import Timing
 
 DEADLINE_S = 60.0
 SEED = 20261121

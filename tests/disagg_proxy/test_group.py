@@ -20,7 +20,7 @@ import pytest
 import zmq
 
 import moonpool
-from moonpool.core.processes import descendants, living_processes
+from moonpool.core.service.processes import descendants, living_processes
 from moonpool.disagg_proxy.peers.wire import decode_head
 from tests.ports import held_run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import signal
 import socket
@@ -12,7 +13,7 @@ import pytest
 
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.process import _fit_open_files, run
-from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
+from moonpool.disagg_proxy.settings import EngineSpec, Limits, ProxySettings
 
 from .harness import Exchange, MockEngine, proxy_process, request_bytes, until, with_deadline
 
@@ -116,8 +117,19 @@ def test_all_clients_may_wait_for_an_answer_at_one_time(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, allowed))
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
+    caplog.set_level(logging.INFO)
     settings = _fit_open_files(ProxySettings(engines=engines, **more))
     assert settings.limits.client_connections_max == clients
-    warned = [record.getMessage() for record in caplog.records]
-    assert len(warned) == (clients < 10_000)
-    assert all(f"takes {clients} clients at one time instead of 10000" in each for each in warned)
+    said = [(record.levelno, record.getMessage()) for record in caplog.records]
+    line = f"{clients} clients at one time, not 10000, with ulimit -Hn {allowed}"
+    assert said == ([(logging.INFO, line)] if clients < 10_000 else [])  # short, and no warning
+
+
+def test_fewer_clients_than_were_asked_for_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4_096))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
+    limits = Limits(client_connections_max=5_000)
+    assert _fit_open_files(ProxySettings(engines=ALONE, limits=limits)).limits.client_connections_max == 1_983
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -147,3 +149,19 @@ async def test_a_drain_waits_a_little_for_the_first_request_of_a_connection() ->
         clock.now += 3
         assert await silent.ended() == b""
         assert await draining
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "conductor"])
+def test_a_proxy_that_has_ended_is_freed_with_its_files(policy: str) -> None:
+    """Its relay held the proxy's methods, and the proxy its relay: no collector sees a cycle through C++."""
+    proxies = []
+
+    @with_deadline
+    async def serve_one_answer() -> None:
+        async with bed(2, policy=policy, tokenizer=("none",)) as b:
+            assert (await b.ask("POST", CHAT, b"{}")).status == 200
+            proxies.append(weakref.ref(b.proxy))
+
+    serve_one_answer()
+    gc.collect()
+    assert proxies[0]() is None

@@ -64,7 +64,7 @@ async def test_a_restart_refuses_no_connection_and_cuts_no_answer() -> None:
     goon = asyncio.Event()
 
     async def answer(exchange: Exchange) -> None:
-        if exchange.body != b"long":
+        if exchange.body != b'{"long":1}':
             return await exchange.answer(b"{}")
         await exchange.begin_stream()
         await exchange.event("first")
@@ -82,7 +82,7 @@ async def test_a_restart_refuses_no_connection_and_cuts_no_answer() -> None:
             await until(lambda: bool(load.errors) or sum(load.answers.values()) > 100)
             served = len(load.answers)
             long = await proxy.client()
-            await long.request("POST", CHAT, b"long")
+            await long.request("POST", CHAT, b'{"long":1}')
             await long.head()
             goon.clear()
             successor = await stack.enter_async_context(

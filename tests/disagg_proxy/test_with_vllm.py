@@ -26,20 +26,20 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moonpool.core.keys import chain_seed
+from moonpool.core.store.keys import chain_seed
 from moonpool.disagg_proxy.events.indexes import Indexes
 from moonpool.disagg_proxy.events.settings import parse_event_sources
 from moonpool.disagg_proxy.events.subscriber import Subscriber
-from moonpool.disagg_proxy.replay.client import Outcome
-from moonpool.disagg_proxy.simulator.job import Job
-from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS as TRACE_TOKENS
 from moonpool.disagg_proxy.tokens.engine_source import EngineSource
 from moonpool.disagg_proxy.tokens.local_source import LocalSource, LocalTokenizer
 from moonpool.disagg_proxy.tokens.source import TextPrompt, TokenSource
+from moonpool.disagg_proxy.tools.replay.client import Outcome
+from moonpool.disagg_proxy.tools.simulator.job import Job
+from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS as TRACE_TOKENS
 from tests.connectors.vllm.conftest import KV_CONFIG
 from tests.connectors.vllm.processes import environment
 from tests.disagg_proxy.events.beds import eventually
-from tests.disagg_proxy.simulator.real import conversations, measured, outcomes, simulated
+from tests.disagg_proxy.tools.simulator.real import conversations, measured, outcomes, simulated
 from tests.ports import kept_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

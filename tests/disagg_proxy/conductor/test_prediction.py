@@ -10,7 +10,7 @@ import pytest
 
 from moonpool._native import Regression
 from moonpool.disagg_proxy.conductor.prediction import DecodeModel, HandoverModel, PrefillModel
-from moonpool.disagg_proxy.simulator.machine import MACHINES
+from moonpool.disagg_proxy.tools.simulator.machine import MACHINES
 
 SEED = 20261121
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from tests.disagg_proxy.harness import (
     Exchange,
     FakeClock,
     bed,
+    filler,
     request_bytes,
     until,
     with_deadline,
@@ -33,9 +37,12 @@ async def others_are_served(b: Bed) -> None:
         (b"\x00\x01\x02\x03" * 100, 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
         (b"GET / HTTP/1.1\nHost: x\n\n", 400),
-        (b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}", 400),
-        (b"POST /v1/x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n", 400),
-        (b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 70000000\r\n\r\n", 413),
+        (
+            b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+            400,
+        ),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 70000000\r\n\r\n", 413),
         (b"GET /" + b"a" * 40000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
         (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 10000, 431),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
@@ -86,7 +93,7 @@ async def test_half_a_head_meets_its_deadline_however_it_drips() -> None:
     clock = FakeClock()
     async with bed(1, deadlines=Deadlines(head_s=20), clock=clock) as b:
         slow = await b.client()
-        for piece in (b"POST /v1/x", b" HTTP/1.1\r\n", b"Host: x\r\n"):
+        for piece in (b"POST /v1/completions", b" HTTP/1.1\r\n", b"Host: x\r\n"):
             await slow.send(piece)
             await others_are_served(b)
             clock.now += 6
@@ -104,7 +111,7 @@ async def test_half_a_head_behind_a_whole_request_meets_the_same_deadline() -> N
     async with bed(1, deadlines=Deadlines(head_s=20, client_idle_s=1000), clock=clock) as b:
         client = await b.client()
         assert (await client.ask("POST", CHAT, b"{}")).status == 200
-        await client.send(b"POST /v1/x HTTP/1.1\r\n")
+        await client.send(b"POST /v1/completions HTTP/1.1\r\n")
         await until(lambda: b.connection()["busy"])
         clock.now += 21
         assert (await client.answer()).status == 408
@@ -129,9 +136,10 @@ async def test_half_a_body_meets_its_deadline() -> None:
 async def test_a_body_that_drips_is_cut_and_a_steady_one_is_not(size: int, survives: bool) -> None:
     """1,024 bytes earn a second: one byte every 10 s is too slow, 16 KiB every 10 s is fine for ever."""
     clock = FakeClock()
-    async with bed(1, deadlines=Deadlines(body_stall_s=30, body_bytes_per_s_min=1024), clock=clock) as b:
+    deadlines = Deadlines(body_stall_s=30, body_bytes_per_s_min=1024, linger_s=1000)
+    async with bed(1, deadlines=deadlines, clock=clock) as b:
         client = await b.client()
-        await client.send(b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n")
+        await client.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n")
         await until(lambda: b.connection()["reading_body"])
         for sent in range(size, 12 * size + 1, size):
             await client.send(b"x" * size)
@@ -160,7 +168,7 @@ async def test_hundreds_of_silent_connections_do_no_harm() -> None:
     async with bed(1, deadlines=Deadlines(head_s=20), clock=clock) as b:
         idle = [await b.client() for _ in range(300)]
         for client in idle[:150]:
-            await client.send(b"POST /v1/x HTTP/1.1\r\nHo")
+            await client.send(b"POST /v1/completions HTTP/1.1\r\nHo")
         await others_are_served(b)
         clock.now += 21
         for client in idle:
@@ -169,18 +177,37 @@ async def test_hundreds_of_silent_connections_do_no_harm() -> None:
         await others_are_served(b)
 
 
+@contextlib.asynccontextmanager
+async def full(places: int, **more: Any) -> AsyncIterator[tuple[Bed, list[Client], asyncio.Event]]:
+    """A proxy all of whose places are taken by clients that wait for an answer, until the event."""
+    goon = asyncio.Event()
+
+    async def wait(exchange: Exchange) -> None:
+        await goon.wait()
+        await exchange.answer(b"{}")
+
+    async with bed(1, limits=Limits(client_connections_max=places, address_share=1), **more) as b:
+        b.engines[0].behave = wait
+        busy = [await b.client() for _ in range(places)]
+        for client in busy:
+            await client.request("POST", CHAT, b"{}")
+        await until(lambda: len(b.engines[0].seen) == places)
+        yield b, busy, goon
+
+
 @with_deadline
 async def test_connections_over_the_limit_are_told_so() -> None:
-    async with bed(1, limits=Limits(client_connections_max=3)) as b:
-        kept = [await b.client() for _ in range(3)]
-        await until(lambda: b.client_count == 3)
+    async with full(3) as (b, busy, goon):
         refused = await b.client()
         answer = await refused.answer()
         assert answer.status == 503
         assert b"limit of 3 connections" in answer.body
         assert "retry-after" in answer.headers
-        assert (await kept[0].ask("POST", CHAT, b"{}")).status == 200
-        kept[1].leave()
+        goon.set()
+        for client in busy:
+            assert (await client.answer()).status == 200
+        assert (await busy[0].ask("POST", CHAT, b"{}")).status == 200
+        busy[1].leave()
         refused.leave()
         await until(lambda: b.client_count == 2)
         await others_are_served(b)
@@ -188,22 +215,21 @@ async def test_connections_over_the_limit_are_told_so() -> None:
 
 @with_deadline
 async def test_a_crowd_over_the_limit_holds_few_connections() -> None:
-    async with bed(1, limits=Limits(client_connections_max=3), deadlines=Deadlines(linger_s=100)) as b:
-        kept = [await b.client() for _ in range(3)]
-        await until(lambda: b.client_count == 3)
+    async with full(3, deadlines=Deadlines(linger_s=100)) as (b, busy, goon):
         for _ in range(100):
             assert (await (await b.client()).answer()).status == 503  # and its end stays open
         assert b.metric("moonpool_proxy_rejected_total", reason="connections") == 100
         assert b.client_count == 3 + 32
-        for client in kept:
-            assert (await client.ask("POST", CHAT, b"{}")).status == 200
+        goon.set()
+        for client in busy:
+            assert (await client.answer()).status == 200
 
 
 @with_deadline
 async def test_request_bodies_together_are_bounded() -> None:
     async with bed(1, limits=Limits(bodies_bytes_max=100_000)) as b:
         first = await b.client()
-        await first.send(request_bytes("POST", CHAT, b"x" * 90_000)[:-1])
+        await first.send(request_bytes("POST", CHAT, filler(90_000))[:-1])
         await until(lambda: b.counters.held_body_bytes > 80_000)
         second = await b.client()
         await second.request("POST", CHAT, b"x" * 20_000)
@@ -211,16 +237,16 @@ async def test_request_bodies_together_are_bounded() -> None:
         assert answer.status == 503
         assert b"as many request bodies as it may" in answer.body
         await until(lambda: b.counters.held_body_bytes == 89_999)
-        await first.send(b"x")
+        await first.send(b"}")
         assert (await first.answer()).status == 200
         await others_are_served(b)
 
 
 @with_deadline
 async def test_a_refusal_reaches_a_client_that_is_still_sending() -> None:
-    async with bed(1, limits=Limits(body_bytes_max=1000)) as b:
+    async with bed(1, limits=Limits(body_bytes_max=1000), deadlines=Deadlines(linger_s=1000)) as b:
         client = await b.client()
-        await client.send(b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n")
+        await client.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n")
         client.reader._transport.pause_reading()  # type: ignore[attr-defined]
         for _ in range(40):
             await client.send(b"x" * 100_000)
@@ -255,7 +281,7 @@ async def test_pipelined_requests_are_answered_in_order_one_at_a_time() -> None:
         for engine in b.engines:
             engine.behave = echo
         client = await b.client()
-        bodies = [b"%d" % n * (n % 7 + 1) for n in range(200)]
+        bodies = [b'{"n":"%b"}' % (b"%d" % n * (n % 7 + 1)) for n in range(200)]
         pieces = [request_bytes("POST", CHAT, body) + request_bytes("GET", "/health") for body in bodies]
         await client.send(b"".join(pieces))
         for body in bodies:
@@ -277,7 +303,7 @@ async def test_read_ahead_is_bounded_and_nothing_of_it_is_lost() -> None:
         client = await b.client()
         await client.request("POST", CHAT, b"{}")
         await until(lambda: bool(b.engines[0].seen))
-        client.writer.write(request_bytes("POST", CHAT, b"x" * 30_000_000))
+        client.writer.write(request_bytes("POST", CHAT, filler(30_000_000)))
         await until(lambda: b.connection()["held_back"])
         for _ in range(1000):
             await asyncio.sleep(0)
@@ -351,11 +377,11 @@ async def test_chunked_request_body() -> None:
     async with bed(1) as b:
         client = await b.client()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-        for piece in (head, b"3\r\nabc\r\n", b"2;x=y\r\nde\r\n", b"0\r\n\r\n"):
+        for piece in (head, b'3\r\n{"a\r\n', b'4;x=y\r\n":1}\r\n', b"0\r\n\r\n"):
             await client.send(piece)
         assert (await client.answer()).status == 200
-        assert b.engines[0].seen[0].body == b"abcde"
-        assert b.engines[0].seen[0].headers["content-length"] == "5"
+        assert b.engines[0].seen[0].body == b'{"a":1}'
+        assert b.engines[0].seen[0].headers["content-length"] == "7"
 
 
 @with_deadline

@@ -14,8 +14,8 @@ import pytest
 
 from moonpool import _native
 from moonpool.core.errors import ConfigError
-from moonpool.core.keys import block_digests
-from moonpool.core.kv_events import BlockRemoved, BlockStored
+from moonpool.core.service.kv_events import BlockRemoved, BlockStored
+from moonpool.core.store.keys import block_digests
 from moonpool.disagg_proxy.conductor.plan import Answer
 from moonpool.disagg_proxy.discovery import registry_pages
 from moonpool.disagg_proxy.discovery.queries import QUERY_BYTES_MAX, Queries

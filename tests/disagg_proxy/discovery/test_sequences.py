@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from moonpool import _native
-from moonpool.core.keys import chain_seed
-from moonpool.core.kv_events import AllBlocksCleared, Batch, BlockRemoved, BlockStored
+from moonpool.core.service.kv_events import AllBlocksCleared, Batch, BlockRemoved, BlockStored
+from moonpool.core.store.keys import chain_seed
 from moonpool.disagg_proxy.discovery.sequences import Sequences, Space
 
 BLOCK = 4
@@ -121,6 +121,20 @@ def test_ids_that_are_none_cost_their_event_alone(event: BlockStored) -> None:
     made.check_integrity()
 
 
+def test_one_that_tells_without_end_drives_nobody_out() -> None:
+    made = Sequences(names_max=100, known_max=1000)
+    made.take(0, batch(stored(0, 10)))
+    made.take(1, batch(stored(1000, 500)))
+    assert (len(made), made.dropped, len(made._names[0])) == (100, 1, 10)
+    made.take(2, batch(stored(50_000, 20)))
+    assert [len(made._names[holder]) for holder in (0, 2)] == [10, 20]
+    assert len(made) <= 100
+    made.check_integrity()
+    made.take(0, batch(stored(70_000, 10)))
+    assert len(made._names[0]) == 20
+    made.check_integrity()
+
+
 def test_it_is_bounded() -> None:
     made = Sequences(names_max=3, known_max=2)
     made.take(0, batch(stored(0, 2)))
@@ -129,7 +143,7 @@ def test_it_is_bounded() -> None:
     assert known(made, SPACE, hashes(list(range(16)))) == 2
     made.forget(1)
     made.take(1, batch(stored(100, 1)))
-    assert known(made, SPACE, hashes(list(range(16)))) == 1  # the second was told longest ago
+    assert known(made, SPACE, hashes(list(range(16)))) == 0  # the first was told longest ago
     assert known(made, SPACE, hashes(list(range(100, 104)))) == 1
     made.check_integrity()
 

@@ -17,11 +17,11 @@ import pytest
 
 from moonpool.disagg_proxy.conductor.prediction import PrefillModel
 from moonpool.disagg_proxy.engines import page_watch
-from moonpool.disagg_proxy.mock_engine import api
-from moonpool.disagg_proxy.mock_engine.server import MockEngine
-from moonpool.disagg_proxy.mock_engine.settings import MockSettings
-from moonpool.disagg_proxy.mock_engine.timing import Timing
 from moonpool.disagg_proxy.settings import HealthChecks
+from moonpool.disagg_proxy.tools.mock_engine import api
+from moonpool.disagg_proxy.tools.mock_engine.server import MockEngine
+from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings
+from moonpool.disagg_proxy.tools.mock_engine.timing import Timing
 from tests.disagg_proxy.test_fleet import SEED, Fleet, fleet, play, text_of
 
 FORMS = ("two_step", "concurrent")
@@ -438,10 +438,21 @@ def test_engines_that_come_and_go_cost_no_answer() -> None:
                     f.engines[name] = MockEngine(replace(old.settings, port=old.port))
                     await f.engines[name].open()
 
+            async def once(number: int) -> dict[str, Any]:
+                answer, _ = await f.ask(f"{number % 10} {PROMPT}", explain=False)
+                return dict(answer)
+
             async def ask(number: int) -> None:
                 nonlocal answered
                 async with busy:
-                    answer, _ = await f.ask(f"{number % 10} {PROMPT}", explain=False)
+                    answer = None
+                    while answer is None:
+                        try:
+                            answer = await once(number)
+                        except AssertionError as error:
+                            # Two restarts in a row: what two engines broke under goes to no third one.
+                            if "as another engine did" not in str(error):
+                                raise
                 assert text_of(answer) == expected[number % 10]
                 answered += 1
 

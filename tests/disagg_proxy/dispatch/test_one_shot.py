@@ -18,8 +18,6 @@ from moonpool.disagg_proxy.dispatch.dispatcher import PROMPTS_MAX
 from moonpool.disagg_proxy.engines import health
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.engines.sglang import Meeting, Rooms, ServerInfo, read_server_info
-from moonpool.disagg_proxy.mock_engine.server import MockEngine
-from moonpool.disagg_proxy.mock_engine.settings import MockSettings
 from moonpool.disagg_proxy.settings import (
     BreakerLimits,
     Deadlines,
@@ -28,6 +26,8 @@ from moonpool.disagg_proxy.settings import (
     Limits,
     ProxySettings,
 )
+from moonpool.disagg_proxy.tools.mock_engine.server import MockEngine
+from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings
 from tests.disagg_proxy.dispatch.test_handovers import (
     PROMPT,
     SELDOM,
@@ -45,7 +45,7 @@ from tests.disagg_proxy.test_fleet import Fleet, fleet, play, text_of
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-BODY = b'{"model":"m","stream":false,"routed_dp_rank":3,"max_tokens":7, "messages":[]}'
+BODY = b'{"model":"m","stream":false,"top_k":3,"max_tokens":7, "messages":[]}'
 STREAM = b'{"model":"m","stream":true,"messages":[]}'
 NAMES = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
@@ -255,7 +255,7 @@ async def test_each_prompt_of_embeddings_has_its_room(embeds: Any) -> None:
 @with_deadline
 async def test_a_body_of_very_many_pieces_arrives_whole() -> None:
     body = b"{" + b",".join(b'"bootstrap_room":%d,"a%d":1' % (n, n) for n in range(20000)) + b"}"
-    async with pair() as b:
+    async with pair(limits=Limits(members_max=40000)) as b:
         await b.ask("POST", CHAT, body)
         told = json.loads(b.engines[1].seen[0].body)
         assert len(told) == 20000 + 3
@@ -798,7 +798,7 @@ async def test_sglangs_health_check_may_take_its_time(monkeypatch: pytest.Monkey
     async with bed(2, roles=["prefill", "decode"], handover="one_shot", health=checks) as b:
         engine = b.proxy.engines[0]
 
-        async def slow(address: Any, path: str, connect_s: float = 0.0) -> Any:
+        async def slow(address: Any, path: str, connect_s: float = 0.0, *, key: str = "") -> Any:
             await asyncio.sleep(0.2 if path == "/health" else 0)  # more than timeout_s
             return 200, b"", engine.address
 
@@ -1002,7 +1002,7 @@ async def test_an_engine_is_not_used_before_it_has_said_what_it_is(monkeypatch: 
     monkeypatch.setattr(health, "HEALTH_S", 0.1)
     asked: list[str] = []
 
-    async def late(address: Any, path: str, connect_s: float = 0.0) -> Any:
+    async def late(address: Any, path: str, connect_s: float = 0.0, *, key: str = "") -> Any:
         asked.append(path)
         if path == "/server_info":
             await asyncio.sleep(1e6)
@@ -1029,7 +1029,7 @@ async def test_sglangs_engine_keeps_its_patience_when_it_left(monkeypatch: pytes
         assert not engine.liveness.healthy
         real = health._get
 
-        async def slow(address: Any, path: str, connect_s: float | None = None) -> Any:
+        async def slow(address: Any, path: str, connect_s: float | None = None, *, key: str = "") -> Any:
             await asyncio.sleep(1.0 if path == "/health" else 0)  # more than timeout_s
             return await real(address, path, connect_s)
 
@@ -1037,7 +1037,7 @@ async def test_sglangs_engine_keeps_its_patience_when_it_left(monkeypatch: pytes
         await health.HealthChecker(engine, checks).check()
         assert engine.liveness.healthy
 
-        async def busy(address: Any, path: str, connect_s: float | None = None) -> Any:
+        async def busy(address: Any, path: str, connect_s: float | None = None, *, key: str = "") -> Any:
             await asyncio.sleep(1.0)
             return 503, b"", address
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from moonpool.disagg_proxy.conductor.liveness import Health
+from moonpool.disagg_proxy.engines import health
 from moonpool.disagg_proxy.engines.health import HealthChecker
 from moonpool.disagg_proxy.settings import HealthChecks
 from tests.disagg_proxy.harness import MockEngine, bed, until, with_deadline
@@ -33,11 +34,14 @@ async def test_an_engine_that_dies_leaves_and_comes_back_by_itself() -> None:
         rows = json.loads((await b.ask("GET", "/engines")).body)["engines"]
         assert rows[0]["health"] == "dead"
         assert "GET /health failed" in rows[0]["why"]
-        assert {(await b.ask("POST", "/v1/x", b"{}")).engine for _ in range(4)} == {"engine-1"}
+        assert {(await b.ask("POST", "/v1/completions", b"{}")).engine for _ in range(4)} == {"engine-1"}
         assert b.metric("moonpool_proxy_retries_total", engine="engine-0") == 0
         await b.engines[0].start()  # the same port
         await until(lambda: first.liveness.healthy)
-        assert {(await b.ask("POST", "/v1/x", b"{}")).engine for _ in range(4)} == {"engine-0", "engine-1"}
+        assert {(await b.ask("POST", "/v1/completions", b"{}")).engine for _ in range(4)} == {
+            "engine-0",
+            "engine-1",
+        }
 
 
 @with_deadline
@@ -70,7 +74,7 @@ async def test_an_engine_that_accepts_and_says_nothing() -> None:
             b.proxy.engines[0].liveness.state is Health.UNKNOWN
         )  # the first check was not answered: not used
         await until(lambda: b.proxy.engines[1].liveness.healthy)
-        assert {(await b.ask("POST", "/v1/x", b"{}")).engine for _ in range(4)} == {"engine-1"}
+        assert {(await b.ask("POST", "/v1/completions", b"{}")).engine for _ in range(4)} == {"engine-1"}
         await until(lambda: b.proxy.engines[0].liveness.state is Health.DEAD)
         assert "not answered within 0.5 s" in b.proxy.engines[0].liveness.why
         gone.set()
@@ -184,3 +188,18 @@ async def test_too_many_open_files_here_are_no_verdict_on_an_engine(caplog: pyte
             await checker.check()
         assert well.liveness.healthy
         assert dead.liveness.healthy
+
+
+@with_deadline
+async def test_a_page_without_end_has_few_ports_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S1: an engine could make the proxy ask 255 ports of its host, once a second."""
+    asked: list[int] = []
+
+    async def get(address: tuple[str, int], path: str) -> tuple[int, bytes, tuple[str, int]]:
+        asked.append(address[1])
+        return 200, b'{"0": {"engine_id": "e_dp%d"}}' % (len(asked) - 1), address
+
+    monkeypatch.setattr(health, "_get", get)
+    ranks = await health._ranks_at("127.0.0.1", 9000, 10.0)
+    assert len(ranks) == len(asked) == 16
+    assert asked == list(range(9000, 9016))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from moonpool.core.addresses import Address
+from moonpool.core.service.addresses import Address
 from moonpool.disagg_proxy.engines.neighbours import Neighbours
 from moonpool.disagg_proxy.settings import EngineSpec, shared_bootstraps
 

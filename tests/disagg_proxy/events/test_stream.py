@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moonpool.disagg_proxy.events.stream import Stream
+from moonpool.disagg_proxy.events.stream import Room, Stream
 
 
 class Recorder:
@@ -169,6 +169,32 @@ def test_more_than_can_wait_is_a_gap_afterwards() -> None:
     assert recorder.asked == [0, 2]
     answer(stream, 2, 3, 4)
     assert recorder.batches == [batch(n) for n in range(5)]
+
+
+def test_what_waits_during_replays_shares_its_bytes() -> None:
+    room, size = Room(4 * len(batch(0))), len(batch(0))
+    first, second = Recorder(), Recorder()
+    streams = [Stream(each, can_replay=True, room=room) for each in (first, second)]
+    for stream in streams:
+        stream.connected()
+        feed(stream, 1, 2, 3)
+    assert (streams[0].counts.overflows, streams[1].counts.overflows) == (0, 2)
+    assert room.taken == 4 * size
+    answer(streams[0], 0)
+    assert room.taken == size
+    assert first.batches == [batch(n) for n in range(4)]
+    answer(streams[1], 0)
+    feed(streams[1], 4)  # what was dropped is asked for
+    assert second.asked == [0, 1]
+    answer(streams[1], 1, 2, 3, 4)
+    assert second.batches == [batch(n) for n in range(5)]
+    assert room.taken == 0
+    for end in (streams[0].connected, streams[0].gone):
+        streams[0].connected()
+        feed(streams[0], 9)
+        assert room.taken == size
+        end()
+        assert room.taken == 0
 
 
 def test_whoever_was_given_up_begins_anew() -> None:

@@ -9,13 +9,15 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from moonpool.core.kv_events import AllBlocksCleared, Batch, BlockRemoved
-from moonpool.core.processes import allow_many_descriptors
+from moonpool.core.service.kv_events import AllBlocksCleared, Batch, BlockRemoved, BlockStored
+from moonpool.core.service.processes import allow_many_descriptors
 from moonpool.disagg_proxy.events.indexes import Indexes
 from moonpool.disagg_proxy.events.settings import EventLimits, EventSource
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from tests.disagg_proxy.events.beds import (
+    BLOCK,
     LIMITS,
+    TIMEOUT_S,
     Engine,
     Liar,
     chain,
@@ -278,6 +280,78 @@ def test_whoever_leaves_the_rotation_is_forgotten_and_read_again(engine: Engine)
         eventually(lambda: matched(indexes, tokens) == 0)
         made.in_rotation("e0", True)
         eventually(lambda: matched(indexes, tokens) == 3)
+    finally:
+        made.stop()
+
+
+def test_what_a_lost_stream_told_is_not_believed_and_read_again(engine: Engine) -> None:
+    tokens = chain(0, 3)
+    heard: list[bool] = []
+    indexes = Indexes(blocks_max=10_000)
+    limits = EventLimits(replay_s=TIMEOUT_S, lost_s=0.05)  # a busy machine misses no heartbeat of 2 s
+    made = Subscriber((engine.spec(),), indexes, {"e0": 0}, limits=limits)
+    made.hears = lambda place, index: heard.append(index is not None)
+    made.start()
+    try:
+        engine.tell(stored(tokens, 1))
+        eventually(lambda: matched(indexes, tokens) == 3)
+        eventually(lambda: heard == [True])
+        assert [(each.heard, each.lost_s) for each in made.states()] == [(True, None)]
+        engine.stop()
+        eventually(lambda: heard == [True, False])
+        eventually(lambda: matched(indexes, tokens) == 0)
+        (state,) = made.states()
+        assert not state.heard
+        assert state.lost_s is not None
+        assert totals(made)["heard"] == 0
+        engine.start()
+        engine.tell(stored(tokens, 1))
+        eventually(lambda: matched(indexes, tokens) == 3)
+        eventually(lambda: heard == [True, False, True])
+        assert totals(made)["heard"] == 1
+    finally:
+        made.stop()
+
+
+def test_a_stream_of_more_than_can_be_looked_at_is_cut_off_and_read_later(
+    liar: Liar, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """S13: 3.6 GB of valid batches stayed in the proxy's memory. One message of 2 MiB is too much here."""
+    limits = EventLimits(queues_bytes_max=1 << 20, behind_s=0.0, rest_s=0.05)
+    honest = EventSource("honest", engine.endpoint, engine.replay)
+    made = Subscriber((liar.spec(), honest), indexes := Indexes(), {"e0": 0, "honest": 1}, limits=limits)
+    made.start()
+    try:
+        engine.tell(stored(chain(0, 3), 1))
+        for number in range(3):
+            liar.wait_for_subscriber()
+            liar.say(number, batch(stored([1 << 30] * (100_000 * BLOCK), 1)))
+            eventually(lambda number=number: totals(made)["rests_total"] == number + 1)
+            assert liar.pub.poll(20_000)
+            assert liar.pub.recv() == b"\x00"  # it has hung up
+        liar.wait_for_subscriber()
+        liar.say(9, batch(stored(chain(500, 2), 11)))
+        eventually(lambda: matched(indexes, chain(500, 2)) == 2)
+        eventually(lambda: matched(indexes, chain(0, 3), 1) == 3)
+        assert totals(made, "honest")["rests_total"] == 0
+        assert caplog.text.count("come faster than they can be looked at") == 1
+        assert [each.rests for each in made.states()] == [False, False]
+    finally:
+        made.stop()
+
+
+def test_an_engine_that_changes_its_block_size_leaves_no_index_behind(liar: Liar) -> None:
+    made, indexes = subscriber(liar.spec())
+    try:
+        liar.wait_for_subscriber()
+        for number in range(20):
+            size = 1 + number
+            event = BlockStored([1], None, list(range(size)), size, medium="GPU")
+            liar.say(2 * number, batch(event))
+            liar.say(2 * number + 1, b"no batch")
+        eventually(lambda: totals(made)["malformed_total"] == 20)
+        assert list(indexes.all()) == [("", 20)]
+        assert indexes.refused == 0
     finally:
         made.stop()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from moonpool.disagg_proxy.data_plane.counters import BOUNDS_S
@@ -15,6 +17,8 @@ NAMES = {
     "moonpool_proxy_engine_breaker_open": "gauge",
     "moonpool_proxy_engine_healthy": "gauge",
     "moonpool_proxy_held_body_bytes": "gauge",
+    "moonpool_proxy_unread_bytes": "gauge",
+    "moonpool_proxy_reserved_dropped": "counter",
     "moonpool_proxy_access_log_dropped": "counter",
     "moonpool_proxy_observations_dropped": "counter",
     "moonpool_proxy_policy_errors": "counter",
@@ -35,7 +39,7 @@ NAMES = {
 @with_deadline
 async def test_names_and_types() -> None:
     async with bed(2) as b:
-        answer = await b.ask("POST", "/v1/x", b"{}")
+        answer = await b.ask("POST", "/v1/completions", b"{}")
         page = await b.ask("GET", "/metrics")
         assert page.headers["content-type"].startswith("text/plain")
         families = {family.name: family for family in text_string_to_metric_families(page.body.decode())}
@@ -56,3 +60,19 @@ def test_buckets_are_cumulative() -> None:
     found = dict(buckets((counts, 3.5)))
     assert (found["0.001"], found["0.0025"], found["600.0"], found["+Inf"]) == (2, 3, 3, 8)
     assert len(found) == len(BOUNDS_S) + 1
+
+
+@with_deadline
+async def test_a_prefill_engine_has_answered_what_it_computed_for_others() -> None:
+    """Newcomer 7c: it was shown with 0 requests for ever."""
+    async with bed(2, roles=["prefill", "decode"], policy="conductor", tokenizer=("none",)) as b:
+        body = json.dumps({"model": "m", "prompt": list(range(2000))}).encode()
+        for _ in range(3):
+            assert (await b.ask("POST", "/v1/completions", body)).status == 200
+        rows = json.loads((await b.ask("GET", "/engines")).body)["engines"]
+        prefills = sum(b.engine(0).prefills.values())
+        assert prefills > 0
+        assert {row["name"]: row["requests"] for row in rows} == {"engine-0": prefills, "engine-1": 3}
+        page = json.loads((await b.ask("GET", "/ui/data")).body)
+        at = page["engine_columns"].index("requests")
+        assert [row[at] for row in page["engine_rows"]] == [prefills, 3]

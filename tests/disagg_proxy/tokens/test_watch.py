@@ -26,3 +26,7 @@ def test_blindness_is_said_once_with_its_likely_cause() -> None:
     said = [watch.report(1_000, 1_000, 896, 0) for _ in range(3 * WINDOW)]
     assert sum(map(bool, said)) == 1
     assert "events" in next(filter(None, said))
+    watch = PredictionWatch(tolerance_tokens=64)
+    said = [watch.report(1_000, 1_000, 0, 896) for _ in range(3 * WINDOW)]
+    assert sum(map(bool, said)) == 1
+    assert "--pool-events" in next(filter(None, said))

@@ -52,6 +52,7 @@ def page(engines: int, **other: Any) -> dict[str, Any]:
             1000 * (at % 11),
             100 * at,
             at % 3,
+            "lost" if at == 1 else "live",
         )
         for at in range(engines)
     ]

@@ -12,18 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonpool.disagg_proxy.mock_engine.server import MockEngine
-from moonpool.disagg_proxy.mock_engine.settings import MockSettings
-from moonpool.disagg_proxy.replay.prompts import Prompts
-from moonpool.disagg_proxy.replay.run import Plan, replay_here
-from moonpool.disagg_proxy.replay.sender import Bounds
 from moonpool.disagg_proxy.server import Proxy
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
+from moonpool.disagg_proxy.tools.mock_engine.server import MockEngine
+from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings
+from moonpool.disagg_proxy.tools.replay.prompts import Prompts
+from moonpool.disagg_proxy.tools.replay.run import Plan, replay_here
+from moonpool.disagg_proxy.tools.replay.sender import Bounds
 from moonpool.disagg_proxy.ui.data import Group
 from moonpool.disagg_proxy.ui.page import page_answer
 
 from ..harness import with_deadline
-from ..replay.beds import trace_of
+from ..tools.replay.beds import trace_of
 from .browser import needs_chromium, tab
 from .made import page
 
@@ -202,6 +202,42 @@ async def test_no_answer_is_said_and_healed() -> None:
         await t.until(FRESH)
         assert await t.evaluate("document.getElementById('notice').hidden")
         assert await t.count("#engines tr") == 3
+
+
+@in_time
+async def test_a_key_is_asked_for_and_sent(tmp_path: Path) -> None:
+    engine, keys = MockEngine(MockSettings(port=0)), tmp_path / "keys"
+    keys.write_text("alpha\n")
+    spec = EngineSpec("left", await engine.open())
+    proxy = Proxy(ProxySettings(port=0, engines=(spec,), policy="conductor", api_keys_file=str(keys)))
+    try:
+        url = await proxy.open()
+        async with tab() as t:
+            await t.open(f"{url}/ui")
+            # Not STALE: a page that was slow to be answered is so, too.
+            await t.until("document.getElementById('notice').innerText.includes('it wants an API key')")
+            await t.evaluate("document.getElementById('key').value = 'alpha'")
+            await t.evaluate("document.getElementById('key').dispatchEvent(new Event('change'))")
+            await t.until(FRESH)
+            assert await t.evaluate("document.getElementById('locked').hidden")
+            assert await t.count("#engines tr") == 1
+    finally:
+        await proxy.close()
+        await engine.close()
+
+
+@in_time
+async def test_on_a_telephone_rows_are_one_line(tmp_path: Path) -> None:
+    """Newcomer 26: rows of the last requests were five lines high, and empty as far as they were seen."""
+    async with serving([(200, page(30, explains=False))]) as url, tab() as t:
+        await t.open(url)
+        await t.picture(tmp_path / "small.png", width=420)
+        await t.until(FRESH)
+        heights = "Array.from(document.querySelectorAll('#last tr')).map(row => row.offsetHeight)"
+        assert await t.evaluate(f"Math.max(...{heights})") < 70
+        assert "what engines say" in await t.text("#last-note")
+        labels = "Array.from(document.querySelectorAll('#tiers text, #line text')).map(t => t.textContent)"
+        assert await t.evaluate(f"new Set({labels}.slice(0, 3)).size") == 3
 
 
 @in_time

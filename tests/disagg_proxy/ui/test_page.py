@@ -7,6 +7,9 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from ..harness import Bed, Exchange, FakeClock, bed, until, with_deadline
 
@@ -99,9 +102,53 @@ async def test_a_policy_that_looks_at_no_prompt_explains_nothing() -> None:
     async with bed(1, policy="round_robin") as b:
         await ask(b, 2)
         found = await data(b)
-        assert (found["explains"], found["last"]) == (False, [])
+        assert found["explains"] is False
+        assert [(row["why_here"], row["why_miss"]) for row in found["last"]] == [("", "")] * 2  # type: ignore[attr-defined]
         (row,) = found["engine_rows"]  # type: ignore[misc, attr-defined]
         assert row[6:10] == [0.0, -1, -1, 0]
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_load", "conductor"])
+@pytest.mark.parametrize("apart", [False, True])
+@with_deadline
+async def test_the_page_is_true_under_every_policy(policy: str, apart: bool) -> None:
+    """Newcomer 6: under the default policy 0.0 requests a second, no first token, no last requests."""
+
+    async def stream(exchange: Exchange) -> None:
+        if not json.loads(exchange.body).get("stream"):
+            return await exchange.answer(b'{"kv_transfer_params":{"a":1}}')
+        await exchange.begin_stream()
+        usage = '{"prompt_tokens":1000,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":600}}'
+        await exchange.event('{"choices":[],"usage":' + usage + "}")
+        await exchange.event("[DONE]")
+        await exchange.end_stream()
+
+    roles = ["prefill", "decode"] if apart else []
+    async with bed(2, policy=policy, tokenizer=("none",), roles=roles) as b:
+        for mock in b.engines:
+            mock.behave = stream
+        body = json.dumps({"model": "m", "prompt": list(range(1000)), "stream": True}).encode()
+        engines = []
+        for _ in range(4):
+            answer = await b.ask("POST", COMPLETIONS, body, "X-Moonpool-Decision: 1\r\n")
+            assert answer.status == 200
+            decision = json.loads(answer.headers["x-moonpool-decision"])
+            assert (decision["policy"], decision["engine"]) == (policy, answer.engine)
+            assert decision["prefill"] == ("engine-0" if apart else None)
+            engines.append(answer.engine)
+        assert "x-moonpool-decision" not in (await b.ask("POST", COMPLETIONS, body)).headers
+        history = b.proxy.ui.history
+        await until(lambda: sum(step.requests for step in history.steps) == 5)
+        assert sum(step.streams for step in history.steps) == 5
+        assert sum(step.ttft_s for step in history.steps) > 0
+        found: Any = await data(b)
+        assert [row["engine"] for row in reversed(found["last"])][:4] == engines
+        assert {row["prefill"] for row in found["last"]} == {"engine-0" if apart else None}
+        assert {row["tokens"] for row in found["last"]} == {1000}
+        assert all(row["ttft_s"] > 0 for row in found["last"])
+        if not apart:
+            assert (history.total.told, history.total.cached) == (5000, 3000)
+            assert {row["cached"] for row in found["last"]} == {600}
 
 
 @with_deadline
@@ -125,10 +172,12 @@ async def test_history_is_made_while_nobody_looks_and_a_page_is_kept_for_a_secon
 
 
 @with_deadline
-async def test_it_is_open_as_engines_and_metrics_are(tmp_path: Path) -> None:
+async def test_the_page_is_open_and_its_data_wants_a_key_where_there_are_any(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("alpha\n")
     async with bed(1, api_keys_file=str(file)) as b:
-        for path in ("/engines", "/metrics", "/ui", "/ui/data"):
+        for path in ("/metrics", "/ui"):
             assert (await b.ask("GET", path)).status == 200
+        assert (await b.ask("GET", "/ui/data")).status == 401
+        assert (await b.ask("GET", "/ui/data", head="Authorization: Bearer alpha\r\n")).status == 200
         assert (await b.ask("POST", COMPLETIONS, b"{}")).status == 401

@@ -10,12 +10,12 @@ from statistics import fmean
 import pytest
 
 from moonpool.disagg_proxy.conductor.policy import POLICIES, make_policy
-from moonpool.disagg_proxy.simulator.cluster import Cluster, ClusterSettings
-from moonpool.disagg_proxy.simulator.desk import Desk
-from moonpool.disagg_proxy.simulator.job import Job
-from moonpool.disagg_proxy.simulator.machine import MACHINES
-from moonpool.disagg_proxy.simulator.results import Results, Slo
-from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS, Arrival
+from moonpool.disagg_proxy.tools.simulator.cluster import Cluster, ClusterSettings
+from moonpool.disagg_proxy.tools.simulator.desk import Desk
+from moonpool.disagg_proxy.tools.simulator.job import Job
+from moonpool.disagg_proxy.tools.simulator.machine import MACHINES
+from moonpool.disagg_proxy.tools.simulator.results import Results, Slo
+from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Arrival
 
 SEED = 20261121
 PAPER = MACHINES["paper"]

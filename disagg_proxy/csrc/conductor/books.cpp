@@ -1,0 +1,139 @@
+#include "conductor/books.hpp"
+
+#include <algorithm>
+
+namespace moonpool {
+
+double Books::wait_s(double now_s) {
+    while (first_ != nullptr) {
+        const Prefill& head = first_->second;
+        double had_s = now_s - head_since_s_;
+        if (!head.silent || had_s < head.predicted_s) {
+            if (had_s < 0) {
+                had_s = 0;
+            } else if (had_s > head.predicted_s) {
+                had_s = head.predicted_s;
+            }
+            double wait_s = prefill_sum_s_ - had_s;
+            return wait_s > 0 ? wait_s : 0;
+        }
+        head_since_s_ += head.predicted_s;
+        drop(*first_);
+    }
+    return 0;
+}
+
+void Books::prefill_began(int64_t request, int64_t tokens, int64_t own, int64_t pool, double predicted_s,
+                          double now_s, bool silent) {
+    auto [at, is_new] = prefills_.try_emplace(request, Prefill{tokens, own, pool, predicted_s, silent});
+    if (!is_new) return;
+    if (first_ == nullptr) {
+        head_since_s_ = now_s;
+        prefill_sum_s_ = 0;  // sums of floats drift
+        first_ = &*at;
+    } else {
+        at->second.before = last_;
+        last_->second.behind = &*at;
+    }
+    last_ = &*at;
+    in_both_ += decodes_.count(request);
+    prefill_sum_s_ += predicted_s;
+    prefill_tokens_ += tokens;
+    prefill_rest_ += tokens - own - pool;
+}
+
+std::optional<Prefilled> Books::prefill_ended(int64_t request, double now_s, bool done) {
+    auto at = prefills_.find(request);
+    if (at == prefills_.end()) return std::nullopt;
+    const Prefill& prefill = at->second;
+    double seconds = now_s - head_since_s_;
+    Prefilled ended{prefill.tokens, prefill.own, prefill.pool, seconds, prefill.predicted_s};
+    bool was_head = first_ == &*at;
+    drop(*at);
+    if (was_head || done) head_since_s_ = now_s;
+    // Engines batch short prefills: one that overtakes the head, or leaves, says nothing of its own cost.
+    if (!done || !was_head || !(seconds >= 0)) return std::nullopt;
+    return ended;
+}
+
+void Books::decode_began(int64_t request, int64_t context, double now_s) {
+    if (decodes_.contains(request)) return;
+    integrate(now_s);
+    decodes_[request] = Decode{context, now_s, batch_integral_, context_integral_};
+    in_both_ += prefills_.count(request);
+    context_ += context;
+}
+
+std::optional<Decoded> Books::decode_ended(int64_t request, int64_t tokens, double now_s) {
+    auto at = decodes_.find(request);
+    if (at == decodes_.end()) return std::nullopt;
+    integrate(now_s);
+    Decode decode = at->second;
+    decodes_.erase(at);
+    in_both_ -= prefills_.count(request);
+    context_ -= decode.context;
+    double lasted_s = now_s - decode.first_s;
+    if (tokens < 2 || !(lasted_s > 0)) return std::nullopt;
+    return Decoded{(batch_integral_ - decode.batch_integral) / lasted_s,
+                   (context_integral_ - decode.context_integral) / lasted_s,
+                   lasted_s / static_cast<double>(tokens - 1)};
+}
+
+void Books::forget_all() {
+    prefills_.clear();
+    first_ = last_ = nullptr;
+    prefill_sum_s_ = 0;
+    prefill_tokens_ = prefill_rest_ = 0;
+    decodes_.clear();
+    in_both_ = 0;
+    context_ = 0;
+}
+
+void Books::drop(Line::value_type& dropped) {
+    const Prefill& prefill = dropped.second;
+    (prefill.before != nullptr ? prefill.before->second.behind : first_) = prefill.behind;
+    (prefill.behind != nullptr ? prefill.behind->second.before : last_) = prefill.before;
+    double left_s = prefill_sum_s_ - prefill.predicted_s;
+    prefill_sum_s_ = left_s > 0 ? left_s : 0;
+    prefill_tokens_ -= prefill.tokens;
+    prefill_rest_ -= prefill.tokens - prefill.own - prefill.pool;
+    int64_t request = dropped.first;
+    in_both_ -= decodes_.count(request);
+    prefills_.erase(request);
+}
+
+void Books::integrate(double now_s) {
+    double passed_s = now_s - integrated_to_s_;
+    if (!(passed_s > 0)) return;
+    integrated_to_s_ = now_s;
+    if (decodes_.empty()) return;
+    batch_integral_ += passed_s * static_cast<double>(decodes_.size());
+    context_integral_ += passed_s * static_cast<double>(context_);
+}
+
+std::string Books::check_integrity() const {
+    double sum_s = 0;
+    int64_t tokens = 0, rest = 0, context = 0;
+    size_t in_line = 0, in_both = 0;
+    const Line::value_type* before = nullptr;
+    for (const Line::value_type* at = first_; at != nullptr; before = at, at = at->second.behind) {
+        const Prefill& prefill = at->second;
+        if (prefill.before != before) return "the line is not linked back";
+        ++in_line;
+        sum_s += prefill.predicted_s;
+        tokens += prefill.tokens;
+        rest += prefill.tokens - prefill.own - prefill.pool;
+        in_both += decodes_.count(at->first);
+    }
+    for (const auto& [request, decode] : decodes_) context += decode.context;
+    if (in_line != prefills_.size() || before != last_) return "the line lacks a prefill";
+    if (in_line != 0 && std::abs(sum_s - prefill_sum_s_) > 1e-6 * std::max(1.0, sum_s)) {
+        return "the line is " + std::to_string(sum_s) + " s long, not " + std::to_string(prefill_sum_s_);
+    }
+    if (tokens != prefill_tokens_ || rest != prefill_rest_) return "the tokens of the prefills do not add up";
+    if (context != context_) return "the tokens of the decodes do not add up";
+    if (in_both != in_both_) return "the requests in both do not add up";
+    return "";
+}
+
+}  // namespace moonpool

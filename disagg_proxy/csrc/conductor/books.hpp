@@ -1,0 +1,92 @@
+// Books: what one engine has to do, as far as the proxy sent it there: prefills in line, requests that
+// decode.
+//
+// An engine is taken to prefill in the order of arrival. Its line is counted in seconds, not in requests: the
+// sum of the predicted prefills, less what the first of them has already had. The ends of prefills correct
+// it, so that a prediction that was wrong does not add up.
+//
+// Pure: times (seconds, of one clock) are arguments. No lock: who keeps books keeps others away. Each call
+// about a request that is not known changes nothing, so that reports may come late, twice or never.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <unordered_map>
+
+namespace moonpool {
+
+// A prefill has ended. seconds: how long the engine had it in work, the wait before it left out.
+struct Prefilled {
+    int64_t tokens = 0, own = 0, pool = 0;
+    double seconds = 0, predicted_s = 0;
+};
+
+// A request has ended. batch, context_tokens: averages over its time.
+struct Decoded {
+    double batch = 0, context_tokens = 0, gap_s = 0;
+};
+
+class Books {
+   public:
+    Books() = default;
+    Books(const Books&) = delete;
+
+    // What policies read.
+    size_t prefills() const { return prefills_.size(); }
+    // Tokens of the prompts in line, those that are reused included; and those that are to be computed.
+    int64_t prefill_tokens() const { return prefill_tokens_; }
+    int64_t prefill_rest_tokens() const { return prefill_rest_; }
+    size_t decodes() const { return decodes_.size(); }
+    size_t requests() const { return prefills_.size() + decodes_.size() - in_both_; }
+    // Tokens in the KV cache of the requests that decode now, as far as known.
+    int64_t context_tokens() const { return context_; }
+    // Seconds until a prefill that came now would begin.
+    double wait_s(double now_s);
+
+    // What happens. silent: its end will not be heard of, so it is taken to last as long as predicted.
+    void prefill_began(int64_t request, int64_t tokens, int64_t own, int64_t pool, double predicted_s,
+                       double now_s, bool silent);
+    // done: it was computed; else the request is gone and nothing can be learnt from it.
+    std::optional<Prefilled> prefill_ended(int64_t request, double now_s, bool done);
+    void decode_began(int64_t request, int64_t context, double now_s);
+    // tokens: how many were made, the first included; 0 when unknown.
+    std::optional<Decoded> decode_ended(int64_t request, int64_t tokens, double now_s);
+    // The engine is gone, and what it had to do with it.
+    void forget_all();
+
+    // What is wrong; "" when nothing is.
+    std::string check_integrity() const;
+
+   private:
+    struct Prefill;
+    // The line goes through the map's own nodes, which stay where they are.
+    using Line = std::unordered_map<int64_t, Prefill>;
+    struct Prefill {
+        int64_t tokens = 0, own = 0, pool = 0;
+        double predicted_s = 0;
+        bool silent = false;
+        Line::value_type *before = nullptr, *behind = nullptr;
+    };
+    struct Decode {
+        int64_t context = 0;
+        double first_s = 0, batch_integral = 0, context_integral = 0;
+    };
+
+    void drop(Line::value_type& prefill);
+    void integrate(double now_s);
+
+    Line prefills_;
+    Line::value_type *first_ = nullptr, *last_ = nullptr;
+    double prefill_sum_s_ = 0;
+    int64_t prefill_tokens_ = 0, prefill_rest_ = 0;
+    double head_since_s_ = 0;
+    std::unordered_map<int64_t, Decode> decodes_;
+    size_t in_both_ = 0;
+    int64_t context_ = 0;
+    double batch_integral_ = 0, context_integral_ = 0;
+    double integrated_to_s_ = -INFINITY;
+};
+
+}  // namespace moonpool

@@ -1,0 +1,138 @@
+#include "conductor/candidates.hpp"
+
+#include <algorithm>
+
+namespace moonpool {
+
+namespace {
+
+constexpr double kThousand = 1e-3, kMillion = 1e-6;  // the scales of the models' features
+
+double square(int64_t tokens) { return static_cast<double>(tokens) * static_cast<double>(tokens); }
+
+}  // namespace
+
+double Standing::gap_s(int64_t tokens) const {
+    auto batch = static_cast<double>(static_cast<int64_t>(books->decodes()) + coming + 1);
+    auto context = static_cast<double>(books->context_tokens() + coming_tokens + tokens);
+    std::span<const double> by = decode->coefficients();
+    return by[0] + by[1] * batch + by[2] * kThousand * context;
+}
+
+Candidates::Weighed Candidates::weigh(const Standing& standing, const Prompt& prompt, int64_t own) const {
+    std::span<const double> by = standing.prefill->coefficients();
+    double a = by[0], b = by[1] * kThousand, c = by[2] * kMillion;
+    double load = by[3] * kThousand;
+    double latency = by[4], token = by[5] * kThousand, hidden = by[6] * kThousand, share = by[7];
+    auto rest = static_cast<double>(prompt.tokens - own), held = static_cast<double>(own);
+    double prefill_s = a + b * rest + c * (square(prompt.tokens) - square(own)) + load * held;
+    double wait_s = standing.books->wait_s(prompt.now_s);
+    auto pull = static_cast<double>(prompt.pool - own);
+    bool fetches = pull > 0;
+    double transfer_s = 0, lost_s = 0;
+    if (fetches) {
+        double pull_s = latency + token * pull + share * prompt.ahead_s;
+        transfer_s = pull_s;
+        if (wait_s > 0) {  // it hides behind others, and takes its time on the links nevertheless
+            transfer_s = hidden * pull;
+            pull_s = std::max(transfer_s, pull_s);
+        }
+        double saved_s = b * pull + c * (square(prompt.pool) - square(own));
+        fetches = pull_s < saved_s + prompt.spare_s || !standing.obeys;
+        if (fetches) {
+            prefill_s += transfer_s - saved_s;
+            lost_s = std::max(pull_s - saved_s, 0.0);
+        } else {
+            transfer_s = 0;
+        }
+    }
+    double ttft_s = wait_s + prefill_s;
+    double later_s = prompt.harm * prefill_s * (wait_s + 0.5 * prefill_s);
+    double stalls_s = static_cast<double>(standing.books->decodes()) * prefill_s;
+    double cost = prompt.urgency * ttft_s + later_s + prompt.chance * b * rest + prompt.stalled * stalls_s;
+    return {cost, ttft_s, prefill_s, transfer_s, lost_s, own, fetches};
+}
+
+bool Candidates::may(const Standing& standing, const Prompt& prompt, double ttft_s) const {
+    if (&standing == prompt.without && all_.size() > 1) return false;
+    if (prompt.gap_most_s < INFINITY && standing.gap_s(prompt.tokens) + ttft_s > prompt.gap_most_s)
+        return false;
+    return prompt.need_tokens == 0 || standing.has_room(prompt.need_tokens + standing.coming_tokens);
+}
+
+Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> own) {
+    weighed_.clear();
+    size_t stays = all_.size();
+    double least = INFINITY, least_ttft_s = INFINITY;
+    size_t left = 0;
+    for (size_t i = 0; i < all_.size(); ++i) {
+        const Standing& standing = *all_[i];
+        int64_t held = standing.place < own.size() ? own[standing.place] : 0;
+        if (&standing == prompt.last) {
+            stays = i;
+            if (prompt.last_own >= 0) held = prompt.last_own;
+        }
+        const Weighed& weighed = weighed_.emplace_back(weigh(standing, prompt, held));
+        if (!may(standing, prompt, weighed.ttft_s)) {
+            weighed_.back() = {INFINITY, INFINITY, 0, 0, 0, -1, false};
+            continue;
+        }
+        ++left;
+        least = std::min(least, weighed.cost);
+        least_ttft_s = std::min(least_ttft_s, weighed.ttft_s);
+    }
+    auto found = [&](size_t which, Reason reason) {
+        const Weighed& w = weighed_[which];
+        return Cheapest{which,    reason,      w.fetches,    w.own,   w.cost,
+                        w.ttft_s, w.prefill_s, w.transfer_s, w.lost_s};
+    };
+    if (left == 0) return found(0, Reason::kOnly);
+    double near = least + kEqualS;
+    bool known = left > 1 && stays < all_.size() && weighed_[stays].own >= 0;
+    if (known && weighed_[stays].cost <= near + prompt.noise * weighed_[stays].ttft_s) {
+        return found(stays, Reason::kSession);
+    }
+    // Of equals the longest match; of those who goes first.
+    size_t best = all_.size(), equal = 0, longest = 0;
+    for (size_t i = 0; i < all_.size(); ++i) {
+        if (weighed_[i].cost > near || weighed_[i].own < 0) continue;
+        ++equal;
+        bool longer = best == all_.size() || weighed_[i].own > weighed_[best].own;
+        if (longer) longest = 0;
+        if (longer || weighed_[i].own == weighed_[best].own) {
+            ++longest;
+            if (longer || goes_first(i, best)) best = i;
+        }
+    }
+    if (left == 1) return found(best, Reason::kOnly);
+    if (longest < equal) return found(best, Reason::kMatch);
+    if (equal > 1) return found(best, Reason::kTurn);
+    bool soonest = weighed_[best].ttft_s <= least_ttft_s + kEqualS;
+    return found(best, soonest ? Reason::kLeastTime : Reason::kSparesOthers);
+}
+
+LeastGap Candidates::least_gap(int64_t tokens, int64_t need_tokens) const {
+    // A room for nobody: everybody is looked at.
+    auto roomy = [&](const Standing& standing) {
+        return standing.has_room(need_tokens + standing.coming_tokens);
+    };
+    bool any = std::any_of(all_.begin(), all_.end(), [&](const auto& standing) { return roomy(*standing); });
+    LeastGap best{0, INFINITY};
+    for (size_t i = 0; i < all_.size(); ++i) {
+        if (any && !roomy(*all_[i])) continue;
+        double gap_s = all_[i]->gap_s(tokens);
+        if (gap_s < best.gap_s - kEqualGapS) {
+            best = {i, gap_s};
+        } else if (gap_s < best.gap_s + kEqualGapS && goes_first(i, best.which)) {
+            best.which = i;
+        }
+    }
+    return best;
+}
+
+bool Candidates::goes_first(size_t one, size_t other) const {
+    size_t mine = all_[one]->books->requests(), others = all_[other]->books->requests();
+    return mine != others ? mine < others : all_[one]->turn < all_[other]->turn;
+}
+
+}  // namespace moonpool

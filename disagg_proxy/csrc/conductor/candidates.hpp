@@ -1,0 +1,112 @@
+// Candidates: the instances that a policy chooses among, weighed all at once. What a weight is made of, and
+// why, stands with the policy (disagg_proxy/conductor/policies/conductor.py) and its models (prediction.py);
+// here it is computed for a thousand of them without asking Python for each.
+//
+// Pure: times are arguments, nothing is kept between two questions but what the instances themselves hold.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "conductor/books.hpp"
+#include "conductor/regression.hpp"
+
+namespace moonpool {
+
+// Standing: what policies compare instances by, of one instance.
+struct Standing {
+    Standing(uint32_t place, int64_t room_tokens, std::shared_ptr<Books> books,
+             std::shared_ptr<const Regression> prefill, std::shared_ptr<const Regression> decode)
+        : place(place),
+          room_tokens(room_tokens),
+          books(std::move(books)),
+          prefill(std::move(prefill)),
+          decode(std::move(decode)) {}
+    Standing(const Standing&) = delete;
+
+    // Seconds between the tokens of one more request, of so many tokens.
+    double gap_s(int64_t tokens) const;
+    bool has_room(int64_t tokens) const {
+        return room_tokens == 0 || books->context_tokens() + tokens <= room_tokens;
+    }
+
+    const uint32_t place;                   // among all instances
+    int64_t room_tokens;                    // what its KV cache holds; 0: not known
+    bool obeys = false;                     // it computes what it is told not to fetch
+    int64_t coming = 0, coming_tokens = 0;  // requests that others prefill for it, tokens of their prompts
+    int64_t turn = -1;                      // when a policy last chose it, by the policy's own count
+    const std::shared_ptr<Books> books;
+    // Of prefill: a, b, c, load, latency, token, hidden, share; of decode: d, e, k.
+    const std::shared_ptr<const Regression> prefill, decode;
+};
+
+// What is asked about a prompt.
+struct Prompt {
+    int64_t tokens = 0;
+    int64_t pool = 0;  // leading tokens that the pool holds
+    double now_s = 0;
+    double ahead_s = 0;  // of the sender's other fetches
+    double urgency = 1;  // what a second of its own time counts
+    double harm = 0;     // what a second of work costs those who come later, for each second before it
+    double chance = 0;   // that a token which is driven out must be computed again
+    double spare_s = 0;  // so much more than to compute a fetch may cost, to see what it does
+    double stalled = 0;  // what a second counts in which one that decodes there gets no tokens
+    // Who would keep those that decode there from their next token for longer, all that is in line there
+    // computed first, or has no room for so many tokens, is no candidate.
+    double gap_most_s = INFINITY;
+    int64_t need_tokens = 0;
+    const Standing* without = nullptr;  // is no candidate, unless it is the only one
+    const Standing* last = nullptr;     // where its conversation was
+    int64_t last_own = -1;              // what that holds of it; -1: as the others, by place
+    double noise = 0;                   // by how much of its time predictions are wrong there
+};
+
+enum class Reason : uint8_t { kOnly, kSession, kMatch, kTurn, kLeastTime, kSparesOthers };
+
+struct Cheapest {
+    size_t which = 0;  // of the candidates
+    Reason reason = Reason::kOnly;
+    bool fetches = false;
+    int64_t own = 0;
+    double cost = 0, ttft_s = 0, prefill_s = 0, transfer_s = 0;  // ttft: without a hand-over
+    double lost_s = 0;                                           // by fetching rather than computing
+};
+
+struct LeastGap {
+    size_t which = 0;
+    double gap_s = 0;
+};
+
+class Candidates {
+   public:
+    static constexpr double kEqualS = 0.001, kEqualGapS = 0.00005;  // what makes no difference
+
+    explicit Candidates(std::vector<std::shared_ptr<Standing>> all) : all_(std::move(all)) {}
+
+    size_t size() const { return all_.size(); }
+    // Who is to compute the prompt; at an infinite cost when nobody may. own: tokens in an instance's own
+    // cache, by its place; who is behind the end has none.
+    Cheapest cheapest(const Prompt& prompt, std::span<const uint32_t> own);
+    // Who is to answer, of those with room for so many tokens, or of all when none has.
+    LeastGap least_gap(int64_t tokens, int64_t need_tokens) const;
+
+   private:
+    struct Weighed {
+        double cost, ttft_s, prefill_s, transfer_s, lost_s;
+        int64_t own;
+        bool fetches;
+    };
+    Weighed weigh(const Standing& standing, const Prompt& prompt, int64_t own) const;
+    bool may(const Standing& standing, const Prompt& prompt, double ttft_s) const;
+    // Of two that are equal otherwise: the fewest requests, then who was chosen longest ago.
+    bool goes_first(size_t one, size_t other) const;
+
+    std::vector<std::shared_ptr<Standing>> all_;
+    std::vector<Weighed> weighed_;  // of the last question: its memory is used again
+};
+
+}  // namespace moonpool

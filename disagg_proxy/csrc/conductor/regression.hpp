@@ -1,0 +1,65 @@
+// Regression: least squares that learns while it is used: a linear model with non-negative coefficients, a
+// prior that fades with evidence, slow forgetting, and two bounds on what odd samples may do.
+//
+// The recursion is least squares with exponential forgetting (Plackett 1950, "Some theorems in least
+// squares"; Ljung, "System Identification", ch. 11). Samples far from the prediction count as if they were at
+// a bound, as in Huber's loss (Huber 1964), and those that are absurd count nothing: an engine that stood
+// still, a clock that jumped. What has really changed moves the median of the last samples; when that is
+// twice the prediction, or half of it, what was learnt is open again as at the beginning. Pure: no clock, no
+// lock.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+
+namespace moonpool {
+
+class Regression {
+   public:
+    static constexpr size_t kCoefficientsMax = 8;
+
+    // y = sum of coefficient * feature, each coefficient at least 0. prior: the coefficients before any
+    // sample; spread: how far off each may be (standard deviation), as many; floor: the smallest scale of y
+    // that matters, in y's unit.
+    Regression(std::span<const double> prior, std::span<const double> spread, double floor);
+
+    std::span<const double> coefficients() const { return {coefficients_.data(), size_}; }
+    double coefficient(size_t place) const { return coefficients_[place]; }
+    double predict(std::span<const double> features) const;
+    // Learns from one sample. Returns the error of the prediction before, y - predicted; nothing for a sample
+    // that changes nothing: no set of finite, non-negative numbers, or absurd.
+    std::optional<double> observe(std::span<const double> features, double y);
+
+    // Begins with these coefficients in the place of the prior's, and as little known: a first guess from
+    // others. False: there was a sample, or these are no numbers, and nothing changes.
+    bool start(std::span<const double> coefficients);
+
+    uint64_t samples() const { return samples_; }
+    uint64_t odd() const { return odd_; }          // were absurd
+    uint64_t refused() const { return refused_; }  // were no numbers
+    // What is wrong; "" when nothing is.
+    std::string check_integrity() const;
+
+   private:
+    static constexpr size_t kRecent = 15;  // samples, of which the median is taken
+    using Row = std::array<double, kCoefficientsMax>;
+
+    Row within(const Row& moved) const;
+    bool is_believed(double predicted, double y);
+    void open();
+    void bound();
+
+    size_t size_;
+    Row coefficients_{}, most_{};  // most: the variance of the prior
+    std::array<Row, kCoefficientsMax> covariance_{};
+    double floor_;
+    std::array<double, kRecent> recent_{};  // observed over predicted, in turn
+    size_t seen_ = 0;                       // since it was open
+    uint64_t samples_ = 0, odd_ = 0, refused_ = 0;
+};
+
+}  // namespace moonpool

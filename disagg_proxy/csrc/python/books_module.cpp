@@ -1,0 +1,256 @@
+// What the conductor knows of engines, as Python sees it: their books, what was learnt of their times, and
+// the questions to all of them at once. All of it keeps the GIL: each call is shorter than giving it up.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <pybind11/typing.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "conductor/books.hpp"
+#include "conductor/candidates.hpp"
+#include "python/arguments.hpp"
+#include "python/proxy_module.hpp"
+#include "python/raise.hpp"
+
+namespace moonpool::python {
+
+namespace {
+
+constexpr const char* kReasons[] = {"only", "session", "match", "turn", "least_time", "spares_others"};
+
+[[noreturn]] void refuse(const char* why) { raise(Error{Code::kInvalidArgument, why}, "conductor"); }
+
+void raise_if(const std::string& wrong) {
+    if (wrong.empty()) return;
+    PyErr_SetString(PyExc_AssertionError, wrong.c_str());
+    throw py::error_already_set();
+}
+
+std::shared_ptr<Regression> make_regression(const std::vector<double>& prior,
+                                            const std::vector<double>& spread, double floor) {
+    if (prior.empty() || prior.size() > Regression::kCoefficientsMax || prior.size() != spread.size()) {
+        refuse("a regression has one to eight coefficients, and as many spreads");
+    }
+    return std::make_shared<Regression>(prior, spread, floor);
+}
+
+void check_size(const Regression& regression, const std::vector<double>& features) {
+    if (features.size() != regression.coefficients().size()) {
+        refuse("a number for each coefficient is wanted");
+    }
+}
+
+py::typing::Tuple<py::float_, py::ellipsis> coefficients(const Regression& self) {
+    std::span<const double> values = self.coefficients();
+    py::tuple out(values.size());
+    for (size_t i = 0; i < values.size(); ++i) out[i] = py::float_(values[i]);
+    return out;
+}
+
+std::shared_ptr<Standing> make_standing(uint32_t place, int64_t room_tokens, std::shared_ptr<Books> books,
+                                        std::shared_ptr<Regression> prefill,
+                                        std::shared_ptr<Regression> decode) {
+    if (!books || !prefill || prefill->coefficients().size() != 8 || !decode ||
+        decode->coefficients().size() != 3) {
+        refuse("an instance has books, and models of eight and of three coefficients");
+    }
+    return std::make_shared<Standing>(place, room_tokens, std::move(books), std::move(prefill),
+                                      std::move(decode));
+}
+
+std::shared_ptr<Candidates> make_candidates(std::vector<std::shared_ptr<Standing>> instances) {
+    if (instances.empty()) refuse("nobody to choose among");
+    return std::make_shared<Candidates>(std::move(instances));
+}
+
+// Numbers of tokens: an array of u32, which costs nothing, or any sequence of integers.
+class TokenCounts {
+   public:
+    explicit TokenCounts(const py::object& counts) {
+        if (PyObject_CheckBuffer(counts.ptr()) != 0) {
+            array_.emplace(counts, "own");
+            span_ = array_->span();
+            return;
+        }
+        auto items = py::reinterpret_steal<py::object>(
+            PySequence_Fast(counts.ptr(), "own must be a sequence of token counts"));
+        if (!items) throw py::error_already_set();
+        auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr()));
+        copied_.resize(count);
+        PyObject** item = PySequence_Fast_ITEMS(items.ptr());
+        for (size_t i = 0; i < count; ++i) {
+            long value = PyLong_AsLong(item[i]);
+            if (value == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+            if (value < 0 || value > UINT32_MAX) refuse("a token count is no negative number");
+            copied_[i] = static_cast<uint32_t>(value);
+        }
+        span_ = copied_;
+    }
+    std::span<const uint32_t> span() const { return span_; }
+
+   private:
+    std::optional<ArrayOf<uint32_t>> array_;
+    std::vector<uint32_t> copied_;
+    std::span<const uint32_t> span_;
+};
+
+using Wanted = std::optional<std::shared_ptr<Standing>>;  // or nobody
+
+py::tuple cheapest(Candidates& self, int64_t tokens, const py::object& own, int64_t pool, double now_s,
+                   double ahead_s, double urgency, double harm, double chance, double spare_s, double stalled,
+                   double gap_most_s, int64_t need_tokens, const Wanted& without, const Wanted& last,
+                   int64_t last_own, double noise) {
+    TokenCounts held(own);
+    Cheapest best = self.cheapest({.tokens = tokens,
+                                   .pool = pool,
+                                   .now_s = now_s,
+                                   .ahead_s = ahead_s,
+                                   .urgency = urgency,
+                                   .harm = harm,
+                                   .chance = chance,
+                                   .spare_s = spare_s,
+                                   .stalled = stalled,
+                                   .gap_most_s = gap_most_s,
+                                   .need_tokens = need_tokens,
+                                   .without = without ? without->get() : nullptr,
+                                   .last = last ? last->get() : nullptr,
+                                   .last_own = last_own,
+                                   .noise = noise},
+                                  held.span());
+    return py::make_tuple(best.which, kReasons[static_cast<size_t>(best.reason)], best.ttft_s, best.prefill_s,
+                          best.transfer_s, best.own, best.fetches, best.lost_s, best.cost);
+}
+
+}  // namespace
+
+void bind_books(py::module_& m) {
+    py::class_<Prefilled>(m, "Prefilled", "A prefill has ended.")
+        .def_readonly("tokens", &Prefilled::tokens)
+        .def_readonly("own", &Prefilled::own)
+        .def_readonly("pool", &Prefilled::pool)
+        .def_readonly("seconds", &Prefilled::seconds,
+                      "How long the engine had it in work, the wait before it left out.")
+        .def_readonly("predicted_s", &Prefilled::predicted_s);
+
+    py::class_<Decoded>(m, "Decoded", "A request has ended; batch and context are averages over its time.")
+        .def_readonly("batch", &Decoded::batch)
+        .def_readonly("context_tokens", &Decoded::context_tokens)
+        .def_readonly("gap_s", &Decoded::gap_s, "Between two of its tokens.");
+
+    py::class_<Books, std::shared_ptr<Books>>(
+        m, "Books",
+        "What one engine has to do: prefills in line, requests that decode. Requests are named by integers; "
+        "a "
+        "call about one that is not known changes nothing. Times are seconds of one clock.")
+        .def(py::init<>())
+        .def_property_readonly("prefills", &Books::prefills)
+        .def_property_readonly("prefill_tokens", &Books::prefill_tokens,
+                               "Tokens of the prompts in line, those that are reused included.")
+        .def_property_readonly("prefill_rest_tokens", &Books::prefill_rest_tokens,
+                               "Those of them that are to be computed.")
+        .def_property_readonly("decodes", &Books::decodes)
+        .def_property_readonly("requests", &Books::requests)
+        .def_property_readonly("context_tokens", &Books::context_tokens,
+                               "Tokens in the KV cache of the requests that decode now, as far as known.")
+        .def("wait_s", &Books::wait_s, py::arg("now_s"), "Seconds until a prefill that came now would begin.")
+        .def("prefill_began", &Books::prefill_began, py::arg("request"), py::arg("tokens"), py::arg("own"),
+             py::arg("pool"), py::arg("predicted_s"), py::arg("now_s"), py::kw_only(),
+             py::arg("silent") = false,
+             "silent: its end will not be heard of, so it is taken to last as long as predicted.")
+        .def("prefill_ended", &Books::prefill_ended, py::arg("request"), py::arg("now_s"), py::kw_only(),
+             py::arg("done") = true,
+             "done: it was computed; else the request is gone and nothing can be learnt from it.")
+        .def("decode_began", &Books::decode_began, py::arg("request"), py::arg("context"), py::arg("now_s"))
+        .def("decode_ended", &Books::decode_ended, py::arg("request"), py::arg("tokens"), py::arg("now_s"),
+             "tokens: how many were made, the first included; 0 when unknown.")
+        .def("forget_all", &Books::forget_all, "The engine is gone, and what it had to do with it.")
+        .def(
+            "check_integrity", [](const Books& self) { raise_if(self.check_integrity()); },
+            "Raises AssertionError when an invariant is broken.");
+
+    py::class_<Regression, std::shared_ptr<Regression>>(
+        m, "Regression",
+        "Least squares that learns while it is used: y = sum of coefficient * feature, each coefficient at "
+        "least 0. prior: the coefficients before any sample; spread: how far off each may be (standard "
+        "deviation); floor: the smallest scale of y that matters, in y's unit.")
+        .def(py::init(&make_regression), py::arg("prior"), py::arg("spread"), py::kw_only(), py::arg("floor"))
+        .def_property_readonly("coefficients", &coefficients)
+        .def_property_readonly("samples", &Regression::samples, "How many were learnt from.")
+        .def_property_readonly("odd", &Regression::odd, "How many were absurd.")
+        .def_property_readonly("refused", &Regression::refused, "How many were no numbers.")
+        .def(
+            "predict",
+            [](const Regression& self, const std::vector<double>& features) {
+                check_size(self, features);
+                return self.predict(features);
+            },
+            py::arg("features"))
+        .def(
+            "observe",
+            [](Regression& self, const std::vector<double>& features, double y) {
+                check_size(self, features);
+                return self.observe(features, y);
+            },
+            py::arg("features"), py::arg("y"),
+            "Learns from one sample. The error of the prediction before, y - predicted; None for a sample "
+            "that changes nothing: no set of finite, non-negative numbers, or absurd.")
+        .def(
+            "start",
+            [](Regression& self, const std::vector<double>& coefficients) {
+                check_size(self, coefficients);
+                return self.start(coefficients);
+            },
+            py::arg("coefficients"),
+            "Begins with these coefficients in the place of the prior's, and as little known. False: there "
+            "was "
+            "a sample, or these are no numbers, and nothing changes.")
+        .def(
+            "check_integrity", [](const Regression& self) { raise_if(self.check_integrity()); },
+            "Raises AssertionError when an invariant is broken.");
+
+    py::class_<Standing, std::shared_ptr<Standing>>(
+        m, "Standing",
+        "What policies compare instances by, of one instance. room_tokens: what its KV cache holds, 0: not "
+        "known; obeys: it computes what it is told not to fetch; coming, coming_tokens: requests, and tokens "
+        "of their prompts, that others prefill for it; turn: when a policy last chose it.")
+        .def(py::init(&make_standing), py::arg("place"), py::arg("room_tokens"), py::arg("books"),
+             py::arg("prefill"), py::arg("decode"))
+        .def_readwrite("room_tokens", &Standing::room_tokens)
+        .def_readwrite("obeys", &Standing::obeys)
+        .def_readwrite("coming", &Standing::coming)
+        .def_readwrite("coming_tokens", &Standing::coming_tokens)
+        .def_readwrite("turn", &Standing::turn)
+        .def("gap_s", &Standing::gap_s, py::arg("tokens"),
+             "Predicted seconds between the tokens of one more request with so long a prompt.")
+        .def(
+            "has_room", &Standing::has_room, py::arg("tokens"),
+            "Whether a request of so many tokens fits beside those that decode here; unknown counts as yes.");
+
+    py::class_<Candidates, std::shared_ptr<Candidates>>(m, "Candidates",
+                                                        "Instances to choose among, weighed all at once.")
+        .def(py::init(&make_candidates), py::arg("instances"))
+        .def("__len__", &Candidates::size)
+        .def("cheapest", &cheapest, py::arg("tokens"), py::arg("own"), py::arg("pool"), py::arg("now_s"),
+             py::kw_only(), py::arg("ahead_s") = 0.0, py::arg("urgency") = 1.0, py::arg("harm") = 0.0,
+             py::arg("chance") = 0.0, py::arg("spare_s") = 0.0, py::arg("stalled") = 0.0,
+             py::arg("gap_most_s") = INFINITY, py::arg("need_tokens") = 0, py::arg("without") = py::none(),
+             py::arg("last") = py::none(), py::arg("last_own") = -1, py::arg("noise") = 0.0,
+             "Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, "
+             "lost_s, cost). Nobody may: the cost is infinite.")
+        .def(
+            "least_gap",
+            [](const Candidates& self, int64_t tokens, int64_t need_tokens) {
+                LeastGap best = self.least_gap(tokens, need_tokens);
+                return py::make_tuple(best.which, best.gap_s);
+            },
+            py::arg("tokens"), py::arg("need_tokens"),
+            "Who is to answer, of those with room for need_tokens, or of all: (which, seconds between "
+            "tokens).");
+}
+
+}  // namespace moonpool::python

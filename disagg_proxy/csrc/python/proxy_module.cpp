@@ -1,0 +1,12 @@
+#include "python/proxy_module.hpp"
+
+namespace moonpool::python {
+
+void bind_proxy(py::module_& m) {
+    bind_conductor(m);
+    bind_books(m);
+    bind_parsers(m);
+    bind_relay(m);
+}
+
+}  // namespace moonpool::python

@@ -1,0 +1,478 @@
+// The proxy's data plane as Python sees it: Relay, and the requests that it asks about.
+
+#include <Python.h>
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <unistd.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "http/fields.hpp"
+#include "python/proxy_module.hpp"
+#include "python/raise.hpp"
+#include "python/relay_look.hpp"
+#include "python/relay_settings.hpp"
+#include "python/view.hpp"
+#include "relay/relay.hpp"
+#include "relay/texts.hpp"
+
+namespace moonpool::python {
+
+namespace {
+
+using relay::Decision;
+using relay::Question;
+
+PyTypeObject* body_view_type = nullptr;
+constexpr size_t kEnginesMax = 65535;  // a place has 16 bits
+
+// One request, for as long as Python keeps it.
+class PyRequest {
+   public:
+    PyRequest(std::shared_ptr<relay::Request> request, py::tuple candidates, uint32_t attempt)
+        : request_(std::move(request)), candidates_(std::move(candidates)), attempt_(attempt) {}
+
+    uint64_t id() const { return request_->id; }
+    py::bytes path() const { return py::bytes(request_->head.path.data(), request_->head.path.size()); }
+    py::bytes method() const { return py::bytes(request_->head.method.data(), request_->head.method.size()); }
+    py::object headers(std::string_view name) const {
+        const http::Field* field = http::find_field(request_->head.fields, name);
+        if (field == nullptr) return py::none();
+        return py::bytes(field->value.data(), field->value.size());
+    }
+    py::object body() const {
+        return make_view(body_view_type, request_, reinterpret_cast<const std::byte*>(request_->body.data()),
+                         request_->body.size());
+    }
+    py::str request_id() const { return request_->request_id; }
+    double arrived_s() const { return request_->arrived_at; }
+    py::object model() const { return text(request_->facts().model); }
+    bool stream() const { return request_->facts().stream; }
+    std::optional<int64_t> max_tokens() const { return request_->facts().max_tokens; }
+    py::object cache_salt() const {
+        const std::optional<std::string>& salt = request_->facts().cache_salt;
+        return salt ? text(*salt) : py::none();
+    }
+    // The same objects each time: every decision asks, and looks it up in a set.
+    py::str kind() const {
+        static PyObject* const names[] = {
+            PyUnicode_InternFromString("chat"), PyUnicode_InternFromString("completions"),
+            PyUnicode_InternFromString("embeddings"), PyUnicode_InternFromString("generate"),
+            PyUnicode_InternFromString("other")};
+        return py::reinterpret_borrow<py::str>(names[static_cast<size_t>(request_->kind)]);
+    }
+    py::object prompt_tokens() const {
+        auto ids = request_->prompt_tokens();
+        if (!ids) return py::none();
+        return to_bytes(*ids);
+    }
+    py::object prompt_text() const {
+        auto prompt = request_->prompt_text();
+        return prompt ? text(*prompt) : py::none();
+    }
+    std::optional<size_t> prompt_count() const { return request_->prompt_count(); }
+    bool wants_one() const { return request_->wants_one(); }
+    const py::tuple& candidates() const { return candidates_; }
+    uint32_t attempt() const { return attempt_; }
+    bool gone() const { return request_->gone; }
+
+   private:
+    static py::object text(const std::string& bytes) {
+        PyObject* made =
+            PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "surrogatepass");
+        if (made == nullptr) {  // no UTF-8 at all
+            PyErr_Clear();
+            made = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace");
+        }
+        if (made == nullptr) throw py::error_already_set();
+        return py::reinterpret_steal<py::object>(made);
+    }
+
+    std::shared_ptr<relay::Request> request_;
+    py::tuple candidates_;
+    uint32_t attempt_;
+};
+
+[[noreturn]] void bad(const char* sentence) { throw py::type_error(sentence); }
+
+using Pairs = std::vector<std::pair<std::string, std::string>>;
+
+relay::Role role_of(const std::string& name) {
+    if (name == "prefill") return relay::Role::kPrefill;
+    return name == "decode" ? relay::Role::kDecode : relay::Role::kBoth;
+}
+
+Pairs fields_of(py::handle pairs) {
+    Pairs fields;
+    for (py::handle pair : pairs) {
+        auto [name, value] = pair.cast<std::pair<std::string, std::string>>();
+        if (!http::is_field_name(name) || !http::is_field_value(value)) {
+            bad("a header has a name or value that cannot stand in a head");
+        }
+        fields.emplace_back(std::move(name), std::move(value));
+    }
+    return fields;
+}
+
+// disagg_proxy/conductor/plan.py has the two tuples. Raises TypeError.
+Decision decision_of(py::handle value, size_t engines) {
+    Decision decision;
+    auto place = [&](py::handle number) {
+        auto at = number.cast<int64_t>();
+        if (at < 0 || at >= static_cast<int64_t>(engines)) bad("a plan names an engine that is not there");
+        return static_cast<int>(at);
+    };
+    if (value.is_none()) {
+        decision.is = Decision::Is::kLater;
+    } else if (PyLong_Check(value.ptr())) {
+        decision.is = Decision::Is::kPlan;
+        decision.plan.engine = place(value);
+    } else if (PyTuple_Check(value.ptr()) && PyTuple_GET_SIZE(value.ptr()) == 8) {
+        auto plan = py::reinterpret_borrow<py::tuple>(value);
+        decision.is = Decision::Is::kPlan;
+        decision.plan.engine = place(plan[0]);
+        if (!plan[1].is_none()) decision.plan.prefill = place(plan[1]);
+        if (!plan[2].is_none()) {
+            decision.plan.form = plan[3].is_none() ? relay::Form::kContextFirst : relay::Form::kConcurrent;
+            decision.plan.prefill_params = plan[2].cast<std::string>();
+            if (!plan[3].is_none()) decision.plan.engine_params = plan[3].cast<std::string>();
+        }
+        decision.plan.headers = fields_of(plan[4]);
+        decision.plan.note = plan[5].cast<int64_t>();
+        decision.plan.prefill_headers = fields_of(plan[6]);
+        decision.plan.members = plan[7].cast<Pairs>();
+        if (!decision.plan.members.empty()) {
+            bool same = plan[2].is_none();
+            decision.plan.form = same ? relay::Form::kOneShot : relay::Form::kGenerationFirst;
+        }
+        if (decision.plan.prefill == decision.plan.engine) bad("a plan prefills where it decodes");
+    } else if (PyTuple_Check(value.ptr()) && PyTuple_GET_SIZE(value.ptr()) == 5) {
+        auto answer = py::reinterpret_borrow<py::tuple>(value);
+        decision.is = Decision::Is::kPage;
+        decision.page.status = answer[0].cast<int>();
+        decision.page.body = answer[1].cast<std::string>();
+        decision.page.content_type = answer[2].cast<std::string>();
+        decision.page.headers = fields_of(answer[3]);
+        decision.page.reason = answer[4].cast<std::string>();
+        if (decision.page.status < 200 || decision.page.status > 599) bad("an answer's status is 200 to 599");
+    } else {
+        bad("a decision is an engine's place, a Plan, an Answer or None");
+    }
+    return decision;
+}
+
+class PyRelay final : public relay::Decider {
+   public:
+    PyRelay(const std::vector<std::tuple<std::string, std::string, std::string>>& engines,
+            const std::map<std::string, double>& limits, const std::map<std::string, double>& deadlines,
+            const std::map<std::string, double>& breaker, std::vector<std::string> api_keys,
+            std::string access_log, std::string instance, double retry_after_s, bool spans,
+            py::function decide, py::function page, py::function refused, size_t texts_max,
+            size_t engines_max, py::object gone, bool registry, std::vector<std::string> relay_paths)
+        : decide_(std::move(decide)),
+          page_(std::move(page)),
+          refused_(std::move(refused)),
+          gone_(std::move(gone)),
+          texts_(texts_max) {
+        relay::Settings settings;
+        for (const auto& [name, host, role] : engines) {
+            settings.engines.push_back({name, host, role_of(role), ""});
+        }
+        take(limits, settings.limits);
+        take(deadlines, settings.deadlines);
+        take(breaker, settings.breaker);
+        settings.api_keys = std::move(api_keys);
+        settings.access_log = std::move(access_log);
+        settings.instance = std::move(instance);
+        settings.spans = spans;
+        settings.registry = registry;
+        settings.relay_paths = std::move(relay_paths);
+        settings.retry_after_s = retry_after_s;
+        settings.engines_max = engines_ = std::max(settings.engines.size(), engines_max);
+        if (engines_ > kEnginesMax) bad("a relay has 65535 engines at most");
+        auto started = [&] {
+            py::gil_scoped_release nogil;
+            return relay::Relay::start(std::move(settings), *this);
+        }();
+        relay_ = unwrap(std::move(started), "proxy");
+    }
+    ~PyRelay() override { close(); }
+
+    void listen(int fd) {
+        py::gil_scoped_release nogil;
+        relay_->listen(::dup(fd));
+    }
+    void add_engine(size_t place, std::string name, std::string host, const std::string& role,
+                    const std::string& key) {
+        std::string authorization = key.empty() ? "" : "Bearer " + key;
+        if (!http::is_field_value(authorization)) bad("an engine's key cannot stand in a head");
+        relay_->add_engine(checked(place),
+                           {std::move(name), std::move(host), role_of(role), std::move(authorization)});
+    }
+    void remove_engine(size_t place, double drain_s) { relay_->remove_engine(checked(place), drain_s); }
+    void engine_state(size_t place, bool healthy, const std::string&) {
+        relay_->engine_state(checked(place), healthy);
+    }
+    void engine_address(size_t place, const std::string& address, uint16_t port) {
+        sockaddr_storage storage{};
+        auto& four = reinterpret_cast<sockaddr_in&>(storage);
+        auto& six = reinterpret_cast<sockaddr_in6&>(storage);
+        if (::inet_pton(AF_INET, address.c_str(), &four.sin_addr) == 1) {
+            four.sin_family = AF_INET;
+            four.sin_port = htons(port);
+            relay_->engine_address(checked(place), storage, sizeof(four));
+        } else if (::inet_pton(AF_INET6, address.c_str(), &six.sin6_addr) == 1) {
+            six.sin6_family = AF_INET6;
+            six.sin6_port = htons(port);
+            relay_->engine_address(checked(place), storage, sizeof(six));
+        } else {
+            raise(Error{Code::kInvalidArgument, address + " is no IP address"}, "proxy");
+        }
+    }
+    void engine_models(size_t place, std::optional<std::vector<std::string>> models) {
+        relay_->engine_models(checked(place), std::move(models));
+    }
+    void engine_role(size_t place, const std::string& role, double patience_s) {
+        relay_->engine_role(checked(place), role_of(role), patience_s);
+    }
+    void engine_late(size_t place) { relay_->engine_late(checked(place)); }
+    void resume(const PyRequest& request, const py::object& decision) {
+        relay_->resume(request.id(), decision_of(decision, engines_));
+    }
+    bool drain(double timeout_s) {
+        py::gil_scoped_release nogil;
+        return relay_->drain(timeout_s);
+    }
+    void close() {
+        {
+            py::gil_scoped_release nogil;
+            texts_.close();
+            if (relay_) relay_->close();
+        }
+        // The thread that called them has ended. They hold the proxy, which holds this: a cycle that Python's
+        // collector cannot see.
+        decide_ = page_ = refused_ = py::function();
+        gone_ = py::none();
+    }
+    std::optional<PyRequest> next_text() {
+        std::optional<Question> question;
+        {
+            py::gil_scoped_release nogil;
+            question = texts_.next();
+        }
+        return request_of(question);
+    }
+    std::optional<PyRequest> overdue_text(double since_s) { return request_of(texts_.overdue(since_s)); }
+    void skip(double seconds) {
+        py::gil_scoped_release nogil;
+        relay_->skip(seconds);
+    }
+    double now() const { return relay_->clock(); }
+    uint32_t in_flight(size_t place) const { return relay_->in_flight(checked(place)); }
+    double rests_until(size_t place) const { return relay_->rests_until(checked(place)); }
+
+    py::bytes take_observations() { return py::bytes(relay_->observations.take()); }
+
+    py::dict counters() { return relay_counters(*relay_, policy_errors_); }
+    py::list clients() { return relay_clients(*relay_); }
+
+    // Decider, on the relay's thread.
+
+    void thread_started() override {
+        gil_ = PyGILState_Ensure();
+        thread_ = PyEval_SaveThread();
+    }
+    void thread_ending() override {
+        PyEval_RestoreThread(thread_);
+        PyGILState_Release(gil_);
+    }
+    void decide(std::vector<Question>& questions) override {
+        bool locked = false;
+        for (Question& question : questions) {
+            if (texts_.take(question, relay_->now)) {
+                question.decision.is = Decision::Is::kLater;
+                continue;
+            }
+            if (!std::exchange(locked, true)) PyEval_RestoreThread(thread_);
+            question.decision = ask(question);
+        }
+        if (locked) thread_ = PyEval_SaveThread();
+    }
+    void engine_refused(size_t place, const std::string& why) override {
+        PyEval_RestoreThread(thread_);
+        try {
+            refused_(place, why);
+        } catch (py::error_already_set& error) {
+            error.discard_as_unraisable("moonpool proxy: refused");
+        }
+        thread_ = PyEval_SaveThread();
+    }
+    void engine_gone(size_t place) override {
+        PyEval_RestoreThread(thread_);
+        try {
+            if (!gone_.is_none()) gone_(place);
+        } catch (py::error_already_set& error) {
+            error.discard_as_unraisable("moonpool proxy: gone");
+        }
+        thread_ = PyEval_SaveThread();
+    }
+
+   private:
+    size_t checked(size_t place) const {
+        if (place >= engines_) throw py::index_error("there is no engine at this place");
+        return place;
+    }
+
+    // The usual case of no failures makes the same tuple again and again.
+    const py::tuple& tuple_of(const std::vector<uint16_t>& places) {
+        if (!last_tuple_ || places != last_places_) {
+            py::tuple made(places.size());
+            for (size_t i = 0; i < places.size(); ++i) made[i] = py::int_(places[i]);
+            last_places_ = places;
+            last_tuple_ = std::move(made);
+        }
+        return last_tuple_;
+    }
+
+    std::optional<PyRequest> request_of(const std::optional<Question>& question) {
+        if (!question) return std::nullopt;
+        return PyRequest(question->request, tuple_of(question->candidates), question->attempt);
+    }
+
+    Decision ask(const Question& question) {
+        try {
+            PyRequest request(question.request, tuple_of(question.candidates), question.attempt);
+            py::object answer = (question.page ? page_ : decide_)(std::move(request));
+            Decision decision = decision_of(answer, engines_);
+            if (decision.is == Decision::Is::kPlan) check(decision.plan, question);
+            return decision;
+        } catch (py::error_already_set& error) {
+            report(error);
+        } catch (const py::builtin_exception& error) {
+            error.set_error();
+            py::error_already_set raised;
+            report(raised);
+        }
+        return Decision{};  // kFailed
+    }
+
+    static void check(const relay::Plan& plan, const Question& question) {
+        for (int place : {plan.engine, plan.prefill}) {
+            if (place < 0) continue;
+            const auto& all = question.candidates;
+            if (std::find(all.begin(), all.end(), place) == all.end()) {
+                bad("a plan names an engine that is no candidate");
+            }
+        }
+    }
+
+    // A policy that breaks at each request must not fill the disk with tracebacks.
+    void report(py::error_already_set& error) {
+        ++policy_errors_;
+        double now = relay_->now;
+        if (now - reported_at_ < 1 && reported_at_ > 0) return;
+        reported_at_ = now;
+        error.discard_as_unraisable("moonpool proxy: policy");
+    }
+
+    py::function decide_, page_, refused_;
+    py::object gone_;
+    size_t engines_ = 0;
+    relay::Texts texts_;
+    std::unique_ptr<relay::Relay> relay_;
+    PyGILState_STATE gil_{};
+    PyThreadState* thread_ = nullptr;
+    std::vector<uint16_t> last_places_;
+    py::tuple last_tuple_;
+    std::atomic<uint64_t> policy_errors_{0};
+    double reported_at_ = 0;
+};
+
+}  // namespace
+
+void bind_relay(py::module_& m) {
+    body_view_type = make_view_type();
+    py::class_<PyRequest>(m, "ProxyRequest", "A client's request, whole, as a policy sees it.")
+        .def_property_readonly("id", &PyRequest::id)
+        .def_property_readonly("path", &PyRequest::path)
+        .def_property_readonly("method", &PyRequest::method)
+        .def("headers", &PyRequest::headers, py::arg("name"), "The first field of this name, or None.")
+        .def_property_readonly("body", &PyRequest::body, "Read-only memoryview.")
+        .def_property_readonly("request_id", &PyRequest::request_id)
+        .def_property_readonly("arrived_s", &PyRequest::arrived_s)
+        .def_property_readonly("model", &PyRequest::model, "\"\" when the body names none.")
+        .def_property_readonly("stream", &PyRequest::stream)
+        .def_property_readonly("max_tokens", &PyRequest::max_tokens)
+        .def_property_readonly("cache_salt", &PyRequest::cache_salt)
+        .def_property_readonly("kind", &PyRequest::kind, "chat, completions, embeddings, generate or other.")
+        .def("prompt_tokens", &PyRequest::prompt_tokens,
+             "Little-endian u32 ids when the prompt is one list of ids, else None.")
+        .def("prompt_text", &PyRequest::prompt_text, "The prompt when it is one string, else None.")
+        .def("prompt_count", &PyRequest::prompt_count,
+             "How many prompts there are when it is a list of them, else None.")
+        .def_property_readonly("wants_one", &PyRequest::wants_one,
+                               "Whether it is for one answer to one prompt.")
+        .def_property_readonly("candidates", &PyRequest::candidates, "Places of the engines to choose from.")
+        .def_property_readonly("attempt", &PyRequest::attempt, "How many plans have failed.")
+        .def_property_readonly("gone", &PyRequest::gone, "Whether the client has left.");
+    py::class_<PyRelay>(m, "Relay", "The proxy's data plane: one thread that serves all sockets.")
+        .def(py::init<const std::vector<std::tuple<std::string, std::string, std::string>>&,
+                      const std::map<std::string, double>&, const std::map<std::string, double>&,
+                      const std::map<std::string, double>&, std::vector<std::string>, std::string,
+                      std::string, double, bool, py::function, py::function, py::function, size_t, size_t,
+                      py::object, bool, std::vector<std::string>>(),
+             py::kw_only(), py::arg("engines"), py::arg("limits"), py::arg("deadlines"), py::arg("breaker"),
+             py::arg("api_keys"), py::arg("access_log"), py::arg("instance"), py::arg("retry_after_s"),
+             py::arg("spans"), py::arg("decide"), py::arg("page"), py::arg("refused"),
+             py::arg("texts_max") = 0, py::arg("engines_max") = 0, py::arg("gone") = py::none(),
+             py::arg("registry") = false, py::arg("relay_paths") = std::vector<std::string>())
+        .def("listen", &PyRelay::listen, py::arg("fd"), "Accept on a listening socket (a copy is kept).")
+        .def(
+            "add_engine", &PyRelay::add_engine, py::arg("place"), py::arg("name"), py::arg("host"),
+            py::arg("role") = "both", py::arg("key") = "",
+            "At a free place, below engines_max. key: what the engine is shown as Authorization: Bearer KEY, "
+            "in place of the client's.")
+        .def("remove_engine", &PyRelay::remove_engine, py::arg("place"), py::arg("drain_s"),
+             "No request goes there any more; those that are there have so long to end. Then gone(place) is "
+             "called, on the relay's thread: the place is free.")
+        .def("engine_state", &PyRelay::engine_state, py::arg("place"), py::arg("healthy"), py::arg("why"))
+        .def("engine_address", &PyRelay::engine_address, py::arg("place"), py::arg("address"),
+             py::arg("port"))
+        .def("engine_models", &PyRelay::engine_models, py::arg("place"), py::arg("models"),
+             "None: it did not say; it may get any request.")
+        .def(
+            "engine_role", &PyRelay::engine_role, py::arg("place"), py::arg("role"),
+            py::arg("patience_s") = 0.0,
+            "both, prefill or decode: what it turned out to be. patience_s: how long it may answer no health "
+            "check before its requests are moved or given up, if suspect_engine_s, silent_engine_s are less.")
+        .def("engine_late", &PyRelay::engine_late, py::arg("place"),
+             "It has not answered a health check in time. Two in a row make it suspect, until engine_state.")
+        .def("resume", &PyRelay::resume, py::arg("request"), py::arg("decision"),
+             "The decision about a request for which decide returned None. From any thread.")
+        .def("next_text", &PyRelay::next_text,
+             "Waits for a request whose prompt is text; decide is not asked about it, and its decision goes "
+             "to "
+             "resume. None: closed. With texts_max, which is how many may be in line.")
+        .def("overdue_text", &PyRelay::overdue_text, py::arg("since_s"),
+             "The first in line, if it came before this time; else None.")
+        .def("drain", &PyRelay::drain, py::arg("timeout_s"), "Whether all requests finished in time.")
+        .def("close", &PyRelay::close)
+        .def("skip", &PyRelay::skip, py::arg("seconds"), "For tests: let so much time pass.")
+        .def("now", &PyRelay::now, "Seconds of the relay's monotonic clock.")
+        .def("in_flight", &PyRelay::in_flight, py::arg("place"))
+        .def(
+            "rests_until", &PyRelay::rests_until, py::arg("place"),
+            "Until when the engine gets no request, because it failed some: seconds of now(). 0: it does not "
+            "rest.")
+        .def("take_observations", &PyRelay::take_observations,
+             "Records of what was answered since the last call: relay/observations.hpp has their form.")
+        .def("counters", &PyRelay::counters)
+        .def("clients", &PyRelay::clients, "What each client's connection is doing.");
+}
+
+}  // namespace moonpool::python

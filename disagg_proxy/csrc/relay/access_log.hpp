@@ -1,0 +1,54 @@
+// AccessLog: one line for each request, in the words of docs/proxy.md. Lines are gathered in memory; a thread
+// of its own writes them, so a slow disk or a pipe that nobody reads holds up no request, and the proxy's end
+// for a second at most. Beyond a bound lines are dropped and counted.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "base/result.hpp"
+#include "relay/observations.hpp"
+#include "relay/request.hpp"
+
+namespace moonpool::relay {
+
+class AccessLog {
+   public:
+    // path: "-" is standard output; a file is appended to.
+    static Result<std::unique_ptr<AccessLog>> open(const std::string& path);
+    ~AccessLog();  // writes what is there, if somebody takes it
+    AccessLog(const AccessLog&) = delete;
+
+    // observation: of a request that was sent to engines; else nullptr.
+    void add(const Request& request, int client_fd, int status, uint64_t bytes, double now,
+             const Observation* observation, const std::vector<std::string>& engines);
+    uint64_t dropped() const { return dropped_; }
+
+   private:
+    static constexpr size_t kBytesMax = 8 << 20;
+
+    AccessLog() = default;
+    void write_forever();
+    void write_all(std::string_view lines);
+    bool wait_for_room();
+
+    Fd fd_;
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::string lines_;
+    bool ending_ = false;
+    std::chrono::steady_clock::time_point ended_at_;
+    std::atomic<uint64_t> dropped_{0};
+    std::thread thread_;
+};
+
+}  // namespace moonpool::relay

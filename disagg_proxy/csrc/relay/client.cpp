@@ -1,0 +1,557 @@
+#include "relay/client.hpp"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+
+#include "http/head_writer.hpp"
+#include "relay/exchange.hpp"
+#include "relay/relay.hpp"
+
+namespace moonpool::relay {
+
+namespace {
+
+// Reserved at once, and all of it when so much of a body has come: memory for what will not come costs
+// nothing until then, and a body that grew piece by piece would be copied again and again.
+constexpr size_t kReservedBytesMax = 1 << 20;
+constexpr size_t kReserveAllFrom = 8;  // the eighth part
+constexpr std::string_view kJson = "application/json";
+// The body of a refused request that is read and dropped.
+constexpr int64_t kDroppedBytesMax = 64 << 10;
+// Of the proxy's own pages, which ask for no key here.
+constexpr size_t kPageBodyBytesMax = 16 << 20;
+
+}  // namespace
+
+Client::Client(Relay& relay, int connection, size_t place, uint64_t peer)
+    : index(place),
+      address(peer),
+      relay_(relay),
+      parser_({relay.settings.limits.head_bytes_max, relay.settings.limits.body_bytes_max}),
+      of_address_(relay.addresses.come(peer)) {
+    fd.reset(connection);
+}
+
+Client::~Client() { relay_.addresses.leave(address); }
+
+void Client::begin() {
+    deadline_ = relay_.now + relay_.settings.deadlines.head_s;
+    wait_idle();
+    if (!relay_.poller.add(*this, static_cast<uint32_t>(EPOLLIN) | EPOLLRDHUP)) abort();
+}
+
+void Client::wait_idle() { (served_ ? relay_.idle : relay_.strangers).push(idle_); }
+
+bool Client::busy() const {
+    return exchange_ != nullptr || reading_body_ || parser_.begun() || held_.size() > held_at_;
+}
+
+Client::Look Client::look() const {
+    return {busy(),
+            lingering_,
+            held_back_,
+            write_paused_,
+            reading_body_,
+            held_.size() - held_at_,
+            reading_body_ ? request_->body.size() : 0,
+            out_.size()};
+}
+
+void Client::on_events(uint32_t events) {
+    if ((events & EPOLLOUT) != 0) flush();
+    if (open() && (events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) read_some(events);
+}
+
+// Reading.
+
+void Client::read_some(uint32_t events) {
+    if (held_back_) {
+        // Only its end or an error is reported; nothing is read from it, so nothing else would tell.
+        if ((events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) abort();
+        return;
+    }
+    if (closing_) {
+        if ((events & (EPOLLHUP | EPOLLERR)) != 0) abort();
+        return;
+    }
+    ssize_t n = ::recv(fd.get(), relay_.scratch.data(), relay_.scratch.size(), 0);
+    if (n > 0) {
+        if (!lingering_) take({relay_.scratch.data(), static_cast<size_t>(n)});
+    } else if (n == 0) {
+        end_of_input();
+    } else if (errno != EAGAIN && errno != EINTR) {
+        abort();
+    }
+}
+
+// The client ended its side. It may only have shut down its writing, but a client that left looks the same,
+// and an engine that computes for nobody is worse than a half-closed client without its answer.
+void Client::end_of_input() {
+    if (exchange_ != nullptr || out_.empty()) return abort();
+    close_soon();
+}
+
+void Client::take(std::string_view data) {
+    if (exchange_ != nullptr || write_paused_ || held_.size() > held_at_) return hold(data);
+    size_t used = read(data);
+    if (used < data.size() && open() && !lingering_ && !closing_) hold(data.substr(used));
+}
+
+// Read requests until there are no bytes left, or one is under way. Returns how many bytes were used.
+size_t Client::read(std::string_view data) {
+    size_t at = 0;
+    while (at < data.size()) {
+        if (!reading_body_ && !read_head(data, at)) return data.size();
+        while (!body_.done() && at < data.size()) {
+            auto piece = body_.take(data.substr(at));
+            if (body_.failed()) {
+                refuse({400, "malformed",
+                        std::string("the request's chunked body is malformed: ") + body_.why()});
+                return data.size();
+            }
+            at += piece.taken;
+            if (refusal_.status != 0) continue;
+            std::string& body = request_->body;
+            auto whole = static_cast<size_t>(std::max<int64_t>(request_->head.content_length, 0));
+            if (body.capacity() < whole && body.size() >= whole / kReserveAllFrom) body.reserve(whole);
+            body.append(piece.content);
+            size_t most = relay_.settings.limits.body_bytes_max;
+            if (pages_body()) most = std::min(most, kPageBodyBytesMax);
+            if (body.size() > most) {
+                refuse(http::body_too_large(most));
+                return data.size();
+            }
+        }
+        if (!count_body()) return data.size();
+        if (!body_.done()) {
+            await_more();
+            return data.size();
+        }
+        serve();
+        if (!open() || closing_ || lingering_ || exchange_ != nullptr || write_paused_) return at;
+    }
+    return at;
+}
+
+// False: the head is not whole yet, or was refused.
+bool Client::read_head(std::string_view data, size_t& at) {
+    size_t before = partial_.size();
+    std::string_view input = data.substr(at);
+    if (before > 0) input = partial_.append(input);
+    switch (parser_.parse(input)) {
+        case http::Step::kRefused:
+            refuse(parser_.refusal());
+            return false;
+        case http::Step::kMore:
+            if (before == 0) partial_.assign(input);
+            await_more();
+            return false;
+        case http::Step::kDone:
+            break;
+    }
+    request_ = relay_.new_request();
+    http::RequestHead& head = request_->head;
+    std::swap(head, parser_.head());
+    request_->head_bytes.assign(input.substr(0, head.bytes));
+    head.move_views(input.data(), request_->head_bytes.data());
+    at += head.bytes - before;
+    partial_.clear();
+    parser_.reset();
+    body_ = http::BodyReader(head.framing, head.content_length);
+    reading_body_ = true;
+    read_bytes_ = 0;
+    if (!judge()) return false;
+    if (head.content_length > 0 && refusal_.status == 0) {
+        request_->body.reserve(std::min(static_cast<size_t>(head.content_length), kReservedBytesMax));
+    }
+    return true;
+}
+
+// Whether the request may be, by its head alone. False: it was refused, and nothing more of it is read.
+bool Client::judge() {
+    relay_.adopt(*request_);
+    const http::RequestHead& head = request_->head;
+    refusal_ = {};
+    route_ = relay_.routes.find(head.method, head.path, refusal_);
+    if (route_ != Route::kRefused && route_ != Route::kPage && !relay_.key_fits(*request_)) {
+        route_ = Route::kRefused;
+        refusal_ = {
+            401, "invalid_api_key",
+            "this proxy wants an API key: send Authorization: Bearer KEY with a key that its operator "
+            "gave you"};
+    }
+    deadline_ = relay_.now + relay_.settings.deadlines.body_stall_s;
+    if (route_ == Route::kRelay || route_ == Route::kModels) idle_.leave();
+    if (route_ != Route::kRefused) return true;
+    bool small = head.framing == http::Framing::kLength && head.content_length <= kDroppedBytesMax;
+    if (small && !head.expects_continue) {
+        deadline_ = relay_.now + relay_.settings.deadlines.linger_s;
+        return true;
+    }
+    http::Refusal refusal = std::move(refusal_);
+    refusal_ = {};
+    refuse(refusal);
+    return false;
+}
+
+void Client::hold(std::string_view data) {
+    if (held_at_ > 0) {
+        held_.erase(0, held_at_);
+        held_at_ = 0;
+    }
+    held_.append(data);
+    count_unread();
+    if (held_.size() > relay_.settings.limits.pipelined_bytes_max) {
+        held_back_ = true;
+        watch();
+    }
+}
+
+void Client::go_on() {
+    ready_ = false;
+    if (!open() || closing_ || lingering_ || exchange_ != nullptr || write_paused_) return;
+    if (held_back_) {
+        held_back_ = false;
+        watch();
+    }
+    std::string_view held = std::string_view(held_).substr(held_at_);
+    if (held.empty()) return;
+    held_at_ += read(held);  // nothing is held anew meanwhile: no event is handled
+    count_unread();
+    if (held_at_ >= held_.size()) {
+        held_ = std::string();
+        held_at_ = 0;
+    } else if (held_.size() - held_at_ > relay_.settings.limits.pipelined_bytes_max && open()) {
+        held_back_ = true;
+        watch();
+    }
+}
+
+// Part of a request is there: set its deadline, and say that the body may come if the client asks.
+void Client::await_more() {
+    const Deadlines& limits = relay_.settings.deadlines;
+    if (!reading_body_) {
+        if (parser_.begun() && !head_timed_) {
+            head_timed_ = true;
+            deadline_ = relay_.now + limits.head_s;  // for the whole head, however it drips
+        }
+        return;
+    }
+    if (refusal_.status != 0) return;
+    if (request_->head.expects_continue && !continued_) {
+        continued_ = true;
+        if (request_->body.empty()) write(http::kContinue, {});
+    }
+    // Bytes earn time, but no more of it than body_stall_s in advance: what came fast at first does not pay
+    // for what drips now.
+    size_t size = request_->body.size();
+    double earned_s = static_cast<double>(size - read_bytes_) / limits.body_bytes_per_s_min;
+    read_bytes_ = size;
+    deadline_ = std::min(relay_.now + limits.body_stall_s, deadline_ + earned_s);
+}
+
+bool Client::count_body() {
+    size_t size = request_->body.size();
+    if (size <= budgeted_) return true;
+    Relay::Purse& purse = pages_body() ? relay_.page_bodies : relay_.bodies;
+    size_t more = size - budgeted_;
+    if (purse.held + more > purse.most) {
+        refuse({503, "bodies_held", "the proxy holds as many request bodies as it may; try again"});
+        return false;
+    }
+    const Limits& limits = relay_.settings.limits;
+    auto share = static_cast<size_t>(static_cast<double>(purse.most) * limits.address_share);
+    share = std::max(share, std::min(purse.most, limits.body_bytes_max));  // at least one of any size
+    if (of_address_.body_bytes + more > share) {
+        refuse({429, "address_bodies",
+                "your address has its share of " + std::to_string(share) +
+                    " bytes of request bodies here; wait for some, or have the operator raise "
+                    "proxy.address_share"});
+        return false;
+    }
+    purse.held += more;
+    of_address_.body_bytes += more;
+    budgeted_ = size;
+    return true;
+}
+
+void Client::give_budget() {
+    (pages_body() ? relay_.page_bodies : relay_.bodies).held -= budgeted_;
+    of_address_.body_bytes -= budgeted_;
+    budgeted_ = 0;
+}
+
+void Client::count_unread() {
+    size_t unread = open() ? out_.size() + held_.size() - held_at_ : 0;
+    relay_.unread_bytes += unread - unread_;
+    unread_ = unread;
+}
+
+// Answering.
+
+bool Client::last() const { return relay_.draining || !request_->head.keep_alive; }
+
+void Client::serve() {
+    reading_body_ = continued_ = head_timed_ = false;
+    asked_ = true;
+    request_->arrived_at = relay_.now;  // whole
+    bool close = last();
+    if (route_ == Route::kRefused) {
+        http::Refusal refusal = std::move(refusal_);
+        refusal_ = {};
+        return refuse_request(refusal, close);
+    }
+    idle_.leave();
+    served_ = served_ || route_ != Route::kPage;
+    exchange_ = relay_.take_exchange();
+    if (route_ == Route::kPage || (route_ == Route::kModels && relay_.models_known())) {
+        exchange_->begin_page(*this, request_, close);
+    } else {
+        exchange_->begin(*this, request_, close);
+    }
+}
+
+void Client::answer(int status, std::string_view reason, std::string_view body, std::string_view type,
+                    const std::vector<std::pair<std::string, std::string>>& headers, bool close) {
+    if (!reason.empty()) relay_.count_rejected(reason);
+    std::array<http::OwnField, 16> own;
+    size_t count = 0;
+    std::string retry;
+    if (status == 503 || status == 429) {
+        retry = std::to_string(relay_.retry_after());
+        own[count++] = {"Retry-After", retry};
+    } else if (status == 401) {
+        own[count++] = {"WWW-Authenticate", "Bearer"};
+    }
+    for (const auto& [name, value] : headers) {
+        if (count < own.size()) own[count++] = {name, value};
+    }
+    http::OwnAnswer made;
+    made.status = status;
+    made.body = body;
+    made.content_type = type;
+    made.request_id = request_->request_id;
+    made.extra = std::span(own.data(), count);
+    made.close = close;
+    made.head_only = request_->head.method == "HEAD";
+    std::string text;
+    http::write_own_answer(text, made);
+    if (relay_.access_log) log(status, body.size());
+    write(text, {});
+}
+
+void Client::answer_page(const Page& page) {
+    bool close = last();
+    std::string_view type = page.content_type.empty() ? kJson : std::string_view(page.content_type);
+    answer(page.status, page.reason, page.body, type, page.headers, close);
+    end_request(close);
+}
+
+// Refuse a request that was read whole: the connection stays usable.
+void Client::refuse_request(const http::Refusal& refusal, bool close) {
+    answer(refusal.status, refusal.reason, http::error_body(refusal.status, refusal.reason, refusal.sentence),
+           kJson, {}, close);
+    end_request(close);
+}
+
+void Client::exchange_refused(const http::Refusal& refusal) { refuse_request(refusal, last()); }
+
+void Client::exchange_finished(bool close) {
+    if (relay_.access_log && exchange_ != nullptr) {
+        log(exchange_->observation().status, exchange_->body_bytes());
+    }
+    end_request(close);
+}
+
+void Client::exchange_broken() {
+    if (relay_.access_log && exchange_ != nullptr) {
+        log(exchange_->observation().status, exchange_->body_bytes());
+    }
+    abort();  // a reset rather than an orderly end: an answer that ends with the connection must not look
+              // whole
+}
+
+void Client::end_request(bool close) {
+    if (!open()) return;
+    let_exchange_go();
+    give_budget();
+    relay_.give_back(std::move(request_));
+    deadline_ = relay_.now + relay_.settings.deadlines.client_idle_s;
+    wait_idle();
+    if (close || relay_.draining) {
+        close_soon();
+    } else if ((held_.size() > held_at_ || held_back_) && !ready_) {
+        ready_ = true;
+        relay_.ready.push_back(this);  // not from here: a refusal may come from inside of read()
+    }
+}
+
+// Refuse what cannot be read on: answer, then wait a little so that the client can read why.
+void Client::refuse(const http::Refusal& refusal) {
+    if (!request_) request_ = relay_.new_request();
+    relay_.adopt(*request_);
+    answer(refusal.status, refusal.reason, http::error_body(refusal.status, refusal.reason, refusal.sentence),
+           kJson, {}, true);
+    if (!open()) return;
+    give_budget();
+    relay_.give_back(std::move(request_));
+    reading_body_ = false;
+    refusal_ = {};
+    parser_.reset();
+    partial_ = std::string();
+    lingering_ = true;
+    idle_.leave();
+    deadline_ = relay_.now + relay_.settings.deadlines.linger_s;
+    shut();
+}
+
+void Client::shut() {
+    if (!out_.empty()) {
+        shut_after_ = true;
+        return;
+    }
+    ::shutdown(fd.get(), SHUT_WR);
+}
+
+void Client::log(int status, uint64_t bytes) {
+    relay_.access_log->add(*request_, fd.get(), status, bytes, relay_.now,
+                           exchange_ != nullptr ? &exchange_->observation() : nullptr, relay_.engine_names());
+}
+
+// Writing.
+
+void Client::write(std::string_view head, std::string_view body) {
+    if (!open()) return;
+    if (out_.empty()) {
+        std::array<iovec, 2> pieces = {iovec{const_cast<char*>(head.data()), head.size()},
+                                       iovec{const_cast<char*>(body.data()), body.size()}};
+        ptrdiff_t n = head.size() + body.size() == 0 ? 0 : write_some(fd.get(), pieces.data(), 2);
+        if (n == kBroken) return abort();
+        auto sent = static_cast<size_t>(n);
+        size_t of_head = std::min(sent, head.size());
+        head.remove_prefix(of_head);
+        body.remove_prefix(sent - of_head);
+    }
+    if (head.empty() && body.empty()) return;
+    if (out_.empty()) took_at_ = relay_.now;
+    out_.append(head);
+    out_.append(body);
+    count_unread();
+    watch();
+    if (out_.size() > relay_.settings.limits.write_buffer_bytes_max && !write_paused_) {
+        write_paused_ = true;
+        if (exchange_ != nullptr && !exchange_->over()) exchange_->pause();
+    }
+}
+
+void Client::flush() {
+    size_t before = out_.size();
+    if (!out_.flush(fd.get())) return abort();
+    if (out_.size() != before) took_at_ = relay_.now;
+    count_unread();
+    if (out_.empty() && closing_) return abort();
+    if (out_.empty() && shut_after_) {
+        shut_after_ = false;
+        ::shutdown(fd.get(), SHUT_WR);
+    }
+    watch();
+    if (write_paused_ && out_.size() <= relay_.settings.limits.write_buffer_bytes_max / 4) {
+        write_paused_ = false;
+        if (exchange_ != nullptr) {
+            exchange_->resume();
+        } else if (!ready_) {
+            ready_ = true;
+            relay_.ready.push_back(this);
+        }
+    }
+}
+
+void Client::watch() {
+    uint32_t events = out_.empty() ? 0u : static_cast<uint32_t>(EPOLLOUT);
+    if (!closing_) {
+        events |= static_cast<uint32_t>(EPOLLRDHUP);
+        if (!held_back_) events |= static_cast<uint32_t>(EPOLLIN);
+    }
+    relay_.poller.watch(*this, events);
+}
+
+// Ending.
+
+void Client::sweep(double now) {
+    if (write_paused_ && now - took_at_ >= relay_.settings.deadlines.client_stall_s) {
+        relay_.count_rejected("client_stalled");
+        return abort();
+    }
+    if (exchange_ != nullptr) {
+        exchange_->sweep(now);
+    } else if (now >= deadline_) {
+        expire();
+    }
+}
+
+void Client::expire() {
+    if (lingering_ || closing_) return abort();
+    if (refusal_.status != 0) {  // its body was to be dropped, and did not come
+        http::Refusal refusal = std::move(refusal_);
+        return refuse(refusal);
+    }
+    if (reading_body_) return refuse({408, "body_timeout", "the request's body did not arrive in time"});
+    if (parser_.begun() && !write_paused_) {
+        return refuse({408, "head_timeout", "the request's head did not arrive in time"});
+    }
+    if (!write_paused_) close_soon();
+}
+
+void Client::drain() {
+    if (exchange_ != nullptr) return exchange_->close_after();
+    if (busy() || lingering_ || closing_) return;
+    read_some(EPOLLIN);  // a request may have come while others were served
+    if (!open() || busy() || lingering_ || closing_) return;
+    if (asked_) return close_soon();
+    // It has just connected: its first request is on its way.
+    deadline_ = std::min(deadline_, relay_.now + relay_.settings.deadlines.linger_s);
+}
+
+// Close once all is written; if the client does not take it, sweep aborts.
+void Client::close_soon() {
+    if (!open()) return;
+    held_ = std::string();
+    held_at_ = 0;
+    count_unread();
+    if (out_.empty()) return abort();
+    closing_ = true;
+    deadline_ = relay_.now + relay_.settings.deadlines.client_stall_s;
+    watch();
+}
+
+void Client::abort() {
+    if (!open()) return;
+    bool cut = exchange_ != nullptr || !out_.empty();
+    if (cut) {
+        // What is not sent is dropped and the client sees a reset.
+        linger now{1, 0};
+        ::setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &now, sizeof(now));
+    }
+    idle_.leave();
+    relay_.poller.close(*this);
+    if (Exchange* exchange = let_exchange_go()) exchange->cancel();
+    give_budget();
+    relay_.give_back(std::move(request_));
+    held_ = std::string();
+    held_at_ = 0;
+    out_.clear();
+    count_unread();
+    relay_.bury(*this);
+}
+
+Exchange* Client::let_exchange_go() {
+    Exchange* exchange = exchange_;
+    exchange_ = nullptr;
+    if (exchange != nullptr) relay_.give_back(exchange);
+    return exchange;
+}
+
+}  // namespace moonpool::relay

@@ -1,0 +1,131 @@
+// Client: one client's connection: reads requests one after the other, answers them or has them relayed.
+//
+//     idle -> head -> judged -> body -> answering -> idle ...
+//     any state -> lingering (refused: nothing more of it is read, the client gets time to see why) -> closed
+//
+// A request's path, method and key are judged when its head is there: no body is read that will be refused,
+// but for a small one, which is dropped, so that the connection stays usable.
+//
+// At most one request is under way; what the client sends meanwhile is held up to a bound, then not read any
+// more; nothing is read or started while the client does not take what was written to it; every state has a
+// deadline (sweep), but for a running exchange, which brings its own.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "http/body_reader.hpp"
+#include "http/refusal.hpp"
+#include "http/request_parser.hpp"
+#include "relay/addresses.hpp"
+#include "relay/idle_list.hpp"
+#include "relay/poller.hpp"
+#include "relay/request.hpp"
+#include "relay/routes.hpp"
+#include "relay/tcp.hpp"
+
+namespace moonpool::relay {
+
+class Exchange;
+class Relay;
+
+class Client final : public Socket {
+   public:
+    // address: as Addresses has it.
+    Client(Relay& relay, int fd, size_t index, uint64_t address);
+    ~Client() override;
+
+    void on_events(uint32_t events) override;
+    // What stands in index 0 upwards of the relay's clients; set by the relay.
+    size_t index;
+
+    // What the relay calls.
+    void begin();  // right after it was accepted
+    void go_on();  // the request under way is over: take up what was held
+    void sweep(double now);
+    void drain();  // finish what is under way or was sent already, then close
+    void abort();  // close at once; what was not written yet is lost
+    // Answer, and read no more of it: of this request, or because there are too many connections.
+    void refuse(const http::Refusal& refusal);
+
+    const uint64_t address;
+    Held& of_address() { return of_address_; }
+
+    // In one of the relay's lists while the connection can be closed for another one's sake.
+    struct Idle : IdleList::Hook {
+        explicit Idle(Client* client) : client(client) {}
+        Client* const client;
+    };
+
+    // What the exchange calls. One of the last four once, unless it is cancelled.
+    void write(std::string_view head, std::string_view body);
+    void exchange_finished(bool close);                   // the answer is whole
+    void exchange_refused(const http::Refusal& refusal);  // nothing was written: answer this
+    void answer_page(const Page& page);                   // nothing was written: answer this
+    void exchange_broken();  // something was written and the rest will not come: the client must see a cut
+
+    // For tests and the operator.
+    struct Look {
+        bool busy, lingering, held_back, write_paused, reading_body;
+        size_t held, body, unwritten;
+    };
+    Look look() const;
+    size_t budgeted() const { return budgeted_; }
+    size_t unread() const { return unread_; }
+    double took_at() const { return took_at_; }  // when it last took something of what waits for it
+
+   private:
+    void read_some(uint32_t events);
+    void take(std::string_view data);
+    size_t read(std::string_view data);
+    bool read_head(std::string_view data, size_t& at);
+    bool judge();
+    void hold(std::string_view data);
+    void await_more();
+    bool count_body();
+    bool pages_body() const { return route_ == Route::kPage; }
+    void wait_idle();
+    void give_budget();
+    void count_unread();
+    void serve();
+    bool last() const;
+    void answer(int status, std::string_view reason, std::string_view body, std::string_view type,
+                const std::vector<std::pair<std::string, std::string>>& headers, bool close);
+    void refuse_request(const http::Refusal& refusal, bool close);
+    void end_request(bool close);
+    void log(int status, uint64_t bytes);
+    void end_of_input();
+    void expire();
+    void close_soon();
+    void shut();
+    void flush();
+    void watch();
+    bool busy() const;
+    Exchange* let_exchange_go();
+
+    Relay& relay_;
+    http::RequestParser parser_;
+    http::BodyReader body_;
+    std::shared_ptr<Request> request_;  // being read, or being answered
+    Exchange* exchange_ = nullptr;
+    std::string partial_;  // a head that is not whole
+    std::string held_;     // read ahead while a request is under way, from held_at_ on
+    size_t held_at_ = 0;
+    OutBuffer out_;
+    bool reading_body_ = false;
+    bool held_back_ = false, write_paused_ = false, lingering_ = false, closing_ = false, shut_after_ = false;
+    bool continued_ = false, head_timed_ = false, ready_ = false;
+    bool asked_ = false;   // it has sent a whole request once
+    bool served_ = false;  // and one that was for an engine
+    // Of the request that is being read.
+    Route route_ = Route::kRefused;
+    http::Refusal refusal_;  // status 0: none. Its body, a small one, is read and dropped
+    size_t budgeted_ = 0, read_bytes_ = 0;
+    size_t unread_ = 0;
+    double deadline_ = 0, took_at_ = 0;
+    Held& of_address_;
+    Idle idle_{this};
+};
+
+}  // namespace moonpool::relay

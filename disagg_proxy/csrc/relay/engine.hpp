@@ -1,0 +1,79 @@
+// Engine: all that the relay knows of one engine, and its open connections. The relay's thread alone touches
+// it, but for what policies read of it, a Glance.
+//
+//     there --remove--> leaving: no request begins --its requests and connections are over--> gone
+#pragma once
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "relay/breaker.hpp"
+#include "relay/counts.hpp"
+#include "relay/settings.hpp"
+#include "relay/upstream.hpp"
+
+namespace moonpool::relay {
+
+class Leg;
+
+// What other threads may read of the engine at a place. Outlives it, since whoever reads holds nothing of it.
+struct Glance {
+    std::atomic<uint32_t> in_flight{0};
+    std::atomic<double> rests_until{0};  // of its breaker
+};
+
+class Engine {
+   public:
+    Engine(size_t place, const EngineSettings& settings, const BreakerLimits& limits, Glance& glance)
+        : place(place), settings(settings), role(settings.role), breaker(limits), glance(glance) {
+        glance.rests_until = 0;  // of the one before
+    }
+
+    const size_t place;
+    const EngineSettings settings;
+    Role role;              // as the engine itself says, once it has
+    double patience_s = 0;  // how long its health checks may take at the least, all that are allowed together
+    uint32_t suspected = 0;  // pairs in a row, of which it was one, that did not come together
+    Breaker breaker;
+    EngineCounts counts;
+    bool healthy = false;
+    double answered_at = 0;  // the last good health check; 0: there was none
+    uint32_t lates = 0;      // health checks since then that were not answered in time
+    sockaddr_storage address{};
+    socklen_t address_size = 0;
+    std::vector<Leg*> legs;  // the requests that are there now; each knows its index
+    Glance& glance;
+
+    // Of one that leaves: when its requests are cut, and how many had been removed with it.
+    double leaves_at = 0;
+    uint64_t removal = 0;
+    bool leaving() const { return removal > 0; }
+
+    // Whether it is a good choice now: it neither rests nor is suspect.
+    bool works(double now) const { return breaker.allows(now) && !is_suspect(); }
+
+    // The models it said it serves; none: it did not say, so it may serve any.
+    std::optional<std::vector<std::string>> models;
+    bool serves(const std::string& model) const {
+        return model.empty() || !models || std::find(models->begin(), models->end(), model) != models->end();
+    }
+
+    // One late check may be a pause, of the proxy itself, too; two in a row are the engine's.
+    bool is_suspect() const { return lates >= 2; }
+
+    // Connections. All open ones, idle or not; each knows its index.
+    std::vector<std::unique_ptr<Upstream>> open;
+    std::vector<Upstream*> idle;  // the one that was used last is used next; the oldest is first
+
+    bool whole() const {
+        return breaker.whole() && idle.size() <= open.size() && legs.size() == glance.in_flight.load();
+    }
+};
+
+}  // namespace moonpool::relay

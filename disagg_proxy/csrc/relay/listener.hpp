@@ -1,0 +1,28 @@
+// Listener: a listening socket of the relay's.
+#pragma once
+
+#include "relay/poller.hpp"
+
+namespace moonpool::relay {
+
+class Relay;
+
+class Listener final : public Socket {
+   public:
+    Listener(Relay& relay, int listening);
+
+    void on_events(uint32_t) override;
+    // Take everybody who is connected already: whoever still waits when the last holder of the socket closes
+    // it is refused.
+    void take_all();
+    // From time to time: whether it may go on.
+    void sweep();
+
+   private:
+    // The next one; false when there is none, or no descriptor for it.
+    bool take_one();
+
+    Relay& relay_;
+};
+
+}  // namespace moonpool::relay

@@ -1,0 +1,80 @@
+// Texts: requests whose prompt is text, in line for the threads that tokenise and then decide. So the relay's
+// thread, which all sockets wait for, does not wait for the GIL while those threads hold it.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <mutex>
+#include <optional>
+
+#include "relay/request.hpp"
+
+namespace moonpool::relay {
+
+class Texts {
+   public:
+    // A larger body takes too long to tokenise, and to copy before that; dispatcher.py has the same bound.
+    static constexpr size_t kBodyBytesMax = 4 << 20;
+
+    // waiting_max: of requests; 0: nobody takes any.
+    explicit Texts(size_t waiting_max) : waiting_max_(waiting_max) {}
+
+    // A first question about a prompt in text comes into line; whatever else is to be decided at once. now:
+    // of the relay's clock, s.
+    bool take(const Question& question, double now) {
+        if (waiting_max_ == 0 || question.page || question.attempt > 0) return false;
+        if (question.request->body.size() > kBodyBytesMax || !question.request->has_text()) return false;
+        {
+            std::lock_guard lock(mutex_);
+            if (closed_ || waiting_.size() >= waiting_max_) return false;
+            waiting_.push_back({question, now});
+        }
+        some_.notify_one();
+        return true;
+    }
+
+    // The next one; waits for it. nullopt: closed.
+    std::optional<Question> next() {
+        std::unique_lock lock(mutex_);
+        some_.wait(lock, [&] { return closed_ || !waiting_.empty(); });
+        if (closed_) return std::nullopt;
+        return first();
+    }
+
+    // The first one, if it has been in line since before this time.
+    std::optional<Question> overdue(double since) {
+        std::lock_guard lock(mutex_);
+        if (waiting_.empty() || waiting_.front().since >= since) return std::nullopt;
+        return first();
+    }
+
+    void close() {
+        {
+            std::lock_guard lock(mutex_);
+            closed_ = true;
+            waiting_.clear();
+        }
+        some_.notify_all();
+    }
+
+   private:
+    struct Waiting {
+        Question question;
+        double since = 0;
+    };
+
+    Question first() {
+        Question question = std::move(waiting_.front().question);
+        waiting_.pop_front();
+        return question;
+    }
+
+    const size_t waiting_max_;
+    std::mutex mutex_;
+    std::condition_variable some_;
+    std::deque<Waiting> waiting_;
+    bool closed_ = false;
+};
+
+}  // namespace moonpool::relay

@@ -1,0 +1,219 @@
+#include "relay/upstream.hpp"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "relay/engine.hpp"
+#include "relay/leg.hpp"
+#include "relay/relay.hpp"
+#include "relay/tcp.hpp"
+
+namespace moonpool::relay {
+
+namespace {
+
+constexpr size_t kTurnBytes = 512 << 10;  // sent to one engine before others have their turn
+
+}  // namespace
+
+int Upstream::connect(Leg& leg) {
+    fd.reset(::socket(engine_.address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    if (!fd.valid()) return errno;
+    tune(fd.get(), relay_.settings.deadlines.tcp_dead_peer_s);
+    int result =
+        ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&engine_.address), engine_.address_size);
+    if (result != 0 && errno != EINPROGRESS) return errno;
+    leg_ = &leg;
+    connecting_ = true;
+    return relay_.poller.add(*this, EPOLLOUT) ? 0 : errno;
+}
+
+void Upstream::on_events(uint32_t events) {
+    if (connecting_) return finish_connecting();
+    if ((events & EPOLLOUT) != 0) write_more();
+    if (open() && (events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) read_some();
+}
+
+void Upstream::finish_connecting() {
+    int error = 0;
+    socklen_t size = sizeof(error);
+    if (::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
+    Leg* leg = leg_;
+    if (error != 0) {
+        leg_ = nullptr;
+        close();
+        leg->cannot_connect(error);
+        return;
+    }
+    connecting_ = false;
+    watch();
+    leg->connected();
+}
+
+void Upstream::send(Leg& leg) {
+    leg_ = &leg;
+    parser_.begin(leg.head_only);
+    headed_ = event_stream_ = false;
+    received_ = 0;
+    partial_.clear();
+    unsent_ = leg.message_bytes;
+    write_more();
+}
+
+void Upstream::write_more() {
+    if (leg_ == nullptr) return;
+    size_t room = kTurnBytes;  // an engine that reads fast would else have all of a large body in one turn
+    while (unsent_ > 0 && room > 0) {
+        // The pieces of the message less what is sent: head first, then the body.
+        std::array<iovec, 24> pieces;
+        size_t count = 0, skip = leg_->message_bytes - unsent_, left = room;
+        auto add = [&](std::string_view piece) {
+            size_t passed = std::min(skip, piece.size());
+            skip -= passed;
+            piece.remove_prefix(passed);
+            piece = piece.substr(0, left);
+            if (piece.empty() || count == pieces.size()) return;
+            left -= piece.size();
+            pieces[count++] = {const_cast<char*>(piece.data()), piece.size()};
+        };
+        add(leg_->head);
+        for (std::string_view piece : leg_->body) add(piece);
+        ptrdiff_t n = write_some(fd.get(), pieces.data(), count);
+        if (n == kBroken) return ended();
+        if (n == 0) break;
+        unsent_ -= static_cast<size_t>(n);
+        room -= static_cast<size_t>(n);
+    }
+    watch();
+}
+
+void Upstream::read_some() {
+    ssize_t n = ::recv(fd.get(), relay_.scratch.data(), relay_.scratch.size(), 0);
+    if (n > 0 && (leg_ != nullptr || drained_until > 0))
+        return feed({relay_.scratch.data(), static_cast<size_t>(n)});
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (leg_ == nullptr) return close();  // the engine ended an idle connection, or speaks unasked
+    if (n == 0 && headed_ && body_.finish()) return deliver(false, {}, true);
+    ended();
+}
+
+void Upstream::ended() {
+    Leg* leg = leg_;
+    leg_ = nullptr;
+    bool stale = reused_ && received_ == 0;
+    close();
+    if (leg == nullptr) return;
+    if (stale) {
+        leg->went_stale();
+    } else {
+        leg->failed(Reason::kLost, "closed the connection before its answer was complete");
+    }
+}
+
+void Upstream::feed(std::string_view bytes) {
+    received_ += bytes.size();
+    bool first = !headed_;
+    if (first) {
+        if (!partial_.empty()) bytes = partial_.append(bytes);
+        switch (parser_.parse(bytes)) {
+            case http::Step::kMore:
+                if (partial_.empty()) partial_.assign(bytes);
+                return;
+            case http::Step::kRefused:
+                return fail_answer("sent a broken answer: " + parser_.refusal().sentence);
+            case http::Step::kDone:
+                break;
+        }
+        const http::ResponseHead& head = parser_.head();
+        headed_ = true;
+        event_stream_ = head.event_stream;
+        body_ = http::BodyReader(head.framing, head.content_length);
+        bytes.remove_prefix(head.bytes);
+    }
+    std::string_view passed = body_.pass(bytes);
+    if (body_.failed()) {
+        return fail_answer(std::string("sent a broken answer: its chunked body is malformed: ") +
+                           body_.why());
+    }
+    if (passed.size() < bytes.size()) {
+        return fail_answer("sent a broken answer: the engine sent bytes behind its answer");
+    }
+    deliver(first, passed, body_.done());
+}
+
+void Upstream::deliver(bool first, std::string_view body, bool complete) {
+    Leg* leg = leg_;
+    if (complete) give_back();  // first, so that a pool that is asked next has it
+    if (leg != nullptr) leg->received(first ? &parser_.head() : nullptr, body, complete);
+}
+
+void Upstream::give_back() {
+    leg_ = nullptr;
+    paused_ = false;
+    drained_until = 0;
+    if (!parser_.head().keep_alive || unsent_ > 0 || engine_.leaving() ||
+        engine_.idle.size() >= relay_.settings.limits.idle_upstreams_max) {
+        return close();
+    }
+    reused_ = true;
+    idle_since = relay_.now;
+    engine_.idle.push_back(this);
+    watch();
+}
+
+void Upstream::fail_answer(std::string why) {
+    Leg* leg = leg_;
+    leg_ = nullptr;
+    close();
+    if (leg != nullptr) leg->failed(Reason::kBadAnswer, std::move(why));
+}
+
+void Upstream::let_go(Leg& leg) {
+    if (leg_ != &leg) return;  // its answer is complete: the connection may be another's by now
+    leg_ = nullptr;
+    close();
+}
+
+void Upstream::drain(Leg& leg) {
+    if (leg_ != &leg) return;
+    if (connecting_ || unsent_ > 0) return let_go(leg);
+    leg_ = nullptr;
+    drained_until = relay_.now + relay_.settings.deadlines.linger_s;
+}
+
+void Upstream::close() {
+    if (closed_) return;
+    closed_ = true;
+    if (open()) relay_.poller.close(*this);  // not when there was no socket to be had
+    auto at = std::find(engine_.idle.begin(), engine_.idle.end(), this);
+    if (at != engine_.idle.end()) engine_.idle.erase(at);
+    relay_.bury(engine_, *this);
+}
+
+bool Upstream::is_cut() const {
+    char octet;
+    ssize_t n = connecting_ ? 1 : ::recv(fd.get(), &octet, 1, MSG_PEEK | MSG_DONTWAIT);
+    return n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR);
+}
+
+void Upstream::pause() {
+    paused_ = true;
+    watch();
+}
+
+void Upstream::resume() {
+    paused_ = false;
+    watch();
+}
+
+void Upstream::watch() {
+    // Paused: nothing but errors is reported, and those end it.
+    uint32_t reads = paused_ ? 0u : static_cast<uint32_t>(EPOLLIN) | EPOLLRDHUP;
+    relay_.poller.watch(*this, reads | (unsent_ > 0 ? static_cast<uint32_t>(EPOLLOUT) : 0u));
+}
+
+}  // namespace moonpool::relay

@@ -1,0 +1,61 @@
+"""What each engine is shown as ``Authorization: Bearer KEY``. A client's own key goes to no engine: with it
+an engine could ask others in the client's name.
+
+A file of lines, blank ones and those that begin with '#' aside:
+
+    KEY             for the engines of the proxy's own settings
+    NAME KEY        for the engine of this name
+    HOST:PORT KEY   for the engine at this address
+    * KEY           for all, those that are discovered, too: whoever can register an engine gets this key
+
+The line that says most about an engine counts: its address, its name, KEY, ``* KEY``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.settings import EngineSpec
+
+_GIVEN = ""
+
+
+class EngineKeys:
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        """keys: by name, by HOST:PORT, "*", or "" (see above)."""
+        self._keys = dict(keys)
+
+    def of(self, spec: EngineSpec, *, given: bool) -> str:
+        """The key for an engine; "": none. given: it stands in the proxy's own settings."""
+        places = ["{}:{}".format(*spec.address), spec.name, *([_GIVEN] if given else []), "*"]
+        return next((self._keys[place] for place in places if place in self._keys), "")
+
+
+def read_engine_keys(path: str) -> EngineKeys:
+    """path: "" for none. Raises ConfigError when the file cannot be read or has a line of another form."""
+    keys: dict[str, str] = {}
+    if not path:
+        return EngineKeys(keys)
+    try:
+        lines = Path(path).read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _bad(f"the keys of engines cannot be read from {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        who = words[0] if len(words) == 2 else _GIVEN
+        if len(words) > 2 or not words[-1].isprintable():
+            raise _bad(f"line {number} of {path} is neither KEY nor NAME KEY")
+        if who in keys:
+            raise _bad(f"line {number} of {path} gives {who or 'the engines of the settings'} another key")
+        keys[who] = words[-1]
+    if not keys:
+        raise _bad(f"{path} has no key; write KEY or NAME KEY per line, or name no file")
+    return EngineKeys(keys)
+
+
+def _bad(sentence: str) -> ConfigError:
+    return ConfigError(f"proxy: {sentence}", operation="config", key="proxy.engine_key_file")

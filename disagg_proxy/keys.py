@@ -1,0 +1,29 @@
+"""Keys that callers of the proxy's own pages send: ``Authorization: Bearer KEY``."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+from moonpool.disagg_proxy.conductor.plan import refused
+
+WANTS_KEY = refused(
+    401,
+    "this path wants a key: send Authorization: Bearer KEY with one that its operator gave you",
+    "invalid_api_key",
+)
+
+
+class Keys:
+    """The keys that a page accepts. No key at all: it accepts every caller."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def fits(self, authorization: bytes | None) -> bool:
+        """All are compared, in constant time."""
+        scheme, _, key = (authorization or b"").partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        fitting = [hmac.compare_digest(digest, each) for each in self._digests]
+        return not self._digests or (scheme.lower() == b"bearer" and any(fitting))

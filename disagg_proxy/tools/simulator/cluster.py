@@ -1,0 +1,328 @@
+"""Simulated instances under a real policy.
+
+    arrival -> what the caches hold of it -> policy.choose -> fetch from another's cache -> prefill
+            -> hand-over to decode, layer by layer while prefill runs -> decode -> Results
+
+The policy sees what it sees in the proxy (``Desk``): ``Instance`` objects whose books and models are kept by
+``Accounts`` from observations of the same form. It does not see the machine, nor how long an answer will be.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.data_plane.observations import Handed, Outcome, Stage
+from moonpool.disagg_proxy.peers.wire import Change
+from moonpool.disagg_proxy.tools.simulator.cache import Caches
+from moonpool.disagg_proxy.tools.simulator.desk import Desk
+from moonpool.disagg_proxy.tools.simulator.engine import PrefillEngine, WholeEngine
+from moonpool.disagg_proxy.tools.simulator.events import Events
+from moonpool.disagg_proxy.tools.simulator.eviction.study import make_cache
+from moonpool.disagg_proxy.tools.simulator.fleet import Fleet
+from moonpool.disagg_proxy.tools.simulator.happenings import Act, Happening, check
+from moonpool.disagg_proxy.tools.simulator.job import Job
+from moonpool.disagg_proxy.tools.simulator.links import Links
+from moonpool.disagg_proxy.tools.simulator.loads import Loads
+from moonpool.disagg_proxy.tools.simulator.machine import MACHINES, Machine
+from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Arrival
+
+TELL_AFTER_S = 0.004  # from one proxy to the others: what is gathered, and the way
+
+_DECODE = Role.DECODE  # an enum's members are slow to look up
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """prefill, decode, whole: how many instances of each role; whole ones do both. Prefill without decode or
+    whole ones: answers end with their first token.
+
+    pool:         an instance fetches what others' caches hold; else each has its own alone.
+    chunk_tokens: of a prompt that are computed at one time; 0: whole prompts.
+    width:        nodes of a prefill instance, in a pipeline of chunks.
+    layerwise:    KV is handed over while it is computed; else after the whole prompt.
+    eviction:     a name of CACHES: what an instance's prefix cache does when it is full.
+    exchanging:   several proxies tell each other what they have in flight, and which blocks it brings where.
+    """
+
+    prefill: int = 0
+    decode: int = 0
+    whole: int = 0
+    machine: Machine = MACHINES["paper"]
+    pool: bool = True
+    chunk_tokens: int = 8192
+    width: int = 1
+    layerwise: bool = True
+    eviction: str = "lru"
+    exchanging: bool = True
+
+    def __post_init__(self) -> None:
+        if min(self.prefill, self.decode, self.whole) < 0 or not self.prefill + self.whole:
+            raise _bad("a cluster needs instances that compute prompts: prefill or whole ones")
+        if self.decode and not self.prefill:
+            raise _bad("decode instances need prefill instances that compute the prompts")
+        make_cache(self.eviction, 0)
+        if self.width < 1 or self.chunk_tokens < 0 or (self.width > 1 and not self.chunk_tokens):
+            raise _bad("a pipeline has a width of 1 or more, and chunks of some tokens")
+
+
+class Cluster:
+    """desks: the proxies, which take turns. done: hears of each request when it is over or refused."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        desks: Sequence[Desk],
+        done: Callable[[Job], None],
+        happenings: Iterable[Happening] = (),
+    ) -> None:
+        self.settings = settings
+        self.events = Events()
+        machine = settings.machine
+        self.caches = Caches(
+            machine.cache_tokens // BLOCK_TOKENS, functools.partial(make_cache, settings.eviction)
+        )
+        self.links = Links(machine.link_bytes_s)
+        self.loads = Loads()
+        self._done = done
+        self._arrived = 0
+        self._live: dict[int, Job] = {}  # those that were sent and are not over
+        self._leaving: set[int] = set()  # places
+        self.busy_before_s = 0.0  # of engines that were replaced
+        self.engines: list[PrefillEngine | WholeEngine] = []
+        counts = {"prefill": settings.prefill, "decode": settings.decode, "whole": settings.whole}
+        self._desks = tuple(desks)
+        self._exchanging = settings.exchanging and len(desks) > 1
+        for number, desk in enumerate(desks):
+            desk.open(self, Fleet(counts, machine.room_tokens), pool=settings.pool)
+            if self._exchanging:
+                desk.accounts.changed = functools.partial(self._tell, number)
+        for instance in self.instances:
+            self._open(instance.place)
+        for each in check(happenings, counts):
+            self.events.at(each.at_s, functools.partial(self._happen, each))
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """Those that may be chosen now, as the first proxy sees them."""
+        return self._desks[0].fleet.instances
+
+    def run(self, arrivals: Iterable[Arrival]) -> None:
+        """All of them, to the last token."""
+        for arrival in arrivals:
+            if arrival.at_s < self.events.now_s:
+                raise _bad(f"a request comes at {arrival.at_s:g} s, before the one ahead of it")
+            self.events.run_before(arrival.at_s)
+            if arrival.at_s >= self.loads.next_s:
+                self._look(arrival.at_s)
+            self._arrived += 1
+            job = Job(self._arrived, arrival, self._arrived % len(self._desks))
+            self._desk(job).arrive(job)
+        self.events.run_before(float("inf"))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant of a part is broken."""
+        for desk in self._desks:
+            desk.check_integrity()
+        self.caches.check_integrity()
+        busy = {place for job in self._live.values() for place in (job.prefill_place, job.decode_place)}
+        assert self._leaving <= busy
+
+    # What engines say
+
+    def next(self, job: Job) -> None:
+        blocks, place, now_s = job.blocks, job.prefill_place, self.events.now_s
+        held = self.caches.find(blocks)
+        own = held.by_place[place]
+        job.own, job.ready_s = own * BLOCK_TOKENS, now_s
+        if job.fetches and held.anywhere > own:
+            job.fetched = (held.anywhere - own) * BLOCK_TOKENS
+            size = job.fetched * self.settings.machine.kv_bytes
+            job.ready_s = self.links.send(held.best, place, size, now_s)
+            self.caches.keep(place, blocks[: held.anywhere], now_s)
+
+    def computed(self, job: Job) -> None:
+        """By a prefill engine."""
+        self._settle(job)
+        desk = self._desk(job)
+        decode = self.engines[job.decode_place]
+        if isinstance(decode, PrefillEngine):  # nobody decodes
+            job.first_s = job.done_s = self.events.now_s
+            desk.observe(job, Stage.BEGUN, handed=Handed.NOT)
+            self.ended(job)
+            return
+        if job.orphan:
+            self._again(job)
+            return
+        desk.observe(job, Stage.PREFILLED, handed=Handed.TWO_STEP)
+        if desk.turned_away(job):
+            self._over(job)
+            return
+        machine = self.settings.machine
+        size = job.arrival.tokens * machine.kv_bytes
+        begun_s = job.begun_s if self.settings.layerwise else self.events.now_s
+        sent_s = self.links.send(job.prefill_place, job.decode_place, size, begun_s)
+        job.there_s = max(sent_s, self.events.now_s) + machine.handover_s
+        self.events.at(job.there_s, functools.partial(self._handed, job, job.attempt))
+
+    def began(self, job: Job) -> None:
+        apart = job.prefill_place != job.decode_place
+        self._settle(job)
+        self._desk(job).observe(job, Stage.BEGUN, handed=Handed.TWO_STEP if apart else Handed.NOT)
+
+    def ended(self, job: Job) -> None:
+        self._desk(job).observe(job, Stage.ENDED, handed=Handed.NOT)
+        self._over(job)
+
+    # What a proxy does
+
+    def submit(self, job: Job) -> None:
+        self._live[job.name] = job
+        self.engines[job.prefill_place].submit(job)
+
+    def refused(self, job: Job) -> None:
+        self._done(job)
+
+    def _desk(self, job: Job) -> Desk:
+        return self._desks[job.desk]
+
+    def _tell(self, number: int, change: Change) -> None:
+        self.events.at(self.events.now_s + TELL_AFTER_S, functools.partial(self._hear, number, change))
+
+    def _hear(self, number: int, change: Change) -> None:
+        for other, desk in enumerate(self._desks):
+            if other != number:
+                desk.shared.apply(str(number), (change,), self.events.now_s)
+
+    # What happens to a request
+
+    def _handed(self, job: Job, attempt: int) -> None:
+        """Its KV is there, unless an instance has died meanwhile."""
+        if attempt == job.attempt:
+            engine = self.engines[job.decode_place]
+            assert isinstance(engine, WholeEngine)
+            engine.submit(job)
+
+    def _settle(self, job: Job) -> None:
+        """Its prompt is not on its way any more."""
+        if not job.expected:
+            return
+        job.expected = False
+        place, blocks = job.prefill_place, job.blocks
+        self._desk(job).expected.arrived(place, blocks)
+        if self._exchanging:  # what was placed they have heard before
+            self.events.at(
+                self.events.now_s + TELL_AFTER_S, functools.partial(self._is_there, job.desk, place, blocks)
+            )
+
+    def _is_there(self, number: int, place: int, blocks: Sequence[int]) -> None:
+        for other, desk in enumerate(self._desks):
+            if other != number:
+                desk.expected.arrived(place, blocks)
+
+    def _again(self, job: Job) -> None:
+        """An instance died before the first token."""
+        self._settle(job)
+        self._left(job)
+        self._desk(job).again(job)
+
+    def _over(self, job: Job) -> None:
+        self._left(job)
+        self._done(job)
+
+    def _left(self, job: Job) -> None:
+        """It is at no instance any more: one that leaves may have waited for that."""
+        del self._live[job.name]
+        for place in (job.prefill_place, job.decode_place):
+            if place in self._leaving:
+                self._close_if_idle(place)
+
+    # What happens to an instance
+
+    def _happen(self, happening: Happening) -> None:
+        if happening.act is Act.JOIN:
+            known = self._desks[0].fleet.place(happening.name)
+            if known in self._leaving:  # it joins again before it has ended what it had
+                self._kill(known)
+            (place,) = {desk.join(happening.name) for desk in self._desks}
+            self._open(place)
+            return
+        (place,) = {desk.fleet.leave(happening.name).place for desk in self._desks}
+        if happening.act is Act.KILL:
+            self._kill(place)
+        else:
+            self._leaving.add(place)
+            self._close_if_idle(place)
+
+    def _open(self, place: int) -> None:
+        engine = self._engine(place)
+        if place == len(self.engines):
+            self.engines.append(engine)
+            self.caches.add()
+            self.links.add()
+        else:
+            self.busy_before_s += self.engines[place].busy_s
+            self.engines[place] = engine
+
+    def _kill(self, place: int) -> None:
+        """What it held is gone; who waited for a first token is sent anew, whose answer had begun is lost."""
+        self._leaving.discard(place)
+        self.engines[place].dead = True
+        self.caches.clear(place)
+        now_s = self.events.now_s
+        again = []
+        for job in list(self._live.values()):
+            prompt_there = place == job.prefill_place and now_s < job.there_s
+            if job.first_s < math.inf:
+                if place == job.decode_place:
+                    self._desk(job).observe(job, Stage.ENDED, handed=Handed.NOT, outcome=Outcome.BROKEN_OFF)
+                    job.why_not = "lost"
+                    self._over(job)
+            elif prompt_there or (place == job.decode_place and job.computed_s < math.inf):
+                again.append(job)
+            elif place == job.decode_place:
+                job.orphan = True  # sent anew once its prompt is computed, which then is found
+        self._close(place)
+        for job in again:
+            self._again(job)
+
+    def _close_if_idle(self, place: int) -> None:
+        if not any(place in (job.prefill_place, job.decode_place) for job in self._live.values()):
+            self.engines[place].dead = True
+            self.caches.clear(place)
+            self._close(place)
+
+    def _close(self, place: int) -> None:
+        self._leaving.discard(place)
+        for desk in self._desks:
+            desk.leave(place)
+
+    def _look(self, now_s: float) -> None:
+        """How loaded prefill and decode are."""
+        waits_s = [each.books.wait_s(now_s) for each in self.instances if each.role is not _DECODE]
+        gaps_s = [engine.gap_s(now_s) for engine in self.engines if isinstance(engine, WholeEngine)]
+        self.loads.add(now_s, sum(waits_s) / max(len(waits_s), 1), sum(gaps_s) / max(len(gaps_s), 1))
+
+    def _engine(self, place: int) -> PrefillEngine | WholeEngine:
+        settings = self.settings
+        if self._desks[0].fleet.kind(place) == "prefill":
+            return PrefillEngine(
+                place,
+                settings.machine,
+                self.events,
+                self.caches,
+                self,
+                width=settings.width,
+                chunk_tokens=settings.chunk_tokens or 1 << 31,
+            )
+        return WholeEngine(
+            place, settings.machine, self.events, self.caches, self, chunk_tokens=settings.chunk_tokens
+        )
+
+
+def _bad(sentence: str) -> ConfigError:
+    return ConfigError(sentence, operation="simulate")

@@ -1,0 +1,265 @@
+"""Simulated instances: one that computes prompts for others, one that decodes and may compute prompts, too.
+
+All keep the order of arrival, as engines do by default. They say what has happened to ``Outcomes``; the
+caches are the cluster's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Protocol
+
+from moonpool.disagg_proxy.tools.simulator.cache import Caches
+from moonpool.disagg_proxy.tools.simulator.decoding import Decoding
+from moonpool.disagg_proxy.tools.simulator.events import Events
+from moonpool.disagg_proxy.tools.simulator.job import Job
+from moonpool.disagg_proxy.tools.simulator.machine import Machine
+from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS
+
+
+class Outcomes(Protocol):
+    def next(self, job: Job) -> None:
+        """It is the next to be computed: what others hold of its prompt is fetched, until ``job.ready_s``."""
+
+    def computed(self, job: Job) -> None:
+        """Its prompt is computed, for somebody else."""
+
+    def began(self, job: Job) -> None:
+        """Its first token is there."""
+
+    def ended(self, job: Job) -> None:
+        """Its last token is there."""
+
+
+class PrefillEngine:
+    """width: nodes that compute a prompt together, chunk after chunk through a pipeline of stages (chunked
+    pipeline parallelism, Mooncake, FAST '25): so many chunks of a prompt, or of the next one, are in work at
+    one time. A chunk takes a width-th of its time in each stage, and waits for the one before it. dead: it
+    does nothing more.
+    """
+
+    def __init__(
+        self,
+        place: int,
+        machine: Machine,
+        events: Events,
+        caches: Caches,
+        outcomes: Outcomes,
+        *,
+        width: int,
+        chunk_tokens: int,
+    ) -> None:
+        self.place = place
+        self._machine = machine
+        self._events = events
+        self._caches = caches
+        self._outcomes = outcomes
+        self._free_s = [0.0] * width  # by stage, when it has done what is under way
+        self._chunk_tokens = chunk_tokens if width > 1 else 1 << 31  # alone it gains nothing by chunks
+        self._line: deque[Job] = deque()
+        self._busy = False
+        self.dead = False
+        self.busy_s = 0.0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._line)
+
+    def submit(self, job: Job) -> None:
+        self._line.append(job)
+        if len(self._line) == 1:
+            self._outcomes.next(job)
+        self._start()
+
+    def _start(self) -> None:
+        if self._busy or not self._line or self.dead:
+            return
+        self._busy = True
+        job = self._line[0]
+        if job.ready_s > self._events.now_s:
+            self._events.at(job.ready_s, self._begin)
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self.dead:
+            return
+        job = self._line.popleft()
+        job.begun_s = self._events.now_s
+        begin_prompt(job, self._caches, self.place)
+        self._events.at(self._send_through(job), lambda: self._end(job))
+        self._events.at(self._free_s[0], self._free)
+        if self._line:
+            self._outcomes.next(self._line[0])
+
+    def _send_through(self, job: Job) -> float:
+        """Returns when its last chunk has left the last stage."""
+        tokens, step = job.arrival.tokens, self._chunk_tokens
+        reused = tokens - job.left
+        before_s = at_s = 0.0
+        for end in (*range(reused + step, tokens, step), tokens):
+            until_s = self._machine.compute_s(end, reused)
+            held_s = (until_s - before_s) / len(self._free_s)
+            before_s = until_s
+            self.busy_s += held_s
+            at_s = self._events.now_s
+            for stage, free_s in enumerate(self._free_s):
+                at_s = self._free_s[stage] = max(at_s, free_s) + held_s
+        return at_s
+
+    def _end(self, job: Job) -> None:
+        if self.dead:
+            return
+        job.computed_s = self._events.now_s
+        self._caches.keep(self.place, job.blocks, self._events.now_s)
+        self._outcomes.computed(job)
+
+    def _free(self) -> None:
+        self._busy = False
+        self._start()
+
+
+class WholeEngine:
+    """Decodes, prompts that were computed elsewhere as well as its own. chunk_tokens 0: a prompt is computed
+    whole, and the others get no token meanwhile; else it is computed in steps of so many tokens, in which
+    they get one each. Who does not fit waits for room, and all behind it.
+    """
+
+    def __init__(
+        self,
+        place: int,
+        machine: Machine,
+        events: Events,
+        caches: Caches,
+        outcomes: Outcomes,
+        *,
+        chunk_tokens: int,
+    ) -> None:
+        self.place = place
+        self._machine = machine
+        self._events = events
+        self._caches = caches
+        self._outcomes = outcomes
+        self._chunk_tokens = chunk_tokens
+        self._decoding = Decoding(machine)
+        self._line: deque[Job] = deque()
+        self._jobs: dict[int, Job] = {}
+        self._room = machine.room_tokens
+        self._version = 0
+        self._job: Job | None = None  # whose prompt is being computed
+        self.dead = False
+        self.busy_s = 0.0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._line)
+
+    @property
+    def running(self) -> int:
+        return len(self._jobs)
+
+    def gap_s(self, now_s: float) -> float:
+        """Between two tokens of those that decode now; 0 with none."""
+        return self._decoding.current_gap_s(now_s)
+
+    def submit(self, job: Job) -> None:
+        """A prompt to compute, or one whose KV is here."""
+        self._line.append(job)
+        if len(self._line) == 1 and job.computed_s == math.inf:
+            self._outcomes.next(job)
+        if self._job is None:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """A prompt's next step, or decode until the next request ends."""
+        if self.dead:
+            return
+        self._version += 1  # a plan that was made before is void
+        version = self._version
+        now_s = self._events.now_s
+        self._leave()
+        job = self._job or self._next()
+        if job is not None:
+            self._step(job)
+            return
+        wake_s = self._decoding.next_s()
+        if self._line and self._line[0].ready_s > now_s:
+            wake_s = min(wake_s, self._line[0].ready_s)
+        if wake_s < math.inf:
+            self._events.at(wake_s, lambda: self._go_on() if version == self._version else None)
+
+    def _next(self) -> Job | None:
+        """The first in line to be computed, if it may begin; those before it whose KV is here join."""
+        while self._line:
+            job = self._line[0]
+            if job.ready_s > self._events.now_s or (job.context > self._room and self._jobs):
+                return None
+            self._line.popleft()
+            self._room -= job.context
+            if self._line and self._line[0].computed_s == math.inf:
+                self._outcomes.next(self._line[0])
+            if job.computed_s == math.inf:
+                job.begun_s = self._events.now_s
+                begin_prompt(job, self._caches, self.place)
+                return job
+            self._join(job)
+        return None
+
+    def _step(self, job: Job) -> None:
+        now_s = self._events.now_s
+        tokens = min(job.left, self._chunk_tokens or job.left)
+        done = job.arrival.tokens - job.left
+        # Each step pays prefill_s: the chunks of 12 k tokens cost the paper's vLLM 0.36 s more.
+        seconds = self._machine.compute_s(done + tokens, done)
+        if job is self._job:
+            seconds -= self._machine.reuse_token_s * done  # loaded already
+        self._job = job
+        job.left -= tokens
+        self.busy_s += seconds
+        end_s = self._decoding.stall(seconds, now_s, step=bool(self._chunk_tokens))
+        self._events.at(end_s, self._stepped)
+
+    def _stepped(self) -> None:
+        job = self._job
+        if self.dead:
+            return
+        assert job is not None
+        if job.left == 0:
+            job.computed_s = self._events.now_s
+            self._job = None
+            self._caches.keep(self.place, job.blocks, self._events.now_s)
+            self._join(job)
+        self._go_on()
+
+    def _join(self, job: Job) -> None:
+        now_s = job.first_s = self._events.now_s
+        self._outcomes.began(job)
+        more = job.arrival.answer_tokens - 1
+        if more < 1:
+            self._end(job)
+            return
+        self._jobs[job.name] = job
+        self._decoding.join(job.name, job.arrival.tokens, more, now_s)
+
+    def _leave(self) -> None:
+        """Those whose last token is there."""
+        now_s = self._events.now_s
+        while self._decoding.next_s() <= now_s + 1e-9:
+            left = self._decoding.pop(now_s)
+            job = self._jobs.pop(left.name)
+            job.gap_s = left.gap_s
+            self._end(job)
+
+    def _end(self, job: Job) -> None:
+        job.done_s = self._events.now_s
+        self._room += job.context
+        self._outcomes.ended(job)
+
+
+def begin_prompt(job: Job, caches: Caches, place: int) -> None:
+    """What is reused is what is here now: room may have been taken from what was fetched."""
+    held = caches.length(place, job.blocks) * BLOCK_TOKENS
+    job.fetched = min(job.fetched, max(held - job.own, 0))
+    job.own = held - job.fetched
+    job.left = job.arrival.tokens - held

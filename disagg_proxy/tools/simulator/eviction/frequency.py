@@ -1,0 +1,192 @@
+"""By how often a block is used: LFU, and two that come near it with queues, SIEVE and S3-FIFO."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from moonpool.disagg_proxy.tools.simulator.eviction.cache import changes
+
+
+class Lfu:
+    """Least frequently used since it came; of equals the least recently used."""
+
+    def __init__(self, blocks_max: int) -> None:
+        self.blocks_max = blocks_max
+        self._uses: dict[int, tuple[int, int]] = {}  # (how often, when last)
+        self._heap: list[tuple[int, int, int]] = []  # (how often, when last, block); old ones are void
+        self._now = 0
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._uses
+
+    def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
+        uses, heap = self._uses, self._heap
+        came, went = [], []
+        for block in reversed(blocks):
+            self._now += 1
+            often, _ = uses.get(block, (0, 0))
+            if not often:
+                came.append(block)
+            uses[block] = (often + 1, self._now)
+            heapq.heappush(heap, (often + 1, self._now, block))
+        while len(uses) > self.blocks_max:
+            often, when, block = heapq.heappop(heap)
+            if uses.get(block) == (often, when):
+                del uses[block]
+                went.append(block)
+        if len(heap) > 4 * len(uses) + 64:
+            heap[:] = [(*use, block) for block, use in uses.items()]
+            heapq.heapify(heap)
+        return changes(came, went)
+
+    def clear(self) -> list[int]:
+        gone = list(self._uses)
+        self._uses.clear()
+        self._heap.clear()
+        return gone
+
+
+class Sieve:
+    """SIEVE (Zhang et al., NSDI '24): a queue in which use only sets a mark, and a hand that goes from the
+    oldest to the newest, takes marks away, and evicts the first without one."""
+
+    def __init__(self, blocks_max: int) -> None:
+        self.blocks_max = blocks_max
+        self._marked: dict[int, bool] = {}
+        self._newer: dict[int, int | None] = {}
+        self._older: dict[int, int | None] = {}
+        self._newest: int | None = None
+        self._oldest: int | None = None
+        self._hand: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._marked)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._marked
+
+    def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
+        came, went = [], []
+        for block in reversed(blocks if self.blocks_max else ()):
+            if block in self._marked:
+                self._marked[block] = True
+                continue
+            if len(self._marked) >= self.blocks_max:
+                went.append(self._evict())
+            came.append(block)
+            self._push(block)
+        return changes(came, went)
+
+    def clear(self) -> list[int]:
+        gone = list(self._marked)
+        self.__init__(self.blocks_max)  # type: ignore[misc]
+        return gone
+
+    def _push(self, block: int) -> None:
+        self._marked[block] = False
+        self._older[block], self._newer[block] = self._newest, None
+        if self._newest is not None:
+            self._newer[self._newest] = block
+        else:
+            self._oldest = block
+        self._newest = block
+
+    def _evict(self) -> int:
+        at = self._hand if self._hand is not None else self._oldest
+        assert at is not None
+        while self._marked[at]:
+            self._marked[at] = False
+            newer = self._newer[at]
+            at = newer if newer is not None else self._oldest
+            assert at is not None
+        older, newer = self._older.pop(at), self._newer.pop(at)
+        self._hand = newer
+        if older is not None:
+            self._newer[older] = newer
+        else:
+            self._oldest = newer
+        if newer is not None:
+            self._older[newer] = older
+        else:
+            self._newest = older
+        del self._marked[at]
+        return at
+
+
+class S3Fifo:
+    """S3-FIFO (Yang et al., SOSP '23): a small queue of a tenth for what is new, a main one for what was used
+    again, and the ids of as many blocks that left the small one and are taken into the main one at once
+    should they come back.
+    """
+
+    SMALL = 0.1
+    USES_MAX = 3
+
+    def __init__(self, blocks_max: int) -> None:
+        self.blocks_max = blocks_max
+        self._small_max = max(int(blocks_max * self.SMALL), 1)
+        self._uses: dict[int, int] = {}  # since it came into its queue
+        self._small: OrderedDict[int, None] = OrderedDict()
+        self._main: OrderedDict[int, None] = OrderedDict()
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._uses
+
+    def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
+        uses = self._uses
+        came, went = [], []
+        for block in reversed(blocks if self.blocks_max else ()):
+            if block in uses:
+                uses[block] = min(uses[block] + 1, self.USES_MAX)
+                continue
+            while len(uses) >= self.blocks_max:
+                went.append(self._evict())
+            came.append(block)
+            uses[block] = 0
+            if block in self._ghosts:
+                del self._ghosts[block]
+                self._main[block] = None
+            else:
+                self._small[block] = None
+        return changes(came, went)
+
+    def clear(self) -> list[int]:
+        gone = list(self._uses)
+        for each in (self._uses, self._small, self._main, self._ghosts):
+            each.clear()
+        return gone
+
+    def _evict(self) -> int:
+        uses = self._uses
+        if len(self._small) >= self._small_max:
+            while self._small:
+                block, _ = self._small.popitem(last=False)
+                if uses[block]:
+                    uses[block] = 0
+                    self._main[block] = None
+                    continue
+                del uses[block]
+                self._ghosts[block] = None
+                if len(self._ghosts) > self.blocks_max:
+                    self._ghosts.popitem(last=False)
+                return block
+        while True:
+            if not self._main:  # all there is, is new
+                block, _ = self._small.popitem(last=False)
+                break
+            block, _ = self._main.popitem(last=False)
+            if not uses[block]:
+                break
+            uses[block] -= 1
+            self._main[block] = None
+        del uses[block]
+        return block

@@ -1,0 +1,44 @@
+"""Processes that simulate at the same time, and go when the one that started them ends, however it does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from moonpool.core.service.processes import die_with_parent
+
+_shared: Any = None  # of a worker
+
+
+@contextmanager
+def workers(count: int, shared: object) -> Iterator[ProcessPoolExecutor]:
+    """shared: what every task wants, told each worker once; ``get_shared`` has it there.
+
+    An executor alone waits for all its tasks after Ctrl-C, forever where that came to the workers as well,
+    and leaves them behind after SIGTERM.
+    """
+    forking = multiprocessing.get_context("fork")  # not by a server, as from Python 3.14 on: it is no parent
+    with ProcessPoolExecutor(count, forking, initializer=_begin, initargs=(os.getpid(), shared)) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def get_shared() -> Any:
+    return _shared
+
+
+def _begin(parent: int, shared: object) -> None:
+    global _shared
+    _shared = shared
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent says what follows
+    die_with_parent(parent, signal.SIGKILL)
