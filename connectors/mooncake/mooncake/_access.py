@@ -7,48 +7,49 @@ and goes on with the next when that dies: ``Guest``. In both the pool is reached
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import re
-import secrets
-import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moonpool.core import paths
-from moonpool.core.addresses import Address, parse_address
-from moonpool.core.config import Config, load
-from moonpool.core.control_tls import control_client, control_settings
+from moonpool.core.config import paths
+from moonpool.core.config.config import Config, load
+from moonpool.core.config.units import parse_size
 from moonpool.core.errors import AuthError, ConfigError, Error, InvalidArgument, Unavailable
-from moonpool.core.keys import Space
-from moonpool.core.node_socket import Claim
-from moonpool.core.reach import Reach, host_id, reach_of_node
-from moonpool.core.store import Store
-from moonpool.core.units import parse_size
+from moonpool.core.service.addresses import Address, parse_address
+from moonpool.core.service.control_tls import control_client, control_settings
+from moonpool.core.service.node_socket import Claim
+from moonpool.core.service.reach import Reach, host_id, reach_of_node
+from moonpool.core.store.keys import Space
+from moonpool.core.store.store import Store
 
 from ._codes import NoNode
 from ._hosts import address_of, is_ip, is_ip6, is_of_this_host
+from ._segment_names import PORTS, SegmentNames, free_ports, node_name, segment_of
+from ._ssd import ssd_bytes, ssd_path_of
 
 if TYPE_CHECKING:
     from moonpool import _native
-    from moonpool.core.node import NodeServer
+    from moonpool.core.service.node import NodeServer
 
 NAMESPACE = "mooncake"
 LOOPBACK = "127.0.0.1"
+ANY = ("0.0.0.0", "::")
 MASTER_PORT = 50051  # of an address without one
 TIMEOUT_S = 2.0
 JOIN_TIMEOUT_S = 5.0
 LOOK_AGAIN_S = 0.25
-SSD_SHARE = 0.8  # of what is free where ssd_offload_path lies, at most
-SSD_PATH = "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"
-SSD_LOG = "moonpool.ssd"
-SSD_SIZE = "MOONPOOL_SSD_SIZE"
-SSD_BYTES = "64GiB"  # without that variable
 SMALLEST_ARENA = "1MiB"
+ON, OFF = ("1", "true", "yes", "on", "enable"), ("", "0", "false", "no", "off", "disable")
 _POLL_S = 0.005
+_HALF_BYTES = re.compile(r"\d*\.\d*")
 _B = re.compile(r"(?<=[kmgt])b$")
 
 
@@ -61,15 +62,16 @@ class Settings:
     segment: int
     tenant: str = "default"
     ssd_path: str = ""
+    called: Address | None = None  # as others name the segment; None: local_hostname
 
     @property
     def host(self) -> Address:
         """With port 0 where none was given."""
         return address_of(self.local_hostname or LOOPBACK, "local_hostname")
 
-    def on_a_free_port(self) -> Settings:
-        """Instead of that of local_hostname, where somebody else listens."""
-        return replace(self, local_hostname=str(self.host._replace(port=0)))
+    def at_port(self, port: int, called: Address | None = None) -> Settings:
+        """Instead of that of local_hostname, where another listens; 0: a free one."""
+        return replace(self, local_hostname=str(self.host._replace(port=port)), called=called)
 
     def config(self, **arguments: object) -> Config:
         """moonpool's own configuration, with this master."""
@@ -103,27 +105,18 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
         local_hostname=str(first("local_hostname")),
         master=str(first("master_server_addr", "master_server_address")),
         segment=size_of(first("global_segment_size", default=0), "global_segment_size"),
-        tenant=str(first("tenant_id", default="default")),
+        tenant=str(config.get("tenant_id") or "default"),
         ssd_path=ssd_path_of(
             is_on(first("enable_ssd_offload", default=False)), str(first("ssd_offload_path", default=""))
         ),
     )
 
 
-def ssd_path_of(enabled: bool, path: str) -> str:
-    """The folder of the segment's SSD, "" for none. Raises InvalidArgument for one that is not named."""
-    if not enabled:
-        return ""
-    if found := path or os.environ.get(SSD_PATH, ""):
-        return found
-    raise InvalidArgument(
-        f"enable_ssd_offload: give ssd_offload_path, or set {SSD_PATH}", key="ssd_offload_path"
-    )
-
-
 def size_of(value: Any, name: str) -> int:
     """Bytes: a number, or text such as "4gb", which is 4 * 2**30. Raises InvalidArgument."""
     try:
+        if isinstance(value, str) and _HALF_BYTES.fullmatch(value.strip()):
+            raise ValueError("a part of a byte")
         size = parse_size(_B.sub("", value.strip().lower())) if isinstance(value, str) else int(value)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{name} = {value!r:.80} is no size", key=name, cause=str(error)) from error
@@ -133,14 +126,17 @@ def size_of(value: Any, name: str) -> int:
 
 
 def is_on(value: Any) -> bool:
-    return value.strip().lower() in ("1", "true", "yes", "on") if isinstance(value, str) else bool(value)
+    return value.strip().lower() in ON if isinstance(value, str) else bool(value)
 
 
 class Access(Protocol):
-    """segment: this process's own, "host:port" as others reach it; for a guest its host's name."""
+    """segment: this process's own, "host:port" as setup() was given it; for a guest its host's name.
+    names: of all segments.
+    """
 
     segment: str
     space: Space
+    names: SegmentNames
 
     def join(self, wait_s: float) -> None:
         """Before anything else, and until it has worked. Raises Unavailable or Timeout when there is no
@@ -177,6 +173,7 @@ class _Base:
         self._tls = control_client(config)
         self._master: _native.DirectoryClient | None = None
         self._lock = threading.Lock()
+        self.names = SegmentNames(self.members)
 
     def directory(self) -> _native.DirectoryClient:
         from moonpool import _native
@@ -228,6 +225,25 @@ class _Base:
                 self._master = None
 
 
+class PortTaken(ConfigError):
+    """Another process listens at the port of a segment."""
+
+
+@contextmanager
+def _port_taken(local_hostname: str) -> Iterator[None]:
+    """Raises PortTaken for the core's error of a port where another process listens."""
+    try:
+        yield
+    except Error as error:
+        if os.strerror(errno.EADDRINUSE) not in str(error):
+            raise
+        raise PortTaken(
+            f"local_hostname = {local_hostname}: another process listens there; name another port, or none",
+            operation="setup",
+            key="local_hostname",
+        ) from error
+
+
 class OwnNode(_Base):
     """A node inside this process, gone with it. It joins a master that starts later by itself.
 
@@ -235,7 +251,9 @@ class OwnNode(_Base):
     """
 
     def __init__(self, settings: Settings) -> None:
-        from moonpool.core.node import native_server  # with it comes aiohttp, which a guest does not need
+        from moonpool.core.service.node import (
+            native_server,  # with it comes aiohttp, which a guest does not need
+        )
 
         super().__init__(settings, config := _node_config(settings))
         self._reach = _reach_of(settings, config)
@@ -250,9 +268,13 @@ class OwnNode(_Base):
                 self._claim.tell_token(self.token)
             if told := control_settings(config):
                 self._claim.tell_tls(told)
-            self._server = native_server(config, self.socket, self.token, self._reach)
-            self._server.start()
-            self.segment = self._advertised()
+            with _port_taken(settings.local_hostname):
+                self._server = native_server(
+                    config, self.socket, self.token, self._reach, size_option="global_segment_size="
+                )
+                self._server.start()
+            self.segment = segment_of(config.node.name, address := self._advertised())
+            self.names.add_own(self.segment, address)
         except BaseException:
             self.close()
             raise
@@ -294,7 +316,7 @@ class OwnNode(_Base):
     def join(self, wait_s: float) -> None:
         give_up_s = time.monotonic() + wait_s
         while True:
-            joined, _, why_not, _ = self.server.membership()  # type: ignore[attr-defined]
+            joined, _, why_not, _ = self.server.membership() or (False, -1, "it has no master", 0.0)
             if joined:
                 self._store = self._open(str(self.socket))
                 return
@@ -322,8 +344,8 @@ class OwnNode(_Base):
 
 def _node_config(settings: Settings) -> Config:
     arguments: dict[str, object] = {
-        "node__name": f"mooncake-{os.getpid()}-{secrets.token_hex(4)}",
         "node__object_share_max": 0.5,  # more than that one client cannot lease
+        "node__pins_share_max": 1.0,  # with_hard_pin: the segment's callers decide how much is never evicted
     }
     if settings.tenant == "default":
         arguments["node__dram"] = settings.segment
@@ -337,7 +359,7 @@ def _node_config(settings: Settings) -> Config:
         )
     listen = settings.host
     master = address_of(settings.master, "master_server_address", MASTER_PORT)
-    every = "::" if is_ip6(master.host) else "0.0.0.0"
+    every = ANY[is_ip6(master.host)]
     if settings.is_of_this_host_alone(settings.config()):
         listen = Address(LOOPBACK, listen.port)
     elif listen.is_loopback and not master.is_loopback:  # the others are elsewhere
@@ -345,27 +367,11 @@ def _node_config(settings: Settings) -> Config:
     elif not listen.is_loopback and not is_ip(listen.host):
         arguments["node__advertise"] = str(listen)
         listen = Address(every, listen.port)
+    reached_as = Address(settings.host.host if listen.host in ANY else listen.host, listen.port)
+    if listen.host in ANY and settings.host.is_loopback:
+        reached_as = master._replace(port=0)  # by an address that leads there
+    arguments["node__name"] = node_name(settings.called or settings.host, reached_as)
     return settings.config(node__listen=str(listen), **arguments)
-
-
-def ssd_bytes(folder: Path) -> int:
-    """The size of the log in ``folder``: what the environment says, as far as the disk goes.
-
-    A log that is there has its blocks already, and forgets all it has when it is made for less. So they count
-    as free, and a disk that others fill meanwhile takes nothing from it.
-    """
-    free = shutil.disk_usage(folder).free
-    most = int(free * SSD_SHARE)
-    try:
-        log = (folder / SSD_LOG).stat()
-    except FileNotFoundError:
-        pass
-    else:
-        has = log.st_blocks * 512
-        most = int((free + has) * SSD_SHARE)
-        if log.st_size - has <= free:
-            most = max(most, log.st_size)
-    return min(parse_size(os.environ.get(SSD_SIZE) or SSD_BYTES), most)
 
 
 def _reach_of(settings: Settings, config: Config) -> Reach:
@@ -373,7 +379,8 @@ def _reach_of(settings: Settings, config: Config) -> Reach:
         return reach_of_node(config)
     except ConfigError as error:
         raise ConfigError(
-            f"local_hostname = {settings.local_hostname!r} with the master {config.cluster.master}: {error}",
+            f"local_hostname = {(settings.called or settings.host).host!r} with the master "
+            f"{config.cluster.master}: {error}",
             operation="setup",
             key="local_hostname",
         ) from error
@@ -384,9 +391,11 @@ class Guest(_Base):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings, settings.config())
-        self.segment = settings.local_hostname
+        host = settings.host
+        self.segment = str(host if host.port else host._replace(port=random.choice(PORTS)))  # names no node
         self._store: Store | None = None
         self._looked_s = 0.0
+        self._nobody: NoNode | None = None  # what the last look found, when no node was there
         self._choosing = threading.Lock()
 
     def join(self, wait_s: float) -> None:
@@ -399,9 +408,13 @@ class Guest(_Base):
         return self._choose()
 
     def renew(self) -> bool:
-        self._looked_s = 0.0
+        """Raises NoNode when there is none: callers slow down for that, and not for a node that is silent."""
+        if self._nobody is None:
+            self._looked_s = 0.0
         try:
             self._choose()
+        except NoNode:
+            raise
         except Error:
             return False
         return True
@@ -413,11 +426,15 @@ class Guest(_Base):
 
     def _choose(self) -> Store:
         with self._choosing:
-            if self._store is not None and (
-                self._store.connected or time.monotonic() < self._looked_s + LOOK_AGAIN_S
-            ):
+            if self._store is not None and self._store.connected:
                 return self._store
+            if time.monotonic() < self._looked_s + LOOK_AGAIN_S:
+                if self._nobody is not None:
+                    raise NoNode(str(self._nobody), operation="setup", peer=self.config.cluster.master)
+                if self._store is not None:
+                    return self._store
             self._looked_s = time.monotonic()
+            self._nobody = None
             members = sorted(self.members(), key=lambda member: member.host_id != self.host_id)
             trouble: Error | None = None
             for member in members:
@@ -430,18 +447,30 @@ class Guest(_Base):
                     self._store.close()
                 self._store = fresh
                 return fresh
-            raise NoNode(
+            self._nobody = NoNode(
                 f"no node of the pool serves the tenant {self.space.tenant}: "
                 f"{trouble or 'the master knows none'}; a process with global_segment_size above 0, or "
                 f"`moonpool node`, gives it memory",
                 operation="setup",
                 peer=self.config.cluster.master,
             )
+            raise self._nobody
 
 
 def access_of(settings: Settings) -> Access:
     """Not joined yet. Raises a moonpool Error with what is wrong and the remedy."""
-    return OwnNode(settings) if settings.segment else Guest(settings)
+    return own_node(settings) if settings.segment else Guest(settings)
+
+
+def own_node(settings: Settings) -> OwnNode:
+    """At the port of local_hostname, else at a free one of PORTS. Raises a moonpool Error."""
+    if settings.host.port:
+        return OwnNode(settings)
+    called = settings.called or settings.host
+    for port in free_ports(LOOPBACK if settings.host.is_loopback else ANY[is_ip6(settings.host.host)]):
+        with suppress(PortTaken):  # by another process that chose it at the same time
+            return OwnNode(settings.at_port(port, called))
+    raise PortTaken("no port is free", operation="setup", key="local_hostname")
 
 
 class Beside(_Base):

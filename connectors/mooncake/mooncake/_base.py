@@ -13,7 +13,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moonpool.core.errors import Closed, Error, InvalidArgument, Unavailable
-from moonpool.core.store import Store, as_bytes
+from moonpool.core.store.store import Store, as_bytes
 
 from ._codes import Code, code_of
 from ._memory import Buffers, number, same_length
@@ -85,6 +85,21 @@ class Base:
             names = keys_of(keys)
         return self._ask(lambda store: verb(store, names))
 
+    def _ask_of_some(
+        self, keys: Sequence[str], nothing: T, verb: Callable[[Store, Any], Sequence[T]]
+    ) -> Sequence[T]:
+        """The same for reads; ``nothing`` for keys that no object can have, such as "", beside good ones."""
+        try:
+            return self._ask_of(keys, verb) if keys else list(keys_of(keys))  # type: ignore[arg-type]
+        except InvalidArgument:
+            names = names_of(keys)
+            good = [name for name in names if name is not None]
+            if len(good) == len(names):
+                raise
+        self._open()
+        found = iter(self._ask(lambda store: verb(store, good)) if good else ())
+        return [nothing if name is None else next(found) for name in names]
+
     def _code(self, operation: str, act: Callable[[], int]) -> int:
         """What ``act`` returns, or the code of what it raises. What is no such error, such as the TypeError
         of a caller's mistake, goes through."""
@@ -121,6 +136,14 @@ def key_of(key: Any) -> bytes:
     return bytes(key) if len(key) <= KEY_BYTES_MAX else shortened(key)
 
 
+def name_or_none(key: Any) -> bytes | None:
+    """The same; None for a key that no object can have: who reads it finds none. TypeError as key_of()."""
+    try:
+        return key_of(key)
+    except InvalidArgument:
+        return None
+
+
 def shortened(name: bytes) -> bytes:
     """Its first bytes, in which expressions still find things, and what tells it from all others."""
     return name[:KEPT_BYTES] + DIGEST + sha256(name).hexdigest().encode()
@@ -132,13 +155,30 @@ def as_named(name: bytes) -> bytes:
     return name if is_short else name[:KEPT_BYTES]
 
 
+def names_of(keys: Any) -> list[bytes | None]:
+    """Of each key name_or_none()."""
+    if isinstance(keys, (str, bytes)):
+        raise TypeError("expected a list of keys, got one key")
+    return [name_or_none(key) for key in keys]
+
+
 def keys_of(keys: Any) -> list[bytes]:
     if isinstance(keys, (str, bytes)):
         raise TypeError("expected a list of keys, got one key")
     return [key_of(key) for key in keys]
 
 
-__all__ = ["Base", "as_named", "first_error", "key_of", "keys_of", "number", "same_length"]
+__all__ = [
+    "Base",
+    "as_named",
+    "first_error",
+    "key_of",
+    "keys_of",
+    "name_or_none",
+    "names_of",
+    "number",
+    "same_length",
+]
 
 
 def first_error(codes: Sequence[int]) -> int:

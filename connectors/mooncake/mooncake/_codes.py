@@ -34,6 +34,7 @@ SAID_EACH_TIME = ("setup", "initialize")  # what is called seldom
 class Code(IntEnum):
     OK = 0
     INTERNAL_ERROR = -1
+    SEGMENT_NOT_FOUND = -101
     NO_AVAILABLE_HANDLE = -200
     INVALID_PARAMS = -600
     ILLEGAL_CLIENT = -601
@@ -42,9 +43,11 @@ class Code(IntEnum):
     CHECKSUM_MISMATCH = -801
     RPC_FAIL = -900
     RPC_TIMEOUT = -901
+    UNAVAILABLE_IN_CURRENT_STATUS = -1010
     UNAVAILABLE_IN_CURRENT_MODE = -1011
     FILE_NOT_FOUND = -1100
     TASK_NOT_FOUND = -1400
+    JOB_NOT_FOUND = -1402
 
 
 class NoNode(Unavailable):

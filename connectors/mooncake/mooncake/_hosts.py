@@ -6,7 +6,7 @@ import ipaddress
 import socket
 from contextlib import suppress
 
-from moonpool.core.addresses import Address, parse_address
+from moonpool.core.service.addresses import Address, parse_address
 
 
 def address_of(text: str, key: str, port: int = 0) -> Address:

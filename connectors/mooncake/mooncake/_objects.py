@@ -9,10 +9,19 @@ from typing import Any
 import numpy as np
 
 from moonpool.core.errors import InvalidArgument
-from moonpool.core.store import ROWS_MAX, Store
-from moonpool.core.store_types import EXISTS, STORED, PutResult
+from moonpool.core.store.store import ROWS_MAX, Store
+from moonpool.core.store.types import EXISTS, STORED, PutResult
 
-from ._base import Base, as_named, first_error, key_of, keys_of, number, same_length
+from ._base import (
+    Base,
+    as_named,
+    first_error,
+    keys_of,
+    name_or_none,
+    names_of,
+    number,
+    same_length,
+)
 from ._codes import Code, code_of, say
 from ._pins import pinned_one
 from ._placement import for_one, wishes
@@ -60,7 +69,10 @@ class Objects(Base):
 
     def put_batch(self, keys: list[str], values: list[Any], config: ReplicateConfig = DEFAULT) -> int:
         """0 when all are there, else the first code that is not."""
-        return first_error(self._put("put_batch", keys, [_bytes_like(value) for value in values], config))
+        parts = [_bytes_like(value) for value in values]
+        if len(keys) != len(parts):
+            return int(Code.INVALID_PARAMS)
+        return first_error(self._put("put_batch", keys, parts, config))
 
     def put_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = DEFAULT) -> int:
         return self._put_from("put_from", [key], [buffer_ptr], [size], config)[0]
@@ -102,6 +114,8 @@ class Objects(Base):
 
     def upsert_batch(self, keys: list[str], values: list[Any], config: ReplicateConfig = DEFAULT) -> int:
         parts = [_bytes_like(value) for value in values]
+        if len(keys) != len(parts):
+            return int(Code.INVALID_PARAMS)
         return first_error(self._put("upsert_batch", keys, parts, config, replace=True))
 
     def upsert_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = DEFAULT) -> int:
@@ -190,7 +204,7 @@ class Objects(Base):
     ) -> list[int]:
         if not keys:
             return []
-        asked = wishes(config, len(keys), self._open().segment)
+        asked = wishes(config, len(keys), self._open())
         try:
             results: list[PutResult] = self._ask_of(
                 keys,
@@ -207,6 +221,14 @@ class Objects(Base):
             if self._hard_pins.look_again(self._ask):
                 return self._put_good(operation, keys, parts, config, replace)
             say(operation, "refused", f"{operation}: {results[codes.index(_REFUSED)].reason}")
+        if config.replica_num > 1:
+            short = next((one for one in results if one and one.replicas < config.replica_num), None)
+            if short is not None:
+                say(
+                    operation,
+                    "copies",
+                    f"{operation}: {short.replicas} of {config.replica_num} copies: {short.reason}",
+                )
         if config.with_hard_pin:
             return [code or self._pin_hard(name) for name, code in zip(keys_of(keys), codes, strict=True)]
         return codes
@@ -227,8 +249,7 @@ class Objects(Base):
 
     def get(self, key: str, /) -> bytes:
         """The bytes; b"" is a miss and nothing else: what goes wrong is raised as a moonpool Error."""
-        name = key_of(key)
-        view = self._ask(lambda store: store.get(name))
+        view = self._views([key])[0]
         return b"" if view is None else bytes(view)
 
     def get_batch(self, keys: list[str], /) -> list[bytes]:
@@ -242,7 +263,8 @@ class Objects(Base):
         return [handle_of(view) for view in self._views(keys)]
 
     def _views(self, keys: Sequence[str]) -> list[memoryview | None]:
-        return self._ask_of(keys, lambda store, names: store.get(names)) if keys else []
+        found = self._ask_of_some(keys, None, lambda store, names: store.get(names))
+        return found if isinstance(found, list) else list(found)
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
         """The object's bytes, or a code: INVALID_PARAMS for a buffer that is too small and stays as it is."""
@@ -272,6 +294,8 @@ class Objects(Base):
                 found = self._ask_of(keys, lambda store, names: store.get(names, targets)) if keys else []
             except InvalidArgument:
                 if len(keys) == 1:
+                    if name_or_none(keys[0]) is None:
+                        return [int(Code.OBJECT_NOT_FOUND)]
                     raise
                 return [one(i) for i in range(len(keys))]
             return [int(Code.OBJECT_NOT_FOUND) if n is None else n for n in found]
@@ -286,9 +310,9 @@ class Objects(Base):
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
         def ask() -> list[int]:
-            flags = self._ask_of(keys, Store.exist_flags) if keys else b""
+            flags = self._ask_of_some(keys, 0, Store.exist_flags)
             if _UNKNOWN in flags and self._open().renew():
-                flags = self._ask_of(keys, Store.exist_flags)
+                flags = self._ask_of_some(keys, 0, Store.exist_flags)
             return list(flags) if _UNKNOWN not in flags else [-1 if one == _UNKNOWN else one for one in flags]
 
         codes = self._codes("is_exist", len(keys), ask)
@@ -298,8 +322,9 @@ class Objects(Base):
         """Bytes, or OBJECT_NOT_FOUND; none of them is read."""
 
         def ask() -> int:
-            name = key_of(key)
-            found = self._ask(lambda store: store.stat(name, everywhere=False))
+            (found,) = self._ask_of_some(
+                [key], None, lambda store, names: store.stat(names, everywhere=False)
+            )
             return int(Code.OBJECT_NOT_FOUND) if found is None else found.size
 
         return self._code("get_size", ask)
@@ -314,9 +339,8 @@ class Objects(Base):
         """Of each key 0 or a code. force: leased ones too, as always here (TorchSpec looks for this word)."""
 
         def act() -> list[int]:
-            names = keys_of(keys)
-            flags = self._ask(lambda store: store.remove(names)) if names else []
-            self._hard_pins.release(names)
+            flags = self._ask_of_some(keys, False, lambda store, names: store.remove(names))
+            self._hard_pins.release(name for name in names_of(keys) if name is not None)
             return [int(Code.OK if was_there else Code.OBJECT_NOT_FOUND) for was_there in flags]
 
         return self._codes("remove", len(keys), act)

@@ -12,23 +12,28 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from moonpool.core import metrics
-from moonpool.core.addresses import Address
-from moonpool.core.admin_http import AdminServer
-from moonpool.core.config import Config
-from moonpool.core.control_tls import control_client
+from moonpool.core.config.config import Config
 from moonpool.core.errors import Error, Unavailable
-from moonpool.core.master import PREFIX, Master, NodeRow
-from moonpool.core.store import ROWS_MAX, Store
-from moonpool.core.tls import server_context
+from moonpool.core.service import metrics
+from moonpool.core.service.addresses import Address
+from moonpool.core.service.admin_http import AdminServer
+from moonpool.core.service.control_tls import control_client
+from moonpool.core.service.master import PREFIX, Master, NodeRow
+from moonpool.core.service.tls import server_context
+from moonpool.core.store.store import ROWS_MAX, Store
 
 from ._access import NAMESPACE, Access, OwnNode
 from ._base import key_of
 from ._codes import Code, code_of
+from ._drain import DrainJobs, Refused, failure
+from ._segment_names import members_by_segment, segment_of
+
+if TYPE_CHECKING:
+    from .store import MooncakeDistributedStore
 
 START_TIMEOUT_S = 10.0
 CONNECTIONS_MAX = 64
@@ -42,6 +47,7 @@ class MasterPages:
         config = master.config
         self._master = master
         self._token = config.read_admin_token()
+        self._drains = DrainJobs(self._living, self._become_a_guest)
         self._http = AdminServer(
             address,
             {
@@ -61,6 +67,9 @@ class MasterPages:
                 "/batch_query_keys": self._some_keys,
                 "/query_segment": self._segment,
                 "/api/v1/segments/status": self._segment_status,
+                "POST /api/v1/drain_jobs": self._drain,
+                "/api/v1/drain_jobs/query": self._drain_job,
+                "POST /api/v1/drain_jobs/query": self._drain_job,
             },
             is_allowed=self._is_allowed,
             tls=server_context(config),
@@ -71,10 +80,17 @@ class MasterPages:
 
     async def close(self) -> None:
         await self._http.close()
+        await asyncio.to_thread(self._drains.close)
 
     @property
     def url(self) -> str:
         return self._http.url
+
+    def _become_a_guest(self, store: MooncakeDistributedStore) -> int:
+        address = self._master.addresses[0]
+        host, _, port = address.rpartition(":")
+        here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+        return store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", f"{here}:{port}")
 
     def _is_allowed(self, authorization: str) -> bool:
         scheme, _, token = authorization.partition(" ")
@@ -118,7 +134,9 @@ class MasterPages:
         )
 
     async def _segments(self) -> web.Response:
-        return web.Response(text="".join(f"{row.address}\n" for row in await self._rows()))
+        return web.Response(
+            text="".join(f"{segment_of(row.name, row.address)}\n" for row in await self._rows())
+        )
 
     async def _segments_detail(self) -> web.Response:
         rows = [detail(row) for row in await self._rows()]
@@ -131,23 +149,49 @@ class MasterPages:
         if row is None:
             return web.Response(status=404, text="no such segment\n")
         return web.Response(
-            text=f"{row.address}: used {row.dram_bytes - row.dram_free_bytes}, capacity {row.dram_bytes}\n"
+            text=f"{segment_of(row.name, row.address)}: used {row.dram_bytes - row.dram_free_bytes}, "
+            f"capacity {row.dram_bytes}\n"
         )
 
     async def _segment_status(self, request: web.Request) -> web.Response:
+        name = request.query.get("segment", "")
+        if not name:
+            return _refused(Refused(Code.INVALID_PARAMS, 400, "Missing or invalid segment"))
         row = await self._named(request)
         if row is None:
-            failure = {
-                "success": False,
-                "error_code": int(Code.INVALID_PARAMS),
-                "error_message": "no such segment",
-            }
-            return web.json_response(failure, status=400)
-        return web.json_response({"success": True, "data": detail(row)})
+            return _refused(Refused(Code.SEGMENT_NOT_FOUND, 404))
+        state = self._drains.state_of(row)
+        page = {"success": True, "segment": name, "status": int(state), "status_name": state.name}
+        return web.json_response(page | {"error_code": 0, "error_message": "", "data": detail(row)})
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        try:
+            body = await request.json()
+        except ValueError as error:  # also what is no text
+            return _refused(Refused(Code.INVALID_PARAMS, 400, f"Invalid JSON body: {error!s:.80}"))
+        try:
+            job = await asyncio.to_thread(self._drains.create, body)
+        except Refused as error:
+            return _refused(error)
+        page = {"success": True, "job_id": job.id, "status": "CREATED"}
+        return web.json_response(page | {"error_code": 0, "error_message": ""})
+
+    async def _drain_job(self, request: web.Request) -> web.Response:
+        """The job in ?job_id=, or in the JSON body of a POST."""
+        job_id = request.query.get("job_id", "")
+        if not job_id and request.method == "POST":
+            try:
+                job_id = str((await request.json())["job_id"])
+            except (ValueError, TypeError, KeyError):
+                job_id = ""
+        try:
+            return web.json_response(self._drains.query(job_id).page())
+        except Refused as error:
+            return _refused(error)
 
     async def _named(self, request: web.Request) -> NodeRow | None:
         name = request.query.get("segment", "")
-        return next((row for row in await self._rows() if row.address == name), None)
+        return members_by_segment(await self._rows()).get(name)
 
     async def _keys(self, _request: web.Request) -> web.Response:
         def ask(store: Store) -> str:
@@ -201,6 +245,10 @@ class MasterPages:
         raise failure
 
 
+def _refused(error: Refused) -> web.Response:
+    return web.json_response(failure(error), status=error.status)
+
+
 def size_in(store: Store, key: str) -> int | None:
     """Bytes of an object of the tenant "default", none of which are read."""
     found = store.stat(key_of(key)) if key else None
@@ -223,7 +271,7 @@ def totals(rows: list[NodeRow]) -> dict[str, int]:
 def detail(row: NodeRow) -> dict[str, Any]:
     used = row.dram_bytes - row.dram_free_bytes
     return {
-        "segment_name": row.address,
+        "segment_name": segment_of(row.name, row.address),
         "segment_id": row.incarnation,
         "client_id": row.name,
         "base_address": "0x0",
@@ -294,7 +342,7 @@ class ClientPages:
 
 def config_of(listen: str, **arguments: object) -> Config:
     """Of a master that listens there."""
-    from moonpool.core.config import load
+    from moonpool.core.config.config import load
 
     given = {name.replace("__", "."): value for name, value in arguments.items()}
     return load(arguments={"master.listen": listen, "master.http": "off"} | given)

@@ -1,9 +1,11 @@
 """Tensors that are spread over ranks: each rank stores its shard, and others read a shard or the whole.
 
-A writer with a ``TensorParallelism`` stores its shard under KEY and one suffix for each axis (``_tp_0``,
-``_pp_1``), and under KEY_parallelism what axes there are. ``ReadTarget`` says what a reader wants:
-"as_stored" (with its own axes, or the plain key without), "shard" (its part, cut anew where it was cut
-otherwise), or "full".
+The rules of layouts and the names of shards are in _layout.py. A layout that is one "tp" axis takes the
+shard; with other axes beside "tp" the whole tensor is given, and what is stored is this rank's part of it.
+The ``_from`` forms are given the whole tensor (or, by its header, the shard of that rank) and store the parts
+of all tensor-parallel ranks. Beside the shards lies KEY__parallelism_manifest, by which readers of the whole
+or of another cut find them. ``ReadTarget`` says what a reader wants: "as_stored" (with its own axes, or the
+plain key without), "shard" (its part, cut anew where it was cut otherwise), or "full".
 
 A writer with a partition (an object with rank, size and split_dim) gives the whole tensor, and stores its
 part under KEY__writer_RofN_sdD; readers put the parts together. The parts are objects of their own: a reader
@@ -12,23 +14,22 @@ between two writers' upserts gets some old and some new ones, so upsert under an
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import index
 from typing import Any
 
 from moonpool.core.errors import InvalidArgument
 
+from ._base import first_error
 from ._codes import Code, code_of
+from ._layout import Layout, Manifest, Writer, manifest_key, writers_key
 from ._objects import check_config
 from ._placement import for_each
-from ._tensors import Tensor, Tensors, memory_at, parts_of, shards_of, tensor_over
-from ._values import DEFAULT, ParallelAxis, ReadTarget, ReplicateConfig, TensorParallelism
+from ._tensor_header import Cut, Tensor, equal_parts, header_of, parts_of, tensor_of, tensor_over
+from ._tensors import Tensors, memory_at
+from ._values import DEFAULT, ReadTarget, ReplicateConfig, TensorParallelism
 
 MODES = ("as_stored", "shard", "full")
-WRITERS_MAX = 65_536
+Shard = tuple[str, Tensor, tuple[Cut, ...]]  # its key and what it is of the whole
 
 
 class Parallel(Tensors):
@@ -140,24 +141,26 @@ class Parallel(Tensors):
 
     def get_tensor_with_parallelism(self, key: str, target: ReadTarget | None = None) -> Tensor | None:
         """None is a miss, also of one shard of those that are needed. All else is raised."""
-        return self._get_parallel(key, target or ReadTarget())
+        return self._get_parallel(key, target or ReadTarget())[0]
 
     def batch_get_tensor_with_parallelism(
         self, keys: list[str], targets: list[ReadTarget] | None = None
     ) -> list[Tensor | None]:
         wanted = [None] * len(keys) if targets is None else targets
-        if len(wanted) != len(keys):
-            raise InvalidArgument(f"{len(keys)} keys and {len(wanted)} targets")
-        return [self.get_tensor_with_parallelism(key, one) for key, one in zip(keys, wanted, strict=True)]
+        if not isinstance(wanted, Sequence) or len(wanted) != len(keys):
+            return [None] * len(keys)
+        return self._each_or_none(
+            "batch_get_tensor_with_parallelism", self.get_tensor_with_parallelism, keys, wanted
+        )
 
     def get_tensor_with_parallelism_into(
         self, key: str, buffer_ptr: int, size: int, target: ReadTarget | None = None
     ) -> Tensor | None:
         """The tensor in the caller's memory, behind its header. Raises InvalidArgument without room."""
-        tensor = self.get_tensor_with_parallelism(key, target)
+        tensor, cuts = self._get_parallel(key, target or ReadTarget())
         if tensor is None:
             return None
-        (header, *_), held = parts_of(tensor)
+        (header, *_), held = parts_of(tensor, cuts)
         room = memory_at(*self._range(buffer_ptr, size, writable=True))
         data = memoryview(held.flatten().view(_byte()).numpy())
         if len(header) + data.nbytes > room.nbytes:
@@ -174,10 +177,18 @@ class Parallel(Tensors):
         targets: list[ReadTarget] | None = None,
     ) -> list[Tensor | None]:
         wanted = [None] * len(keys) if targets is None else targets
-        return [
-            self.get_tensor_with_parallelism_into(key, pointer, size, one)
-            for key, pointer, size, one in zip(keys, buffer_ptrs, sizes, wanted, strict=True)
-        ]
+        if not isinstance(wanted, Sequence) or not (
+            len(keys) == len(buffer_ptrs) == len(sizes) == len(wanted)
+        ):
+            return [None] * len(keys)
+        return self._each_or_none(
+            "batch_get_tensor_with_parallelism_into",
+            self.get_tensor_with_parallelism_into,
+            keys,
+            buffer_ptrs,
+            sizes,
+            wanted,
+        )
 
     # ---- writing
 
@@ -193,48 +204,54 @@ class Parallel(Tensors):
         replace: bool = False,
     ) -> int:
         def act() -> int:
-            axes = [] if parallelism is None else parallelism.axes
             if partition is not None:
-                if axes:
+                if parallelism is not None:
                     raise InvalidArgument("give either a parallelism or a writer_partition")
                 writer = Writer.of(partition)
-                return self._put_with_manifest(
-                    operation,
-                    (writers_key(key), [writer.size, writer.split_dim]),
-                    (writer.key(key), writer.part_of(tensor)),
-                    config,
-                    replace,
-                )
-            name = key + suffix(axes)
-            if not axes:
-                return self._put_tensors(operation, [name], [tensor], config, replace=replace)[0]
-            kinds = [[axis.kind, axis.size, axis.split_dim] for axis in checked(axes)]
-            return self._put_with_manifest(
-                operation, (manifest_key(key), kinds), (name, tensor), config, replace
-            )
+                part = equal_parts(tensor, writer.size, writer.split_dim)[writer.rank]
+                manifest = writers_key(key), Manifest.of_writers(writer)
+                one: Shard = writer.key(key), part, (writer.cut,)
+                return self._put_shards_of(operation, manifest, [one], config, replace)
+            if parallelism is None:
+                return self._put_tensors(operation, [key], [tensor], config, replace=replace)[0]
+            layout = Layout.of(parallelism)
+            if layout.tp is None:
+                one = layout.key(key), tensor, layout.cuts
+                return self._put_shards_of(operation, None, [one], config, replace)
+            if layout.is_tp_alone:
+                layout.check_dimensions(tensor)
+                shard = tensor
+            else:
+                shard = equal_parts(tensor, layout.tp.size, layout.split_dim)[layout.tp.rank]
+            manifest = manifest_key(key), Manifest.of(layout)
+            one = layout.key(key), shard, layout.cuts
+            return self._put_shards_of(operation, manifest, [one], config, replace)
 
         return self._code(operation, act)
 
-    def _put_with_manifest(
+    def _put_shards_of(
         self,
         operation: str,
-        manifest: tuple[str, Any],
-        tensor: tuple[str, Tensor],
+        manifest: tuple[str, Manifest] | None,
+        shards: Sequence[Shard],
         config: ReplicateConfig,
         replace: bool,
     ) -> int:
-        """Two (key, value): what parts there are is stored before a part is. Parts of another cut would never
-        be found, so they are refused."""
-        text = json.dumps(manifest[1]).encode()
-        if code := self._put(operation, [manifest[0]], [text], config, replace=replace)[0]:
-            return code
-        there = None if replace else self._views([manifest[0]])[0]
-        if there is not None and there != text:
-            raise InvalidArgument(
-                f"{tensor[0]!r:.80}: the tensor is stored in other parts ({bytes(there)!r:.80}); an upsert "
-                f"replaces it, or a remove of {manifest[0]!r:.80}"
-            )
-        return self._put_tensors(operation, [tensor[0]], [tensor[1]], config, replace=replace)[0]
+        """What parts there are is stored before a part is. Parts of
+        another cut under the same names would never be found, so they are refused."""
+        if manifest is not None:
+            name, parts = manifest
+            text = parts.pack()
+            if code := self._put(operation, [name], [text], config, replace=replace)[0]:
+                return code
+            there = None if replace else self._views([name])[0]
+            if there is not None and there != text and Manifest.parse(there, name).hides(parts):
+                raise InvalidArgument(
+                    f"{shards[0][0]!r:.80}: the tensor is stored in other parts ({bytes(there)!r:.80}); an "
+                    f"upsert replaces it, or a remove of {name!r:.80}"
+                )
+        names, tensors, cuts = zip(*shards, strict=True)
+        return first_error(self._put_tensors(operation, names, tensors, config, replace=replace, cuts=cuts))
 
     def _put_parallels(
         self,
@@ -246,22 +263,10 @@ class Parallel(Tensors):
         *,
         replace: bool,
     ) -> list[int]:
-        axes: Sequence[TensorParallelism | None] = (
-            [None] * len(keys) if parallelisms is None else parallelisms
+        operation = "upsert_tensor_with_parallelism" if replace else "put_tensor_with_parallelism"
+        return self._each_with_layout(
+            operation, self._put_parallel, [keys, tensors], parallelisms, config, partitions, replace=replace
         )
-        writers: Sequence[Any] = [None] * len(keys) if partitions is None else partitions
-        if not len(keys) == len(tensors) == len(axes) == len(writers):
-            return [int(Code.INVALID_PARAMS)] * len(keys)
-        name = "upsert_tensor_with_parallelism" if replace else "put_tensor_with_parallelism"
-        check_config(name, config)
-        try:
-            configs = for_each(config, len(keys))
-        except InvalidArgument as error:
-            return [int(code_of(error, name))] * len(keys)
-        return [
-            self._put_parallel(name, *row, replace=replace)
-            for row in zip(keys, tensors, axes, configs, writers, strict=True)
-        ]
 
     def _put_from_memory(
         self,
@@ -274,141 +279,148 @@ class Parallel(Tensors):
         *,
         replace: bool,
     ) -> list[int]:
-        if not len(keys) == len(pointers) == len(sizes):
-            return [int(Code.INVALID_PARAMS)] * len(keys)
-        tensors: list[Tensor] = []
-        for pointer, size in zip(pointers, sizes, strict=True):
-            try:
-                tensors.append(tensor_over(memory_at(*self._range(pointer, size))))
-            except InvalidArgument:
-                tensors.append(None)  # refused as what is no tensor
-        return self._put_parallels(keys, tensors, parallelisms, config, partitions, replace=replace)
+        operation = "upsert_tensor_with_parallelism_from" if replace else "put_tensor_with_parallelism_from"
+        columns = [keys, pointers, sizes]
+        return self._each_with_layout(
+            operation, self._put_one_from, columns, parallelisms, config, partitions, replace=replace
+        )
+
+    def _each_with_layout(
+        self,
+        operation: str,
+        put: Any,
+        columns: list[Sequence[Any]],
+        parallelisms: Sequence[TensorParallelism] | None,
+        config: ReplicateConfig,
+        partitions: Any,
+        *,
+        replace: bool,
+    ) -> list[int]:
+        """What ``put`` says of each row: ``columns``, a parallelism, a config, a partition."""
+        n = len(columns[0])
+        layouts: Sequence[Any] = [None] * n if parallelisms is None else parallelisms
+        writers: Sequence[Any] = [None] * n if partitions is None else partitions
+        if not all(isinstance(one, Sequence) for one in (layouts, writers)) or any(
+            len(column) != n for column in (*columns, layouts, writers)
+        ):
+            return [int(Code.INVALID_PARAMS)] * n
+        check_config(operation, config)
+        try:
+            configs = for_each(config, n)
+        except InvalidArgument as error:
+            return [int(code_of(error, operation))] * n
+        rows = zip(*columns, layouts, configs, writers, strict=True)
+        return [put(operation, *row, replace=replace) for row in rows]
+
+    def _put_one_from(
+        self,
+        operation: str,
+        key: str,
+        pointer: int,
+        size: int,
+        parallelism: TensorParallelism | None,
+        config: ReplicateConfig,
+        partition: Any,
+        *,
+        replace: bool,
+    ) -> int:
+        def act() -> int:
+            place = memory_at(*self._range(pointer, size))
+            tensor, cuts = tensor_over(place), header_of(place).cuts
+            layout = None if parallelism is None else Layout.of(parallelism)
+            if partition is not None or layout is None or layout.tp is None:
+                return self._put_parallel(
+                    operation, key, tensor, parallelism, config, partition, replace=replace
+                )
+            if cuts:  # the caller's memory says that it has a shard, not the whole
+                if cuts != layout.cuts:
+                    raise InvalidArgument(f"{key!r:.80}: the memory has the shard {cuts}, not {layout.cuts}")
+                shards = [(layout.key(key), tensor, cuts)]
+            else:
+                pieces = equal_parts(tensor, layout.tp.size, layout.split_dim)
+                shards = [
+                    (one.key(key), piece, one.cuts)
+                    for one, piece in zip(layout.of_each_rank(), pieces, strict=True)
+                ]
+            manifest = manifest_key(key), Manifest.of(layout)
+            return self._put_shards_of(operation, manifest, shards, config, replace)
+
+        return self._code(operation, act)
 
     # ---- reading
 
-    def _get_parallel(self, key: str, target: ReadTarget) -> Tensor | None:
+    def _get_parallel(self, key: str, target: ReadTarget) -> tuple[Tensor | None, tuple[Cut, ...]]:
+        """The tensor, and which part of the whole it is."""
+        if not isinstance(target, ReadTarget):
+            raise InvalidArgument(f"a target is a ReadTarget, not {target!r:.80}")
         if target.mode not in MODES:
             raise InvalidArgument(f"a target's mode is one of {', '.join(MODES)}, not {target.mode!r:.80}")
-        wanted = [] if target.parallelism is None else checked(target.parallelism.axes)
+        wanted = None if target.parallelism is None else Layout.of(target.parallelism)
+        if wanted is None:
+            found = self.get_tensor(key)
+            if target.mode != "as_stored" and found is None:
+                found = self._whole(key, None)
+            return self._written_in_parts(key) if found is None else found, ()
+        if target.mode != "full" and (exact := self._shards([wanted], key)) is not None:
+            return exact[0], wanted.cuts
         if target.mode == "as_stored":
-            found = self.get_tensor(key + suffix(wanted))
-            return found if found is not None or wanted else self._written_in_parts(key)
-        if target.mode == "shard" and wanted and (exact := self._exact(key, wanted)) is not None:
-            return exact
-        whole = self._whole(key, [axis for axis in wanted if axis.kind != "tp"])
+            return None, ()
+        whole = self._whole(key, wanted)
         if target.mode == "full" or whole is None:
-            return whole
-        for axis in wanted:
-            if axis.kind == "tp":
-                whole = shards_of(whole, axis.size, axis.split_dim or 0)[axis.rank]
-        return whole.contiguous()
+            return whole, ()
+        if wanted.tp is not None:
+            whole = equal_parts(whole, wanted.tp.size, wanted.split_dim)[wanted.tp.rank].contiguous()
+        return whole, wanted.cuts
 
-    def _exact(self, key: str, wanted: Sequence[ParallelAxis]) -> Tensor | None:
-        """The shard when it was cut just so."""
-        if self._manifest(key) == [(axis.kind, axis.size, axis.split_dim) for axis in wanted]:
-            return self.get_tensor(key + suffix(wanted))
-        return None
+    def _shards(self, layouts: Sequence[Layout], key: str) -> list[Tensor] | None:
+        """The shards that are stored just so; None when one is not there."""
+        views = self._views([one.key(key) for one in layouts])
+        found = []
+        for view, layout in zip(views, layouts, strict=True):
+            tensor = self._tensor("get_tensor_with_parallelism", view, tensor_of)
+            if tensor is None or view is None or header_of(view).cuts != layout.cuts:
+                return None
+            found.append(tensor)
+        return found
 
-    def _whole(self, key: str, elsewhere: Sequence[ParallelAxis]) -> Tensor | None:
+    def _whole(self, key: str, wanted: Layout | None) -> Tensor | None:
         """All tensor-parallel shards of one place on the other axes, put together."""
-        stored = self._manifest(key)
-        if stored is None:
-            plain = self.get_tensor(key)
-            return self._written_in_parts(key) if plain is None else plain
-        others = {axis.kind: axis.rank for axis in elsewhere}
-        cuts = [(size, split_dim or 0) for kind, size, split_dim in stored if kind == "tp"]
-        pieces = []
-        for ranks in itertools.product(*[range(size) for size, _ in cuts]):
-            left = iter(ranks)
-            at = [
-                ParallelAxis(kind, next(left) if kind == "tp" else others.get(kind, 0), size)
-                for kind, size, _ in stored
-            ]
-            pieces.append(self.get_tensor(key + suffix(at)))
-        if any(piece is None for piece in pieces):
-            return None
-        for size, dim in reversed(cuts):
-            pieces = [joined(pieces[i : i + size], dim) for i in range(0, len(pieces), size)]
-        return pieces[0]
+        for layout in self._layouts(key, wanted):
+            shards = self._shards(layout.of_each_rank(), key)
+            if shards is not None:
+                return shards[0] if layout.tp is None else joined(shards, layout.split_dim)
+        plain = self.get_tensor(key)
+        return self._written_in_parts(key) if plain is None else plain
+
+    def _layouts(self, key: str, wanted: Layout | None) -> list[Layout]:
+        """In which the tensor may be stored: what is wanted, what its manifest and its first shard say."""
+        made = [] if wanted is None else [wanted]
+        (view,) = self._views([manifest_key(key)])
+        if view is not None:
+            made += Manifest.parse(view, manifest_key(key)).layouts(wanted)
+        if wanted is None or wanted.is_tp_alone:  # put_tensor_with_tp() writes no manifest
+            (first,) = self._views([f"{key}_tp_0"])
+            if first is not None and (cuts := _cuts_of(first)):
+                made += [Layout(cuts)]
+        return list(dict.fromkeys(made))
 
     def _written_in_parts(self, key: str) -> Tensor | None:
         """What writers with a partition stored, once all have."""
         view = self._views([writers_key(key)])[0]
         if view is None:
             return None
-        try:
-            size, split_dim = json.loads(bytes(view))
-            writers = [Writer.of(Writer(rank, size, split_dim)) for rank in range(min(size, WRITERS_MAX + 1))]
-        except (ValueError, TypeError) as error:
-            raise InvalidArgument(f"{writers_key(key)!r:.80} is no list of parts: {error}") from error
-        parts = [self.get_tensor(writer.key(key)) for writer in writers]
-        return None if any(part is None for part in parts) else joined(parts, split_dim)
-
-    def _manifest(self, key: str) -> list[tuple[str, int, int | None]] | None:
-        view = self._views([manifest_key(key)])[0]
-        if view is None:
-            return None
-        try:
-            axes = [ParallelAxis(kind, 0, index(size), dim) for kind, size, dim in json.loads(bytes(view))]
-            return [(axis.kind, axis.size, axis.split_dim) for axis in checked(axes)]
-        except (ValueError, TypeError) as error:
-            raise InvalidArgument(f"{manifest_key(key)!r:.80} is no list of axes: {error}") from error
+        writers = Manifest.parse(view, writers_key(key)).writers()
+        parts = self.batch_get_tensor([writer.key(key) for writer in writers])
+        return None if any(part is None for part in parts) else joined(parts, writers[0].split_dim)
 
 
-@dataclass(frozen=True)
-class Writer:
-    """One of ``size`` writers, who stores the part ``rank`` of each tensor along split_dim."""
-
-    rank: int
-    size: int
-    split_dim: int
-
-    @classmethod
-    def of(cls, given: Any) -> Writer:
-        """Of anything with these three. Raises InvalidArgument."""
-        try:
-            found = cls(*(index(getattr(given, name)) for name in ("rank", "size", "split_dim")))
-        except (AttributeError, TypeError) as error:
-            raise InvalidArgument(
-                f"a writer_partition has a rank, a size and a split_dim: {error}"
-            ) from error
-        if not 0 <= found.rank < found.size <= WRITERS_MAX:
-            raise InvalidArgument(
-                f"a writer's rank is below its size, which is at most {WRITERS_MAX}: {found}"
-            )
-        return found
-
-    def part_of(self, tensor: Tensor) -> Tensor:
-        """Raises InvalidArgument for a tensor that cannot be cut into parts of one size."""
-        parts = shards_of(tensor, self.size, self.split_dim)
-        if tensor.shape[self.split_dim] % self.size:
-            raise InvalidArgument(
-                f"{tuple(tensor.shape)} along {self.split_dim} makes no {self.size} equal parts"
-            )
-        return parts[self.rank]
-
-    def key(self, key: str) -> str:
-        return f"{key}__writer_{self.rank}of{self.size}_sd{self.split_dim}"
-
-
-def checked(axes: Sequence[ParallelAxis]) -> list[ParallelAxis]:
-    """Raises InvalidArgument for an axis that cannot be."""
-    for axis in axes:
-        if not axis.kind or not 0 <= axis.rank < axis.size <= WRITERS_MAX:
-            raise InvalidArgument(f"{axis} has no kind, a rank that is not below its size, or no such size")
-    return list(axes)
-
-
-def suffix(axes: Sequence[ParallelAxis]) -> str:
-    return "".join(f"_{axis.kind}_{axis.rank}" for axis in axes)
-
-
-def manifest_key(key: str) -> str:
-    return f"{key}_parallelism"
-
-
-def writers_key(key: str) -> str:
-    return f"{key}__writer_manifest"
+def _cuts_of(view: memoryview) -> tuple[Cut, ...]:
+    try:
+        cuts = header_of(view).cuts
+    except InvalidArgument:
+        return ()
+    is_first = len(cuts) == 1 and cuts[0].kind == "tp" and cuts[0].split_dim is not None
+    return cuts if is_first else ()
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 
 from moonpool.core.errors import InvalidArgument, TooLarge
 
-from ._base import key_of, keys_of, number, same_length
+from ._base import key_of, names_of, number, same_length
 from ._codes import Code, code_of
 from ._memory import ADDRESSES
 from ._objects import Objects, check_config, handle_of
@@ -89,11 +89,11 @@ class Parts(Objects):
         """Holds the objects for batch_get_into_multi_buffer_ranges, whatever is removed meanwhile."""
 
         def act() -> list[int]:
-            names = keys_of(keys)
+            names = names_of(keys)
             if len(self._reading) + len(names) > SESSIONS_MAX:
                 raise TooLarge(f"at most {SESSIONS_MAX} objects are read in sessions at a time")
             for name, view in zip(names, self._views(keys), strict=True):
-                if view is not None:
+                if view is not None and name is not None:
                     self._reading[name] = handle_of(view)
             return [int(Code.OK if name in self._reading else Code.OBJECT_NOT_FOUND) for name in names]
 
@@ -102,8 +102,9 @@ class Parts(Objects):
     def batch_get_session_end(self, keys: list[str]) -> int:
         def act() -> int:
             self._open()
-            for name in keys_of(keys):
-                self._reading.pop(name, None)
+            for name in names_of(keys):
+                if name is not None:
+                    self._reading.pop(name, None)
             return int(Code.OK)
 
         return self._code("batch_get_session_end", act)

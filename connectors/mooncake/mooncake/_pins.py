@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from moonpool.core.errors import Error
-from moonpool.core.store_types import Presence
+from moonpool.core.store.types import Presence
 
 from ._codes import code_of
 
 if TYPE_CHECKING:
-    from moonpool.core.store import Store
-    from moonpool.core.store_types import Pin
+    from moonpool.core.store.store import Store
+    from moonpool.core.store.types import Pin
 
     from ._base import Base
 

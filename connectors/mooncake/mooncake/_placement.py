@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moonpool.core.errors import InvalidArgument
 
 from ._base import key_of
 from ._values import DEFAULT, ReplicateConfig, SoftPinAction
 
+if TYPE_CHECKING:
+    from ._access import Access
+
 SOFT_PIN_S = 1800.0  # without soft_pin_ttl_ms
 
 
-def wishes(config: ReplicateConfig, keys: int, own: str) -> dict[str, Any]:
+def wishes(config: ReplicateConfig, keys: int, access: Access) -> dict[str, Any]:
     """What Store.put() is asked for so many keys, beside bytes and copies. Raises InvalidArgument."""
     if config is DEFAULT:
         return {}
     asked: dict[str, Any] = {}
-    if nodes := preferred_nodes(config, own):
+    if nodes := preferred_nodes(config, access):
         asked["node"] = nodes
     if groups := groups_of(config, keys):
         asked["groups"] = [_group(group) for group in groups]
@@ -56,13 +59,13 @@ def for_one(config: ReplicateConfig, i: int) -> ReplicateConfig:
     return one
 
 
-def preferred_nodes(config: ReplicateConfig, own: str) -> list[str] | None:
-    """Segments are nodes, by their address. ``own``: this process's segment, where a batch that should lie
-    together goes, instead of to wherever there is room. None: moonpool's own choice.
+def preferred_nodes(config: ReplicateConfig, access: Access) -> list[str] | None:
+    """Addresses of the nodes whose segments are named. A batch that should lie together goes to this
+    process's own segment, instead of to wherever there is room. None: moonpool's own choice.
     """
     if config is DEFAULT:
         return None
     segments = [one for one in (config.preferred_segment, *config.preferred_segments) if one]
     if not segments and config.prefer_alloc_in_same_node:
-        segments = [own]
-    return segments or None
+        segments = [access.segment]
+    return list(map(access.names.address_of, segments)) or None

@@ -5,8 +5,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+import weakref
+from collections.abc import Callable
+from operator import index
 from types import TracebackType
 from typing import Any
+
+import numpy as np
 
 from ._codes import Code
 
@@ -14,13 +19,21 @@ _UNIT = 1 << 62  # more than any machine has
 WAIT_S = 60.0  # of an acquire() that may wait and was given no time
 
 
+class _Exported(np.ndarray):
+    """What the views of a lease are views of: it lives as long as one of them, and keeps the lease alive."""
+
+    lease: BufferLease
+
+
 class BufferLease:
-    """Memory of a pool until release() or the end of its ``with``; afterwards its properties raise."""
+    """Memory of a pool until release() or the end of its ``with``; afterwards ptr and buffer raise."""
 
     def __init__(self, pool: BufferPool, region: _Region, size: int) -> None:
         self._pool = pool
         self._region: _Region | None = region
         self._size = size
+        self._exported: Callable[[], _Exported | None] = lambda: None
+        self._releasing = threading.Lock()
 
     def _held(self) -> _Region:
         if self._region is None:
@@ -33,17 +46,27 @@ class BufferLease:
 
     @property
     def size(self) -> int:
-        self._held()
         return self._size
 
     @property
     def buffer(self) -> memoryview:
-        """Writable; nobody may use it after the release."""
-        return self._held().memory[: self._size]
+        """Writable. As long as it, or a view of it, is alive, the lease cannot be released."""
+        with self._releasing:
+            exported = self._exported()
+            if exported is None:
+                exported = _Exported(self._size, np.uint8, self._held().memory)
+                exported.lease = self
+                self._exported = weakref.ref(exported)
+            return exported.data
 
     def release(self) -> None:
-        """Gives it back; harmless the second time."""
-        region, self._region = self._region, None
+        """Gives it back; harmless the second time. Raises RuntimeError while a view of it is alive: the next
+        holder's bytes would be under it.
+        """
+        with self._releasing:
+            if self._exported() is not None:
+                raise RuntimeError("cannot release buffer while exported views exist")
+            region, self._region = self._region, None
         if region is not None:
             self._pool._give_back(region)
 
@@ -56,7 +79,8 @@ class BufferLease:
         self.release()
 
     def __del__(self) -> None:
-        self.release()
+        if hasattr(self, "_releasing"):
+            self.release()  # no view is alive: each keeps the lease
 
 
 class BufferLeaseView:
@@ -108,6 +132,8 @@ class BufferPool:
     ) -> None:
         if not hasattr(store, "_get_pyclient_capsule"):
             raise RuntimeError("BufferPool store parameter must be a MooncakeDistributedStore")
+        if store._get_pyclient_capsule() is None:
+            raise RuntimeError("MooncakeDistributedStore is not initialized: call setup() before")
         if min_size_class <= 0 or alignment <= 0:
             raise RuntimeError("min_size_class and alignment must be positive")
         if alignment & (alignment - 1) or alignment < ctypes.sizeof(ctypes.c_void_p):
@@ -130,18 +156,21 @@ class BufferPool:
             self.prewarm(prewarm_size, prewarm_count)
 
     def acquire(self, size: int, block: bool | None = None, timeout: float | None = None) -> BufferLease:
-        """At least ``size`` bytes, aligned. Raises RuntimeError when the pool is closed, BufferError when it
-        has no room (within ``timeout`` seconds, where it may wait), ValueError for a size it can never have.
+        """``size`` bytes (0 is a lease as well), aligned. Raises RuntimeError when the pool is closed, or has
+        no room: within ``timeout`` seconds, where it may wait, and at once for more than it can ever have.
+        TypeError for what is no size.
         """
         wanted = self._class_of(size)
-        if wanted > self._max_bytes:
-            raise ValueError(f"{size} bytes are more than the pool's {self._max_bytes}")
-        waits = self._block if block is None else block
-        given = self._timeout if timeout is None else timeout
-        limit = WAIT_S if given is None else given
+        waits = self._block if block is None else bool(block)
+        limit = _seconds(self._timeout if timeout is None else timeout)
         with self._changed:
+            if wanted > self._max_bytes and not self._closed:
+                raise RuntimeError(
+                    f"buffer pool is exhausted: {size} bytes are more than its {self._max_bytes}"
+                )
             if not self._changed.wait_for(lambda: self._may_have(wanted), (limit if waits else 0)):
-                raise BufferError(f"the buffer pool has no {size} bytes free, and {self._bytes} in use")
+                why = f"timed out waiting for buffer, {limit} s" if waits else "buffer pool is exhausted"
+                raise RuntimeError(f"{why}: {size} bytes wanted, {self._bytes} of {self._max_bytes} in use")
             region = self._take(wanted)
             self._lent += 1
         return BufferLease(self, region, size)
@@ -173,8 +202,8 @@ class BufferPool:
             self.close()
 
     def _class_of(self, size: int) -> int:
-        if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
-            raise ValueError(f"a buffer has at least 1 byte, not {size!r:.80}")
+        if index(size) < 0 or size >= _UNIT:
+            raise TypeError(f"a buffer has a number of bytes, not {size!r:.80}")
         wanted = self._smallest
         while wanted < size:
             wanted *= 2
@@ -224,3 +253,12 @@ class BufferPool:
         self._store.unregister_buffer(region.address)
         self._bytes -= region.size
         self._regions -= 1
+
+
+def _seconds(given: float | None) -> float:
+    """RuntimeError for what is no time, as callers know it."""
+    if given is None:
+        return WAIT_S
+    if not isinstance(given, (int, float)) or not given >= 0:
+        raise RuntimeError(f"timeout must be non-negative, in seconds, not {given!r:.80}")
+    return float(given)

@@ -9,12 +9,13 @@ from collections.abc import Callable
 
 from moonpool import _native
 from moonpool.core.errors import Error, InvalidArgument
-from moonpool.core.store import Store
-from moonpool.core.store_types import Copy, ObjectStat, PutStatus
+from moonpool.core.store.store import Store
+from moonpool.core.store.types import Copy, ObjectStat, PutStatus
 
-from ._base import key_of, keys_of
+from ._base import name_or_none
 from ._codes import Code, NoNode, Unsupported, code_of
 from ._parts import Parts
+from ._segment_names import members_by_segment, segment_of
 from ._values import QueryTaskResponse, ReplicaDescriptor, TaskStatus, TaskType
 
 TASKS_MAX = 10_000
@@ -33,12 +34,13 @@ class Replicas(Parts):
 
     def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[ReplicaDescriptor]]:
         """Only keys that have an object."""
-        names = keys_of(keys)
-        segment = self._open().segment
-        found = self._ask(lambda store: store.stat(names)) if names else []
+        own = self._open().segment
+        found = self._ask_of_some(keys, None, lambda store, names: store.stat(names))
         return {
             key: [
-                ReplicaDescriptor(copy.address or segment, tier == "ssd", one.size)
+                ReplicaDescriptor(
+                    segment_of(copy.node, copy.address) if copy.address else own, tier == "ssd", one.size
+                )
                 for copy in one.copies
                 for tier in copy.tiers
             ]
@@ -50,11 +52,13 @@ class Replicas(Parts):
         """Removes every copy of the keys, with a segment ("host:port") only those there; those that were.
         Who reads such a copy goes on with its bytes.
         """
-        names = keys_of(keys)
+        if not isinstance(segment_name, str):
+            raise TypeError(f"a segment's name is a str, not {segment_name!r:.80}")
         if not segment_name:
             return [key for key, code in zip(keys, self.batch_remove(keys), strict=True) if code == Code.OK]
         try:
-            flags = self._ask(lambda store: store.remove(names, node=segment_name)) if names else []
+            node = self._open().names.address_of(segment_name)
+            flags = self._ask_of_some(keys, False, lambda store, names: store.remove(names, node=node))
         except InvalidArgument as error:  # no such segment: no copies there
             code_of(error, "batch_replica_clear")
             return []
@@ -68,13 +72,14 @@ class Replicas(Parts):
         or replaced meanwhile, the task has failed and left no copy behind.
         """
         try:
-            name = key_of(key)
+            name = name_or_none(key)
+            before = None if name is None else self._ask(lambda store: store.stat(name))
+            if name is None or before is None or (view := self._views([key])[0]) is None:
+                self._open()
+                return NO_TASK, int(Code.OBJECT_NOT_FOUND)
             nodes = self._nodes_at(targets)
             if not targets:
                 raise InvalidArgument("a copy needs a target")
-            before = self._ask(lambda store: store.stat(name))
-            if before is None or (view := self._views([key])[0]) is None:
-                return NO_TASK, int(Code.OBJECT_NOT_FOUND)
             (source,) = self._nodes_at([before.copies[0].address])
             _in_one_piece(before)
         except Error as error:
@@ -91,16 +96,17 @@ class Replicas(Parts):
         the task has failed: what is there stays, and the copy that it made is gone.
         """
         try:
-            name = key_of(key)
+            name = name_or_none(key)
+            before = None if name is None else self._ask(lambda store: store.stat(name))
+            if name is None or before is None or (view := self._views([key])[0]) is None:
+                self._open()
+                return NO_TASK, int(Code.OBJECT_NOT_FOUND)
             origin, node = self._nodes_at([source, target])
-            if source == target:
+            if origin.address == node.address:
                 raise InvalidArgument("a move needs two segments")
-            before = self._ask(lambda store: store.stat(name))
-            if before is None or source not in [copy.address for copy in before.copies]:
-                return NO_TASK, int(Code.OBJECT_NOT_FOUND)
-            if (view := self._views([key])[0]) is None:
-                return NO_TASK, int(Code.OBJECT_NOT_FOUND)
             _in_one_piece(before)
+            if origin.address not in [copy.address for copy in before.copies]:
+                raise InvalidArgument(f"{source} has no copy of {key!r:.80}")
         except Error as error:
             return NO_TASK, int(code_of(error, "create_move_task"))
         return self._run(
@@ -110,10 +116,10 @@ class Replicas(Parts):
         )
 
     def _nodes_at(self, segments: list[str]) -> list[_native.Member]:
-        by_address = {member.address: member for member in self._open().members()}
-        if unknown := [one for one in segments if one not in by_address]:
-            raise InvalidArgument(f"no node of the pool is at {', '.join(unknown)}")
-        return [by_address[one] for one in segments]
+        known = members_by_segment(self._open().members())
+        if unknown := [one for one in segments if one not in known]:
+            raise InvalidArgument(f"no segment of the pool is {', '.join(unknown)}")
+        return [known[one] for one in segments]
 
     def _copy(
         self,
@@ -179,7 +185,10 @@ class Replicas(Parts):
 
     def query_task(self, task_id: tuple[int, int]) -> tuple[QueryTaskResponse | None, int]:
         """A task of this process, of its last TASKS_MAX."""
-        task = self._tasks.get(tuple(task_id))  # type: ignore[arg-type]
+        high, low = task_id if isinstance(task_id, (tuple, list)) and len(task_id) == 2 else (None, None)
+        if not isinstance(high, int) or not isinstance(low, int):
+            raise TypeError(f"a task's id is two numbers, not {task_id!r:.80}")
+        task = self._tasks.get((high, low))
         return (None, int(Code.TASK_NOT_FOUND)) if task is None else (task, int(Code.OK))
 
     def _new_task(self, kind: TaskType) -> QueryTaskResponse:

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 import moonpool
-from moonpool.core.addresses import parse_address
 from moonpool.core.errors import Error, InvalidArgument
+from moonpool.core.service.addresses import parse_address
 
 from ._codes import code_of, logger
 from ._hosts import session_of
@@ -179,7 +179,7 @@ class RpcInterface:
         return self._send(target_address, bytes(memoryview(data).cast("B")), "", ())
 
     def send_tensor(self, target_address: str, tensor: Any) -> int:
-        from ._tensors import parts_of
+        from ._tensor_header import parts_of
 
         try:
             _, held = parts_of(tensor)

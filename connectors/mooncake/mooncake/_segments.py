@@ -10,7 +10,7 @@ from typing import Any
 from moonpool.core.errors import Error, InvalidArgument
 
 from . import _access
-from ._access import Guest, OwnNode
+from ._access import Guest, OwnNode, own_node
 from ._base import number
 from ._codes import Code, Unsupported, code_of
 from ._replicas import Replicas
@@ -31,7 +31,7 @@ class Segments(Replicas):
             access = self._open()
             if not isinstance(access, (OwnNode, Guest)) or number(size) == 0:
                 raise InvalidArgument("a segment has bytes, and a dummy client has none")
-            node = OwnNode(replace(access.settings.on_a_free_port(), segment=size, ssd_path=""))
+            node = own_node(replace(access.settings.at_port(0), segment=size, ssd_path=""))
             try:
                 node.join(_access.JOIN_TIMEOUT_S)
             except BaseException:

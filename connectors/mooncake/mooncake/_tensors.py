@@ -1,112 +1,31 @@
-"""Tensors as objects: a header of HEADER_BYTES, then the tensor's bytes.
-
-| offset | size | what |
-|---|---|---|
-| 0 | 8 | magic "MPTENSOR" |
-| 8 | 4 | version, 1 |
-| 12 | 4 | dimensions, at most 8 |
-| 16 | 8 | bytes of data |
-| 24 | 24 | torch's name of the type, such as "bfloat16", filled with zeros |
-| 48 | 64 | size of each dimension |
-| 112 | 16 | zeros |
-
-Little-endian. torch is imported when a tensor comes.
-"""
+"""Tensors as objects: the header of _tensor_header.py, then the tensor's bytes."""
 
 from __future__ import annotations
 
 import ctypes
 import json
-import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moonpool.core.errors import InvalidArgument
 
-from ._base import key_of, keys_of, same_length
+from ._base import key_of, names_of
 from ._codes import Code, code_of, say
 from ._segments import Segments
+from ._tensor_header import (
+    HEADER_BYTES,
+    Cut,
+    Header,
+    Tensor,
+    check_tensor,
+    equal_parts,
+    header_of,
+    parts_of,
+    tensor_of,
+    tensor_over,
+)
 from ._values import DEFAULT, ReplicateConfig
-
-Tensor = Any
-MAGIC = b"MPTENSOR"
-VERSION = 1
-DIMENSIONS_MAX = 8
-HEADER_BYTES = 128
-_HEADER = struct.Struct("<8sIIQ24s8Q16x")
-assert _HEADER.size == HEADER_BYTES
-
-
-class Header(NamedTuple):
-    dtype: str
-    shape: tuple[int, ...]
-    data_bytes: int
-
-    def pack(self) -> bytes:
-        """Raises InvalidArgument for more dimensions than there is room for."""
-        if len(self.shape) > DIMENSIONS_MAX:
-            raise InvalidArgument(f"a tensor has at most {DIMENSIONS_MAX} dimensions, not {len(self.shape)}")
-        padded = (*self.shape, *[0] * (DIMENSIONS_MAX - len(self.shape)))
-        return _HEADER.pack(MAGIC, VERSION, len(self.shape), self.data_bytes, self.dtype.encode(), *padded)
-
-
-def header_of(data: memoryview) -> Header:
-    """Raises InvalidArgument for what is no tensor of ours."""
-    if data.nbytes >= HEADER_BYTES and bytes(data[:8]) == MAGIC:
-        _, version, dimensions, size, name, *shape = _HEADER.unpack(data[:HEADER_BYTES])
-        if version == VERSION and dimensions <= DIMENSIONS_MAX and size <= data.nbytes - HEADER_BYTES:
-            return Header(name.rstrip(b"\0").decode("ascii", "replace"), tuple(shape[:dimensions]), size)
-    raise InvalidArgument("these bytes are no tensor: put_tensor() writes a header before the data")
-
-
-def tensor_over(data: memoryview) -> Tensor:
-    """A tensor whose memory is ``data``. Raises InvalidArgument."""
-    header = header_of(data)
-    import torch
-
-    dtype = getattr(torch, header.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise InvalidArgument(f"this torch has no type {header.dtype!r}")
-    count = 1
-    for size in header.shape:
-        count *= size
-    if count * dtype.itemsize != header.data_bytes:
-        raise InvalidArgument(
-            f"a tensor of {header.shape} and {header.dtype} has not {header.data_bytes} bytes"
-        )
-    if not header.data_bytes:
-        return torch.empty(header.shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype, offset=HEADER_BYTES, count=count).reshape(header.shape)
-
-
-def tensor_of(data: memoryview) -> Tensor:
-    """A tensor of its own memory."""
-    import torch
-
-    own = bytearray(header_of(data).data_bytes + HEADER_BYTES)
-    own[:] = data[: len(own)]
-    tensor = tensor_over(memoryview(own))
-    assert isinstance(tensor, torch.Tensor)
-    return tensor
-
-
-def parts_of(tensor: Tensor) -> tuple[list[Any], Tensor]:
-    """What put() takes, and what must live until it has. Raises InvalidArgument for what is no tensor."""
-    check_tensor(tensor)
-    try:
-        held = tensor.detach().to("cpu").contiguous()
-    except (RuntimeError, NotImplementedError) as error:  # sparse, meta, a device that is gone
-        raise InvalidArgument(f"a tensor on {tensor.device} gave no bytes: {error}") from error
-    size = held.numel() * held.element_size()
-    header = Header(str(held.dtype).removeprefix("torch."), tuple(held.shape), size).pack()
-    return [header, *([(held.data_ptr(), size)] if size else [])], held
-
-
-def check_tensor(tensor: Tensor) -> None:
-    """Raises InvalidArgument for what is no torch.Tensor, without importing torch for it."""
-    if not hasattr(tensor, "data_ptr") or not hasattr(tensor, "untyped_storage"):
-        raise InvalidArgument(f"a {type(tensor).__name__} is no torch.Tensor")
 
 
 def memory_at(address: int, size: int) -> memoryview:
@@ -159,14 +78,16 @@ class Tensors(Segments):
         config: ReplicateConfig = DEFAULT,
         *,
         replace: bool = False,
+        cuts: Sequence[tuple[Cut, ...]] | None = None,
     ) -> list[int]:
+        """cuts: of each tensor that is a shard."""
         if len(keys) != len(tensors):
             return [int(Code.INVALID_PARAMS)] * len(keys)
         parts: list[Any] = []
         held = []
-        for tensor in tensors:
+        for i, tensor in enumerate(tensors):
             try:
-                part, keep = parts_of(tensor)
+                part, keep = parts_of(tensor, cuts[i] if cuts else ())
             except InvalidArgument as error:
                 code_of(error, operation)
                 part, keep = [], None
@@ -212,12 +133,10 @@ class Tensors(Segments):
     ) -> list[int]:
         def one(key: str, pointer: int, size: int) -> int:
             address, room = self._range(pointer, size)
-            header = header_of(memory_at(address, room))
-            if room != HEADER_BYTES + header.data_bytes:
-                raise InvalidArgument(
-                    f"a tensor of {header.data_bytes} bytes with its header has not {room} bytes"
-                )
-            return self._put(operation, [key], [(address, room)], DEFAULT, replace=replace)[0]
+            used = (
+                HEADER_BYTES + header_of(memory_at(address, room)).data_bytes
+            )  # of a buffer that may be larger
+            return self._put(operation, [key], [(address, used)], DEFAULT, replace=replace)[0]
 
         if not len(keys) == len(pointers) == len(sizes):
             return [int(Code.INVALID_PARAMS)] * len(keys)
@@ -226,14 +145,43 @@ class Tensors(Segments):
     def get_tensor_into(self, key: str, buffer_ptr: int, size: int) -> Tensor | None:
         """A tensor over the caller's memory, behind the header there. None is a miss, or an object that is no
         tensor (the log says so); what goes wrong is raised as a moonpool Error."""
-        return self.batch_get_tensor_into([key], [buffer_ptr], [size])[0]
+        return self._tensors_into([key], [buffer_ptr], [size])[0]
 
     def batch_get_tensor_into(
         self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]
     ) -> list[Tensor | None]:
-        names = keys_of(keys)
+        """The same for many; None also for a buffer that is too small or no memory (the log says so)."""
+        if not len(keys) == len(buffer_ptrs) == len(sizes):
+            return [int(Code.INVALID_PARAMS)] * len(keys)
+        try:
+            return self._tensors_into(keys, buffer_ptrs, sizes)
+        except InvalidArgument:
+            return self._each_or_none("batch_get_tensor_into", self.get_tensor_into, keys, buffer_ptrs, sizes)
+
+    def _each_or_none(
+        self, operation: str, act: Callable[..., Tensor | None], *columns: Sequence[Any]
+    ) -> list[Tensor | None]:
+        """What ``act`` makes of each row; None and a sentence in the log for a row that cannot be meant."""
+
+        def one(*row: Any) -> Tensor | None:
+            try:
+                return act(*row)
+            except InvalidArgument as error:
+                code_of(error, operation)
+                return None
+
+        return [one(*row) for row in zip(*columns, strict=True)]
+
+    def _tensors_into(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[Tensor | None]:
         self._open()
-        same_length(names, buffer_ptrs, sizes)
+        found_names = names_of(keys)
+        names = [name for name in found_names if name is not None]
+        if len(names) < len(found_names):
+            if len(found_names) == 1:
+                return [None]
+            raise InvalidArgument("a key that no object can have")  # the others are read by themselves
         targets = self._buffers.check_all(buffer_ptrs, sizes, writable=True)
         found = self._ask(lambda store: store.get(names, targets)) if names else []
         return [
@@ -378,8 +326,10 @@ class Tensors(Segments):
             return [int(Code.INVALID_PARAMS)] * len(keys)
 
         def one(key: str, tensor: Tensor) -> int:
+            shards = equal_parts(tensor, tp_size, split_dim)
             names = [shard_key(key, rank, tp_size) for rank in range(tp_size)]
-            codes = self._put_tensors(operation, names, shards_of(tensor, tp_size, split_dim), config)
+            cuts = [(Cut("tp", rank, tp_size, split_dim),) for rank in range(tp_size)]
+            codes = self._put_tensors(operation, names, shards, config, cuts=cuts)
             return next((code for code in codes if code), int(Code.OK))
 
         return self._each(operation, one, keys, tensors)
@@ -462,30 +412,3 @@ def read_safetensor(path: Path, wanted: str | None) -> tuple[str, Header, bytes]
 def shard_key(key: str, rank: int, size: int) -> str:
     key_of(key)  # a TypeError for what is none
     return key if size == 1 else f"{key if isinstance(key, str) else bytes(key).decode()}_tp_{rank}"
-
-
-def shards_of(tensor: Tensor, size: int, dim: int) -> list[Tensor]:
-    """Raises InvalidArgument when there are not as many pieces."""
-    check_tensor(tensor)
-    if not -tensor.dim() <= dim < tensor.dim() or size < 1:
-        raise InvalidArgument(f"a tensor of {tuple(tensor.shape)} cannot be cut into {size} along {dim}")
-    pieces = list(tensor.chunk(size, dim))
-    if len(pieces) != size:
-        raise InvalidArgument(f"{tensor.shape[dim]} rows of a tensor make no {size} shards")
-    return pieces
-
-
-def _tensor_metadata_size() -> int:
-    """Bytes of the header before a tensor."""
-    return HEADER_BYTES
-
-
-def _serialize_tensor(tensor: Tensor, /) -> tuple[bytes, int, int, Tensor]:
-    """(header, address of the data, bytes of the data, what keeps them alive)."""
-    (header, *_), held = parts_of(tensor)
-    return header, held.data_ptr(), held.numel() * held.element_size(), held
-
-
-def _deserialize_tensor(data: bytes, /) -> Tensor:
-    """Header and data in one piece. ValueError for anything else."""
-    return tensor_of(memoryview(data))

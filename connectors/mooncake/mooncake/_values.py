@@ -92,9 +92,9 @@ _FIELDS: dict[str, tuple[Any, Any]] = {
 class ReplicateConfig:
     """How an object is stored. Any other attribute is an AttributeError, a value of a wrong type a TypeError.
 
-    replica_num: on how many hosts; fewer when there are fewer. with_hard_pin: not evicted while this store is
-    open. with_soft_pin is the old name of a wish that soft_pin_action says today. Those that moonpool decides
-    by itself (media) are kept and not followed: docs/mooncake.md has the table.
+    replica_num: copies, on other hosts first; fewer when there are fewer nodes. with_hard_pin: not evicted
+    while this store is open. with_soft_pin is the old name of a wish that soft_pin_action says today. Those
+    that moonpool decides by itself (media) are kept and not followed: docs/mooncake.md has the table.
     """
 
     replica_num: int

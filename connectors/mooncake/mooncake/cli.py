@@ -7,16 +7,18 @@ import logging
 import signal
 import sys
 
-from moonpool.core.addresses import Address, parse_address
-from moonpool.core.cli.entry import guarded
-from moonpool.core.config import Config
-from moonpool.core.master import Master
-from moonpool.core.processes import allow_many_descriptors
-from moonpool.core.reach import require_token
+from moonpool.core.config.config import Config
+from moonpool.core.service.addresses import Address, parse_address
+from moonpool.core.service.exit_codes import guarded
+from moonpool.core.service.master import Master
+from moonpool.core.service.processes import allow_many_descriptors
+from moonpool.core.service.reach import require_token
 
+from ._access import is_on
 from ._flags import parse
 from ._hosts import joined
 from ._pages import MasterPages, config_of
+from .http_metadata_server import MetadataServer
 
 FLAGS = {
     "rpc_port": "where nodes and clients connect; 50051",
@@ -24,6 +26,9 @@ FLAGS = {
     "rpc_address": "the address of that; 127.0.0.1, or 0.0.0.0 where a cluster token was chosen",
     "metrics_port": "of the pages; 9003",
     "metrics_host": "the address of those; as rpc_address",
+    "enable_http_metadata_server": "also a server of metadata, for programs that look each other up there",
+    "http_metadata_server_port": "of that; 8080",
+    "http_metadata_server_host": "the address of that; 127.0.0.1, whatever the others are: it has no tokens",
     "client_ttl": "seconds after which a silent node is forgotten; 30",
 }
 LOOPBACK, ANY = "127.0.0.1", "0.0.0.0"
@@ -36,7 +41,7 @@ def main() -> None:
 
 
 def run(flags: dict[str, str]) -> None:
-    from moonpool.core.config import load
+    from moonpool.core.config.config import load
 
     allow_many_descriptors()
     host = flags.get("rpc_address") or (ANY if load().token_is_configured else LOOPBACK)
@@ -47,10 +52,19 @@ def run(flags: dict[str, str]) -> None:
         joined(flags.get("metrics_host") or host, flags.get("metrics_port") or "9003"), "metrics_port"
     )
     require_token(config, pages, "metrics_host")
-    asyncio.run(serve(config, pages))
+    metadata = None
+    if is_on(flags.get("enable_http_metadata_server", "")):
+        metadata = parse_address(
+            joined(
+                flags.get("http_metadata_server_host") or LOOPBACK,
+                flags.get("http_metadata_server_port") or "8080",
+            ),
+            "http_metadata_server_port",
+        )
+    asyncio.run(serve(config, pages, metadata))
 
 
-async def serve(config: Config, address: Address) -> None:
+async def serve(config: Config, address: Address, metadata: Address | None = None) -> None:
     asked_to_stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, asked_to_stop.set)
@@ -59,10 +73,16 @@ async def serve(config: Config, address: Address) -> None:
     try:
         pages = MasterPages(master, address)
         await pages.start()
+        server = None if metadata is None else MetadataServer(*metadata)
         try:
-            print(f"moonpool master at {', '.join(master.addresses)}, {pages.url}/metrics", flush=True)
+            if server is not None:
+                await server.start()
+            more = f", metadata at {server.url}" if server is not None else ""
+            print(f"moonpool master at {', '.join(master.addresses)}, {pages.url}/metrics{more}", flush=True)
             await asked_to_stop.wait()
         finally:
+            if server is not None:
+                await server.close()
             await pages.close()
     finally:
         await master.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from moonpool.core.errors import ConfigError
@@ -27,14 +28,12 @@ DEFAULT_PORT = 7720
 
 
 def main() -> None:
-    from moonpool.core.cli import run
-
     logging.basicConfig(format="%(message)s")
     try:
         words = command(parse(sys.argv[1:], FLAGS, "transfer_engine_bench"))
     except ConfigError as error:
         raise SystemExit(f"transfer_engine_bench: {error}") from error
-    raise SystemExit(run(words))
+    os.execv(sys.executable, [sys.executable, "-m", "moonpool", *words])
 
 
 def command(flags: dict[str, str]) -> list[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 
-from moonpool.core.cli.entry import guarded
-from moonpool.core.config import load
-from moonpool.core.node import Node
-from moonpool.core.node import run as run_node
+from moonpool.core.config.config import load
+from moonpool.core.service.exit_codes import guarded
+from moonpool.core.service.node import Node
+from moonpool.core.service.node import run as run_node
 
 from ._access import Settings, name_of_client, size_of
 from ._flags import parse

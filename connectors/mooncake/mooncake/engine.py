@@ -21,12 +21,12 @@ from typing import Literal
 import msgspec
 
 import moonpool
-from moonpool.core.addresses import parse_address
-from moonpool.core.engine_types import Batch, TransferState
 from moonpool.core.errors import Closed, ConfigError, Error, InvalidArgument, TransferError, Unavailable
-from moonpool.core.region import Region
-from moonpool.core.segment import Segment
-from moonpool.core.transfer import Transfer
+from moonpool.core.service.addresses import parse_address
+from moonpool.core.transfer.region import Region
+from moonpool.core.transfer.segment import Segment
+from moonpool.core.transfer.transfer import Transfer
+from moonpool.core.transfer.types import Batch, TransferState
 
 from ._base import number, same_length
 from ._codes import code_of, logger
@@ -604,6 +604,9 @@ class TransferEngine:
             if on_error is not None:
                 on_error(error)
             return max(int(code_of(error, operation)), floor)
+
+
+TransferEngine.TransferOpcode = TransferOpcode  # type: ignore[attr-defined]  # callers take it from there
 
 
 def verb_of(opcode: object) -> Verb:

@@ -1,19 +1,25 @@
-"""`mc_store_rest_server`: a store with a segment, and put, get, exist and remove over HTTP on 127.0.0.1."""
+"""`mc_store_rest_server`: a store with a segment, and put, get, exist and remove over HTTP on 127.0.0.1.
+
+Connections, heads and bodies are bounded (_http). A value is sent out of the pool's memory, which is pinned
+for as long.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import signal
 from typing import Any
 
 from aiohttp import web
 
-from moonpool.core.cli.entry import guarded
 from moonpool.core.errors import Error, Unavailable
+from moonpool.core.service.exit_codes import guarded
 
 from ._codes import Code, code_of
+from ._http import CONNECTIONS_HELP, BoundedHttp, HttpLimits
 from .mooncake_config import MooncakeConfig
 from .store import MooncakeDistributedStore
 
@@ -37,7 +43,7 @@ class MooncakeStoreService:
             )
             self.config = vars(config) | given
         self.store = MooncakeDistributedStore()
-        self._runner: web.AppRunner | None = None
+        self.http: BoundedHttp | None = None
         self.url = ""
 
     async def start_store_service(
@@ -55,9 +61,13 @@ class MooncakeStoreService:
                 return False
             await asyncio.sleep(TRY_AGAIN_S)
 
-    async def start_http_service(self, port: int = 8080) -> bool:
-        """On 127.0.0.1 alone: who reaches it may write."""
-        app = web.Application(client_max_size=BODY_BYTES_MAX)
+    async def start_http_service(self, port: int = 8080, connections_max: int | None = None) -> bool:
+        """On 127.0.0.1 alone: whatever reaches it may write.
+
+        connections_max: of all that are open, at most half of the files that the process may open; None:
+        1,024.
+        """
+        app = web.Application()
         app.add_routes(
             [
                 web.put("/api/put", self.handle_put),
@@ -67,28 +77,31 @@ class MooncakeStoreService:
                 web.delete("/api/remove_all", self.handle_remove_all),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.http = BoundedHttp(app, HttpLimits(BODY_BYTES_MAX, connections_max))
+        _, port = await self.http.start("127.0.0.1", port)
+        self.url = f"http://127.0.0.1:{port}"
         return True
 
     async def stop(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self.http is not None:
+            await self.http.close()
         await asyncio.to_thread(self.store.close)
+
+    def _served(self) -> BoundedHttp:
+        if self.http is None:
+            raise RuntimeError("a request before start_http_service()")
+        return self.http
 
     async def handle_put(self, request: web.Request) -> web.Response:
         """{"key": ..., "value": text}"""
         try:
-            body = await request.json()
+            body = json.loads(await self._served().body(request))
             key, value = str(body["key"]), str(body["value"]).encode()
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return web.json_response({"error": "put takes a JSON object with key and value"}, status=400)
         return _answer(await asyncio.to_thread(self.store.put, key, value))
 
-    async def handle_get(self, request: web.Request) -> web.Response:
+    async def handle_get(self, request: web.Request) -> web.StreamResponse:
         """The bytes; 404 is a miss, 503 says that it is not known."""
         try:
             value = await asyncio.to_thread(self.store.get_buffer, request.match_info["key"])
@@ -96,7 +109,7 @@ class MooncakeStoreService:
             return web.json_response({"error": str(error), "code": int(code_of(error, "get"))}, status=503)
         if value is None:
             return web.json_response({"error": "not found"}, status=404)
-        return web.Response(body=bytes(value), content_type="application/octet-stream")
+        return await self._served().send(request, value, "application/octet-stream")
 
     async def handle_exist(self, request: web.Request) -> web.Response:
         found = await asyncio.to_thread(self.store.is_exist, request.match_info["key"])
@@ -127,6 +140,7 @@ def parse_arguments() -> argparse.Namespace:
         "-D", "--define", action="append", default=[], metavar="KEY=VALUE", help="one setting"
     )
     parser.add_argument("--port", type=int, default=8080, help="of the pages; 0: a free one")
+    parser.add_argument("--connections-max", type=int, default=None, help=CONNECTIONS_HELP)
     parser.add_argument("--max-wait-time", type=float, default=60, help="seconds to wait for the master")
     return parser.parse_args()
 
@@ -146,7 +160,7 @@ async def main() -> None:
             return
         raise Unavailable("the store was not set up; the sentence before says why", operation="setup")
     try:
-        await service.start_http_service(options.port)
+        await service.start_http_service(options.port, options.connections_max)
         print(f"store at {service.store.get_hostname()}, {service.url}/api", flush=True)
         await asked_to_stop.wait()
     finally:

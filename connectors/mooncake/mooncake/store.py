@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, overload
 from moonpool.core.errors import Error, Timeout, Unavailable
 
 from . import _access
-from ._access import Beside, Settings, access_of, is_on, settings_of, size_of, ssd_path_of
+from ._access import Beside, Settings, access_of, is_on, settings_of, size_of
 from ._allocator import MooncakeHostMemAllocator, bind_to_numa_node, get_alloc_func_addr, get_free_func_addr
 from ._codes import Code, code_of
 from ._engram import EngramStore, EngramStoreConfig
@@ -27,7 +27,8 @@ from ._no_f import MooncakeDistributedNoFRegister
 from ._objects import BufferHandle
 from ._parallel import Parallel
 from ._pool import BufferLease, BufferLeaseView, BufferPool
-from ._tensors import _deserialize_tensor, _serialize_tensor, _tensor_metadata_size
+from ._ssd import ssd_path_of
+from ._tensor_header import _deserialize_tensor, _serialize_tensor, _tensor_metadata_size
 from ._values import (
     Descriptor,
     DiskDescriptor,
@@ -162,8 +163,8 @@ class MooncakeDistributedStore(Parallel):
         def made() -> Access:
             size = size_of(global_segment_size, "global_segment_size")
             path = ssd_path_of(enable_ssd_offload, ssd_offload_path)
-            settings = Settings(local_hostname, master_server_addr, size, tenant_id, path)
-            return access_of(settings if engine is None else settings.on_a_free_port())
+            settings = Settings(local_hostname, master_server_addr, size, tenant_id or "default", path)
+            return access_of(settings if engine is None else settings.at_port(0, settings.host))
 
         return self._join(made, client_http_port if enable_client_http_server else 0)
 
@@ -258,8 +259,8 @@ class MooncakeDistributedStore(Parallel):
         return MooncakeHostMemAllocator().alloc(size)
 
     def _get_pyclient_capsule(self) -> object:
-        """What BufferPool takes for a store: this one."""
-        return self
+        """What BufferPool takes for a store: this one; None when it is not set up."""
+        return None if self._access is None and self._waiting is None else self
 
 
 # At the end of the interpreter the threads that close() waits for stand still: so it comes before.

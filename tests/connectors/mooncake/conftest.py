@@ -22,10 +22,13 @@ sys.path.insert(0, str(PACKAGE))
 from tests.core.master_bed import ADMIN_TOKEN, MasterProcess  # noqa: E402
 from tests.core.store_bed import MIB, TOKEN, until  # noqa: E402
 
+from .long_waits import SUSPECT_S, wait_known, wait_long  # noqa: E402
+
 SETTINGS = {
     "MOONPOOL_SSD_SIZE": "256MiB",
     "MOONPOOL_CLUSTER_TOKEN": TOKEN.decode(),
     "MOONPOOL_CLUSTER_ADMIN_TOKEN": ADMIN_TOKEN,
+    "MOONPOOL_MASTER_SUSPECT_AFTER_S": str(SUSPECT_S),
 }
 
 
@@ -45,12 +48,15 @@ def _settings() -> Iterator[None]:
 def _environment() -> Iterator[None]:
     """The cluster token of these tests, and the package for other processes; of no other folder's tests."""
     with _settings(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mooncake._access.TIMEOUT_S", 10.0)  # none of these tests has a node that hangs
+        wait_long(patch.setattr)
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def master() -> Iterator[MasterProcess]:
+    """A pool for each file: a key of another file's, whose node has just ended, is neither there nor absent
+    until its master has given that node up.
+    """
     with _settings():
         process = MasterProcess()
     yield process
@@ -68,6 +74,8 @@ def make_store(master: MasterProcess) -> Iterator[Callable[..., Any]]:
         store = MooncakeDistributedStore()
         made.append(store)
         assert store.setup("127.0.0.1", "P2PHANDSHAKE", segment, 1 * MIB, "tcp", "", at, **more) == 0
+        if segment:
+            wait_known(store)
         return store
 
     yield make

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import logging
+import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from mooncake import cli_bench, http_metadata_server
+from mooncake.http_metadata_server import KVBootstrapServer, KVPoll
 from mooncake.store import (
     MooncakeDistributedNoFRegister,
     MooncakeHostMemAllocator,
@@ -53,8 +57,80 @@ def test_the_metadata_server(free_port: int) -> None:
         assert asked(one, "POST", b"x") == (405, b"Method not allowed")
         assert asked(one, "PUT", bytes((1 << 20) + 1))[0] == 413
         assert asked(url.replace("metadata", "other"))[0] == 404
+        assert asked(url.replace("metadata", "health")) == (200, b"OK")
     finally:
         assert command.end() == 0
+
+
+def test_a_master_with_a_metadata_server(free_port: int) -> None:
+    command = Command(
+        "cli", "--rpc_address=127.0.0.1", "--rpc_port=0", "--metrics_port=0",
+        "--enable_http_metadata_server=true", f"--http_metadata_server_port={free_port}",
+    )  # fmt: skip
+    try:
+        url = f"http://127.0.0.1:{free_port}"
+        assert command.line.endswith(f"metadata at {url}/metadata")
+        assert asked(f"{url}/health") == (200, b"OK")
+        assert asked(f"{url}/metadata?key=a", "PUT", b"1") == (200, b"metadata updated")
+        assert asked(f"{url}/metadata?key=a") == (200, b"1")
+    finally:
+        assert command.end() == 0
+
+
+def test_a_metadata_server_inside_of_a_program(free_port: int) -> None:
+    server = KVBootstrapServer(free_port)
+    assert server.poll() is KVPoll.Failed
+    thread = server.run()
+    assert thread.is_alive()
+    assert server.poll() is KVPoll.Success
+    url = f"http://127.0.0.1:{free_port}/metadata?key=a"
+    assert asked(url, "PUT", b"1") == (200, b"metadata updated")
+    taken = KVBootstrapServer(free_port)
+    taken.run()
+    assert taken.poll() is KVPoll.Failed
+    taken.close()
+    server.close()
+    server.close()
+    assert not thread.is_alive()
+    assert server.poll() is KVPoll.Failed
+    server.run()
+    assert asked(url) == (404, b"metadata not found")
+    server.close()
+
+
+def test_noise_on_a_page_is_one_short_line(caplog: pytest.LogCaptureFixture, free_port: int) -> None:
+    """A request of 1 MiB of no HTTP was written to the log, with a traceback."""
+    server = KVBootstrapServer(free_port)
+    server.run()
+    try:
+        with caplog.at_level(logging.DEBUG):
+            for _ in range(5):
+                with socket.create_connection(("127.0.0.1", free_port), timeout=30) as stranger:
+                    with suppress(OSError):
+                        stranger.sendall(b"\xff" * (1 << 20))
+                    with suppress(OSError):
+                        while stranger.recv(65536):
+                            pass
+            assert asked(f"http://127.0.0.1:{free_port}/health") == (200, b"OK")
+    finally:
+        server.close()
+    assert sum(len(line) for line in caplog.text.splitlines()) < 5 * 300
+    assert "Traceback" not in caplog.text
+
+
+def test_names_of_expert_parallelism_are_there() -> None:
+    from mooncake import mooncake_ep_buffer
+    from mooncake.engine import TransferEngine, TransferOpcode
+
+    assert TransferEngine.TransferOpcode is TransferOpcode  # type: ignore[attr-defined]
+    with mooncake_ep_buffer.EventOverlap():
+        pass
+    for refused in (
+        lambda: mooncake_ep_buffer.Buffer(None),
+        lambda: mooncake_ep_buffer.Buffer.get_ep_buffer_size_hint(1, 2, 3, 4),
+    ):
+        with pytest.raises(ImportError, match="moonpool has none"):
+            refused()
 
 
 def test_a_metadata_server_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import pytest
 
 from tests.connectors.mooncake.test_commands import Command
 from tests.core.master_bed import MasterProcess
+from tests.descriptors import speaks
 
 HERE = Path(__file__).parent
 # What the two say to each other after the giver's first word: who speaks, in order.
@@ -55,7 +55,7 @@ class Caller:
 
     def hear(self, timeout_s: float = 100.0) -> Any:
         assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], timeout_s)[0], "it says nothing"
+        assert speaks(self.process.stdout, timeout_s), "it says nothing"
         line = self.process.stdout.readline()
         assert line, f"it ended with {self.process.wait()}"
         return json.loads(line)

@@ -24,7 +24,7 @@ from mooncake.engine import (
 )
 
 import moonpool
-from moonpool.core.region import Region
+from moonpool.core.transfer.region import Region
 from tests.core.store_bed import until
 
 HOST, P2P = "127.0.0.1", "P2PHANDSHAKE"

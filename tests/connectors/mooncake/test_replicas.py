@@ -12,6 +12,7 @@ import pytest
 from mooncake.store import ReplicaStatus, ReplicateConfig, SoftPinAction, TaskStatus, TaskType
 
 import moonpool
+from tests.core.master_bed import MasterProcess
 from tests.core.store_bed import MIB, until
 
 Make = Callable[..., Any]
@@ -74,7 +75,7 @@ def test_a_move_task(make_store: Make, key: str, monkeypatch: pytest.MonkeyPatch
     one.put(key, b"move me")
     until(lambda: places(one, key) == [here])
     handle = one.get_buffer(key)
-    assert one.create_move_task(key, there, here) == ((0, 0), -704)  # it has none
+    assert one.create_move_task(key, there, here) == ((0, 0), -600)  # it has none
     task, code = one.create_move_task(key, here, there)
     answer, _ = one.query_task(task)
     assert (code, answer.status, answer.type) == (0, TaskStatus.SUCCESS, TaskType.REPLICA_MOVE)
@@ -187,6 +188,38 @@ def test_a_striped_object_is_at_no_one_node(make_store: Make, key: str) -> None:
     assert one.get(key) == bytes(40 * MIB)
 
 
+def test_two_copies_on_one_host(
+    make_store: Make, keys: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two processes, which do not die together; a sentence where there is no second one."""
+    monkeypatch.setattr("mooncake._codes._said", {})  # else it might have been said a moment ago
+    alone = MasterProcess()
+    try:
+        one = make_store(at=alone.address)
+        config = ReplicateConfig()
+        config.replica_num = 2
+        first, second, named, *many = keys(9)
+        assert one.put(first, b"x", config) == 0
+        assert "put: 1 of 2 copies: there are not enough other" in caplog.text
+        other, third = make_store(at=alone.address), make_store(at=alone.address)
+        until(lambda: len(one._access.members()) == 3)
+        direct = one._access.store()
+        until(lambda: direct.put("probe", b"x", replicas=3, replace=True).replicas == 3)  # it knows of them
+        caplog.clear()
+        assert one.put(second, b"y", config) == 0
+        assert one.put_batch(many, [b"z"] * len(many), config) == 0
+        config.preferred_segments = [third.get_hostname(), other.get_hostname()]
+        assert one.put(named, b"n", config) == 0
+        both = sorted([third.get_hostname(), other.get_hostname()])
+        assert until(lambda: places(one, named) == both)
+        assert "copies" not in caplog.text
+        assert until(lambda: all(len(places(other, key)) == 2 for key in (second, named, *many)))
+        one.close()
+        assert [other.get(key) for key in (second, named, *many)] == [b"y", b"n", *[b"z"] * len(many)]
+    finally:
+        alone.close()
+
+
 def test_a_preferred_segment(make_store: Make, keys: Any) -> None:
     one, other = make_store(), make_store()
     a, b, c = keys(3)
@@ -271,7 +304,7 @@ def test_tasks_that_cannot_be(store: Any, key: str) -> None:
     store.put(key, b"x")
     assert store.create_copy_task(key, ["127.0.0.1:1"]) == ((0, 0), -600)
     assert store.create_copy_task(key, []) == ((0, 0), -600)
-    assert store.create_copy_task("", [here]) == ((0, 0), -600)
+    assert store.create_copy_task("", [here]) == ((0, 0), -704)
     assert store.get(key) == b"x"
     assert store.query_task((1, 2)) == (None, -1400)
 

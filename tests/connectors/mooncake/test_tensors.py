@@ -1,4 +1,4 @@
-"""Tensors, shards, files: tensor_checks.py in an interpreter that has torch."""
+"""Tensors, shards, files: tensor_checks.py and parallel_checks.py in an interpreter that has torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.core.master_bed import MasterProcess
 SCRIPT = Path(__file__).with_name("tensor_checks.py")
 CHECKS = [
     node.name
-    for node in ast.parse(SCRIPT.read_text()).body
+    for script in (SCRIPT, SCRIPT.with_name("parallel_checks.py"))
+    for node in ast.parse(script.read_text()).body
     if isinstance(node, ast.FunctionDef) and node.decorator_list
 ]
 

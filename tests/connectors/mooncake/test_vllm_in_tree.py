@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import pytest
 from tests.connectors.vllm.processes import ENGINE_ENVIRONMENT
 from tests.core.master_bed import MasterProcess
 from tests.core.store_bed import MIB, until
+from tests.descriptors import speaks
 
 HERE = Path(__file__).parent
 MODEL_SCRIPT = HERE.parents[2] / "examples" / "demo" / "tiny_model.py"
@@ -45,7 +45,7 @@ class InTree:
         assert self.process.stdout is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        assert select.select([self.process.stdout], [], [], START_TIMEOUT_S)[0], "the engine says nothing"
+        assert speaks(self.process.stdout, START_TIMEOUT_S), "the engine says nothing"
         line = self.process.stdout.readline()
         assert line, f"the engine ended with {self.process.wait()}"
         return json.loads(line)

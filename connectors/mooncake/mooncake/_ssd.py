@@ -1,0 +1,48 @@
+"""The SSD of a segment, by ``enable_ssd_offload``: where its log lies, and how large it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from moonpool.core.config.units import parse_size
+from moonpool.core.errors import InvalidArgument
+
+PATH = "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"
+LOG = "moonpool.ssd"
+SIZE = "MOONPOOL_SSD_SIZE"
+BYTES = "64GiB"  # without that variable
+SHARE = 0.2  # of what is free there, at most, without that variable: other processes have segments, too
+SHARE_MOST = 0.8  # with it
+
+
+def ssd_path_of(enabled: bool, path: str) -> str:
+    """The folder of the segment's SSD, "" for none. Raises InvalidArgument for one that is not named."""
+    if not enabled:
+        return ""
+    if found := path or os.environ.get(PATH, ""):
+        return found
+    raise InvalidArgument(f"enable_ssd_offload: give ssd_offload_path, or set {PATH}", key="ssd_offload_path")
+
+
+def ssd_bytes(folder: Path) -> int:
+    """The size of the log in ``folder``: what the environment says, as far as the disk goes.
+
+    A log that is there has its blocks already, and forgets all it has when it is made for less. So they count
+    as free, and a disk that others fill meanwhile takes nothing from it.
+    """
+    asked = os.environ.get(SIZE)
+    share = SHARE_MOST if asked else SHARE
+    free = shutil.disk_usage(folder).free
+    most = int(free * share)
+    try:
+        log = (folder / LOG).stat()
+    except FileNotFoundError:
+        pass
+    else:
+        has = log.st_blocks * 512
+        most = int((free + has) * share)
+        if log.st_size - has <= free:
+            most = max(most, log.st_size)
+    return min(parse_size(asked or BYTES), most)
