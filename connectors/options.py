@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from moonpool.core import paths
+from moonpool.core.config import paths
 from moonpool.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class PoolOptions:
         """Connects. timeout_s: the longest wait without progress. Raises Unavailable without a node,
         AuthError when the token does not fit."""
         from moonpool import _native
-        from moonpool.core.control_tls import control_client_of
+        from moonpool.core.service.control_tls import control_client_of
 
         socket = str(self.socket())
         client = _native.Client(

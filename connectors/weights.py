@@ -1,30 +1,50 @@
-"""Which weights a folder holds, told cheaply: a digest over each weight file's name, size, header and 64
-samples.
+"""The identity of a model's weights: a digest over all bytes of its weight files.
 
-Two models with equal configs and different weights must never share KV, and reading hundreds of gigabytes at
-every start is no option. A fine-tune changes almost every page of almost every tensor, so 64 pages of 4 KiB
-per file tell two of them apart; what this cannot see is a file edited in a few places by hand.
+Two models with equal configs and different weights must never share KV, and only a digest over every byte
+tells them apart. Background threads read large files, once on a host; until the digest is known
+``weights_digest`` raises ``Pending``, and the engine computes without the pool.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import TypeVar
 
-from moonpool.core.errors import ConfigError
+from moonpool.connectors.files import File, Identity, Reading, digest_of_files
+from moonpool.core.errors import ConfigError, Unavailable
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"})
-SAMPLES = 64
-SAMPLE_BYTES = 4096
-HEADER_BYTES_MAX = 16 << 20
+SMALL_BYTES = 256 << 20  # weights_digest waits for up to so many bytes
+SMALL_WAIT_S = 60.0
+SAY_S = 10.0
+READINGS_MAX = 64
+CLOCK_NS = 100_000_000  # between the clock of processes and that of files
+
+T = TypeVar("T")
+
+_readings: dict[tuple[File, ...], Reading] = {}
+_lock = threading.Lock()
+
+
+class Pending(Unavailable):
+    """The weights are still being read. ``reading``: how far, and when it is over."""
+
+    def __init__(self, what: str, reading: Reading) -> None:
+        super().__init__(
+            f"{what} are being read to tell them from others ({reading.progress()})", operation="fingerprint"
+        )
+        self.reading = reading
 
 
 def weights_digest(path: Path) -> str:
     """Hexadecimal SHA-256 that names the weights in the folder, or in the one file, ``path``.
 
-    Costs one header and at most 256 KiB of reading per file. Raises ConfigError when there is no weight file.
+    Raises Pending until all bytes are read, and ConfigError when there is no weight file or when one changed
+    after this process started: the engine in it may have loaded the bytes of before.
     """
     files = [path] if path.is_file() else weight_files(path)
     if not files:
@@ -34,14 +54,35 @@ def weights_digest(path: Path) -> str:
             operation="fingerprint",
             key="revision",
         )
-    digest = hashlib.sha256()
-    for file in files:
-        name = (file.name if file == path else str(file.relative_to(path))).encode()
-        size = file.stat().st_size
-        digest.update(len(name).to_bytes(4, "little") + name + size.to_bytes(8, "little"))
-        with open(file, "rb") as stream:
-            _add_file(digest, stream, size, file.suffix == ".safetensors")
-    return digest.hexdigest()
+    try:
+        named = tuple(
+            File(file.name if file == path else str(file.relative_to(path)), file, Identity.of(file))
+            for file in files
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"a weight file cannot be read: {error}", operation="fingerprint", key="revision"
+        ) from error
+    newest = max(named, key=lambda file: file.identity.changed_ns)
+    if newest.identity.changed_ns > started_ns() + CLOCK_NS:
+        raise ConfigError(
+            f"{newest.path} was changed after this engine was started, so it cannot be told which bytes the "
+            f"engine has; start it again",
+            operation="fingerprint",
+            key="revision",
+        )
+    reading = _reading(named)
+    if reading.bytes <= SMALL_BYTES:
+        reading.over.wait(SMALL_WAIT_S)
+    if not reading.over.is_set():
+        raise Pending(f"the weights in {path}", reading)
+    if reading.trouble:
+        raise ConfigError(
+            f"cannot tell which weights {path} holds: {reading.trouble}",
+            operation="fingerprint",
+            key="revision",
+        )
+    return digest_of_files(named, reading.digests)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -55,15 +96,33 @@ def weight_files(folder: Path) -> list[Path]:
     )
 
 
-def _add_file(digest: hashlib._Hash, stream: BinaryIO, size: int, has_length: bool) -> None:
-    header_bytes = SAMPLE_BYTES
-    if has_length and size >= 8:  # a safetensors file begins with the length of its JSON header
-        header_bytes = 8 + int.from_bytes(stream.read(8), "little")
-        stream.seek(0)
-    digest.update(stream.read(min(header_bytes, size, HEADER_BYTES_MAX)))
-    last = max(size - SAMPLE_BYTES, 0)
-    for sample in range(SAMPLES):
-        stream.seek(last * sample // (SAMPLES - 1))
-        digest.update(stream.read(SAMPLE_BYTES))
-        if last == 0:
-            break
+def wait_for(ask: Callable[[], T], say: Callable[[str], object]) -> T:
+    """Calls ``ask`` until it no longer raises Pending, and returns its result; calls ``say`` with the
+    progress every SAY_S seconds. The deadline of the reading bounds the wait."""
+    while True:
+        try:
+            return ask()
+        except Pending as pending:
+            say(f"{pending}; the start waits for it")
+            pending.reading.over.wait(SAY_S)
+
+
+def started_ns() -> int:
+    """When this process began, on the clock of files."""
+    with open("/proc/self/stat", "rb") as stat:
+        ticks = int(stat.read().rpartition(b")")[2].split()[19])  # since the boot
+    # A pause between the two clocks makes one look too early, which is the safe side.
+    boot_ns = max(time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) for _ in range(3))
+    return boot_ns + ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
+def _reading(files: tuple[File, ...]) -> Reading:
+    """The one of these files in this process."""
+    with _lock:
+        reading = _readings.pop(files, None)
+        if reading is None or (reading.over.is_set() and reading.trouble):
+            reading = Reading(files)
+        _readings[files] = reading  # the last used is the last
+        while len(_readings) > READINGS_MAX:
+            del _readings[next(iter(_readings))]
+        return reading

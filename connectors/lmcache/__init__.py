@@ -15,6 +15,8 @@ the manual.
     lanes      the threads of the L2 adapter
     form       what stands before the bytes of a chunk, so that none is taken for another's
     identity   fingerprints and names: whose chunks these are
+    vllm_engine
+               what the vLLM around LMCache computes with
     settings   where the node is and whose chunks are wanted, from a URL or from LMCache's options
     pool       the connection to the node: made as soon as there is one
 

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moonpool.core.keys import Json, canonical_json
+from moonpool.core.store.keys import Json, canonical_json
 
 NAME_BYTES_MAX = 1000  # a node takes 1,024
 
@@ -21,9 +21,11 @@ def fingerprint(plug: str, fields: Mapping[str, Json]) -> bytes:
     return hashlib.sha256(canonical_json({"lmcache": plug, **fields})).digest()
 
 
-def remote_identity(config: Any, metadata: Any, form: str = "") -> bytes:
+def remote_identity(
+    config: Any, metadata: Any, form: str = "", engine: Mapping[str, Json] | None = None
+) -> bytes:
     """What must be equal before engines in LMCache's in-process mode share chunks, beside its own key; the
-    same in all processes of an engine, so nothing that only a worker knows.
+    same in all processes of an engine that use the pool. engine: see vllm_engine.
 
     Blending hashes segments without what stands before them, so its keys can be those of a first chunk."""
     blending = bool(config.enable_blending)
@@ -40,6 +42,7 @@ def remote_identity(config: Any, metadata: Any, form: str = "") -> bytes:
             "blending": str(config.blend_special_str) if blending else None,
             "serde": str(config.remote_serde),
             "hash": str(config.pre_caching_hash_algorithm),
+            "engine": engine,
         },
     )
 

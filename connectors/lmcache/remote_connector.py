@@ -22,7 +22,7 @@ from lmcache.v1.storage_backend.connector import ConnectorContext
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from moonpool import _native
-from moonpool.connectors.lmcache import lora
+from moonpool.connectors.lmcache import lora, vllm_engine
 from moonpool.connectors.lmcache.expected import Expected, ambiguous
 from moonpool.connectors.lmcache.form import HEADER_BYTES_MAX, Form, described, form_of
 from moonpool.connectors.lmcache.identity import name_of, remote_identity
@@ -30,6 +30,8 @@ from moonpool.connectors.lmcache.lent import Lent
 from moonpool.connectors.lmcache.lora import tagged
 from moonpool.connectors.lmcache.pool import Pool
 from moonpool.connectors.lmcache.settings import Settings
+from moonpool.connectors.lmcache.vllm_engine import identity_with
+from moonpool.connectors.weights import Pending, wait_for
 from moonpool.core.errors import Error
 
 log = init_logger("lmcache.moonpool.remote")
@@ -66,11 +68,29 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         self._idle = threading.Event()
         self._idle.set()
         self._refusal = ""
+        self._apart = False
         self._lora, self._lora_said = lora.serves_lora(), False
         self._batches = _native.BatchClient(threads=settings.threads)
-        mark = remote_identity(config, metadata, settings.form)
+        self._mark = b""
+        engine, role = vllm_engine.current(), getattr(metadata, "role", None)
+
+        def mark() -> bytes:
+            found = identity_with(engine, role)
+            self._mark = remote_identity(config, metadata, settings.form, found)
+            return self._mark
+
+        try:
+            wait_for(mark, _say) if settings.require_pool else mark()
+        except Pending as pending:
+            _say(f"{pending}; LMCache goes on without the pool until then")
+        except Error as error:
+            if settings.require_pool:
+                raise
+            self._apart = True
+            self._mark = remote_identity(config, metadata, settings.form)
+            log.warning("moonpool: nothing is stored or retrieved: %s", error)
         self._pool = Pool(
-            lambda: settings.dial(mark, settings.timeout_s),
+            lambda: settings.dial(self._mark or mark(), settings.timeout_s),
             self._joined,
             address=str(settings.socket()),
             log=log,
@@ -85,7 +105,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         log.info(
             "moonpool: chunks of %d bytes, fingerprint %s, tenant %s, namespace %s, pool %s",
             self.full_chunk_size_bytes,
-            mark.hex()[:16],
+            self._mark.hex()[:16] or "to be known",
             settings.tenant,
             settings.namespace,
             settings.socket(),
@@ -171,6 +191,8 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
     def _is_ambiguous(self, keys: Sequence[CacheEngineKey]) -> bool:
         """Whether what these keys stand for may be other KV than what this engine means by them. LMCache may
         learn of a type that has no name of its own only at its first transfer."""
+        if self._apart:
+            return True
         if self._lora and not all(tagged(key) for key in keys):
             if not self._lora_said:
                 self._lora_said = True
@@ -396,6 +418,10 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
                 self._pool.lost(error)
         if not self._waiting:
             self._idle.set()
+
+
+def _say(text: str) -> None:
+    log.info("moonpool: %s", text)
 
 
 def _name(key: CacheEngineKey) -> str:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from urllib.parse import parse_qsl, urlsplit
 
 from moonpool.connectors.options import PoolOptions, flag, optional_text, refuse_unknown, text, wrong
-from moonpool.core import paths
+from moonpool.core.config import paths
 
 SCHEME = "moonpool"
 THREADS_MAX = 64

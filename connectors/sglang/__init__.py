@@ -3,6 +3,7 @@ pool. docs/sglang.md is its manual.
 
     backend      the class SGLang talks to; survives what goes wrong below
     short_name   makes ``--hicache-storage-backend moonpool`` mean that class
+    extra_config the JSON that names that class to SGLang
     layout       where the bytes of (layer, head, page) lie in SGLang's host memory, as plain values
     sidecars     the pools that some models have beside their KV
     identity     what of this engine goes into the fingerprint

@@ -6,6 +6,8 @@ Every call comes from one of SGLang's storage threads and may wait; what the poo
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,10 +33,11 @@ from moonpool.connectors.sglang.sidecars import (
     restorable,
     tells_its_layers,
 )
+from moonpool.connectors.weights import Pending, wait_for
 from moonpool.core.errors import ConfigError, Error
-from moonpool.core.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges, fingerprint
-from moonpool.core.store import Store
-from moonpool.core.store_types import presences, put_results
+from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges, fingerprint
+from moonpool.core.store.store import Store
+from moonpool.core.store.types import presences, put_results
 
 Result = TypeVar("Result")
 Pages = npt.NDArray[np.uint32]
@@ -162,19 +165,28 @@ class MoonpoolHiCache(compat.Storage):
         updates.follow(self)
         model = compat.model_config(args)
         self._memory = self._read(host, 1 if self._config.is_mla_model else model.get_total_num_kv_heads())
-        mark = self._mark = fingerprint(identity(args, model, host))
+        required, memory = self._settings.require_pool, self._memory
         socket = str(self._settings.socket())
-        self._pool = Pool(lambda: Lanes.dial(self._settings, mark), address=socket, log=self._log)
-        self._pool.open(required=self._settings.require_pool)
-        self._log.info(
-            "moonpool: pages of %d bytes in %d objects, fingerprint %s, tenant %s, namespace %s, pool %s",
-            self._memory.layout.bytes_per_page,
-            self._memory.width,
-            mark.hex()[:16],
-            self._settings.tenant,
-            self._settings.namespace,
-            socket,
+
+        def mark() -> bytes:
+            self._mark = fingerprint(identity(args, model, host))
+            self._log.info(
+                "moonpool: pages of %d bytes in %d objects, fingerprint %s, tenant %s, namespace %s, pool %s",
+                memory.layout.bytes_per_page,
+                memory.width,
+                self._mark.hex()[:16],
+                self._settings.tenant,
+                self._settings.namespace,
+                socket,
+            )
+            return self._mark
+
+        with contextlib.suppress(Pending):  # dialling says so; other errors are refusals
+            wait_for(mark, functools.partial(self._log.info, "moonpool: %s")) if required else mark()
+        self._pool = Pool(
+            lambda: Lanes.dial(self._settings, self._mark or mark()), address=socket, log=self._log
         )
+        self._pool.open(required=required)
 
     def _check_keys(self, args: Any) -> None:
         if compat.keys_have_namespaces():
@@ -381,7 +393,7 @@ class MoonpoolHiCache(compat.Storage):
     def clear(self) -> bool:
         """Removes every page of this model from the pool, also those that other engines share. False when the
         pool does not answer."""
-        if self._pool is None:
+        if self._pool is None or not self._mark:
             return False
         settings = self._settings
         try:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moonpool.connectors.identity import identity_of, is_dummy, stored_dtype, weights_revision
+from moonpool.connectors import positions
+from moonpool.connectors.identity import (
+    code_digest,
+    identity_of,
+    is_dummy,
+    plain,
+    quantisation_files,
+    stored_dtype,
+    weights_revision,
+)
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.sglang import compat
 from moonpool.connectors.weights import weights_digest
 from moonpool.core.errors import ConfigError
-from moonpool.core.keys import Json, digest_of
+from moonpool.core.store.keys import Json, digest_of
 
 # Those that make a model of the files at its path, and of nothing else.
 LOAD_FORMATS = frozenset(
@@ -21,13 +30,29 @@ LOAD_FORMATS = frozenset(
         *("sharded_state", "presharded", "gguf", "expert_pack", "bitsandbytes", "mistral", "runai_streamer"),
     )
 )
+# Arguments that change what is computed, or the type of a number on the way, and stand nowhere else in the
+# fingerprint; docs/keys.md says why the others do not count.
+COUNTED = (
+    *("model_config_parser", "rl_quant_profile", "modelopt_quant", "quantize_and_serve"),
+    *("modelopt_checkpoint_restore_path", "qsa_indexer_dtype", "prefill_kv_cache_dequant_dtype"),
+    *("enable_tf32_matmul", "rl_on_policy_target", "moe_runner_backend", "fp8_gemm_runner_backend"),
+    *("fp4_gemm_runner_backend", "flashinfer_mxfp4_moe_precision", "enable_w4a4_mxfp4_megamoe"),
+    *("deepep_dispatcher_output_dtype", "flashinfer_a2a_dispatch_type", "enable_quant_communications"),
+    *("enable_deepseek_v4_fp4_indexer", "enable_encoder_swa_bounded_replay"),
+    *("enable_decoder_swa_bounded_replay", "kt_weight_path", "kt_method", "dllm_algorithm"),
+    *("dllm_algorithm_config", "lora_target_modules", "experts_shared_outer_loras"),
+)
+_NOTHING = (None, False, "", "auto", "none")
 
 
 def identity(args: Any, model: Any, pool: Any) -> dict[str, Json]:
     """The fields of the fingerprint. args: SGLang's ServerArgs; model: its ModelConfig; pool: the host pool.
 
-    Raises ConfigError or Refused when it cannot be told which weights the engine serves.
+    Raises ConfigError or Refused when it cannot be told which weights the engine serves, and Refused when its
+    KV is no function of the tokens.
     """
+    length = getattr(model, "context_len", None)
+    _check_positions(getattr(model, "hf_text_config", model.hf_config), length)
     form = ["sglang", "mla" if type(pool).__name__.startswith("MLA") else "k,v"]
     if tag := getattr(pool, "storage_format_tag", None):
         form.append(str(tag))
@@ -44,12 +69,37 @@ def identity(args: Any, model: Any, pool: Any) -> dict[str, Json]:
         weights += f" adapters {digest_of(adapters)}"
     return identity_of(
         model,
-        quantisation=quantisation,
+        quantisation=quantisation_files(args.model_path, quantisation),
         revision=weights,
         kv_dtype=kv_dtype,
         block_tokens=int(pool.page_size),
         form=" ".join(form),
+        length=length,
+        arguments=arguments(args),
     )
+
+
+def _check_positions(text: Any, length: int | None) -> None:
+    """Raises Refused for a model whose KV depends on the other requests of a batch: SGLang takes the long
+    factors for all of them as soon as one has a position beyond the original length."""
+    config = {name: getattr(text, name, None) for name in positions.FIELDS}
+    if positions.varying_kind(config) != "longrope":
+        return
+    if positions.length_factors(config, length) != ["longrope: short factors"]:
+        raise Refused(
+            "SGLang chooses the factors of longrope positions by the longest sequence of a batch, so this "
+            "model's KV is no function of the prompt; with --context-length up to the model's original "
+            "length it is"
+        )
+
+
+def arguments(args: Any, more: Iterable[str] = ()) -> dict[str, Json]:
+    """Those of ``COUNTED`` and ``more`` that this server was given, and the code beside its weights."""
+    found = {name: plain(getattr(args, name, None)) for name in (*COUNTED, *more)}
+    counted: dict[str, Json] = {name: value for name, value in found.items() if value not in _NOTHING}
+    if getattr(args, "trust_remote_code", False) and (code := code_digest(args.model_path)):
+        counted["code"] = code
+    return counted
 
 
 def serves_lora(args: Any) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonpool.connectors.objects import ROWS_MAX, Refused, Row, append_row, heads_of_objects
-from moonpool.core.keys import Ranges
+from moonpool.core.store.keys import Ranges
 
 # The axes of the tensor between (K, V) and the numbers of one head; a slot is a token counted over all pages.
 _AXES = {

@@ -14,11 +14,14 @@ from typing import Any
 
 from moonpool import _native
 from moonpool.connectors.sglang.settings import Settings
-from moonpool.core.errors import Error
+from moonpool.connectors.weights import Pending
+from moonpool.core.errors import ConfigError, Error
 
 RETRY_S = 0.5
 REST_S = 5.0
 TIMEOUT_S = 2.0
+# A call that took so long has waited in vain: one silent node may take three quarters of TIMEOUT_S.
+LONG_WAIT_S = 0.7 * TIMEOUT_S
 # Beside the pool's own: a socket's folder or a token that may not be read, a file that is half written.
 NO_POOL = (Error, OSError, ValueError)
 
@@ -90,9 +93,10 @@ class Pool:
         self._rests_until_s = float("-inf")
         self._closed = False
         self._trouble = self._part = ""
+        self._pending = False  # whether there was no name for this engine's KV yet
 
     def open(self, *, required: bool) -> None:
-        """Dials once. Raises the error only when the pool is ``required``."""
+        """Dials once. Raises the error only when the pool is ``required``. What dials may raise Pending."""
         with self._lock:
             try:
                 self._lanes = self._dial()
@@ -146,7 +150,7 @@ class Pool:
     def ended(self, seconds: float, *, answered: bool = True) -> None:
         """A call took so long. Somebody in the pool hangs when it was the longest wait and there is trouble;
         as each call would wait anew, and SGLang makes one after the other, none is made for REST_S."""
-        if seconds >= TIMEOUT_S and not (answered and not self._trouble and not self._part):
+        if seconds >= LONG_WAIT_S and not (answered and not self._trouble and not self._part):
             self._rests_until_s = self._clock() + REST_S
 
     def close(self) -> None:
@@ -158,6 +162,15 @@ class Pool:
 
     def _no_pool(self, error: Exception) -> None:
         self._next_s = self._clock() + (REST_S if isinstance(error, TimeoutError) else RETRY_S)
+        if isinstance(error, Pending):
+            if not self._pending:
+                self._log.info("moonpool: %s; this engine serves without the pool until then", error)
+            self._pending = True
+            return
+        if isinstance(error, ConfigError) and self._pending:  # what was read has no name
+            self._closed = True
+            self._log.warning("moonpool: this engine serves without the pool: %s", error)
+            return
         if not self._trouble:
             self._log.warning(
                 "moonpool: no pool at %s (%s); this engine serves without it and joins when a node appears "

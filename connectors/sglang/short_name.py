@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from moonpool.connectors.sglang.extra_config import EXTRA_CONFIG, completed
 from moonpool.core.errors import ConfigError
-from moonpool.core.sglang_command import EXTRA_CONFIG, completed
 
 NAME = "moonpool"
 _SCHEDULER = "sglang.srt.managers.scheduler"

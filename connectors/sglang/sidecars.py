@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonpool.connectors.objects import Refused
-from moonpool.core.keys import canonical_json
+from moonpool.core.store.keys import canonical_json
 
 TAG_BYTES = 16
 _RANK_SHARDED = frozenset({"mamba"})  # also where the KV itself is the same on every rank

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moonpool.core.keys import chain_seed
+from moonpool.core.store.keys import chain_seed
 
 # A request with any of these is more than its tokens.
 _MORE_THAN_TOKENS = (

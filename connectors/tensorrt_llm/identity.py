@@ -8,20 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moonpool.connectors.identity import COMMIT, NO_MEANING, is_dummy
+from moonpool.connectors import positions
+from moonpool.connectors.identity import COMMIT, code_digest, config_of, is_dummy, plain
 from moonpool.connectors.tensorrt_llm.layout import Memory, Shape
 from moonpool.connectors.weights import weights_digest
 from moonpool.core.errors import ConfigError
-from moonpool.core.keys import Json, digest_of
-
-_POSITIONS = (
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "partial_rotary_factor",
-    "max_position_embeddings",
-    "original_max_position_embeddings",
-)
+from moonpool.core.store.keys import Json, digest_of
 
 
 def model_folder(args: Any) -> Path:
@@ -69,7 +61,7 @@ def identity(
     return {
         "model": digest_of(
             {
-                "config": {key: value for key, value in config.items() if key not in NO_MEANING},
+                "config": config_of(config),
                 "dtype": stored if computed == "auto" else computed,
                 "arguments": _arguments(args, shape),
             }
@@ -78,9 +70,18 @@ def identity(
         "kv_dtype": f"{getattr(args.kv_cache_config, 'dtype', 'auto')} {memory.dtype}",
         "quantisation": quantisation(args, folder),
         "block_tokens": memory.tokens,
-        "positions": {name: text.get(name) for name in _POSITIONS},
+        "positions": {
+            **{name: plain(text.get(name)) for name in positions.FIELDS},
+            "length": positions.length_factors(text, longest(args, text)),
+        },
         "form": shape.form,
     }
+
+
+def longest(args: Any, text: Mapping[str, Any]) -> int | None:
+    """The most tokens that a sequence of this engine has; None: that is not said."""
+    length = getattr(args, "max_seq_len", None) or text.get("max_position_embeddings")
+    return None if length is None else int(length)
 
 
 def _arguments(args: Any, shape: Shape) -> dict[str, Json]:
@@ -91,22 +92,16 @@ def _arguments(args: Any, shape: Shape) -> dict[str, Json]:
         "sink": getattr(cache, "sink_token_length", None),
         "sparse": getattr(args, "sparse_attention_config", None),
         "overrides": getattr(args, "model_kwargs", None),
+        "experts": getattr(getattr(args, "moe_config", None), "backend", None),
+        "combine": getattr(getattr(args, "moe_config", None), "use_low_precision_moe_combine", None),
+        "allreduce": getattr(args, "allreduce_strategy", None),
         # Layers of a draft model lie beside the model's own.
         "speculative": getattr(args, "speculative_config", None) if shape.whole else None,
     }
-    return {name: _plain(value) for name, value in found.items()}
-
-
-def _plain(value: Any) -> Json:
-    """An argument of TensorRT-LLM's: plain values, or objects of pydantic."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    dumped = getattr(value, "model_dump", None)
-    return {type(value).__name__: _plain(dumped(mode="json"))} if dumped is not None else str(value)
+    counted = {name: plain(value) for name, value in found.items()}
+    if getattr(args, "trust_remote_code", False) and (code := code_digest(str(args.model))):
+        counted["code"] = code
+    return counted
 
 
 def revision(args: Any, folder: Path) -> str:
@@ -119,9 +114,12 @@ def revision(args: Any, folder: Path) -> str:
 
 
 def quantisation(args: Any, folder: Path) -> Json:
-    """Of the weights: what the checkpoint says beside its config, and what the arguments say."""
+    """Of the weights: what the checkpoint says beside its config, and what the arguments say: the method, and
+    what is done to which layer."""
     beside = folder / "hf_quant_config.json"
     given = getattr(args, "quant_config", None)
     algorithms = [str(getattr(given, name, None)) for name in ("quant_algo", "kv_cache_quant_algo")]
     said: Json = json.loads(beside.read_bytes()) if beside.is_file() else None
-    return None if said is None and set(algorithms) == {"None"} else {"file": said, "arguments": algorithms}
+    if said is None and set(algorithms) == {"None"}:
+        return None
+    return {"file": said, "algorithms": algorithms, "arguments": plain(given)}

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonpool.connectors.objects import TP_SIZE_MAX, heads_per_object
-from moonpool.core.keys import Json, Ranges, digest_of
+from moonpool.core.store.keys import Json, Ranges, digest_of
 
 KNOWN_BACKEND = "TRTLLM"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moonpool.connectors.tensorrt_llm.identity import quantisation
+from moonpool.connectors.tensorrt_llm.identity import longest, quantisation
 from moonpool.connectors.tensorrt_llm.layout import Memory, Refused
 
 _MEDIA = re.compile(r"image|video|audio|vision|visual|speech|media|multimodal|(^|_)(mm|img)(_|$)")
@@ -74,6 +74,6 @@ def _check_tensor(args: Any, folder: Path, config: Mapping[str, Any]) -> None:
     if getattr(cache, "host_cache_size", None):
         raise Refused("host_cache_size moves blocks, and this TensorRT-LLM does not say where to")
     windows = getattr(cache, "max_attention_window", None)
-    longest = getattr(args, "max_seq_len", None) or text.get("max_position_embeddings")
-    if windows and (not longest or min(windows) < longest):
+    length = longest(args, text)
+    if windows and (not length or min(windows) < length):
         raise Refused("max_attention_window frees blocks, and this TensorRT-LLM does not say which")

@@ -7,6 +7,7 @@ it from there: TensorRT-LLM has no way to hear that a promised block could not b
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -27,7 +28,8 @@ from moonpool.connectors.tensorrt_llm.pool import Connection, Pool
 from moonpool.connectors.tensorrt_llm.settings import Settings
 from moonpool.connectors.tensorrt_llm.staging import Mover, mover_for
 from moonpool.connectors.tensorrt_llm.tokens import Known
-from moonpool.core.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges, fingerprint
+from moonpool.connectors.weights import wait_for
+from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges, fingerprint
 
 LOADING_SHARE = 4  # a quarter of the staging slots is for loads
 SLOTS_MIN = 2
@@ -108,7 +110,11 @@ class Link:
         shape = shape_of(
             memory, model_of(config, tp_rank=compat.rank() % size, tp_size=size, backend=backend)
         )
-        mark = fingerprint(identity(args, folder, config, memory, shape))
+        # TensorRT-LLM's ranks join together and here only, so the start waits.
+        mark = wait_for(
+            lambda: fingerprint(identity(args, folder, config, memory, shape)),
+            functools.partial(self.log.info, "%s"),
+        )
         slots = max(SLOTS_MIN, settings.staging // memory.bytes_per_block)
         mover = mover_for(memory, slots)
         loading = max(1, slots // LOADING_SHARE)

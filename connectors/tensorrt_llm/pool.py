@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import select
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +16,10 @@ from moonpool.connectors.seeker import Seeker
 from moonpool.connectors.tensorrt_llm.compat import Log
 from moonpool.connectors.tensorrt_llm.settings import Settings
 from moonpool.core.errors import Error, Unavailable
-from moonpool.core.keys import BLOCK_NAME_BYTES
+from moonpool.core.store.keys import BLOCK_NAME_BYTES
 
 TIMEOUT_S = 1.0
+LONG_WAIT_S = 0.2 * TIMEOUT_S  # a lookup that took longer has waited for a peer that says nothing
 
 Views = list[memoryview]
 
@@ -59,9 +61,13 @@ class Connection:
 
     def hold(self, names: Sequence[bytes], width: int) -> Held | None:
         """The objects of the longest prefix of blocks of ``width`` names that are all there, pinned where
-        they lie; None when there are none. Raises Error when the pool does not answer."""
+        they lie; None when there are none. Raises Error when the pool does not answer: its node is away, or
+        the call waited in vain. A reason that came at once (a node of another host is away, pins hold their
+        share of the memory) is a miss: the next lookup may be a hit."""
+        began_s = time.monotonic()
         blocks, pin, _, why = self._client.longest_prefix(list(names), width, True)
-        if pin is None and why and not blocks:
+        waited = time.monotonic() - began_s > LONG_WAIT_S or not self._client.connected
+        if pin is None and why and not blocks and waited:
             raise Unavailable(why, operation="longest_prefix")
         return None if pin is None else Held(self._client, pin, blocks * width)
 

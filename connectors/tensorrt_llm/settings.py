@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from moonpool.connectors.options import PoolOptions
-from moonpool.core import paths
+from moonpool.core.config import paths
+from moonpool.core.config.units import parse_size
 from moonpool.core.errors import ConfigError
-from moonpool.core.units import parse_size
 
 VARIABLE = "MOONPOOL_TENSORRT_LLM"
 STAGING_BYTES = 512 << 20

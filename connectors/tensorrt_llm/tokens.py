@@ -12,7 +12,7 @@ from typing import Any
 
 from moonpool import _native
 from moonpool.connectors.tensorrt_llm.messages import Pages
-from moonpool.core.keys import DIGEST_BYTES
+from moonpool.core.store.keys import DIGEST_BYTES
 
 KNOWN_MAX = 1 << 18
 KNOWN_S = 60.0

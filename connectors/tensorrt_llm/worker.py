@@ -21,7 +21,7 @@ from moonpool.connectors.tensorrt_llm.pool import Views
 from moonpool.connectors.tensorrt_llm.staging import Move, Slots
 from moonpool.connectors.tensorrt_llm.tokens import split
 from moonpool.core.errors import Error, Unavailable
-from moonpool.core.keys import BLOCK_NAME_BYTES, DIGEST_BYTES
+from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES
 
 LOAD_DEADLINE_S = 10.0  # so long a rank asks for promised blocks before it gives the engine up
 ASK_AGAIN_S = 0.1

@@ -10,12 +10,15 @@ manual.
     layout       where the bytes of (layer, head, block) lie, as plain values
     facts        what the connector needs to know about the engine, read once from its configuration
     identity     the fingerprint: which model, weights and form of bytes
+    arguments    which of vLLM's arguments change the numbers, and why the others do not
+    adapters     LoRA adapters: which bytes stand behind a request's
     settings     kv_connector_extra_config, checked
     link         the connection to the node, made again in the background
     pd           the hand-over between prefill and decode engines, a package of its own
     pool         the native pieces as a Protocol
     messages     what the halves tell each other
     metrics      counts and latencies, in vLLM's own /metrics
+    repeats      what goes wrong again and again is logged once a minute
     compat       every difference between vLLM versions
 
 Threads: both halves run on their engine's thread and never block it; bytes are moved by the threads of

@@ -7,10 +7,12 @@ imported.
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol
 
 OLDEST = (0, 23)
 
@@ -95,17 +97,91 @@ def recompute_failed_loads(vllm_config: Any) -> None:
     vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
 
 
-def before_reset(pool: Any, call: Callable[[], None]) -> None:
-    """Has ``call`` made before vLLM empties its prefix cache. Of itself it tells the connector only when it
-    is asked to (reset_external), and after it has looked whether blocks are in use: held ones make it fail.
+def around_reset(pool: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Has ``before`` called before vLLM empties its prefix cache, and ``after`` when it did. Of itself it
+    tells the connector only when it is asked to (reset_external), and after it has looked whether blocks are
+    in use: held ones make it fail.
     """
     reset = pool.reset_prefix_cache
 
     def told() -> bool:
-        call()
-        return bool(reset())
+        before()
+        done = bool(reset())
+        if done:
+            after()
+        return done
 
     pool.reset_prefix_cache = told
+
+
+class AdapterWatcher(Protocol):
+    """What must not raise."""
+
+    def adapter_loading(self, lora: Any) -> None: ...
+    def adapter_loaded(self, lora: Any, *, well: bool) -> None: ...
+    def adapter_removed(self, number: int) -> None: ...
+
+
+def watch_adapters(core: type | None = None) -> bool:
+    """Has the connector of an engine's scheduler told when that engine is asked to load or drop a LoRA
+    adapter, of which vLLM tells connectors nothing. Whether that can be; once is enough. core: the class that
+    is asked, for tests."""
+    engine_core = core
+    if engine_core is None:
+        try:
+            from vllm.v1.engine.core import EngineCore
+        except ImportError:
+            return False
+        engine_core = EngineCore
+    add, remove = getattr(engine_core, "add_lora", None), getattr(engine_core, "remove_lora", None)
+    if add is None or remove is None:
+        return False
+    if hasattr(add, "_moonpool"):
+        return True
+
+    @functools.wraps(add)
+    def told_add(engine: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
+        watchers = _adapter_watchers(engine)
+        for watcher in watchers:
+            watcher.adapter_loading(lora_request)
+        well = False
+        try:
+            answer = add(engine, lora_request, *args, **kwargs)
+            well = True
+            return answer
+        finally:
+            for watcher in watchers:
+                watcher.adapter_loaded(lora_request, well=well)
+
+    @functools.wraps(remove)
+    def told_remove(engine: Any, lora_id: int, *args: Any, **kwargs: Any) -> Any:
+        answer = remove(engine, lora_id, *args, **kwargs)
+        for watcher in _adapter_watchers(engine):
+            watcher.adapter_removed(lora_id)
+        return answer
+
+    vars(told_add)["_moonpool"] = True
+    setattr(engine_core, add.__name__, told_add)
+    setattr(engine_core, remove.__name__, told_remove)
+    return True
+
+
+def _adapter_watchers(engine: Any) -> list[AdapterWatcher]:
+    """Our connectors of this engine: its scheduler's one, or some of those that stand behind that."""
+    connector = getattr(getattr(engine, "scheduler", None), "connector", None)
+    several = [connector, *(getattr(connector, "_connectors", None) or ())]
+    return [one for one in several if hasattr(one, "adapter_loading")]
+
+
+def caches_adapters_by_path() -> bool:
+    """Whether vLLM's prefix cache tells adapters of one name by their paths (0.32 does)."""
+    try:
+        from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
+
+        lora = SimpleNamespace(lora_name="n", lora_path="the path", lora_int_id=1)
+        return "the path" in repr(_gen_lora_extra_hash_keys(SimpleNamespace(lora_request=lora)))
+    except Exception:  # of a function that is vLLM's own business
+        return False
 
 
 def was_rejected(request: Any) -> bool:

@@ -8,7 +8,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm import compat, identity
+from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.facts import EngineFacts, read_facts
 from moonpool.connectors.vllm.layout import BlockLayout, Tensor
 from moonpool.connectors.vllm.link import Link
@@ -18,7 +20,9 @@ from moonpool.connectors.vllm.pd.station import KvMemory, Station
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.connectors.vllm.worker import WorkerHalf
+from moonpool.connectors.weights import wait_for
 from moonpool.core.errors import Error
+from moonpool.core.store import keys
 
 TRACEBACKS_MAX = 5
 
@@ -63,16 +67,43 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             open_link=functools.partial(self._open_link, required=self._settings.require_pool),
             digest=native.digests,
             log=self._log,
+            adapters=self._adapters(facts) if getattr(vllm_config, "lora_config", None) else None,
+        )
+
+    def _adapters(self, facts: EngineFacts) -> Adapters:
+        unseen = "this vLLM does not load them where moonpool looks for it"
+        return Adapters(
+            form=facts.adapter_form,
+            refusal=facts.adapter_refusal or ("" if compat.watch_adapters() else unseen),
+            cached_by_path=compat.caches_adapters_by_path(),
+            log=self._log,
         )
 
     def _worker_half(self, facts: EngineFacts, vllm_config: Any) -> WorkerHalf:
         def fingerprint(layout: BlockLayout, tensor: Tensor) -> bytes:
-            return identity.engine_fingerprint(
-                vllm_config,
-                block_tokens=facts.block_tokens,
-                kv_dtype=identity.kv_dtype(vllm_config, tensor.dtype),
-                form=identity.form(vllm_config, layout),
-            )
+            def ask() -> bytes:
+                try:
+                    fields = identity.identity(
+                        vllm_config,
+                        block_tokens=facts.block_tokens,
+                        kv_dtype=identity.kv_dtype(vllm_config, tensor.dtype),
+                        form=identity.form(vllm_config, layout),
+                    )
+                    mark = keys.fingerprint(fields)
+                except (Refused, Error):
+                    raise
+                except Exception as error:  # a configuration that this connector does not understand
+                    self._survive(None)
+                    raise Refused(
+                        "what its KV depends on cannot be read from its configuration "
+                        f"({type(error).__name__})"
+                    ) from error
+                self._log.debug("moonpool: the fingerprint is of %s", fields)
+                return mark
+
+            if not self._settings.require_pool:
+                return ask()
+            return wait_for(ask, functools.partial(self._log.info, "moonpool: %s"))
 
         return WorkerHalf(
             facts,
@@ -245,7 +276,12 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         return set() if self._worker is None else self._worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> Any:
-        return None if self._worker is None else self._worker.take_report()
+        if self._worker is None:
+            return None
+        try:
+            return self._worker.take_report()
+        except Exception:
+            return self._survive(None)
 
     def _step(self) -> Step:
         step = self._connector_metadata
@@ -266,7 +302,35 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._sched is not None:
             self._sched.bind_block_pool(gpu_block_pool)
-            compat.before_reset(gpu_block_pool, self._before_reset)
+            compat.around_reset(gpu_block_pool, self._before_reset, self._sched.cache_was_reset)
+
+    def adapter_loading(self, lora: Any) -> None:
+        """The engine is about to load this LoRA adapter; see compat.watch_adapters."""
+        try:
+            if self._sched is not None:
+                self._sched.adapter_loading(lora)
+        except Exception:
+            self._distrust_adapters()
+
+    def adapter_loaded(self, lora: Any, *, well: bool) -> None:
+        """The engine has loaded this LoRA adapter; well: without an error."""
+        try:
+            if self._sched is not None:
+                self._sched.adapter_loaded(lora, well=well)
+        except Exception:
+            self._distrust_adapters()
+
+    def adapter_removed(self, number: int) -> None:
+        """The engine has dropped the LoRA adapter of this number."""
+        try:
+            if self._sched is not None:
+                self._sched.adapter_removed(number)
+        except Exception:
+            self._distrust_adapters()
+
+    def _distrust_adapters(self) -> None:
+        """Called in an ``except Exception``: what the engine has loaded is not known any more."""
+        self._survive(None, self._sched.distrust_adapters if self._sched is not None else None)
 
     def on_new_request(self, request: Any) -> None:
         sched = self._sched

@@ -22,6 +22,7 @@ class Request(Protocol):
     cache_salt: str | None
     num_preemptions: int
     num_prompt_tokens: int
+    num_output_tokens: int
     skip_reading_prefix_cache: bool
     resumable: bool
     kv_transfer_params: Mapping[str, Any] | None

@@ -7,10 +7,18 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from moonpool.connectors import positions
 from moonpool.connectors.vllm import compat
 
 _FULL_ATTENTION = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _TARGET_ONLY_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix"})  # speculation without a draft model's KV
+# Those that make a model of the files at its path, and of nothing else.
+_LOAD_FORMATS = frozenset(
+    (
+        *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "pt", "npcache"),
+        *("mistral", "sharded_state", "runai_streamer_sharded", "bitsandbytes", "gguf", "dummy"),
+    )
+)
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 _ANY_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
@@ -21,8 +29,10 @@ class EngineFacts:
     of the whole model (1 for MLA); tp_size: tensor-parallel ranks; workers: ranks that report to one
     scheduler; may_load, may_save: from kv_role; recomputes: whether a failed load is recomputed
     (kv_load_failure_policy); engine_id: vLLM's name for this engine; dp_rank: which of its data-parallel
-    replicas; zeroes_blocks: whether vLLM zeroes blocks before a step that uses them; refusal: one sentence
-    why this engine cannot use the pool, or ""."""
+    replicas; zeroes_blocks: whether vLLM zeroes blocks before a step that uses them; takes_media: whether
+    requests may have images, audio or video, which do not use the pool; adapter_form: how LoRA adapters are
+    applied, as far as that changes KV; adapter_refusal: why requests with one cannot use the pool, or "";
+    refusal: one sentence why this engine cannot use the pool, or ""."""
 
     block_tokens: int
     groups: tuple[tuple[str, ...], ...]
@@ -35,6 +45,9 @@ class EngineFacts:
     engine_id: str = ""
     dp_rank: int = 0
     zeroes_blocks: bool = False
+    takes_media: bool = False
+    adapter_form: str = ""
+    adapter_refusal: str = ""
     refusal: str = ""
 
 
@@ -58,6 +71,9 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         # Ranks of a dense model do not know each other: vLLM says data_parallel_rank 0 to each of them.
         dp_rank=int(getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))),
         zeroes_blocks=bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False)),
+        takes_media=_takes_media(model),
+        adapter_form=_adapter_form(vllm_config),
+        adapter_refusal=_adapter_refusal(parallel),
         refusal=_refusal(vllm_config, groups),
     )
 
@@ -69,8 +85,23 @@ def layer_number(name: str) -> int:
     return int(match[1]) if match else 0
 
 
+def _takes_media(model: Any) -> bool:
+    config = getattr(model, "multimodal_config", None)
+    return config is not None and not getattr(config, "language_model_only", False)
+
+
 def _refusal(vllm_config: Any, groups: list[Any]) -> str:
-    parallel = vllm_config.parallel_config
+    """The first reason that there is."""
+    return (
+        _layers_refusal(groups)
+        or _shape_refusal(vllm_config)
+        or context_refusal(vllm_config)
+        or weights_refusal(vllm_config)
+    )
+
+
+def _layers_refusal(groups: list[Any]) -> str:
+    """Layers whose KV the pool does not hold."""
     if not groups:
         return "the model has no KV cache"
     for group in groups:
@@ -83,14 +114,82 @@ def _refusal(vllm_config: Any, groups: list[Any]) -> str:
         return "models with several KV cache groups need vLLM 0.30 or newer"
     if len({group.kv_cache_spec.block_size for group in groups}) > 1:
         return "the model's KV cache groups have blocks of different sizes"
+    return ""
+
+
+def _shape_refusal(vllm_config: Any) -> str:
+    """Options that the pool does not know yet."""
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
+        if getattr(vllm_config.parallel_config, name, 1) > 1:
             return f"the pool does not know {name} above 1 yet"
     speculative = vllm_config.speculative_config
     if speculative is not None and getattr(speculative, "method", None) not in _TARGET_ONLY_DRAFTS:
         return "the pool does not hold the KV of draft models yet (speculative_config)"
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+    return ""
+
+
+def context_refusal(vllm_config: Any) -> str:
+    """Engines that cannot continue from KV which they did not compute with this very prompt (vLLM itself runs
+    them without prefix caching), or whose KV is no function of the tokens."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    scheduler = vllm_config.scheduler_config
+    if model.use_mla and not (scheduler.enable_chunked_prefill or cache.enable_prefix_caching):
+        return (
+            "vLLM runs this MLA model without chunked prefill and without prefix caching, as it does where "
+            "its attention backend answers wrongly when it continues from KV that is there already"
+        )
+    if not getattr(model, "is_prefix_caching_supported", True):
+        return "vLLM does not support prefix caching for this model, so it cannot continue from loaded KV"
+    text = getattr(model, "hf_text_config", model.hf_config)
+    rope = positions.varying_kind({name: getattr(text, name, None) for name in positions.FIELDS})
+    if rope and _runs_transformers(model):
+        return (
+            f"with Hugging Face's own code (model_impl transformers) the angles of {rope} positions change "
+            f"with the longest sequence of a batch, so its KV is no function of the prompt"
+        )
+    if getattr(cache, "calculate_kv_scales", False):
         return "KV scales that each engine measures for itself (calculate_kv_scales) make its KV its own"
+    return ""
+
+
+def weights_refusal(vllm_config: Any) -> str:
+    """Weights that the files of the model do not tell."""
+    load_format = str(vllm_config.load_config.load_format).rpartition(".")[2].lower()
+    if load_format not in _LOAD_FORMATS:
+        return (
+            f"load_format {load_format} takes weights from elsewhere than the model's path, so it cannot be "
+            f"told which they are"
+        )
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        return (
+            "its weights may be replaced while it runs (weight_transfer_config), and the pool names KV by "
+            "the weights that an engine starts with"
+        )
+    return ""
+
+
+def _runs_transformers(model: Any) -> bool:
+    runs = getattr(model, "using_transformers_backend", None)
+    return bool(runs()) if callable(runs) else str(getattr(model, "model_impl", "")) == "transformers"
+
+
+def _adapter_form(vllm_config: Any) -> str:
+    """What of the engine's options changes the KV that it computes with a given adapter."""
+    lora = getattr(vllm_config, "lora_config", None)
+    if lora is None:
+        return ""
+    form = [str(getattr(lora, "lora_dtype", "auto")).removeprefix("torch.")]
+    if modules := getattr(lora, "target_modules", None):
+        form.append("modules=" + ",".join(sorted(map(str, modules))))
+    flags = ("enable_mixed_moe_lora_format", "enable_moe_shared_loras")
+    form += [name for name in flags if getattr(lora, name, False)]
+    return " ".join(form)
+
+
+def _adapter_refusal(parallel: Any) -> str:
+    executor = getattr(parallel, "distributed_executor_backend", None)
+    if getattr(parallel, "nnodes", 1) > 1 or executor == "ray":
+        return "this engine's workers may be on several hosts, whose files at one path need not be the same"
     return ""
 
 

@@ -5,28 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from moonpool.connectors.identity import identity_of, is_dummy, stored_dtype, weights_revision
-from moonpool.connectors.vllm.layout import BlockLayout
-from moonpool.core.keys import Json, fingerprint
-
-
-def engine_fingerprint(vllm_config: Any, *, block_tokens: int, kv_dtype: str, form: str) -> bytes:
-    """32 bytes; engines with equal fingerprints may use each other's blocks.
-
-    Raises ConfigError when it cannot be told which weights the engine serves.
-    """
-    return fingerprint(identity(vllm_config, block_tokens=block_tokens, kv_dtype=kv_dtype, form=form))
+from moonpool.connectors.vllm.arguments import arguments, quantisation
+from moonpool.connectors.vllm.layout import BlockLayout, LayerView
+from moonpool.core.store.keys import Json
 
 
 def identity(vllm_config: Any, *, block_tokens: int, kv_dtype: str, form: str) -> dict[str, Json]:
-    """The fields of the fingerprint, for logs and tests."""
+    """The fields of the fingerprint: engines that have them all in common may use each other's blocks.
+
+    Raises ConfigError when it cannot be told which weights the engine serves.
+    """
     model = vllm_config.model_config
     return identity_of(
         model,
-        quantisation=model.quantization,
+        quantisation=quantisation(vllm_config),
         revision=revision(vllm_config),
         kv_dtype=kv_dtype,
         block_tokens=block_tokens,
         form=form,
+        length=getattr(model, "max_model_len", None),
+        arguments=arguments(vllm_config),
     )
 
 
@@ -45,15 +43,32 @@ def kv_dtype(vllm_config: Any, tensor_dtype: object) -> str:
 
 
 def form(vllm_config: Any, layout: BlockLayout) -> str:
-    """How the bytes of one (layer, head, block) are ordered: the attention backend that reads them, the
-    instruction set that its packing depends on where it has one (CPU), and the kernel's block."""
-    layers = vllm_config.compilation_config.static_forward_context
-    kinds = set()
+    """How the bytes of one (layer, head, block) are ordered and what they are, once where all layers are
+    alike, else by layer. A worker of a pipeline knows its own layers only: where those of one are not like
+    those of another, the workers disagree, and the engine serves without the pool.
+    """
+    attentions = vllm_config.compilation_config.static_forward_context
+    kinds: dict[int, list[str]] = {}
     for group in layout.groups:
         for layer in group.layers:
-            attention = layers.get(layer.name)
-            backend = getattr(attention, "attn_backend", None)
-            name = backend.get_name() if backend is not None else type(attention).__name__
-            packing = getattr(attention, "isa", None) or "plain"
-            kinds.add(f"{name}/{packing}/{layer.tokens}")
-    return "vllm " + ",".join(sorted(kinds))
+            kinds.setdefault(layer.number, []).append(_kind(attentions.get(layer.name), layer))
+    by_layer = {number: "+".join(sorted(found)) for number, found in kinds.items()}
+    if len(set(by_layer.values())) == 1:
+        return f"vllm {next(iter(by_layer.values()))}"
+    layers: dict[str, list[str]] = {}
+    for number, kind in sorted(by_layer.items()):
+        layers.setdefault(kind, []).append(str(number))
+    return "vllm " + " ".join(f"{','.join(numbers)}:{kind}" for kind, numbers in sorted(layers.items()))
+
+
+def _kind(attention: Any, layer: LayerView) -> str:
+    """Of one layer: the attention backend that reads its bytes, the instruction set that the packing depends
+    on where it has one (CPU), the kernel's block, the type of the numbers and their bytes by token and head;
+    and the scales of quantised ones, unless they are 1."""
+    backend = getattr(attention, "attn_backend", None)
+    name = backend.get_name() if backend is not None else type(attention).__name__
+    packing = getattr(attention, "isa", None) or "plain"
+    dtype = stored_dtype(getattr(attention, "kv_cache_dtype", None), layer.dtype)
+    kind = f"{name}/{packing}/{layer.tokens}/{dtype}/{layer.content}"
+    scales = [getattr(attention, f"_{each}_scale_float", 1.0) for each in ("k", "v")]
+    return kind if scales == [1.0, 1.0] else f"{kind}/scales {scales[0]} {scales[1]}"

@@ -24,7 +24,7 @@ from typing import Protocol
 from moonpool.connectors.objects import ROWS_MAX, Refused, Row, append_row, heads_of_objects
 from moonpool.connectors.vllm.facts import layer_number
 from moonpool.connectors.vllm.pool import Rows
-from moonpool.core.keys import Ranges
+from moonpool.core.store.keys import Ranges
 
 
 class Storage(Protocol):
@@ -55,7 +55,7 @@ class Tensor(Protocol):
 @dataclass(frozen=True, slots=True)
 class LayerView:
     """One layer's KV cache. Strides and sizes in bytes; ``blocks`` are the kernel's, of ``tokens`` tokens
-    each."""
+    each; ``content``: of one token and head; ``dtype``: of the memory, as torch names it."""
 
     name: str
     number: int
@@ -67,6 +67,7 @@ class LayerView:
     block_stride: int
     head_stride: int
     token_stride: int
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,7 @@ def _view(name: str, tensor: Tensor) -> LayerView:
         block_stride=strides[0],
         head_stride=strides[1],
         token_stride=strides[2],
+        dtype=str(tensor.dtype).removeprefix("torch."),
     )
     _check_inside(view, tensor.untyped_storage())
     return view

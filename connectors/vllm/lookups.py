@@ -14,7 +14,7 @@ from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pool import Pool, PrefixAnswer
 from moonpool.connectors.vllm.requests import Hit, Phase, RequestState
 from moonpool.core.errors import Error
-from moonpool.core.keys import BLOCK_NAME_BYTES
+from moonpool.core.store.keys import BLOCK_NAME_BYTES
 
 ANSWER_TIMEOUT_S = 1.0
 FORGET_TICKET_S = 5.0

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moonpool.connectors.files import File
 from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.pd.plans import HandoverStep
-from moonpool.core.keys import Ranges
+from moonpool.core.store.keys import Ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,15 @@ class Load:
 class Save:
     """Store full blocks. ``names`` go block by block, ``width`` objects each; ``parents``: the names of the
     previous block of each object's column, of the same length; the first block of a chain has none, which
-    zeros say."""
+    zeros say. adapter: the files of the LoRA adapter that the names stand for, to be looked at when the step
+    was computed: vLLM may read them again in any step."""
 
     job_id: int
     width: int
     names: bytes
     parents: bytes
     block_ids: tuple[tuple[int, ...], ...]
+    adapter: tuple[File, ...] = ()
 
 
 @dataclass(slots=True)
@@ -74,18 +77,19 @@ def _nothing() -> Step:
 @dataclass(slots=True)
 class Report(compat.WorkerMetadata):
     """loaded: request -> how many leading blocks of its load, or of what was handed over, are good (the
-    smallest over all ranks); saved: job -> how many ranks are done with it; signs: leases whose decode engine
-    gave a sign of life; handed: lease -> how many ranks handed all of it over; lost: requests whose prefill
-    engine was lost before there was room for them."""
+    smallest over all ranks); saved: job -> how many ranks are done with it; handshakes: of ranks that were
+    pending until now; signs: leases whose decode engine gave a sign of life; handed: lease -> how many ranks
+    handed all of it over; lost: requests whose prefill engine was lost before there was room for them."""
 
     loaded: dict[str, int] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
+    handshakes: list[Handshake] = field(default_factory=list)
     signs: set[int] = field(default_factory=set)
     handed: dict[int, int] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
 
     def __bool__(self) -> bool:
-        return bool(self.loaded or self.saved or self.signs or self.handed or self.lost)
+        return bool(self.loaded or self.saved or self.handshakes or self.signs or self.handed or self.lost)
 
     def aggregate(self, other: compat.WorkerMetadata) -> Report:
         """Several ranks' reports of one step as one."""
@@ -96,6 +100,7 @@ class Report(compat.WorkerMetadata):
                 self.saved[job_id] = self.saved.get(job_id, 0) + ranks
             for lease_id, ranks in other.handed.items():
                 self.handed[lease_id] = self.handed.get(lease_id, 0) + ranks
+            self.handshakes += other.handshakes
             self.signs |= other.signs
             self.lost |= other.lost
         return self
@@ -104,7 +109,8 @@ class Report(compat.WorkerMetadata):
 @dataclass(slots=True)
 class Handshake(compat.HandshakeMetadata):
     """What one worker's KV memory looks like: the objects of a block that it holds, under which fingerprint;
-    or, in ``refusal``, one sentence that says why the pool cannot be used with it. station: the address at
+    or, in ``refusal``, one sentence that says why the pool cannot be used with it; or, in ``pending``, what
+    this worker waits for before it knows: it says so again, with a step. station: the address at
     which other engines reach it, "" when it hands nothing over; rank, tp_rank, pp_rank: which worker it
     is."""
 
@@ -112,6 +118,7 @@ class Handshake(compat.HandshakeMetadata):
     columns: tuple[Ranges, ...] = ()
     bytes_per_block: int = 0
     refusal: str = ""
+    pending: str = ""
     station: str = ""
     rank: int = 0
     tp_rank: int = 0

@@ -18,7 +18,7 @@ QUEUE_MAX = 4096
 
 
 def digests(token_ids: npt.NDArray[np.uint32], block_tokens: int, seed: bytes, previous: bytes) -> bytes:
-    """The chain of moonpool.core.keys.block_digests, at native speed: 32 bytes per full block."""
+    """The chain of moonpool.core.store.keys.block_digests, at native speed: 32 bytes per full block."""
     return _native.block_digests(token_ids, block_tokens, seed=seed, previous=previous)
 
 

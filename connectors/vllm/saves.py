@@ -10,12 +10,14 @@ with it:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 
 from moonpool.connectors.vllm.engine_types import Block, BlockPool, Request, SchedulerOutput
 from moonpool.connectors.vllm.facts import EngineFacts
 from moonpool.connectors.vllm.messages import Save
 from moonpool.connectors.vllm.metrics import Tally
+from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.vllm.requests import RequestState
 from moonpool.connectors.vllm.scheduled import follow
 
@@ -23,10 +25,20 @@ HELD_BLOCKS_SHARE = 4  # at most a quarter of the engine's blocks wait to be sav
 
 
 class Saves:
-    def __init__(self, facts: EngineFacts, *, save_decode: bool, tally: Tally) -> None:
+    def __init__(
+        self,
+        facts: EngineFacts,
+        *,
+        save_decode: bool,
+        tally: Tally,
+        log: logging.Logger,
+        clock: Callable[[], float],
+    ) -> None:
         self._facts = facts
         self._save_decode = save_decode
         self._tally = tally
+        self._log = log
+        self._repeats = Repeats(clock)
         self._blocks: BlockPool | None = None
         self.tracked: dict[str, tuple[RequestState, Request]] = {}  # requests that may have blocks to save
         self._held: dict[int, tuple[list[Block], int]] = {}
@@ -111,19 +123,37 @@ class Saves:
             state.chain.extend(request.all_token_ids)
         full = min(computed // self._facts.block_tokens, state.chain.blocks)
         if full > state.saved and not self._hold(state, state.saved, full):
-            self._tally.add("unsaved_blocks", state.chain.blocks - state.saved)
+            self._leave_out(state.chain.blocks - state.saved)
             del self.tracked[request_id]  # blocks behind a gap would never be found
             return
         state.saved = max(full, state.saved)
         if state.saved >= state.chain.blocks and not state.saves_answer:
             del self.tracked[request_id]
 
+    def _leave_out(self, count: int) -> None:
+        self._tally.add("unsaved_blocks", count)
+        if often := self._repeats.due("held"):
+            assert self._blocks is not None
+            self._log.warning(
+                "moonpool: the last %d blocks of a prompt are not saved: %d of the engine's %d blocks wait "
+                "to be saved already, and %d may; a larger KV cache holds more%s",
+                count,
+                self._held_blocks,
+                len(self._blocks.blocks),
+                self._held_max(),
+                times(often),
+            )
+
+    def _held_max(self) -> int:
+        assert self._blocks is not None
+        return max(len(self._blocks.blocks) // HELD_BLOCKS_SHARE, 1)
+
     def _hold(self, state: RequestState, first: int, last: int) -> bool:
         """Plans one save of the blocks [first, last). False when too many blocks are held already."""
         assert self._blocks is not None
         block_ids = tuple(tuple(ids[first:last]) for ids in state.block_ids)
         blocks = [self._blocks.blocks[block_id] for ids in block_ids for block_id in ids]
-        if self._held_blocks + len(blocks) > max(len(self._blocks.blocks) // HELD_BLOCKS_SHARE, 1):
+        if self._held_blocks + len(blocks) > self._held_max():
             return False
         save = Save(
             job_id=self._next_job,
@@ -131,6 +161,7 @@ class Saves:
             names=state.chain.names(first, last),
             parents=state.chain.parents(first, last),
             block_ids=block_ids,
+            adapter=state.adapter,
         )
         self._next_job += 1
         self._blocks.touch(blocks)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moonpool.connectors.vllm import compat
+from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.engine_types import BlockPool, Blocks, ConnectorOutput, Request, SchedulerOutput
 from moonpool.connectors.vllm.facts import EngineFacts
 from moonpool.connectors.vllm.link import Link
@@ -29,8 +30,8 @@ from moonpool.connectors.vllm.requests import Chain, Phase, RequestState
 from moonpool.connectors.vllm.requests.chain import Digests
 from moonpool.connectors.vllm.saves import Saves
 from moonpool.connectors.vllm.settings import Settings
-from moonpool.core.errors import ConfigError
-from moonpool.core.keys import Ranges, chain_seed
+from moonpool.core.errors import ConfigError, Error
+from moonpool.core.store.keys import Ranges, chain_seed
 
 LOOKUPS_AHEAD_MAX = 64
 DESCRIPTOR_BYTES = 32
@@ -47,19 +48,23 @@ class SchedulerHalf:
         open_link: OpenLink,
         digest: Digests,
         log: logging.Logger,
+        adapters: Adapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """open_link: connects to the node under a fingerprint; called once, when the workers have told
-        theirs."""
+        theirs; adapters: names this engine's LoRA adapters; without it their requests have no pool."""
         self._facts = facts
         self._settings = settings
         self._open_link = open_link
         self._digest = digest
         self._log = log
         self._link: Link | None = None
+        self._late: list[Handshake] = []  # of workers that are met when none of them is pending any more
         self._suffixes = b""
         self._epoch = b""
         self._requests: dict[str, RequestState] = {}
+        self._adapters = adapters
+        self._adapted: dict[str, int] = {}  # of requests with an adapter, its number
         self._loads: list[Load] = []
         self._loading: dict[str, RequestState] = {}
         self._patience = Patience(clock)
@@ -67,7 +72,7 @@ class SchedulerHalf:
         self.lookups = Lookups(
             self.pool, block_tokens=facts.block_tokens, tally=self.tally, log=log, clock=clock
         )
-        self.saves = Saves(facts, save_decode=settings.save_decode, tally=self.tally)
+        self.saves = Saves(facts, save_decode=settings.save_decode, tally=self.tally, log=log, clock=clock)
         self.handover = Handover(facts, settings, digest=digest, tally=self.tally, log=log, clock=clock)
         # What a step looks at first: a step without work must cost next to nothing.
         self._waiting = self.lookups.tickets
@@ -77,10 +82,21 @@ class SchedulerHalf:
 
     def meet_workers(self, handshakes: Sequence[Handshake]) -> None:
         """What the workers' memory looks like; from here on the pool is used. Raises ConfigError or
-        Unavailable when the pool is required and cannot be used."""
+        Unavailable when the pool is required and cannot be used. Workers that are pending are met again."""
         refusal = self._facts.refusal or next((hand.refusal for hand in handshakes if hand.refusal), "")
+        pending = next((hand.pending for hand in handshakes if hand.pending), "")
+        if pending and not refusal:
+            self._late = list(handshakes)
+            self._log.info(
+                "moonpool: %s; this engine computes alone until then, and joins the pool with a request",
+                pending,
+            )
+            return
         if not refusal and len({hand.fingerprint for hand in handshakes}) != 1:
-            refusal = "its workers disagree about the model they serve"
+            refusal = (
+                "its workers disagree about the model they serve or the form of its KV (in a pipeline, "
+                "layers must not differ in the type of their KV)"
+            )
         if refusal:
             self.refuse(refusal)
             return
@@ -97,8 +113,27 @@ class SchedulerHalf:
             len(columns),
             fingerprint.hex()[:16],
         )
+        if self._facts.takes_media:
+            self._log.info(
+                "moonpool: requests with images, audio or video are computed without the pool, and are not "
+                "handed over; those of text alone use it"
+            )
         self.handover.start(handshakes)
         self._link = self._open_link(fingerprint)
+
+    def _meet_late(self, handshakes: Sequence[Handshake]) -> None:
+        """Some of the workers that were pending are not any more."""
+        for hand in handshakes:
+            waiting = next((index for index, late in enumerate(self._late) if late.pending), None)
+            if waiting is not None:
+                self._late[waiting] = hand
+        if self._late and not any(hand.pending for hand in self._late):
+            late, self._late = self._late, []
+            self._log.info("moonpool: the weights of this engine are known now")
+            try:
+                self.meet_workers(late)
+            except Error as error:  # the engine serves already
+                self._log.error("moonpool: this engine runs without the pool: %s", error)
 
     def refuse(self, why: str) -> None:
         """The engine runs without the pool, or not at all when the pool is required."""
@@ -107,6 +142,7 @@ class SchedulerHalf:
                 f"require_pool is set, but this engine cannot use the pool: {why}", operation="start"
             )
         self._log.warning("moonpool: this engine runs without the pool: %s", why)
+        self._adapters = None
 
     def bind_block_pool(self, blocks: BlockPool) -> None:
         """The engine's blocks, to hold those that are being saved or handed over."""
@@ -126,6 +162,34 @@ class SchedulerHalf:
             self.forget(request_id)
         self.handover.forget_all()
 
+    def adapter_loading(self, lora: Any) -> None:
+        """The engine is about to load this adapter. Requests of one that it replaces go on without the pool:
+        what they compute from here on is not what their names say."""
+        if self._adapters is not None and self._adapters.loading(lora):
+            for request_id in [name for name, number in self._adapted.items() if number == lora.lora_int_id]:
+                self.forget(request_id)
+
+    def adapter_loaded(self, lora: Any, *, well: bool) -> None:
+        """The engine has loaded this adapter, or failed to."""
+        if self._adapters is not None:
+            self._adapters.loaded(lora, well=well)
+
+    def adapter_removed(self, number: int) -> None:
+        """The engine has dropped the adapter of this number."""
+        if self._adapters is not None:
+            self._adapters.removed(number)
+
+    def distrust_adapters(self) -> None:
+        """After an unexpected exception: no request with an adapter uses the pool from here on."""
+        self._adapters = None
+        for request_id in list(self._adapted):
+            self.forget(request_id)
+
+    def cache_was_reset(self) -> None:
+        """The engine's own prefix cache was emptied."""
+        if self._adapters is not None:
+            self._adapters.cache_was_reset()
+
     def close(self) -> None:
         self.handover.close()
         if self._link is not None:
@@ -135,6 +199,8 @@ class SchedulerHalf:
 
     def arrived(self, request: Request) -> None:
         """Asks for the longest stored prefix, unless many answers wait for their requests to be admitted."""
+        # Without a pool, too: which bytes an adapter has can be told only since it was loaded.
+        name = self._adapters.name(request) if request.lora_request and self._adapters else None
         if self._link is None:
             return
         if compat.was_rejected(request):
@@ -143,12 +209,16 @@ class SchedulerHalf:
         if request.request_id in self._requests:  # one of that name that vLLM never told the end of
             self.forget(request.request_id)
         plain = _is_plain_text(request)
-        self.handover.arrived(request, is_plain_text=plain)
-        if not plain:
+        seed = None if request.lora_request and not name else chain_seed(name, request.cache_salt)
+        self.handover.arrived(request, is_plain_text=plain, seed=seed)
+        if not plain or seed is None:
             return
-        chain = Chain(self._facts.block_tokens, self._suffixes, self._seed(request), self._digest)
+        chain = Chain(self._facts.block_tokens, self._suffixes, self._epoch + seed, self._digest)
         state = RequestState(request.request_id, chain)
         self._requests[request.request_id] = state
+        if request.lora_request is not None and self._adapters is not None:
+            state.adapter = self._adapters.files(request)
+            self._adapted[request.request_id] = request.lora_request.lora_int_id
         self.tally.add("requests")
         if self.lookups.under_way + self.lookups.pins < LOOKUPS_AHEAD_MAX:
             self._ask(state, request)
@@ -160,6 +230,9 @@ class SchedulerHalf:
         if state is None:
             return 0, False
         if request.num_preemptions != state.preemptions:
+            if request.request_id in self._adapted and not self._adapter_stays(request):
+                self.forget(request.request_id)  # the engine may have loaded another adapter meanwhile
+                return 0, False
             self.lookups.release(state.restarted(request.num_preemptions))
         if state.phase is Phase.NEW:
             self._ask(state, request)
@@ -226,6 +299,8 @@ class SchedulerHalf:
                 self._load_ended(state)
             else:
                 self.handover.ended(request_id)
+        if isinstance(report, Report) and report.handshakes:
+            self._meet_late(report.handshakes)
         # Last: what others say must not keep our own from ending.
         if isinstance(report, Report) and self.handover.heard(report):
             self._patience.renew()
@@ -233,6 +308,7 @@ class SchedulerHalf:
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The request is over. What it was given by the pool, for the answer's kv_transfer_params."""
         answer = self.handover.finished(request)
+        self._adapted.pop(request.request_id, None)
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return answer or None
@@ -274,6 +350,7 @@ class SchedulerHalf:
 
     def forget(self, request_id: str) -> None:
         """The request goes on without the pool."""
+        self._adapted.pop(request_id, None)
         state = self._requests.pop(request_id, None)
         self.saves.forget(request_id)
         self.handover.forget(request_id)
@@ -282,9 +359,9 @@ class SchedulerHalf:
 
     # The parts
 
-    def _seed(self, request: Request) -> bytes:
-        lora = request.lora_request
-        return self._epoch + chain_seed(None if lora is None else str(lora.lora_name), request.cache_salt)
+    def _adapter_stays(self, request: Request) -> bool:
+        """Whether the request's adapter is what it was when the request came."""
+        return self._adapters is not None and self._adapters.name(request) is not None
 
     def _ask(self, state: RequestState, request: Request) -> None:
         if self.pool() is not None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from moonpool.connectors.options import PoolOptions, flag, optional_text, refuse_unknown, text
-from moonpool.core.addresses import parse_address
 from moonpool.core.errors import ConfigError
+from moonpool.core.service.addresses import parse_address
 
 PLACE = "kv_connector_extra_config"
 TRANSPORTS = frozenset({"loopback", "shm", "tcp"})

@@ -17,6 +17,8 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.connectors.adapters import unchanged
+from moonpool.connectors.files import Reading
 from moonpool.connectors.objects import Refused, first_head, holds_first_copy
 from moonpool.connectors.vllm import layout as layouts
 from moonpool.connectors.vllm.facts import EngineFacts
@@ -24,6 +26,7 @@ from moonpool.connectors.vllm.layout import BlockLayout, Tensor
 from moonpool.connectors.vllm.link import Link
 from moonpool.connectors.vllm.messages import Handshake, Load, Report, Save, Step
 from moonpool.connectors.vllm.metrics import Tally
+from moonpool.connectors.vllm.pd.fields import LEFT
 from moonpool.connectors.vllm.pd.plans import HandoverStep
 from moonpool.connectors.vllm.pd.station import KvMemory, Station
 from moonpool.connectors.vllm.pd.takes import Ended
@@ -38,8 +41,10 @@ from moonpool.connectors.vllm.pool import (
     Rows,
     SaveAnswer,
 )
+from moonpool.connectors.vllm.repeats import Repeats, times
+from moonpool.connectors.weights import Pending
 from moonpool.core.errors import Error
-from moonpool.core.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges
+from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges
 
 OpenLink = Callable[[bytes], Link]
 OpenStation = Callable[[KvMemory], "Station | None"]
@@ -58,6 +63,16 @@ class Memory:
     columns: tuple[Ranges, ...]
     rows: Rows
     saves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """What a worker joins the pool with once ``reading`` is over, and its weights are known."""
+
+    reading: Reading
+    caches: Mapping[str, Tensor]
+    memory: Memory
+    layout: BlockLayout
 
 
 @dataclass(slots=True)
@@ -93,6 +108,7 @@ class WorkerHalf:
         self._clock = clock
         self._link: Link | None = None
         self._memory: Memory | None = None
+        self._late: Late | None = None
         self._table: tuple[Pool, PartTable] | None = None
         self._handshake = Handshake(refusal=facts.refusal or "vLLM registered no KV caches")
         self._choices: dict[bytes, Choice | None] = {}
@@ -104,6 +120,7 @@ class WorkerHalf:
         self._failed_requests: set[str] = set()
         self._report = Report()
         self._station: Station | None = None
+        self._repeats = Repeats(clock)
         self.tally = Tally()
 
     # Start and end
@@ -114,10 +131,17 @@ class WorkerHalf:
         if self._facts.refusal or not caches:
             return
         try:
-            memory, layout = self._read_memory(caches)
-            fingerprint = self._fingerprint(layout, next(iter(caches.values())))
+            self._join(caches, *self._read_memory(caches))
         except (Refused, Error) as error:
             self._handshake = Handshake(refusal=str(error))
+
+    def _join(self, caches: Mapping[str, Tensor], memory: Memory, layout: BlockLayout) -> None:
+        """Raises Refused or Error when it cannot be told what this engine's KV is."""
+        try:
+            fingerprint = self._fingerprint(layout, next(iter(caches.values())))
+        except Pending as pending:
+            self._late = Late(pending.reading, caches, memory, layout)
+            self._handshake = Handshake(pending=str(pending))
             return
         self._memory = memory
         tp_rank, pp_rank = self._ranks()
@@ -267,10 +291,23 @@ class WorkerHalf:
 
     def take_report(self) -> Report | None:
         """What the scheduler's half must know about the ends of loads and saves, or None."""
+        if self._late is not None and self._late.reading.over.is_set():
+            self._join_late(self._late)
         if not self._report:
             return None
         report, self._report = self._report, Report()
         return report
+
+    def _join_late(self, late: Late) -> None:
+        """The weights were read: the handshake that was pending is said with this step's report."""
+        self._late, self._handshake = None, Handshake(refusal="it could not join the pool late")
+        try:
+            self._join(late.caches, late.memory, late.layout)
+        except (Refused, Error) as error:
+            self._handshake = Handshake(refusal=str(error))
+        finally:
+            if self._late is None:
+                self._report.handshakes.append(self._handshake)
 
     # Memory
 
@@ -323,6 +360,9 @@ class WorkerHalf:
         if pool is None or self._memory is None or not self._memory.saves:
             self._end_save(save, None, 0.0)
             return
+        if save.adapter and not unchanged(save.adapter):
+            self._end_save(save, Failed("the files of its LoRA adapter changed", objects=1), 0.0)
+            return
         choice = self._choice(save.names, save.width)
         blocks = len(save.block_ids[0])
         indices, columns = self._places(save.block_ids)
@@ -370,14 +410,16 @@ class WorkerHalf:
         self._finish(load.request_id, load.block_ids, bad)
         self.tally.add("loaded_bytes", answer.bytes_loaded)
         self.tally.observe("load_seconds", seconds)
-        if bad:
+        error = answer.error or "the pool no longer has them"
+        if bad and (count := self._repeats.due(error)):
             self._log.warning(
-                "moonpool: %d of %d blocks of request %s were not loaded (%s); they are %s",
+                "moonpool: %d of %d blocks of request %s were not loaded (%s); they are %s%s",
                 len(bad),
                 load.blocks,
                 load.request_id,
-                answer.error or "the pool no longer has them",
+                error,
                 "computed instead" if self._facts.recomputes else "an error (kv_load_failure_policy)",
+                times(count),
             )
 
     def _finish(self, request_id: str, block_ids: Sequence[Sequence[int]], bad: Sequence[int]) -> None:
@@ -412,13 +454,15 @@ class WorkerHalf:
         self._finish(pull.request_id, pull.block_ids, range(ended.good, pull.blocks))
         self.tally.add("handed_over_bytes", ended.bytes)
         self.tally.observe("handover_seconds", ended.seconds)
-        if ended.error:
-            self._log.warning(
-                "moonpool: %d of %d blocks of request %s were not handed over (%s); they are computed",
+        if ended.error and (count := self._repeats.due(ended.error)):
+            self._log.log(
+                logging.INFO if ended.error == LEFT else logging.WARNING,
+                "moonpool: %d of %d blocks of request %s were not handed over (%s); they are computed%s",
                 pull.blocks - ended.good,
                 pull.blocks,
                 pull.request_id,
                 ended.error,
+                times(count),
             )
 
     def _end_save(self, save: Save, answer: SaveAnswer | None, seconds: float) -> None:

@@ -21,7 +21,10 @@ class Node:
 
     def start(self, size: int = 64 << 20, token: bytes = TOKEN) -> Node:
         tenants = [("default", size)]
-        self.server = _native.Server(str(self.socket), tenants, token, slab_bytes=self.slab_bytes)
+        # pins_share_max: tests fill it with what is pinned.
+        self.server = _native.Server(
+            str(self.socket), tenants, token, slab_bytes=self.slab_bytes, pins_share_max=1.0
+        )
         self.server.start()
         return self
 

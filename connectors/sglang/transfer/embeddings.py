@@ -9,20 +9,29 @@ Without a node, everything is a miss and nothing is kept; the store joins when t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moonpool.connectors.identity import is_dummy, plain, weights_revision
+from moonpool.connectors.identity import (
+    config_of,
+    is_dummy,
+    plain,
+    quantisation_files,
+    weights_revision,
+)
+from moonpool.connectors.sglang.identity import arguments
 from moonpool.connectors.sglang.transfer.settings import NODE
-from moonpool.core import paths
+from moonpool.connectors.weights import Pending
+from moonpool.core.config import paths
 from moonpool.core.errors import ConfigError, Error, InvalidArgument, Unavailable
-from moonpool.core.keys import digest_of
-from moonpool.core.store import Store
-from moonpool.core.store_types import Presence
+from moonpool.core.store.keys import Json, digest_of
+from moonpool.core.store.store import Store
+from moonpool.core.store.types import Presence
 
 if TYPE_CHECKING:
 
@@ -45,6 +54,11 @@ NAMES = ("mooncake", "moonpool")  # SGLang's command line knows the first one on
 NAMESPACE = "embeddings"
 RETRY_S = 0.5
 TIMEOUT_S = 2.0
+# How an image becomes what the encoder sees, and in which numbers.
+_COUNTED = (
+    *("torchao_config", "mm_process_config", "image_processor_backend", "disable_fast_image_processor"),
+    "enable_precise_embedding_interpolation",
+)
 _log = logging.getLogger("sglang.moonpool.embeddings")
 Answer = TypeVar("Answer")
 
@@ -54,16 +68,19 @@ class MoonpoolEmbeddings(EmbeddingStore):
 
     def __init__(self, storage_config: object = None) -> None:
         socket = os.environ.get(NODE) or str(paths.default_node_socket())
-        space = _space()
+        space = b""
+        with contextlib.suppress(Pending):  # until its weights are known it is as without a node
+            space = _space()
         self._dial: Callable[[], Store] = lambda: Store(
-            socket, namespace=NAMESPACE, fingerprint=space, timeout_s=TIMEOUT_S
+            socket, namespace=NAMESPACE, fingerprint=space or _space(), timeout_s=TIMEOUT_S
         )
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._next_s = 0.0
         self._trouble = ""
         self._joined()
-        _log.info("moonpool: embeddings of %s... are shared through %s", space.hex()[:16], socket)
+        name = f"{space.hex()[:16]}..." if space else "this model"
+        _log.info("moonpool: embeddings of %s are shared through %s", name, socket)
 
     def close(self) -> None:
         """Ends the connection; misses from then on."""
@@ -191,12 +208,28 @@ def _space() -> bytes:
 
     args = compat.server_args()
     model = compat.model_config(args)
-    return space_of(args.model_path, model.hf_config, model.dtype, args.load_format)
+    quantisation = quantisation_files(args.model_path, getattr(model, "quantization", None))
+    counted = {**arguments(args, _COUNTED), "quantisation": quantisation}
+    return space_of(args.model_path, model.hf_config, model.dtype, args.load_format, counted)
 
 
-def space_of(model_path: str, config: Any, dtype: object, load_format: object = "auto") -> bytes:
-    """Raises ConfigError when it cannot be told which weights ``model_path`` stands for."""
+def space_of(
+    model_path: str,
+    config: Any,
+    dtype: object,
+    load_format: object = "auto",
+    counted: Mapping[str, Json] | None = None,
+) -> bytes:
+    """counted: the server's arguments that change an embedding. Raises ConfigError when it cannot be told
+    which weights ``model_path`` stands for."""
     weights = "dummy" if is_dummy(load_format) else weights_revision(model_path, model_path, config)
     return bytes.fromhex(
-        digest_of({"config": plain(config.to_dict()), "weights": weights, "dtype": plain(dtype)})
+        digest_of(
+            {
+                "config": config_of(config.to_dict()),
+                "weights": weights,
+                "dtype": plain(dtype),
+                "arguments": dict(counted or {}),
+            }
+        )
     )

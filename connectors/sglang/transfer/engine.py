@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import moonpool
 from moonpool.connectors.sglang.transfer.memory import NotOfTheHost, Registrations
 from moonpool.connectors.sglang.transfer.settings import LISTEN, Settings
-from moonpool.core.addresses import Address, parse_address
 from moonpool.core.errors import Closed, ConfigError, Error, TransferError, Unavailable
-from moonpool.core.segment import Segment
+from moonpool.core.service.addresses import Address, parse_address
+from moonpool.core.transfer.segment import Segment
 
 FAILED = -1
 TIMEOUT_S = 5.0  # the longest wait of a call without progress

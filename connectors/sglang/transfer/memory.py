@@ -17,7 +17,7 @@ from operator import attrgetter
 
 import moonpool
 from moonpool.core.errors import InvalidArgument
-from moonpool.core.region import Region
+from moonpool.core.transfer.region import Region
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.write.restype = ctypes.c_ssize_t

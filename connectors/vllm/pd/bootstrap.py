@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from moonpool.core.addresses import Address
 from moonpool.core.errors import ConfigError, Unavailable
-from moonpool.core.http_get import TimedReader, get_json
+from moonpool.core.service.addresses import Address
+from moonpool.core.service.http_get import TimedReader, get_json
 
 TIMEOUT_S = 2.0
 CALLERS_MAX = 64  # at a time: each has a thread, for TIMEOUT_S at most

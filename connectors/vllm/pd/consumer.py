@@ -92,7 +92,7 @@ class Consumer:
         """vLLM does not serve the request that these fields are of: the prefill engine need not keep it, and
         an offer that it made itself needs no explanation."""
         by_transfer = "transfer_id" in (request.kv_transfer_params or {})
-        self.refused(request, "its request is gone" if by_transfer else "")
+        self.refused(request, fields.LEFT if by_transfer else "")
 
     def refused(self, request: Request, why: str) -> None:
         """What the request was to be given cannot be used: its prefill engine need not keep it. why: for its

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm.pool import Rows
-from moonpool.core.keys import Ranges
+from moonpool.core.store.keys import Ranges
 
 Addresses = npt.NDArray[np.uint64]
 

@@ -25,6 +25,7 @@ import msgspec
 VERSION = 1
 LEASE_BITS = 53  # an integer that every JSON reader keeps
 TRANSFER_ID_MAX = 256
+LEFT = "its request is gone"  # why a prompt is not taken: as a rule its client left
 
 BlockIds: TypeAlias = "tuple[tuple[int, ...], ...]"  # one tuple per KV cache group
 

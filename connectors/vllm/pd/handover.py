@@ -22,14 +22,12 @@ from moonpool.connectors.vllm.pd.consumer import Consumer
 from moonpool.connectors.vllm.pd.fields import Unusable
 from moonpool.connectors.vllm.pd.plans import HandoverStep
 from moonpool.connectors.vllm.pd.producer import Identity, Producer
+from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.vllm.requests.chain import Digests
 from moonpool.connectors.vllm.settings import Settings
-from moonpool.core import paths
-from moonpool.core.addresses import Address, parse_address
+from moonpool.core.config import paths
 from moonpool.core.errors import ConfigError
-from moonpool.core.keys import chain_seed
-
-REFUSALS_LOGGED_MAX = 20
+from moonpool.core.service.addresses import Address, parse_address
 
 
 class Handover:
@@ -51,7 +49,7 @@ class Handover:
         self._clock = clock
         self._blocks: BlockPool | None = None
         self._bootstrap: Bootstrap | None = None
-        self._refusals = 0
+        self._repeats = Repeats(clock)
         self.producer: Producer | None = None
         self.consumer: Consumer | None = None
 
@@ -108,8 +106,9 @@ class Handover:
 
     # A request, in the order in which vLLM calls
 
-    def arrived(self, request: Request, *, is_plain_text: bool) -> None:
-        """Looks whether the request is to be handed over, here or there. What cannot be is computed."""
+    def arrived(self, request: Request, *, is_plain_text: bool, seed: bytes | None) -> None:
+        """Looks whether the request is to be handed over, here or there. What cannot be is computed. seed: of
+        what it was asked with beside its tokens; None: that has no name."""
         params = request.kv_transfer_params
         gives = bool(params) and bool((params or {}).get("do_remote_decode"))
         takes = bool(params) and bool((params or {}).get("do_remote_prefill"))
@@ -118,15 +117,18 @@ class Handover:
         try:
             if not is_plain_text:
                 raise Unusable("only plain text is handed over; images, audio and embeddings are not")
+            if seed is None:
+                raise Unusable("it cannot be told, or not yet, which bytes its LoRA adapter is made of")
             if gives:
-                self._producer().arrived(request, self._prompt(request))
+                self._producer().arrived(request, self._prompt(request, seed))
             if takes:
-                self._consumer().arrived(request, self._prompt(request))
+                self._consumer().arrived(request, self._prompt(request, seed))
         except Unusable as why:
             self._tally.add("handover_refused")
-            self._refusals += 1
-            if self._refusals <= REFUSALS_LOGGED_MAX:
-                self._log.warning("moonpool: request %s is not handed over: %s", request.request_id, why)
+            if count := self._repeats.due(str(why)):
+                self._log.warning(
+                    "moonpool: request %s is not handed over: %s%s", request.request_id, why, times(count)
+                )
             if takes and self.consumer is not None:
                 self.consumer.refused(request, str(why))
 
@@ -255,12 +257,10 @@ class Handover:
             raise Unusable("this engine takes nothing over: see its log, kv_role and handover")
         return self.consumer
 
-    def _prompt(self, request: Request) -> bytes:
+    def _prompt(self, request: Request, seed: bytes) -> bytes:
         """The digest of a whole prompt and what it was asked with: equal on both sides, or nothing is
         handed over."""
         tokens = np.array(request.prompt_token_ids, np.uint32)
-        lora = request.lora_request
-        seed = chain_seed(None if lora is None else str(lora.lora_name), request.cache_salt)
         return self._digest(tokens, len(tokens), seed, b"")
 
     def _serve_bootstrap(self, workers: Sequence[Handshake]) -> None:

@@ -18,9 +18,9 @@ from typing import TypeAlias
 
 from moonpool.connectors.vllm.pd.page import SCRATCH, read_description
 from moonpool.connectors.vllm.pd.wire import Description, Message, encode
-from moonpool.core.engine import TransferEngine
 from moonpool.core.errors import Error, Unavailable
-from moonpool.core.segment import Segment
+from moonpool.core.transfer.engine import TransferEngine
+from moonpool.core.transfer.segment import Segment
 
 LINES_MAX = SCRATCH - 1
 REST_S = 1.0

@@ -18,9 +18,9 @@ from msgspec import structs
 
 from moonpool.connectors.vllm.pd import wire
 from moonpool.connectors.vllm.pd.wire import Description
-from moonpool.core.engine import TransferEngine
 from moonpool.core.errors import ProtocolError
-from moonpool.core.segment import Segment
+from moonpool.core.transfer.engine import TransferEngine
+from moonpool.core.transfer.segment import Segment
 
 LOCATION = "moonpool-handover"
 MAGIC = b"MPKVPD1\0"

@@ -19,7 +19,7 @@ from typing import cast
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm.pd import bootstrap, wire
 from moonpool.connectors.vllm.pd.copies import Table, pair_rows, ranges_of, tables_of
-from moonpool.connectors.vllm.pd.fields import Offer, Source
+from moonpool.connectors.vllm.pd.fields import LEFT, Offer, Source
 from moonpool.connectors.vllm.pd.gives import Gives, Outbox
 from moonpool.connectors.vllm.pd.leases import SLOTS
 from moonpool.connectors.vllm.pd.lines import Line, Lines
@@ -28,10 +28,11 @@ from moonpool.connectors.vllm.pd.plans import HandoverStep, Hold, Refuse
 from moonpool.connectors.vllm.pd.takes import PIECE_BLOCKS, Ended, Piece, Take, Takes
 from moonpool.connectors.vllm.pd.wire import Description, Done, Gone, Here, Known, Progress, Want
 from moonpool.connectors.vllm.pool import Rows
-from moonpool.core.engine import TransferEngine
-from moonpool.core.engine_types import Batch, Column
+from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.core.errors import Closed, Error, Unavailable
-from moonpool.core.keys import Ranges
+from moonpool.core.store.keys import Ranges
+from moonpool.core.transfer.engine import TransferEngine
+from moonpool.core.transfer.types import Batch, Column
 
 SIGN_S = 1.0
 # What a step copies itself: this takes less than waking a thread twice. In a step that computes nothing only
@@ -39,7 +40,6 @@ SIGN_S = 1.0
 INLINE_BYTES = 4 << 20
 INLINE_IDLE_BYTES = 32 << 20
 LAST_PIECE_S = 0.002
-REFUSALS_LOGGED_MAX = 20
 PIECE_BYTES = 8 << 20  # signs of life wait for no more, whatever moves it: 0.7 s at 100 Mbit/s
 OWN_SCRATCH = SCRATCH - 1
 CLOSE_TIMEOUT_S = 10.0
@@ -111,7 +111,7 @@ class Station:
         self._next_sign_s = 0.0
         self._closing = False
         self.dropped_messages = 0
-        self._refusals = 0
+        self._repeats = Repeats(clock)
         self._ear = threading.Thread(target=self._listen, name="moonpool-handover-ear", daemon=True)
         self._ear.start()
 
@@ -387,12 +387,15 @@ class Station:
             self._tell()
 
     def _was_refused(self, peer: str, why: str) -> None:
-        self._refusals += 1
-        if self._refusals <= REFUSALS_LOGGED_MAX:
-            self._log.warning(
-                "moonpool: %s did not take a prompt over: %s",
+        """A client that leaves is no fault of anything, and there are many."""
+        count = self._repeats.due(why)
+        if count:
+            self._log.log(
+                logging.INFO if why == LEFT else logging.WARNING,
+                "moonpool: %s did not take a prompt over: %s%s",
                 " ".join(peer.split()),
                 " ".join(why.split()),
+                times(count),
             )
 
     def _tick(self, now_s: float) -> None:

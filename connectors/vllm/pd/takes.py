@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from moonpool.connectors.vllm.pd.fields import BlockIds, Offer, Source, slice_blocks
+from moonpool.connectors.vllm.pd.fields import LEFT, BlockIds, Offer, Source, slice_blocks
 from moonpool.connectors.vllm.pd.plans import Hold, Pull
 from moonpool.connectors.vllm.pd.wire import WHY_MAX, Done, Gone, Here, Known, Progress, Want
 
@@ -141,7 +141,7 @@ class Takes:
         take = self._takes.get(request_id)
         if take is not None:
             take.is_private = True
-            self.fail(take, "the request is gone", now_s)
+            self.fail(take, LEFT, now_s)
 
     # What prefill engines say
 

@@ -19,7 +19,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from moonpool.connectors.vllm.pd.fields import TRANSFER_ID_MAX
-from moonpool.core.keys import Ranges
+from moonpool.core.store.keys import Ranges
 
 BLOCKS_MAX = 1 << 20
 WHY_MAX = 1024

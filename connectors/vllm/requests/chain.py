@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.core.keys import BLOCK_NAME_BYTES, DIGEST_BYTES
+from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES
 
 # (token ids as u32, block_tokens, seed, previous digest) -> 32 bytes per full block
 Digests = Callable[[npt.NDArray[np.uint32], int, bytes, bytes], bytes]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from moonpool.connectors.files import File
 from moonpool.connectors.vllm.requests.chain import Chain
 
 
@@ -42,13 +43,15 @@ class Hit:
 class RequestState:
     """One request between its arrival and its end.
 
-    chain: the names of its blocks; saved: the first block that still has to be saved; block_ids: one list per
-    KV cache group, once it is scheduled; offered_after: local tokens when the engine last asked what can be
-    loaded; saves_answer: whether blocks of the answer are saved, too. local_tokens, pool_tokens, load_errors:
+    chain: the names of its blocks; adapter: the files that its LoRA adapter has for these names; saved: the
+    first block that still has to be saved; block_ids: one list per KV cache group, once it is scheduled;
+    offered_after: local tokens when the engine last asked what can be loaded; saves_answer: whether blocks of
+    the answer are saved, too. local_tokens, pool_tokens, load_errors:
     of its first admission, for the answer and the metrics.
     """
 
     __slots__ = (
+        "adapter",
         "asked_s",
         "block_ids",
         "chain",
@@ -71,6 +74,7 @@ class RequestState:
     def __init__(self, request_id: str, chain: Chain) -> None:
         self.request_id = request_id
         self.chain = chain
+        self.adapter: tuple[File, ...] = ()
         self.phase = Phase.NEW
         self.ticket = 0
         self.asked_s = 0.0

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from moonpool import _native
-from moonpool.core import paths
+from moonpool.core.config import paths
 from moonpool.core.errors import InvalidArgument
 from tests.connectors.own_node import TOKEN, Node
 from tests.connectors.vllm.processes import Node as NodeProcess
+from tests.descriptors import speaks
 
 MIB = 1 << 20
 SEED = 3
@@ -32,7 +33,7 @@ class Bed:
 
     def ended(self, number: int, timeout_s: float = 10) -> tuple[bool, str, list[bool] | None]:
         """What became of the one batch that is under way."""
-        ready, _, _ = select.select([self.client.event_fd()], [], [], timeout_s)
+        ready = speaks(self.client.event_fd(), timeout_s)
         assert ready, f"nothing ended within {timeout_s} s"
         told: list[Any] = self.client.drain_completions()
         if not told:  # a piece of it ended
@@ -99,7 +100,7 @@ def test_an_object_may_lie_in_parts(bed: Bed) -> None:
 def test_the_eventfd_is_readable_until_all_is_told(bed: Bed) -> None:
     numbers = {bed.client.submit_batch_exists(["k"]) for _ in range(50)}
     while numbers:
-        assert select.select([bed.client.event_fd()], [], [], 10)[0]
+        assert speaks(bed.client.event_fd(), 10)
         numbers -= {number for number, *_ in bed.client.drain_completions()}
     assert bed.client.drain_completions() == []
     with pytest.raises(BlockingIOError):
@@ -171,7 +172,7 @@ def test_what_waits_behind_a_node_that_hangs_is_not_asked(monkeypatch: pytest.Mo
             numbers = [batches.submit_batch_exists(["k"]) for _ in range(50)]
             errors: dict[int, str] = {}
             while len(errors) < len(numbers):
-                assert select.select([batches.event_fd()], [], [], 10)[0]
+                assert speaks(batches.event_fd(), 10)
                 errors |= {number: error for number, _, error, _ in batches.drain_completions()}
             first, *others = [errors[number] for number in numbers]
             assert "did not answer in time" in first
@@ -197,7 +198,7 @@ def test_a_full_queue_fails_the_batch_not_the_caller(node: Node) -> None:
     numbers = [batches.submit_batch_set(["k"], [bytes(MIB)]) for _ in range(50)]
     told: dict[int, tuple[bool, str]] = {}
     while len(told) < len(numbers):
-        assert select.select([batches.event_fd()], [], [], 10)[0]
+        assert speaks(batches.event_fd(), 10)
         told |= {number: (ok, error) for number, ok, error, _ in batches.drain_completions()}
     assert sorted(told) == numbers
     assert any(ok for ok, _ in told.values())

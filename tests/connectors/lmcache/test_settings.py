@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.connectors.lmcache.settings import Settings
-from moonpool.core import paths
+from moonpool.core.config import paths
 from moonpool.core.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from moonpool import Store
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.sglang import MoonpoolHiCache, compat
 from moonpool.connectors.sglang.sidecars import pages_of, restorable
-from moonpool.core.keys import DIGEST_BYTES
+from moonpool.core.store.keys import DIGEST_BYTES
 from tests.connectors.own_node import TOKEN, Node
 from tests.connectors.sglang.conftest import Make
 from tests.connectors.sglang.fakes import (

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.sglang import compat, updates
+from moonpool.connectors.sglang import pool as pool_module
 from tests.connectors.own_node import Node
 from tests.connectors.sglang import sglang_cpu
 from tests.connectors.sglang.conftest import Make
@@ -24,6 +28,13 @@ from tests.connectors.sglang.fakes import (
     page_keys,
 )
 from tests.connectors.sglang.server import HERE, environment
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node hangs here only where the machine does."""
+    monkeypatch.setattr(pool_module, "TIMEOUT_S", 20.0)
+    monkeypatch.setattr(pool_module, "LONG_WAIT_S", 20.0)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +153,59 @@ def test_adapters_are_known_by_their_files(make: Make, node: Node, engine: Engin
     engine.lora_paths = ["/no/such/adapter"]
     with pytest.raises(ValueError, match="cannot tell which weights the adapter"):
         make(pool, {"require_pool": True})
+
+
+def test_until_the_weights_were_read_it_is_as_without_a_node(
+    make: Make,
+    node: Node,
+    engine: Engine,
+    folder: Path,
+    held: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(pool_module, "RETRY_S", 0.0)
+    node.start()
+    engine.model_path = str(folder / "model")
+    Path(engine.model_path).mkdir()
+    (folder / "model" / "model.safetensors").write_bytes(b"w" * 1000)
+    pool, keys = MHATokenToKVPoolHost(), page_keys(1)
+    backend = make(pool)
+    assert backend.batch_set_v1(keys, pool.slots(0)) == [False]
+    assert backend.batch_exists(keys) == 0
+    assert caplog.text.count("this engine serves without the pool until then") == 1
+    assert not backend.clear()
+    held.set()
+    deadline_s = time.monotonic() + 60
+    while backend.batch_set_v1(keys, pool.slots(0)) != [True]:
+        assert time.monotonic() < deadline_s
+    assert caplog.text.count("joined the pool") == 1
+    assert make(pool, {"require_pool": True}).batch_exists(keys) == 1
+
+
+def test_weights_that_have_no_name_after_all(
+    make: Make,
+    node: Node,
+    engine: Engine,
+    folder: Path,
+    held: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "RETRY_S", 0.0)
+    node.start()
+    engine.model_path = str(folder / "model")
+    Path(engine.model_path).mkdir()
+    (folder / "model" / "model.safetensors").write_bytes(b"w" * 1000)
+    pool, keys = MHATokenToKVPoolHost(), page_keys(1)
+    backend = make(pool)
+    (folder / "model" / "model.safetensors").unlink()
+    held.set()
+    for _ in range(3):
+        assert backend.batch_exists(keys) == 0
+    assert caplog.text.count("this engine serves without the pool:") == 1
+    assert "holds no weight file" in caplog.text
 
 
 def test_scales_and_torchao(make: Make, node: Node, engine: Engine, folder: Path) -> None:

@@ -20,7 +20,7 @@ from moonpool.connectors.tensorrt_llm import compat, worker
 from moonpool.connectors.tensorrt_llm import pool as pools
 from moonpool.connectors.tensorrt_llm import tokens as chains
 from moonpool.core.errors import Error, Unavailable
-from moonpool.core.keys import block_digests, block_name
+from moonpool.core.store.keys import block_digests, block_name
 from tests.connectors.tensorrt_llm.conftest import MIB, Ended, Make, Node
 from tests.connectors.tensorrt_llm.stub_engine import NO_PAGE, Engine
 from tests.core.store_bed import until
@@ -191,6 +191,26 @@ def test_another_block_size_is_a_miss(make: Make, node: Node) -> None:
     eight = make(args={"tokens": 8})
     check(eight, PROMPT, 0)
     check(make(args={"tokens": 8}), PROMPT, 16)
+
+
+def test_the_start_waits_until_the_weights_were_read(
+    make: Make, node: Node, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks join together, and here only."""
+    node.start()
+    said: list[str] = []
+    info = compat.Log.info
+
+    def hear(log: compat.Log, text: str, *values: object) -> None:
+        info(log, text, *values)
+        said.append(text % values)
+        if "the start waits for it" in said[-1]:
+            held.set()
+
+    monkeypatch.setattr(compat.Log, "info", hear)
+    check(make(), PROMPT, 0)
+    assert any("the start waits for it" in text for text in said)
+    check(make(), PROMPT, 20)
 
 
 def test_salts_are_apart_and_lora_is_left_out(make: Make, node: Node) -> None:

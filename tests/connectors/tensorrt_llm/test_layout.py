@@ -17,7 +17,7 @@ from moonpool.connectors.tensorrt_llm.layout import (
     read_tensor,
     shape_of,
 )
-from moonpool.core.keys import Ranges
+from moonpool.core.store.keys import Ranges
 
 LLAMA = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 DEEPSEEK = {"num_hidden_layers": 2, "num_attention_heads": 4, "kv_lora_rank": 12, "qk_rope_head_dim": 4}

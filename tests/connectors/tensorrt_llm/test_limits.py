@@ -93,9 +93,21 @@ class Sparse:
     def __init__(self, top: int) -> None:
         self.top = top
 
-    def model_dump(self, *, mode: str) -> dict[str, Any]:
-        assert mode == "json"
+    def model_dump(self) -> dict[str, Any]:
         return {"top": self.top, "names": ["a"]}
+
+
+class Schemes:
+    """QuantConfig, of layers that differ."""
+
+    quant_algo = "MIXED_PRECISION"
+    kv_cache_quant_algo = None
+
+    def __init__(self, layers: dict[str, str]) -> None:
+        self.layers = layers
+
+    def model_dump(self) -> dict[str, Any]:
+        return {"quant_algo": self.quant_algo, "layers": self.layers}
 
 
 def test_what_the_fingerprint_is_made_of(tmp_path: Path) -> None:
@@ -113,9 +125,44 @@ def test_what_the_fingerprint_is_made_of(tmp_path: Path) -> None:
         {"kv_cache": {"sink_token_length": 1}},
         {"sparse_attention_config": Sparse(1)},
         {"model_kwargs": {"rope_theta": 1.0}},
+        {"quant_config": SimpleNamespace(quant_algo="FP8")},
+        {"quant_config": Schemes({"layers.0": "FP8"})},
+        {"moe_config": SimpleNamespace(backend="TRTLLM")},
+        {"allreduce_strategy": "LOWPRECISION"},
         {"whole": True, "speculative_config": {"max_draft_len": 3}},
     ):
         assert fields(**more) != plain, more
     assert fields(sparse_attention_config=Sparse(1)) == fields(sparse_attention_config=Sparse(1))
     assert fields(sparse_attention_config=Sparse(1)) != fields(sparse_attention_config=Sparse(2))
     assert fields(speculative_config={"max_draft_len": 3}) == plain
+    schemes = [fields(quant_config=Schemes({f"layers.{layer}": "FP8"})) for layer in range(2)]
+    assert schemes[0] != schemes[1]
+
+
+def test_length_counts_where_positions_depend_on_it(tmp_path: Path) -> None:
+    def marks(**config: Any) -> list[Any]:
+        folder = write_model(tmp_path / str(len(config)), more=config)
+        form = Shape("form", (), (), True, False)
+        args = [llm_args(folder, more={"max_seq_len": length}) for length in (1024, 2048, 4096)]
+        return [identity(each, folder, read_config(folder), memory(described=True), form) for each in args]
+
+    one, same, other = marks()
+    assert one == same == other
+    one, same, other = marks(
+        rope_scaling={"type": "longrope"}, original_max_position_embeddings=2048, max_position_embeddings=8192
+    )
+    assert one == same
+    assert same != other
+
+
+def test_code_beside_the_weights_counts(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    form = Shape("form", (), (), True, False)
+
+    def mark() -> Any:
+        args = llm_args(folder, more={"trust_remote_code": True})
+        return identity(args, folder, read_config(folder), memory(described=True), form)
+
+    before = mark()
+    (folder / "modeling.py").write_text("a = 1")
+    assert mark() != before

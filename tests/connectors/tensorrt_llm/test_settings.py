@@ -13,7 +13,7 @@ from moonpool.connectors.tensorrt_llm.identity import model_folder, quantisation
 from moonpool.connectors.tensorrt_llm.settings import VARIABLE, Settings
 from moonpool.connectors.tensorrt_llm.tokens import Chain, Known
 from moonpool.core.errors import ConfigError
-from moonpool.core.keys import block_digests, chain_seed
+from moonpool.core.store.keys import block_digests, chain_seed
 from tests.connectors.tensorrt_llm.stub_engine import llm_args, write_model
 
 
@@ -66,9 +66,10 @@ def test_quantisation_counts(tmp_path: Path) -> None:
     args = llm_args(write_model(tmp_path))
     assert quantisation(args, tmp_path) is None
     args.quant_config = SimpleNamespace(quant_algo="FP8", kv_cache_quant_algo=None)
-    assert quantisation(args, tmp_path) == {"file": None, "arguments": ["FP8", "None"]}
+    said = quantisation(args, tmp_path)
+    assert said == {"file": None, "algorithms": ["FP8", "None"], "arguments": "SimpleNamespace"}
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
-    assert quantisation(args, tmp_path) != {"file": None, "arguments": ["FP8", "None"]}
+    assert quantisation(args, tmp_path) != said
 
 
 def test_models_that_cannot_be_read(tmp_path: Path) -> None:

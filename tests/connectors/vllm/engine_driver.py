@@ -19,6 +19,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -58,8 +59,10 @@ class Driver:
         abort_when: str = "",
         salt: str | None = None,
         params: list[dict[str, Any] | None] | None = None,
+        adapter: list[Any] | None = None,
     ) -> dict[str, Any]:
-        """Runs all prompts together. max_tokens: of all, or of each; params: kv_transfer_params of each.
+        """Runs all prompts together. max_tokens: of all, or of each; params: kv_transfer_params of each;
+        adapter: name, number and path of the LoRA adapter of all.
         abort: positions of the prompts to abort, ``abort_when`` they first are "looking" (before the first
         step), "loading" (waiting for a load), "half" (some of it has come; see ``hold_reads``), "loaded" (all
         of it, and no step since) or "running" (after the first token)."""
@@ -79,6 +82,7 @@ class Driver:
                 SamplingParams(
                     temperature=0.0, max_tokens=lengths[position], ignore_eos=True, extra_args=extra
                 ),
+                lora_request=LoRARequest(*adapter) if adapter else None,
             )
         doomed = {request_id for request_id, position in ids.items() if position in (abort or [])}
         outputs: dict[int, dict[str, Any]] = {}
@@ -115,6 +119,13 @@ class Driver:
             "ended_s": time.monotonic(),
         }
 
+    def load_adapter(self, name: str, number: int, path: str, inplace: bool = False) -> bool:
+        """As a server does when it is told to."""
+        return bool(self.engine.add_lora(LoRARequest(name, number, path, load_inplace=inplace)))
+
+    def drop_adapter(self, number: int) -> bool:
+        return bool(self.engine.remove_lora(number))
+
     def _is(self, external_id: str, stage: str) -> bool:
         for request_id, request in self.scheduler.requests.items():
             if request_id == external_id or request_id.startswith(external_id + "-"):
@@ -136,7 +147,7 @@ class Driver:
 
     def hold_reads(self) -> None:
         """From the second piece of a hand-over on, reading waits until a request was aborted, once."""
-        from moonpool.core.engine import TransferEngine
+        from moonpool.core.transfer.engine import TransferEngine
 
         original = TransferEngine.transfer
         self.go_on = go_on = threading.Event()
@@ -225,7 +236,7 @@ class Driver:
     def kill_at_read(self, pid: int, after: bool) -> None:
         """Kills the process ``pid`` (0: this one) at the next piece that is handed over, once: before its
         bytes are read, or between reading them and looking whether they were valid."""
-        from moonpool.core.engine import TransferEngine
+        from moonpool.core.transfer.engine import TransferEngine
 
         original = TransferEngine.transfer
 
@@ -243,7 +254,7 @@ class Driver:
 
     def watch_reads(self) -> None:
         """From now on remembers when a piece of a hand-over has been read (see ``reads``)."""
-        from moonpool.core.engine import TransferEngine
+        from moonpool.core.transfer.engine import TransferEngine
 
         original = TransferEngine.transfer
         self.read_s: list[float] = []

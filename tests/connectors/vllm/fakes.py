@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.facts import EngineFacts
 from moonpool.connectors.vllm.link import Link
 from moonpool.connectors.vllm.messages import Handshake
@@ -18,7 +19,7 @@ from moonpool.connectors.vllm.pool import Rows
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.core.errors import Error, Unavailable
-from moonpool.core.keys import Ranges, block_digests
+from moonpool.core.store.keys import Ranges, block_digests
 
 BLOCK_TOKENS = 4
 COLUMNS = (Ranges(0, 0, 1, 0, 2), Ranges(0, 1, 1, 0, 2))
@@ -113,7 +114,12 @@ class FakePool:
 
 @dataclass
 class FakeLora:
+    """LoRARequest."""
+
     lora_name: str
+    lora_int_id: int = 1
+    lora_path: str = "/nowhere"
+    load_inplace: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,10 @@ class FakeRequest:
     abort_immediately: bool = False
     status: Status = Status("RUNNING")
     answer: list[int] = field(default_factory=list)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.answer)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -253,19 +263,30 @@ def digest(ids: npt.NDArray[np.uint32], block_tokens: int, seed: bytes, previous
     return b"".join(block_digests(ids.tolist(), block_tokens, seed=seed, previous=previous))
 
 
+HANDSHAKE = Handshake(FINGERPRINT, COLUMNS)
+
+
 def scheduler_half(
-    pool: FakePool | None, *, clock: Clock | None = None, settings: Settings | None = None, **changes: Any
+    pool: FakePool | None,
+    *,
+    clock: Clock | None = None,
+    settings: Settings | None = None,
+    adapters: Adapters | None = None,
+    meet: bool = True,
+    **changes: Any,
 ) -> tuple[SchedulerHalf, FakeBlockPool]:
-    """A scheduler's half that has met its workers."""
+    """A scheduler's half that has met its workers, or with ``meet`` false has yet to."""
     half = SchedulerHalf(
         facts(**changes),
         settings or Settings(),
         open_link=link_to(pool),
         digest=digest,
         log=LOG,
+        adapters=adapters,
         clock=clock or Clock(),
     )
-    half.meet_workers([Handshake(FINGERPRINT, COLUMNS)])
+    if meet:
+        half.meet_workers([HANDSHAKE])
     blocks = FakeBlockPool()
     half.bind_block_pool(blocks)
     return half, blocks

@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 
 from moonpool import _native
-from moonpool.core import paths
+from moonpool.core.config import paths
 
 
 def main() -> None:
     Path(sys.argv[1]).unlink(missing_ok=True)  # left by one that was killed
     tenants = [("default", int(sys.argv[2]))]
     # No scrub: a test changes a stored byte and wants it served.
-    server = _native.Server(sys.argv[1], tenants, paths.read_or_create_token(), scrub_bytes_per_s=0)
+    token = paths.read_or_create_token()
+    # Tests fill it with what is pinned.
+    server = _native.Server(sys.argv[1], tenants, token, scrub_bytes_per_s=0, pins_share_max=1.0)
     server.start()
     print("ready", flush=True)
     for _ in sys.stdin:

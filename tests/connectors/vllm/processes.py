@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from tests.descriptors import speaks
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[2] / "src"
@@ -117,7 +118,7 @@ class Engine:
         deadline_s = time.monotonic() + timeout_s
         while b"\n" not in self._pending:
             left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not select.select([self._answers], [], [], left_s)[0]:
+            if left_s <= 0 or not speaks(self._answers, left_s):
                 raise EngineFailed(f"no answer within {timeout_s:g} s\n{self._tail()}", [])
             chunk = self._answers.read(65536)
             if not chunk:

@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moonpool.connectors.vllm import compat, identity
 from moonpool.connectors.vllm.connector import Mooncake
 from moonpool.connectors.vllm.facts import layer_number, read_facts
+from moonpool.connectors.vllm.layout import BlockLayout, GroupLayout, LayerView
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
 from moonpool.connectors.vllm.pd.plans import End, HandoverStep, Pull
 from moonpool.core.errors import ConfigError, Unavailable
+from moonpool.core.store import keys
 from tests.connectors.vllm.fakes import (
     COLUMNS,
     FINGERPRINT,
@@ -26,6 +30,7 @@ from tests.connectors.vllm.fakes import (
     FakePool,
     FakeRequest,
     FakeStep,
+    FakeTensor,
     New,
     link_to,
 )
@@ -94,7 +99,10 @@ def config(model: Path | str = "/nowhere", **extra: Any) -> Any:
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", calculate_kv_scales=False, enable_prefix_caching=True
+        ),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
         load_config=SimpleNamespace(load_format="auto"),
         speculative_config=None,
         compilation_config=SimpleNamespace(static_forward_context={}),
@@ -147,6 +155,50 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_engines_that_cannot_continue(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off(one: Any) -> None:
+        one.scheduler_config.enable_chunked_prefill = one.cache_config.enable_prefix_caching = False
+
+    def mla(one: Any) -> None:
+        one.model_config.use_mla = True
+
+    def mla_off(one: Any) -> None:
+        mla(one)
+        off(one)
+
+    assert refusal(off) == ""  # the user's choice, which changes no answer
+    assert refusal(mla) == ""
+    assert "answers wrongly when it continues from KV" in refusal(mla_off)
+    assert "does not support prefix caching" in refusal(
+        lambda one: setattr(one.model_config, "is_prefix_caching_supported", False)
+    )
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 2048}
+
+    def transformers(one: Any) -> None:
+        one.model_config.hf_text_config.rope_parameters = longrope
+        one.model_config.using_transformers_backend = lambda: True
+
+    assert "angles of longrope positions" in refusal(transformers)
+
+
+def test_weights_that_no_file_tells() -> None:
+    for name in ("tensorizer", "modelexpress", "ipc_cache", "mine"):
+        said = refusal(lambda one, name=name: setattr(one.load_config, "load_format", name))
+        assert f"load_format {name} takes weights from elsewhere" in said
+    assert "may be replaced while it runs" in refusal(
+        lambda one: setattr(one, "weight_transfer_config", SimpleNamespace(backend="nccl"))
+    )
+
+
+def test_media() -> None:
+    one = config()
+    assert not read_facts(one, kv_cache()).takes_media
+    one.model_config.multimodal_config = SimpleNamespace(language_model_only=False)
+    assert read_facts(one, kv_cache()).takes_media
+    one.model_config.multimodal_config.language_model_only = True
+    assert not read_facts(one, kv_cache()).takes_media
+
+
 @pytest.mark.parametrize(
     ("name", "number"),
     [
@@ -161,7 +213,7 @@ def test_layer_numbers(name: str, number: int) -> None:
 
 
 def fingerprint(one: Any) -> bytes:
-    return identity.engine_fingerprint(one, block_tokens=4, kv_dtype="float32", form="f")
+    return keys.fingerprint(identity.identity(one, block_tokens=4, kv_dtype="float32", form="f"))
 
 
 def test_fingerprint_is_about_meaning(tmp_path: Path) -> None:
@@ -171,12 +223,22 @@ def test_fingerprint_is_about_meaning(tmp_path: Path) -> None:
     same.model_config.hf_config.transformers_version = "6"
     same.model_config.hf_config._name_or_path = "elsewhere"
     same.parallel_config.tensor_parallel_size = 4
+    same.load_config.load_format = "runai_streamer"
+    same.lora_config = SimpleNamespace(lora_dtype=Dtype("float32"), target_modules=None)
     assert fingerprint(same) == fingerprint(one)
     changes: list[tuple[Any, str, Any]] = [
         (lambda c: c.model_config.hf_config, "hidden_size", 512),
         (lambda c: c.model_config.hf_config, "rope_parameters", {"rope_theta": 5e5}),
         (lambda c: c.model_config, "dtype", Dtype("bfloat16")),
         (lambda c: c.model_config, "quantization", "fp8"),
+        (lambda c: c.model_config, "quantization_config", {"linear": "fp8_per_tensor"}),
+        (lambda c: c, "quant_config", SimpleNamespace(ignored_layers=["lm_head"])),
+        (lambda c: c.model_config, "disable_sliding_window", True),
+        (lambda c: c.cache_config, "sliding_window", 64),
+        (lambda c: c, "additional_config", {"fast": True}),
+        (lambda c: c.load_config, "load_format", "pt"),
+        (lambda c: c, "kernel_config", SimpleNamespace(linear_backend="marlin")),
+        (lambda c: c, "lora_config", SimpleNamespace(lora_dtype=Dtype("float16"))),
     ]
     seen = {fingerprint(one)}
     for place, name, value in changes:
@@ -184,8 +246,106 @@ def test_fingerprint_is_about_meaning(tmp_path: Path) -> None:
         setattr(place(other), name, value)
         seen.add(fingerprint(other))
     (tmp_path / "model.safetensors").write_bytes(b"\1" * 100)
+    os.utime(tmp_path / "model.safetensors", ns=(1, 1))  # another time, however coarse the clock of files is
     seen.add(fingerprint(one))
     assert len(seen) == len(changes) + 2
+
+
+def test_length_counts_where_positions_depend_on_it(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
+    one, other = config(tmp_path), config(tmp_path)
+    one.model_config.max_model_len, other.model_config.max_model_len = 2048, 4096
+    assert fingerprint(one) == fingerprint(other)
+    for each in (one, other):
+        each.model_config.hf_text_config.rope_parameters = {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 2048,
+        }
+    assert fingerprint(one) != fingerprint(other)
+    other.model_config.max_model_len = 1024
+    assert fingerprint(one) == fingerprint(other)
+
+
+def test_variables_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
+    before = fingerprint(config(tmp_path))
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
+    assert fingerprint(config(tmp_path)) != before
+
+
+def test_code_beside_the_weights_counts(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
+    one = config(tmp_path)
+    before = fingerprint(one)
+    (tmp_path / "modeling.py").write_text("a = 1")
+    assert fingerprint(one) == before  # vLLM does not run it
+    one.model_config.trust_remote_code = True
+    first = fingerprint(one)
+    (tmp_path / "modeling.py").write_text("a = 2")
+    assert len({before, first, fingerprint(one)}) == 3
+
+
+@dataclasses.dataclass
+class CacheSection:
+    """A section of a vLLM that has a field which nobody has looked at."""
+
+    cache_dtype: str = "auto"
+    calculate_kv_scales: bool = False
+    kv_rotation: str = "none"
+
+
+def test_an_unknown_argument_counts_when_it_is_set(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
+    one, other = config(tmp_path), config(tmp_path)
+    before = fingerprint(one)
+    one.cache_config = CacheSection()
+    assert fingerprint(one) == before
+    other.cache_config = CacheSection(kv_rotation="hadamard")
+    assert fingerprint(other) != before
+
+
+def layer(number: int, content: int = 256, dtype: str = "float32") -> LayerView:
+    return LayerView(f"layers.{number}", number, 0, 8, 2, 32, content, 1, 1, 1, dtype)
+
+
+def form_of(*layers: LayerView, **types: str) -> str:
+    one = config()
+    backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
+    one.compilation_config.static_forward_context = {
+        view.name: SimpleNamespace(
+            attn_backend=backend, isa="vec", kv_cache_dtype=types.get(f"l{view.number}", "auto")
+        )
+        for view in layers
+    }
+    return identity.form(one, BlockLayout((GroupLayout(layers, 1),), 32))
+
+
+def test_form_says_once_what_all_layers_have() -> None:
+    alike = form_of(layer(0), layer(1))
+    assert alike == "vllm CPU_ATTN/vec/32/float32/256"
+    assert alike == form_of(layer(5), layer(6), layer(7))  # another stage of a pipeline
+
+
+def test_form_names_layers_that_differ() -> None:
+    fp8 = {"l0": "fp8", "l1": "fp8", "l2": "fp8"}
+    forms = [
+        form_of(layer(0, 64), layer(1, 64), layer(2, 64), **fp8),
+        form_of(layer(0), layer(1, 64), layer(2, 64), **fp8 | {"l0": "auto"}),
+        form_of(layer(0, 64), layer(1), layer(2, 64), **fp8 | {"l1": "auto"}),
+    ]
+    assert len(set(forms)) == 3
+    assert forms[1] == "vllm 0:CPU_ATTN/vec/32/float32/256 1,2:CPU_ATTN/vec/32/fp8/64"
+    assert form_of(layer(0, 64), l0="fp8_e5m2") != form_of(layer(0, 64), l0="fp8_e4m3")
+
+
+def test_scales_count_unless_they_are_one() -> None:
+    one = config()
+    attention = SimpleNamespace(kv_cache_dtype="fp8", _k_scale_float=1.0, _v_scale_float=1.0)
+    one.compilation_config.static_forward_context = {"layers.0": attention}
+    layout = BlockLayout((GroupLayout((layer(0),), 1),), 32)
+    before = identity.form(one, layout)
+    attention._k_scale_float = 0.5
+    assert identity.form(one, layout) == f"{before}/scales 0.5 1.0"
 
 
 def test_revisions(tmp_path: Path) -> None:
@@ -468,3 +628,19 @@ def test_messages_survive_pickling() -> None:
     assert pickle.loads(pickle.dumps(step)) == step
     assert pickle.loads(pickle.dumps(Handshake(FINGERPRINT, COLUMNS))) == Handshake(FINGERPRINT, COLUMNS)
     assert dataclasses.is_dataclass(step)
+
+
+def test_a_configuration_that_is_not_understood_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a vLLM that has renamed what the fingerprint is made of: the engine starts, without the pool."""
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
+    strange = config(tmp_path)
+    monkeypatch.setattr(compat, "parallel_ranks", lambda: (0, 0))
+    connector = Mooncake(strange, WORKER, kv_cache())
+    del strange.load_config
+    caches = {name: FakeTensor(np.zeros((8, 2, 4, 16), np.float32)) for name in ("layers.0", "layers.1")}
+    connector.register_kv_caches(caches)
+    hand = connector.get_handshake_metadata()
+    assert hand is not None
+    assert hand.refusal == "what its KV depends on cannot be read from its configuration (AttributeError)"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.core.keys import chain_seed
+from moonpool.core.store.keys import chain_seed
 from moonpool.disagg_proxy.events.indexes import Indexes
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.events.subscriber import Subscriber

@@ -17,7 +17,7 @@ from moonpool.connectors.vllm.layout import (
     read_layout,
     rows,
 )
-from moonpool.core.keys import Ranges
+from moonpool.core.store.keys import Ranges
 from tests.connectors.vllm.fakes import FakeTensor
 
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 5, 4, 8, 6, 3

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+
 import pytest
 
 from moonpool.connectors.vllm.lookups import ANSWER_TIMEOUT_S
@@ -10,17 +13,17 @@ from moonpool.connectors.vllm.patience import PATIENCE_S, WAIT_MAX_S
 from moonpool.connectors.vllm.scheduler import LOOKUPS_AHEAD_MAX, SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.core.errors import ConfigError, Unavailable
-from moonpool.core.keys import block_digests, block_name, chain_seed
+from moonpool.core.store.keys import block_digests, block_name, chain_seed
 from tests.connectors.vllm.fakes import (
     BLOCK_TOKENS,
     COLUMNS,
     FINGERPRINT,
+    HANDSHAKE,
     LIFE,
     LOG,
     Cached,
     Clock,
     FakeBlocks,
-    FakeLora,
     FakeOutput,
     FakePool,
     FakeRequest,
@@ -338,7 +341,7 @@ def test_answers_are_saved_on_request_only() -> None:
     assert second.names == b"".join(names([*range(6), 50, 51])[WIDTH:])
 
 
-def test_too_many_held_blocks_end_the_saves_of_a_request() -> None:
+def test_too_many_held_blocks_end_the_saves_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
     pool = FakePool()
     half, blocks = scheduler_half(pool)
     one = request(BLOCK_TOKENS * 120)
@@ -352,6 +355,24 @@ def test_too_many_held_blocks_end_the_saves_of_a_request() -> None:
     stats = half.tally.take()
     assert stats is not None
     assert stats.data["unsaved_blocks"] == 120
+    assert "the last 120 blocks of a prompt are not saved: 0 of the engine's 400 blocks" in caplog.text
+    for number in range(3):  # once a minute is enough
+        more = request(BLOCK_TOKENS * 120, name=f"more {number}")
+        half.arrived(more)
+        pool.answer_prefix(0)
+        half.matched_tokens(more, 0)
+        half.admitted(more, FakeBlocks((list(range(120)),)), 0)
+        new = New(more.request_id, (list(range(120)),), 0)
+        half.build_step(FakeStep([new], num_scheduled_tokens={more.request_id: 480}))
+    assert caplog.text.count("are not saved") == 1
+
+
+def test_a_multimodal_engine_says_what_is_not_pooled(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    scheduler_half(FakePool())
+    assert "images" not in caplog.text
+    scheduler_half(FakePool(), takes_media=True)
+    assert caplog.text.count("requests with images, audio or video are computed without the pool") == 1
 
 
 def test_pins_that_wait_are_bounded() -> None:
@@ -391,11 +412,45 @@ def test_requests_that_must_compute_everything_still_save() -> None:
     assert len(half.build_step(first_step(one, 0, 18)).saves) == 1
 
 
-def test_lora_and_salt_seed_the_chain() -> None:
+def test_workers_that_are_pending_are_met_late(caplog: pytest.LogCaptureFixture) -> None:
+    """The engine computes alone until the last of them knows which weights it has."""
+    pool = FakePool()
+    half, _ = scheduler_half(pool, meet=False, workers=3)
+    known = dataclasses.replace(HANDSHAKE, rank=1)
+    with caplog.at_level(logging.INFO):
+        half.meet_workers([Handshake(pending="they are read"), known, Handshake(pending="they are read")])
+    assert caplog.text.count("they are read; this engine computes alone until then") == 1
+    early = request(name="early")
+    half.arrived(early)
+    assert half.matched_tokens(early, 0) == (0, False)
+    half.admitted(early, FakeBlocks(([],)), 0)
+    half.step_ended(FakeOutput(None, Report(handshakes=[HANDSHAKE])))
+    half.arrived(request(name="second"))
+    assert (pool.prefixes, half.pool()) == ([], None)
+    report = Report(loaded={"x": 1})
+    assert report.aggregate(Report(handshakes=[dataclasses.replace(HANDSHAKE, rank=2)])).handshakes
+    half.step_ended(FakeOutput(None, report))
+    half.arrived(request(name="third"))
+    assert len(pool.prefixes) == 1
+    assert half.finished(early) is None
+
+
+def test_a_worker_that_cannot_tell_late(caplog: pytest.LogCaptureFixture) -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool, meet=False, workers=2)
+    half.meet_workers([HANDSHAKE, Handshake(pending="they are read")])
+    half.step_ended(FakeOutput(None, Report(handshakes=[Handshake(refusal="they changed")])))
+    assert "this engine runs without the pool: they changed" in caplog.text
+    half.arrived(request())
+    assert pool.prefixes == []
+
+
+def test_the_salt_seeds_the_chain() -> None:
+    """So does an adapter: see test_adapters.py."""
     pool = FakePool()
     half, _ = scheduler_half(pool)
-    half.arrived(request(lora_request=FakeLora("sql"), cache_salt="s"))
-    assert pool.prefixes[0][1] == b"".join(names(list(range(18)), chain_seed("sql", "s")))
+    half.arrived(request(cache_salt="s"))
+    assert pool.prefixes[0][1] == b"".join(names(list(range(18)), chain_seed(None, "s")))
 
 
 def test_reset_forgets_what_is_stored() -> None:

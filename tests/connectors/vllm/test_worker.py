@@ -6,7 +6,7 @@ The last tests run on the real node and the real native threads, with numpy memo
 from __future__ import annotations
 
 import dataclasses
-import select
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +23,9 @@ from moonpool.connectors.vllm.native import NativePool
 from moonpool.connectors.vllm.pd.plans import HandoverStep, Pull
 from moonpool.connectors.vllm.pd.takes import Ended
 from moonpool.connectors.vllm.worker import WorkerHalf
+from moonpool.connectors.weights import weights_digest
 from moonpool.core.errors import Unavailable
-from moonpool.core.keys import BLOCK_NAME_BYTES, Ranges, block_name
+from moonpool.core.store.keys import BLOCK_NAME_BYTES, Ranges, block_name
 from tests.connectors.vllm.fakes import (
     FINGERPRINT,
     LIFE,
@@ -36,6 +37,7 @@ from tests.connectors.vllm.fakes import (
     facts,
     link_to,
 )
+from tests.descriptors import speaks
 
 BLOCKS, TOKENS, CONTENT = 6, 4, 6
 GROUP = ("layers.0", "layers.1")
@@ -78,6 +80,53 @@ def test_handshake_tells_the_objects() -> None:
     assert half.handshake().columns == (Ranges(0, 0, 1, 0, 2), Ranges(0, 1, 1, 0, 2))
     second = worker_half(memory(1), link_to(FakePool()), rank=1, tp_size=2)
     assert second.handshake().columns == (Ranges(0, 1, 1, 0, 2),)
+
+
+def test_a_worker_that_waits_for_its_weights_joins_late(tmp_path: Path, held: threading.Event) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"w" * 1000)
+
+    def fingerprint(layout: object, tensor: object) -> bytes:
+        return bytes.fromhex(weights_digest(tmp_path))
+
+    kv = memory()
+    half = WorkerHalf(
+        facts(), ranks=lambda: (0, 0), fingerprint=fingerprint, open_link=link_to(pool := FakePool()), log=LOG
+    )
+    half.register({name: FakeTensor(kv[number], kv) for number, name in enumerate(GROUP)})
+    assert "are being read" in half.handshake().pending
+    assert half.handshake().fingerprint == b""
+    assert half.take_report() is None
+    held.set()
+    assert half._late is not None
+    assert half._late.reading.over.wait(60)
+    report = half.take_report()
+    assert report is not None
+    (late,) = report.handshakes
+    assert (late.fingerprint, late.pending) == (bytes.fromhex(weights_digest(tmp_path)), "")
+    assert late.columns == (Ranges(0, 0, 1, 0, 2), Ranges(0, 1, 1, 0, 2))
+    assert half.take_report() is None
+    half.start_loads(Step((load(half, 3, 5),)))
+    assert len(pool.loads) == 1
+
+
+def test_a_worker_whose_weights_changed_says_so_late(tmp_path: Path, held: threading.Event) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"w" * 1000)
+    kv = memory()
+    half = WorkerHalf(
+        facts(),
+        ranks=lambda: (0, 0),
+        fingerprint=lambda layout, tensor: bytes.fromhex(weights_digest(tmp_path)),
+        open_link=link_to(FakePool()),
+        log=LOG,
+    )
+    half.register({name: FakeTensor(kv[number], kv) for number, name in enumerate(GROUP)})
+    (tmp_path / "model.safetensors").unlink()
+    held.set()
+    assert half._late is not None
+    assert half._late.reading.over.wait(60)
+    report = half.take_report()
+    assert report is not None
+    assert "holds no weight file" in report.handshakes[0].refusal
 
 
 def test_load_ends_well() -> None:
@@ -286,7 +335,7 @@ def wait_for(half: WorkerHalf) -> Report:
         report = half.take_report()
         if report is not None:
             return report
-        select.select([], [], [], 0.001)
+        threading.Event().wait(0.001)
     raise AssertionError("no report within 10 s")
 
 
@@ -294,7 +343,7 @@ def lookup(tmp_path: Path, names: bytes, width: int) -> Any:
     client = _native.Client(str(tmp_path / "node.sock"), b"token", fingerprint=FINGERPRINT)
     worker = _native.Worker(client)
     worker.submit_prefix(names, BLOCK_NAME_BYTES, width)
-    assert select.select([worker.eventfd], [], [], 10)[0]
+    assert speaks(worker.eventfd, 10)
     ((_, answer),) = worker.poll()
     assert answer.error == ""
     return worker, answer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import pytest
 
 from tests.connectors.lmcache.real.beds import EngineProcess
 from tests.core.master_bed import MasterProcess, environment
+from tests.descriptors import speaks
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -70,7 +70,7 @@ def test_the_p2p_channel() -> None:
             assert output is not None
             line = ""
             while len(line) != 65:  # LMCache may log to stdout, too
-                assert select.select([output], [], [], 100)[0], f"{role} says nothing"
+                assert speaks(output, 100), f"{role} says nothing"
                 line = output.readline()
                 assert line, f"{role} ended with {ends[-1].wait(10)}"
             said.append(line)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,8 +19,10 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.exceptions import IrrecoverableException
 from lmcache.v1.memory_management import MemoryFormat
 
+from moonpool.connectors.lmcache import remote_connector
 from moonpool.connectors.lmcache.identity import remote_identity
 from moonpool.connectors.lmcache.remote_connector import FULL
+from moonpool.connectors.weights import weights_digest
 from tests.connectors.lmcache.real.beds import (
     CONFIG,
     HEAD_SIZE,
@@ -27,6 +33,8 @@ from tests.connectors.lmcache.real.beds import (
     expected,
 )
 from tests.connectors.own_node import Node
+from tests.connectors.vllm.test_connector import config as vllm_config
+from tests.core.store_bed import until
 
 OTHERS: dict[str, dict[str, Any]] = {
     "model": {"model": "org/other"},
@@ -142,16 +150,75 @@ def test_an_engine_with_adapters_shares_what_says_which(
         vllm.get_current_vllm_config_or_none = lambda current=current: current  # type: ignore[attr-defined]
         assert make().contains([1]) == (not serves)
     vllm.get_current_vllm_config_or_none = lambda: SimpleNamespace(lora_config=object())  # type: ignore[attr-defined]
-    untold, first, second = make(), make(tags={"lora": "a"}), make(tags={"lora": "b"})
-    untold.put([1, 2])
+    untold, by_name = make(), make(tags={"lora": "sql"})
+    first, second = make(tags={"lora": "a" * 64}), make(tags={"lora": "b" * 64})
+    for ambiguous in (untold, by_name):  # a name may stand for other bytes tomorrow
+        ambiguous.put([1, 2])
     assert node.objects() == 1
+    assert by_name.contains([1]) == 0
     assert untold.contains([1]) == 0
     assert untold.run(untold.connector.batched_async_contains("", untold.keys(1))) == 0
     assert untold.get([1]) == [None]
-    assert said().count('"lmcache.tag.lora"') == 1
+    assert said().count('"lmcache.tag.lora"') == 2  # once each
     first.put([1])
     assert (first.contains([1]), second.contains([1])) == (1, 0)
     assert (first.get([1]), second.get([1])) == ([16], [None])
+    assert make(tags={"lora": "none"}).contains([1]) == 0
+
+
+def test_engines_that_compute_otherwise_share_nothing(
+    node: Node,
+    make: Make,
+    said: Callable[[], str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """One model to LMCache, in a vLLM each: with other weights, overrides, and one that cannot share."""
+    node.start()
+    vllm = ModuleType("vllm.config")
+    monkeypatch.setitem(sys.modules, "vllm.config", vllm)
+    weights, times = tmp_path / "model.safetensors", itertools.count(1)
+
+    def engine(content: bytes, **config: Any) -> Backend:
+        weights.write_bytes(content)
+        os.utime(weights, ns=(now := next(times), now))  # each another, however coarse the clock of files is
+        one = vllm_config(tmp_path)
+        one.lora_config = None
+        vars(one.model_config.hf_config).update(config)
+        vllm.get_current_vllm_config_or_none = lambda: one  # type: ignore[attr-defined]
+        return make()
+
+    first, same = engine(b"first"), engine(b"first")
+    tuned, overridden = engine(b"tuned"), engine(b"first", rms_norm_eps=0.1)
+    first.put([1])
+    assert [each.contains([1]) for each in (first, same, tuned, overridden)] == [1, 1, 0, 0]
+    weights.unlink()
+    vllm.get_current_vllm_config_or_none = lambda: vllm_config(tmp_path)  # type: ignore[attr-defined]
+    apart = make()
+    apart.put([1, 2])
+    assert (apart.contains([1]), apart.get([1]), node.objects()) == (0, [None], 1)
+    assert said().count("nothing is stored or retrieved: ") == 1
+
+
+def test_until_the_weights_of_vllm_were_read_it_is_as_without_a_node(
+    node: Node,
+    make: Make,
+    folder: Path,
+    held: threading.Event,
+    said: Callable[[], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (folder / "model.safetensors").write_bytes(b"w" * 1000)
+    monkeypatch.setattr(remote_connector, "identity_with", lambda *_: {"revision": weights_digest(folder)})
+    node.start()
+    early = make()
+    early.put([1])
+    assert (early.contains([1]), node.objects()) == (0, 0)
+    assert "LMCache goes on without the pool until then" in said()
+    held.set()
+    until(lambda: "joined the pool" in said(), 60)
+    early.put([1])
+    assert (early.contains([1]), make().contains([1])) == (1, 1)
 
 
 def test_types_of_one_byte_need_a_form(node: Node, make: Make) -> None:

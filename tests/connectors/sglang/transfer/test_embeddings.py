@@ -155,6 +155,8 @@ def test_two_models_never_share(model: Path) -> None:
         space_of(str(model), Config(hidden_size=65), "bf16"),
         space_of(str(model), Config(), "fp16"),
         space_of(str(model), Config(), "bf16", "dummy"),
+        space_of(str(model), Config(), "bf16", counted={"quantisation": "fp8"}),
+        space_of(str(model), Config(), "bf16", counted={"mm_process_config": {"image": {"max_pixels": 9}}}),
     }
     (model / "model.safetensors").write_bytes(b"weights of another test")
     spaces.add(space_of(str(model), Config(), "bf16"))
@@ -164,7 +166,7 @@ def test_two_models_never_share(model: Path) -> None:
     for commit in ("1" * 40, "2" * 40):
         hub._commit_hash = commit
         spaces.add(space_of("org/model", hub, "bf16"))
-    assert len(spaces) == 7
+    assert len(spaces) == 9
 
 
 def test_without_sglang_it_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from moonpool.connectors.vllm.pd import bootstrap
 from moonpool.connectors.vllm.pd.bootstrap import Bootstrap, find_worker
 from moonpool.connectors.vllm.pd.fields import Meeting
 from moonpool.connectors.vllm.pd.plans import HandoverStep
-from moonpool.core.addresses import Address
 from moonpool.core.errors import ConfigError, Unavailable
+from moonpool.core.service.addresses import Address
 from tests.connectors.vllm.pd.worlds import DEADLINE_S, eventually, world
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from moonpool.connectors.files import File
+from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Report, Step
 from moonpool.connectors.vllm.pd.fields import Meeting, Offer, answer_of, parse_decode
 from moonpool.connectors.vllm.pd.plans import Hold, Pull
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
-from moonpool.core import paths
-from moonpool.core.keys import block_digests, chain_seed
+from moonpool.core.config import paths
+from moonpool.core.store.keys import block_digests, chain_seed
 from tests.connectors.vllm.fakes import (
     BLOCK_TOKENS,
     COLUMNS,
@@ -22,6 +24,7 @@ from tests.connectors.vllm.fakes import (
     Clock,
     FakeBlockPool,
     FakeBlocks,
+    FakeLora,
     FakeOutput,
     FakePool,
     FakeRequest,
@@ -36,13 +39,14 @@ from tests.connectors.vllm.fakes import (
 IDS = list(range(100, 120))
 
 
-def half(pool: FakePool | None = None, **changes: Any) -> SchedulerHalf:
+def half(pool: FakePool | None = None, adapters: Adapters | None = None, **changes: Any) -> SchedulerHalf:
     one = SchedulerHalf(
         facts(engine_id="D", **changes),
         Settings(bootstrap_port=0),
         open_link=link_to(pool),
         digest=digest,
         log=LOG,
+        adapters=adapters,
         clock=Clock(),
     )
     one.meet_workers([Handshake(FINGERPRINT, COLUMNS, station="127.0.0.1:5000")])
@@ -182,7 +186,34 @@ def test_a_token_that_cannot_be_read(
     assert "takes part in no hand-over" in caplog.text
 
 
-def test_salt_and_lora_are_part_of_the_prompt() -> None:
+class Named:
+    """Adapters, of which two names stand for the same bytes."""
+
+    def name(self, request: FakeRequest) -> str | None:
+        assert request.lora_request is not None
+        return {"sql": "bytes", "also sql": "bytes", "other": "other bytes"}.get(
+            request.lora_request.lora_name
+        )
+
+    def files(self, request: FakeRequest) -> tuple[File, ...]:
+        return ()
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"), [("sql", True), ("also sql", True), ("other", False), ("new", False), (None, False)]
+)
+def test_an_adapters_bytes_are_part_of_the_prompt(name: str | None, taken: bool) -> None:
+    """A prefill engine has computed it with what it calls sql."""
+    one = half(adapters=cast("Adapters", Named()))
+    (whole,) = block_digests(list(range(18)), 18, seed=chain_seed("bytes"))
+    asked = request(offer(prompt=whole))
+    asked.lora_request = None if name is None else FakeLora(name)
+    one.arrived(asked)
+    assert one.matched_tokens(asked, 0) == ((17, True) if taken else (0, False))
+    assert refused(one) == (not taken)
+
+
+def test_the_salt_is_part_of_the_prompt() -> None:
     one, asked = half(), request(offer())
     asked.cache_salt = "s"
     one.arrived(asked)

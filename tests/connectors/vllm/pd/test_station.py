@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,11 +12,11 @@ import numpy as np
 import pytest
 
 from moonpool.connectors.vllm.pd.bootstrap import Bootstrap
-from moonpool.connectors.vllm.pd.fields import Meeting
+from moonpool.connectors.vllm.pd.fields import LEFT, Meeting
 from moonpool.connectors.vllm.pd.lines import LINES_MAX, Line
 from moonpool.connectors.vllm.pd.plans import End, Grown, HandoverStep, Open, Pull, Refuse
 from moonpool.connectors.vllm.pd.takes import PIECE_BLOCKS, Piece
-from moonpool.core.addresses import Address
+from moonpool.core.service.addresses import Address
 from tests.connectors.vllm.fakes import FINGERPRINT
 from tests.connectors.vllm.pd.worlds import (
     BLOCKS,
@@ -138,6 +139,17 @@ class TestRefusals:
             for each in (one, other):
                 each.wait_handed(77)
             eventually(lambda: caplog.text.count(f"vllm-D-0 did not take a prompt over: {self.WHY}") == 2)
+
+    def test_clients_that_leave_are_no_warnings(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Twenty of them, and one prompt that cannot be taken."""
+        caplog.set_level(logging.INFO)
+        with world("P", seed=1) as prefill, world("D", seed=2) as decode:
+            offers = [prefill.offer([1], lease=100 + number, slot=number) for number in range(21)]
+            refuses = [Refuse(offer, LEFT) for offer in offers[1:]] + [Refuse(offers[0], self.WHY)]
+            decode.station.begin(HandoverStep(refuses=tuple(refuses)))
+            eventually(lambda: self.WHY in caplog.text)
+        said = [each for each in caplog.records if "did not take a prompt over" in each.getMessage()]
+        assert [each.levelname for each in said] == ["INFO", "WARNING"]
 
     def test_one_worker_speaks_for_all(self) -> None:
         with world("P", seed=1) as prefill, world("D", seed=2, rank=1) as decode:

@@ -1,0 +1,180 @@
+"""Real vLLM engines, many and short: each is a fork of this process, which has imported vLLM already.
+
+Run by tests with the interpreter that has vLLM: ``identity_bed.py ANSWER_FD {}``; JSON commands in, JSON
+answers out, as engine_driver.py has them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import torch
+import transformers
+import vllm
+from vllm import LLM, EngineArgs, SamplingParams
+from vllm.model_executor.models import registry
+
+from moonpool.connectors.vllm import plugin
+
+plugin.register()
+# vLLM looks at each kind of model in a process of its own, to keep its own process clean; a fork is one.
+registry._run_in_subprocess = lambda look: look()
+
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 2048,
+    "block_size": 32,
+    "enforce_eager": True,
+    "seed": 0,
+    "skip_tokenizer_init": True,
+    "kv_cache_memory_bytes": 32 << 20,
+    "disable_log_stats": False,
+}
+ATTENTION = 3.0
+DRAIN_S = 30.0
+JOIN_S = 30.0
+
+
+def make_model(path: str, kind: str, config: dict[str, Any], seed: int = 0) -> None:
+    """A model of random weights, wide enough that every prompt gets an answer of its own; in its attention
+    above all, so that it depends on where each token stands."""
+    if Path(path, "config.json").exists():
+        return
+    torch.manual_seed(seed)
+    made = transformers.AutoConfig.for_model(kind, **config)
+    model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "self_attn" in name and weight.dim() == 2:
+                weight *= ATTENTION
+    model.save_pretrained(path)
+
+
+def configured(args: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+    """What the connector makes of an engine's arguments, without the engine: "mark" stands for the
+    fingerprint, but for the form of the bytes."""
+    from moonpool.connectors.vllm import facts, identity
+    from moonpool.core.store import keys
+
+    os.environ.update(environment)
+    given = {key: value for key, value in (DEFAULTS | args).items() if key != "disable_log_stats"}
+    config = EngineArgs(**given).create_engine_config()
+    refusal = facts.context_refusal(config) or facts.weights_refusal(config)
+    fields = identity.identity(
+        config,
+        block_tokens=config.cache_config.block_size,
+        kv_dtype=identity.kv_dtype(config, config.model_config.dtype),
+        form="",
+    )
+    mark = keys.fingerprint(fields)
+    return {"mark": mark.hex(), "refusal": refusal}
+
+
+def fields(args: dict[str, Any]) -> dict[str, Any]:
+    """The sections of vLLM's configuration and, of those that the connector looks at, the fields."""
+    from moonpool.connectors.vllm import arguments
+
+    given = {key: value for key, value in (DEFAULTS | args).items() if key != "disable_log_stats"}
+    config = EngineArgs(**given, enable_lora=True).create_engine_config()
+    sections = list(arguments.fields_of(config))
+    return {
+        "sections": sections,
+        "fields": {name: sorted(arguments.fields_of(getattr(config, name))) for name in arguments.LEFT_OUT},
+        "arguments": arguments.arguments(config),
+        "version": vllm.__version__,
+    }
+
+
+def run(
+    args: dict[str, Any], environment: dict[str, str], prompts: list[list[int]], max_tokens: int
+) -> dict[str, Any]:
+    """Starts an engine and, one after the other, lets it answer the prompts. "mark": its fingerprint."""
+    os.environ.update(environment)
+    llm = LLM(**DEFAULTS | args)
+    engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
+    connector = core.scheduler.connector
+    mark, refusal = "", ""
+    if connector is not None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        hand = get_kv_transfer_group().get_handshake_metadata()
+        mark, refusal = hand.fingerprint.hex(), hand.refusal
+        if not refusal and prompts:
+            _until(lambda: connector._sched.pool() is not None, JOIN_S)
+    outputs = []
+    for number, prompt in enumerate(prompts):
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=1)
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    (answer,) = output.outputs
+                    chances = [
+                        step[token].logprob
+                        for token, step in zip(answer.token_ids, answer.logprobs, strict=True)
+                    ]
+                    taken = ((output.kv_transfer_params or {}).get("moonpool") or {}).get("pool_tokens", 0)
+                    outputs.append({"tokens": list(answer.token_ids), "chances": chances, "pool": taken})
+    deadline_s = time.monotonic() + DRAIN_S
+    while core.scheduler.has_requests() and time.monotonic() < deadline_s:
+        core.step()
+        time.sleep(0.001)
+    core.shutdown()
+    return {"mark": mark, "refusal": refusal, "outputs": outputs}
+
+
+def _until(true: Callable[[], bool], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline_s, "the engine did not join the pool"
+        time.sleep(0.01)
+
+
+OPERATIONS = {"make_model": make_model, "configured": configured, "fields": fields, "run": run}
+
+
+def in_a_fork(operation: str, args: dict[str, Any]) -> dict[str, Any]:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        try:
+            answer = {"result": OPERATIONS[operation](**args)}
+        except BaseException as error:
+            traceback.print_exc()
+            answer = {"error": [f"{type(error).__name__}: {error}"]}
+        with os.fdopen(writer, "w") as pipe:
+            json.dump(answer, pipe)
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    answered: dict[str, Any] = json.loads(text) if text else {"error": [f"the fork ended ({status})"]}
+    return answered
+
+
+def main() -> None:
+    with os.fdopen(int(sys.argv[1]), "w", buffering=1) as answers:
+        print(json.dumps({"result": "ready"}), file=answers)
+        for line in sys.stdin:
+            command = json.loads(line)
+            if command["op"] == "exit":
+                break
+            print(json.dumps(in_a_fork(command["op"], command["args"])), file=answers)
+
+
+if __name__ == "__main__":
+    main()
