@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moonpool import Error, InvalidArgument, Presence, PutResult, Store, _native
-from moonpool.core import paths
+from moonpool.core.config import paths
 
 INVALID_PARAMS = -600
 NO_AVAILABLE_HANDLE = -200

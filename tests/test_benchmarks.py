@@ -156,6 +156,21 @@ def test_every_benchmark_takes_the_same_options(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_what_an_identity_costs_is_rows(tmp_path: Path) -> None:
+    result = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks.identity", "--gb", "0.01", "--folder", str(tmp_path)]
+    ended = subprocess.run(
+        [*command, "--json", str(result)], cwd=ROOT, capture_output=True, text=True, timeout=110
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = json.loads(result.read_text())["rows"]
+    assert [row["unit"] for row in rows] == ["s"] * 5
+    assert all(row["ours"] > 0 for row in rows)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_what_the_page_costs_is_rows(tmp_path: Path) -> None:
     result = tmp_path / "rows.json"
@@ -165,6 +180,18 @@ def test_what_the_page_costs_is_rows(tmp_path: Path) -> None:
     rows = json.loads(result.read_text())["rows"]
     assert [row["unit"] for row in rows] == ["us", "us", "ms", "ms"]
     assert all(row["ours"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_what_hostile_bodies_cost_is_rows(tmp_path: Path) -> None:
+    result = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks.hostile", "--quick", "--json", str(result)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = json.loads(result.read_text())["rows"]
+    assert len(rows) == 2 * (1 + 3 * 6)
+    assert {row["unit"] for row in rows} == {"ms", "x bodies", "s"}
 
 
 def test_nixl_is_taken_out_of_a_venv_alone(load: Any, tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moonpool.disagg_proxy.simulator.capacity import capacity
-from moonpool.disagg_proxy.simulator.cluster import ClusterSettings
-from moonpool.disagg_proxy.simulator.machine import MACHINES, Machine
-from moonpool.disagg_proxy.simulator.results import Slo
-from moonpool.disagg_proxy.simulator.runs import Plan, Run, simulate_all
-from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS, Trace, read_trace
+from moonpool.disagg_proxy.tools.simulator.capacity import capacity
+from moonpool.disagg_proxy.tools.simulator.cluster import ClusterSettings
+from moonpool.disagg_proxy.tools.simulator.machine import MACHINES, Machine
+from moonpool.disagg_proxy.tools.simulator.results import Slo
+from moonpool.disagg_proxy.tools.simulator.runs import Plan, Run, simulate_all
+from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Trace, read_trace
 
 PUBLISHED = "github.com/kvcache-ai/Mooncake, folder FAST25-release/traces"
 SHA256 = {

@@ -13,7 +13,7 @@ from dataclasses import replace
 from benchmarks.conductor.bed import Bed, Search, set_up
 from benchmarks.report import Row
 from moonpool.disagg_proxy.conductor.admission import Look, Objective
-from moonpool.disagg_proxy.simulator.results import Slo
+from moonpool.disagg_proxy.tools.simulator.results import Slo
 
 OURS = "conductor"
 RIVALS = {"dynamo_cost": 1.25, "sglang_cache_aware": 1.25, "round_robin": 2.6}  # and how much more ours takes

@@ -20,7 +20,7 @@ import uvloop
 
 from benchmarks.proxy.mock_engine import MockEngine
 from moonpool._native import ProxyRequest
-from moonpool.core.kv_events import Batch, BlockStored, KvEvent, Publisher, QueueSource
+from moonpool.core.service.kv_events import Batch, BlockStored, KvEvent, Publisher, QueueSource
 from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.events.indexes import MODEL_ANY
 from moonpool.disagg_proxy.events.settings import EventSource

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from benchmarks.conductor.bed import Bed, Search, set_up
 from benchmarks.report import Row
-from moonpool.disagg_proxy.simulator.cluster import ClusterSettings
-from moonpool.disagg_proxy.simulator.machine import MACHINES
-from moonpool.disagg_proxy.simulator.results import Slo
+from moonpool.disagg_proxy.tools.simulator.cluster import ClusterSettings
+from moonpool.disagg_proxy.tools.simulator.machine import MACHINES
+from moonpool.disagg_proxy.tools.simulator.results import Slo
 
 TTFT_S = 30.0
 GAPS_S = (0.1, 0.2, 0.3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.conductor.bed import Bed
 from benchmarks.report import Row
-from moonpool.disagg_proxy.simulator.eviction.study import CAPACITIES, CLAIRVOYANT, Question, study
+from moonpool.disagg_proxy.tools.simulator.eviction.study import CAPACITIES, CLAIRVOYANT, Question, study
 
 # Share of all prompt tokens, by CAPACITIES; measured by an independent simulator (100 lines each).
 TABLES: dict[str, dict[str, tuple[float, ...]]] = {

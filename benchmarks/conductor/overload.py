@@ -18,8 +18,8 @@ from benchmarks.conductor import swing
 from benchmarks.conductor.bed import Bed, set_up
 from benchmarks.report import Row
 from moonpool.disagg_proxy.conductor.admission import Look, Objective
-from moonpool.disagg_proxy.simulator.results import Slo
-from moonpool.disagg_proxy.simulator.runs import Plan
+from moonpool.disagg_proxy.tools.simulator.results import Slo
+from moonpool.disagg_proxy.tools.simulator.runs import Plan
 
 SLO = Slo(30.0, 0.1)
 SEEDS = 3

@@ -8,8 +8,8 @@ import time
 
 from benchmarks.conductor.bed import Bed, set_up
 from benchmarks.report import Row
-from moonpool.disagg_proxy.simulator.cluster import ClusterSettings
-from moonpool.disagg_proxy.simulator.runs import Plan, simulate
+from moonpool.disagg_proxy.tools.simulator.cluster import ClusterSettings
+from moonpool.disagg_proxy.tools.simulator.runs import Plan, simulate
 
 MANY = 1_000_000
 MINUTES_MAX = 10  # of CPU: other work on the machine makes the wall clock slower, and that little

@@ -10,8 +10,8 @@ from benchmarks.report import Row
 from moonpool.disagg_proxy.conductor.choice import Request
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor, _Found
 from moonpool.disagg_proxy.conductor.policies.roles import Group, Groups
-from moonpool.disagg_proxy.simulator.results import quantile
-from moonpool.disagg_proxy.simulator.runs import Run
+from moonpool.disagg_proxy.tools.simulator.results import quantile
+from moonpool.disagg_proxy.tools.simulator.runs import Run
 
 CELLS = (("conversation", 1.166), ("conversation", 2.0), ("synthetic", 1.0))
 FIGURES: tuple[tuple[str, str, Callable[[Run], float]], ...] = (

@@ -13,9 +13,9 @@ from pathlib import Path
 from benchmarks.conductor.bed import set_up
 from benchmarks.report import Row
 from moonpool.disagg_proxy.conductor.admission import Look, Objective
-from moonpool.disagg_proxy.simulator.results import Slo, quantile
-from moonpool.disagg_proxy.simulator.runs import Plan, Run, simulate
-from moonpool.disagg_proxy.simulator.trace import BLOCK_TOKENS, Arrival, Trace
+from moonpool.disagg_proxy.tools.simulator.results import Slo, quantile
+from moonpool.disagg_proxy.tools.simulator.runs import Plan, Run, simulate
+from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Arrival, Trace
 
 PREFILL, DECODE = 16, 2
 RATE = 4.0  # requests a second

@@ -70,7 +70,7 @@ class Ours(Client):
     def __init__(self, driver: str, address: str, master: str) -> None:
         super().__init__(driver, address)
         native: Any = importlib.import_module("moonpool._native")
-        paths: Any = importlib.import_module("moonpool.core.paths")
+        paths: Any = importlib.import_module("moonpool.core.config.paths")
         self._hash = native.key_hash
         self._hashes = b""
         self._directory = native.DirectoryClient(master, paths.read_or_create_token(), timeout_s=10.0)

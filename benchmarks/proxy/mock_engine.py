@@ -17,7 +17,7 @@ from typing import cast
 
 import uvloop
 
-from moonpool.core.kv_events import BlockRemoved, BlockStored, KvEvent, Publisher, QueueSource
+from moonpool.core.service.kv_events import BlockRemoved, BlockStored, KvEvent, Publisher, QueueSource
 
 CHUNKS = 64
 CHUNK_INTERVAL_S = 0.002

@@ -46,7 +46,7 @@ class Moonpool:
     def __init__(self, address: str, source: Buffer, target: Buffer) -> None:
         moonpool = importlib.import_module("moonpool")
         self._store: Any = moonpool.Store(address)
-        self._hit: Any = importlib.import_module("moonpool.core.store_types").Presence.HIT
+        self._hit: Any = importlib.import_module("moonpool.core.store.types").Presence.HIT
         self._source, self._target = source.address, target.address
 
     def put(self, key: str, offset: int, size: int) -> object:
