@@ -166,7 +166,8 @@ def test_on_two_nodes_all_of_it_must_have_come_over_tcp_from_both(
 def test_the_file_for_up_can_be_meant(demo: ModuleType, runtime_dir: Path, nodes: int) -> None:
     """Prefill and decode join each its own node, the nodes count as different hosts, and the proxy looks at
     prompts."""
-    from moonpool.core import config, up_plan
+    from moonpool.core.config import config
+    from moonpool.launch import up_plan
 
     model = demo.Model("tiny", "float32", 4096, is_local=False)
     cluster = importlib.import_module("cluster").Cluster(model, True, nodes)

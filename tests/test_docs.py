@@ -111,7 +111,7 @@ def test_the_two_first_commands_come_first() -> None:
 
 def test_readme_table_of_features_names_only_what_exists() -> None:
     """Every `moonpool X` command in the README is a subcommand."""
-    from moonpool.core.cli.entry import make_app
+    from moonpool.cli.entry import make_app
 
     app = make_app()
     names = {
@@ -157,7 +157,7 @@ def commands_of(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_options_of_printed_commands_exist(page: Path) -> None:
-    from moonpool.core.cli.entry import make_app
+    from moonpool.cli.entry import make_app
 
     wrong, top = [], typer.main.get_command(make_app())
     for words in commands_of(page.read_text()):
@@ -171,3 +171,12 @@ def test_options_of_printed_commands_exist(page: Path) -> None:
         if words[0] not in PASSED_ON and named - known:
             wrong.append(f"moonpool {' '.join(words)}: {', '.join(sorted(named - known))}")
     assert not wrong
+
+
+def test_the_walk_through_the_code_names_what_is_there() -> None:
+    rows = re.findall(
+        r"^\| .* \| `([^`]+)` \| `([^`]+)` \|$", (ROOT / "docs/code_walk.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) > 40
+    for file, name in rows:
+        assert re.search(rf"(?<!\w){re.escape(name)}(?!\w)", (ROOT / file).read_text()), (file, name)

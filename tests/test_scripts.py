@@ -329,11 +329,17 @@ def test_the_matrix_says_which_versions_it_knows(
     with pytest.raises(SystemExit) as passed:
         matrix.main()
     assert (passed.value.code, ran) == (False, [("vllm", "0.31.0"), ("sglang", "0.5.18")])
+    monkeypatch.setattr(matrix.shutil, "which", lambda name: None)
+    monkeypatch.setattr("sys.argv", ["matrix", "python-3.12"])
+    with pytest.raises(SystemExit) as skipped:
+        matrix.main()
+    assert skipped.value.code == 0
+    assert "python-3.12: not run: no such program in PATH" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["matrix", "sglang-0.1"])
     with pytest.raises(SystemExit) as refused:
         matrix.main()
     assert refused.value.code == 1
-    assert "sglang-0.1 is none of: vllm-VERSION, sglang-0.5.23" in capsys.readouterr().err
+    assert "sglang-0.1 is none of: vllm-VERSION, python-VERSION, sglang-0.5.23" in capsys.readouterr().err
 
 
 def test_both_end_what_they_have_started_when_the_run_is_told_to_end(tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ class Relay:
         self._server = (server.address, port)
         self._network = network
         table = 1000 + port
-        self._rule = f"iif {caller.cable} to {server.address} ipproto tcp dport {port} lookup {table}"
+        # TCP by its number: a minimal Debian has no /etc/protocols to look the name up in.
+        tcp = f"ipproto {socket.IPPROTO_TCP:d} dport {port}"
+        self._rule = f"iif {caller.cable} to {server.address} {tcp} lookup {table}"
         self._route = f"local {server.address} dev lo table {table}"
         self._lanes: list[Lane] = []
         self._refusing = False

@@ -26,7 +26,7 @@ def _descriptors_enough() -> None:
 
 
 def test_a_thousand_clients_of_a_node_and_of_its_master(cluster: Cluster) -> None:
-    a, b = cluster.start("a", "b", connections_max=CLIENTS + 100)
+    a, b = cluster.start("a", "b", remote_connections_max=CLIENTS + 100)
     assert cluster.master_process is not None
     on_a = cluster.puppet(a.host)
     on_a.put(["k"], 10_000)
@@ -57,7 +57,7 @@ def test_a_thousand_clients_of_a_node_and_of_its_master(cluster: Cluster) -> Non
 
 def test_more_clients_than_a_node_takes(cluster: Cluster) -> None:
     """The one too many is told so in one sentence; those who are in stay in."""
-    (a,) = cluster.start("a", connections_max=32)
+    (a,) = cluster.start("a", remote_connections_max=32)
     place = cluster.network.switch
     clients = []
     refused = 0

@@ -36,6 +36,22 @@ def test_a_dead_node_is_suspected_and_avoided(cluster: Cluster) -> None:
     assert reader.has(names, 10_000, 1)
 
 
+def test_a_holder_that_stands_still_is_no_miss(cluster: Cluster) -> None:
+    """It may answer again, and have it: also once the master no longer sends anybody there."""
+    a, b = cluster.start("a", "b")
+    # The master gets a quarter of the patience: what it does not say in time is unknown, too.
+    on_a, on_b = cluster.puppet(a.host, timeout_s=20.0), cluster.puppet(b.host)
+    on_b.put(["k"], 1000)
+    cluster.found(["k"])
+    b.process.stop()
+    until(lambda: cluster.states()[b.name] == "suspect")
+    assert on_a.exists(["k", "absent"]) == ["unknown", "miss"]
+    assert "silent" in on_a.longest_prefix(["k"])["why"]
+    b.process.resume()
+    until(lambda: on_a.exists(["k"]) == ["hit"])
+    until(lambda: on_a.longest_prefix(["k", "absent"])["why"] == "")
+
+
 def test_with_a_replica_nothing_is_lost(cluster: Cluster) -> None:
     """The reader is in a third host, so each byte comes by TCP. No call sees the death."""
     a, b, c = cluster.start("a", "b", "c")
@@ -113,7 +129,7 @@ def test_views_and_pins_at_a_dead_node(cluster: Cluster) -> None:
 
 
 def test_a_reader_that_is_killed_lets_go_of_remote_pins(cluster: Cluster) -> None:
-    a, b = cluster.start("a", "b", dram="32MiB")
+    a, b = cluster.start("a", "b", dram="32MiB", remote_pins_share_max=0.75)
     on_a, on_b = cluster.puppet(a.host), cluster.puppet(b.host)
     names = [f"p{i}" for i in range(20)]
     on_b.put(names, MIB)

@@ -111,7 +111,7 @@ def test_two_nodes_of_one_host_hold_one_replica(cluster: Cluster) -> None:
 
 def test_spill_when_the_own_arena_is_full(cluster: Cluster) -> None:
     """Views fill the own node: what no longer fits there goes to the other host, in the same call."""
-    (a,) = cluster.start("a", dram="32MiB")
+    (a,) = cluster.start("a", dram="32MiB", pins_share_max=1.0)
     writer = cluster.puppet(a.host)
     full = [f"full{i}" for i in range(28)]
     writer.put(full, MIB)
