@@ -84,6 +84,7 @@ DESCRIPTIONS: dict[str, str] = {
     "members_epoch": "Changes with every change of the membership.",
     "suspicions_total": "Times that a node became suspect.",
     "nodes_gone_total": "Nodes that were given up.",
+    "nodes_left_total": "Nodes that said that they stop serving.",
     "joins_total": "Times that a node joined.",
     "joins_refused_total": "Nodes that were refused: no room, or their name is taken.",
     "beats_total": "Signs of life of nodes.",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from . import wire_client as w
 from .wire_client import Wire
 
-JOIN, DELTA, BEAT, MEMBERS, LOCATE, PLACE, FORGET = range(32, 39)
+JOIN, DELTA, BEAT, MEMBERS, LOCATE, PLACE, FORGET, LEAVE = range(32, 40)
 BEGIN, END = 1, 2  # flags of DELTA
 REMOVED = 0x80  # in a row of DELTA
 PREFIX, SUSPECTS = 1, 2  # flags of LOCATE

@@ -245,6 +245,14 @@ def test_a_node_and_a_client_by_hand(master: MasterProcess) -> None:
         assert node.ask(m.BEAT, m.beat(1, Load())).body[8:] == m.drops(1, [])
         node.close()
         until(lambda: client.ask(m.LOCATE, m.locate([keys[2]])).body[8:] == struct.pack("<IB", 1, 0))
+        suspected = m.locate([keys[2]], flags=m.SUSPECTS)
+        assert client.ask(m.LOCATE, suspected).body[8:] == struct.pack("<I", 1) + one
+        with connect(master.address, TOKEN, b"member") as again:
+            assert again.ask(m.JOIN, m.join(me, Load(objects=3))).body[2] == 1  # resumed
+            again.send(m.LEAVE, b"", flags=w.ONE_WAY)
+            until(lambda: client.ask(m.LOCATE, suspected).body[8:] == struct.pack("<IB", 1, 0))
+            assert again.ask(m.BEAT, m.beat(0, Load())).kind == w.ERROR
+        assert master.states() == {}
 
 
 def bad_frames() -> Iterator[tuple[str, bytes, bytes]]:
@@ -262,6 +270,7 @@ def bad_frames() -> Iterator[tuple[str, bytes, bytes]]:
     )
     yield "a client's kind of a node", b"member", w.frame(m.LOCATE, m.locate([]))
     yield "a beat before joining", b"member", w.frame(m.BEAT, m.beat(0, Load()))
+    yield "leaving before joining", b"member", w.frame(m.LEAVE, b"", flags=w.ONE_WAY)
     yield "rows before joining", b"member", w.frame(m.DELTA, m.delta([]), flags=w.ONE_WAY)
     yield "a name of no bytes", b"member", w.frame(m.JOIN, m.join(Identity(b"", bytes(16)), Load()))
     yield "a long name", b"member", w.frame(m.JOIN, m.join(Identity(b"n" * 257, bytes(16)), Load()))

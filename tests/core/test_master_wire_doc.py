@@ -29,6 +29,7 @@ EXAMPLES = {
     "DELTA": w.frame(m.DELTA, m.delta([(KEY, m.DRAM)], flags=m.BEGIN | m.END), flags=w.ONE_WAY),
     "BEAT": w.frame(m.BEAT, m.beat(0, Load()), request_id=2),
     "BEAT, answer": answer(m.BEAT, struct.pack("<Q", 2) + m.drops(0, [KEY]), 2),
+    "LEAVE": w.frame(m.LEAVE, b"", flags=w.ONE_WAY),
     "MEMBERS": w.frame(m.MEMBERS, struct.pack("<Q", 0), request_id=3),
     "MEMBERS, answer": answer(m.MEMBERS, struct.pack("<QBI", 2, 1, 1) + m.member(0, 0, 50, NODE, Load()), 3),
     "LOCATE": w.frame(m.LOCATE, m.locate([KEY, bytes(16)]), request_id=4),

@@ -457,6 +457,18 @@ def test_without_a_master_the_own_node_goes_on_and_removals_reach_who_is_known(p
     assert b.get("both") is None
 
 
+def test_a_node_that_was_stopped_leaves_no_key_in_doubt(pool: Pool) -> None:
+    """It says that it leaves; one that dies may come back with its keys, which are not known until then."""
+    pool.node("a"), pool.node("b")
+    a, b = pool.store("a"), pool.store("b")
+    assert b.put("only there", b"1") == STORED
+    assert until(lambda: a.exists("only there")) is Presence.HIT
+    pool.nodes.pop("b").stop()
+    until(lambda: a.exists("only there") is Presence.MISS)
+    assert pool.master.metrics()["nodes_left_total"] == 1
+    assert pool.master.metrics()["nodes_suspect"] == 0
+
+
 def test_puts_go_elsewhere_when_the_own_node_is_gone(pool: Pool) -> None:
     pool.node("a"), pool.node("b")
     a, b = pool.store("a"), pool.store("b")

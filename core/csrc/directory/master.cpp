@@ -30,7 +30,7 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
         return joined.error();
     }
     ++counters_.joins_total;
-    if (joined->replaced) leave(now_ms, *joined->replaced);
+    if (joined->replaced) clear_seat(now_ms, *joined->replaced);
     if (joined->resumed) {
         forget_again(now_ms, seats_.at(joined->id).drops);
     } else {
@@ -47,7 +47,7 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
     return JoinAnswer{joined->id, joined->resumed, joined->old_link};
 }
 
-void Master::leave(uint64_t now_ms, NodeId id) {
+void Master::clear_seat(uint64_t now_ms, NodeId id) {
     directory_.close(id);
     const DropList& drops = seats_.at(id).drops;
     if (drops.all()) tombstones_.lose(now_ms);
@@ -64,6 +64,12 @@ void Master::disconnected(NodeId id, LinkId link) {
     if (membership_.link(id) != link) return;
     if (membership_.alive(id)) ++counters_.suspicions_total;
     membership_.disconnected(id, link);
+}
+
+void Master::left(uint64_t now_ms, NodeId id, LinkId link) {
+    if (!membership_.left(now_ms, id, link)) return;
+    clear_seat(now_ms, id);
+    ++counters_.nodes_left_total;
 }
 
 bool Master::in_touch(NodeId id) const {
@@ -179,7 +185,7 @@ uint32_t Master::forget(uint64_t now_ms, std::string_view hashes, std::span<cons
 void Master::tick(uint64_t now_ms) {
     size_t suspects = membership_.suspects();
     std::vector<NodeId> gone = membership_.tick(now_ms);
-    for (NodeId id : gone) leave(now_ms, id);
+    for (NodeId id : gone) clear_seat(now_ms, id);
     counters_.nodes_gone_total += gone.size();
     size_t suspects_now = membership_.suspects() + gone.size();
     if (suspects_now > suspects) counters_.suspicions_total += suspects_now - suspects;

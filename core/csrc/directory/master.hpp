@@ -38,7 +38,7 @@ struct MasterCounters {
     uint64_t locate_keys_total = 0, locate_hits_total = 0;
     uint64_t places_total = 0, places_short_total = 0;
     uint64_t forgets_total = 0, drops_total = 0, drop_alls_total = 0;
-    uint64_t suspicions_total = 0, nodes_gone_total = 0;
+    uint64_t suspicions_total = 0, nodes_gone_total = 0, nodes_left_total = 0;
 };
 
 class Master {
@@ -52,6 +52,8 @@ class Master {
     };
     Result<JoinAnswer> join(uint64_t now_ms, const NodeIdentity& identity, const NodeLoad& load, LinkId link);
     void disconnected(NodeId id, LinkId link);
+    // The node stops serving: what it held is no longer in the directory, at once.
+    void left(uint64_t now_ms, NodeId id, LinkId link);
     bool current(NodeId id, LinkId link) const { return membership_.link(id) == link; }
 
     // `rows`: whole rows as on the wire. False: a row that makes no sense.
@@ -98,7 +100,7 @@ class Master {
     };
 
     bool in_touch(NodeId id) const;
-    void leave(uint64_t now_ms, NodeId id);
+    void clear_seat(uint64_t now_ms, NodeId id);
     void forget_again(uint64_t now_ms, const DropList& drops);
 
     MasterLimits limits_;

@@ -118,6 +118,8 @@ bool MasterLink::handle(const FrameHeader& header, Reader body, uint64_t now_ms)
                 Timed timed(m.beat);
                 return on_beat(header, body, now_ms);
             }
+            case Kind::kLeave:
+                return on_leave(now_ms);
             default:
                 break;
         }
@@ -202,6 +204,13 @@ bool MasterLink::on_beat(const FrameHeader& header, Reader body, uint64_t now_ms
     w.number(server_.master_.membership().epoch());
     write_drops(w, server_.master_.drops(node_), server_.options_.master.drops_per_answer);
     finish_frame(out_, at);
+    return true;
+}
+
+bool MasterLink::on_leave(uint64_t now_ms) {
+    if (!seated()) return fail(Code::kClosed, "this node is no longer in the pool");
+    server_.note_left(node_);
+    server_.master_.left(now_ms, node_, id_);
     return true;
 }
 

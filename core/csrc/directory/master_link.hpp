@@ -34,6 +34,7 @@ class MasterLink {
     bool on_join(const FrameHeader& header, Reader body, uint64_t now_ms);
     bool on_delta(Reader body, uint64_t now_ms);
     bool on_beat(const FrameHeader& header, Reader body, uint64_t now_ms);
+    bool on_leave(uint64_t now_ms);
     bool on_members(const FrameHeader& header, Reader body, uint64_t now_ms);
     bool on_locate(const FrameHeader& header, Reader body);
     bool on_place(const FrameHeader& header, Reader body);

@@ -213,6 +213,15 @@ void MasterServer::note_members(uint64_t now) {
     }
 }
 
+// A member that is not noted yet has come and gone between two looks.
+void MasterServer::note_left(NodeId id) {
+    auto it = noted_.find(id);
+    if (it == noted_.end()) return;
+    journal_->note(Level::kInfo, "member_left", it->second.address,
+                   "node " + it->second.name + " has left; what it held is no longer in the directory");
+    noted_.erase(it);
+}
+
 bool MasterServer::is_alive(uint32_t timeout_ms) {
     if (!running_ || fork_.in_child()) return false;
     auto deadline = Pulse::Clock::now() + std::chrono::milliseconds(timeout_ms);
@@ -280,6 +289,7 @@ std::vector<std::pair<std::string, uint64_t>> MasterServer::gauges() const {
         {"members_epoch", membership.epoch()},
         {"suspicions_total", c.suspicions_total},
         {"nodes_gone_total", c.nodes_gone_total},
+        {"nodes_left_total", c.nodes_left_total},
         {"joins_total", c.joins_total},
         {"joins_refused_total", c.joins_refused_total},
         {"beats_total", c.beats_total},

@@ -89,6 +89,7 @@ class MasterServer {
     void close_link(LinkId link);
     void on_tick(uint64_t now_ms);
     void note_members(uint64_t now_ms);
+    void note_left(NodeId id);
     void post(std::function<void()> f);
     void run_posted();
     template <class F>

@@ -125,7 +125,16 @@ Status MemberAgent::live(Link& link) {
     while (!stopping_) {
         if (Status status = step(link); !status) return status;
     }
+    send_leave(link);
     return success();
+}
+
+// Best effort: a master that takes no bytes now suspects the node, and gives it up later.
+void MemberAgent::send_leave(Link& link) {
+    out_.clear();
+    size_t at = begin_frame(out_, Kind::kLeave, kFlagOneWay, 0);
+    finish_frame(out_, at);
+    (void)link.socket.send(out_.data(), out_.size(), false);
 }
 
 // One turn: whatever is due, then a wait for the next thing that will be.

@@ -100,6 +100,7 @@ class MemberAgent {
     Status tell_changes(Link& link);
     Status send_rows(Link& link, const std::vector<DeltaRow>& rows, uint8_t first_flags, uint8_t last_flags);
     Status send_beat(Link& link);
+    void send_leave(Link& link);
     Status read_answers(Link& link, bool wait);
     Status on_answer(Link& link, const FrameHeader& header, Reader body);
     Status carry_out(const Drops& drops);

@@ -159,6 +159,14 @@ void Membership::disconnected(NodeId id, LinkId link) {
     set_state(id, it->second, MemberState::kSuspect);
 }
 
+bool Membership::left(uint64_t now_ms, NodeId id, LinkId link) {
+    auto it = lives_.find(id);
+    if (it == lives_.end() || it->second.link != link) return false;
+    it->second.heard_ms = now_ms;
+    end(id, false);
+    return true;
+}
+
 std::vector<NodeId> Membership::tick(uint64_t now_ms) {
     uint64_t gap = now_ms - std::exchange(ticked_ms_, now_ms);
     std::vector<NodeId> gone;

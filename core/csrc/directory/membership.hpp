@@ -2,6 +2,7 @@
 //
 //   join --> alive --silent for suspect_ms, or its link broke--> suspect --silent for gone_ms--> past
 //              ^------------------ heard, or joined again --------|
+//                       alive or suspect --it says that it leaves--> past
 //
 // A member is (host_id, name); a life of it is an incarnation, and a life that has a number (NodeId) has rows
 // in the directory. A new life of a member takes its place once the old one is suspect; from then on the old
@@ -58,6 +59,7 @@ class Membership {
     void heard(uint64_t now_ms, NodeId id, LinkId link);
     void beat(uint64_t now_ms, NodeId id, LinkId link, const NodeLoad& load);
     void disconnected(NodeId id, LinkId link);
+    bool left(uint64_t now_ms, NodeId id, LinkId link);  // false: that connection no longer speaks for it
 
     // Silence is noticed here. The lives that are gone now; their rows are void. A clock that stood still, or
     // a caller that was itself stopped, is no silence of the members.

@@ -53,6 +53,7 @@ enum class Kind : uint8_t {
     kLocate = 36,   // who holds these keys
     kPlace = 37,    // where there is room
     kForget = 38,   // these keys were removed
+    kLeave = 39,    // node -> master, one-way: it stops serving
 
     // 48..63: the transfer engine (docs/wire_engine.md)
     kEngineHello = 48,     // initiator -> target, the first frame of a connection

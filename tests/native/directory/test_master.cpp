@@ -100,6 +100,11 @@ struct Node {
         master.disconnected(id, link);
         link = kNoLink;
     }
+    void leave(uint64_t now) {
+        master.left(now, id, link);
+        link = kNoLink;
+        id = kNoNode;
+    }
 };
 
 std::vector<std::vector<Holder>> locate(Master& master, const std::vector<uint64_t>& keys, uint8_t flags = 0,
@@ -191,6 +196,30 @@ TEST_CASE("master: what was removed while a node was away is dropped when it is 
     CHECK(locate(master, {1})[0].empty());
     CHECK(locate(master, {2})[0].size() == 1);
     CHECK(master.drops(a.id).empty());
+}
+
+TEST_CASE("master: a node that leaves takes its rows along, and drops later what was removed meanwhile") {
+    Master master({}, 0);
+    Node a{master, "a"}, b{master, "b"};
+    a.join(0, 1);
+    b.join(0, 2);
+    a.keys = {1, 2};
+    a.inventory(0);
+    b.inventory(0);
+    NodeId id = a.id;
+    master.left(100, id, 2);  // b's connection does not speak for a
+    CHECK(locate(master, {1}, kLocateSuspects)[0].size() == 1);
+    a.leave(100);
+    CHECK(locate(master, {1, 2}, kLocateSuspects) == std::vector<std::vector<Holder>>{{}, {}});
+    CHECK(master.counters().nodes_left_total == 1);
+    CHECK_FALSE(master.current(id, 1));
+    CHECK_FALSE(master.all_here(60000));  // it may come back with its disk
+    CHECK(master.forget(200, hashes_of({1}), {}) == 0);
+    a.life = 2;
+    REQUIRE(a.join(300, 3));
+    a.inventory(300);
+    CHECK(a.keys == std::set<uint64_t>{2});
+    CHECK(locate(master, {1, 2})[1].size() == 1);
 }
 
 TEST_CASE("master: a node in touch that the caller could not reach is told with its next beat") {
@@ -344,7 +373,13 @@ TEST_CASE("master: no stale copy survives, whatever the order") {
         uint64_t key = random.below(30);
         switch (random.below(12)) {
             case 0:
-                if (random.one_in(4) && node.link != kNoLink) node.disconnect();
+                if (random.one_in(4) && node.link != kNoLink) {
+                    if (random.one_in(3)) {
+                        node.leave(now);  // and comes back with its disk
+                    } else {
+                        node.disconnect();
+                    }
+                }
                 break;
             case 1:
                 if (node.link == kNoLink) {

@@ -74,6 +74,28 @@ TEST_CASE("membership: a broken connection makes a suspect at once, but not that
     CHECK(m.check_integrity());
 }
 
+TEST_CASE("membership: who says that it leaves is gone at once, and may join again") {
+    Membership m({});
+    NodeId a = joined(m, 0, identity("a", 1), 1), b = joined(m, 0, identity("b", 1), 2);
+    uint64_t epoch = m.epoch();
+    CHECK_FALSE(m.left(50, a, 2));  // a connection that is another's
+    CHECK(m.epoch() == epoch);
+    CHECK(m.left(50, a, 1));
+    CHECK(m.epoch() != epoch);
+    CHECK(m.check_integrity());
+    CHECK_FALSE(m.alive(a));
+    CHECK(m.alive(b));
+    CHECK(m.size() == 1);
+    CHECK(m.past().back().heard_ms == 50);
+    CHECK_FALSE(m.left(60, a, 1));
+    m.disconnected(a, 1);
+    CHECK(m.suspects() == 0);
+    Result<Membership::Joined> again = m.join(70, identity("a", 1), load(5), 3, any);
+    REQUIRE(again);
+    CHECK_FALSE(again->resumed);
+    CHECK(again->heard_ms == 50);
+}
+
 TEST_CASE("membership: a new life takes the place of a suspect one and fences it") {
     Membership m({});
     NodeId old_id = joined(m, 0, identity("a", 1), 1);
