@@ -273,12 +273,19 @@ TEST_CASE(
     Client client(dialing(*server));
     disk->hold();
     put(client, 1, false, "g");
-    put(client, 2, false, "g");
+    // The other of its group is never written: a group of which each is being written stays for so long.
+    std::string large(1 << 20, 'x');
+    Part large_part{reinterpret_cast<std::byte*>(large.data()), large.size()};
+    PutItem large_item{"larger than a segment", {}, {&large_part, 1}, "g"};
+    REQUIRE(client.put({&large_item, 1}, PutOptions{})->outcomes[0] == PutOutcome::kStored);
     until([&] { return gauge(*server, "ssd_writing") != 0; });
     // Its group goes, though one of it is being written.
     std::string_view name = "k1";
     auto there = [&] { return (*client.exists({&name, 1}))[0] == Presence::kHit; };
-    for (uint64_t i = 100; there(); ++i) put(client, i);
+    for (uint64_t i = 100; there(); ++i) {
+        REQUIRE(i < 5000);
+        put(client, i);
+    }
     std::string data(kObject, '!');
     Part part{reinterpret_cast<std::byte*>(data.data()), data.size()};
     PutItem item{name, {}, {&part, 1}};
