@@ -85,7 +85,7 @@ void DirectoryClient::close() {
         (void)dialing_.release();
         return;
     }
-    std::thread dialer;
+    std::unique_ptr<ServiceThread> dialer;
     {
         std::lock_guard lock(dialing_->mutex);
         dialer = std::move(dialing_->thread);
@@ -94,7 +94,7 @@ void DirectoryClient::close() {
         dialing_->wake.notify_all();
         dialing_->done.notify_all();
     }
-    if (dialer.joinable()) dialer.join();
+    if (dialer != nullptr) (void)dialer->join();  // with no lock: it takes that one
 }
 
 // The thread dials when a call found no connection, and then pauses, longer after each failure.
@@ -140,7 +140,11 @@ Status DirectoryClient::ready() {
     if (closed_) return Error{Code::kClosed, "the directory's client was closed"};
     socket_ = {};
     live_fd_ = -1;
-    if (!dialing.thread.joinable()) dialing.thread = std::thread([this] { dial_loop(); });
+    if (dialing.thread == nullptr) {
+        auto dialer = std::make_unique<ServiceThread>();
+        if (Status status = dialer->start("mp-dial", [this] { dial_loop(); }); !status) return status;
+        dialing.thread = std::move(dialer);
+    }
     if (!dialing.socket.fd.valid() && !dialing.wanted) {
         dialing.wanted = true;
         dialing.wake.notify_all();

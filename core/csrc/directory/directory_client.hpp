@@ -15,11 +15,11 @@
 #include <mutex>
 #include <span>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/fork.hpp"
 #include "base/result.hpp"
+#include "base/service_thread.hpp"
 #include "directory/types.hpp"
 #include "wire/control_socket.hpp"
 #include "wire/frame.hpp"
@@ -132,7 +132,7 @@ class DirectoryClient {
         ControlSocket socket;  // that a caller has yet to take
         ClosedInChildren closed_in_children{socket.fd};
         Error why_not;
-        std::thread thread;
+        std::unique_ptr<ServiceThread> thread;
     };
     std::unique_ptr<Dialing> dialing_ = std::make_unique<Dialing>();
     std::atomic<int> live_fd_{-1};  // of socket_, for close(), which does not wait for a call in progress

@@ -32,37 +32,35 @@ bool MasterLink::begin() {
 bool MasterLink::on_readable(uint64_t now_ms) {
     constexpr int kRoundsMax = 8;  // then it is the turn of others; epoll tells again what is left
     // Room for one whole record, so that nothing of it is left where epoll does not see it.
+    constexpr size_t kKeptMax = 64u << 10;
     const size_t room_min = socket_.tls != nullptr ? kTlsRecordBytes : 4096;
     for (int round = 0; round < kRoundsMax; ++round) {
-        if (in_begin_ == in_end_) in_begin_ = in_end_ = 0;
-        if (in_.size() - in_end_ < room_min) {
-            // Move what is left to the front, then grow: memory follows what was sent, never a length that
-            // was claimed.
-            if (in_begin_ != 0) std::memmove(in_.data(), in_.data() + in_begin_, in_end_ - in_begin_);
-            in_end_ -= in_begin_;
-            in_begin_ = 0;
-            if (in_.size() - in_end_ < room_min) in_.resize(std::max<size_t>(in_.size() * 2, 16384));
-        }
-        size_t room = in_.size() - in_end_;
-        ssize_t n = socket_.receive(in_.data() + in_end_, room, false);
+        std::span<std::byte> room = in_.room(room_min);
+        ssize_t n = socket_.receive(room.data(), room.size(), false);
         if (n == 0) return false;
         if (n < 0) {
             if (errno == EINTR) continue;
             return errno == EAGAIN;
         }
         progress_ms_ = now_ms;
-        in_end_ += static_cast<size_t>(n);
+        in_.received(static_cast<size_t>(n));
         if (!serve(now_ms)) return false;
         // A record is never larger than the room; the socket may hold more of them.
-        bool all = socket_.tls == nullptr && static_cast<size_t>(n) < room;
+        bool all = socket_.tls == nullptr && static_cast<size_t>(n) < room.size();
         if (all || backlog() > server_.options_.limits.send_backlog_bytes) break;
     }
-    if (in_begin_ == in_end_ && in_.size() > (1u << 16))
-        decltype(in_)().swap(in_);  // a thousand clients wait most of the time
+    in_.shrink(kKeptMax);
     return true;
 }
 
-bool MasterLink::on_writable(uint64_t now_ms) { return flush() && serve(now_ms); }
+bool MasterLink::on_events(uint32_t events) {
+    uint64_t now = now_ms();
+    bool alive = true;
+    if ((events & EPOLLOUT) != 0) alive = flush() && serve(now);
+    if (alive && (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) alive = on_readable(now);
+    if (!alive) server_.drop(socket_.fd.get());
+    return alive;
+}
 
 // Frames wait while the peer leaves its answers in the socket. When a flush made room, they are due at once:
 // no event will come for bytes that were received before.
@@ -77,26 +75,18 @@ bool MasterLink::serve(uint64_t now_ms) {
 
 bool MasterLink::parse_frames(uint64_t now_ms) {
     const Limits& limits = server_.options_.limits;
-    while (in_end_ - in_begin_ >= sizeof(FrameHeader) && backlog() <= limits.send_backlog_bytes) {
-        FrameHeader header;
-        std::memcpy(&header, in_.data() + in_begin_, sizeof(header));
-        if (header.magic != kMagic) return malformed("does not start with the magic number");
-        if (header.version != kVersion) {
-            return fail(Code::kProtocol, "this master speaks version " + std::to_string(kVersion) +
-                                             " of the wire format, the caller " +
-                                             std::to_string(header.version));
-        }
-        if (header.length > limits.frame_bytes) {
+    while (backlog() <= limits.send_backlog_bytes) {
+        std::optional<FrameHeader> header = in_.header();
+        if (!header) return true;
+        if (std::optional<Error> wrong =
+                unfit(*header, limits.frame_bytes, "master", "master.frame_bytes_max")) {
             server_.metrics_.protocol_errors_total.fetch_add(1);
-            return fail(Code::kTooLarge,
-                        "a frame of " + std::to_string(header.length) + " bytes is over the limit of " +
-                            std::to_string(limits.frame_bytes) + " (master.frame_bytes_max)");
+            return fail(wrong->code, wrong->text);
         }
-        if (in_end_ - in_begin_ < sizeof(header) + header.length) return true;
-        std::span<const std::byte> body(in_.data() + in_begin_ + sizeof(header), header.length);
-        in_begin_ += sizeof(header) + header.length;
+        std::optional<Reader> body = in_.body(*header);
+        if (!body) return true;
         whole_answers_ = out_.size();
-        if (!handle(header, Reader(body), now_ms)) return false;
+        if (!handle(*header, *body, now_ms)) return false;
         whole_answers_ = out_.size();
     }
     return true;
@@ -293,11 +283,7 @@ bool MasterLink::on_forget(const FrameHeader& header, Reader body, uint64_t now_
 }
 
 bool MasterLink::refuse(uint64_t request_id, Code code, const std::string& text) {
-    size_t at = begin_frame(out_, Kind::kError, kFlagAnswer, request_id);
-    Writer w(out_);
-    w.number(static_cast<uint16_t>(code));
-    w.text16(text);
-    finish_frame(out_, at);
+    write_error(out_, code, text, request_id);
     return true;
 }
 
@@ -342,16 +328,19 @@ void MasterLink::want_events() {
     uint32_t events = (backlog() != 0 || socket_.unsent() ? EPOLLOUT : 0u) |
                       (backlog() <= server_.options_.limits.send_backlog_bytes ? EPOLLIN : 0u);
     if (events == events_) return;
-    epoll_event event{};
-    event.events = events;
-    event.data.fd = socket_.fd.get();
-    ::epoll_ctl(server_.epoll_.get(), events_ == 0 ? EPOLL_CTL_ADD : EPOLL_CTL_MOD, event.data.fd, &event);
+    server_.loop_->watch(socket_.fd.get(), events);
     events_ = events;
+}
+
+bool MasterLink::on_tick(uint64_t now_ms) {
+    bool alive = check_deadlines(now_ms);
+    if (!alive) server_.drop(socket_.fd.get());
+    return alive;
 }
 
 bool MasterLink::check_deadlines(uint64_t now_ms) {
     if (std::exchange(sent_some_, false)) progress_ms_ = now_ms;
-    bool stalled = in_begin_ != in_end_ || backlog() != 0 || socket_.unsent() ||
+    bool stalled = !in_.waiting().empty() || backlog() != 0 || socket_.unsent() ||
                    (socket_.tls != nullptr && socket_.tls->inside_record());
     const Limits& limits = server_.options_.limits;
     if (is_member_ && node_ == kNoNode && now_ms - progress_ms_ > limits.handshake_ms) {

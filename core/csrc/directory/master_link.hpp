@@ -2,32 +2,37 @@
 // client is at the other end, and lets each ask only what is its own.
 #pragma once
 
+#include <sys/epoll.h>
+
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "directory/master_server.hpp"
 #include "wire/control_socket.hpp"
-#include "wire/frame.hpp"
+#include "wire/error_frame.hpp"
+#include "wire/frame_reader.hpp"
 
 namespace moonpool {
 
-class MasterLink {
+class MasterLink final : public EventHandler {
    public:
     MasterLink(MasterServer& server, Caller caller, LinkId id, bool is_member, uint64_t now_ms);
-    ~MasterLink();
+    ~MasterLink() override;
     MasterLink(const MasterLink&) = delete;
 
-    // Each returns false when the connection is over.
-    bool begin();
-    bool on_readable(uint64_t now_ms);
-    bool on_writable(uint64_t now_ms);
-    bool check_deadlines(uint64_t now_ms);
+    static constexpr uint32_t kFirstEvents = EPOLLIN;
+    bool begin();  // false: the connection is over
+    bool on_events(uint32_t events) override;
+    bool on_tick(uint64_t now_ms) override;
 
     LinkId id() const { return id_; }
     bool is_member() const { return is_member_; }
 
    private:
+    // Each returns false when the connection is over.
+    bool on_readable(uint64_t now_ms);
+    bool check_deadlines(uint64_t now_ms);
     bool serve(uint64_t now_ms);
     bool parse_frames(uint64_t now_ms);
     bool handle(const FrameHeader& header, Reader body, uint64_t now_ms);
@@ -56,12 +61,11 @@ class MasterLink {
     NodeId node_ = kNoNode;  // after JOIN
     uint64_t progress_ms_;
     bool sent_some_ = false;  // since the last check of the deadlines
-    std::vector<std::byte> in_;
-    size_t in_begin_ = 0, in_end_ = 0;
+    FrameReader in_;
     std::vector<std::byte> out_;
     size_t out_sent_ = 0;
     size_t whole_answers_ = 0;  // of out_, before the frame that is being handled
-    uint32_t events_ = 0;
+    uint32_t events_ = kFirstEvents;
 };
 
 }  // namespace moonpool

@@ -1,13 +1,9 @@
 #include "directory/master_server.hpp"
 
 #include <malloc.h>
-#include <pthread.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
-#include <sys/socket.h>
 
 #include <chrono>
-#include <future>
 
 #include "directory/master_link.hpp"
 
@@ -15,13 +11,8 @@ namespace moonpool {
 
 namespace {
 
-constexpr int kTickMs = 50;
+constexpr uint32_t kTickMs = 50, kCallMs = 2000;
 constexpr std::chrono::milliseconds kSweep{5};  // of a tick, for rows of lives that ended
-
-uint64_t now_ms() {
-    auto now = std::chrono::steady_clock::now().time_since_epoch();
-    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
-}
 
 }  // namespace
 
@@ -38,12 +29,20 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
         DoormanOptions{o.addresses, o.token, server->incarnation_, o.limits, o.tls, server->journal_});
     if (!doorman) return doorman.error();
     server->doorman_ = std::move(*doorman);
+    EventLoopOptions loop_options;
+    loop_options.name = "mp-master";
+    loop_options.tick_ms = kTickMs;
+    loop_options.on_tick = [raw = server.get()](uint64_t now) { raw->on_tick(now); };
+    loop_options.idle = [] { return false; };
+    Result<std::unique_ptr<EventLoop>> loop = EventLoop::create(std::move(loop_options));
+    if (!loop) return loop.error();
+    server->loop_ = std::move(*loop);
     for (bool is_member : {true, false}) {
         Purpose purpose;
         purpose.welcome = [](std::string_view) { return std::vector<std::byte>(); };
         purpose.serve = [raw = server.get(), is_member](Caller caller) {
             auto shared = std::make_shared<Caller>(std::move(caller));
-            raw->post([raw, shared, is_member] { raw->adopt(std::move(*shared), is_member); });
+            raw->loop_->post([raw, shared, is_member] { raw->adopt(std::move(*shared), is_member); });
         };
         server->doorman_->offer(std::string(is_member ? kPurposeMember : kPurposeDirectory), purpose);
     }
@@ -51,81 +50,13 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
 }
 
 Status MasterServer::start() {
-    if (running_) return success();
-    epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
-    wake_.reset(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
-    if (!epoll_.valid() || !wake_.valid()) return os_error("epoll");
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.fd = wake_.get();
-    ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event);
-    stopping_ = false;
-    running_ = true;
-    thread_ = std::thread([this] { loop(); });
+    if (Status status = loop_->start(); !status) return status;
     return doorman_->start();
 }
 
 void MasterServer::stop() {
     if (doorman_ != nullptr) doorman_->stop();
-    if (!running_.exchange(false)) return;
-    if (fork_.in_child()) {
-        (void)new std::thread(std::move(thread_));  // the parent's: there is nobody to join
-        return;
-    }
-    stopping_ = true;
-    uint64_t one = 1;
-    (void)!::write(wake_.get(), &one, sizeof(one));
-    thread_.join();
-}
-
-void MasterServer::post(std::function<void()> f) {
-    {
-        std::lock_guard lock(posted_mutex_);
-        posted_.push_back(std::move(f));
-    }
-    uint64_t one = 1;
-    (void)!::write(wake_.get(), &one, sizeof(one));
-}
-
-void MasterServer::run_posted() {
-    std::vector<std::function<void()>> posted;
-    {
-        std::lock_guard lock(posted_mutex_);
-        posted.swap(posted_);
-    }
-    for (auto& f : posted) f();
-}
-
-void MasterServer::loop() {
-    ::pthread_setname_np(::pthread_self(), "mp-master");
-    std::vector<epoll_event> events(256);
-    uint64_t last_tick = now_ms();
-    while (!stopping_) {
-        int n = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), kTickMs);
-        uint64_t now = now_ms();
-        for (int i = 0; i < n; ++i) {
-            int fd = events[static_cast<size_t>(i)].data.fd;
-            uint32_t what = events[static_cast<size_t>(i)].events;
-            if (fd == wake_.get()) {
-                uint64_t value;
-                (void)!::read(wake_.get(), &value, sizeof(value));
-                run_posted();
-            } else if (auto it = links_.find(fd); it != links_.end()) {
-                MasterLink& link = *it->second;
-                bool alive = true;
-                if ((what & EPOLLOUT) != 0) alive = link.on_writable(now);
-                if (alive && (what & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) alive = link.on_readable(now);
-                if (!alive) drop(fd);
-            }
-        }
-        // After everybody was heard: who was slow to be read is not silent.
-        if (now - last_tick >= kTickMs) {
-            on_tick(now);
-            last_tick = now;
-        }
-    }
-    run_posted();
-    links_.clear();
+    if (loop_ != nullptr && loop_->stop()) links_.clear();
 }
 
 void MasterServer::adopt(Caller caller, bool is_member) {
@@ -142,10 +73,11 @@ void MasterServer::adopt(Caller caller, bool is_member) {
     }
     metrics_.connections_total.fetch_add(1);
     int key = caller.fd.get();
-    auto link = std::make_unique<MasterLink>(*this, std::move(caller), next_link_++, is_member, now_ms());
-    if (!link->begin()) return;
+    auto link = std::make_shared<MasterLink>(*this, std::move(caller), next_link_++, is_member, now_ms());
+    if (!loop_->add(key, MasterLink::kFirstEvents, link)) return;
     ++count;
-    links_.emplace(key, std::move(link));
+    links_.emplace(key, link);
+    if (!link->begin()) drop(key);
 }
 
 void MasterServer::drop(int fd) {
@@ -153,7 +85,8 @@ void MasterServer::drop(int fd) {
     if (it == links_.end()) return;
     metrics_.connections_dropped_total.fetch_add(1);
     --(it->second->is_member() ? members_ : clients_);
-    links_.erase(it);  // closing the descriptor takes it out of epoll
+    loop_->remove(fd);
+    links_.erase(it);
 }
 
 void MasterServer::close_link(LinkId link) {
@@ -165,11 +98,6 @@ void MasterServer::close_link(LinkId link) {
 }
 
 void MasterServer::on_tick(uint64_t now) {
-    std::vector<int> over;
-    for (auto& [fd, link] : links_) {
-        if (!link->check_deadlines(now)) over.push_back(fd);
-    }
-    for (int fd : over) drop(fd);
     master_.tick(now);
     note_members(now);
     // Many small pieces came and went: the kernel gets them back.
@@ -223,32 +151,18 @@ void MasterServer::note_left(NodeId id) {
 }
 
 bool MasterServer::is_alive(uint32_t timeout_ms) {
-    if (!running_ || fork_.in_child()) return false;
     auto deadline = Pulse::Clock::now() + std::chrono::milliseconds(timeout_ms);
-    if (!pulse_.ask([this] { post([this] { pulse_.answer(); }); }, deadline)) return false;
-    return doorman_->is_alive(deadline);
-}
-
-template <class F>
-bool MasterServer::call_on_loop(F f) {
-    if (!running_ || fork_.in_child()) return false;
-    auto done = std::make_shared<std::promise<void>>();
-    std::future<void> finished = done->get_future();
-    post([f, done] {
-        f();
-        done->set_value();
-    });
-    return finished.wait_for(std::chrono::seconds(2)) == std::future_status::ready;
+    return loop_->is_alive(deadline) && doorman_->is_alive(deadline);
 }
 
 bool MasterServer::check_integrity() {
     auto sound = std::make_shared<bool>(false);
-    return call_on_loop([this, sound] { *sound = master_.check_integrity(); }) && *sound;
+    return loop_->call([this, sound] { *sound = master_.check_integrity(); }, kCallMs) && *sound;
 }
 
 MasterServer::Nodes MasterServer::nodes() {
     auto nodes = std::make_shared<Nodes>();
-    bool ran = call_on_loop([this, nodes] {
+    auto list = [this, nodes] {
         uint64_t now = now_ms();
         const Membership& membership = master_.membership();
         Members members = membership.current(now);
@@ -265,13 +179,13 @@ MasterServer::Nodes MasterServer::nodes() {
             row.member = Member{kNoNode, MemberState::kGone, past->identity, {}, now - past->heard_ms};
             nodes->rows.push_back(std::move(row));
         }
-    });
-    return ran ? std::move(*nodes) : Nodes{};
+    };
+    return loop_->call(list, kCallMs) ? std::move(*nodes) : Nodes{};
 }
 
 std::vector<std::pair<std::string, uint64_t>> MasterServer::snapshot() {
     auto rows = std::make_shared<std::vector<std::pair<std::string, uint64_t>>>();
-    bool ran = call_on_loop([this, rows] { *rows = gauges(); });
+    bool ran = loop_->call([this, rows] { *rows = gauges(); }, kCallMs);
     return ran ? std::move(*rows) : std::vector<std::pair<std::string, uint64_t>>{};
 }
 

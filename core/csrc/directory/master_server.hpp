@@ -1,4 +1,4 @@
-// MasterServer: the master's sockets around Master. One thread, one epoll loop; connections come from the
+// MasterServer: the master's sockets around Master. One event loop; connections come from the
 // process's Doorman, proved, for the purpose "member" (nodes) or "directory" (clients).
 //
 // A member is heard with every frame it sends. Its connection is its life line: when it breaks, the member is
@@ -10,18 +10,14 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "base/fd.hpp"
-#include "base/fork.hpp"
+#include "base/event_loop.hpp"
 #include "base/journal.hpp"
 #include "base/latency.hpp"
-#include "base/pulse.hpp"
 #include "base/result.hpp"
 #include "directory/master.hpp"
 #include "wire/auth.hpp"
@@ -84,25 +80,19 @@ class MasterServer {
     explicit MasterServer(MasterServerOptions options);
 
     void adopt(Caller caller, bool is_member);
-    void loop();
     void drop(int fd);
     void close_link(LinkId link);
     void on_tick(uint64_t now_ms);
     void note_members(uint64_t now_ms);
     void note_left(NodeId id);
-    void post(std::function<void()> f);
-    void run_posted();
-    template <class F>
-    bool call_on_loop(F f);
     std::vector<std::pair<std::string, uint64_t>> gauges() const;
 
     MasterServerOptions options_;
     Incarnation incarnation_;
     MasterServerMetrics metrics_;
     Master master_;
-    ForkGuard fork_;
-    Fd epoll_, wake_;
-    std::unordered_map<int, std::unique_ptr<MasterLink>> links_;
+    std::unique_ptr<EventLoop> loop_;
+    std::unordered_map<int, std::shared_ptr<MasterLink>> links_;
     uint32_t clients_ = 0, members_ = 0;  // connections of each purpose
     LinkId next_link_ = 1;
     bool trim_due_ = false;
@@ -116,13 +106,6 @@ class MasterServer {
     std::map<NodeId, Noted> noted_;
     uint64_t noted_epoch_ = 0;
     std::shared_ptr<Journal> journal_ = std::make_shared<Journal>();
-    Pulse pulse_;
-
-    std::mutex posted_mutex_;
-    std::vector<std::function<void()>> posted_;
-    std::atomic<bool> stopping_{false};
-    std::atomic<bool> running_{false};
-    std::thread thread_;
     std::unique_ptr<Doorman> doorman_;  // last: it hands over to what stands above
 };
 

@@ -1,7 +1,6 @@
 #include "directory/member_agent.hpp"
 
 #include <poll.h>
-#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 
@@ -30,23 +29,18 @@ MemberAgent::MemberAgent(MemberAgentOptions options, MemberHooks hooks, DeltaLog
 
 MemberAgent::~MemberAgent() { stop(); }
 
-void MemberAgent::start() {
-    if (running_) return;
-    running_ = true;
+Status MemberAgent::start() {
+    if (thread_.started()) return success();
     stopping_ = false;
-    thread_ = std::thread([this] { run(); });
+    return thread_.start("mp-member", [this] { run(); });
 }
 
 void MemberAgent::stop() {
-    if (!running_) return;
-    running_ = false;
-    if (fork_.in_child()) {
-        (void)new std::thread(std::move(thread_));  // the parent's: there is nobody to join
-        return;
+    if (!thread_.in_child()) {
+        stopping_ = true;
+        wake();
     }
-    stopping_ = true;
-    wake();
-    thread_.join();
+    (void)thread_.join();
 }
 
 void MemberAgent::wake() {
@@ -77,7 +71,6 @@ void MemberAgent::set_why_not(const std::string& why) {
 }
 
 void MemberAgent::run() {
-    ::pthread_setname_np(::pthread_self(), "mp-member");
     int backoff_ms = options_.backoff_first_ms;
     while (!stopping_) {
         DialOptions dial_options;
@@ -286,31 +279,25 @@ Status MemberAgent::send_frame(Link& link) {
 }
 
 Status MemberAgent::read_answers(Link& link, bool wait) {
-    size_t have = link.in.size();
-    link.in.resize(have + kReadBytes);
+    std::span<std::byte> room = link.in.room(kReadBytes);
     ssize_t n;
     do {
-        n = link.socket.receive(link.in.data() + have, kReadBytes, wait);
+        n = link.socket.receive(room.data(), room.size(), wait);
     } while (n < 0 && errno == EINTR);
-    link.in.resize(have + static_cast<size_t>(std::max<ssize_t>(n, 0)));
     if (n < 0 && errno == EAGAIN) {
         if (!wait) return success();
         return Error{Code::kTimeout, "the master at " + link.peer + " did not answer in time"};
     }
     if (n <= 0) return Error{Code::kUnavailable, "the master at " + link.peer + " closed the connection"};
-    size_t at = 0;
-    while (link.in.size() - at >= sizeof(FrameHeader)) {
-        FrameHeader header;
-        std::memcpy(&header, link.in.data() + at, sizeof(header));
-        if (header.magic != kMagic || header.version != kVersion || header.length > kAnswerMax) {
+    link.in.received(static_cast<size_t>(n));
+    while (std::optional<FrameHeader> header = link.in.header()) {
+        if (unfit(*header, kAnswerMax, "node", "")) {
             return Error{Code::kProtocol, link.peer + " does not speak the protocol of a Moonpool master"};
         }
-        if (link.in.size() - at < sizeof(header) + header.length) break;
-        Reader body(std::span(link.in).subspan(at + sizeof(header), header.length));
-        at += sizeof(header) + header.length;
-        if (Status status = on_answer(link, header, body); !status) return status;
+        std::optional<Reader> body = link.in.body(*header);
+        if (!body) break;
+        if (Status status = on_answer(link, *header, *body); !status) return status;
     }
-    link.in.erase(link.in.begin(), link.in.begin() + static_cast<std::ptrdiff_t>(at));
     return success();
 }
 

@@ -12,17 +12,18 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/fd.hpp"
 #include "base/fork.hpp"
 #include "base/journal.hpp"
 #include "base/result.hpp"
+#include "base/service_thread.hpp"
 #include "directory/delta_log.hpp"
 #include "directory/protocol.hpp"
 #include "directory/types.hpp"
 #include "wire/control_socket.hpp"
+#include "wire/frame_reader.hpp"
 
 namespace moonpool {
 
@@ -56,7 +57,7 @@ class MemberAgent {
     ~MemberAgent();
     MemberAgent(const MemberAgent&) = delete;
 
-    void start();
+    Status start();
     void stop();  // idempotent
     void wake();  // the log has rows: any thread, never blocks
 
@@ -89,7 +90,7 @@ class MemberAgent {
         bool inventory = false;  // is being told
         bool begun = false;      // and its first frame is sent
         uint64_t cursor = 0;
-        std::vector<std::byte> in;
+        FrameReader in;
     };
 
     void run();
@@ -110,12 +111,10 @@ class MemberAgent {
     MemberAgentOptions options_;
     MemberHooks hooks_;
     DeltaLog& log_;
-    ForkGuard fork_;
     Counters counters_;
     Fd wake_;
     std::atomic<bool> stopping_{false};  // ends an attempt to connect, too
-    bool running_ = false;
-    std::thread thread_;
+    ServiceThread thread_;
 
     // Of the thread.
     std::vector<std::byte> out_;

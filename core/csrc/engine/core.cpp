@@ -62,8 +62,13 @@ Status Engine::Core::start() {
     identity.shm_cookie = random_nonce();
 
     for (uint32_t i = 0; i < options.io_threads; ++i) {
-        Result<std::unique_ptr<transport::Loop>> loop = transport::Loop::start("moonpool-io");
+        EventLoopOptions loop_options;
+        loop_options.name = "moonpool-io";
+        loop_options.spin_us = 50;
+        loop_options.spins_beside_sender = false;
+        Result<std::unique_ptr<EventLoop>> loop = EventLoop::create(std::move(loop_options));
         if (!loop) return loop.error();
+        if (Status status = (*loop)->start(); !status) return status;
         loops.push_back(std::move(*loop));
     }
     if (Status status = start_transports(); !status) return status;
@@ -113,7 +118,7 @@ Status Engine::Core::start_transports() {
             shm.reset();
         }
     }
-    std::vector<transport::Loop*> all;
+    std::vector<EventLoop*> all;
     for (const auto& loop : loops) all.push_back(loop.get());
     tcp = std::make_unique<transport::tcp::Target>(served(), all);
     reception->target = tcp.get();

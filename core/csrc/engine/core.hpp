@@ -16,7 +16,7 @@
 #include "engine/inbox.hpp"
 #include "engine/peer.hpp"
 #include "engine/tickets.hpp"
-#include "transport/loop.hpp"
+#include "base/event_loop.hpp"
 #include "transport/loopback/link.hpp"
 #include "transport/shm/target.hpp"
 #include "transport/tcp/target.hpp"
@@ -78,7 +78,7 @@ struct Engine::Core {
     std::shared_ptr<transport::loopback::Target> loopback;
     std::unique_ptr<transport::shm::Target> shm;
     std::unique_ptr<transport::tcp::Target> tcp;
-    std::vector<std::unique_ptr<transport::Loop>> loops;
+    std::vector<std::unique_ptr<EventLoop>> loops;
     transport::Workers workers;  // copy
     transport::Workers waiters;  // wait for the network: dialling, dead peers, messages; no copy waits behind
     std::shared_ptr<engine::Reception> reception = std::make_shared<engine::Reception>();

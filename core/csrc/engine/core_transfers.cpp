@@ -72,7 +72,7 @@ void Engine::Core::prepare(Job& job, const TransferRequest& request) {
     job.background = request.background;
     job.timeout_ms = request.timeout_ms > 0 ? request.timeout_ms : options.timeout_ms;
     job.closing = &closing;
-    job.progress_ns = transport::now_ns();
+    job.progress_ns = now_ns();
     job.waiting = job.slices.size();
     for (size_t i = 0; i < job.slices.size(); ++i) {
         bool empty = job.slices[i].length == 0;

@@ -131,7 +131,7 @@ Result<uint32_t> Engine::open(const std::string& address) {
     pool.peer = info->segment;
     pool.connections_max = core.options.connections_per_peer;
     if (core.options.frame_bytes != 0) pool.frame_bytes = core.options.frame_bytes;
-    std::vector<transport::Loop*> loops;
+    std::vector<EventLoop*> loops;
     for (const auto& loop : core.loops) loops.push_back(loop.get());
     auto control = std::make_shared<transport::tcp::Link>(pool, loops, core.waiters, core.counters);
     if (Status status = control->pool().adopt(std::move(*dialed), core.options.timeout_ms); !status) {

@@ -82,7 +82,7 @@ TransferFailure Peer::explain(const Job& job, const Outcome& outcome) const {
     Error why = job.refused       ? job.refusal
                 : !outcome.status ? outcome.status.error()
                                   : Error{Code::kUnavailable, "no path is left"};
-    auto still_ms = static_cast<int64_t>((transport::now_ns() - job.progress_ns.load()) / 1000000);
+    auto still_ms = static_cast<int64_t>((now_ns() - job.progress_ns.load()) / 1000000);
     if (!job.refused && still_ms >= job.timeout_ms) {
         why = Error{Code::kTimeout, "nothing moved for " + seconds_text(job.timeout_ms) + "; " + why.text};
     }

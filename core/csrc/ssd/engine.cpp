@@ -7,6 +7,7 @@
 #include <cstring>
 #include <random>
 
+#include "base/clock.hpp"
 #include "base/crc32c.hpp"
 
 namespace moonpool::ssd {
@@ -15,11 +16,6 @@ namespace {
 
 constexpr uint32_t kErrorsInRowMax = 8;
 constexpr uint32_t kSlotsUsableMin = 4;
-
-uint64_t now_ms() {
-    auto now = std::chrono::steady_clock::now().time_since_epoch();
-    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
-}
 
 uint64_t default_segment_bytes(uint64_t bytes) {
     return std::clamp<uint64_t>(bytes / 64 / (1u << 20) * (1u << 20), 4u << 20, 64u << 20);
@@ -147,12 +143,14 @@ Result<std::unique_ptr<Engine>> Engine::open(LogOptions options) {
     engine->read_buffers_ = std::make_unique<Buffers>(o.depth, o.io_bytes);
     engine->write_buffers_ = std::make_unique<Buffers>(o.depth, o.io_bytes);
     if (!engine->read_buffers_->valid() || !engine->write_buffers_->valid()) return os_error("buffers");
-    engine->start(recover(*engine->file_, *superblock, engine->slots_, o.records_max, engine->index_,
-                          [&](std::string_view identity) { return engine->space(identity); }));
+    Status started =
+        engine->start(recover(*engine->file_, *superblock, engine->slots_, o.records_max, engine->index_,
+                              [&](std::string_view identity) { return engine->space(identity); }));
+    if (!started) return started.error();
     return engine;
 }
 
-void Engine::start(Recovery recovery) {
+Status Engine::start(Recovery recovery) {
     recovery_ = std::move(recovery);
     for (Space& space : spaces_) space.open = false;  // recovery asked, and has ended
     next_number_ = recovery_.next_number;
@@ -174,12 +172,12 @@ void Engine::start(Recovery recovery) {
     }
     synced_ms_ = now_ms();
     direct_ = file_->direct();
-    thread_ = std::thread([this] { run(); });
+    return thread_.start("mp-ssd", [this] { run(); });
 }
 
 Engine::~Engine() {
     if (fork_.in_child()) {
-        (void)new std::thread(std::move(thread_));
+        (void)thread_.join();
         (void)queue_.release();
         return;
     }
@@ -192,9 +190,9 @@ void Engine::close() {
         std::lock_guard lock(mutex_);
         closing_ = true;
     }
-    if (!thread_.joinable()) return;
+    if (!thread_.started()) return;
     queue_->wake();
-    thread_.join();
+    (void)thread_.join();
     file_.reset();  // another may have the directory now; nobody submits to the queue any more
 }
 
@@ -202,7 +200,7 @@ void Engine::close() {
 
 uint32_t Engine::space(std::string_view identity) {
     std::unique_lock lock(mutex_, std::defer_lock);
-    if (thread_.joinable()) lock.lock();  // recovery asks too, alone
+    if (thread_.started()) lock.lock();  // recovery asks too, alone
     auto it = space_ids_.find(identity);
     if (it == space_ids_.end()) {
         forget_unused_spaces();

@@ -10,10 +10,10 @@
 #include <deque>
 #include <mutex>
 #include <set>
-#include <thread>
 #include <unordered_map>
 
 #include "base/fork.hpp"
+#include "base/service_thread.hpp"
 #include "ssd/buffers.hpp"
 #include "ssd/index.hpp"
 #include "ssd/io_queue.hpp"
@@ -137,7 +137,7 @@ class Engine {
     };
 
     Engine(LogOptions options, std::unique_ptr<File> file, Superblock superblock);
-    void start(Recovery recovery);
+    Status start(Recovery recovery);
 
     // engine.cpp, on the thread
     void run();
@@ -266,7 +266,7 @@ class Engine {
     std::vector<Hash128> gone_;                // to be told
     std::atomic<bool> reclaim_wanted_{false};  // the index is full
 
-    std::thread thread_;
+    ServiceThread thread_;
 };
 
 }  // namespace moonpool::ssd

@@ -116,10 +116,6 @@ class Link {
     }
 };
 
-uint64_t now_ns();
-
-inline uint64_t now_ms() { return now_ns() / 1000000; }
-
 inline std::string range_text(const Slice& slice) {
     char text[64];
     std::snprintf(text, sizeof(text), "0x%llx + %llu", static_cast<unsigned long long>(slice.remote),

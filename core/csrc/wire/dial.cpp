@@ -136,14 +136,6 @@ std::string mac_tenant(std::string_view tenant, std::string_view purpose) {
     return text;
 }
 
-Error read_error(Reader& body) {
-    auto code = body.number<uint16_t>();
-    std::string_view text = body.text16();
-    if (!body.ok() || code > static_cast<uint16_t>(Code::kOs))
-        return Error{Code::kProtocol, "an unreadable refusal"};
-    return Error{static_cast<Code>(code), std::string(text)};
-}
-
 void set_socket_timeouts(int fd, int timeout_ms) {
     timeval tv{timeout_ms / 1000, (timeout_ms % 1000) * 1000};
     ::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &tv, sizeof(tv));

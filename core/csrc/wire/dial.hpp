@@ -11,6 +11,7 @@
 #include "base/fd.hpp"
 #include "base/result.hpp"
 #include "wire/auth.hpp"
+#include "wire/error_frame.hpp"
 #include "wire/frame.hpp"
 #include "wire/tls.hpp"
 
@@ -45,9 +46,6 @@ Result<Dialed> dial(const DialOptions& options);
 
 // The tenant as the macs of a TCP handshake cover it.
 std::string mac_tenant(std::string_view tenant, std::string_view purpose);
-
-// What an ERROR frame says.
-Error read_error(Reader& body);
 
 void set_socket_timeouts(int fd, int timeout_ms);
 

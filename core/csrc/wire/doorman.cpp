@@ -1,16 +1,12 @@
 #include "wire/doorman.hpp"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
-#include <system_error>
 
 #include "base/hmac.hpp"
 #include "wire/address.hpp"
@@ -20,15 +16,10 @@ namespace moonpool {
 
 namespace {
 
-constexpr int kTickMs = 100;
+constexpr uint32_t kTickMs = 100;
 // A caller that does not speak TLS waits for our challenge; one that does, speaks at once. Less than
 // anybody's time for a handshake, so that the reason still comes.
 constexpr uint64_t kTlsSilenceMs = 250;
-
-uint64_t now_ms() {
-    auto now = std::chrono::steady_clock::now().time_since_epoch();
-    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
-}
 
 // To a socket that has sent nothing yet or little: it fits, or the peer is of no interest.
 bool send_now(int fd, TlsStream* tls, const std::vector<std::byte>& frame) {
@@ -48,11 +39,7 @@ bool has_spoken(int fd) {
 
 void send_error(int fd, Code code, const std::string& text, TlsStream* tls) {
     std::vector<std::byte> frame;
-    size_t at = begin_frame(frame, Kind::kError, 0, 0);
-    Writer w(frame);
-    w.number(static_cast<uint16_t>(code));
-    w.text16(text);
-    finish_frame(frame, at);
+    write_error(frame, code, text, 0, 0);
     (void)send_now(fd, tls, frame);
 }
 
@@ -69,7 +56,7 @@ Result<std::unique_ptr<Doorman>> Doorman::create(DoormanOptions options) {
         }
         if (!listener) return listener.error();
         doorman->addresses_.push_back(local_address(listener->get()));
-        doorman->listeners_.push_back(std::make_unique<Listener>(std::move(*listener)));
+        doorman->listeners_.push_back(std::make_shared<Listener>(*doorman, std::move(*listener)));
     }
     return doorman;
 }
@@ -81,79 +68,30 @@ void Doorman::offer(std::string purpose, Purpose handler) {
 }
 
 Status Doorman::start() {
-    if (running_) return success();
-    epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
-    wake_.reset(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+    if (loop_ != nullptr) return success();
     spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
-    if (!epoll_.valid() || !wake_.valid()) return os_error("epoll");
-    auto watch = [this](int fd) {
-        epoll_event event{};
-        event.events = EPOLLIN;
-        event.data.fd = fd;
-        ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
-    };
-    watch(wake_.get());
-    for (const auto& listener : listeners_) watch(listener->fd.get());
-    stopping_ = false;
-    try {
-        thread_ = std::thread([this] { loop(); });
-    } catch (const std::system_error& error) {
-        return os_error("cannot start a thread", error.code().value());
-    }
-    running_ = true;
-    return success();
+    EventLoopOptions options;
+    options.name = "mp-doorman";
+    options.tick_ms = kTickMs;
+    options.on_tick = [this](uint64_t now) { drop_late(now); };
+    options.idle = [this] { return strangers_.empty(); };
+    Result<std::unique_ptr<EventLoop>> loop = EventLoop::create(std::move(options));
+    if (!loop) return loop.error();
+    loop_ = std::move(*loop);
+    for (const auto& listener : listeners_) loop_->add(listener->fd.get(), EPOLLIN, listener);
+    Status started = loop_->start();
+    if (!started) loop_.reset();
+    return started;
 }
 
 void Doorman::stop() {
-    if (!running_.exchange(false)) return;
-    if (fork_.in_child()) {
-        (void)new std::thread(std::move(thread_));  // the parent's: there is nobody to join
-        return;
-    }
-    stopping_ = true;
-    uint64_t one = 1;
-    (void)!::write(wake_.get(), &one, sizeof(one));
-    thread_.join();
+    if (loop_ == nullptr || !loop_->stop()) return;
     strangers_.clear();
     listeners_.clear();
 }
 
 bool Doorman::is_alive(Pulse::Clock::time_point deadline) {
-    if (!running_ || fork_.in_child()) return false;
-    auto wake = [this] {
-        uint64_t one = 1;
-        (void)!::write(wake_.get(), &one, sizeof(one));
-    };
-    return pulse_.ask(wake, deadline);
-}
-
-void Doorman::loop() {
-    ::pthread_setname_np(::pthread_self(), "mp-doorman");
-    std::vector<epoll_event> events(128);
-    uint64_t last_tick = now_ms();
-    while (!stopping_) {
-        int n = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()),
-                             strangers_.empty() ? -1 : kTickMs);
-        for (int i = 0; i < n && !stopping_; ++i) {
-            int fd = events[static_cast<size_t>(i)].data.fd;
-            if (fd == wake_.get()) {
-                uint64_t value;
-                (void)!::read(wake_.get(), &value, sizeof(value));
-                pulse_.answer();
-                continue;
-            }
-            auto it = strangers_.find(fd);
-            if (it != strangers_.end()) {
-                if (!on_event(*it->second)) strangers_.erase(it);
-            } else if (std::ranges::any_of(listeners_, [fd](const auto& l) { return l->fd.get() == fd; })) {
-                accept_all(fd);
-            }
-        }
-        if (uint64_t now = now_ms(); now - last_tick >= kTickMs) {
-            drop_late(now);
-            last_tick = now;
-        }
-    }
+    return loop_ != nullptr && loop_->is_alive(deadline);
 }
 
 void Doorman::accept_all(int listener) {
@@ -185,10 +123,10 @@ void Doorman::greet(Fd fd) {
         counters_.refused_total.fetch_add(1);
         note(Level::kWarning, "crowded_out", *oldest->second,
              "made room before its handshake was done: too many callers are in theirs");
-        strangers_.erase(oldest);
+        forget(*oldest->second);
     }
     (void)prepare_socket(fd.get());
-    auto stranger = std::make_unique<Stranger>();
+    auto stranger = std::make_shared<Stranger>(*this);
     stranger->nonce = random_nonce();
     stranger->peer = peer_address(fd.get());
     stranger->since_ms = now_ms();
@@ -201,12 +139,22 @@ void Doorman::greet(Fd fd) {
         return;
     }
     counters_.accepted_total.fetch_add(1);
-    int key = stranger->fd.get();
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.fd = key;
-    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, key, &event) != 0) return;
-    strangers_.emplace(key, std::move(stranger));
+    stranger->key = stranger->fd.get();
+    if (!loop_->add(stranger->key, EPOLLIN, stranger)) return;
+    strangers_.emplace(stranger->key, std::move(stranger));
+}
+
+// False: it is over with this stranger.
+bool Doorman::serve(Stranger& stranger) {
+    if (on_event(stranger)) return true;
+    forget(stranger);
+    return false;
+}
+
+void Doorman::forget(const Stranger& stranger) {
+    int key = stranger.key;  // the stranger may end with the next line
+    std::shared_ptr<EventHandler> last = loop_->remove(key);
+    strangers_.erase(key);
 }
 
 bool Doorman::challenge(Stranger& stranger) {
@@ -227,10 +175,8 @@ bool Doorman::on_event(Stranger& stranger) {
     if (stranger.challenged && !on_readable(stranger)) return false;
     bool waits = stranger.tls->unsent();
     if (std::exchange(stranger.waits_for_room, waits) == waits) return true;
-    epoll_event event{};
-    event.events = EPOLLIN | (waits ? EPOLLOUT : 0u);
-    event.data.fd = stranger.fd.get();
-    return ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, stranger.fd.get(), &event) == 0;
+    loop_->watch(stranger.key, EPOLLIN | (waits ? EPOLLOUT : 0u));
+    return true;
 }
 
 // The handshake of TLS, as far as it goes now, and behind it our challenge.
@@ -322,8 +268,7 @@ bool Doorman::on_auth(Stranger& stranger, const FrameHeader& header, Reader body
     w.bytes(welcome->data(), welcome->size());
     finish_frame(frame, at);
     if (!send_now(stranger.fd.get(), stranger.tls.get(), frame)) return false;
-    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, stranger.fd.get(), nullptr);
-    // The map still has its number as the key; the caller's socket cannot take another until it is erased.
+    loop_->remove(stranger.key);  // before another thread has the socket
     it->second.serve(
         Caller{std::move(stranger.fd), std::move(tenant), std::move(stranger.peer), std::move(stranger.tls)});
     return false;
@@ -362,22 +307,27 @@ bool Doorman::hang_up(Stranger& stranger) {
 }
 
 void Doorman::drop_late(uint64_t now) {
-    std::erase_if(strangers_, [&](auto& entry) {
-        Stranger& stranger = *entry.second;
-        uint64_t waited_ms = now - stranger.since_ms;
-        if (stranger.tls != nullptr && !stranger.tls->heard() && waited_ms > kTlsSilenceMs &&
-            !has_spoken(stranger.fd.get())) {
-            return !refuse_plain(stranger);
-        }
-        if (waited_ms <= options_.limits.handshake_ms) return false;
-        counters_.handshake_timeouts_total.fetch_add(1);
-        note(Level::kInfo, "handshake_timeout", stranger, "the handshake took too long");
-        if (stranger.tls != nullptr && !stranger.challenged) return true;  // there is no way to tell it
-        send_error(stranger.fd.get(), Code::kTimeout,
-                   "the handshake took over " + std::to_string(options_.limits.handshake_ms) + " ms",
-                   stranger.tls.get());
-        return true;
-    });
+    std::vector<std::shared_ptr<Stranger>> all;
+    for (const auto& [key, stranger] : strangers_) all.push_back(stranger);
+    for (const auto& stranger : all) {
+        if (is_late(*stranger, now)) forget(*stranger);
+    }
+}
+
+bool Doorman::is_late(Stranger& stranger, uint64_t now) {
+    uint64_t waited_ms = now - stranger.since_ms;
+    if (stranger.tls != nullptr && !stranger.tls->heard() && waited_ms > kTlsSilenceMs &&
+        !has_spoken(stranger.fd.get())) {
+        return !refuse_plain(stranger);
+    }
+    if (waited_ms <= options_.limits.handshake_ms) return false;
+    counters_.handshake_timeouts_total.fetch_add(1);
+    note(Level::kInfo, "handshake_timeout", stranger, "the handshake took too long");
+    if (stranger.tls != nullptr && !stranger.challenged) return true;  // there is no way to tell it
+    send_error(stranger.fd.get(), Code::kTimeout,
+               "the handshake took over " + std::to_string(options_.limits.handshake_ms) + " ms",
+               stranger.tls.get());
+    return true;
 }
 
 }  // namespace moonpool

@@ -3,7 +3,7 @@
 // caller asked for. Nothing but the handshake is read here, and nothing else is parsed before the proof. With
 // `tls` nothing is said in plain but the reason why a caller that does not speak TLS is refused.
 //
-// One thread with an epoll of its own. Strangers have 5 s and at most 64 places; the longest waiting makes
+// One thread. Strangers have 5 s and at most 64 places; the longest waiting makes
 // room, so that idle connections keep nobody out.
 #pragma once
 
@@ -15,14 +15,13 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <unordered_map>
 #include <vector>
 
+#include "base/event_loop.hpp"
 #include "base/fd.hpp"
 #include "base/fork.hpp"
 #include "base/journal.hpp"
-#include "base/pulse.hpp"
 #include "base/result.hpp"
 #include "wire/auth.hpp"
 #include "wire/dial.hpp"
@@ -86,8 +85,13 @@ class Doorman {
     const DoormanCounters& counters() const { return counters_; }
 
    private:
-    struct Stranger {
+    struct Stranger final : EventHandler {
+        explicit Stranger(Doorman& owner) : doorman(owner) {}
+        bool on_events(uint32_t) override { return doorman.serve(*this); }
+
+        Doorman& doorman;
         Fd fd;
+        int key = -1;  // the number of fd, which a caller that got in takes along
         Nonce nonce;
         std::string peer;
         uint64_t since_ms = 0;
@@ -98,16 +102,23 @@ class Doorman {
     };
 
     // A child of fork() must not keep the port in use after we are gone.
-    struct Listener {
-        explicit Listener(Fd socket) : fd(std::move(socket)) {}
+    struct Listener final : EventHandler {
+        Listener(Doorman& owner, Fd socket) : doorman(owner), fd(std::move(socket)) {}
+        bool on_events(uint32_t) override {
+            doorman.accept_all(fd.get());
+            return true;
+        }
+
+        Doorman& doorman;
         Fd fd;
         ClosedInChildren closed_in_children{fd};
     };
 
     explicit Doorman(DoormanOptions options) : options_(std::move(options)) {}
-    void loop();
     void accept_all(int listener);
     void greet(Fd fd);
+    bool serve(Stranger& stranger);
+    void forget(const Stranger& stranger);
     // Each false: it is over with this stranger, here or for good.
     bool on_event(Stranger& stranger);
     bool secure(Stranger& stranger);
@@ -119,19 +130,16 @@ class Doorman {
     bool hang_up(Stranger& stranger);
     void note(Level level, const char* kind, const Stranger& stranger, const std::string& text);
     void drop_late(uint64_t now_ms);
+    bool is_late(Stranger& stranger, uint64_t now_ms);
 
     DoormanOptions options_;
     std::vector<std::string> addresses_;
     DoormanCounters counters_;
     std::map<std::string, Purpose, std::less<>> purposes_;
-    ForkGuard fork_;
-    std::vector<std::unique_ptr<Listener>> listeners_;
-    Fd epoll_, wake_, spare_;
-    std::unordered_map<int, std::unique_ptr<Stranger>> strangers_;
-    std::atomic<bool> stopping_{false};
-    std::atomic<bool> running_{false};
-    Pulse pulse_;
-    std::thread thread_;
+    std::vector<std::shared_ptr<Listener>> listeners_;
+    Fd spare_;
+    std::unordered_map<int, std::shared_ptr<Stranger>> strangers_;
+    std::unique_ptr<EventLoop> loop_;  // null: not started
 };
 
 }  // namespace moonpool

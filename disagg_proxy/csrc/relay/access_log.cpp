@@ -78,19 +78,20 @@ Result<std::unique_ptr<AccessLog>> AccessLog::open(const std::string& path) {
     constexpr int kFlags = O_WRONLY | O_CREAT | O_APPEND | O_NONBLOCK | O_CLOEXEC;
     log->fd_.reset(path == "-" ? open_stdout() : ::open(path.c_str(), kFlags, 0640));
     if (!log->fd_.valid()) return os_error("access log " + path);
-    log->thread_ = std::thread([raw = log.get()] { raw->write_forever(); });
+    Status started = log->thread_.start("moonpool-access", [raw = log.get()] { raw->write_forever(); });
+    if (!started) return started.error();
     return log;
 }
 
 AccessLog::~AccessLog() {
-    if (!thread_.joinable()) return;
+    if (!thread_.started()) return;
     {
         std::lock_guard lock(mutex_);
         ending_ = true;
         ended_at_ = std::chrono::steady_clock::now();
     }
     changed_.notify_one();
-    thread_.join();
+    (void)thread_.join();
 }
 
 void AccessLog::add(const Request& request, int client_fd, int status, uint64_t bytes, double now,

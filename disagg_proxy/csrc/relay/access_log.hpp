@@ -11,11 +11,11 @@
 #include <mutex>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <vector>
 
 #include "base/fd.hpp"
 #include "base/result.hpp"
+#include "base/service_thread.hpp"
 #include "relay/observations.hpp"
 #include "relay/request.hpp"
 
@@ -48,7 +48,7 @@ class AccessLog {
     bool ending_ = false;
     std::chrono::steady_clock::time_point ended_at_;
     std::atomic<uint64_t> dropped_{0};
-    std::thread thread_;
+    ServiceThread thread_;
 };
 
 }  // namespace moonpool::relay

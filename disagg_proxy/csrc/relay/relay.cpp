@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <malloc.h>
-#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -75,8 +74,8 @@ Result<std::unique_ptr<Relay>> Relay::start(Settings given, Decider& decider) {
     ::mallopt(M_MMAP_THRESHOLD, static_cast<int>(kMappedBytes));
     ::mallopt(M_TRIM_THRESHOLD, static_cast<int>(4 * kMappedBytes));
     relay->now = relay->clock();
-    relay->thread_ = std::thread([raw = relay.get()] { raw->run(); });
-    ::pthread_setname_np(relay->thread_.native_handle(), "moonpool-relay");
+    Status started = relay->thread_.start("moonpool-relay", [raw = relay.get()] { raw->run(); });
+    if (!started) return started.error();
     return relay;
 }
 
@@ -235,11 +234,11 @@ bool Relay::drain(double timeout_s) {
 }
 
 void Relay::close() {
-    if (!thread_.joinable()) return;
+    if (!thread_.started()) return;
     stopping_ = true;
     uint64_t one = 1;
     (void)!::write(wake_.fd.get(), &one, sizeof(one));
-    thread_.join();
+    (void)thread_.join();
     examiner_.close();
     access_log.reset();  // its last lines
 }

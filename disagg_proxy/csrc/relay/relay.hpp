@@ -14,11 +14,11 @@
 #include <mutex>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <unordered_map>
 #include <vector>
 
 #include "base/result.hpp"
+#include "base/service_thread.hpp"
 #include "json/scanner.hpp"
 #include "relay/access_log.hpp"
 #include "relay/addresses.hpp"
@@ -66,7 +66,7 @@ class Relay {
     double clock() const;
     // Run something on the relay's thread and wait for it; here, when that is this thread or it has ended.
     void call(const std::function<void()>& function);
-    bool is_this_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
+    bool is_this_thread() const { return thread_.is_this(); }
 
     // On the relay's thread: what its parts use.
     const Settings settings;
@@ -178,7 +178,7 @@ class Relay {
     bool ended_ = false, empty_ = false;
     std::atomic<bool> stopping_{false};
     Examiner examiner_;
-    std::thread thread_;
+    ServiceThread thread_;
 };
 
 }  // namespace moonpool::relay

@@ -47,6 +47,7 @@ bool Connection::on_readable(uint64_t now_ms) {
     if (ended_) return discard();
     if (parked_ != nullptr) return !hung_up();
     constexpr int kRoundsMax = 8;  // then it is the turn of others; epoll tells again what is left
+    constexpr size_t kRoomMin = 4096, kKeptMax = 64u << 10;
     for (int round = 0; round < kRoundsMax; ++round) {
         if (put_ != nullptr) {
             bool more = false;
@@ -55,29 +56,21 @@ bool Connection::on_readable(uint64_t now_ms) {
             progress_ms_ = now_ms;
             if (put_ != nullptr) continue;
         }
-        if (in_begin_ == in_end_) in_begin_ = in_end_ = 0;
-        if (in_.size() - in_end_ < 4096) {
-            // Move what is left to the front, then grow: memory follows what was sent, never a length that
-            // was claimed.
-            if (in_begin_ != 0) std::memmove(in_.data(), in_.data() + in_begin_, in_end_ - in_begin_);
-            in_end_ -= in_begin_;
-            in_begin_ = 0;
-            if (in_.size() - in_end_ < 4096) in_.resize(std::max<size_t>(in_.size() * 2, 4096 * 2));
-        }
-        size_t room = in_.size() - in_end_;
-        ssize_t n = ::recv(fd_.get(), in_.data() + in_end_, room, 0);
+        std::span<std::byte> room = in_.room(kRoomMin);
+        ssize_t n = ::recv(fd_.get(), room.data(), room.size(), 0);
         if (n == 0) return false;
         if (n < 0) {
             if (errno == EINTR) continue;
             return errno == EAGAIN;
         }
         progress_ms_ = now_ms;
-        in_end_ += static_cast<size_t>(n);
+        in_.received(static_cast<size_t>(n));
         if (!serve()) return false;
         if (parked_ != nullptr || ended_) break;
-        if (static_cast<size_t>(n) < room || backlog() > server_.options_.limits.send_backlog_bytes) break;
+        if (static_cast<size_t>(n) < room.size() || backlog() > server_.options_.limits.send_backlog_bytes)
+            break;
     }
-    if (in_begin_ == in_end_ && in_.size() > (64u << 10)) in_ = {};  // after a rare large frame
+    in_.shrink(kKeptMax);
     return true;
 }
 
@@ -96,40 +89,31 @@ bool Connection::serve() {
 
 bool Connection::parse_frames() {
     const Limits& limits = server_.options_.limits;
-    while (in_end_ - in_begin_ >= sizeof(FrameHeader) && backlog() <= limits.send_backlog_bytes &&
-           parked_ == nullptr) {
-        FrameHeader header;
-        std::memcpy(&header, in_.data() + in_begin_, sizeof(header));
-        if (header.magic != kMagic) return malformed("does not start with the magic number");
-        if (header.version != kVersion) {
-            return fail(Code::kProtocol, "this node speaks version " + std::to_string(kVersion) +
-                                             " of the wire format, the client " +
-                                             std::to_string(header.version));
+    while (backlog() <= limits.send_backlog_bytes && parked_ == nullptr) {
+        std::optional<FrameHeader> header = in_.header();
+        if (!header) return true;
+        bool is_put = header->kind == Kind::kPut && remote_;
+        uint32_t limit = is_put ? UINT32_MAX : proved() ? limits.frame_bytes : limits.handshake_bytes;
+        if (std::optional<Error> wrong = unfit(*header, limit, "node", "node.frame_bytes_max")) {
+            count(server_.metrics_.protocol_errors_total);
+            return fail(wrong->code, wrong->text);
         }
-        if (header.kind == Kind::kPut && remote_) {
+        if (is_put) {
             whole_answers_ = out_.size();
-            Begun begun = begin_put(header);
+            Begun begun = begin_put(*header);
             // After the last words the socket stays until the caller has read them.
             if (begun != Begun::kYes) return begun == Begun::kNotYet || ended_;
-            size_t taken = put_->take(in_.data() + in_begin_, in_end_ - in_begin_);
-            in_begin_ += taken;
+            size_t taken = put_->take(in_.waiting().data(), in_.waiting().size());
+            in_.take(taken);
             count(server_.metrics_.tcp_received_bytes_total, taken);
             if (!put_->complete()) return true;
             if (!finish_put()) return false;
             continue;
         }
-        uint32_t limit = proved() ? limits.frame_bytes : limits.handshake_bytes;
-        if (header.length > limit) {
-            count(server_.metrics_.protocol_errors_total);
-            return fail(Code::kTooLarge, "a frame of " + std::to_string(header.length) +
-                                             " bytes is over the limit of " + std::to_string(limit) +
-                                             " (node.frame_bytes_max)");
-        }
-        if (in_end_ - in_begin_ < sizeof(header) + header.length) return true;
-        std::span<const std::byte> body(in_.data() + in_begin_ + sizeof(header), header.length);
-        in_begin_ += sizeof(header) + header.length;
+        std::optional<Reader> body = in_.body(*header);
+        if (!body) return true;
         whole_answers_ = out_.size();
-        if (!handle(header, Reader(body))) return false;
+        if (!handle(*header, *body)) return false;
         whole_answers_ = out_.size();
     }
     return true;
@@ -240,11 +224,7 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
 }
 
 bool Connection::refuse(uint64_t request_id, Code code, const std::string& text) {
-    size_t at = begin_frame(out_, Kind::kError, kFlagAnswer, request_id);
-    Writer w(out_);
-    w.number(static_cast<uint16_t>(code));
-    w.text16(text);
-    finish_frame(out_, at);
+    write_error(out_, code, text, request_id);
     return true;
 }
 
@@ -270,7 +250,7 @@ bool Connection::fail(Code code, const std::string& text) {
         pins_.clear();
         if (put_ != nullptr) close_put();
         ended_ = true;
-        in_begin_ = in_end_ = 0;
+        in_.clear();
         ::shutdown(fd_.get(), SHUT_WR);
         return true;
     }
@@ -278,7 +258,7 @@ bool Connection::fail(Code code, const std::string& text) {
     // The client still maps the arena: what it holds stays its own until it has hung up, or it would read, or
     // write, memory that has become another object's.
     ended_ = true;
-    in_begin_ = in_end_ = 0;
+    in_.clear();
     ::shutdown(fd_.get(), SHUT_WR);
     return true;
 }
@@ -300,7 +280,19 @@ bool Connection::malformed(const char* what) {
     return fail(Code::kProtocol, std::string("a frame ") + what + "; the connection is closed");
 }
 
-bool Connection::on_writable() { return flush() && serve(); }
+bool Connection::on_events(uint32_t events) {
+    bool alive = true;
+    if ((events & EPOLLOUT) != 0) alive = flush() && serve();
+    if (alive && (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) alive = on_readable(now_ms());
+    if (!alive) server_.drop(fd());
+    return alive;
+}
+
+bool Connection::on_tick(uint64_t now_ms) {
+    bool alive = check_deadlines(now_ms);
+    if (!alive) server_.drop(fd());
+    return alive;
+}
 
 bool Connection::flush() {
     constexpr uint64_t kTurnBytes = 1u << 20;  // then it is the turn of others
@@ -316,12 +308,8 @@ void Connection::want_events() {
     uint32_t events = (backlog() != 0 ? EPOLLOUT : 0u) | (listens ? EPOLLIN : 0u);
     // A TCP client that leaves raises nothing else, and its pins and leases would stay.
     if (parked_ != nullptr) events |= EPOLLRDHUP;
-    if (events == events_ && registered_) return;
-    epoll_event event{};
-    event.events = events;
-    event.data.fd = fd_.get();
-    ::epoll_ctl(server_.epoll_.get(), registered_ ? EPOLL_CTL_MOD : EPOLL_CTL_ADD, fd_.get(), &event);
-    registered_ = true;
+    if (events == events_) return;
+    server_.loop_->watch(fd_.get(), events);
     events_ = events;
 }
 
@@ -345,7 +333,7 @@ bool Connection::check_deadlines(uint64_t now_ms) {
         return fail(Code::kTimeout, "pins were held for " + std::to_string(limits.remote_pin_idle_ms / 1000) +
                                         " s without a word (node.remote_pin_idle_s)");
     }
-    bool half_frame = in_begin_ != in_end_ || put_ != nullptr;
+    bool half_frame = !in_.waiting().empty() || put_ != nullptr;
     bool stalled = half_frame || backlog() != 0;
     if (stalled && now_ms - progress_ms_ > limits.stalled_frame_ms) {
         return fail(Code::kTimeout,

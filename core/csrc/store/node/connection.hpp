@@ -1,6 +1,8 @@
 // Connection: the node's side of one client. Frames in, answers out, and the books of what the client holds.
 #pragma once
 
+#include <sys/epoll.h>
+
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -14,29 +16,31 @@
 #include "store/node/out_queue.hpp"
 #include "store/node/put_sink.hpp"
 #include "store/node/server.hpp"
+#include "wire/error_frame.hpp"
 #include "wire/frame.hpp"
+#include "wire/frame_reader.hpp"
 
 namespace moonpool {
 
-class Connection {
+class Connection final : public EventHandler {
    public:
     Connection(Server& server, Fd fd, uint64_t now_ms);
     // Over TCP: the doorman has done the handshake.
     Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool);
-    ~Connection();
+    ~Connection() override;
     Connection(const Connection&) = delete;
+
+    static constexpr uint32_t kFirstEvents = EPOLLIN;
+    bool on_events(uint32_t events) override;
+    bool on_tick(uint64_t now_ms) override;
+    // Of many bytes on their way, in or out, some gather while the loop sleeps.
+    bool expects_more() const override { return put_ == nullptr && queue_.backlog() == 0; }
 
     // Each returns false when the connection is over.
     bool greet();
-    bool on_readable(uint64_t now_ms);
-    bool on_writable();
-    bool check_deadlines(uint64_t now_ms);
-    bool flush();
     bool resume(uint64_t now_ms);  // what its parked frame waited for is here
 
     int fd() const { return fd_.get(); }
-    // Many bytes are on their way, in or out.
-    bool streaming() const { return put_ != nullptr || queue_.backlog() != 0; }
     bool proved() const { return pool_ != nullptr; }
     bool remote() const { return remote_; }
     bool cut_off() const { return cut_off_; }
@@ -60,6 +64,9 @@ class Connection {
         std::vector<Pinned> pinned;  // what is here already, so that it is here still
     };
 
+    bool on_readable(uint64_t now_ms);
+    bool check_deadlines(uint64_t now_ms);
+    bool flush();
     bool serve();
     bool parse_frames();
     bool handle(const FrameHeader& header, Reader body);
@@ -117,16 +124,14 @@ class Connection {
     uint64_t since_ms_;
     uint64_t progress_ms_;
     bool sent_some_ = false;  // since the last check of the deadlines
-    std::vector<std::byte> in_;
-    size_t in_begin_ = 0, in_end_ = 0;
+    FrameReader in_;
     OutQueue queue_;
     std::vector<std::byte>& out_ = queue_.frames();
     std::vector<OutPiece> sent_pieces_;
     size_t whole_answers_ = 0;      // of out_, before the frame that is being handled
     const bool remote_ = false;     // over TCP: no memory is shared
     std::unique_ptr<PutSink> put_;  // the PUT frame whose bytes are arriving
-    uint32_t events_ = 0;
-    bool registered_ = false;            // with epoll
+    uint32_t events_ = kFirstEvents;
     bool cut_off_ = false;               // by the node, not ended by its client
     bool ended_ = false;                 // refused; kept for what its client holds
     std::map<uint64_t, Extent> leases_;  // its own, by offset

@@ -3,21 +3,11 @@
 // SSD.
 #include <poll.h>
 
-#include <chrono>
 #include <cstring>
 
 #include "store/node/connection.hpp"
 
 namespace moonpool {
-
-namespace {
-
-uint64_t now_ms() {
-    auto now = std::chrono::steady_clock::now().time_since_epoch();
-    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
-}
-
-}  // namespace
 
 bool Connection::only_on_ssd(uint32_t space, std::string_view name) const {
     return server_.ssd_ != nullptr && pool_->find(space, name) == kNoSlot &&

@@ -28,10 +28,9 @@ Connection::Begun Connection::begin_put(const FrameHeader& header) {
         return Begun::kEnded;
     };
     if (header.length < kHead) return bad("is no PUT");
-    size_t have = in_end_ - in_begin_ - sizeof(header);
-    if (have < kHead) return Begun::kNotYet;
-    const std::byte* body = in_.data() + in_begin_ + sizeof(header);
-    Reader head(std::span(body, kHead));
+    std::span<const std::byte> here = in_.waiting().subspan(sizeof(header));
+    if (here.size() < kHead) return Begun::kNotYet;
+    Reader head(here.first(kHead));
     auto space = head.number<uint32_t>();
     auto flags = head.number<uint8_t>();
     head.number<uint8_t>();
@@ -42,14 +41,14 @@ Connection::Begun Connection::begin_put(const FrameHeader& header) {
         rows_bytes > header.length - kHead) {
         return bad("is no PUT");
     }
-    if (have < kHead + rows_bytes) return Begun::kNotYet;
+    if (here.size() < kHead + rows_bytes) return Begun::kNotYet;
 
     auto put = std::make_unique<PutSink>();
     put->request_id = header.request_id;
     put->one_way = (header.flags & kFlagOneWay) != 0;
     put->replace = (flags & kCommitReplace) != 0;
     put->space = space;
-    Reader rows(std::span(body + kHead, rows_bytes));
+    Reader rows(here.subspan(kHead, rows_bytes));
     uint64_t left = header.length - kHead - rows_bytes;
     for (uint32_t i = 0; i < n && rows.ok(); ++i) {
         PutRow row;
@@ -71,7 +70,7 @@ Connection::Begun Connection::begin_put(const FrameHeader& header) {
         put->rows.push_back(std::move(row));
     }
     if (!rows.done() || left != 0) return bad("is no PUT");
-    in_begin_ += sizeof(header) + kHead + rows_bytes;
+    in_.take(sizeof(header) + kHead + rows_bytes);
     make_room(*put);
     put_ = std::move(put);
     return Begun::kYes;

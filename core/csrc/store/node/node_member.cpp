@@ -1,7 +1,8 @@
 #include "store/node/node_member.hpp"
 
 #include <algorithm>
-#include <chrono>
+
+#include "base/clock.hpp"
 
 namespace moonpool {
 
@@ -10,11 +11,6 @@ namespace {
 constexpr size_t kLogRowsMax = 1u << 18;   // 6 MiB; beyond it the master is told everything anew
 constexpr uint32_t kSlotsPerPiece = 4096;  // looked at in one go: others wait meanwhile, about 0.2 ms
 constexpr uint32_t kDropsPerPiece = 1024;  // the same; each asks every disk
-
-uint64_t now_ms() {
-    auto now = std::chrono::steady_clock::now().time_since_epoch();
-    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
-}
 
 MemberAgentOptions agent_options(const ClusterOptions& options, const std::string& token,
                                  const std::string& socket_path, const Incarnation& incarnation) {

@@ -40,7 +40,7 @@ class NodeMember {
     ~NodeMember();  // before it, the loop has ended or goes on running
     NodeMember(const NodeMember&) = delete;
 
-    void start() { agent_.start(); }
+    Status start() { return agent_.start(); }
     void stop() { agent_.stop(); }
     MemberAgent::State state() const { return agent_.state(); }
     std::vector<std::pair<std::string, uint64_t>> gauges() const;

@@ -1,10 +1,7 @@
 #include "store/node/server.hpp"
 
 #include <fcntl.h>
-#include <pthread.h>
-#include <sched.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -22,18 +19,7 @@ namespace moonpool {
 
 namespace {
 
-constexpr int kTickMs = 100;
-
-// The loop keeps polling this long after the last event before it sleeps: whoever calls once mostly calls
-// again, and waking a sleeping thread costs 20-50 us in a virtual machine. An idle node costs nothing, a busy
-// one little. For the next bytes of a stream it sleeps: they gather meanwhile, and polling for them would
-// cost as much CPU as moving them does.
-constexpr std::chrono::microseconds kSpin{50};
-
-uint64_t now_ms() {
-    auto now = std::chrono::steady_clock::now().time_since_epoch();
-    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
-}
+constexpr uint32_t kTickMs = 100, kSpinUs = 50, kCallMs = 2000;
 
 // Whoever may read our memory could as well be us, or root.
 bool same_user(int fd) {
@@ -76,6 +62,17 @@ Result<Fd> listen_on(const std::string& path) {
 
 }  // namespace
 
+struct Server::LocalListener final : EventHandler {
+    LocalListener(Server& owner, Fd socket) : server(owner), fd(std::move(socket)) {}
+    bool on_events(uint32_t) override {
+        server.accept_all(fd.get());
+        return true;
+    }
+
+    Server& server;
+    Fd fd;
+};
+
 Server::Server(ServerOptions options) : options_(std::move(options)), incarnation_(random_incarnation()) {}
 
 Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
@@ -88,6 +85,7 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     if (!fits) return fits.error();
     std::unique_ptr<Server> server(new Server(std::move(options)));
     server->options_.cluster.journal = server->journal_;
+    if (Status status = server->make_loop(); !status) return status.error();
     for (PoolOptions pool_options : server->options_.pools) {
         pool_options.object_share = server->options_.limits.object_share;
         Result<std::unique_ptr<Pool>> pool = Pool::create(pool_options, server->incarnation_);
@@ -119,6 +117,19 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
         advertised.replace(advertised.size() - 1, 1, real, real.rfind(':') + 1);
     }
     return server;
+}
+
+Status Server::make_loop() {
+    EventLoopOptions options;
+    options.name = "mp-node";
+    options.tick_ms = kTickMs;
+    options.on_tick = [this](uint64_t now) { on_tick(now); };
+    options.idle = [] { return false; };
+    options.spin_us = kSpinUs;
+    Result<std::unique_ptr<EventLoop>> loop = EventLoop::create(std::move(options));
+    if (!loop) return loop.error();
+    loop_ = std::move(*loop);
+    return success();
 }
 
 void Server::listen_for_blocks() {
@@ -172,18 +183,8 @@ Server::~Server() {
 
 Status Server::start() {
     if (running_) return success();
-    epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
-    wake_.reset(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
     spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
-    if (!epoll_.valid() || !wake_.valid()) return os_error("epoll");
     remote_connections_max_ = remote_places(options_.limits);
-    auto watch = [this](int fd) {
-        epoll_event event{};
-        event.events = EPOLLIN;
-        event.data.fd = fd;
-        ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
-    };
-    watch(wake_.get());
     // The first piece of every arena before the first client, the rest while it serves.
     constexpr uint64_t kFirstBytes = 256ull << 20;
     for (auto& [tenant, pool] : pools_) {
@@ -200,21 +201,24 @@ Status Server::start() {
     if (!options_.socket_path.empty()) {
         Result<Fd> listener = listen_on(options_.socket_path);
         if (!listener) return listener.error();
-        listen_ = std::move(*listener);
-        watch(listen_.get());
+        int key = listener->get();
+        loop_->add(key, EPOLLIN, std::make_shared<LocalListener>(*this, std::move(*listener)));
     }
     if (!options_.cluster.master.empty()) {
         member_ = std::make_unique<NodeMember>(options_.cluster, options_.token, options_.socket_path,
                                                incarnation_, pools_, ssd_.get(),
                                                [this](std::function<void()> f) { return call_on_loop(f); });
     }
+    post([this] {
+        for (auto& [tenant, pool] : pools_) pool->table().on_time(now_ms());
+    });
+    if (Status status = loop_->start(); !status) return status;
     stopping_ = false;
     running_ = true;
-    thread_ = std::thread([this] { loop(); });
-    reserve_thread_ = std::thread([this] { reserve_memory(); });
+    Status reserving = reserve_thread_.start("mp-memory", [this] { reserve_memory(); });
+    if (!reserving) return reserving;
     if (Status status = open_door(); !status) return status;
-    if (member_ != nullptr) member_->start();
-    return success();
+    return member_ == nullptr ? success() : member_->start();
 }
 
 Status Server::open_door() {
@@ -238,7 +242,6 @@ Status Server::open_door() {
 }
 
 void Server::reserve_memory() {
-    ::pthread_setname_np(::pthread_self(), "mp-memory");
     for (auto& [tenant, pool] : pools_) {
         while (!stopping_) {
             Result<uint64_t> bytes = pool->commit_memory();
@@ -275,30 +278,26 @@ Server::Memory Server::memory() const {
 }
 
 bool Server::is_alive(uint32_t timeout_ms) {
-    if (!running_ || fork_.in_child()) return false;
     auto deadline = Pulse::Clock::now() + std::chrono::milliseconds(timeout_ms);
-    if (!pulse_.ask([this] { post([this] { pulse_.answer(); }); }, deadline)) return false;
+    if (!running_ || !loop_->is_alive(deadline)) return false;
     return doorman_ == nullptr || doorman_->is_alive(deadline);
 }
 
 void Server::stop() {
     if (!running_.exchange(false)) return;
-    if (fork_.in_child()) {
-        // The threads and the socket are the parent's. Their handles are left alone: there is nobody to join.
-        (void)new std::thread(std::move(thread_));
-        (void)new std::thread(std::move(reserve_thread_));
+    if (reserve_thread_.in_child()) {
+        (void)loop_->stop();
+        (void)reserve_thread_.join();
         return;
     }
     if (member_ != nullptr) member_->stop();
     if (doorman_ != nullptr) doorman_->stop();
     save_all();
     stopping_ = true;
-    uint64_t one = 1;
-    (void)!::write(wake_.get(), &one, sizeof(one));
-    reserve_thread_.join();
-    thread_.join();
+    (void)reserve_thread_.join();
+    (void)loop_->stop();
+    connections_.clear();
     if (ssd_ != nullptr) ssd_->close();
-    listen_.reset();
     if (!options_.socket_path.empty()) ::unlink(options_.socket_path.c_str());
 }
 
@@ -326,80 +325,16 @@ Result<Fd> Server::dial() {
     return theirs;
 }
 
-void Server::post(std::function<void()> f) {
-    std::lock_guard lock(posted_mutex_);
-    posted_.push_back(std::move(f));
-    uint64_t one = 1;
-    (void)!::write(wake_.get(), &one, sizeof(one));
-}
-
-void Server::loop() {
-    ::pthread_setname_np(::pthread_self(), "mp-node");
-    std::vector<epoll_event> events(256);
-    uint64_t last_tick = now_ms();
-    for (auto& [tenant, pool] : pools_) pool->table().on_time(last_tick);
-    const bool alone = std::thread::hardware_concurrency() < 2;
-    auto spin_until = std::chrono::steady_clock::now();
-    while (!stopping_) {
-        bool spin = !alone && std::chrono::steady_clock::now() < spin_until;
-        int n =
-            ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), spin ? 0 : kTickMs);
-        if (n == 0 && spin) ::sched_yield();  // the client may wait for this very core
-        uint64_t now = now_ms();
-        bool expecting = false;  // that somebody who was answered calls again
-        for (int i = 0; i < n; ++i) {
-            int fd = events[static_cast<size_t>(i)].data.fd;
-            uint32_t what = events[static_cast<size_t>(i)].events;
-            if (fd == wake_.get()) {
-                uint64_t value;
-                (void)!::read(wake_.get(), &value, sizeof(value));
-                run_posted();
-                expecting = true;
-            } else if (fd == listen_.get()) {
-                accept_all();
-                expecting = true;
-            } else if (auto it = connections_.find(fd); it != connections_.end()) {
-                Connection& connection = *it->second;
-                bool alive = true;
-                if ((what & EPOLLOUT) != 0) alive = connection.on_writable();
-                if (alive && (what & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0)
-                    alive = connection.on_readable(now);
-                if (!alive) {
-                    drop(fd);
-                } else if (!connection.streaming()) {
-                    expecting = true;
-                }
-            }
-        }
-        if (expecting) spin_until = std::chrono::steady_clock::now() + kSpin;
-        if (now - last_tick >= kTickMs) {
-            on_tick(now_ms());
-            last_tick = now;
-        }
-    }
-    run_posted();
-    connections_.clear();
-}
-
-void Server::run_posted() {
-    std::vector<std::function<void()>> posted;
-    {
-        std::lock_guard lock(posted_mutex_);
-        posted.swap(posted_);
-    }
-    for (auto& f : posted) f();
-}
-
-void Server::accept_all() {
+void Server::accept_all(int listener) {
     for (;;) {
-        Fd fd(::accept4(listen_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+        Fd fd(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (!fd.valid()) {
             if (errno == EINTR || errno == ECONNABORTED) continue;
             if (errno == EMFILE || errno == ENFILE) {
                 // Out of descriptors: give up the spare one to tell the peer, rather than spin on a readable
                 // listener.
                 spare_.reset();
-                Fd refused(::accept4(listen_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+                Fd refused(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
                 if (refused.valid())
                     send_error(refused.get(), Code::kTooLarge, "the node is out of file descriptors");
                 metrics_.connections_refused_total.fetch_add(1);
@@ -434,9 +369,11 @@ void Server::adopt(Fd fd) {
     if (unproved >= options_.limits.connections_unproved) drop(oldest_fd, true);
     if (!has_room(fd.get(), false)) return;
     int key = fd.get();
-    auto connection = std::make_unique<Connection>(*this, std::move(fd), now_ms());
-    if (!connection->greet()) return count(metrics_.connections_closed_total);
-    connections_.emplace(key, std::move(connection));
+    auto connection = std::make_shared<Connection>(*this, std::move(fd), now_ms());
+    if (!loop_->add(key, Connection::kFirstEvents, connection))
+        return count(metrics_.connections_closed_total);
+    connections_.emplace(key, connection);
+    if (!connection->greet()) drop(key);
 }
 
 // Each kind has its own places: however many other hosts call, the engines of this one get in.
@@ -464,8 +401,9 @@ void Server::adopt_remote(Caller caller) {
     auto it = pools_.find(caller.tenant);
     if (it == pools_.end() || !has_room(caller.fd.get(), true)) return;
     int key = caller.fd.get();
-    auto connection = std::make_unique<Connection>(*this, std::move(caller.fd), now_ms(), *it->second);
-    if (!connection->flush()) return count(metrics_.connections_closed_total);
+    auto connection = std::make_shared<Connection>(*this, std::move(caller.fd), now_ms(), *it->second);
+    if (!loop_->add(key, Connection::kFirstEvents, connection))
+        return count(metrics_.connections_closed_total);
     connections_.emplace(key, std::move(connection));
     ++remote_connections_;
 }
@@ -481,15 +419,11 @@ void Server::drop(int fd, bool cut_off) {
     cut_off |= it->second->cut_off();
     count(cut_off ? metrics_.connections_dropped_total : metrics_.connections_closed_total);
     remote_connections_ -= it->second->remote() ? 1 : 0;
-    connections_.erase(it);  // closing the descriptor takes it out of epoll
+    loop_->remove(fd);
+    connections_.erase(it);
 }
 
 void Server::on_tick(uint64_t now) {
-    std::vector<int> over;
-    for (auto& [fd, connection] : connections_) {
-        if (!connection->check_deadlines(now)) over.push_back(fd);
-    }
-    for (int fd : over) drop(fd);
     for (auto& [tenant, pool] : pools_) {
         pool->table().on_time(now);
         pool->publish_free_bytes();
@@ -513,17 +447,7 @@ void Server::note_ssd_trouble() {
     }
 }
 
-template <class F>
-bool Server::call_on_loop(F f) {
-    if (!running_ || fork_.in_child()) return false;
-    auto done = std::make_shared<std::promise<void>>();
-    std::future<void> finished = done->get_future();
-    post([f, done] {
-        f();
-        done->set_value();
-    });
-    return finished.wait_for(std::chrono::seconds(2)) == std::future_status::ready;
-}
+bool Server::call_on_loop(std::function<void()> f) { return running_ && loop_->call(std::move(f), kCallMs); }
 
 bool Server::check_integrity() {
     auto sound = std::make_shared<bool>(true);

@@ -1,4 +1,4 @@
-// Server: a node's data plane. One thread, one epoll loop, which owns every pool, connection, lease and pin;
+// Server: a node's data plane. One event loop, which owns every pool, connection, lease and pin;
 // nothing in it blocks on a peer. The bytes of objects never pass through it: clients copy them from and to
 // the arena, whose descriptor they get with the handshake.
 //
@@ -10,19 +10,17 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "base/event_loop.hpp"
 #include "base/fd.hpp"
-#include "base/fork.hpp"
 #include "base/journal.hpp"
-#include "base/pulse.hpp"
 #include "base/result.hpp"
+#include "base/service_thread.hpp"
 #include "store/node/block_events.hpp"
 #include "store/node/node_member.hpp"
 #include "store/node/node_metrics.hpp"
@@ -84,12 +82,13 @@ class Server {
 
    private:
     friend class Connection;
+    struct LocalListener;
     explicit Server(ServerOptions options);
 
     Status open_door();
     void listen_for_blocks();
-    void loop();
-    void accept_all();
+    Status make_loop();
+    void accept_all(int listener);
     void adopt(Fd fd);
     void adopt_remote(Caller caller);
     bool has_room(int fd, bool remote);
@@ -98,10 +97,8 @@ class Server {
     void drop(int fd, bool cut_off = false);
     void resume(Connection& connection, uint64_t now_ms);
     void on_tick(uint64_t now_ms);
-    void post(std::function<void()> f);
-    void run_posted();
-    template <class F>
-    bool call_on_loop(F f);
+    void post(std::function<void()> f) { loop_->post(std::move(f)); }
+    bool call_on_loop(std::function<void()> f);
     std::vector<std::pair<std::string, uint64_t>> gauges();
     void reserve_memory();
     void note_ssd_trouble();
@@ -112,25 +109,21 @@ class Server {
     std::map<std::string, std::unique_ptr<Pool>, std::less<>> pools_;
     std::unique_ptr<BlockEvents> events_;  // nullptr: off
     std::unique_ptr<SsdTier> ssd_;         // nullptr: none
-    ForkGuard fork_;
     std::unique_ptr<Doorman> doorman_;
-    Fd listen_, epoll_, wake_, spare_;
-    std::unordered_map<int, std::unique_ptr<Connection>> connections_;
+    std::unique_ptr<EventLoop> loop_;
+    Fd spare_;  // a descriptor to give up when there are no more
+    std::unordered_map<int, std::shared_ptr<Connection>> connections_;
     size_t remote_connections_ = 0;      // of them
     size_t remote_connections_max_ = 0;  // as open files allow
     uint64_t next_pin_ = 1;
 
-    std::mutex posted_mutex_;
-    std::vector<std::function<void()>> posted_;
-    std::atomic<bool> stopping_{false};
+    std::atomic<bool> stopping_{false};  // of reserve_thread_
     std::atomic<bool> running_{false};
     std::atomic<uint64_t> memory_error_{0};
-    Pulse pulse_;
     std::shared_ptr<Journal> journal_ = std::make_shared<Journal>();
     std::map<std::string, std::string> ssd_trouble_;  // of the loop: directory -> what was noted
     uint64_t ssd_looked_ms_ = 0;
-    std::thread thread_;
-    std::thread reserve_thread_;
+    ServiceThread reserve_thread_;
     std::unique_ptr<NodeMember> member_;
 };
 

@@ -37,7 +37,7 @@ socklen_t abstract_address(const std::string& name, sockaddr_un& address) {
 
 // Tells the link when the peer's end of the socket has closed. The kernel closes it after the last of the
 // peer's threads has left its last system call, so nothing of the peer runs any more.
-class Link::Watch final : public Handler {
+class Link::Watch final : public EventHandler {
    public:
     Watch(std::shared_ptr<std::atomic<bool>> alive, Fd fd) : alive_(std::move(alive)), fd_(std::move(fd)) {}
     int fd() const { return fd_.get(); }
@@ -59,7 +59,7 @@ const Link::Place* Link::View::find(uint64_t address, uint64_t bytes) const {
     return it->row.contains(address, bytes) ? &*it : nullptr;
 }
 
-Result<std::shared_ptr<transport::Link>> Link::connect(const PeerInfo& peer, const Identity& self, Loop& loop,
+Result<std::shared_ptr<transport::Link>> Link::connect(const PeerInfo& peer, const Identity& self, EventLoop& loop,
                                                        Counters& counters, int timeout_ms) {
     if (peer.shm_socket.empty()) return Error{Code::kUnavailable, "the peer does not offer shared memory"};
     if (self.boot_id.empty() || peer.boot_id != self.boot_id || peer.host_id != self.host_id) {

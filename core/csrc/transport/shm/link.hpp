@@ -14,7 +14,7 @@
 
 #include "transport/frames.hpp"
 #include "transport/identity.hpp"
-#include "transport/loop.hpp"
+#include "base/event_loop.hpp"
 #include "transport/shm/gate.hpp"
 
 namespace moonpool::transport::shm {
@@ -25,7 +25,7 @@ socklen_t abstract_address(const std::string& name, sockaddr_un& address);
 class Link final : public transport::Link {
    public:
     static Result<std::shared_ptr<transport::Link>> connect(const PeerInfo& peer, const Identity& self,
-                                                            Loop& loop, Counters& counters, int timeout_ms);
+                                                            EventLoop& loop, Counters& counters, int timeout_ms);
     ~Link() override;
 
     std::string_view transport() const override { return "shm"; }
@@ -33,7 +33,7 @@ class Link final : public transport::Link {
     double cost_us(RegionKind kind, uint64_t bytes, std::string* why) const override;
     Status run(Job& job) override;
 
-    Link(Loop& loop, Counters& counters) : loop_(loop), counters_(counters) {}
+    Link(EventLoop& loop, Counters& counters) : loop_(loop), counters_(counters) {}
 
    private:
     // A peer's region and, when it is the peer's own memory, where it is mapped here.
@@ -55,7 +55,7 @@ class Link final : public transport::Link {
     Result<std::shared_ptr<Mapping>> map(const RegionRow& row);
     Status ask(std::vector<std::byte>& question, std::vector<std::byte>& answer, Fd* passed);
 
-    Loop& loop_;
+    EventLoop& loop_;
     Counters& counters_;
     std::string path_;
     std::shared_ptr<std::atomic<bool>> alive_ = std::make_shared<std::atomic<bool>>(true);

@@ -11,6 +11,7 @@
 #include "transport/frames.hpp"
 #include "transport/shm/link.hpp"
 #include "transport/shm/unix_frame.hpp"
+#include "wire/frame_reader.hpp"
 
 namespace moonpool::transport::shm {
 
@@ -29,7 +30,7 @@ bool same_user(int fd) {
 }  // namespace
 
 // One initiator's socket. It lives on the I/O thread; its gate goes when it ends.
-class Target::Session final : public Handler {
+class Target::Session final : public EventHandler {
    public:
     Session(Target& target, Fd fd) : target_(target), fd_(std::move(fd)) {}
     ~Session() override {
@@ -41,35 +42,28 @@ class Target::Session final : public Handler {
 
     bool on_events(uint32_t) override {
         for (;;) {
-            size_t have = in_.size();
-            in_.resize(have + 4096);
-            ssize_t n = ::recv(fd_.get(), in_.data() + have, 4096, MSG_DONTWAIT);
-            in_.resize(have + static_cast<size_t>(std::max<ssize_t>(n, 0)));
+            std::span<std::byte> room = in_.room(4096);
+            ssize_t n = ::recv(fd_.get(), room.data(), room.size(), MSG_DONTWAIT);
             if (n == 0) return false;
             if (n < 0) {
                 if (errno == EINTR) continue;
                 return errno == EAGAIN;
             }
+            in_.received(static_cast<size_t>(n));
             if (!serve()) return false;
         }
     }
 
    private:
     bool serve() {
-        while (in_.size() >= sizeof(FrameHeader)) {
-            FrameHeader header;
-            std::memcpy(&header, in_.data(), sizeof(header));
-            if (header.magic != kMagic || header.version != kVersion || header.length > kFrameBytesMax) {
+        while (std::optional<FrameHeader> header = in_.header()) {
+            bool fits = !unfit(*header, kFrameBytesMax, "engine", "");
+            std::optional<Reader> body = fits ? in_.body(*header) : std::nullopt;
+            if (fits && !body) return true;
+            if (!fits || !answer(*header, *body)) {
                 target_.served_.counters.protocol_errors_total.fetch_add(1);
                 return false;
             }
-            if (in_.size() < sizeof(header) + header.length) return true;
-            Reader body(std::span<const std::byte>(in_).subspan(sizeof(header), header.length));
-            if (!answer(header, body)) {
-                target_.served_.counters.protocol_errors_total.fetch_add(1);
-                return false;
-            }
-            in_.erase(in_.begin(), in_.begin() + static_cast<ptrdiff_t>(sizeof(header) + header.length));
         }
         return true;
     }
@@ -162,10 +156,11 @@ class Target::Session final : public Handler {
     Fd fd_;
     ClosedInChildren closed_in_children_{fd_};
     uint64_t id_ = 0;
-    std::vector<std::byte> in_, out_;
+    FrameReader in_;
+    std::vector<std::byte> out_;
 };
 
-class Target::Listener final : public Handler {
+class Target::Listener final : public EventHandler {
    public:
     Listener(Target& target, Fd fd) : target_(target), fd_(std::move(fd)) {}
     int fd() const { return fd_.get(); }

@@ -11,7 +11,7 @@
 #include <mutex>
 
 #include "transport/identity.hpp"
-#include "transport/loop.hpp"
+#include "base/event_loop.hpp"
 #include "transport/shm/gate.hpp"
 
 namespace moonpool::transport::shm {
@@ -20,7 +20,7 @@ inline constexpr size_t kSessionsMax = 1024;
 
 class Target {
    public:
-    Target(const Served& served, Loop& loop) : served_(served), loop_(loop) {}
+    Target(const Served& served, EventLoop& loop) : served_(served), loop_(loop) {}
     ~Target();
 
     // Listens on identity.shm_socket.
@@ -45,7 +45,7 @@ class Target {
     uint64_t next_session_ = 1;
 
     Served served_;
-    Loop& loop_;
+    EventLoop& loop_;
 };
 
 }  // namespace moonpool::transport::shm

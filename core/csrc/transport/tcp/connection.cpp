@@ -11,6 +11,7 @@
 
 #include "base/tsan.hpp"
 #include "wire/congestion.hpp"
+#include "wire/error_frame.hpp"
 #include "wire/limits.hpp"
 
 namespace moonpool::transport::tcp {
@@ -43,7 +44,7 @@ ssize_t send_parts(int fd, const msghdr& message) {
 
 }  // namespace
 
-Connection::Connection(Target& target, Loop& loop, Fd fd, std::string peer)
+Connection::Connection(Target& target, EventLoop& loop, Fd fd, std::string peer)
     : target_(target), loop_(loop), fd_(std::move(fd)), peer_(std::move(peer)), progress_ms_(now_ms()) {
     in_.resize(kInBytes);
     leave_bbr_when_near(fd_.get());
@@ -435,11 +436,7 @@ void Connection::answer(const FrameHeader& header, const std::vector<std::byte>&
 
 void Connection::answer_error(uint64_t request_id, Code code, const std::string& text) {
     Answer answer;
-    begin_frame(answer.head, Kind::kError, kFlagAnswer, request_id);
-    Writer w(answer.head);
-    w.number(static_cast<uint16_t>(code));
-    w.text16(text);
-    finish_frame(answer.head, 0);
+    write_error(answer.head, code, text, request_id);
     out_.push_back(std::move(answer));
 }
 

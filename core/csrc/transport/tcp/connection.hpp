@@ -14,14 +14,14 @@
 #include <vector>
 
 #include "transport/frames.hpp"
-#include "transport/loop.hpp"
+#include "base/event_loop.hpp"
 #include "transport/tcp/target.hpp"
 
 namespace moonpool::transport::tcp {
 
-class Connection final : public Handler, public std::enable_shared_from_this<Connection> {
+class Connection final : public EventHandler, public std::enable_shared_from_this<Connection> {
    public:
-    Connection(Target& target, Loop& loop, Fd fd, std::string peer);
+    Connection(Target& target, EventLoop& loop, Fd fd, std::string peer);
     ~Connection() override;
 
     bool on_events(uint32_t events) override;
@@ -80,7 +80,7 @@ class Connection final : public Handler, public std::enable_shared_from_this<Con
     bool backlogged() const;
 
     Target& target_;
-    Loop& loop_;
+    EventLoop& loop_;
     Fd fd_;
     ClosedInChildren closed_in_children_{fd_};
     std::string peer_;       // ip:port

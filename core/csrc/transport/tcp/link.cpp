@@ -29,9 +29,9 @@ int stall_of(const Job& job, bool first) {
 }  // namespace
 
 // A connection on an I/O thread, for as long as it has jobs.
-class Link::Stream final : public Handler, public std::enable_shared_from_this<Stream> {
+class Link::Stream final : public EventHandler, public std::enable_shared_from_this<Stream> {
    public:
-    Stream(std::shared_ptr<Link> link, Loop& loop, std::unique_ptr<Channel> channel)
+    Stream(std::shared_ptr<Link> link, EventLoop& loop, std::unique_ptr<Channel> channel)
         : link_(std::move(link)),
           loop_(loop),
           channel_(std::move(channel)),
@@ -147,7 +147,7 @@ class Link::Stream final : public Handler, public std::enable_shared_from_this<S
     }
 
     std::shared_ptr<Link> link_;
-    Loop& loop_;
+    EventLoop& loop_;
     std::unique_ptr<Channel> channel_;
     Run run_;
     Jobs inbox_;
@@ -157,7 +157,7 @@ class Link::Stream final : public Handler, public std::enable_shared_from_this<S
     std::atomic<uint64_t> moved_ns_{now_ns()};
 };
 
-Link::Link(PoolOptions options, std::vector<Loop*> loops, Workers& workers, Counters& counters)
+Link::Link(PoolOptions options, std::vector<EventLoop*> loops, Workers& workers, Counters& counters)
     : pool_(options, counters),
       address_(options.dial.address),
       loops_(std::move(loops)),
@@ -326,7 +326,7 @@ std::shared_ptr<Link::Stream> Link::post_to_stream(const std::shared_ptr<Job>& j
         if (crowded && !only_living) {
             if (std::unique_ptr<Channel> channel = pool_.try_acquire()) {
                 path_ = channel->path;
-                Loop& loop = *loops_[next_loop_++ % loops_.size()];
+                EventLoop& loop = *loops_[next_loop_++ % loops_.size()];
                 fresh = std::make_shared<Stream>(shared_from_this(), loop, std::move(channel));
                 streams_.push_back(fresh);
             }

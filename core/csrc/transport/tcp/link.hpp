@@ -10,7 +10,7 @@
 #include <mutex>
 
 #include "transport/identity.hpp"
-#include "transport/loop.hpp"
+#include "base/event_loop.hpp"
 #include "transport/tcp/pool.hpp"
 #include "transport/tcp/run.hpp"
 #include "transport/workers.hpp"
@@ -19,7 +19,7 @@ namespace moonpool::transport::tcp {
 
 class Link final : public transport::Link, public std::enable_shared_from_this<Link> {
    public:
-    Link(PoolOptions options, std::vector<Loop*> loops, Workers& workers, Counters& counters);
+    Link(PoolOptions options, std::vector<EventLoop*> loops, Workers& workers, Counters& counters);
     ~Link() override;
 
     std::string_view transport() const override { return "tcp"; }
@@ -51,7 +51,7 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
 
     Pool pool_;
     std::string address_;
-    std::vector<Loop*> loops_;
+    std::vector<EventLoop*> loops_;
     Workers& workers_;
     Counters& counters_;
     mutable std::mutex mutex_;

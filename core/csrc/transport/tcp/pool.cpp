@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "base/clock.hpp"
 #include "wire/address.hpp"
 #include "wire/congestion.hpp"
 

@@ -22,6 +22,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/clock.hpp"
 #include "transport/tcp/channel.hpp"
 
 namespace moonpool::transport::tcp {

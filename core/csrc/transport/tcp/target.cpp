@@ -12,7 +12,7 @@ void Target::adopt(Caller caller) {
         served_.counters.connections_refused_total.fetch_add(1);
         return;  // closes it
     }
-    Loop& loop = *loops_[next_.fetch_add(1) % loops_.size()];
+    EventLoop& loop = *loops_[next_.fetch_add(1) % loops_.size()];
     auto connection = std::make_shared<Connection>(*this, loop, std::move(caller.fd), std::move(caller.peer));
     loop.post([&loop, connection] { loop.add(connection->fd(), EPOLLIN, connection); });
 }

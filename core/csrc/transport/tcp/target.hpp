@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "transport/identity.hpp"
-#include "transport/loop.hpp"
+#include "base/event_loop.hpp"
 #include "wire/doorman.hpp"
 
 namespace moonpool::transport::tcp {
@@ -23,7 +23,7 @@ class Connection;
 
 class Target {
    public:
-    Target(const Served& served, std::vector<Loop*> loops) : served_(served), loops_(std::move(loops)) {}
+    Target(const Served& served, std::vector<EventLoop*> loops) : served_(served), loops_(std::move(loops)) {}
 
     // From any thread.
     void adopt(Caller caller);
@@ -43,7 +43,7 @@ class Target {
 
    private:
     Served served_;
-    std::vector<Loop*> loops_;
+    std::vector<EventLoop*> loops_;
     std::atomic<size_t> next_{0};
     std::mutex mutex_;
     std::map<Name, std::weak_ptr<Connection>> named_;
