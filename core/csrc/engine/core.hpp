@@ -12,11 +12,11 @@
 #include <utility>
 #include <vector>
 
+#include "base/event_loop.hpp"
 #include "engine/engine.hpp"
 #include "engine/inbox.hpp"
 #include "engine/peer.hpp"
 #include "engine/tickets.hpp"
-#include "base/event_loop.hpp"
 #include "transport/loopback/link.hpp"
 #include "transport/shm/target.hpp"
 #include "transport/tcp/target.hpp"

@@ -59,8 +59,8 @@ const Link::Place* Link::View::find(uint64_t address, uint64_t bytes) const {
     return it->row.contains(address, bytes) ? &*it : nullptr;
 }
 
-Result<std::shared_ptr<transport::Link>> Link::connect(const PeerInfo& peer, const Identity& self, EventLoop& loop,
-                                                       Counters& counters, int timeout_ms) {
+Result<std::shared_ptr<transport::Link>> Link::connect(const PeerInfo& peer, const Identity& self,
+                                                       EventLoop& loop, Counters& counters, int timeout_ms) {
     if (peer.shm_socket.empty()) return Error{Code::kUnavailable, "the peer does not offer shared memory"};
     if (self.boot_id.empty() || peer.boot_id != self.boot_id || peer.host_id != self.host_id) {
         return Error{Code::kUnavailable, "the peer is on another host (" +

@@ -12,9 +12,9 @@
 #include <mutex>
 #include <vector>
 
+#include "base/event_loop.hpp"
 #include "transport/frames.hpp"
 #include "transport/identity.hpp"
-#include "base/event_loop.hpp"
 #include "transport/shm/gate.hpp"
 
 namespace moonpool::transport::shm {
@@ -25,7 +25,8 @@ socklen_t abstract_address(const std::string& name, sockaddr_un& address);
 class Link final : public transport::Link {
    public:
     static Result<std::shared_ptr<transport::Link>> connect(const PeerInfo& peer, const Identity& self,
-                                                            EventLoop& loop, Counters& counters, int timeout_ms);
+                                                            EventLoop& loop, Counters& counters,
+                                                            int timeout_ms);
     ~Link() override;
 
     std::string_view transport() const override { return "shm"; }

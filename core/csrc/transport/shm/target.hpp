@@ -10,8 +10,8 @@
 #include <memory>
 #include <mutex>
 
-#include "transport/identity.hpp"
 #include "base/event_loop.hpp"
+#include "transport/identity.hpp"
 #include "transport/shm/gate.hpp"
 
 namespace moonpool::transport::shm {

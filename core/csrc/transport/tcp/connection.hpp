@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "transport/frames.hpp"
 #include "base/event_loop.hpp"
+#include "transport/frames.hpp"
 #include "transport/tcp/target.hpp"
 
 namespace moonpool::transport::tcp {

@@ -9,8 +9,8 @@
 #include <memory>
 #include <mutex>
 
-#include "transport/identity.hpp"
 #include "base/event_loop.hpp"
+#include "transport/identity.hpp"
 #include "transport/tcp/pool.hpp"
 #include "transport/tcp/run.hpp"
 #include "transport/workers.hpp"

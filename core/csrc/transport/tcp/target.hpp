@@ -11,8 +11,8 @@
 #include <mutex>
 #include <vector>
 
-#include "transport/identity.hpp"
 #include "base/event_loop.hpp"
+#include "transport/identity.hpp"
 #include "wire/doorman.hpp"
 
 namespace moonpool::transport::tcp {
