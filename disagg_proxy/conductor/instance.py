@@ -7,10 +7,9 @@ from enum import Enum
 from itertools import islice
 from statistics import fmean
 
-from moonpool._native import Books, Standing
+from moonpool._native import Books, DecodeModel, HandoverModel, PrefillModel, Standing
 from moonpool.disagg_proxy.conductor.calibration import Ratios
 from moonpool.disagg_proxy.conductor.flow import Flow
-from moonpool.disagg_proxy.conductor.prediction import DecodeModel, HandoverModel, PrefillModel
 from moonpool.disagg_proxy.conductor.sender import Sender
 
 SISTERS_MAX = 32  # so many know what a thousand do
@@ -68,7 +67,7 @@ class Instance(Standing):
         site: str = "",
     ) -> None:
         books, prefill_model, decode_model = Books(), PrefillModel(), DecodeModel()
-        super().__init__(place, room_tokens, books, prefill_model.regression, decode_model.regression)
+        super().__init__(place, room_tokens, books, prefill_model, decode_model)
         self.place = place
         self.name = name
         self.known_as = known_as or name

@@ -13,12 +13,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from moonpool._native import DecodeModel, HandoverModel, PrefillModel
 from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Outlook
 from moonpool.disagg_proxy.conductor.calibration import Calibration
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
 from moonpool.disagg_proxy.conductor.instance import LEARNT, Instance
-from moonpool.disagg_proxy.conductor.prediction import DecodeModel, HandoverModel, PrefillModel
 from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
 from moonpool.disagg_proxy.peers.wire import Begun, Change, Gone, Prefilled, Sent
 from moonpool.disagg_proxy.tokens.watch import PredictionWatch

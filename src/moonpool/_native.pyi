@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['BatchClient', 'Books', 'Candidates', 'Client', 'Decoded', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'Standing', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'available_memory', 'block_digests', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes']
+__all__: list[str] = ['BatchClient', 'Books', 'Candidates', 'Client', 'DecodeModel', 'Decoded', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'Standing', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'available_memory', 'block_digests', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -645,6 +645,93 @@ class PrefixIndex:
     @property
     def block_tokens(self) -> int:
         ...
+class Regression:
+    """
+    Least squares that learns while it is used: y = sum of coefficient * feature, each coefficient at least 0. prior: the coefficients before any sample; spread: how far off each may be (standard deviation); floor: the smallest scale of y that matters, in y's unit.
+    """
+    def __init__(self, prior: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], spread: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], *, floor: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    def check_integrity(self) -> None:
+        """
+        Raises AssertionError when an invariant is broken.
+        """
+    def observe(self, features: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], y: typing.SupportsFloat | typing.SupportsIndex) -> float | None:
+        """
+        Learns from one sample. The error of the prediction before, y - predicted; None for a sample that changes nothing: no set of finite, non-negative numbers, or absurd.
+        """
+    def predict(self, features: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> float:
+        ...
+    def start(self, coefficients: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> bool:
+        """
+        Begins with these coefficients in the place of the prior's, and as little known. False: there was a sample, or these are no numbers, and nothing changes.
+        """
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        ...
+    @property
+    def odd(self) -> int:
+        """
+        How many were absurd.
+        """
+    @property
+    def refused(self) -> int:
+        """
+        How many were no numbers.
+        """
+    @property
+    def samples(self) -> int:
+        """
+        How many were learnt from.
+        """
+class PrefillModel:
+    """
+    Seconds that an engine needs before a request's first token, without waiting for its turn. tokens: of the prompt; own: leading ones in the engine's own cache; pool: those behind them that it fetches; ahead_s: of the sender's other fetches; queued: others are computed before.
+    """
+    def __init__(self) -> None:
+        ...
+    def observe(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.SupportsInt | typing.SupportsIndex, pool: typing.SupportsInt | typing.SupportsIndex, seconds: typing.SupportsFloat | typing.SupportsIndex, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, *, queued: bool = False) -> float | None:
+        """
+        Learns from one sample. The error of the prediction before, seconds - predicted; None for a sample that changes nothing.
+        """
+    def predict(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.SupportsInt | typing.SupportsIndex = 0, pool: typing.SupportsInt | typing.SupportsIndex = 0, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, *, queued: bool = False) -> float:
+        ...
+    def transfer_s(self, pool: typing.SupportsInt | typing.SupportsIndex) -> float:
+        """
+        Seconds of a fetch of so many tokens with nothing before them and nothing to hide behind.
+        """
+    @property
+    def regression(self) -> Regression:
+        ...
+class HandoverModel:
+    """
+    Seconds from the end of prefill to the decode engine's first token.
+    """
+    def __init__(self) -> None:
+        ...
+    def observe(self, tokens: typing.SupportsInt | typing.SupportsIndex, seconds: typing.SupportsFloat | typing.SupportsIndex) -> float | None:
+        """
+        Learns from one sample. The error of the prediction before, seconds - predicted; None for a sample that changes nothing.
+        """
+    def predict(self, tokens: typing.SupportsInt | typing.SupportsIndex) -> float:
+        ...
+    @property
+    def regression(self) -> Regression:
+        ...
+class DecodeModel:
+    """
+    Seconds between two tokens of a request that decodes in a batch. batch: requests that decode together, this one included; context_tokens: of all of them.
+    """
+    def __init__(self) -> None:
+        ...
+    def observe(self, batch: typing.SupportsFloat | typing.SupportsIndex, context_tokens: typing.SupportsFloat | typing.SupportsIndex, seconds: typing.SupportsFloat | typing.SupportsIndex) -> float | None:
+        """
+        Learns from one sample. The error of the prediction before, seconds - predicted; None for a sample that changes nothing.
+        """
+    def predict(self, batch: typing.SupportsFloat | typing.SupportsIndex, context_tokens: typing.SupportsFloat | typing.SupportsIndex) -> float:
+        ...
+    @property
+    def regression(self) -> Regression:
+        ...
 class Prefilled:
     """
     A prefill has ended.
@@ -737,50 +824,12 @@ class Books:
     @property
     def requests(self) -> int:
         ...
-class Regression:
-    """
-    Least squares that learns while it is used: y = sum of coefficient * feature, each coefficient at least 0. prior: the coefficients before any sample; spread: how far off each may be (standard deviation); floor: the smallest scale of y that matters, in y's unit.
-    """
-    def __init__(self, prior: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], spread: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], *, floor: typing.SupportsFloat | typing.SupportsIndex) -> None:
-        ...
-    def check_integrity(self) -> None:
-        """
-        Raises AssertionError when an invariant is broken.
-        """
-    def observe(self, features: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], y: typing.SupportsFloat | typing.SupportsIndex) -> float | None:
-        """
-        Learns from one sample. The error of the prediction before, y - predicted; None for a sample that changes nothing: no set of finite, non-negative numbers, or absurd.
-        """
-    def predict(self, features: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> float:
-        ...
-    def start(self, coefficients: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> bool:
-        """
-        Begins with these coefficients in the place of the prior's, and as little known. False: there was a sample, or these are no numbers, and nothing changes.
-        """
-    @property
-    def coefficients(self) -> tuple[float, ...]:
-        ...
-    @property
-    def odd(self) -> int:
-        """
-        How many were absurd.
-        """
-    @property
-    def refused(self) -> int:
-        """
-        How many were no numbers.
-        """
-    @property
-    def samples(self) -> int:
-        """
-        How many were learnt from.
-        """
 class Standing:
     """
     What policies compare instances by, of one instance. room_tokens: what its KV cache holds, 0: not known; obeys: it computes what it is told not to fetch; coming, coming_tokens: requests, and tokens of their prompts, that others prefill for it; turn: when a policy last chose it.
     """
     obeys: bool
-    def __init__(self, place: typing.SupportsInt | typing.SupportsIndex, room_tokens: typing.SupportsInt | typing.SupportsIndex, books: Books, prefill: Regression, decode: Regression) -> None:
+    def __init__(self, place: typing.SupportsInt | typing.SupportsIndex, room_tokens: typing.SupportsInt | typing.SupportsIndex, books: Books, prefill: PrefillModel, decode: DecodeModel) -> None:
         ...
     def gap_s(self, tokens: typing.SupportsInt | typing.SupportsIndex) -> float:
         """

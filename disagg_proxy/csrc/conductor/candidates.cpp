@@ -4,40 +4,30 @@
 
 namespace moonpool {
 
-namespace {
-
-constexpr double kThousand = 1e-3, kMillion = 1e-6;  // the scales of the models' features
-
-double square(int64_t tokens) { return static_cast<double>(tokens) * static_cast<double>(tokens); }
-
-}  // namespace
-
 double Standing::gap_s(int64_t tokens) const {
     auto batch = static_cast<double>(static_cast<int64_t>(books->decodes()) + coming + 1);
     auto context = static_cast<double>(books->context_tokens() + coming_tokens + tokens);
-    std::span<const double> by = decode->coefficients();
-    return by[0] + by[1] * batch + by[2] * kThousand * context;
+    return decode->predict(batch, context);
 }
 
 Candidates::Weighed Candidates::weigh(const Standing& standing, const Prompt& prompt, int64_t own) const {
-    std::span<const double> by = standing.prefill->coefficients();
-    double a = by[0], b = by[1] * kThousand, c = by[2] * kMillion;
-    double load = by[3] * kThousand;
-    double latency = by[4], token = by[5] * kThousand, hidden = by[6] * kThousand, share = by[7];
-    auto rest = static_cast<double>(prompt.tokens - own), held = static_cast<double>(own);
-    double prefill_s = a + b * rest + c * (square(prompt.tokens) - square(own)) + load * held;
+    const PrefillCosts by = standing.prefill->costs();
+    auto tokens = static_cast<double>(prompt.tokens), held = static_cast<double>(own);
+    auto in_pool = static_cast<double>(prompt.pool);
+    double rest = tokens - held;
+    double prefill_s = by.base_s + by.compute_s(held, tokens) + by.load_token_s * held;
     double wait_s = standing.books->wait_s(prompt.now_s);
-    auto pull = static_cast<double>(prompt.pool - own);
+    double pull = in_pool - held;
     bool fetches = pull > 0;
     double transfer_s = 0, lost_s = 0;
     if (fetches) {
-        double pull_s = latency + token * pull + share * prompt.ahead_s;
+        double pull_s = by.fetch_s(pull, prompt.ahead_s);
         transfer_s = pull_s;
         if (wait_s > 0) {  // it hides behind others, and takes its time on the links nevertheless
-            transfer_s = hidden * pull;
+            transfer_s = by.hidden_fetch_s(pull);
             pull_s = std::max(transfer_s, pull_s);
         }
-        double saved_s = b * pull + c * (square(prompt.pool) - square(own));
+        double saved_s = by.compute_s(held, in_pool);
         fetches = pull_s < saved_s + prompt.spare_s || !standing.obeys;
         if (fetches) {
             prefill_s += transfer_s - saved_s;
@@ -49,7 +39,8 @@ Candidates::Weighed Candidates::weigh(const Standing& standing, const Prompt& pr
     double ttft_s = wait_s + prefill_s;
     double later_s = prompt.harm * prefill_s * (wait_s + 0.5 * prefill_s);
     double stalls_s = static_cast<double>(standing.books->decodes()) * prefill_s;
-    double cost = prompt.urgency * ttft_s + later_s + prompt.chance * b * rest + prompt.stalled * stalls_s;
+    double cost =
+        prompt.urgency * ttft_s + later_s + prompt.chance * by.token_s * rest + prompt.stalled * stalls_s;
     return {cost, ttft_s, prefill_s, transfer_s, lost_s, own, fetches};
 }
 

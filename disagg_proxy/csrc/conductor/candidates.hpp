@@ -1,6 +1,6 @@
 // Candidates: the instances that a policy chooses among, weighed all at once. What a weight is made of, and
-// why, stands with the policy (disagg_proxy/conductor/policies/conductor.py) and its models (prediction.py);
-// here it is computed for a thousand of them without asking Python for each.
+// why, stands with the policy (disagg_proxy/conductor/policies/conductor.py) and in cost_model.hpp; here it
+// is computed for a thousand of them without asking Python for each.
 //
 // Pure: times are arguments, nothing is kept between two questions but what the instances themselves hold.
 #pragma once
@@ -13,14 +13,14 @@
 #include <vector>
 
 #include "conductor/books.hpp"
-#include "conductor/regression.hpp"
+#include "conductor/cost_model.hpp"
 
 namespace moonpool {
 
 // Standing: what policies compare instances by, of one instance.
 struct Standing {
     Standing(uint32_t place, int64_t room_tokens, std::shared_ptr<Books> books,
-             std::shared_ptr<const Regression> prefill, std::shared_ptr<const Regression> decode)
+             std::shared_ptr<const PrefillModel> prefill, std::shared_ptr<const DecodeModel> decode)
         : place(place),
           room_tokens(room_tokens),
           books(std::move(books)),
@@ -40,8 +40,8 @@ struct Standing {
     int64_t coming = 0, coming_tokens = 0;  // requests that others prefill for it, tokens of their prompts
     int64_t turn = -1;                      // when a policy last chose it, by the policy's own count
     const std::shared_ptr<Books> books;
-    // Of prefill: a, b, c, load, latency, token, hidden, share; of decode: d, e, k.
-    const std::shared_ptr<const Regression> prefill, decode;
+    const std::shared_ptr<const PrefillModel> prefill;
+    const std::shared_ptr<const DecodeModel> decode;
 };
 
 // What is asked about a prompt.

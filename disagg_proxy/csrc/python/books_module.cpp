@@ -31,34 +31,10 @@ void raise_if(const std::string& wrong) {
     throw py::error_already_set();
 }
 
-std::shared_ptr<Regression> make_regression(const std::vector<double>& prior,
-                                            const std::vector<double>& spread, double floor) {
-    if (prior.empty() || prior.size() > Regression::kCoefficientsMax || prior.size() != spread.size()) {
-        refuse("a regression has one to eight coefficients, and as many spreads");
-    }
-    return std::make_shared<Regression>(prior, spread, floor);
-}
-
-void check_size(const Regression& regression, const std::vector<double>& features) {
-    if (features.size() != regression.coefficients().size()) {
-        refuse("a number for each coefficient is wanted");
-    }
-}
-
-py::typing::Tuple<py::float_, py::ellipsis> coefficients(const Regression& self) {
-    std::span<const double> values = self.coefficients();
-    py::tuple out(values.size());
-    for (size_t i = 0; i < values.size(); ++i) out[i] = py::float_(values[i]);
-    return out;
-}
-
 std::shared_ptr<Standing> make_standing(uint32_t place, int64_t room_tokens, std::shared_ptr<Books> books,
-                                        std::shared_ptr<Regression> prefill,
-                                        std::shared_ptr<Regression> decode) {
-    if (!books || !prefill || prefill->coefficients().size() != 8 || !decode ||
-        decode->coefficients().size() != 3) {
-        refuse("an instance has books, and models of eight and of three coefficients");
-    }
+                                        std::shared_ptr<PrefillModel> prefill,
+                                        std::shared_ptr<DecodeModel> decode) {
+    if (!books || !prefill || !decode) refuse("an instance has books and its models");
     return std::make_shared<Standing>(place, room_tokens, std::move(books), std::move(prefill),
                                       std::move(decode));
 }
@@ -171,46 +147,6 @@ void bind_books(py::module_& m) {
         .def("forget_all", &Books::forget_all, "The engine is gone, and what it had to do with it.")
         .def(
             "check_integrity", [](const Books& self) { raise_if(self.check_integrity()); },
-            "Raises AssertionError when an invariant is broken.");
-
-    py::class_<Regression, std::shared_ptr<Regression>>(
-        m, "Regression",
-        "Least squares that learns while it is used: y = sum of coefficient * feature, each coefficient at "
-        "least 0. prior: the coefficients before any sample; spread: how far off each may be (standard "
-        "deviation); floor: the smallest scale of y that matters, in y's unit.")
-        .def(py::init(&make_regression), py::arg("prior"), py::arg("spread"), py::kw_only(), py::arg("floor"))
-        .def_property_readonly("coefficients", &coefficients)
-        .def_property_readonly("samples", &Regression::samples, "How many were learnt from.")
-        .def_property_readonly("odd", &Regression::odd, "How many were absurd.")
-        .def_property_readonly("refused", &Regression::refused, "How many were no numbers.")
-        .def(
-            "predict",
-            [](const Regression& self, const std::vector<double>& features) {
-                check_size(self, features);
-                return self.predict(features);
-            },
-            py::arg("features"))
-        .def(
-            "observe",
-            [](Regression& self, const std::vector<double>& features, double y) {
-                check_size(self, features);
-                return self.observe(features, y);
-            },
-            py::arg("features"), py::arg("y"),
-            "Learns from one sample. The error of the prediction before, y - predicted; None for a sample "
-            "that changes nothing: no set of finite, non-negative numbers, or absurd.")
-        .def(
-            "start",
-            [](Regression& self, const std::vector<double>& coefficients) {
-                check_size(self, coefficients);
-                return self.start(coefficients);
-            },
-            py::arg("coefficients"),
-            "Begins with these coefficients in the place of the prior's, and as little known. False: there "
-            "was "
-            "a sample, or these are no numbers, and nothing changes.")
-        .def(
-            "check_integrity", [](const Regression& self) { raise_if(self.check_integrity()); },
             "Raises AssertionError when an invariant is broken.");
 
     py::class_<Standing, std::shared_ptr<Standing>>(

@@ -14,10 +14,10 @@ import time
 
 import pytest
 
+from moonpool._native import PrefillModel
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.admission.ticket import Ticket
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.prediction import PrefillModel
 from moonpool.disagg_proxy.discovery.source import Found
 from moonpool.disagg_proxy.dispatch.candidates import Fit
 from moonpool.disagg_proxy.settings import BreakerLimits, HealthChecks

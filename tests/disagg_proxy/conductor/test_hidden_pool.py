@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from moonpool._native import PrefillModel
 from moonpool.disagg_proxy.conductor.hidden_pool import SEEN_MIN, WINDOW, HiddenPool
-from moonpool.disagg_proxy.conductor.prediction import PrefillModel
 from tests.disagg_proxy.events.beds import BLOCK, Engine, chain, stored
 from tests.disagg_proxy.harness import Bed, Exchange, bed, until, with_deadline
 

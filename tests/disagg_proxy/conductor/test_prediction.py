@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool._native import Regression
-from moonpool.disagg_proxy.conductor.prediction import DecodeModel, HandoverModel, PrefillModel
+from moonpool._native import DecodeModel, HandoverModel, PrefillModel, Regression
 from moonpool.disagg_proxy.tools.simulator.machine import MACHINES
 
 SEED = 20261121
@@ -35,6 +34,44 @@ def worst_error(model: PrefillModel, rng: random.Random) -> float:
         true_s = true_prefill_s(*case)
         shares.append(abs(model.predict(*case) - true_s) / true_s)
     return sorted(shares)[int(len(shares) * 0.95)]
+
+
+def plain_prefill_s(
+    by: tuple[float, ...], tokens: int, own: int, pool: int, ahead_s: float, *, queued: bool
+) -> float:
+    """The formula of cost_model.hpp, with the coefficients as a regression has them."""
+    base, token, square, load, latency, fetch_token, hidden, share = by
+    reused = min(own + pool, tokens)
+    seconds = base + 1e-3 * token * (tokens - reused) + 1e-6 * square * (tokens**2 - reused**2)
+    seconds += 1e-3 * load * min(own, tokens)
+    if not pool:
+        return seconds
+    fetched = 1e-3 * min(pool, tokens)
+    return seconds + (hidden * fetched if queued else latency + fetch_token * fetched + share * ahead_s)
+
+
+def test_the_formulas() -> None:
+    rng = random.Random(SEED)
+    print("seed", SEED)
+    for _ in range(500):
+        model, by = PrefillModel(), tuple(rng.uniform(0, 1) for _ in range(8))
+        assert model.regression.start(by)
+        tokens, own, pool = (
+            rng.randrange(1, 50_000),
+            rng.randrange(50_000),
+            rng.choice((0, rng.randrange(50_000))),
+        )
+        ahead_s, queued = rng.uniform(0, 9), rng.random() < 0.5
+        expected = plain_prefill_s(by, tokens, own, pool, ahead_s, queued=queued)
+        assert model.predict(tokens, own, pool, ahead_s, queued=queued) == pytest.approx(expected, rel=1e-9)
+        longest = by[4] + max(by[5], by[6]) * 1e-3 * pool if pool else 0.0
+        assert model.transfer_s(pool) == pytest.approx(longest, rel=1e-9)
+        handover, decode = HandoverModel(), DecodeModel()
+        assert handover.regression.start(by[:2])
+        assert decode.regression.start(by[:3])
+        assert handover.predict(tokens) == pytest.approx(by[0] + by[1] * 1e-3 * tokens, rel=1e-9)
+        between_s = by[0] + by[1] * 7 + by[2] * 1e-3 * tokens
+        assert decode.predict(7, tokens) == pytest.approx(between_s, rel=1e-9)
 
 
 def test_prefill_is_learnt_from_noisy_samples() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.disagg_proxy.conductor.prediction import PrefillModel
+from moonpool._native import PrefillModel
 from moonpool.disagg_proxy.engines import page_watch
 from moonpool.disagg_proxy.settings import HealthChecks
 from moonpool.disagg_proxy.tools.mock_engine import api

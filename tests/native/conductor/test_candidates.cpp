@@ -9,11 +9,8 @@ namespace moonpool {
 namespace {
 
 std::shared_ptr<Standing> standing(uint32_t place) {
-    std::vector<double> prior{0.02, 0.1, 0.001, 0.001, 0.005, 0.002, 0.001, 1.0};
-    auto prefill = std::make_shared<Regression>(prior, prior, 0.01);
-    std::vector<double> slopes{0.01, 0.0003, 0.00002};
-    auto decode = std::make_shared<Regression>(slopes, slopes, 0.01);
-    return std::make_shared<Standing>(place, 0, std::make_shared<Books>(), prefill, decode);
+    return std::make_shared<Standing>(place, 0, std::make_shared<Books>(), std::make_shared<PrefillModel>(),
+                                      std::make_shared<DecodeModel>());
 }
 
 // That the answers are right is compared with plain Python (test_candidates.py); here that there is always

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from moonpool import InvalidArgument
-from moonpool._native import Books, Candidates, Regression, Standing
+from moonpool._native import Books, Candidates, Standing
 from moonpool.disagg_proxy.conductor.instance import Instance
 from tests.disagg_proxy.conductor.policies import plain_candidates
 
@@ -101,6 +101,5 @@ def test_what_cannot_be_weighed_is_refused() -> None:
     for own in ([-1], [1 << 32], ["x"], b"abc", None):
         with pytest.raises((InvalidArgument, TypeError, OverflowError, ValueError)):
             candidates.cheapest(10, own, 0, 0.0)
-    three = Regression([1.0] * 3, [1.0] * 3, floor=0.1)
-    with pytest.raises(InvalidArgument, match="eight"):
-        Standing(0, 0, Books(), three, three)
+    with pytest.raises(InvalidArgument, match="its models"):
+        Standing(0, 0, Books(), None, None)  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+// The cost models of one engine, learnt online: what prefill, the hand-over and a decode step take.
+//
+//     prefill          =  base  +  token u  +  square (n^2 - r^2)  +  load own  +  fetch
+//         n: tokens of the prompt; own: leading ones in the engine's own cache; pool: those behind them that
+//         it fetches; r = own + pool: reused; u = n - r: computed
+//     fetch            =  latency + fetch_token pool + share ahead    of a request that need not wait
+//                         hidden_token pool                           of one that waits, and is fetched
+//                         meanwhile
+//     hand-over        =  base + token n
+//     between tokens   =  base + request batch + context ctx          ctx: tokens in the KV cache of the
+//     batch
+//
+// The form of the prefill term is the cost model of the Mooncake paper (FAST '25, section 2.2 of its cost
+// model: a linear and a quadratic part of the tokens that are computed, and a linear one of those that are
+// reused, which are loaded into the GPU's memory: load, of fetched ones within latency and fetch_token).
+// Latency and fetch_token are this engine's towards the pool; hidden_token is what cannot be hidden behind
+// the prompts before it; ahead: seconds of other fetches that the sender has before it, share: how much of
+// them is felt. Priors are of a mid-sized model on one GPU and wide, so that a few tens of requests replace
+// them.
+//
+// Seconds and tokens everywhere. A regression learns in thousands and millions of tokens, so that its
+// coefficients are of one order; the costs below are for each token. Pure: no clock.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "conductor/regression.hpp"
+
+namespace moonpool {
+
+struct PrefillCosts {
+    double base_s, token_s, square_s, load_token_s;
+    double fetch_latency_s, fetch_token_s, fetch_hidden_token_s, fetch_share;
+
+    // Of the tokens from `reused` to `tokens`, which attend to all before them.
+    double compute_s(double reused, double tokens) const {
+        return token_s * (tokens - reused) + square_s * (tokens * tokens - reused * reused);
+    }
+    // With nothing to hide behind.
+    double fetch_s(double pool, double ahead_s) const {
+        return fetch_latency_s + fetch_token_s * pool + fetch_share * ahead_s;
+    }
+    double hidden_fetch_s(double pool) const { return fetch_hidden_token_s * pool; }
+};
+
+// A prompt as prefill sees it.
+struct PrefillWork {
+    int64_t tokens = 0, own = 0, pool = 0;
+    double ahead_s = 0;   // of the sender's other fetches
+    bool queued = false;  // others are computed before
+};
+
+class PrefillModel {
+   public:
+    PrefillModel();
+    PrefillCosts costs() const;
+    // Seconds before the first token, without waiting for its turn.
+    double predict(const PrefillWork& work) const;
+    // Of so many tokens with nothing before them and nothing to hide behind.
+    double transfer_s(int64_t pool) const;
+    // The error of the prediction before; nothing for a sample that changes nothing (Regression::observe).
+    std::optional<double> observe(const PrefillWork& work, double seconds);
+    const std::shared_ptr<Regression>& regression() const { return regression_; }
+
+   private:
+    std::shared_ptr<Regression> regression_;
+};
+
+// From the end of prefill to the decode engine's first token.
+class HandoverModel {
+   public:
+    HandoverModel();
+    double predict(int64_t tokens) const;
+    std::optional<double> observe(int64_t tokens, double seconds);
+    const std::shared_ptr<Regression>& regression() const { return regression_; }
+
+   private:
+    std::shared_ptr<Regression> regression_;
+};
+
+// Between two tokens of a request that decodes in a batch.
+class DecodeModel {
+   public:
+    DecodeModel();
+    // batch: requests that decode together, this one included; context_tokens: of all of them.
+    double predict(double batch, double context_tokens) const;
+    std::optional<double> observe(double batch, double context_tokens, double seconds);
+    const std::shared_ptr<Regression>& regression() const { return regression_; }
+
+   private:
+    std::shared_ptr<Regression> regression_;
+};
+
+}  // namespace moonpool
