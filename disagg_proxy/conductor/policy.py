@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol, cast
 
 from moonpool.core.errors import ConfigError
@@ -12,12 +13,6 @@ from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
 from moonpool.disagg_proxy.conductor.policies.least_load import LeastLoad
 from moonpool.disagg_proxy.conductor.policies.prefix_affinity import PrefixAffinity
-from moonpool.disagg_proxy.conductor.policies.rivals.dynamo_cost import DynamoCost
-from moonpool.disagg_proxy.conductor.policies.rivals.lmetric import LMetric
-from moonpool.disagg_proxy.conductor.policies.rivals.load_balancing import LoadBalancing
-from moonpool.disagg_proxy.conductor.policies.rivals.min_ttft import MinTtft
-from moonpool.disagg_proxy.conductor.policies.rivals.sglang_cache_aware import SGLangCacheAware
-from moonpool.disagg_proxy.conductor.policies.rivals.vllm_kv_aware import VllmKvAware
 from moonpool.disagg_proxy.conductor.policies.round_robin import RoundRobin
 
 
@@ -43,17 +38,29 @@ class Policy(Protocol):
 Hook = Callable[[Request, Choice, float], None]
 
 
+# What other routers do, to be compared: loaded when one of them is asked for.
+_COMPARED = {
+    "dynamo_cost": "DynamoCost",
+    "lmetric": "LMetric",
+    "load_balancing": "LoadBalancing",
+    "min_ttft": "MinTtft",
+    "sglang_cache_aware": "SGLangCacheAware",
+    "vllm_kv_aware": "VllmKvAware",
+}
+_COMPARED_IN = "moonpool.disagg_proxy.tools.simulator.policies"
+
+
+def _compared(name: str) -> Policy:
+    made: Policy = getattr(importlib.import_module(f"{_COMPARED_IN}.{name}"), _COMPARED[name])()
+    return made
+
+
 POLICIES: Mapping[str, Callable[[], Policy]] = {
     "conductor": Conductor,
-    "dynamo_cost": DynamoCost,
     "least_load": LeastLoad,
-    "lmetric": LMetric,
-    "load_balancing": LoadBalancing,
-    "min_ttft": MinTtft,
     "prefix_affinity": PrefixAffinity,
     "round_robin": RoundRobin,
-    "sglang_cache_aware": SGLangCacheAware,
-    "vllm_kv_aware": VllmKvAware,
+    **{name: partial(_compared, name) for name in _COMPARED},
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moonpool.disagg_proxy.conductor.choice import Request
 from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.conductor.policies.rivals.scored import Scored
+from moonpool.disagg_proxy.tools.simulator.policies.scored import Scored
 
 SHARE_MIN = 0.3  # of the prompt that must match
 IMBALANCE_MIN = 64  # requests

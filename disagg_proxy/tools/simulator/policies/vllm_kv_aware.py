@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moonpool.disagg_proxy.conductor.choice import Request
 from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.conductor.policies.rivals.scored import Scored
+from moonpool.disagg_proxy.tools.simulator.policies.scored import Scored
 
 POOL_CREDIT = 0.6  # of a token in an external store
 
