@@ -100,7 +100,11 @@ void fuzz_json(std::string_view data) {
         json::Object inner;
         if (member.kind == json::Kind::kObject) check(inner.scan(member.value), "a value does not scan");
     }
-    std::vector<json::Edit> edits = json::prefill_edits("{}");
+    using json::Edit;
+    const std::vector<Edit> edits{{Edit::kSet, "kv_transfer_params", "{}"},
+                                  {Edit::kSet, "stream", "false"},
+                                  {Edit::kSetWherePresent, "max_completion_tokens", "1"},
+                                  {Edit::kDrop, "min_tokens"}};
     json::Splice splice;
     splice.make(object, edits);
     json::Object edited;

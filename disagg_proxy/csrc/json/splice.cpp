@@ -68,13 +68,4 @@ std::string Splice::joined() const {
     return out;
 }
 
-std::vector<Edit> prefill_edits(std::string_view kv_transfer_params) {
-    return {{Edit::kSet, "kv_transfer_params", kv_transfer_params},
-            {Edit::kSet, "stream", "false"},
-            {Edit::kSet, "max_tokens", "1"},
-            {Edit::kSetWherePresent, "max_completion_tokens", "1"},
-            {Edit::kDrop, "stream_options"},
-            {Edit::kDrop, "min_tokens"}};
-}
-
 }  // namespace moonpool::json

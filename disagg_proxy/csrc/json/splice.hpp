@@ -59,8 +59,4 @@ class Splice {
 // More pieces than this are made one: who sends them looks at all of them for each write.
 inline constexpr size_t kPiecesMax = 20;
 
-// The edits that make of a request the one for vLLM's prefill engine (docs/proxy.md): one token, no stream,
-// and kv_transfer_params as given (a JSON value). Valid as long as `kv_transfer_params` is.
-std::vector<Edit> prefill_edits(std::string_view kv_transfer_params);
-
 }  // namespace moonpool::json

@@ -18,10 +18,6 @@ namespace moonpool::relay {
 
 namespace {
 
-// The parameters with which a NIXL-style connector computes a prompt for somebody else.
-constexpr std::string_view kPrefillParameters =
-    R"({"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,)"
-    R"("remote_block_ids":null,"remote_host":null,"remote_port":null})";
 // Larger bodies are read beside this thread: this much takes about a millisecond, however it is made.
 constexpr size_t kBesideBytes = 128 << 10;
 // Written at once of events into which logprobs are merged.
@@ -169,27 +165,12 @@ void Exchange::follow(const Plan& plan) {
         return answer_by(engine);
     }
     Engine& prefill = *relay_.engines[static_cast<size_t>(plan.prefill)];
-    if (plan.form == Form::kTwoStep) {
-        state_ = State::kPrefilling;
-        return send_prefill_leg(prefill, json::prefill_edits(kPrefillParameters));
-    }
-    if (plan.form == Form::kContextFirst) {
-        state_ = State::kPrefilling;
-        return send_prefill_leg(prefill, context_edits(plan_.prefill_params));
-    }
-    state_ = State::kAnswering;
-    std::vector<json::Edit> edits;
-    for (const auto& [name, value] : plan_.members) edits.push_back({json::Edit::kSet, name, value});
-    if (plan_.form == Form::kOneShot) {
-        send_prefill_leg(prefill, edits);
-    } else if (plan_.form == Form::kGenerationFirst) {
-        send_prefill_leg(prefill, context_edits(plan_.prefill_params));
-    } else {
-        send_prefill_leg(prefill, json::prefill_edits(plan_.prefill_params));
-        edits.push_back({json::Edit::kSet, kParameters, plan_.engine_params});
-    }
+    const HandoverForm& form = handover_form(plan_.form);
+    state_ = form.at_once() ? State::kAnswering : State::kPrefilling;
+    send_prefill_leg(prefill, form.prefill_edits(plan_));
+    if (!form.at_once()) return;
     // The prefill may have failed at once, and the request be on another way already.
-    if (state_ == State::kAnswering && prefill_.engine == &prefill) hand_over(edits);
+    if (state_ == State::kAnswering && prefill_.engine == &prefill) hand_over(form.answer_edits(plan_));
 }
 
 // Sending.

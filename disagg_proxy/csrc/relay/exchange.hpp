@@ -23,6 +23,7 @@
 #include "http/body_reader.hpp"
 #include "http/refusal.hpp"
 #include "json/splice.hpp"
+#include "relay/handover_forms.hpp"
 #include "relay/leg.hpp"
 #include "relay/observations.hpp"
 #include "relay/one_shot.hpp"
@@ -68,7 +69,6 @@ class Exchange {
     uint64_t body_bytes() const { return body_bytes_; }
 
    private:
-    static constexpr std::string_view kParameters = "kv_transfer_params";
     static constexpr std::string_view kEventStream = "text/event-stream";
     // Engines that one request may break: another cause than the request is worth one try elsewhere, no more.
     static constexpr uint32_t kBrokenMax = 2;
@@ -89,13 +89,11 @@ class Exchange {
     void prefill_done();
     void prefill_failed(Verdict verdict, bool elsewhere);
     void answer_with_refusal();
-    void take_context(Engine& engine, const json::Object* answer);
+    void answer_finished(Engine& engine, const Context& context);
     void hand_over(std::span<const json::Edit> edits);
-    bool one_shot() const { return plan_.prefill >= 0 && plan_.form == Form::kOneShot; }
-    bool at_once() const {
-        bool each_its_own = plan_.form == Form::kConcurrent || plan_.form == Form::kGenerationFirst;
-        return one_shot() || (plan_.prefill >= 0 && each_its_own);
-    }
+    // Of an attempt with a prefill engine.
+    bool at_once() const { return plan_.prefill >= 0 && handover_form(plan_.form).at_once(); }
+    bool one_shot() const { return plan_.prefill >= 0 && handover_form(plan_.form).in_a_room; }
     void start_answer(const http::ResponseHead& head);
     void hand_on(const http::ResponseHead* head, std::string_view body, bool complete);
     bool met_nobody(const http::ResponseHead* head, std::string_view body) const;

@@ -5,7 +5,6 @@
 #include "http/head_writer.hpp"
 #include "json/scanner.hpp"
 #include "relay/client.hpp"
-#include "relay/context_first.hpp"
 #include "relay/engine.hpp"
 #include "relay/exchange.hpp"
 #include "relay/relay.hpp"
@@ -111,41 +110,33 @@ void Exchange::prefill_done() {
     reached(Stage::kPrefilled);
     prefill_.leave(Verdict::kGood);
     if (state_ != State::kPrefilling) return ended(Prefill::kHandedOver);  // concurrent: nobody waits for it
-    if (plan_.form == Form::kContextFirst) return take_context(engine, whole ? &scanned : nullptr);
-    const json::Member* parameters = whole ? scanned.find(kParameters) : nullptr;
-    if (parameters == nullptr || parameters->kind != json::Kind::kObject) {
+    const HandoverForm& form = handover_form(plan_.form);
+    std::optional<Context> context = whole ? form.take(scanned) : std::nullopt;
+    if (!context) {
         ended(Prefill::kNoParameters);
         return answer_alone();
     }
     ended(Prefill::kHandedOver);
     not_tried(engine);
-    const json::Edit edit{json::Edit::kSet, kParameters, parameters->value};
-    hand_over(std::span(&edit, 1));
-    if (prefill_answer_.capacity() > kSmallBytes) prefill_answer_ = std::string();
-}
-
-// answer: nullptr, it is no JSON.
-void Exchange::take_context(Engine& engine, const json::Object* answer) {
-    std::optional<Context> context = answer == nullptr ? std::nullopt : context_of(*answer);
-    bool got = context.has_value();
-    ++engine.counts.prefills[static_cast<size_t>(got ? Prefill::kHandedOver : Prefill::kNoParameters)];
-    if (!got) return answer_alone();
-    not_tried(engine);
-    if (context->finished) {  // the first token was the last
-        bool stream = request_->facts().stream;
-        ++engine.counts.answers[2];
-        Page page;
-        page.body = stream ? "data: [DONE]\n\n" : context->answer;
-        page.content_type = stream ? kEventStream : "application/json";
-        page.headers.emplace_back("X-Moonpool-Engine", engine.settings.name);
-        observation_.status = 200;
-        observe(Outcome::kAnswered);
-        return client_->answer_page(page);
-    }
-    std::vector<json::Edit> edits{{json::Edit::kSet, kContextMember, context->params}};
+    if (context->finished) return answer_finished(engine, *context);
+    std::vector<json::Edit> edits{{json::Edit::kSet, form.member, context->params}};
     std::string_view prompt = request_->kind == Kind::kChat ? "prompt_token_ids" : "prompt";
     if (!context->prompt_ids.empty()) edits.push_back({json::Edit::kSet, prompt, context->prompt_ids});
     hand_over(edits);
+    if (prefill_answer_.capacity() > kSmallBytes) prefill_answer_ = std::string();
+}
+
+// The first token was the last: prefill's answer is the client's.
+void Exchange::answer_finished(Engine& engine, const Context& context) {
+    bool stream = request_->facts().stream;
+    ++engine.counts.answers[2];
+    Page page;
+    page.body = stream ? "data: [DONE]\n\n" : context.answer;
+    page.content_type = stream ? kEventStream : "application/json";
+    page.headers.emplace_back("X-Moonpool-Engine", engine.settings.name);
+    observation_.status = 200;
+    observe(Outcome::kAnswered);
+    client_->answer_page(page);
 }
 
 void Exchange::hand_over(std::span<const json::Edit> edits) {

@@ -56,16 +56,6 @@ TEST_CASE("splice: what stays is not copied") {
     CHECK(splice.pieces().size() == 3);
 }
 
-TEST_CASE("splice: the request for a prefill engine") {
-    std::string text =
-        R"({"model":"m","stream":true,"stream_options":{"include_usage":true},"prompt":[1,2],"max_tokens":99,)"
-        R"("min_tokens":3,"max_completion_tokens":4,"kv_transfer_params":{"a":1},"temperature":0})";
-    CHECK(edited(text, prefill_edits(R"({"do_remote_decode":true})")) ==
-          R"({"model":"m","prompt":[1,2],"temperature":0,"kv_transfer_params":{"do_remote_decode":true},)"
-          R"("stream":false,"max_tokens":1,"max_completion_tokens":1})");
-    CHECK(edited("{}", prefill_edits("{}")) == R"({"kv_transfer_params":{},"stream":false,"max_tokens":1})");
-}
-
 TEST_CASE("splice: very many pieces are one") {
     std::string text = "{\"x\":0", expected = text;
     for (int i = 0; i < 1000; ++i) {
