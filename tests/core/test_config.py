@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from moonpool import _native
 from moonpool.core.config import config, config_help, units
 from moonpool.core.errors import ConfigError
 
@@ -239,6 +242,32 @@ def test_the_examples_are_valid_configurations(example: str, nodes: object, engi
 def test_the_documentation_has_every_key_and_default() -> None:
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
     assert page.endswith(config_help.markdown() + "\n"), "update it with: moonpool config schema --markdown"
+
+
+NATIVE_NAMES = {"rows_max": "keys_max", "tombstones_max": "removals_max"}
+
+
+@pytest.mark.parametrize(
+    ("native", "section", "own"),
+    [
+        (_native.Server, config.Node(), {"listen", "ssd", "events"}),  # of other types there
+        (_native.MasterServer, config.Master(), set()),
+    ],
+)
+def test_what_is_embedded_has_the_defaults_of_the_configuration(
+    native: type, section: config.Section, own: set[str]
+) -> None:
+    """An embedded store starts its node without a configuration."""
+    signature = str(native.__init__.__doc__)
+    defaults = dict(re.findall(r"(\w+): [\w. |]+ = ('[^']*'|[0-9.]+)", signature))
+    shared = {name: NATIVE_NAMES.get(name, name) for name in defaults}
+    found = {
+        name: ast.literal_eval(defaults[name])
+        for name, key in shared.items()
+        if key in section.__struct_fields__ and key not in own
+    }
+    assert len(found) > 7
+    assert found == {name: getattr(section, shared[name]) for name in found}
 
 
 def test_the_proxys_keys_are_those_of_its_settings_with_the_same_defaults() -> None:

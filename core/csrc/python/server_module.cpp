@@ -176,6 +176,7 @@ void bind_server(py::module_& m) {
         py::arg("bytes"), py::arg("option") = "", py::arg("root") = "",
         "Raises InvalidArgument where arenas of so many bytes do not fit; option: how a user gives the "
         "size.");
+    const Limits limits;
     py::class_<PyServer>(m, "Server",
                          "A node's data plane: one thread, one Unix socket, an arena for each tenant.")
         .def(py::init<std::string, const std::vector<std::pair<std::string, uint64_t>>&, const py::bytes&,
@@ -186,18 +187,21 @@ void bind_server(py::module_& m) {
                       uint32_t, double, double, double, std::string, std::string>(),
              py::arg("socket_path"), py::arg("tenants"), py::arg("token"), py::kw_only(),
              py::arg("name") = "default", py::arg("objects_max") = 0, py::arg("slab_bytes") = 0,
-             py::arg("connections_max") = 4096, py::arg("scrub_bytes_per_s") = uint64_t{64} << 20,
-             py::arg("key_bytes_max") = 1024, py::arg("parts_max") = 4096,
-             py::arg("frame_bytes_max") = 8u << 20, py::arg("frame_keys_max") = 16384,
-             py::arg("object_share_max") = 0.25, py::arg("listen") = std::vector<std::string>(),
-             py::arg("host_id") = "", py::arg("advertise") = "", py::arg("master") = "",
+             py::arg("connections_max") = limits.connections,
+             py::arg("scrub_bytes_per_s") = uint64_t{64} << 20, py::arg("key_bytes_max") = limits.key_bytes,
+             py::arg("parts_max") = limits.parts, py::arg("frame_bytes_max") = limits.frame_bytes,
+             py::arg("frame_keys_max") = limits.frame_keys, py::arg("object_share_max") = limits.object_share,
+             py::arg("listen") = std::vector<std::string>(), py::arg("host_id") = "",
+             py::arg("advertise") = "", py::arg("master") = "",
              py::arg("ssd") = std::vector<std::pair<std::string, uint64_t>>(),
              py::arg("ssd_clean_share") = 0.25, py::arg("ssd_stop_s") = 10.0, py::arg("ssd_depth") = 32,
              py::arg("ssd_io") = "auto", py::arg("ssd_records_max") = 0, py::arg("ssd_segment_bytes") = 0,
-             py::arg("events") = false, py::arg("tls") = py::none(), py::arg("remote_connections_max") = 4096,
-             py::arg("pins_share_max") = 0.75, py::arg("remote_pins_share_max") = 0.25,
-             py::arg("remote_pin_idle_s") = 300.0, py::arg("size_option") = "--dram ",
-             py::arg("memory_root") = "")
+             py::arg("events") = false, py::arg("tls") = py::none(),
+             py::arg("remote_connections_max") = limits.remote_connections,
+             py::arg("pins_share_max") = limits.pins_share,
+             py::arg("remote_pins_share_max") = limits.remote_pins_share,
+             py::arg("remote_pin_idle_s") = limits.remote_pin_idle_ms / 1e3,
+             py::arg("size_option") = "--dram ", py::arg("memory_root") = "")
         .def_property_readonly("name", &PyServer::name)
         .def_property_readonly("addresses", &PyServer::addresses, "TCP addresses, with their real ports.")
         .def("start", &PyServer::start)

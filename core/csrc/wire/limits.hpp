@@ -15,7 +15,7 @@ struct Limits {
     uint32_t handshake_bytes = 1024;         // before the peer has proved that it knows the token
     uint32_t handshake_ms = 5000;            // for the whole handshake
     uint32_t stalled_frame_ms = 10000;       // without progress inside a frame
-    uint32_t connections = 4096;             // of the own host, of which
+    uint32_t connections = 512;              // of the own host, of which
     uint32_t connections_unproved = 64;      // may still be in the handshake
     uint32_t remote_connections = 4096;      // of other hosts: they take no place from the own host's
     uint32_t send_backlog_bytes = 1u << 20;  // over it, the node stops reading from that connection
