@@ -98,11 +98,11 @@ inline bool has_marks(const Session& session, std::span<const PutItem> items) {
            });
 }
 
-inline uint64_t marks_bytes(const PutItem& item) { return 6 + item.group.size(); }
+inline NewKey key_of(const PutItem& item) { return {item.name, item.parent, item.group, item.soft_ms}; }
 
-inline void write_marks(Writer& w, const PutItem& item) {
-    w.text16(item.group);
-    w.number(item.soft_ms);
+inline CommitHead commit_head(const Session& session, bool replace, bool marks, size_t rows) {
+    auto flags = static_cast<uint8_t>((replace ? kCommitReplace : 0) | (marks ? kCommitMarks : 0));
+    return {session.space(), flags, static_cast<uint32_t>(rows)};
 }
 
 inline void write_names(Writer& w, std::span<const std::string_view> names) {

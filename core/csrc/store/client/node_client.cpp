@@ -175,32 +175,21 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, bool replace, 
     std::shared_ptr<Slab> own;
     FrameBudget budget(s, 64);
     const bool marks = has_marks(s, items);
-    const auto flags = static_cast<uint8_t>((replace ? kCommitReplace : 0) | (marks ? kCommitMarks : 0));
 
     auto commit = [&]() -> Status {
         if (written.empty()) return success();
         auto build = [&](Writer& w) {
-            w.number(s.space());
-            w.number(flags);
-            w.number(uint8_t{0});
-            w.number(uint16_t{0});
-            w.number(static_cast<uint32_t>(written.size()));
+            commit_head(s, replace, marks, written.size()).write(w);
             for (const Written& x : written) {
-                w.number(x.room.extent.offset);
-                w.number(x.room.extent.size);
-                w.number(x.crc);
-                w.text16(items[x.item].name);
-                w.text16(items[x.item].parent);
-                if (marks) write_marks(w, items[x.item]);
+                CommitRow{x.room.extent, x.crc, key_of(items[x.item])}.write(w, marks);
             }
         };
         Status status = success();
         if (ack || s.behind()) {
             auto parse = [&](Reader& r) {
-                if (r.number<uint32_t>() != written.size()) return false;
-                for (Written& x : written)
-                    report.outcomes[x.item] = static_cast<PutOutcome>(r.number<uint8_t>());
-                return r.done();
+                return read_outcomes(r, written.size(), [&](size_t i, PutOutcome outcome) {
+                    report.outcomes[written[i].item] = outcome;
+                });
             };
             status = s.call(Kind::kCommit, build, parse, timeout_ms);
         } else {
@@ -232,7 +221,7 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, bool replace, 
                 continue;
             }
         }
-        uint64_t item_bytes = 24 + item.name.size() + item.parent.size() + (marks ? marks_bytes(item) : 0);
+        uint64_t item_bytes = CommitRow::bytes(key_of(item), marks);
         if (!budget.fits(item_bytes)) {
             if (Status status = commit(); !status) return status.error();
         }

@@ -11,35 +11,23 @@ namespace moonpool {
 
 namespace {
 
-struct LookupAnswer {
-    uint64_t pin_id = 0;
-    uint32_t hits = 0;
-    bool pins_refused = false;
-};
-
 std::string pins_refused(const Session& s) {
     return "pins hold as much of the memory of " + s.peer() +
            " as they may (node.pins_share_max, node.remote_pins_share_max)";
 }
 
 Status lookup(Session& s, std::span<const std::string_view> names, uint8_t flags, uint32_t width,
-              LookupAnswer& answer, std::vector<Descriptor>& descriptors) {
+              LookupFound& answer, std::vector<Descriptor>& descriptors) {
     return s.call(
         Kind::kLookup,
         [&](Writer& w) {
-            w.number(s.space());
-            w.number(flags);
-            w.number(uint8_t{0});
-            w.number(static_cast<uint16_t>(width));
-            w.number(static_cast<uint32_t>(names.size()));
+            LookupHead{s.space(), flags, static_cast<uint16_t>(width), static_cast<uint32_t>(names.size())}
+                .write(w);
             write_names(w, names);
         },
         [&](Reader& r) {
-            answer.pin_id = r.number<uint64_t>();
-            answer.hits = r.number<uint32_t>();
-            answer.pins_refused = (answer.hits & kLookupPinsRefused) != 0;
-            answer.hits &= ~kLookupPinsRefused;
-            auto n = r.number<uint32_t>();
+            answer = LookupFound::read(r);
+            uint32_t n = answer.descriptors;
             if (!r.ok() || r.left() != uint64_t{n} * sizeof(Descriptor) || n > names.size()) return false;
             for (uint32_t i = 0; i < n; ++i) {
                 auto d = r.number<Descriptor>();
@@ -59,7 +47,7 @@ Result<Pinned> NodeClient::pin(std::span<const std::string_view> names) {
     if (Status status = check_names(s, names); !status) return status.error();
     Pinned pinned;
     Status status = in_frames(s, names, 1, [&](size_t begin, size_t end) -> Result<bool> {
-        LookupAnswer answer;
+        LookupFound answer;
         Status sent = lookup(s, names.subspan(begin, end - begin), kLookupPin, 1, answer, pinned.descriptors);
         if (!sent) return sent.error();
         auto pin = answer.pin_id == 0 ? nullptr : std::make_shared<Pin>(*opened, answer.pin_id);
@@ -137,7 +125,7 @@ Result<std::vector<uint8_t>> NodeClient::exists(std::span<const std::string_view
     }
     std::vector<Descriptor> descriptors;
     Status status = in_frames(s, ask, 1, [&](size_t begin, size_t end) -> Result<bool> {
-        LookupAnswer answer;
+        LookupFound answer;
         descriptors.clear();
         Status sent = lookup(s, {ask.data() + begin, end - begin}, 0, 1, answer, descriptors);
         if (!sent) return sent.error();
@@ -166,7 +154,7 @@ Result<Prefix> NodeClient::longest_prefix(std::span<const std::string_view> name
     prefix.incarnation = s.incarnation();
     auto flags = static_cast<uint8_t>(kLookupPrefix | (pin ? kLookupPin : 0));
     Status status = in_frames(s, names, width, [&](size_t begin, size_t end) -> Result<bool> {
-        LookupAnswer answer;
+        LookupFound answer;
         Status sent = lookup(s, names.subspan(begin, end - begin), flags, width, answer, prefix.descriptors);
         if (!sent) return sent.error();
         bool pinned = answer.pin_id != 0;
@@ -201,13 +189,8 @@ Result<std::vector<ListRow>> NodeClient::list(std::string_view prefix, uint64_t 
                 cursor = r.number<uint32_t>();
                 auto n = r.number<uint32_t>();
                 for (uint32_t i = 0; i < n && r.ok(); ++i) {
-                    ListRow row;
-                    row.size = r.number<uint64_t>();
-                    row.generation = r.number<uint64_t>();
-                    row.crc = r.number<uint32_t>();
-                    row.pins = r.number<uint32_t>();
-                    row.name = std::string(r.bytes16());
-                    rows.push_back(std::move(row));
+                    ListedObject row = ListedObject::read(r);
+                    rows.push_back({std::string(row.name), row.size, row.generation, row.crc, row.pins});
                 }
                 return r.done();
             });
@@ -261,7 +244,7 @@ Result<std::vector<Description>> NodeClient::describe(std::span<const std::strin
     };
     // A node of the release before is asked for what it can say: pins are not among it.
     auto look_up = [&](std::span<const std::string_view> some) {
-        LookupAnswer answer;
+        LookupFound answer;
         std::vector<Descriptor> found;
         Status sent = lookup(s, some, 0, 1, answer, found);
         if (sent && found.size() != some.size()) {

@@ -15,7 +15,6 @@ namespace {
 // How many bytes one frame brings or takes: enough that the round trip does not count, little enough that a
 // node serves others between two frames of one caller.
 constexpr uint64_t kFrameDataBytes = 32u << 20;
-constexpr uint64_t kReadRowBytes = 1 + 8 + 8 + 12;
 constexpr uint64_t kPutObjectMax = 3ull << 30;  // the length of a frame has 32 bits
 
 uint32_t crc_of(std::span<const Part> parts, uint64_t size) {
@@ -28,6 +27,15 @@ uint32_t crc_of(std::span<const Part> parts, uint64_t size) {
     return crc;
 }
 
+void write_read_head(Writer& w, const Session& s, size_t rows) {
+    w.number(s.space());
+    w.number(static_cast<uint32_t>(rows));
+}
+
+ReadAsk pinned_read(const Descriptor& d, uint8_t how, uint64_t from, uint64_t room) {
+    return {.how = how, .from = from, .room = room, .generation = d.generation, .slot = d.slot};
+}
+
 // An object too large for one answer, piece by piece.
 Status read_large(Session& s, PinnedRead& read) {
     const Descriptor& d = read.descriptor;
@@ -37,13 +45,8 @@ Status read_large(Session& s, PinnedRead& read) {
         std::vector<ReadRow> rows;
         std::vector<uint32_t> crcs;
         auto build = [&](Writer& w) {
-            w.number(s.space());
-            w.number(uint32_t{1});
-            w.number(static_cast<uint8_t>(kReadPinned | kReadPieceFlag));
-            w.number(from);
-            w.number(size);
-            w.number(d.generation);
-            w.number(d.slot);
+            write_read_head(w, s, 1);
+            pinned_read(d, kReadPinned | kReadPieceFlag, from, size).write(w);
         };
         Status status = s.read(
             1, build, [&](size_t) { return std::span<const Part>(parts); }, rows, crcs);
@@ -69,24 +72,19 @@ Status read_pinned(Session& s, std::span<PinnedRead> reads) {
         size_t end = begin;
         uint64_t bytes = 0;
         FrameBudget budget(s, 16);
-        while (end < reads.size() && budget.fits(kReadRowBytes) &&
+        while (end < reads.size() && budget.fits(ReadAsk::kPinnedBytes) &&
                bytes + reads[end].descriptor.size <= kFrameDataBytes) {
             bytes += reads[end].descriptor.size;
-            budget.add(kReadRowBytes);
+            budget.add(ReadAsk::kPinnedBytes);
             ++end;
         }
         std::span<PinnedRead> frame = reads.subspan(begin, end - begin);
         std::vector<ReadRow> rows;
         std::vector<uint32_t> crcs;
         auto build = [&](Writer& w) {
-            w.number(s.space());
-            w.number(static_cast<uint32_t>(frame.size()));
+            write_read_head(w, s, frame.size());
             for (const PinnedRead& read : frame) {
-                w.number(kReadPinned);
-                w.number(uint64_t{0});
-                w.number(read.descriptor.size);
-                w.number(read.descriptor.generation);
-                w.number(read.descriptor.slot);
+                pinned_read(read.descriptor, kReadPinned, 0, read.descriptor.size).write(w);
             }
         };
         Status status = s.read(
@@ -117,7 +115,7 @@ Result<std::vector<int64_t>> NodeClient::get_remote(Session& s, std::span<const 
         for (; end < items.size(); ++end) {
             if (Status status = check_names(s, {&items[end].name, 1}); !status) return status.error();
             uint64_t room = std::min(total(items[end].parts), kFrameDataBytes);
-            uint64_t row = 19 + items[end].name.size();
+            uint64_t row = ReadAsk::named_bytes(items[end].name);
             if (!budget.fits(row) || (end != begin && bytes + room > kFrameDataBytes)) break;
             bytes += room;
             budget.add(row);
@@ -126,13 +124,10 @@ Result<std::vector<int64_t>> NodeClient::get_remote(Session& s, std::span<const 
         std::vector<ReadRow> rows;
         std::vector<uint32_t> crcs;
         auto build = [&](Writer& w) {
-            w.number(s.space());
-            w.number(static_cast<uint32_t>(frame.size()));
+            write_read_head(w, s, frame.size());
             for (const GetItem& item : frame) {
-                w.number(kReadByName);
-                w.number(uint64_t{0});
-                w.number(std::min(total(item.parts), kFrameDataBytes));
-                w.text16(item.name);
+                uint64_t room = std::min(total(item.parts), kFrameDataBytes);
+                ReadAsk{.room = room, .name = item.name}.write(w);
             }
         };
         Status status = s.read(
@@ -179,10 +174,7 @@ Result<PutReport> NodeClient::put_remote(const std::shared_ptr<Session>& opened,
     PutReport report;
     report.outcomes.assign(items.size(), PutOutcome::kRefused);
     const bool marks = has_marks(s, items);
-    const auto flags = static_cast<uint8_t>((replace ? kCommitReplace : 0) | (marks ? kCommitMarks : 0));
-    auto row_bytes = [marks](const PutItem& item) {
-        return 16 + item.name.size() + item.parent.size() + (marks ? marks_bytes(item) : 0);
-    };
+    auto row_bytes = [marks](const PutItem& item) { return PutObject::bytes(key_of(item), marks); };
     for (const PutItem& item : items) {
         if (Status status = check_item(s, item); !status) return status.error();
     }
@@ -213,25 +205,14 @@ Result<PutReport> NodeClient::put_remote(const std::shared_ptr<Session>& opened,
             parts.insert(parts.end(), items[end].parts.begin(), items[end].parts.end());
         }
         auto build = [&](Writer& w) {
-            w.number(s.space());
-            w.number(flags);
-            w.number(uint8_t{0});
-            w.number(uint16_t{0});
-            w.number(static_cast<uint32_t>(end - begin));
-            w.number(static_cast<uint32_t>(rows_bytes));
+            PutHead{commit_head(s, replace, marks, end - begin), static_cast<uint32_t>(rows_bytes)}.write(w);
             for (size_t i = begin; i < end; ++i) {
-                w.number(sizes[i - begin]);
-                w.number(crcs[i - begin]);
-                w.text16(items[i].name);
-                w.text16(items[i].parent);
-                if (marks) write_marks(w, items[i]);
+                PutObject{sizes[i - begin], crcs[i - begin], key_of(items[i])}.write(w, marks);
             }
         };
         Session::Parse parse = [&](Reader& r) {
-            if (r.number<uint32_t>() != end - begin) return false;
-            for (size_t i = begin; i < end; ++i)
-                report.outcomes[i] = static_cast<PutOutcome>(r.number<uint8_t>());
-            return r.done();
+            return read_outcomes(r, end - begin,
+                                 [&](size_t i, PutOutcome outcome) { report.outcomes[begin + i] = outcome; });
         };
         Status status = s.put(build, parts, ack ? parse : Session::Parse(), timeout_ms);
         if (!status) return status.error();

@@ -24,6 +24,7 @@
 #include "base/result.hpp"
 #include "memory/mapping.hpp"
 #include "store/shared/descriptor.hpp"
+#include "store/shared/messages.hpp"
 #include "store/shared/part.hpp"
 #include "store/shared/shared_index.hpp"
 #include "store/shared/space.hpp"
@@ -44,16 +45,6 @@ struct ClientOptions {
     int timeout_ms = 2000;  // of a call's waits without progress, all together: see base/patience.hpp
     std::shared_ptr<const TlsClient> tls;  // to the node's master; null: plain. Nodes are spoken to in plain
 };
-
-// A row of READ's answer.
-struct ReadRow {
-    uint64_t size = 0;   // kReadMiss: not here
-    uint64_t bytes = 0;  // that follow
-    uint64_t generation = 0;
-    uint32_t crc = 0;  // of the whole object
-    uint32_t slot = 0;
-};
-static_assert(sizeof(ReadRow) == 32);
 
 class Session;
 

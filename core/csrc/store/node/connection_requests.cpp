@@ -4,6 +4,7 @@
 
 #include "store/node/connection.hpp"
 #include "store/shared/descriptor.hpp"
+#include "store/shared/messages.hpp"
 #include "store/shared/stripes.hpp"
 
 namespace moonpool {
@@ -99,14 +100,9 @@ bool Connection::on_return(Reader body) {
     return true;
 }
 
-// u32 space, u8 flags, u8 zero, u16 zero, u32 n, then n times: u64 offset, u64 size, u32 crc, bytes16 name,
-// bytes16 parent
 bool Connection::on_commit(const FrameHeader& header, Reader body) {
-    auto space = body.number<uint32_t>();
-    auto flags = body.number<uint8_t>();
-    body.number<uint8_t>();
-    body.number<uint16_t>();
-    auto n = body.number<uint32_t>();
+    CommitHead head = CommitHead::read(body);
+    uint32_t n = head.rows, space = head.space;
     if (!body.ok() || !has_space(space)) return malformed("is no COMMIT");
     const Limits& limits = server_.options_.limits;
     if (n > limits.frame_keys) return malformed("commits more keys than the limit");
@@ -119,28 +115,19 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
     NodeMetrics& m = server_.metrics_;
     ObjectTable& table = pool_->table();
     for (uint32_t i = 0; i < n; ++i) {
-        Extent extent;
-        extent.offset = body.number<uint64_t>();
-        extent.size = body.number<uint64_t>();
-        auto crc = body.number<uint32_t>();
-        std::string_view name = body.bytes16();
-        std::string_view parent_name = body.bytes16();
-        std::string_view group;
+        auto [extent, crc, key] = CommitRow::read(body, head.marks());
+        std::string_view name = key.name;
+        if (!body.ok() || !key.within(limits.key_bytes)) return malformed("is no COMMIT");
         Keep keep;
-        if ((flags & kCommitMarks) != 0) {
-            group = body.bytes16();
-            keep.soft_ms = body.number<uint32_t>();
-        }
-        if (!body.ok() || name.empty() || name.size() > limits.key_bytes || group.size() > limits.key_bytes)
-            return malformed("is no COMMIT");
-        if (!group.empty()) keep.group = pool_->hash(space, group);
+        keep.soft_ms = key.soft_ms;
+        if (!key.group.empty()) keep.group = pool_->hash(space, key.group);
 
         if (extent.size != 0) {
             if (!leased(extent)) return malformed("commits memory that was not leased to this client");
             if (!pool_->leases().commit(extent)) return malformed("commits the same memory twice");
         }
-        uint32_t parent = parent_name.empty() ? kNoSlot : pool_->find(space, parent_name);
-        bool replace = (flags & kCommitReplace) != 0;
+        uint32_t parent = key.parent.empty() ? kNoSlot : pool_->find(space, key.parent);
+        bool replace = head.replaces();
         if (!replace && only_on_ssd(space, name)) {
             pool_->leases().free(extent);
             count(m.exists_total);
@@ -170,25 +157,20 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
     return true;
 }
 
-// u32 space, u8 flags, u8 zero, u16 width, u32 n, then n names as bytes16
 bool Connection::on_lookup(const FrameHeader& header, Reader body) {
     Reader whole_body = body;
-    auto space = body.number<uint32_t>();
-    auto flags = body.number<uint8_t>();
-    body.number<uint8_t>();
-    uint32_t width = std::max<uint32_t>(body.number<uint16_t>(), 1);
-    auto n = body.number<uint32_t>();
+    LookupHead head = LookupHead::read(body);
+    uint32_t space = head.space, width = head.width, n = head.names;
     if (!body.ok() || !has_space(space)) return malformed("is no LOOKUP");
     const Limits& limits = server_.options_.limits;
     if (n > limits.frame_keys) return malformed("asks for more keys than the limit");
-    bool prefix = (flags & kLookupPrefix) != 0;
+    const bool prefix = head.prefix(), pin = head.pins();
     ObjectTable& table = pool_->table();
 
     found_.clear();
     found_on_ssd_.clear();
     uint32_t hits = 0;
     bool gap = false;
-    bool pin = (flags & kLookupPin) != 0;
     bool ask_ssd = server_.ssd_ != nullptr && !(pin && resumed_);
     std::vector<std::string_view> wanted;  // from the SSD
     for (uint32_t i = 0; i < n; ++i) {
@@ -234,7 +216,7 @@ bool Connection::on_lookup(const FrameHeader& header, Reader body) {
     count(m.pins_refused_total, refused);
 
     uint64_t pin_id = 0;
-    if ((flags & kLookupPin) != 0 && hits != 0) {
+    if (pin && hits != 0) {
         if (pins_.size() >= limits.pins) {
             return refuse(header.request_id, Code::kTooLarge,
                           "this client already holds " + std::to_string(limits.pins) + " pins, the limit");
@@ -264,9 +246,7 @@ bool Connection::on_lookup(const FrameHeader& header, Reader body) {
 
     size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
     Writer w(out_);
-    w.number(pin_id);
-    w.number(hits | (refused == 0 ? 0 : kLookupPinsRefused));
-    w.number(static_cast<uint32_t>(found_.size()));
+    LookupFound{pin_id, hits, refused != 0, static_cast<uint32_t>(found_.size())}.write(w);
     for (uint32_t i = 0; i < found_.size(); ++i) {
         uint32_t slot = found_[i];
         Descriptor d;
@@ -430,11 +410,8 @@ bool Connection::on_list(const FrameHeader& header, Reader body) {
         if (!table.complete(cursor) || table.entry(cursor).space != space) continue;
         std::string_view name = table.name(cursor);
         if (name.substr(0, prefix.size()) != prefix) continue;
-        w.number(table.entry(cursor).size);
-        w.number(table.generation(cursor));
-        w.number(table.entry(cursor).crc);
-        w.number(table.pins(cursor));
-        w.text16(name);
+        const IndexEntry& entry = table.entry(cursor);
+        ListedObject{entry.size, table.generation(cursor), entry.crc, table.pins(cursor), name}.write(w);
         ++n;
     }
     uint32_t next = cursor < end ? cursor : 0;
@@ -446,11 +423,7 @@ bool Connection::on_list(const FrameHeader& header, Reader body) {
             at = server_.ssd_->list(*pool_, space, at, limit - n, rows);
             for (const ssd::Listed& row : rows) {
                 if (std::string_view(row.name).substr(0, prefix.size()) != prefix) continue;
-                w.number(row.size);
-                w.number(row.sequence | kOnSsd);
-                w.number(row.crc);
-                w.number(uint32_t{0});
-                w.text16(row.name);
+                ListedObject{row.size, row.sequence | kOnSsd, row.crc, 0, row.name}.write(w);
                 ++n;
             }
             next = at == 0 ? 0 : at | kListOnSsd;

@@ -18,10 +18,9 @@ uint64_t aligned(uint64_t size) { return (size + kObjectAlign - 1) / kObjectAlig
 
 }  // namespace
 
-// u32 space, u8 flags, u8 zero, u16 zero, u32 n, u32 bytes of the rows; n rows: u64 size, u32 crc, bytes16
-// name, bytes16 parent; then the bytes of the objects
+// The head and the rows; the bytes of the objects are taken as they come.
 Connection::Begun Connection::begin_put(const FrameHeader& header) {
-    constexpr size_t kHead = 16;
+    constexpr size_t kHead = PutHead::kBytes;
     const Limits& limits = server_.options_.limits;
     auto bad = [this](const char* what) {
         malformed(what);
@@ -30,13 +29,9 @@ Connection::Begun Connection::begin_put(const FrameHeader& header) {
     if (header.length < kHead) return bad("is no PUT");
     std::span<const std::byte> here = in_.waiting().subspan(sizeof(header));
     if (here.size() < kHead) return Begun::kNotYet;
-    Reader head(here.first(kHead));
-    auto space = head.number<uint32_t>();
-    auto flags = head.number<uint8_t>();
-    head.number<uint8_t>();
-    head.number<uint16_t>();
-    auto n = head.number<uint32_t>();
-    auto rows_bytes = head.number<uint32_t>();
+    Reader begin(here.first(kHead));
+    auto [head, rows_bytes] = PutHead::read(begin);
+    uint32_t space = head.space, n = head.rows;
     if (!has_space(space) || n > limits.frame_keys || rows_bytes > limits.frame_bytes ||
         rows_bytes > header.length - kHead) {
         return bad("is no PUT");
@@ -46,26 +41,20 @@ Connection::Begun Connection::begin_put(const FrameHeader& header) {
     auto put = std::make_unique<PutSink>();
     put->request_id = header.request_id;
     put->one_way = (header.flags & kFlagOneWay) != 0;
-    put->replace = (flags & kCommitReplace) != 0;
+    put->replace = head.replaces();
     put->space = space;
     Reader rows(here.subspan(kHead, rows_bytes));
     uint64_t left = header.length - kHead - rows_bytes;
     for (uint32_t i = 0; i < n && rows.ok(); ++i) {
+        PutObject object = PutObject::read(rows, head.marks());
+        if (object.size > left || !object.key.within(limits.key_bytes)) return bad("is no PUT");
         PutRow row;
-        row.size = rows.number<uint64_t>();
-        row.crc = rows.number<uint32_t>();
-        row.name = std::string(rows.bytes16());
-        row.parent = std::string(rows.bytes16());
-        std::string_view group;
-        if ((flags & kCommitMarks) != 0) {
-            group = rows.bytes16();
-            row.keep.soft_ms = rows.number<uint32_t>();
-        }
-        if (row.size > left || row.name.empty() || row.name.size() > limits.key_bytes ||
-            group.size() > limits.key_bytes) {
-            return bad("is no PUT");
-        }
-        if (!group.empty()) row.keep.group = pool_->hash(space, group);
+        row.size = object.size;
+        row.crc = object.crc;
+        row.name = object.key.name;
+        row.parent = object.key.parent;
+        row.keep.soft_ms = object.key.soft_ms;
+        if (!object.key.group.empty()) row.keep.group = pool_->hash(space, object.key.group);
         left -= row.size;
         put->rows.push_back(std::move(row));
     }
@@ -218,9 +207,6 @@ void Connection::close_put() {
     put_.reset();
 }
 
-// u32 space, u32 n, n rows: u8 how, u64 from, u64 room, then bytes16 name, or u64 generation, u32 slot
-// -> u32 n, n rows: u64 size (kReadMiss: not here), u64 bytes that follow, u64 generation, u32 crc, u32 slot;
-//    then the bytes
 bool Connection::on_read(const FrameHeader& header, Reader body) {
     Reader whole_body = body;
     if (!remote_) {
@@ -243,27 +229,22 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
     ObjectTable& table = pool_->table();
     uint64_t total = 0;
     for (uint32_t i = 0; i < n; ++i) {
-        auto how = body.number<uint8_t>();
-        auto from = body.number<uint64_t>();
-        auto room = body.number<uint64_t>();
+        ReadAsk ask = ReadAsk::read(body);
+        if (!body.ok()) break;
+        uint64_t from = ask.from;
         uint32_t slot = kNoSlot;
-        if ((how & kReadPinned) != 0) {
-            auto generation = body.number<uint64_t>();
-            slot = body.number<uint32_t>();
-            if (!body.ok()) break;
-            if (!table.readable(slot, generation) || table.entry(slot).space != space) slot = kNoSlot;
-        } else {
-            std::string_view name = body.bytes16();
-            if (!body.ok()) break;
-            slot = pool_->find(space, name);
-            if (slot == kNoSlot && !resumed_ && only_on_ssd(space, name)) on_ssd.push_back(name);
+        if (!ask.pinned()) {
+            slot = pool_->find(space, ask.name);
+            if (slot == kNoSlot && !resumed_ && only_on_ssd(space, ask.name)) on_ssd.push_back(ask.name);
+        } else if (table.readable(ask.slot, ask.generation) && table.entry(ask.slot).space == space) {
+            slot = ask.slot;
         }
         here.push_back(slot);
         Wanted w{slot, from, 0};
         if (slot != kNoSlot) {
             uint64_t size = table.entry(slot).size;
-            w.bytes = from > size ? 0 : std::min(room, size - from);
-            if ((how & kReadPieceFlag) == 0 && w.bytes != size) w.bytes = 0;
+            w.bytes = from > size ? 0 : std::min(ask.room, size - from);
+            if ((ask.how & kReadPieceFlag) == 0 && w.bytes != size) w.bytes = 0;
             if (w.bytes > kReadBytesMax - total) w.bytes = 0;
             total += w.bytes;
         }
@@ -278,16 +259,11 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
     w.number(n);
     for (const Wanted& row : wanted) {
         if (row.slot == kNoSlot) {
-            w.number(kReadMiss);
-            for (int i = 0; i < 3; ++i) w.number(uint64_t{0});
+            w.number(ReadRow{.size = kReadMiss});
             continue;
         }
         const IndexEntry& entry = table.entry(row.slot);
-        w.number(uint64_t{entry.size});
-        w.number(row.bytes);
-        w.number(table.generation(row.slot));
-        w.number(uint32_t{entry.crc});
-        w.number(row.slot);
+        w.number(ReadRow{entry.size, row.bytes, table.generation(row.slot), entry.crc, row.slot});
         count(m.lookup_hits_total);
     }
     finish_frame(out_, at);

@@ -13,7 +13,7 @@
 
 #include "memory/allocator.hpp"
 #include "store/node/object_table.hpp"
-#include "store/shared/descriptor.hpp"
+#include "store/shared/messages.hpp"
 
 namespace moonpool {
 
