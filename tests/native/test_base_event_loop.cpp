@@ -139,6 +139,24 @@ TEST_CASE("event loop: ticks come to the owner and to each handler, and end one 
     CHECK(ready(ended));
 }
 
+TEST_CASE("event loop: it starts again without its handlers, though their sockets stay open") {
+    auto loop = made();
+    Pair pair;
+    auto first = std::make_shared<Reader>(pair.ours.get()),
+         second = std::make_shared<Reader>(pair.ours.get());
+    REQUIRE(loop->add(pair.ours.get(), EPOLLIN, first));
+    REQUIRE(loop->start());
+    CHECK(loop->stop());
+    CHECK(first.use_count() == 1);
+    pair.speak();
+    REQUIRE(loop->start());
+    std::atomic<bool> added{false};
+    CHECK(loop->call([&] { added = loop->add(pair.ours.get(), EPOLLIN, second); }, kLongMs));
+    CHECK(added);
+    while (second->bytes == 0) std::this_thread::yield();
+    CHECK(first->bytes == 0);
+}
+
 TEST_CASE("event loop: one that is held does not answer, and then does") {
     auto loop = made();
     REQUIRE(loop->start());
@@ -160,7 +178,8 @@ TEST_CASE("event loop: in a child of fork() it refuses, and its end waits for no
     REQUIRE(loop->start());
     pid_t child = ::fork();
     if (child == 0) {
-        bool sound = !loop->post([] {}) && !loop->stop() && !loop->is_alive(Pulse::Clock::now());
+        bool sound = !loop->post([] {}) && !loop->start() && !loop->stop();
+        sound &= !loop->is_alive(Pulse::Clock::now());
         loop.reset();
         ::_exit(sound ? 0 : 1);
     }

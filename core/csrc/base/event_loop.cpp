@@ -42,6 +42,9 @@ Result<std::unique_ptr<EventLoop>> EventLoop::create(EventLoopOptions options) {
 EventLoop::~EventLoop() { stop(); }
 
 Status EventLoop::start() {
+    if (fork_.in_child()) {
+        return Error{Code::kClosed, "it was made before a fork; make it in the process that uses it"};
+    }
     if (thread_.started()) return success();
     {
         std::lock_guard lock(mutex_);
@@ -76,7 +79,10 @@ bool EventLoop::call(std::function<void()> function, uint32_t timeout_ms) {
 
 bool EventLoop::is_alive(Pulse::Clock::time_point deadline) {
     if (fork_.in_child() || stopping_) return false;
-    return pulse_.ask([this] { post([this] { pulse_.answer(); }); }, deadline);
+    auto ask = [this] {
+        if (!post([this] { pulse_.answer(); })) pulse_.answer();  // it stops: no caller waits for it
+    };
+    return pulse_.ask(ask, deadline) && !stopping_;
 }
 
 bool EventLoop::stop() {
@@ -161,7 +167,7 @@ void EventLoop::run() {
         }
     }
     run_posted();
-    handlers_.clear();
+    while (!handlers_.empty()) remove(handlers_.begin()->first);
 }
 
 void EventLoop::tick() {

@@ -55,6 +55,7 @@ class MasterLink final : public EventHandler {
 
     MasterServer& server_;
     ControlSocket socket_;
+    ClosedInChildren closed_in_children_{socket_.fd};
     std::string tenant_, peer_;
     LinkId id_;
     bool is_member_;

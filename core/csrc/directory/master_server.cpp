@@ -50,13 +50,16 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
 }
 
 Status MasterServer::start() {
+    if (running_) return success();
     if (Status status = loop_->start(); !status) return status;
+    running_ = true;
     return doorman_->start();
 }
 
 void MasterServer::stop() {
-    if (doorman_ != nullptr) doorman_->stop();
-    if (loop_ != nullptr && loop_->stop()) links_.clear();
+    if (!running_.exchange(false)) return;
+    doorman_->stop();
+    if (loop_->stop()) links_.clear();
 }
 
 void MasterServer::adopt(Caller caller, bool is_member) {
@@ -152,12 +155,16 @@ void MasterServer::note_left(NodeId id) {
 
 bool MasterServer::is_alive(uint32_t timeout_ms) {
     auto deadline = Pulse::Clock::now() + std::chrono::milliseconds(timeout_ms);
-    return loop_->is_alive(deadline) && doorman_->is_alive(deadline);
+    return running_ && loop_->is_alive(deadline) && doorman_->is_alive(deadline);
+}
+
+bool MasterServer::call_on_loop(std::function<void()> f) {
+    return running_ && loop_->call(std::move(f), kCallMs);
 }
 
 bool MasterServer::check_integrity() {
     auto sound = std::make_shared<bool>(false);
-    return loop_->call([this, sound] { *sound = master_.check_integrity(); }, kCallMs) && *sound;
+    return call_on_loop([this, sound] { *sound = master_.check_integrity(); }) && *sound;
 }
 
 MasterServer::Nodes MasterServer::nodes() {
@@ -180,12 +187,12 @@ MasterServer::Nodes MasterServer::nodes() {
             nodes->rows.push_back(std::move(row));
         }
     };
-    return loop_->call(list, kCallMs) ? std::move(*nodes) : Nodes{};
+    return call_on_loop(list) ? std::move(*nodes) : Nodes{};
 }
 
 std::vector<std::pair<std::string, uint64_t>> MasterServer::snapshot() {
     auto rows = std::make_shared<std::vector<std::pair<std::string, uint64_t>>>();
-    bool ran = loop_->call([this, rows] { *rows = gauges(); }, kCallMs);
+    bool ran = call_on_loop([this, rows] { *rows = gauges(); });
     return ran ? std::move(*rows) : std::vector<std::pair<std::string, uint64_t>>{};
 }
 

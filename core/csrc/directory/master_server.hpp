@@ -85,6 +85,7 @@ class MasterServer {
     void on_tick(uint64_t now_ms);
     void note_members(uint64_t now_ms);
     void note_left(NodeId id);
+    bool call_on_loop(std::function<void()> f);
     std::vector<std::pair<std::string, uint64_t>> gauges() const;
 
     MasterServerOptions options_;
@@ -92,6 +93,7 @@ class MasterServer {
     MasterServerMetrics metrics_;
     Master master_;
     std::unique_ptr<EventLoop> loop_;
+    std::atomic<bool> running_{false};
     std::unordered_map<int, std::shared_ptr<MasterLink>> links_;
     uint32_t clients_ = 0, members_ = 0;  // connections of each purpose
     LinkId next_link_ = 1;

@@ -68,7 +68,8 @@ void Doorman::offer(std::string purpose, Purpose handler) {
 }
 
 Status Doorman::start() {
-    if (loop_ != nullptr) return success();
+    if (running_) return success();
+    if (loop_ != nullptr) return Error{Code::kClosed, "this port was closed"};
     spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
     EventLoopOptions options;
     options.name = "mp-doorman";
@@ -77,22 +78,22 @@ Status Doorman::start() {
     options.idle = [this] { return strangers_.empty(); };
     Result<std::unique_ptr<EventLoop>> loop = EventLoop::create(std::move(options));
     if (!loop) return loop.error();
+    for (const auto& listener : listeners_) {
+        if (!(*loop)->add(listener->fd.get(), EPOLLIN, listener)) return os_error("epoll");
+    }
     loop_ = std::move(*loop);
-    for (const auto& listener : listeners_) loop_->add(listener->fd.get(), EPOLLIN, listener);
     Status started = loop_->start();
-    if (!started) loop_.reset();
+    running_ = started.ok();
     return started;
 }
 
 void Doorman::stop() {
-    if (loop_ == nullptr || !loop_->stop()) return;
+    if (!running_.exchange(false) || !loop_->stop()) return;
     strangers_.clear();
     listeners_.clear();
 }
 
-bool Doorman::is_alive(Pulse::Clock::time_point deadline) {
-    return loop_ != nullptr && loop_->is_alive(deadline);
-}
+bool Doorman::is_alive(Pulse::Clock::time_point deadline) { return running_ && loop_->is_alive(deadline); }
 
 void Doorman::accept_all(int listener) {
     for (int round = 0; round < 64; ++round) {  // then it is the turn of those who are already in

@@ -140,6 +140,7 @@ class Doorman {
     Fd spare_;
     std::unordered_map<int, std::shared_ptr<Stranger>> strangers_;
     std::unique_ptr<EventLoop> loop_;  // null: not started
+    std::atomic<bool> running_{false};
 };
 
 }  // namespace moonpool

@@ -119,6 +119,7 @@ class Connection final : public EventHandler {
 
     Server& server_;
     Fd fd_;
+    ClosedInChildren closed_in_children_{fd_};
     Pool* pool_ = nullptr;
     Nonce nonce_;
     uint64_t since_ms_;

@@ -202,16 +202,15 @@ Status Server::start() {
         Result<Fd> listener = listen_on(options_.socket_path);
         if (!listener) return listener.error();
         int key = listener->get();
-        loop_->add(key, EPOLLIN, std::make_shared<LocalListener>(*this, std::move(*listener)));
+        auto handler = std::make_shared<LocalListener>(*this, std::move(*listener));
+        if (!loop_->add(key, EPOLLIN, std::move(handler))) return os_error("epoll");
     }
     if (!options_.cluster.master.empty()) {
-        member_ = std::make_unique<NodeMember>(options_.cluster, options_.token, options_.socket_path,
-                                               incarnation_, pools_, ssd_.get(),
-                                               [this](std::function<void()> f) { return call_on_loop(f); });
+        member_ = std::make_unique<NodeMember>(
+            options_.cluster, options_.token, options_.socket_path, incarnation_, pools_, ssd_.get(),
+            [this](std::function<void()> f) { return loop_->call(f, kCallMs); });
     }
-    post([this] {
-        for (auto& [tenant, pool] : pools_) pool->table().on_time(now_ms());
-    });
+    for (auto& [tenant, pool] : pools_) pool->table().on_time(now_ms());
     if (Status status = loop_->start(); !status) return status;
     stopping_ = false;
     running_ = true;
@@ -321,7 +320,10 @@ Result<Fd> Server::dial() {
     int flags = ::fcntl(ours.get(), F_GETFL);
     ::fcntl(ours.get(), F_SETFL, flags | O_NONBLOCK);
     if (!running_) return Error{Code::kUnavailable, "the embedded node was stopped"};
-    post([this, fd = ours.release()] { adopt(Fd(fd)); });
+    auto end = std::make_shared<Fd>(std::move(ours));
+    if (!loop_->post([this, end] { adopt(std::move(*end)); })) {
+        return Error{Code::kUnavailable, "the embedded node was stopped"};
+    }
     return theirs;
 }
 
@@ -416,6 +418,7 @@ void Server::resume(Connection& connection, uint64_t now) {
 
 void Server::drop(int fd, bool cut_off) {
     auto it = connections_.find(fd);
+    if (it == connections_.end()) return;
     cut_off |= it->second->cut_off();
     count(cut_off ? metrics_.connections_dropped_total : metrics_.connections_closed_total);
     remote_connections_ -= it->second->remote() ? 1 : 0;
