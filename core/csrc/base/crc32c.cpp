@@ -192,7 +192,7 @@ MOONPOOL_FOLD uint32_t folded(uint32_t crc, uint8_t* dst, const uint8_t* src, si
 #elif defined(__aarch64__)
 
 // In assembly because compilers disagree on how a single function gets the intrinsics. One lane, to be short:
-// nobody has measured it yet.
+// no benchmark has measured it yet.
 template <Store kStore>
 uint32_t arm(uint32_t crc, uint8_t* dst, const uint8_t* src, size_t size) {
     size_t i = 0;

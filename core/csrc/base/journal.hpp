@@ -1,6 +1,6 @@
-// Journal: what the threads of the data plane have to tell an operator: who joined, who was refused and why.
-// They put notes here and go on; the process's own loop takes them out and logs them, where Python is when
-// there is any. So no thread of the data plane ever waits for a log or for Python's lock.
+// Journal: what the threads of the data plane have to tell an operator: which peers joined, or were refused
+// and why. They put notes here and go on; the process's own loop takes them out and logs them, where Python
+// is when there is any. So no thread of the data plane ever waits for a log or for Python's lock.
 //
 // Bounded twice: at most kNotesMax notes wait, and of each kind at most kBurst come at once and one a second
 // after that, so that a flood of strangers fills no disk. What was left out is counted and told with the next

@@ -58,7 +58,7 @@ std::string runtime_folder() {
     return "/tmp/moonpool-" + std::to_string(::geteuid());
 }
 
-// The folder belongs to this user alone, else somebody else could have put the token there.
+// The folder belongs to this user alone, else another user could have put the token there.
 bool is_private(const std::string& folder) {
     struct stat info {};
     return ::lstat(folder.c_str(), &info) == 0 && S_ISDIR(info.st_mode) && info.st_uid == ::geteuid() &&

@@ -11,7 +11,7 @@ namespace moonpool::capi {
 
 struct Token {
     std::string bytes;
-    bool chosen = false;  // by somebody: an engine may be reached from other hosts
+    bool chosen = false;  // by the operator: an engine may be reached from other hosts
 };
 
 // The one in MOONPOOL_CLUSTER_TOKEN or MOONPOOL_CLUSTER_TOKEN_FILE, else the one that this user's processes
@@ -22,7 +22,7 @@ Result<Token> cluster_token();
 bool is_loopback(const std::string& host);
 
 // Fails unless the CPU may read and write all of the range. The kernel is asked, since a caller's wrong
-// pointer, or one to a GPU, must not crash anybody.
+// pointer, or one to a GPU, must not crash the process.
 Status check_memory(uint64_t address, uint64_t length);
 
 }  // namespace moonpool::capi

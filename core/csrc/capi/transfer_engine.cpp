@@ -137,7 +137,7 @@ int Handle::open(const std::string& name) {
     }
     if (known) {
         if (engine_->segment(*known)) return static_cast<int>(*known);
-        std::lock_guard lock(mutex_);  // another process is there by now, or nobody
+        std::lock_guard lock(mutex_);  // another process is there by now, or none
         if (auto found = peers_.find(name); found != peers_.end() && found->second == *known) {
             (void)engine_->close_segment(*known);
             peers_.erase(found);

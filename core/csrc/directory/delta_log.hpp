@@ -61,7 +61,7 @@ class DeltaLog {
         rows_.clear();
         inventory_due_ = false;
     }
-    // Nobody takes: rows are not kept until the next inventory.
+    // No thread takes rows: none are kept until the next inventory.
     void pause() {
         std::lock_guard lock(mutex_);
         decltype(rows_)().swap(rows_);

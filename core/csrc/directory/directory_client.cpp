@@ -90,7 +90,7 @@ void DirectoryClient::close() {
         std::lock_guard lock(dialing_->mutex);
         dialer = std::move(dialing_->thread);
         if (int fd = live_fd_.load(); fd >= 0)
-            ::shutdown(fd, SHUT_RDWR);  // wakes whoever waits for an answer
+            ::shutdown(fd, SHUT_RDWR);  // wakes the caller that waits for an answer
         dialing_->wake.notify_all();
         dialing_->done.notify_all();
     }

@@ -1,9 +1,9 @@
 // DirectoryClient: a process's way to the master's directory. Any thread may call; one call at a time is on
 // the socket, and the caller drives it. What it answers is a hint: the pin at the holder decides.
 //
-// A master that is not there costs nobody time: a thread of its own dials, with a growing pause between the
-// attempts, and until it has succeeded every call fails at once with kUnavailable. Only the very first call
-// waits for the first attempt, at most timeout_ms.
+// A master that is not there costs callers no time: a thread of the client's own dials, with a growing pause
+// between the attempts, and until it has succeeded every call fails at once with kUnavailable. Only the very
+// first call waits for the first attempt, at most timeout_ms.
 #pragma once
 
 #include <atomic>
@@ -65,8 +65,8 @@ class DirectoryClient {
     // Any number of keys: split into pipelined frames.
     Result<LocateAnswer> locate(std::span<const Hash128> hashes, const LocateOptions& options = {});
 
-    // Who is in the pool. Cached for members_ms; while the master is away, the last answer there was. fresh:
-    // asks in any case, and fails when there is no answer.
+    // The members of the pool. Cached for members_ms; while the master is away, the last answer there was.
+    // fresh: asks in any case, and fails when there is no answer.
     Result<std::shared_ptr<const Members>> members(bool fresh = false);
 
     // Up to n alive nodes with room for `bytes` more of this client's tenant, most room first, each on
@@ -74,7 +74,7 @@ class DirectoryClient {
     Result<std::vector<NodeId>> place(uint64_t bytes, uint16_t n, const PlaceOptions& options = {});
 
     // The keys were removed, or replaced elsewhere. Holders that are not in touch with the master now drop
-    // their copies when they return, before anybody is sent to them; so do, at once, those of `unreached`:
+    // their copies when they return, before any client is sent to them; so do, at once, those of `unreached`:
     // nodes that the caller could not tell itself. The number of copies that are void now.
     Result<uint32_t> forget(std::span<const Hash128> hashes, std::span<const NodeId> unreached = {});
 
@@ -123,8 +123,8 @@ class DirectoryClient {
     Clock::time_point members_at_{};
     std::shared_ptr<const Members> before_;  // members_ of the connection before, while this master fills up
 
-    // Between callers and the thread that dials. In a child of fork() it is left to itself: the thread is not
-    // there, and destroying a condition variable waits for whoever waits on it.
+    // Between callers and the thread that dials. A child of fork() does not destroy it: the thread is not
+    // there, and destroying a condition variable waits for the threads that wait on it.
     struct Dialing {
         std::mutex mutex;
         std::condition_variable wake, done;

@@ -1,5 +1,5 @@
 // Master: what the master knows and decides, without a socket, thread or clock: the directory, the members,
-// and what was removed while somebody was away. The server's loop owns it and brings time and frames.
+// and what was removed while a node was away. The server's loop owns it and brings time and frames.
 //
 // No copy of a removed key comes back: see forget(). Everything here is soft state; a new master starts empty
 // and hears it all again.
@@ -25,7 +25,7 @@ struct MasterLimits {
     MembershipOptions membership;
     uint64_t rows_max = 64ull << 20;     // of the directory
     uint32_t tombstones_max = 1u << 20;  // removals that are remembered
-    uint32_t tombstones_ms = 3000;       // for so long also while nobody is away,
+    uint32_t tombstones_ms = 3000;       // for so long also while no node is away,
     uint32_t grace_ms = 5000;    // and every one for so long after the start; longer than the line above
     uint32_t drops_max = 65536;  // that wait for one node; then it drops all it holds
     uint32_t drops_per_answer = 4096;
@@ -80,7 +80,7 @@ class Master {
     // Whether there may be nodes that have yet to tell what they hold.
     bool filling(uint64_t now_ms) const;
 
-    // Silence, and what was remembered for nobody. Called every 50 ms or so.
+    // Finds silent members, and drops tombstones that no node needs. Called every 50 ms or so.
     void tick(uint64_t now_ms);
     bool sweep() { return directory_.sweep(); }
 

@@ -1,8 +1,8 @@
 // MemberAgent: what keeps a node in the pool. Its own thread: dials the master, joins, tells the node's whole
 // inventory, then what changes, and beats. Connects again for ever, at most backoff_longest_ms apart; a node
-// without a master goes on serving whom it serves.
+// without a master goes on serving its clients.
 //
-// The store's loop is never waited for by anybody here but this thread, and never waits for it.
+// Only this thread ever waits for the store's loop, and the loop never waits for this thread.
 #pragma once
 
 #include <atomic>

@@ -200,7 +200,7 @@ std::vector<NodeId> Membership::place(std::string_view tenant, uint64_t bytes, s
             continue;
         auto* load = const_cast<TenantLoad*>(life.load.find(tenant));
         if (load == nullptr || load->arena_bytes < bytes) continue;
-        // More than just enough: who is nearly full evicts already.
+        // More than just enough: a node that is nearly full evicts already.
         bool room = load->free_bytes >= bytes + load->arena_bytes / 8;
         if (room || evict) choices.push_back({id, load, room});
     }

@@ -1,4 +1,4 @@
-// Membership: who is in the pool. Pure: `now_ms` of a clock that never jumps and events in, effects out.
+// Membership: the nodes in the pool. Pure: `now_ms` of a clock that never jumps and events in, effects out.
 //
 //   join --> alive --silent for suspect_ms, or its link broke--> suspect --silent for gone_ms--> past
 //              ^------------------ heard, or joined again --------|
@@ -74,7 +74,7 @@ class Membership {
     uint64_t epoch() const { return epoch_; }
     bool alive(NodeId id) const { return id < alive_.size() && alive_[id]; }
     LinkId link(NodeId id) const;
-    bool all_here() const;  // nobody is suspect, and every member of the past has a current life
+    bool all_here() const;  // no member is suspect, and every member of the past has a current life
     Members current(uint64_t now_ms) const;  // alive and suspect
     const std::deque<Past>& past() const { return past_; }
     size_t size() const { return lives_.size(); }

@@ -1,6 +1,6 @@
-// Tombstones: the keys that were removed while somebody who may hold them was not in touch. Whoever comes
-// back has its inventory compared with what was forgotten since it was last heard, so that no copy of a
-// removed key returns to life. Pure.
+// Tombstones: the keys that were removed while a node that may hold them was not in touch. The master
+// compares the inventory of a node that comes back with what was forgotten since the node was last heard, so
+// that no copy of a removed key becomes visible again. Pure.
 //
 // It holds at most `max` keys and remembers since when it is complete. A holder that was away for longer has
 // to drop all it holds: that costs misses, never a stale read.
@@ -25,7 +25,7 @@ class Tombstones {
         while (queue_.size() > max_) drop_oldest();
     }
 
-    // Lets go of what is older: nobody will ask for it, as everybody was in touch since.
+    // Drops what is older: no inventory will be compared with it, as every node was in touch since.
     void prune(uint64_t before_ms) {
         while (!queue_.empty() && queue_.front().ms < before_ms) drop_oldest();
         if (!queue_.empty()) return;
@@ -33,7 +33,7 @@ class Tombstones {
         decltype(last_ms_)().swap(last_ms_);
     }
 
-    // From now on everybody who was away at now_ms counts as away for too long.
+    // From now on every node that was away at now_ms counts as away for too long.
     void lose(uint64_t now_ms) {
         prune(now_ms + 1);
         complete_since_ms_ = now_ms + 1;

@@ -34,7 +34,7 @@ struct Holder {
 };
 
 // Alive: heard from within the last second. Suspect: its connection broke, or it was silent; its rows stay,
-// and nobody is sent there. Gone: silent for so long, or replaced by a new incarnation; its rows are void.
+// and no client is sent there. Gone: silent for so long, or replaced by a new incarnation; its rows are void.
 enum class MemberState : uint8_t { kAlive = 0, kSuspect = 1, kGone = 2 };
 
 struct TenantLoad {
@@ -61,7 +61,7 @@ struct NodeLoad {
     friend bool operator==(const NodeLoad&, const NodeLoad&) = default;
 };
 
-// Who a node is. Two nodes are the same member when host_id and name are equal.
+// What identifies a node. Two nodes are the same member when host_id and name are equal.
 struct NodeIdentity {
     std::string name;
     Incarnation incarnation{};
@@ -86,12 +86,12 @@ struct Member {
     friend bool operator==(const Member&, const Member&) = default;
 };
 
-// One reading of the membership. Another epoch: somebody came, went or changed its state since.
+// One reading of the membership. Another epoch: a member came, went or changed its state since.
 struct Members {
     uint64_t epoch = 0;
     std::vector<Member> rows;  // by id
-    // While a new master fills its directory: who was in the pool as its predecessor saw it, without ids.
-    // What it does not find may be there all the same, and who is not in its list may live.
+    // While a new master fills its directory: the members as its predecessor saw them, without ids. A key
+    // that the new master does not find may exist all the same, and a node that it does not list may live.
     std::shared_ptr<const Members> before;
 
     const Member* find(NodeId id) const {

@@ -177,7 +177,7 @@ void Engine::Core::close() {
     }
     workers.stop();
     waiters.stop();
-    // From here on nobody inside of this process touches a region; now the peers.
+    // From here on no call or transfer of this process touches a region; now the peers.
     std::vector<std::shared_ptr<Region>> gone;
     std::shared_ptr<const Regions> last = regions->all();
     for (const auto& region : *last) {
@@ -193,7 +193,7 @@ void Engine::Core::close() {
     closed = true;
 }
 
-// Waits until nobody, here or in a peer, is inside of what was taken out of the table.
+// Waits until no thread, here or in a peer, is inside of what was taken out of the table.
 Status Engine::Core::revoke(const Region* region, std::chrono::steady_clock::time_point end) {
     uint64_t generation = shm == nullptr ? 0 : shm->revoke();
     for (int round = 0;; ++round) {

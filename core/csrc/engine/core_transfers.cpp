@@ -1,4 +1,4 @@
-// The half of an engine's core that moves bytes: finds who has them, and follows a transfer to its end.
+// The half of an engine's core that moves bytes: finds their peer, and follows a transfer to its end.
 #include <algorithm>
 #include <chrono>
 

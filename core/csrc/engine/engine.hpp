@@ -11,7 +11,7 @@
 // kClosed, in a child of fork() with kForked.
 //
 // Threads: `io_threads` serve peers and carry what was submitted; a caller of transfer() carries its transfer
-// itself; copies and connections that nobody waits for run on working threads. Nothing waits longer than
+// itself; copies and connections that no caller waits for run on working threads. Nothing waits longer than
 // timeout_ms without progress.
 #pragma once
 

@@ -1,5 +1,5 @@
-// Peer: an opened segment: who it is, and the links to it, cheapest first. What one link leaves waiting goes
-// to the next, within the same transfer.
+// Peer: an opened segment: its identity, and the links to it, cheapest first. What one link leaves waiting
+// goes to the next, within the same transfer.
 #pragma once
 
 #include <functional>

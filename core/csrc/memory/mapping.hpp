@@ -8,8 +8,8 @@
 // Arena    the node's own memory of a tenant. Its length is fixed at birth (sealed against shrinking, so that
 // no
 //          client can make a reader fault), its pages are reserved step by step by commit(): reading or
-//          writing a committed page cannot fail for lack of memory, which would be a SIGBUS in whoever
-//          touched it.
+//          writing a committed page cannot fail for lack of memory, which would be a SIGBUS in the thread
+//          that touched it.
 #pragma once
 
 #include <cstddef>

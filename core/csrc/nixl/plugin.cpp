@@ -225,7 +225,7 @@ class Backend final : public NixlEngine {
         if (peer.segment) (void)engine_->close_segment(*peer.segment);
         peer.segment.reset();
     }
-    // A peer did not answer: the next one who wants it dials again.
+    // A peer did not answer: the next call that wants it dials again.
     void lost(const std::string& agent, uint32_t segment) const {
         std::lock_guard lock(mutex_);
         auto found = peers_.find(agent);
@@ -296,7 +296,7 @@ NixlStatus Backend::start(const NixlOperation& operation, const NixlRanges& loca
 NixlStatus Backend::look(Transfer& transfer) const {
     if (!transfer.ticket) return transfer.ended;
     Result<bool> ended = engine_->wait(*transfer.ticket, 0);
-    if (!ended) {  // the engine is closed: said once, whoever asks in a loop
+    if (!ended) {  // the engine is closed: said once, also to a caller in a loop
         transfer.ticket.reset();
         return transfer.ended = say(kNixlBackendError, "checkXfer", ended.error());
     }

@@ -5,7 +5,7 @@
 // threads never take the GIL. A batch of many bytes is cut into one piece a thread.
 //
 // A node that does not answer is waited for by what is under way, once: all else fails at once, also what is
-// queued, until somebody attaches a client anew.
+// queued, until the caller attaches a client anew.
 
 #include <pybind11/pybind11.h>
 #include <unistd.h>

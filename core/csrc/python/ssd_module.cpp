@@ -1,4 +1,4 @@
-// _native.SsdLog: the log of one directory, for its benchmark and for whoever wants to look into one. Calls
+// _native.SsdLog: the log of one directory, for its benchmark and for an operator that looks into one. Calls
 // wait for the disk; the node uses the log without Python.
 
 #include <pybind11/stl.h>

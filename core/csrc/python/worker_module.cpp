@@ -376,7 +376,7 @@ class PyWorker {
     }
 
     uint64_t submit(std::shared_ptr<Pending> op) {
-        // The thread must not own the operation: whoever lets go last needs the GIL.
+        // The thread must not own the operation: the last owner needs the GIL to destroy it.
         Pending* raw = op.get();
         if (inline_) {
             if (closed_) raise(Error{Code::kClosed, "this worker is closed"}, "submit", peer_);

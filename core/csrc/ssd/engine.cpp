@@ -193,7 +193,7 @@ void Engine::close() {
     if (!thread_.started()) return;
     queue_->wake();
     (void)thread_.join();
-    file_.reset();  // another may have the directory now; nobody submits to the queue any more
+    file_.reset();  // another may have the directory now; no thread submits to the queue any more
 }
 
 // ---- the callers' side

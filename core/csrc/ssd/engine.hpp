@@ -1,5 +1,5 @@
 // Engine: what runs a Log. One thread owns the open segment, the buffers and the I/O queue; callers reach it
-// by two queues and the index, which the mutex guards and which nobody holds during I/O.
+// by two queues and the index, which the mutex guards; no thread holds the mutex during I/O.
 //
 //   engine.cpp          the callers' side, the thread's loop, I/O and barriers
 //   engine_write.cpp    records into the open segment; opening and sealing segments
@@ -216,7 +216,7 @@ class Engine {
     Index index_;
     struct Space {
         std::shared_ptr<const std::string> identity;  // null: free
-        bool open = false;                            // somebody has its number
+        bool open = false;                            // a caller has its number
         uint32_t writes = 0;                          // on their way
     };
     std::vector<Space> spaces_;

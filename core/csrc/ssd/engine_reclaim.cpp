@@ -5,7 +5,7 @@
 //
 // While the live objects fill at most half of the log, all of them are copied; above that only those that
 // were used since they were written, and of a segment at most half. So a segment costs at most one segment of
-// copies, and what nobody asked for goes in the order it came.
+// copies, and what no caller asked for goes in the order it came.
 #include <algorithm>
 
 #include "ssd/engine.hpp"

@@ -37,7 +37,7 @@ struct LogOptions {
     uint32_t sync_ms = 1000;    // what was written is made safe against a power failure this often
     std::shared_ptr<std::atomic<uint64_t>> sequence;  // shared by the logs of one node
     OpenFile open;                                    // empty: open_file
-    // Objects that the log no longer has though nobody removed them; on the log's thread.
+    // Objects that the log no longer has though no caller removed them; on the log's thread.
     std::function<void(const std::vector<Hash128>&)> on_gone;
 };
 

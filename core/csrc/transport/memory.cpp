@@ -17,7 +17,7 @@ Status reserve(int fd, uint64_t bytes, const AskAvailable& ask) {
     for (uint64_t done = 0; done < bytes;) {
         uint64_t left = bytes - done;
         std::optional<AvailableMemory> memory = ask();
-        // Of what is left a little is for the tables of pages and for everybody else.
+        // Of what is left a little is for the tables of pages and for other processes.
         if (memory && left > memory->available_bytes - memory->available_bytes / 64) {
             return Error{Code::kTooLarge, std::to_string(bytes) + " bytes of memory cannot be had: of " +
                                               std::to_string(left) + " that are still to be reserved " +
@@ -51,8 +51,8 @@ Result<std::shared_ptr<Memory>> Memory::create(uint64_t bytes, const AskAvailabl
     if (!mapping) return mapping.error();
     memory->mapping_ = std::move(*mapping);
     ::madvise(memory->data(), bytes, MADV_HUGEPAGE);  // before the pages exist; where the system allows it
-    // Reserved, not only promised: a page that cannot be had later would be a SIGBUS in whoever touched it,
-    // here or in a peer.
+    // Reserved, not only promised: a page that cannot be had later would be a SIGBUS in the thread that
+    // touched it, here or in a peer.
     if (Status status = reserve(memory->fd_.get(), bytes, ask); !status) return status.error();
     // Its length is fixed for the same reason.
     if (::fcntl(memory->fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {

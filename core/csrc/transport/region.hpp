@@ -1,8 +1,8 @@
 // Region: memory of this process that transfers may touch, and the table of them.
 //
-// Whoever is about to touch a region's bytes enters it, and leaves it right afterwards: for one system call
-// or one copy of at most kAccessBytesMax, never while waiting for a peer. remove() takes the region out of
-// the table, marks it closing, and drained() waits until nobody is inside: from then on the memory may be
+// A thread that is about to touch a region's bytes enters it, and leaves it right afterwards: for one system
+// call or one copy of at most kAccessBytesMax, never while waiting for a peer. remove() takes the region out
+// of the table and marks it closing. drained() tells when no thread is inside: from then on the memory may be
 // freed.
 //
 //   toucher   users += 1; if closing { users -= 1; refuse }      remover   closing = true; wait for users ==

@@ -1,5 +1,5 @@
-// Workers: threads for what may block: copies of transfers that nobody waits for on the spot, dialling, the
-// next path of a failed slice. Foreground before background. As many threads as there is work, up to a
+// Workers: threads for what may block: copies of transfers that no caller waits for on the spot, dialling,
+// the next path of a failed slice. Foreground before background. As many threads as there is work, up to a
 // maximum; idle ones end.
 #pragma once
 
@@ -27,7 +27,7 @@ class Workers {
     // Waits for all that was posted. Idempotent.
     void stop();
 
-    bool foreground_waits();  // for a thread: then whoever works in the background makes room
+    bool foreground_waits();  // for a thread: then background work makes room
 
    private:
     void run();

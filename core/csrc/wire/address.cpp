@@ -159,7 +159,7 @@ Result<Fd> connect_one(const SocketAddress& address, const std::string& text, De
         ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size);
         if (error != 0) return unavailable(error);
     }
-    // A port nobody listens on, tried from its own host, can be given to the caller itself.
+    // A port without a listener, tried from its own host, can be given to the caller itself.
     if (local_address(fd.get()) == peer_address(fd.get())) return unavailable(ECONNREFUSED);
     int flags = ::fcntl(fd.get(), F_GETFL);
     ::fcntl(fd.get(), F_SETFL, flags & ~O_NONBLOCK);

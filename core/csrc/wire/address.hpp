@@ -41,7 +41,7 @@ Status prepare_socket(int fd, const std::string& interface = "");
 Result<Fd> listen_tcp(const SocketAddress& address, const std::string& text);
 
 // Waits for `events` of a socket, at most until `end`: false when it is over. While it waits it looks at
-// `given_up` every kLookMs, and fails with kClosed when that is set; null: nobody gives up.
+// `given_up` every kLookMs, and fails with kClosed when that is set; null: the caller never gives up.
 using Deadline = std::chrono::steady_clock::time_point;
 inline constexpr int kLookMs = 50;
 inline Deadline deadline_in(int ms) {

@@ -123,7 +123,7 @@ class Handshake {
     int fd_;
     TlsStream* tls_;  // null: plain
     std::string peer_;
-    Deadline end_;  // of the whole handshake: who sends a byte now and then gains nothing
+    Deadline end_;  // of the whole handshake: a peer that sends a byte now and then gains nothing
     const std::atomic<bool>* given_up_;
 };
 
@@ -144,7 +144,7 @@ void set_socket_timeouts(int fd, int timeout_ms) {
 
 Result<Dialed> dial(const DialOptions& options) {
     Dialed dialed;
-    if (options.tls != nullptr) {  // before anybody waits for what it has to say
+    if (options.tls != nullptr) {  // before connecting, so that no server waits for its hello
         Result<std::unique_ptr<TlsStream>> tls = options.tls->open(options.address);
         if (!tls) return tls.error();
         dialed.tls = std::move(*tls);

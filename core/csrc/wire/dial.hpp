@@ -17,7 +17,7 @@
 
 namespace moonpool {
 
-// Who serves a connection: a node's store, a transfer engine, a master towards nodes, or towards clients.
+// What serves a connection: a node's store, a transfer engine, a master towards nodes, or towards clients.
 inline constexpr std::string_view kPurposeStore = "store";
 inline constexpr std::string_view kPurposeEngine = "engine";
 inline constexpr std::string_view kPurposeMember = "member";

@@ -17,8 +17,8 @@ namespace moonpool {
 namespace {
 
 constexpr uint32_t kTickMs = 100;
-// A caller that does not speak TLS waits for our challenge; one that does, speaks at once. Less than
-// anybody's time for a handshake, so that the reason still comes.
+// A caller that does not speak TLS waits for our challenge; one that does, speaks at once. Less than any
+// caller's time for a handshake, so that the reason still comes.
 constexpr uint64_t kTlsSilenceMs = 250;
 
 // To a socket that has sent nothing yet or little: it fits, or the peer is of no interest.
@@ -96,7 +96,7 @@ void Doorman::stop() {
 bool Doorman::is_alive(Pulse::Clock::time_point deadline) { return running_ && loop_->is_alive(deadline); }
 
 void Doorman::accept_all(int listener) {
-    for (int round = 0; round < 64; ++round) {  // then it is the turn of those who are already in
+    for (int round = 0; round < 64; ++round) {  // then it is the turn of the connections already in
         Fd fd(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (!fd.valid()) {
             if (errno == EINTR || errno == ECONNABORTED) continue;

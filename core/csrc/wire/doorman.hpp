@@ -1,10 +1,10 @@
-// Doorman: the one listening TCP port of a process, whoever lives behind it: a node's store, a transfer
-// engine, a master. It sends the challenge, waits for the proof, answers it, and hands the socket to whom the
-// caller asked for. Nothing but the handshake is read here, and nothing else is parsed before the proof. With
-// `tls` nothing is said in plain but the reason why a caller that does not speak TLS is refused.
+// Doorman: the one listening TCP port of a process, whatever the process serves: a node's store, a transfer
+// engine, a master. It sends the challenge, waits for the proof, answers it, and hands the socket to the
+// service that the caller asked for. It reads nothing but the handshake, and parses nothing else before the
+// proof. With `tls` nothing is said in plain but the reason why a caller that does not speak TLS is refused.
 //
-// One thread. Strangers have 5 s and at most 64 places; the longest waiting makes
-// room, so that idle connections keep nobody out.
+// One thread. Connections without proof have 5 s and at most 64 places; the longest waiting makes room, so
+// that idle connections keep no caller out.
 #pragma once
 
 #include <atomic>

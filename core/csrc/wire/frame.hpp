@@ -46,11 +46,11 @@ enum class Kind : uint8_t {
     kDescribe = 28,  // size and state of objects, without a use of them
 
     // 32 to 47: the master (docs/wire_master.md)
-    kJoin = 32,     // node -> master: who it is
+    kJoin = 32,     // node -> master: its identity
     kDelta = 33,    // node -> master, one-way: what it holds now, or no longer
     kBeat = 34,     // node -> master: it lives
-    kMembers = 35,  // client -> master: who is in the pool
-    kLocate = 36,   // who holds these keys
+    kMembers = 35,  // client -> master: which nodes are in the pool
+    kLocate = 36,   // which nodes hold these keys
     kPlace = 37,    // where there is room
     kForget = 38,   // these keys were removed
     kLeave = 39,    // node -> master, one-way: it stops serving

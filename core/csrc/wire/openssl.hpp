@@ -1,5 +1,5 @@
 // OpenSsl: libssl and libcrypto of the system, opened at run time; only what tls.cpp uses. Nothing of OpenSSL
-// is needed to build, and nothing of it to run where nobody asks for TLS.
+// is needed to build, and nothing of it to run where no TLS context is made.
 #pragma once
 
 #include <cstddef>

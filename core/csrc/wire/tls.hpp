@@ -1,5 +1,5 @@
 // TLS for control connections, by the OpenSSL of the system: libssl and libcrypto (3, or 1.1.1) are opened
-// when the first context is made, never before, and need not be there where nobody asks for TLS.
+// when the first context is made, never before, and need not be there where no context is made.
 //
 // TlsServer, TlsClient: the files of one side, read once; any thread may open streams from them.
 // TlsStream: the TLS of one connection, over a socket that it does not own. It never waits and never raises

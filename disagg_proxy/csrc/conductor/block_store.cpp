@@ -114,7 +114,7 @@ void BlockStore::holders(uint32_t block, std::span<const uint32_t> words, Holder
         }
         return;
     }
-    for (uint16_t i = 0; i < b.count; ++i) {  // also into words that nobody asks for
+    for (uint16_t i = 0; i < b.count; ++i) {  // also into words that are not asked for
         uint32_t holder = holder_of(b.pairs[i]);
         uint64_t bit = uint64_t{1} << (holder % 64);
         HoldersByTier& word = out[holder / 64];

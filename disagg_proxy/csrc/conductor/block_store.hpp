@@ -1,9 +1,9 @@
-// BlockStore: the blocks of the prefix index, and who holds each of them in which tier. Pure, no locks.
+// BlockStore: the blocks of the prefix index, and the holders of each in each tier. Pure, no locks.
 //
 // A block is one cache line: its digest, and up to twelve holders with their bits. A block that more hold (a
 // system prompt on a large fleet) gets a crowd: bit maps of 64 holders each, one for each kind of bit, and
-// only where somebody is. So it costs at most 48 bytes a holder, and less than one where all 64 are there.
-// A block lives while somebody holds it or an entry of a holder's own table refers to it (refs).
+// only where a holder is. So it costs at most 48 bytes a holder, and less than one where all 64 are there.
+// A block lives while a holder has it or an entry of a holder's own table refers to it (refs).
 #pragma once
 
 #include <array>
@@ -61,13 +61,13 @@ class BlockStore {
     uint32_t find(const uint8_t* key) const { return find(key, hash(key)); }
     uint32_t find(const uint8_t* key, uint64_t hash) const;
     // The block of this digest, made when it is not there. With a key alone (rest == nullptr) the rest of the
-    // digest stays as it was. A block that nobody holds must be given to release_unused() in the end.
+    // digest stays as it was. A block without a holder must be given to release_unused() in the end.
     uint32_t obtain(const uint8_t* key, const uint8_t* rest);
     const Digest& digest(uint32_t block) const { return blocks_[block].digest; }
 
     HoldBits bits(uint32_t block, uint32_t holder) const;
     void set_bits(uint32_t block, uint32_t holder, HoldBits bits);  // 0: it no longer holds it
-    // Who holds it: of the words that are asked for (ascending), out[word] is that of holders 64 * word on.
+    // Its holders: of the words that are asked for (ascending), out[word] is that of holders 64 * word on.
     void holders(uint32_t block, std::span<const uint32_t> words, HoldersByTier* out) const;
     template <class Each>  // (holder, bits)
     void each_holder(uint32_t block, Each each) const {
@@ -112,7 +112,7 @@ class BlockStore {
     };
     static_assert(sizeof(Block) == 64);
 
-    // 64 holders, of whom somebody has the block.
+    // 64 holders, at least one of which has the block.
     struct Cell {
         uint32_t word = 0;
         std::array<uint64_t, kHoldKinds> kinds{};

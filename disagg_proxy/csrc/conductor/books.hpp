@@ -5,7 +5,7 @@
 // sum of the predicted prefills, less what the first of them has already had. The ends of prefills correct
 // it, so that a prediction that was wrong does not add up.
 //
-// Pure: times (seconds, of one clock) are arguments. No lock: who keeps books keeps others away. Each call
+// Pure: times (seconds, of one clock) are arguments. No lock: the owner keeps other threads away. Each call
 // about a request that is not known changes nothing, so that reports may come late, twice or never.
 #pragma once
 

@@ -83,7 +83,7 @@ Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> ow
     if (known && weighed_[stays].cost <= near + prompt.noise * weighed_[stays].ttft_s) {
         return found(stays, Reason::kSession);
     }
-    // Of equals the longest match; of those who goes first.
+    // Of equals the longest match; of those the one that goes first.
     size_t best = all_.size(), equal = 0, longest = 0;
     for (size_t i = 0; i < all_.size(); ++i) {
         if (weighed_[i].cost > near || weighed_[i].own < 0) continue;
@@ -103,7 +103,7 @@ Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> ow
 }
 
 LeastGap Candidates::least_gap(int64_t tokens, int64_t need_tokens) const {
-    // A room for nobody: everybody is looked at.
+    // Where none has room, all are looked at.
     auto roomy = [&](const Standing& standing) {
         return standing.has_room(need_tokens + standing.coming_tokens);
     };

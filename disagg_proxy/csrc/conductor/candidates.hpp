@@ -51,12 +51,12 @@ struct Prompt {
     double now_s = 0;
     double ahead_s = 0;  // of the sender's other fetches
     double urgency = 1;  // what a second of its own time counts
-    double harm = 0;     // what a second of work costs those who come later, for each second before it
+    double harm = 0;     // what a second of work costs later requests, for each second before it
     double chance = 0;   // that a token which is driven out must be computed again
     double spare_s = 0;  // so much more than to compute a fetch may cost, to see what it does
     double stalled = 0;  // what a second counts in which one that decodes there gets no tokens
-    // Who would keep those that decode there from their next token for longer, all that is in line there
-    // computed first, or has no room for so many tokens, is no candidate.
+    // An engine that would keep those that decode there from their next token for longer, all that is in line
+    // there computed first, or has no room for so many tokens, is no candidate.
     double gap_most_s = INFINITY;
     int64_t need_tokens = 0;
     const Standing* without = nullptr;  // is no candidate, unless it is the only one
@@ -88,10 +88,10 @@ class Candidates {
     explicit Candidates(std::vector<std::shared_ptr<Standing>> all) : all_(std::move(all)) {}
 
     size_t size() const { return all_.size(); }
-    // Who is to compute the prompt; at an infinite cost when nobody may. own: tokens in an instance's own
-    // cache, by its place; who is behind the end has none.
+    // The engine that is to compute the prompt; at an infinite cost when none may. own: tokens in an
+    // instance's own cache, by its place; one behind the end has none.
     Cheapest cheapest(const Prompt& prompt, std::span<const uint32_t> own);
-    // Who is to answer, of those with room for so many tokens, or of all when none has.
+    // The engine that is to answer, of those with room for so many tokens, or of all when none has.
     LeastGap least_gap(int64_t tokens, int64_t need_tokens) const;
 
    private:
@@ -102,7 +102,7 @@ class Candidates {
     };
     Weighed weigh(const Standing& standing, const Prompt& prompt, int64_t own) const;
     bool may(const Standing& standing, const Prompt& prompt, double ttft_s) const;
-    // Of two that are equal otherwise: the fewest requests, then who was chosen longest ago.
+    // Of two that are equal otherwise: the fewest requests, then the one that was chosen longest ago.
     bool goes_first(size_t one, size_t other) const;
 
     std::vector<std::shared_ptr<Standing>> all_;

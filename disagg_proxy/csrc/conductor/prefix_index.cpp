@@ -141,7 +141,7 @@ bool PrefixIndex::follows_group(uint32_t holder, const KvEvent& event) {
 // How many of an event's blocks can be named by their tokens.
 uint32_t PrefixIndex::placeable(const KvEvent& event) const {
     size_t blocks = event.hashes.size();
-    bool unclear_lora = event.has_lora_id && !event.lora_name;  // which adapter a number is, nobody says
+    bool unclear_lora = event.has_lora_id && !event.lora_name;  // which adapter a number is, is not said
     if (event.block_tokens != options_.block_tokens || unclear_lora) return 0;
     // Blocks that an engine left out: which of the tokens are whose is not said.
     if (!event.odd_tokens && event.tokens.size() != blocks * options_.block_tokens) return 0;
@@ -448,7 +448,7 @@ Status PrefixIndex::forget(uint32_t holder) {
             holders_[holder].reset();
             return success();
         }
-        row = 0;  // somebody else ended this, and it began again
+        row = 0;  // another thread ended this, and it began again
     }
 }
 
@@ -462,7 +462,7 @@ PrefixMatch PrefixIndex::match(std::span<const BlockKey> keys) const {
     lock_.lock_question();
     std::unique_ptr<QuestionsFirst, decltype(unlock)> locked(&lock_, unlock);
 
-    // The holders that had all blocks so far, 64 to a word; and the words in which somebody still counts.
+    // The holders that had all blocks so far, 64 to a word; and the words in which a holder still counts.
     std::array<HoldersByTier, kHolderWords> alive, held;
     std::array<uint32_t, kHolderWords> words;
     uint32_t left = 0, holders = 0;

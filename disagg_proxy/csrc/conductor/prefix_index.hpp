@@ -14,8 +14,8 @@
 // Bounded: at most blocks_max entries (a block at a holder), 93 to 101 bytes each where no two holders share
 // a block. When full, the largest holder's oldest unused entries go first.
 //
-// Any thread may call anything. A question waits for at most kPieceMax entries of somebody's changes: hashing
-// is done without the lock, and changes let questions go first.
+// Any thread may call anything. A question waits for at most kPieceMax entries of another thread's changes:
+// hashing is done without the lock, and changes let questions go first.
 #pragma once
 
 #include <atomic>
@@ -67,7 +67,7 @@ struct PrefixIndexStats {
     uint64_t expected_dropped_total = 0;  // dispatched blocks that there was no room for
 };
 
-// Questions go before changes: std::mutex is not fair, and whoever changes much takes it again and again.
+// Questions go before changes: std::mutex is not fair, and a thread with many changes takes it repeatedly.
 class QuestionsFirst {
    public:
     void lock_question() {

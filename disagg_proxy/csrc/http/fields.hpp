@@ -2,7 +2,7 @@
 //
 // A hop-by-hop field (RFC 9110 section 7.6.1) describes one connection, so it is dropped on both ways; so is
 // every field that `Connection` names. The framing fields (Content-Length, Transfer-Encoding) are read by the
-// parsers and written anew by whoever sends the message.
+// parsers and written anew by the sender of the message.
 //
 // Nothing in http/ knows a socket, a thread or a clock. All views point into the caller's bytes.
 #pragma once
@@ -60,7 +60,7 @@ void each_token(std::string_view value, Take take) {
 }
 
 // Whether text can be written as a field's name (a token of RFC 9110) or value (no control but the tab).
-// Whoever writes a field whose text came from elsewhere asks first: CR LF in it would be another field.
+// A caller that writes a field whose text came from elsewhere asks first: CR LF in it would be another field.
 bool is_field_name(std::string_view text);
 bool is_field_value(std::string_view text);
 

@@ -5,7 +5,7 @@
 // that does not is left to the engine to refuse: NaN and Infinity, a byte order mark and UTF-16 (which
 // Python's json takes) are refused here.
 //
-// A key may stand twice. Engines take the last one (Python's json does), and so does find(); who edits must
+// A key may stand twice. Engines take the last one (Python's json does), and so does find(); an editor must
 // treat all of them, as splice() does. A key may be written with escapes: compare by find() or key_is(),
 // never by bytes.
 #pragma once

@@ -56,7 +56,7 @@ class Splice {
     std::string tail_;
 };
 
-// More pieces than this are made one: who sends them looks at all of them for each write.
+// More pieces than this are made one: the sender looks at all of them for each write.
 inline constexpr size_t kPiecesMax = 20;
 
 }  // namespace moonpool::json

@@ -75,7 +75,7 @@ class TokenCounts {
     std::span<const uint32_t> span_;
 };
 
-using Wanted = std::optional<std::shared_ptr<Standing>>;  // or nobody
+using Wanted = std::optional<std::shared_ptr<Standing>>;  // or none
 
 py::tuple cheapest(Candidates& self, int64_t tokens, const py::object& own, int64_t pool, double now_s,
                    double ahead_s, double urgency, double harm, double chance, double spare_s, double stalled,

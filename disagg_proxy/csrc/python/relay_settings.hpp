@@ -1,5 +1,5 @@
-// A relay's settings out of what Python gave: values by the names that they have in C++. A name that nobody
-// takes raises InvalidArgument; what is not named keeps its default.
+// A relay's settings out of what Python gave: values by the names that they have in C++. A name that no
+// setting has raises InvalidArgument; what is not named keeps its default.
 #pragma once
 
 #include <map>

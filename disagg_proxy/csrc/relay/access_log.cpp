@@ -18,14 +18,14 @@ namespace moonpool::relay {
 namespace {
 
 constexpr auto kInterval = std::chrono::milliseconds(200);
-// How long the end waits for whoever reads the log and does not.
+// How long the end waits for a reader of the log that does not read.
 constexpr auto kLastLines = std::chrono::seconds(1);
 // What a pipe takes at once when it takes anything (PIPE_BUF).
 constexpr size_t kPieceBytes = 4096;
 
-// Standard output, so that a write to it never waits: a pipe or a terminal is opened anew, for the flag of a
-// copy would be everybody's who holds it. A file is not: what was opened anew has a place of its own in it,
-// and others who write there through descriptors 1 and 2 would write over our lines.
+// Standard output, so that a write to it never waits: a pipe or a terminal is opened anew, for all holders of
+// a copy would share its flag. A file is not: what was opened anew has a place of its own in it, and other
+// code that writes there through descriptors 1 and 2 would write over our lines.
 int open_stdout() {
     struct stat what {};
     if (::fstat(STDOUT_FILENO, &what) == 0 && (S_ISFIFO(what.st_mode) || S_ISCHR(what.st_mode))) {
@@ -143,7 +143,7 @@ void AccessLog::write_all(std::string_view lines) {
     dropped_ += static_cast<uint64_t>(std::count(lines.begin(), lines.end(), '\n'));
 }
 
-// Whoever reads the log may be slow, or have stopped: the lines wait, but not the end of the proxy.
+// The reader of the log may be slow, or have stopped: the lines wait, but not the end of the proxy.
 bool AccessLog::wait_for_room() {
     for (;;) {
         pollfd room{fd_.get(), POLLOUT, 0};

@@ -1,6 +1,6 @@
 // AccessLog: one line for each request, in the words of docs/proxy.md. Lines are gathered in memory; a thread
-// of its own writes them, so a slow disk or a pipe that nobody reads holds up no request, and the proxy's end
-// for a second at most. Beyond a bound lines are dropped and counted.
+// of its own writes them, so a slow disk or a pipe that no process reads holds up no request, and the proxy's
+// end for a second at most. Beyond a bound lines are dropped and counted.
 #pragma once
 
 #include <atomic>
@@ -25,7 +25,7 @@ class AccessLog {
    public:
     // path: "-" is standard output; a file is appended to.
     static Result<std::unique_ptr<AccessLog>> open(const std::string& path);
-    ~AccessLog();  // writes what is there, if somebody takes it
+    ~AccessLog();  // writes what is there, if its reader takes it
     AccessLog(const AccessLog&) = delete;
 
     // observation: of a request that was sent to engines; else nullptr.

@@ -88,7 +88,7 @@ void Client::read_some(uint32_t events) {
 }
 
 // The client ended its side. It may only have shut down its writing, but a client that left looks the same,
-// and an engine that computes for nobody is worse than a half-closed client without its answer.
+// and an engine that computes for a client that left is worse than a half-closed client without its answer.
 void Client::end_of_input() {
     if (exchange_ != nullptr || out_.empty()) return abort();
     close_soon();

@@ -22,7 +22,7 @@ namespace moonpool::relay {
 
 class Leg;
 
-// What other threads may read of the engine at a place. Outlives it, since whoever reads holds nothing of it.
+// What other threads may read of the engine at a place. Outlives it, since a reader holds nothing of it.
 struct Glance {
     std::atomic<uint32_t> in_flight{0};
     std::atomic<double> rests_until{0};  // of its breaker

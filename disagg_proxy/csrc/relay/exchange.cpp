@@ -359,7 +359,7 @@ void Exchange::start_answer(const http::ResponseHead& head) {
     const Engine& engine = *answer_.engine;
     status_ = head.status;
     observation_.status = static_cast<uint16_t>(head.status);
-    // Where nobody had to read what the client asks for, its answer says whether it is a stream.
+    // Where no policy had to read what the client asks for, the answer says whether it is a stream.
     if (plan_.note == 0 && head.event_stream) observation_.stream = 1;
     chunked_ = head.framing == http::Framing::kChunked;
     taking_chunks_off_ = chunked_ && request_->head.http_1_0;
@@ -430,7 +430,7 @@ void Exchange::leg_failed(Leg& leg, Reason reason, std::string why) {
     prefill_failed(Verdict::kBad, true);
 }
 
-// Another engine of the same attempt may have broken, too, and nobody has read it yet.
+// Another engine of the same attempt may have broken, too, and the relay has not read it yet.
 void Exchange::note_broken(const Leg& leg, Reason reason) {
     if (!leg.exposed() || reason == Reason::kRemoved || reason == Reason::kFirstByte) return;
     const Leg& other = &leg == &answer_ ? prefill_ : answer_;

@@ -3,7 +3,7 @@
 //     [examining -->] asking --plan--> [prefilling -->] answering --> over
 //                        ^---- an engine failed and nothing was sent to the client yet ---'
 //
-// Who may end it: the engines (answer complete, or failure), the client (cancel), a deadline (sweep), the
+// What may end it: the engines (answer complete, or failure), the client (cancel), a deadline (sweep), the
 // server (engine_silent). Each way to the end passes observe() once. A prefill that fails costs the decode
 // engine the computation, never the client an error.
 //

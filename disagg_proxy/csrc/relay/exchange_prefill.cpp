@@ -14,7 +14,7 @@ namespace moonpool::relay {
 
 namespace {
 
-// Of an answer that nobody waits for: enough for what it says of its tokens, or for an error.
+// Of an answer that the exchange does not wait for: enough for what it says of its tokens, or for an error.
 constexpr size_t kKeptBytes = 16 << 10;
 // A first event that is no larger is looked at whole: it may be an error.
 constexpr size_t kErrorBytes = 1 << 20;
@@ -67,7 +67,8 @@ void Exchange::take_prefill(const http::ResponseHead* head, std::string_view bod
     if (complete) prefill_done();
 }
 
-// Whether there is more of an answer that nobody waits for than need be kept. A refusal is the client's.
+// Whether there is more of an answer that the exchange does not wait for than need be kept. A refusal is the
+// client's.
 bool Exchange::may_trim_prefill() {
     if (!one_shot() || prefill_answer_.size() <= 2 * kKeptBytes || request_->wants_prompt_logprobs()) {
         return false;
@@ -109,7 +110,7 @@ void Exchange::prefill_done() {
     if (usage != nullptr) observation_.prefill_cached_tokens = usage_of(usage->value).cached;
     reached(Stage::kPrefilled);
     prefill_.leave(Verdict::kGood);
-    if (state_ != State::kPrefilling) return ended(Prefill::kHandedOver);  // concurrent: nobody waits for it
+    if (state_ != State::kPrefilling) return ended(Prefill::kHandedOver);  // concurrent: not waited for
     const HandoverForm& form = handover_form(plan_.form);
     std::optional<Context> context = whole ? form.take(scanned) : std::nullopt;
     if (!context) {

@@ -9,7 +9,7 @@ namespace {
 using json::Edit;
 
 constexpr std::string_view kParameters = "kv_transfer_params";
-// The parameters with which a NIXL-style connector computes a prompt for somebody else.
+// The parameters with which a NIXL-style connector computes a prompt for another engine.
 constexpr std::string_view kPrefillParameters =
     R"({"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,)"
     R"("remote_block_ids":null,"remote_host":null,"remote_port":null})";

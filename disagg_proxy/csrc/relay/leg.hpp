@@ -41,7 +41,7 @@ class Leg {
     void engine_silent(double since);
     // Whether the engine has got something of the request: if it breaks now, that may be why.
     bool exposed() const { return exposed_; }
-    // Whether the connection has ended, though nobody has read that yet.
+    // Whether the connection has ended, though the relay has not read that yet.
     bool is_cut() const;
     // The engine was removed, and its requests have had their time.
     void engine_removed();

@@ -12,8 +12,8 @@ class Listener final : public Socket {
     Listener(Relay& relay, int listening);
 
     void on_events(uint32_t) override;
-    // Take everybody who is connected already: whoever still waits when the last holder of the socket closes
-    // it is refused.
+    // Take every client that is connected already: a client that still waits when the last holder of the
+    // socket closes it is refused.
     void take_all();
     // From time to time: whether it may go on.
     void sweep();

@@ -43,7 +43,7 @@ struct Observation {
                               // 4 those of the answer, as TensorRT-LLM has them
     uint8_t stream = 0;
     uint8_t stage = 0;    // Stage
-    uint8_t sampled = 0;  // somebody wants the trace
+    uint8_t sampled = 0;  // the trace is to be recorded
     uint8_t trace_id[16] = {};
     uint8_t parent_id[8] = {};  // of the span that the client named, zero when it named none
     uint8_t span_id[8] = {};    // what the engines were told; equal to parent_id when passed through

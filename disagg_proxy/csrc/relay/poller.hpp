@@ -47,8 +47,8 @@ class Poller {
         event.data.ptr = &socket;
         ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, socket.fd.get(), &event);
     }
-    // Closing alone would not do: whoever holds a copy of the descriptor (a listening socket's maker, a child
-    // between fork and exec) would keep the events of an object that is gone coming.
+    // Closing alone would not do: a copy of the descriptor elsewhere (at a listening socket's maker, in a
+    // child between fork and exec) would keep the events of an object that is gone coming.
     void close(Socket& socket) {
         ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, socket.fd.get(), nullptr);
         socket.fd.reset();

@@ -206,7 +206,7 @@ void Relay::resume(uint64_t request, Decision decision) {
     });
 }
 
-// Who keeps books has written the plan down, and hears that nothing came of it.
+// A policy that keeps books has written the plan down, and hears that nothing came of it.
 void Relay::not_wanted(uint64_t request, const Decision& decision) {
     if (decision.is != Decision::Is::kPlan || decision.plan.note == 0) return;
     Observation left;
@@ -338,7 +338,7 @@ void Relay::sweep_engine(Engine& engine) {
         if (upstream->drained_until > 0 && now >= upstream->drained_until) old.push_back(upstream.get());
     }
     for (Upstream* upstream : old) upstream->close();
-    if (engine.leaving()) return;  // nobody checks its health any more
+    if (engine.leaving()) return;  // its health is not checked any more
     if (!engine.is_suspect() || engine.answered_at == 0) return;
     if (now - engine.answered_at < std::max(settings.deadlines.suspect_engine_s, engine.patience_s)) return;
     std::vector<Leg*> legs = engine.legs;
@@ -425,7 +425,7 @@ void Relay::end_all() {
         ended_ = true;
         posted.swap(posted_);
     }
-    for (auto& function : posted) function();  // somebody may wait for it; it may take the mutex itself
+    for (auto& function : posted) function();  // a thread may wait for it; it may take the mutex itself
 }
 
 void Relay::look_whether_empty() {

@@ -76,8 +76,8 @@ class Relay {
     json::Object scratch_object;
     std::vector<std::unique_ptr<Engine>> engines;  // by place; nullptr: it is free
     std::vector<Client*> ready;                    // clients that may go on
-    // Bytes of bodies. Those for the proxy's own pages, for which nobody is asked for a key here, come out of
-    // a small purse of their own.
+    // Bytes of bodies. Those for the proxy's own pages, for which no client is asked for a key here, come out
+    // of a small purse of their own.
     struct Purse {
         size_t held = 0, most = 0;
     };

@@ -1,6 +1,6 @@
 // Request: a client's request, whole. Made by the client's connection, examined once, perhaps in another
-// thread, then shared by the exchange that answers it and by whoever decides about it, perhaps in another
-// thread; from then on only `gone` changes.
+// thread, then shared by the exchange that answers it and by the decider, perhaps in another thread; from
+// then on only `gone` changes.
 #pragma once
 
 #include <atomic>
@@ -56,7 +56,7 @@ struct Request {
     };
     const Facts& facts() const { return facts_; }
 
-    // Reads the whole body, once, before anybody asks for its facts, and takes reserved members out of it.
+    // Reads the whole body, once, before any caller asks for its facts, and takes reserved members out of it.
     // Why it cannot be served, or nullopt. form: multipart/form-data may stand in the place of JSON. Takes
     // its time for a large body: beside the relay's thread, which leaves the request alone meanwhile.
     std::optional<http::Refusal> examine(const BodyLimits& limits, bool form);
@@ -121,7 +121,7 @@ struct Page {
     std::string reason;
 };
 
-// What came of asking. kLater: whoever was asked will say, by the request's id.
+// What came of asking. kLater: the decider will say, by the request's id.
 struct Decision {
     enum class Is : uint8_t { kLater, kPlan, kPage, kFailed };
     Is is = Is::kFailed;
@@ -138,7 +138,7 @@ struct Question {
     Decision decision;
 };
 
-// Who decides. Called on the relay's thread, with all that has come up since the last call.
+// What decides. Called on the relay's thread, with all that has come up since the last call.
 class Decider {
    public:
     virtual ~Decider() = default;

@@ -71,7 +71,7 @@ struct Settings {
     Limits limits;
     Deadlines deadlines;
     BreakerLimits breaker;
-    std::vector<std::string> api_keys;  // empty: nobody is asked for one
+    std::vector<std::string> api_keys;  // empty: no client is asked for one
     std::string access_log;             // a path, "-" for standard output, "" for none
     std::string instance;  // random hexadecimal digits: the start of request ids that are made here
     double retry_after_s = 1;

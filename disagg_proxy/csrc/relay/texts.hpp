@@ -17,7 +17,7 @@ class Texts {
     // A larger body takes too long to tokenise, and to copy before that; dispatcher.py has the same bound.
     static constexpr size_t kBodyBytesMax = 4 << 20;
 
-    // waiting_max: of requests; 0: nobody takes any.
+    // waiting_max: of requests; 0: take() refuses all.
     explicit Texts(size_t waiting_max) : waiting_max_(waiting_max) {}
 
     // A first question about a prompt in text comes into line; whatever else is to be decided at once. now:

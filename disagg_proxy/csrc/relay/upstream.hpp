@@ -2,7 +2,7 @@
 //
 // Whose it is: the engine's pool while it is idle, a leg's from its start until its answer is complete or the
 // leg lets go. A connection whose leg let go in mid answer is closed at once: that is how an engine learns
-// that nobody waits any more. Or the rest of the answer is read and dropped, for linger_s at most.
+// that no client waits any more. Or the rest of the answer is read and dropped, for linger_s at most.
 #pragma once
 
 #include <cstddef>

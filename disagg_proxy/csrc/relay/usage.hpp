@@ -14,7 +14,7 @@ struct Usage {
 Usage usage_of(std::string_view object);
 
 // Looks for a last "usage": {...} in the end of a body (one answer, or events of a stream). It does not parse
-// what stands before: the figures are hints for a policy, and a text that imitates them misleads nobody else.
+// what stands before: the figures are hints for a policy, and a text that imitates them misleads only it.
 bool find_usage(std::string_view body, Usage& usage);
 
 // The same in what SGLang's /generate answers, where the figures stand in "meta_info".

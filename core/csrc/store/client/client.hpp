@@ -49,7 +49,7 @@ struct ObjectState {
 
 enum class Presence : uint8_t { kMiss = 0, kHit = 1, kUnknown = 2 };
 
-// What a process that is to load pinned objects must know: who holds them. Opaque outside of this class.
+// What a process that is to load pinned objects must know: their holders. Opaque outside of this class.
 struct Handover {
     std::string holders;
     std::vector<Descriptor> descriptors;
@@ -88,7 +88,7 @@ class Client {
     Result<std::vector<uint8_t>> remove_at(std::span<const std::string_view> names, std::string_view node,
                                            std::span<const uint64_t> generations = {});
     // Every copy that the directory knows of, without a use of it. Fails when a miss is not certain.
-    // everywhere: false: nobody else is asked about what the own node has.
+    // everywhere: false: no other node is asked about what the own node has.
     Result<std::vector<ObjectState>> describe(std::span<const std::string_view> names, bool everywhere);
     Result<std::vector<ListRow>> list(std::string_view prefix, uint64_t limit);
     Result<std::vector<std::pair<std::string, uint64_t>>> stat() { return own_.stat(); }
@@ -99,7 +99,7 @@ class Client {
                     std::span<const uint32_t> indices, std::span<const uint16_t> columns, bool verify);
 
    private:
-    // When nobody had room for more, the next put need not ask again at once.
+    // When no node had room for more, the next put need not ask again at once.
     class RoomElsewhere {
        public:
         bool may_ask() const { return std::chrono::steady_clock::now() >= until_.load(); }
@@ -108,7 +108,7 @@ class Client {
        private:
         std::atomic<std::chrono::steady_clock::time_point> until_{};
     };
-    // Who else there is: the directory, and this client's own node in it.
+    // The way to the other nodes: the directory, and this client's own node in it.
     struct Pool {
         std::unique_ptr<DirectoryClient> directory;
         std::string host_id;
@@ -172,7 +172,7 @@ class Client {
     void add_genuine(std::string_view name, const RemovedManifest& removed, std::vector<Manifest>& out) const;
     // Of what the own node has under those names; without asking it.
     void own_manifests(std::span<const std::string_view> names, std::vector<RemovedManifest>& manifests);
-    // As far as nodes can be reached; what is left is evicted one day, since nobody asks for it.
+    // As far as nodes can be reached; what is left is evicted one day, since no client asks for it.
     void remove_stripes(Pool& pool, std::span<const Manifest> manifests);
     Result<PutReport> put_whole(std::span<const PutItem> items, const PutOptions& options);
     void find_elsewhere(Pool& pool, std::span<const GetItem> items, bool verify, std::vector<int64_t>& sizes);

@@ -55,7 +55,7 @@ Result<std::vector<int64_t>> Client::get_whole(std::span<const GetItem> items, b
     if (std::ranges::all_of(found, [](int64_t size) { return size >= 0; })) return found;
     find_elsewhere(*others, items, verify, found);
     for (int64_t& size : found) {
-        if (size == kDamagedRead) size = kMiss;  // nobody had it whole
+        if (size == kDamagedRead) size = kMiss;  // no node had it whole
     }
     // With the own node away, a miss everywhere else is not known to be a miss.
     if (!own_answered && std::ranges::find(found, kMiss) != found.end()) return sizes.error();
@@ -104,7 +104,7 @@ void Client::find_elsewhere(Pool& pool, std::span<const GetItem> items, bool ver
                 }
                 const Member* member =
                     nearest(pool, *located->members, located->keys[u], avoid, question[u].low);
-                // Damaged on the way, and nobody else has it: once more from the same node.
+                // Damaged on the way, and no other node has it: once more from the same node.
                 if (member == nullptr && sizes[item] == kDamagedRead && attempt < 2) {
                     member = nearest(pool, *located->members, located->keys[u], {}, question[u].low);
                 }

@@ -156,7 +156,7 @@ Result<std::vector<Presence>> Client::exists_whole(std::span<const std::string_v
         }
         const Member* member = nearest(*others, *located->members, located->keys[k], avoid, k);
         if (member == nullptr) member = known_place(*located->members, own_.hasher()(wanted[k]));
-        // A new master has not heard of everybody yet: who has it may be unknown to it.
+        // A new master has not heard of every node yet: the holder may be unknown to it.
         bool unknown = located->members->before != nullptr;
         for (const Holder& holder : located->keys[k]) {
             const Member* silent = located->members->find(holder.node);

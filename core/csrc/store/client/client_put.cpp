@@ -112,7 +112,7 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
     bool elsewhere_wanted = !wanted.empty() && !own_wanted;
     std::vector<RemovedManifest> replaced;
     if (options.replace) {
-        // Whoever else has an older generation loses it first: from here on nobody reads it.
+        // Other holders lose an older generation first: from here on no client reads it.
         std::vector<std::string_view> names;
         for (const PutItem& item : items) names.push_back(item.name);
         std::vector<uint8_t> ignored(names.size());

@@ -39,8 +39,8 @@ Result<std::vector<uint8_t>> Client::remove_at(std::span<const std::string_view>
         locations_.forget(asked[i]);
         if ((*removed)[i] != 0 && at->node != nullptr) recent_.forget(asked[i], at->member.id);
     }
-    // The stripes of an object go with the last copy of its manifest. Whoever may have one is silent now, or
-    // cannot be asked: then they stay.
+    // The stripes of an object go with the last copy of its manifest. They stay when a node that may have one
+    // is silent now, or cannot be asked.
     std::vector<Manifest> striped;
     for (const RemovedManifest& manifest : manifests) {
         std::span<const std::string_view> name = names.subspan(manifest.item, 1);
@@ -52,7 +52,7 @@ Result<std::vector<uint8_t>> Client::remove_at(std::span<const std::string_view>
     return removed;
 }
 
-// Whether the master names a holder that does not answer it, or names nobody because it is away.
+// Whether the master names a holder that does not answer it, or names none because the master is away.
 bool Client::held_by_a_suspect(std::string_view name) {
     std::shared_ptr<Pool> others = pool();
     if (others == nullptr) return false;
@@ -143,7 +143,7 @@ void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> name
         }
     });
     most.reset();
-    // Every key: whoever is away may hold copies of which the directory no longer knows.
+    // Every key: a node that is away may hold copies of which the directory no longer knows.
     (void)pool.directory->forget(asked, unreached);
 }
 

@@ -318,7 +318,7 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
         report.stored_bytes += manifest.size;
         return success();
     }
-    remove_stripes(pool, {&manifest, 1});  // of nobody: another object stands under the key, or none
+    remove_stripes(pool, {&manifest, 1});  // of no object: another stands under the key, or none
     if (!put->refusal.empty()) report.refusal = put->refusal;
     return success();
 }

@@ -126,7 +126,7 @@ struct LoadReport {
     std::string error;  // empty when all are ok
 };
 
-// An object that somebody pinned at a node of another host, and where its bytes are to go: exactly its size.
+// An object that is pinned at a node of another host, and where its bytes are to go: exactly its size.
 struct PinnedRead {
     enum Outcome { kGone, kRead, kDamaged };
     Descriptor descriptor;
@@ -151,7 +151,7 @@ class NodeClient {
 
     // Copies into the caller's parts: the object's size, or kMiss. Too small a destination is an error and
     // writes nothing for that object; bytes after a shorter object stay as they are.
-    // tolerant: for a caller who looks at each item. Bytes that were damaged on their way are kDamagedRead,
+    // tolerant: for a caller that looks at each item. Bytes that were damaged on their way are kDamagedRead,
     // and an object larger than its parts has its size, and no bytes were written.
     Result<std::vector<int64_t>> get(std::span<const GetItem> items, bool verify, bool tolerant = false);
 
@@ -178,9 +178,9 @@ class NodeClient {
     // This node's copy of each object, without a use of it; where 0: it has none.
     Result<std::vector<Description>> describe(std::span<const std::string_view> names);
 
-    // Copies pinned objects, described by whoever pinned them, into strided memory: those of `which`, or all.
-    // Each is checked after the copy, against its generation in shared memory or its checksum over TCP, so a
-    // pin that was lost meanwhile is a failed load and never wrong bytes.
+    // Copies pinned objects, described by the process that pinned them, into strided memory: those of
+    // `which`, or all. Each is checked after the copy, against its generation in shared memory or its
+    // checksum over TCP, so a pin that was lost meanwhile is a failed load and never wrong bytes.
     void load(const Incarnation& incarnation, std::span<const Descriptor> descriptors,
               std::span<const uint32_t> which, const PartTable& table, std::span<const uint32_t> indices,
               std::span<const uint16_t> columns, bool verify, LoadReport& report);

@@ -28,7 +28,7 @@ constexpr size_t kPostedMax = 1u << 20;  // bytes of one-way frames, then puts w
 constexpr std::chrono::microseconds kSpin{50};
 
 // Beyond it the bytes of a frame take longer than being woken does, and the kernel gathers the next ones
-// meanwhile: who polls for them burns a core that the other side, or an engine, could have.
+// meanwhile: a caller that polls for them burns a core that the other side, or an engine, could have.
 constexpr uint64_t kSpinBytesMax = 128u << 10;
 
 // Receives, without sleeping at first when what comes is `near`; the result of recvmsg.
@@ -156,7 +156,7 @@ void Session::retire() {
 }
 
 // The socket stays open until the last view is gone: a node that was merely late keeps our pins that long, so
-// nobody reads memory that has become another object's.
+// no view shows memory that has become another object's.
 Status Session::lost(Error error) {
     if (error.code == Code::kTimeout && !opening_) Patience::spent(waits_ms_);
     alive_.store(false, std::memory_order_release);
@@ -374,7 +374,7 @@ void Session::post(Kind kind, const Build& build) {
     flush_posted();
 }
 
-// Whoever holds io_mutex_ calls this once it has let go, so what was posted meanwhile is never left behind.
+// A thread calls this once it has let go of io_mutex_, so what was posted meanwhile is never left behind.
 void Session::flush_posted() {
     for (;;) {
         {

@@ -48,7 +48,7 @@ struct ClientOptions {
 
 class Session;
 
-// A lease: memory of the arena that only this client writes. Handed back when nobody holds it.
+// A lease: memory of the arena that only this client writes. Handed back with the last reference to it.
 struct Slab {
     Session& session;
     Extent extent;
@@ -104,8 +104,8 @@ class Session {
     Status put(const Build& build, std::span<const Part> parts, const Parse& parse, int timeout_ms);
 
     // Room for an object of `size` bytes. `ahead`: how much more room (see room_bytes) the caller is going to
-    // ask for. `own`: empty at first; who asks for much gets a slab of its own there, so that callers lease,
-    // and get fresh pages, beside each other. A refusal is told in `why` and leaves slab empty.
+    // ask for. `own`: empty at first; a caller that asks for much gets its own slab there, so that callers
+    // lease, and get fresh pages, beside each other. A refusal is told in `why` and leaves slab empty.
     Result<Room> reserve(uint64_t size, uint64_t ahead, std::shared_ptr<Slab>& own, std::string& why,
                          int timeout_ms);
     static uint64_t room_bytes(uint64_t size);  // of a slab, for an object of `size` bytes

@@ -1,4 +1,4 @@
-// The half of Session that begins it: finds the node, proves to each other who knows the cluster token, maps
+// The half of Session that begins it: finds the node, proves the cluster token to it and has its proof, maps
 // its memory.
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -40,7 +40,7 @@ Result<Fd> connect_to(const ClientOptions& options, Deadline end, const std::ato
     std::memcpy(address.sun_path, path.data(), path.size());
     Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (!fd.valid()) return os_error("socket");
-    // A node that accepts nobody has a full queue at last; then connect() waits, a piece at a time.
+    // A node that accepts no connection has a full queue at last; then connect() waits, a piece at a time.
     set_socket_timeouts(fd.get(), std::clamp(options.timeout_ms, 1, kLookMs));
     for (;;) {
         if (given_up != nullptr && given_up->load()) return Error{Code::kClosed, "given up meanwhile"};

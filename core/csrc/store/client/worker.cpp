@@ -60,7 +60,7 @@ void Worker::run() {
 
 void Worker::close() {
     if (fork_.in_child()) {
-        // The threads exist in the parent only; joining or detaching them here would wait for nobody.
+        // The threads exist in the parent only; here there is no thread to join or detach.
         for (auto& thread : threads_) (void)thread.release();
         (void)state_.release();  // destroying a condition variable waits for its waiters, which are not here
         threads_.clear();

@@ -1,12 +1,12 @@
-// BlockEvents: what a node has of whole KV blocks, from what it has of objects, for those who subscribe to it
-// (docs/events.md). Off by default; then nobody makes one, and a node pays a null pointer's comparison.
+// BlockEvents: what a node has of whole KV blocks, from what it has of objects, for its subscribers
+// (docs/events.md). Off by default; then a node makes none and pays a null pointer's comparison.
 //
 // A block is several objects (docs/keys.md). How many is not told to a node: it is the number of different
 // ranges that were seen in the block's space. A tier has a block when it has that many of its objects; when a
 // further range is seen, blocks that were told too early are taken back.
 //
-// The node's loop calls the first part, any other thread the second. What nobody fetched is bounded: beyond
-// kRowsMax everything is due anew.
+// The node's loop calls the first part, any other thread the second. Rows that are not fetched are bounded:
+// beyond kRowsMax everything is due anew.
 #pragma once
 
 #include <array>

@@ -450,7 +450,7 @@ bool Connection::on_stat(const FrameHeader& header) {
     return true;
 }
 
-// Unlike a LOOKUP it counts as no use: who only looks keeps nothing in memory.
+// Unlike a LOOKUP it counts as no use: a client that only looks keeps nothing in memory.
 bool Connection::on_describe(const FrameHeader& header, Reader body) {
     auto space = body.number<uint32_t>();
     auto n = body.number<uint32_t>();

@@ -1,5 +1,5 @@
-// The half of Connection for callers of other hosts, who map no memory: PUT brings the bytes of objects, READ
-// takes them away. Both move straight between socket and arena, on the node's loop, a turn at a time.
+// The half of Connection for callers of other hosts, which map no memory: PUT brings the bytes of objects,
+// READ takes them away. Both move straight between socket and arena, on the node's loop, a turn at a time.
 #include <sys/uio.h>
 
 #include <algorithm>

@@ -92,7 +92,7 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     return Commit::kStored;
 }
 
-// A use of one member is a use of its group. Whoever calls it settles the object.
+// A use of one member is a use of its group. The caller settles the object.
 void ObjectTable::use(uint32_t slot) {
     Object& o = objects_[slot];
     unlist(standing(slot));

@@ -1,7 +1,7 @@
 // ObjectTable: the objects of one tenant on one node: names, life cycle, pins, chains and the order of
 // eviction. Pure: no thread, no clock, no memory touched; the node's loop owns it.
 //
-//   free --commit--> complete --remove, replace or evict--> free            (nobody reads it)
+//   free --commit--> complete --remove, replace or evict--> free            (it has no pin)
 //                        \----------------------------> detached --last unpin--> free   (pinned readers keep
 //                        it)
 //
@@ -67,9 +67,9 @@ class ObjectTable {
 
     ObjectTable(IndexWriter index, ExtentAllocator& allocator, Leases& leases);
 
-    // Told of every object that becomes visible, or no longer is; nullptr: nobody.
+    // Told of every object that becomes visible, or no longer is; nullptr: there is none.
     void set_delta_log(DeltaLog* log) { delta_log_ = log; }
-    // The same with names, for subscribers; mostly nobody. Of a space by its number.
+    // The same with names, for subscribers; mostly there are none. Of a space by its number.
     using Listener = std::function<void(uint32_t space, const Hash128&, std::string_view name, bool added)>;
     void set_listener(Listener f) { listener_ = std::move(f); }
     // Told of every key that is replaced, once that can no longer be refused and before its new object is
@@ -114,7 +114,7 @@ class ObjectTable {
     bool evict_window(uint64_t bytes);
 
     bool complete(uint32_t slot) const { return slot < used_ && objects_[slot].state == State::kComplete; }
-    // Complete, or removed but still pinned by somebody.
+    // Complete, or removed but still pinned.
     bool readable(uint32_t slot, uint64_t generation) const {
         return slot < used_ && objects_[slot].state != State::kFree &&
                objects_[slot].generation == generation;

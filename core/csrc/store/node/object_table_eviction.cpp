@@ -1,5 +1,5 @@
-// The half of ObjectTable that says who goes when there is no room: the lists by age, leaves of chains first,
-// groups as a whole, and windows of memory in one piece.
+// The half of ObjectTable that chooses what to evict when there is no room: the lists by age, leaves of
+// chains first, groups as a whole, and windows of memory in one piece.
 #include <algorithm>
 #include <deque>
 

@@ -45,7 +45,7 @@ class Pool {
     Leases& leases() { return leases_; }
 
     // The id of a space, which the caller uses from now on, until leave_space(); nothing when the tenant has
-    // too many. One that nobody uses is given back with its last object in memory; what a disk has of it is
+    // too many. One without users is given back with its last object in memory; what a disk has of it is
     // found again under its names.
     std::optional<uint32_t> open_space(std::string_view name_space, std::string_view fingerprint,
                                        uint32_t limit);

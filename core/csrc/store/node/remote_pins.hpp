@@ -1,5 +1,5 @@
 // RemotePins: what callers of other hosts have pinned in one tenant's arena, each object once however many of
-// them have it. A pinned slot is nobody else's until it is unpinned, so its number says which object it is.
+// them have it. A pinned slot gets no other object before its last unpin, so its number tells the object.
 #pragma once
 
 #include <cstdint>

@@ -21,7 +21,7 @@ namespace {
 
 constexpr uint32_t kTickMs = 100, kSpinUs = 50, kCallMs = 2000;
 
-// Whoever may read our memory could as well be us, or root.
+// A process that may read our memory must run as our user, or as root.
 bool same_user(int fd) {
     ucred peer{};
     socklen_t size = sizeof(peer);
@@ -367,7 +367,7 @@ void Server::adopt(Fd fd) {
             oldest_fd = other;
         }
     }
-    // Idle strangers make room for whoever comes next; proved clients keep theirs.
+    // An idle connection without proof makes room for the next one; proved clients keep theirs.
     if (unproved >= options_.limits.connections_unproved) drop(oldest_fd, true);
     if (!has_room(fd.get(), false)) return;
     int key = fd.get();

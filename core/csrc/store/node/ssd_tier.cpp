@@ -393,7 +393,7 @@ void SsdTier::promoted(const Hash128& hash, ssd::Outcome outcome) {
     } else {
         ++promote_failed_total_;
     }
-    if (slot != kNoSlot) table.pin(slot);  // until all who wait have had their turn
+    if (slot != kNoSlot) table.pin(slot);  // until every waiting callback has run
     if (p.lease) pool.leases().close(p.lease->offset);
     uint64_t generation = slot == kNoSlot ? 0 : table.generation(slot);
     for (Then& then : p.waiting) then(slot);

@@ -70,7 +70,7 @@ class SsdTier {
     uint32_t hashes(size_t device, uint32_t cursor, uint32_t scan, std::vector<Hash128>& out) const;
 
     void set_delta_log(DeltaLog* log) { delta_log_ = log; }
-    // The same for subscribers; mostly nobody.
+    // The same for subscribers; mostly there are none.
     void set_listener(std::function<void(const Hash128&, bool added)> f) { listener_ = std::move(f); }
 
     void on_tick();

@@ -259,7 +259,7 @@ struct ReadRow {
 };
 static_assert(sizeof(ReadRow) == 32);
 
-// ---- REMOVE: what became of a name. A manifest is shown to whoever removed it: it knows its stripes.
+// ---- REMOVE: what became of a name. Its client is shown a removed manifest, which knows its stripes.
 
 inline constexpr uint8_t kNotRemoved = 0;
 inline constexpr uint8_t kRemoved = 1;

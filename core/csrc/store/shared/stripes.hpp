@@ -38,7 +38,7 @@ struct Manifest {
     friend bool operator==(const Manifest&, const Manifest&) = default;
 };
 
-// Whether an object begins as a manifest does: then whoever removes it is shown its bytes.
+// Whether an object begins as a manifest does: then the client that removes it gets its bytes.
 bool may_be_manifest(std::span<const std::byte> bytes);
 // The bytes of such an object that was removed, of item number `item` of the call.
 struct RemovedManifest {

@@ -39,7 +39,7 @@ Status Link::run(Job& job) {
         for (uint64_t at = 0; at < slice.length;) {
             if (job.stopped()) return Error{Code::kClosed, "stopped"};
             if (target_->closed) return Error{Code::kUnavailable, "the peer has closed"};
-            // Leave now and then, so that nobody waits long to deregister.
+            // Leave now and then, so that no thread waits long to deregister.
             if (held >= kAccessBytesMax) {
                 here.end();
                 there.end();

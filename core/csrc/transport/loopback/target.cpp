@@ -8,7 +8,7 @@ namespace moonpool::transport::loopback {
 
 namespace {
 
-// The one table of the whole process: engines come and go independently, and nobody else knows them all. A
+// The one table of the whole process: engines come and go independently, and none knows all the others. A
 // child of fork() begins with an empty one: its parent's engines are none of its own, and the parent's lock
 // may be held by a thread that the child does not have.
 struct Directory {

@@ -1,6 +1,6 @@
 // Gate: a page that target and initiator share, through which the target can revoke what the initiator may
-// touch without a message. One gate for each initiator: when it dies, its gate is thrown away, and nothing
-// that it left there blocks anybody.
+// touch without a message. One gate for each initiator: when it dies, the target drops its gate, and nothing
+// that it left there blocks the target.
 //
 //   initiator   slot = generation it knows; generation still the same? touch the regions; slot = 0
 //   target      generation += 1; wait until no slot holds an older one: the regions removed before are free

@@ -309,8 +309,8 @@ class Link::Carrier {
         return place_;
     }
 
-    // Inside the gate, with a view that is still true. Leaves it now and then, so that nobody waits long to
-    // deregister.
+    // Inside the gate, with a view that is still true. Leaves it now and then, so that no thread waits long
+    // to deregister.
     Status enter() {
         if (pass_ && held_ < kAccessBytesMax) return success();
         if (Status status = flush(); !status) return status;

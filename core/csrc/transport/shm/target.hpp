@@ -38,7 +38,7 @@ class Target {
     class Session;
     friend class Session;
 
-    // The gates, which the I/O thread opens and whoever deregisters walks.
+    // The gates, which the I/O thread opens and a thread that deregisters walks.
     std::mutex mutex_;
     uint64_t generation_ = 1;
     std::map<uint64_t, std::shared_ptr<Gate>> gates_;

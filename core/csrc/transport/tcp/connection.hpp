@@ -100,7 +100,7 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     uint64_t out_bytes_ = 0;
     uint32_t watched_ = 1;  // EPOLLIN
 
-    // The fence: whoever writes into a region says so first and looks whether it still may.
+    // The fence: a thread that writes into a region says so first and looks whether it still may.
     std::atomic<bool> writing_{false};
     std::atomic<bool> fenced_{false};
 };

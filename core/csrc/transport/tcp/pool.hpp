@@ -1,4 +1,4 @@
-// Pool: the connections to one peer. Whoever uses one has it alone; at most `connections_max` are open. What
+// Pool: the connections to one peer. A caller has one alone; at most `connections_max` are open. What
 // was written on a connection that was given up is fenced before another is used, so that a late byte never
 // overwrites a newer one.
 #pragma once
@@ -55,7 +55,7 @@ class Pool {
     std::vector<std::unique_ptr<Channel>> idle_;
     uint32_t open_ = 0;
     std::vector<uint32_t> fences_;     // channels given up whose writes may still arrive
-    std::atomic<bool> closed_{false};  // under the mutex, but seen by whoever dials
+    std::atomic<bool> closed_{false};  // under the mutex, but seen by a thread that dials
     uint64_t unreachable_until_ns_ = 0;
     Error unreachable_;
 };

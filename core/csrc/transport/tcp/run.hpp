@@ -1,4 +1,4 @@
-// Run: jobs on their way over one channel, as a machine without a thread: whoever drives it calls step() when
+// Run: jobs on their way over one channel, as a state machine without a thread: the caller calls step() when
 // the socket may move, and waits as wants() says. Several frames are under way at a time and are answered in
 // their order.
 //
