@@ -82,9 +82,4 @@ void Workers::stop() {
     ended_.wait(lock, [this] { return threads_ == 0; });
 }
 
-bool Workers::foreground_waits() {
-    std::lock_guard lock(mutex_);
-    return !foreground_.empty() && idle_ == 0 && threads_ == threads_max_;
-}
-
 }  // namespace moonpool::transport

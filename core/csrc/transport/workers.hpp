@@ -27,8 +27,6 @@ class Workers {
     // Waits for all that was posted. Idempotent.
     void stop();
 
-    bool foreground_waits();  // for a thread: then background work makes room
-
    private:
     void run();
 
