@@ -9,8 +9,8 @@ unless a policy looks at prompts.
     process, group             a proxy as a process, and as several of them
     listening, takeover        its sockets, from a proxy to its successor
     dispatch                   one request: what is known of its prompt, candidates, the plan, the books
-    conductor, admission       who computes it, and whether it is taken: pure
-    tokens, events             what is known of a prompt: its ids, and who has its blocks
+    conductor, admission       which engine computes it, and whether it is taken: pure
+    tokens, events             what is known of a prompt: its ids, and the holders of its blocks
     engines, discovery         one engine, its health and its kind; which engines there are
     peers                      several proxies that share their books
     data_plane                 what the C++ half reports

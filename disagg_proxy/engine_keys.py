@@ -6,7 +6,7 @@ A file of lines, blank ones and those that begin with '#' aside:
     KEY             for the engines of the proxy's own settings
     NAME KEY        for the engine of this name
     HOST:PORT KEY   for the engine at this address
-    * KEY           for all, those that are discovered, too: whoever can register an engine gets this key
+    * KEY           for all, those that are discovered, too: a client that registers an engine gets this key
 
 The line that says most about an engine counts: its address, its name, KEY, ``* KEY``.
 """

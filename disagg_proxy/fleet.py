@@ -226,7 +226,7 @@ class Fleet:
                 self._look_at_page(there[1])
 
     def _look_at_page(self, engine: Engine) -> None:
-        """Who has come or gone may have made its bootstrap page usable, or keep it from use."""
+        """Engines that came or went may have made its bootstrap page usable, or keep it from use."""
         address = engine.spec.bootstrap_address
         if address is None or self._settings.handover not in ("auto", "concurrent"):
             return

@@ -25,7 +25,7 @@ Part = TypeVar("Part", Limits, Deadlines, HealthChecks, BreakerLimits)
 
 
 def proxy_settings(config: Config) -> ProxySettings:
-    """Raises ConfigError for what cannot be meant, and for an address beyond loopback that nobody guards."""
+    """Raises ConfigError for what cannot be meant, and for an unguarded address beyond loopback."""
     address = parse_address(config.proxy.listen, "proxy.listen")
     _require_keys(config.proxy, "listen", address)
     if config.proxy.process_listen:

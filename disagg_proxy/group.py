@@ -1,7 +1,7 @@
 """Several processes that serve at one address: each a whole proxy with the same listening sockets, so that
 the kernel gives each client to one that is free, and what waits in line is lost with none of them.
 
-    this process   binds, hands the sockets out, starts again who dies, passes SIGTERM on, kills at a second
+    this process   binds, hands the sockets out, starts a dead one again, passes SIGTERM on, kills at a second
                    signal: a terminal and a service manager signal all processes at one time
     process i      a proxy; tells its siblings what it has in flight (peers/), through a socket in a folder
                    of this user alone (group_folder.py)
@@ -191,7 +191,7 @@ class _Group:
             await asyncio.sleep(again_s)
 
     async def _end(self, children: list[_Child]) -> None:
-        """They drain together; who is not done in time, or at a second signal, is killed."""
+        """They drain together; a process not done in time, or at a second signal, is killed."""
         running = [each.process for each in children if each.process is not None and each.process.is_alive()]
         for process in running:
             if process.pid is not None and process.is_alive():

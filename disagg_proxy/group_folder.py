@@ -1,7 +1,7 @@
 """The folder of what only the processes of one group share; it goes with the last of them, however they end.
 
-Each of them holds a shared lock on it, all its life; one that ends removes the folder when nobody else holds
-it. Of those that were killed nobody does: the next group to start removes what they have left.
+Each of them holds a shared lock on it, all its life; one that ends removes the folder when no other holds it.
+A killed process holds it no more: the next group to start removes what killed ones have left.
 """
 
 from __future__ import annotations

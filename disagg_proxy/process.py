@@ -122,7 +122,7 @@ def _fit_open_files(settings: ProxySettings) -> ProxySettings:
         return settings
     reserved = min(others, max(_FILES_RESERVED, allowed // 2))
     fitting = max(1, (allowed - reserved) // files_each)
-    chosen = wanted != Limits().client_connections_max  # else nobody has asked for so many
+    chosen = wanted != Limits().client_connections_max  # else the operator has not asked for so many
     level = logging.WARNING if chosen else logging.INFO
     _log.log(level, "%d clients at one time, not %d, with ulimit -Hn %d", fitting, wanted, allowed)
     return replace(settings, limits=replace(settings.limits, client_connections_max=fitting))

@@ -76,7 +76,7 @@ class Proxy:
         replaced: asyncio.Event | None = None,
     ) -> None:
         """decide: in the place of the settings' policy; called on the data plane's thread. sockets: bound
-        already, in the place of the settings' address, and somebody else's to hand over, who then sets
+        already, in the place of the settings' address, and the caller's to hand over, which then sets
         ``replaced``.
         """
         self._loop = asyncio.get_running_loop()
@@ -271,7 +271,7 @@ class Proxy:
         return group
 
     def _exchange_books(self) -> Exchange | None:
-        """None: nobody is told."""
+        """None: there are no peers to tell."""
         settings = self._settings
         if not settings.peers.listen:
             return None
@@ -288,7 +288,7 @@ class Proxy:
         return records if self._recorder is None else self._recorder.observed(records)
 
     def _record_spans(self) -> Recorder | None:
-        """None: nobody wants spans. Raises ConfigError when they are wanted and cannot be made."""
+        """None: no spans are wanted. Raises ConfigError when they are wanted and cannot be made."""
         exporter = exporter_of(self._settings.otlp_endpoint)
         if exporter is None:
             return None
@@ -358,7 +358,7 @@ class Proxy:
 
         try:
             self._pages.answer(request, reply)
-        except Exception:  # whoever asked is told at once
+        except Exception:  # the client is told at once
             _log.exception("a page could not be made")
             reply(refused(500, "the proxy's log says what went wrong", "page"))
 
@@ -377,7 +377,7 @@ class Proxy:
             self._loop.call_soon_threadsafe(self.fleet.gone, place)
 
     async def _observe_forever(self) -> None:
-        """Learn from what was observed, also while nobody asks."""
+        """Learn from what was observed, also while no request comes."""
         while True:
             await asyncio.sleep(_OBSERVE_EVERY_S)
             try:

@@ -38,7 +38,8 @@ class EngineSpec:
     bootstrap: where a prefill engine's bootstrap page is, PORT (of the URL's host) or HOST:PORT; 0: it has
     none; "": at BOOTSTRAP_PORT, if anywhere, or, of SGLang, where the engine says.
 
-    numbered: nobody gave it a name, and that which it has says only where it stands in this proxy's list.
+    numbered: the operator gave it no name, and that which it has says only where it stands in this proxy's
+    list.
     """
 
     name: str
@@ -111,7 +112,7 @@ class Limits:
     prefill_answer_bytes_max: int = 16 << 20  # the answer of a prefill engine, which is read whole
     unread_bytes_max: int = 512 << 20  # of answers, and of what was read ahead, of all clients
     idle_upstreams_max: int = 256  # kept open per engine
-    observations_max: int = 65536  # records of requests that nobody has fetched yet
+    observations_max: int = 65536  # records of requests that were not fetched yet
     retries_max: int = 2  # further engines that are tried; one at most when the first broke with the request
 
 
@@ -172,7 +173,7 @@ class ProxySettings:
     deadlines: Deadlines = field(default_factory=Deadlines)
     health: HealthChecks = field(default_factory=HealthChecks)
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
-    api_keys_file: str = ""  # one key per line; "": nobody is asked for one
+    api_keys_file: str = ""  # one key per line; "": no client is asked for one
     access_log: str = ""  # a path, "-" for standard output, "" for none
     otlp_endpoint: str = ""  # gets spans, by HTTP; "": where OpenTelemetry's own variables say
     tokenizer: tuple[str, ...] = ()  # MODEL=FOLDER each; (): engines are asked; ("none",): text stays unknown
@@ -185,9 +186,9 @@ class ProxySettings:
     discovery: tuple[str, ...] = ()  # where further engines are looked for; discovery/names.py
     discovery_grace_s: float = 10.0  # an engine that is missing there for so long is removed
     engines_max: int = 1024  # with discovery: at one time, those that are leaving too
-    discovery_keys_file: str = ""  # of who may register; never those of api_keys_file
+    discovery_keys_file: str = ""  # of clients that may register; never those of api_keys_file
     discovery_allow: tuple[str, ...] = ()  # networks in which engines may register; (): this host alone
-    discovery_registry_file: str = ""  # keeps who registered; "": a restart forgets them
+    discovery_registry_file: str = ""  # keeps registrations; "": a restart forgets them
     relay_paths: tuple[str, ...] = ()  # that are relayed besides those of inference; "/x/*": all below /x/
     engine_key_file: str = ""  # what engines are shown; engine_keys.py
 
@@ -330,13 +331,13 @@ class ProxySettings:
 
 
 def shared_bootstraps(engines: Iterable[EngineSpec]) -> frozenset[tuple[str, int]]:
-    """Bootstrap addresses that stand for several prefill engines: nobody can say whose page that is."""
+    """Bootstrap addresses that stand for several prefill engines: it is not known whose page that is."""
     places = Counter(engine.bootstrap_address for engine in engines)
     return frozenset(place for place, count in places.items() if place is not None and count > 1)
 
 
 def read_registrar_keys(settings: ProxySettings) -> list[str]:
-    """Of those who may register engines. Raises ConfigError, also when a client has one of them."""
+    """Of clients that may register engines. Raises ConfigError, also when a client has one of them."""
     keys = read_api_keys(settings.discovery_keys_file)
     if set(keys) & set(read_api_keys(settings.api_keys_file)):
         raise _bad(

@@ -62,7 +62,7 @@ class Predecessor:
         self._connection.close()
 
     def _close_rest(self) -> None:
-        """What nobody has taken: the predecessor had more addresses."""
+        """What was not taken: the predecessor had more addresses."""
         while self.listening:
             self.listening.pop().close()
 
@@ -90,10 +90,10 @@ def find_predecessor(host: str, port: int) -> Predecessor | None:
 
 
 class Offer:
-    """Hands the sockets to whoever asks for them and is of this user, one at a time.
+    """Hands the sockets to a process of this user that asks for them, one at a time.
 
-    taken: called when somebody serves in our place. While the name is another's, because a predecessor has
-    not given it up yet, it is tried again.
+    taken: called when another proxy serves in our place. While the name is another's, because a predecessor
+    has not given it up yet, it is tried again.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The L2 adapter of LMCache's server: ``{"type": "moonpool"}``, or ``{"type": "plugin", "module_path":
 "moonpool.connectors.lmcache.adapter", "class_name": "MoonpoolL2Adapter"}``.
 
-What lookup_and_lock finds is pinned in the pool until it is unlocked: nobody evicts it before it is loaded,
+What lookup_and_lock finds is pinned in the pool until it is unlocked: no node evicts it before it is loaded,
 on whatever node it lies. The pins are the connection's: when this process dies, they end.
 """
 
@@ -75,7 +75,7 @@ class Names:
         self._plain = bool(form)
 
     def of(self, key: ObjectKey, layout: MemoryLayoutDesc | MemoryObj) -> str | None:
-        """None: without a form nobody can say what these bytes are."""
+        """None: without a form it is not known what these bytes are."""
         if self._plain:
             return name_of(wire_key(key))
         if isinstance(layout, MemoryLayoutDesc):
@@ -298,7 +298,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def delete(self, keys: list[ObjectKey]) -> None:
         """Gone at once, for all servers of the pool, in the layouts that this one has seen, or, when it has
-        seen none, in all. Whoever has them locked reads on."""
+        seen none, in all. A server that has them locked reads on."""
         client = self._pool.client
         if client is None:
             return

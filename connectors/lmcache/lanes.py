@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 Answer = TypeVar("Answer")
 JOBS_MAX = 4096
-ANSWERS_MAX = 65536  # nobody takes those of lookups that LMCache gave up
+ANSWERS_MAX = 65536  # LMCache never takes those of lookups that it gave up
 CHORE_S = 10.0
 
 

@@ -53,7 +53,7 @@ class Lent:
         return memory
 
     def free(self, memory: TensorMemoryObj) -> None:
-        """LMCache calls it when nobody counts on the object any more; its view, and so its pin, ends then."""
+        """LMCache calls it when the object's last reference ends; its view, and so its pin, ends then."""
         if not memory.is_valid():
             return
         memory.invalidate()

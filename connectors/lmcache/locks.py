@@ -1,9 +1,9 @@
 """Which keys are locked, and under which pin of the pool: pure bookkeeping.
 
 A lookup pins all that it finds under one pin. Each key of it is unlocked by itself; the pin ends with the
-last, or with its time: LMCache gives lookups up without a word, and what nobody unlocks would be in the pool
-for ever. A lock that ended by its time was a promise not to evict, nothing more: what is loaded after it is
-the right bytes or a miss.
+last, or with its time: LMCache gives lookups up without a word, and what it never unlocks would be in the
+pool for ever. A lock that ended by its time was a promise not to evict, nothing more: what is loaded after
+it is the right bytes or a miss.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Locks:
 
     def add(self, pin: Released, keys: Iterable[Hashable]) -> Lock:
         """A lookup found these, at least one. A key may be locked several times, also by one lookup. For
-        UNASKED_S, if nobody holds it."""
+        UNASKED_S, unless hold() is called."""
         found = list(keys)
         lock = Lock(pin, found, len(found), self._now_s() + UNASKED_S)
         with self._guard:

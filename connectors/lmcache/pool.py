@@ -1,5 +1,5 @@
 """The connection to the node: made at once or as soon as there is one, and found again after the node was
-lost. While the node does not answer nobody waits for it: see Seeker.
+lost. While the node does not answer no caller waits for it: see Seeker.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _NOBODY = ["?"]  # asked for only to hear an answer
 
 class Pool:
     """One client. ``joined`` is called with it whenever the node answers for the first time or again, before
-    anybody else gets it; ``left`` when it does not answer any more. Says once that there is no node, and when
-    it is joined, lost and back.
+    any other caller gets it; ``left`` when it does not answer any more. Says once that there is no node, and
+    when it is joined, lost and back.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Pool:
         return self._client if self._seeker.up else None
 
     def heard(self, error: Error) -> None:
-        """A call failed. Where the node did not answer, nobody asks it from now on but a thread of this
-        object."""
+        """A call failed. Where the node did not answer, only a thread of this object asks it from now
+        on."""
         if isinstance(error, _SILENCE):
             self.lost(str(error))
 

@@ -370,7 +370,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             return False
 
     async def list(self) -> builtins.list[str]:
-        """All keys of this model in the pool, whoever stored them."""
+        """All keys of this model in the pool, whichever process stored them."""
         client = self._pool.client
         if client is None:
             return []
@@ -389,7 +389,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             if not future.done():
                 future.set_result((False, "this connector was closed", None))
         self._waiting.clear()
-        self._idle.set()  # whoever frees the memory now need not wait
+        self._idle.set()  # a thread that frees the memory now need not wait
         if self._memory is not None and self._memory.close is self._close_hook:
             self._memory.close = self._free_memory
         await self._loop.run_in_executor(None, self._pool.close)

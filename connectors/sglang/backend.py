@@ -446,8 +446,8 @@ class MoonpoolHiCache(compat.Storage):
             pool.heard(error)
 
     def _heard_lookup(self, error: str, why: str, *, whole: bool) -> None:
-        """why: who did not answer although there is an answer; whole: it has everything that was asked for,
-        so that perhaps nobody but the own node was asked."""
+        """why: which node did not answer although there is an answer; whole: it has everything that was asked
+        for, so that perhaps only the own node was asked."""
         if error or not why:
             self._heard(error)
         if why:

@@ -106,8 +106,8 @@ class Pool:
                 self._no_pool(error)
 
     def lanes(self) -> Lanes | None:
-        """The connection, or None. Dials when the last attempt is RETRY_S ago and nobody else is at it. None,
-        too, while it rests after ended()."""
+        """The connection, or None. Dials when the last attempt is RETRY_S ago and no other thread dials.
+        None, too, while it rests after ended()."""
         if self._clock() < self._rests_until_s:
             return None
         if self._lanes is not None or self._closed or self._clock() < self._next_s:
@@ -148,7 +148,7 @@ class Pool:
         self._part = why
 
     def ended(self, seconds: float, *, answered: bool = True) -> None:
-        """A call took so long. Somebody in the pool hangs when it was the longest wait and there is trouble;
+        """A call took so long. A process in the pool hangs when it was the longest wait and there is trouble;
         as each call would wait anew, and SGLang makes one after the other, none is made for REST_S."""
         if seconds >= LONG_WAIT_S and not (answered and not self._trouble and not self._part):
             self._rests_until_s = self._clock() + REST_S

@@ -41,7 +41,7 @@ def register() -> None:
         if not hasattr(ServerArgs, "add_cli_args"):
             raise AttributeError("ServerArgs has no add_cli_args")
         scheduler = getattr(sys.modules.get(_SCHEDULER), "Scheduler", None)
-        if hasattr(scheduler, "attach_hicache_storage_wrapped"):  # elsewhere nobody attaches at runtime
+        if hasattr(scheduler, "attach_hicache_storage_wrapped"):  # elsewhere no backend attaches at runtime
             target = f"{_SCHEDULER}.Scheduler.attach_hicache_storage_wrapped"
             hooks.append((target, _translate_request, HookType.BEFORE))
         for target, hook, kind in hooks:

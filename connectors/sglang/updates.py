@@ -2,8 +2,8 @@
 is then another model's, under the old fingerprint. SGLang empties its own two tiers and tells a storage
 backend nothing.
 
-So the class that replaces them is watched, in the process that holds them. Before the first change whoever
-follows leaves the pool, and for the rest of the process nobody joins: what was sent to an engine over a
+So the class that replaces them is watched, in the process that holds them. Before the first change each
+follower leaves the pool, and for the rest of the process none joins: what was sent to an engine over a
 network has no name.
 """
 
@@ -61,7 +61,7 @@ def watch_loaded() -> None:
         try:
             watch(updater)
         except Refused:
-            return  # who joins the pool is told
+            return  # a backend that joins the pool is told
 
 
 def follow(follower: Follower) -> None:

@@ -6,7 +6,7 @@ keep its KV cache in the pool and take what other engines computed. docs/tensorr
     link         what the two halves of rank 0 share
     fetch        what other hosts have: brought before it is promised, within bounds
     layout       where the bytes of a block lie in the engine's memory, as plain values
-    staging      host memory between the engine's and the pool's, and who copies in and out of it
+    staging      host memory between the engine's and the pool's, and the movers in and out of it
     tokens       a request's blocks by their digests
     identity     the fingerprint: which model, weights and form of bytes
     limits       engines and prompts that are left alone

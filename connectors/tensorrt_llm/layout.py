@@ -44,7 +44,7 @@ class Buffer:
 @dataclass(frozen=True, slots=True)
 class Region:
     """A byte range that repeats once a page: [base + stride * page, + size). memory: what stands for it in
-    the engine, for who copies."""
+    the engine, for the movers."""
 
     base: int
     size: int

@@ -1,6 +1,6 @@
 """The connection to the node: made as soon as there is one, and found again by the native client after the
-node was lost. While it does not answer, nobody waits for it: a thread asks it (see Seeker), and the executor
-only reads whether it is up.
+node was lost. While it does not answer, no caller waits for it: a thread asks it (see Seeker), and the
+executor only reads whether it is up.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Connection:
         return None if pin is None else Held(self._client, pin, blocks * width)
 
     def exists(self, names: Sequence[bytes]) -> bytes:
-        """For each name 1: it is there, 0: it is not, 2: nobody could say. Raises Error when the pool does
+        """For each name 1: it is there, 0: it is not, 2: it is not known. Raises Error when the pool does
         not answer."""
         return self._client.exists(list(names))
 
@@ -133,7 +133,7 @@ class Pool:
         return self._connection if self._seeker.up else None
 
     def reach(self) -> Connection:
-        """The connection, however the pool answered before: for who cannot do without. Raises Error."""
+        """The connection, however the pool answered before: for callers that need one. Raises Error."""
         with self._dialling:
             if self._seeker.closed:
                 raise Unavailable("this engine has ended", operation="connect")
@@ -142,7 +142,7 @@ class Pool:
             return self._connection
 
     def failed(self, error: object) -> None:
-        """The pool does not answer: from now on nobody asks but a thread of this object, until it does."""
+        """The pool does not answer: from now on only a thread of this object asks, until it does."""
         if self._seeker.lost():
             self._log.warning(
                 "the pool at %s does not answer (%s); prompts are computed until it does",

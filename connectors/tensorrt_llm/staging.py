@@ -1,5 +1,5 @@
-"""Host memory between the engine's KV cache and the pool, in slots of one block each, and who copies between
-a slot and the engine's pages.
+"""Host memory between the engine's KV cache and the pool, in slots of one block each, and the movers that
+copy between a slot and the engine's pages.
 
 Out of the engine, copies are queued on the stream of its forward pass: whatever the engine does with a page
 later comes after them on that stream, so saving never keeps a page from being freed. Into the engine, copies
@@ -45,8 +45,8 @@ class Slots:
         self._freed = threading.Condition()
 
     def take(self, count: int, *, wait: bool) -> list[int]:
-        """At most ``count``; with ``wait`` at least one: who has slots gives them back, at the latest when a
-        deadline of its own ends."""
+        """At most ``count``; with ``wait`` at least one: a job that has slots gives them back, at the
+        latest when a deadline of its own ends."""
         with self._freed:
             while wait and not self._free:
                 self._freed.wait()

@@ -58,7 +58,7 @@ class Known:
     """Digests that were in the pool when last heard of, so that a prompt that comes again is not copied out
     of the engine again. What a lookup misses, or a worker could not save, is forgotten, and everything when
     the node is another one. What was not heard of for KNOWN_S is doubtful: the pool may have evicted what
-    every engine has on its device, since nobody reads it there. Any thread."""
+    every engine has on its device, since no engine reads it there. Any thread."""
 
     def __init__(self, limit: int = KNOWN_MAX, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit

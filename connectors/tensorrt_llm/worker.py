@@ -104,7 +104,7 @@ class MoonpoolWorker(compat.Worker):
         with self._lock:
             self._started.update(started_loading_req_ids)
             self._cancelled.update(finished_gen_req_ids)
-            for request_id in self._cancelled & self._failed.keys():  # nobody wants it any more
+            for request_id in self._cancelled & self._failed.keys():  # the engine wants it no more
                 del self._failed[request_id]
                 self._loaded.add(request_id)
             failure = next(iter(self._failed.values()), None)
@@ -183,7 +183,7 @@ class MoonpoolWorker(compat.Worker):
         return blocks
 
     def _promised(self, engine: Engine, load: Load, offer: Offer | None) -> Callable[[int, int], Views]:
-        """Who gives this rank's promised objects [first, last): the scheduler's hands where it is in this
+        """The source of this rank's promised objects [first, last): the scheduler's offer where it is in this
         process, else the pool, where the scheduler keeps them."""
         if offer is not None:
             return lambda first, last: offer.views[first:last]

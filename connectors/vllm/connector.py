@@ -234,8 +234,8 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         """Blocks are saved whole, after the forward; see wait_for_save."""
 
     def wait_for_save(self) -> None:
-        """Hands the step's saves over, now that the forward has ended; their blocks are held, so nobody
-        waits."""
+        """Hands the step's saves over, now that the forward has ended; their blocks are held, so the
+        forward's thread does not wait."""
         if self._connector_metadata is NOTHING:
             return
         worker, step = self._worker, self._step()

@@ -1,7 +1,7 @@
 """Queries to the pool and the pins they bring. Belongs to the scheduler's half and runs on its thread.
 
-A pin is counted from the moment its answer is seen until ``release``; an answer that nobody waits for any
-more is released as it comes.
+A pin is counted from the moment its answer is seen until ``release``; an answer that no request waits for
+any more is released as it comes.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Lookups:
             del self.tickets[oldest[0]]
 
     def abandon(self, state: RequestState) -> None:
-        """Nobody waits for the answer of this state; its pin is released when it comes."""
+        """The scheduler waits for no answer of this state; its pin is released when it comes."""
         if state.ticket in self.tickets:
             self.tickets[state.ticket] = (None, state.asked_s)
 

@@ -91,8 +91,8 @@ class Stats(compat.ConnectorStats):
         return not self.data
 
     def aggregate(self, other: compat.ConnectorStats) -> Stats:
-        """The counts of two ranks, or of two moments, as one. New lists, so that nobody's values grow
-        unasked."""
+        """The counts of two ranks, or of two moments, as one. New lists, so that those of
+        the two do not grow."""
         for name, value in other.data.items():
             self.data[name] = self.data[name] + value if name in self.data else value
         return self

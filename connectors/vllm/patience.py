@@ -14,7 +14,7 @@ WAIT_MAX_S = 5.0
 
 
 class Patience:
-    """Waiting begins with the first time that it is asked for, or when nobody asked for PATIENCE_S. It lasts
+    """Waiting begins with the first question, or the first one after PATIENCE_S without any. It lasts
     PATIENCE_S, each time that blocks became free again, and WAIT_MAX_S in all."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

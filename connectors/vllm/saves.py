@@ -67,7 +67,7 @@ class Saves:
 
     def track(self, state: RequestState, request: Request, *, handed_over: bool = False) -> None:
         """From now on, full blocks of the request from ``state.saved`` on are saved. handed_over: another
-        engine computed its prompt, and nobody else will store its answer for the next turn."""
+        engine computed its prompt, and no other engine will store its answer for the next turn."""
         if not (self._facts.may_save or handed_over) or self._blocks is None:
             return
         state.saves_answer = self._save_decode or handed_over
@@ -85,7 +85,7 @@ class Saves:
         return tuple(self._planned)
 
     def told(self) -> None:
-        """The step with what was planned goes to the workers, who will report its end."""
+        """The step with what was planned goes to the workers, which will report its end."""
         self._planned = []
 
     def give_up(self) -> None:

@@ -155,8 +155,8 @@ class SchedulerHalf:
 
     def forget_everything_stored(self) -> None:
         """The weights changed: nothing stored so far may be used again by this engine. Its chains get a seed
-        of their own, known to nobody else; requests that came before go on without the pool, and what they
-        compute is not stored under the old names."""
+        of their own, known to no other engine; requests that came before go on without the pool, and what
+        they compute is not stored under the old names."""
         self._epoch = secrets.token_bytes(32)
         for request_id in list(self._requests):
             self.forget(request_id)
@@ -373,7 +373,7 @@ class SchedulerHalf:
             state.missed(0)
 
     def _let_go(self, state: RequestState) -> None:
-        """Nobody asks for this state any more. A load under way keeps its pin until it has ended."""
+        """The engine asks for this state no more. A load under way keeps its pin until it has ended."""
         if state.phase is Phase.LOOKING:
             self.lookups.abandon(state)
         if state.phase is not Phase.LOADING:

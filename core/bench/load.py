@@ -12,7 +12,7 @@ JOIN_TIMEOUT_S = 30.0
 
 
 class Gauge:
-    """One thread's count and latencies: written by it alone, read by anybody."""
+    """One thread's count and latencies: written by it alone, read by any thread."""
 
     def __init__(self) -> None:
         self.operations = 0

@@ -200,7 +200,7 @@ class _Worker:
 
 @contextmanager
 def running_node(socket_path: str | None, token: bytes | None) -> Iterator[Bench]:
-    """A node that somebody started; None: the host's first one. Objects go into a namespace of their own."""
+    """A node that already runs; None: the host's first one. Objects go into a namespace of their own."""
     namespace = f"bench-{secrets.token_hex(8)}"
     path = socket_path or str(paths.default_node_socket())
 

@@ -1,7 +1,7 @@
 """Where the processes of one user on one host meet: the runtime folder, its sockets and its token.
 
     RUNTIME/                   0700, ours; see runtime_dir()
-      token                    0600, the cluster token when none is configured; whoever comes first makes it
+      token                    0600, the cluster token when none is configured; the first process makes it
       admin-token              0600, the same for admin actions
       node-NAME.sock           the Unix socket of node NAME
       node-NAME.sock.token     0600, that node's token, where it was configured: its clients need no setting
@@ -165,8 +165,8 @@ def check_socket_path(path: Path) -> Path:
 def read_or_create_token(
     token_file: str | Path | None = None, *, env: Mapping[str, str] | None = None, name: str = "token"
 ) -> bytes:
-    """The cluster token: ``token_file``, else the environment, else RUNTIME/``name``, made by whoever comes
-    first.
+    """The cluster token: ``token_file``, else the environment, else RUNTIME/``name``, made by the
+    first process that calls this.
 
     Returns the token's bytes (surrounding white space removed), 1 to 4,096 of them. Raises ConfigError for a
     file that is missing, empty, too long, or that others can read, and for two settings that contradict each

@@ -2,7 +2,7 @@
 
 A scrape every few seconds needs no kept-alive connections. So each connection ends after its answer, and at
 the latest after its deadline, whatever the client does or does not send; when there are too many, the oldest
-makes room. Thus slow, idle or garbled clients cost a bounded amount of memory and keep nobody else waiting.
+makes room. Thus slow, idle or garbled clients cost a bounded amount of memory and delay no other client.
 With TLS the deadline holds from the first byte of the handshake.
 """
 

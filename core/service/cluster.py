@@ -1,4 +1,4 @@
-"""Who is in the pool, as the master tells any process that knows the cluster token."""
+"""Which nodes are in the pool, as the master tells any process that knows the cluster token."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _FILES = ("tls_ca", "tls_cert", "tls_key")
 
 
 def control_server(config: Config) -> _native.TlsServer | None:
-    """What a master shows to those who dial it, and whom it lets in. None: it speaks in plain.
+    """What a master shows to its peers, and which peers it lets in. None: it speaks in plain.
 
     Raises ConfigError for settings that are not enough, InvalidArgument for files that cannot serve,
     Unavailable without OpenSSL.

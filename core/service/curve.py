@@ -1,7 +1,7 @@
-"""ZMQ's sockets under the cluster token: CURVE, with one pair of keys for all who have the token.
+"""ZMQ's sockets under the cluster token: CURVE, with one pair of keys for all processes with the token.
 
-Beyond loopback every ZMQ port of ours asks for it. What travels is encrypted, and only who has the token can
-listen or speak. A purpose keeps ports apart: keys for one open no other.
+Beyond loopback every ZMQ port of ours asks for it. What travels is encrypted, and only a process that has
+the token can listen or speak. A purpose keeps ports apart: keys for one open no other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def keys(purpose: bytes, token: bytes) -> tuple[bytes, bytes]:
 
 
 def serve(socket: zmq.Socket[Any], purpose: bytes, token: bytes) -> None:
-    """Before it binds. Who may connect is said by authenticate(), once for its context."""
+    """Before it binds. authenticate() decides, once for its context, which peers may connect."""
     socket.curve_publickey, socket.curve_secretkey = keys(purpose, token)
     socket.curve_server = True
 

@@ -1,4 +1,4 @@
-"""What a publisher of KV events tells again: to whoever asks, from a number on, a little at a time.
+"""What a publisher of KV events tells again: to a client that asks, from a number on, a little at a time.
 
     question -> _Replay (what to send, in order) -> as many messages as the caller's queue takes -> the rest
     when there is room again

@@ -40,7 +40,7 @@ async def answers_ok(url: str, *, timeout_s: float = 2.0) -> bool:
 
 
 class TimedReader(io.RawIOBase):
-    """What arrives at a socket until one time: whoever sends a byte now and then does not keep its reader."""
+    """What arrives at a socket until one time: a peer that sends a byte now and then does not keep it."""
 
     def __init__(self, inner: socket.socket, give_up_s: float) -> None:
         """give_up_s: on time.monotonic()."""
@@ -68,7 +68,7 @@ def get_json(
     url: str, *, timeout_s: float = 2.0, tls: ssl.SSLContext | None = None, token: bytes = b""
 ) -> Any:
     """The JSON value of GET ``url``. Raises Unavailable when there is none within ``timeout_s`` seconds,
-    whoever answers, and however slowly.
+    whichever process answers, and however slowly.
 
     tls: what to trust where ``url`` is https. token: shown as Authorization: Bearer, unless empty.
     """

@@ -126,8 +126,8 @@ class Publisher:
     """Publishes a source's events until close(). Raises ConfigError when an endpoint cannot be bound.
 
     endpoint, replay: where to listen, ``tcp://host:port`` (port 0: any) or ``ipc://path``; replay may be "".
-    token: of the cluster: only who has it can listen, and what travels is encrypted (curve.py); b"": all
-    can, in plain.
+    token: of the cluster: only processes that have it can listen, and what travels is encrypted (curve.py);
+    b"": all can, in plain.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Publisher:
         self._encoder = msgspec.msgpack.Encoder()
         self._memory = Memory(buffer_batches, BUFFER_BYTES)
         self._sequence = first_sequence
-        self._inventory: tuple[int, list[bytes]] | None = None  # as of that number; for those who ask at once
+        self._inventory: tuple[int, list[bytes]] | None = None  # as of that number; for questions at one time
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._authenticator = curve.authenticate(self._context, curve.EVENTS, token) if token else None
@@ -237,8 +237,8 @@ class Publisher:
         return chain(((oldest - 1, payload) for payload in inventory), messages)
 
     def _packed_inventory(self, oldest: int) -> list[bytes]:
-        """One for all who ask within a short time: an older one does as well, where the buffer still has all
-        that happened since."""
+        """One for all clients that ask within a short time: an older one does as well, where the buffer still
+        has all that happened since."""
         if self._inventory is None or self._inventory[0] < oldest:
             made = self._source.inventory()
             if made is None:

@@ -1,12 +1,12 @@
-"""The master process: the native server that knows who is in the pool and where each key lies, and its HTTP
-pages.
+"""The master process: the native server that knows which nodes are in the pool and where each key lies, and
+its HTTP pages.
 
     Master(config)  ->  start(): listen for nodes and clients, listen for HTTP
                     ->  stop(): everything in reverse
 
 Nothing is written to disk: nodes tell a new master what they hold. The data plane runs in the server's own
 threads and never enters Python; this module's event loop only answers HTTP and waits for a signal. /health
-and /metrics are for everybody who reaches the port, the other pages need the admin token.
+and /metrics need no token, the other pages need the admin token.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from moonpool.core.service.reach import Reach, listening, listening_is_possible,
 from moonpool.core.service.tls import server_context
 
 READY_WAITS_S = 2.0  # the ready line: for the first word of the master, and for memory
-OPEN_STAT = ("name", "pid", "uptime_s", "metrics")  # of /stat, to who shows no admin token
+OPEN_STAT = ("name", "pid", "uptime_s", "metrics")  # of /stat, to a client without the admin token
 MASTER_SILENT_S = 5.0  # without an answer: the node is as good as not joined
 _log = logging.getLogger("moonpool.node")
 
@@ -238,7 +238,7 @@ class Node:
                 timeout_s=node.http_timeout_s,
                 tls=tls,
                 private={"/stat": self._stat},
-                is_allowed=lambda _: True,  # it says less to who does not show the admin token
+                is_allowed=lambda _: True,  # it says less to a client without the admin token
             )
             await self._http.start()
             self.http_url = self._http.url
@@ -271,7 +271,7 @@ class Node:
             claim.release()
 
     def stat(self) -> dict[str, object]:
-        """What /stat tells: who the node is, where it listens, and its counters."""
+        """What /stat tells: the node's name and pid, where it listens, and its counters."""
         if self._server is None:
             raise Unavailable("the node does not run", operation="stat")
         return {

@@ -54,7 +54,7 @@ class NodeSource:
         return list(self._events(_ROW.iter_unpack(rows)))
 
     def inventory(self) -> list[KvEvent]:
-        """Begins with the removal of all: whoever asks knows nothing for certain."""
+        """Begins with the removal of all: the subscriber that asks knows nothing for certain."""
         events: list[KvEvent] = [AllBlocksCleared()]
         cursor = 0
         while True:
@@ -78,7 +78,7 @@ class NodeSource:
 
 def publisher_of_node(config: Config, server: EventServer) -> Publisher:
     """Raises ConfigError when it cannot listen there, or may not: beyond this host it needs a cluster token
-    that somebody chose, as everything else does, and then it asks for it, at both addresses."""
+    that the operator chose, as everything else does, and then it asks for it, at both addresses."""
     beyond = False
     for key, endpoint in (
         ("node.events", config.node.events),

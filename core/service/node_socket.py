@@ -32,7 +32,7 @@ LOCK_RETRY_S = 0.02
 
 
 def is_served(path: Path) -> bool:
-    """Whether somebody accepts connections on the Unix socket ``path``, or may: only a clear refusal counts
+    """Whether a process accepts connections on the Unix socket ``path``, or may: only a clear refusal counts
     as no.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

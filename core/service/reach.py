@@ -1,8 +1,8 @@
 """How a process is reached: where it listens, which address others use, which host it is.
 
 The rules for every port of ours, so that each says the same: a port on loopback is free to use; any other
-address needs a cluster token that somebody chose; a port that nobody chose and that is taken gives way to a
-free one, a port that somebody chose is an error when it is taken.
+address needs a cluster token that the operator chose; a default port that is taken gives way to a free one,
+a port that the operator chose is an error when it is taken.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def reach_of_node(config: Config) -> Reach:
 
 def listening(config: Config, key: str) -> Address | None:
     """The address in the setting ``key`` to listen on; None when it is off. Takes port 0 instead of a default
-    port that somebody else uses.
+    port that another process uses.
 
-    Raises ConfigError for an address beyond loopback without a cluster token that somebody chose.
+    Raises ConfigError for an address beyond loopback without a cluster token that the operator chose.
     """
     section, name = key.split(".")
     text: str = getattr(getattr(config, section), name)
@@ -114,7 +114,7 @@ def listening_is_possible(key: str, addresses: Iterable[str]) -> Iterator[None]:
 
 
 def require_token(config: Config, address: Address, key: str) -> None:
-    """Raises ConfigError for an ``address`` beyond loopback without a cluster token that somebody chose."""
+    """Raises ConfigError for an ``address`` beyond loopback without a cluster token that is configured."""
     if address.is_loopback or config.token_is_configured:
         return
     if key in OPEN_PAGES:
@@ -151,7 +151,7 @@ def master_address(config: Config) -> Address | None:
 
 
 def is_taken(address: Address) -> bool:
-    """Whether somebody listens there."""
+    """Whether a process listens there, or the address cannot be had."""
     if address.port == 0:
         return False
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET

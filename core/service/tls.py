@@ -1,6 +1,6 @@
 """TLS of the HTTP pages: [cluster] tls_cert, tls_key and tls_ca.
 
-A certificate and its key make every HTTP page of our processes https. Whoever asks such a page trusts tls_ca,
+A certificate and its key make every HTTP page of our processes https. A client of such a page trusts tls_ca,
 or where that is empty, the system's authorities. control_tls.py does the same for connections to the master.
 """
 

@@ -12,7 +12,7 @@ _NATIVE = (bytes, bytearray, memoryview, tuple)
 
 
 class Memory(NamedTuple):
-    """A range of this process's memory. ``held`` keeps it there: nobody may free, move or resize it."""
+    """A range of this process's memory. ``held`` keeps it there: no thread may free, move or resize it."""
 
     address: int
     length: int

@@ -5,7 +5,7 @@ their reference. Engines compute the digests of whole prompts with ``moonpool._n
 gives the same bytes.
 
     key  = space + name
-    space = (tenant, namespace, fingerprint)      who owns it, which use, which model and form of its bytes
+    space = (tenant, namespace, fingerprint)      its owner, its use, the model and form of its bytes
     name = digest(32) | u16 group | u16 first head | u16 heads | u16 first layer | u16 layers      for KV
     blocks
 """

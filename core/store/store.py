@@ -145,7 +145,7 @@ def check_names(**names: str) -> None:
 
 
 def check_replicas(replicas: int) -> None:
-    """Raises InvalidArgument for a number of copies that nobody can want."""
+    """Raises InvalidArgument for a number of copies that is out of range."""
     if not 1 <= replicas <= REPLICAS_MAX:
         raise InvalidArgument(f"replicas={replicas} must be 1 to {REPLICAS_MAX}", operation="put")
 
@@ -288,7 +288,7 @@ class Store:
         groups:   for each key the group that it belongs to, or None. A node evicts all objects of a group
         that it has, or none while one of them is pinned or has children outside and there is anything else
         to evict; 1,024 of them at most.
-        soft_pin_s: evicted only after all that is not soft-pinned. It ends when nobody used the object for
+        soft_pin_s: evicted only after all that is not soft-pinned. It ends when no caller used the object for
         one to two times that many seconds (49 days at most), and begins anew with its next use.
         timeout_s: the longest wait without progress, for this call.
 
@@ -415,7 +415,7 @@ class Store:
     def remove(
         self, keys: Key | Keys, *, node: str | None = None, generation: int | Sequence[int] | None = None
     ) -> bool | list[bool]:
-        """Makes objects invisible at once; whoever has them pinned reads on. True: it was there.
+        """Makes objects invisible at once; a caller that has them pinned reads on. True: it was there.
 
         node: only that node's copy, in memory and on its SSD; True: it had one. By its address
         ("host:port") or by its name, where one node of the pool has it. Raises InvalidArgument for no or
@@ -462,8 +462,8 @@ class Store:
         """Without keys the node's counters (``*_total``) and gauges, by name.
 
         With keys what each object is and where its copies lie, as far as the directory knows; None is a miss.
-        It reads no bytes and counts as no use: what is only looked at is evicted as if nobody had. Raises
-        Unavailable when a node or the master would have to answer before a miss is certain.
+        It reads no bytes and counts as no use: what is only looked at is evicted as if it were not.
+        Raises Unavailable when a node or the master would have to answer before a miss is certain.
         everywhere: False: of what the own node has, no copies elsewhere are asked for: that is faster.
         """
         if keys is None:

@@ -162,7 +162,7 @@ class ObjectStat:
 
     @property
     def pinned(self) -> bool:
-        """Whether somebody holds a copy in memory."""
+        """Whether a pin keeps a copy in memory."""
         return any(copy.pins for copy in self.copies)
 
 

@@ -48,7 +48,7 @@ class AsyncTransfer(TransferBase):
     def _abandon(self, error: Exception) -> None:
         if not self._ended.done():
             self._ended.set_exception(error)
-            self._ended.exception()  # it may be that nobody awaits it
+            self._ended.exception()  # it may be that no task awaits it
 
     def __await__(self) -> Generator[Any, None, int]:
         yield from asyncio.shield(self._ended).__await__()
@@ -127,7 +127,7 @@ class AsyncTransferEngine:
         self._waiting.clear()
         self._message.set()
 
-    # ---- who and what
+    # ---- name and addresses
 
     @property
     def name(self) -> str:

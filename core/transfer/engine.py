@@ -41,7 +41,7 @@ class TransferEngine:
     """The bytes' way between processes.
 
     name:       what peers call this engine; default: host and process id.
-    listen:     "host:port" or several; port 0 is a free one, see ``addresses``. None: nobody can open this
+    listen:     "host:port" or several; port 0 is a free one, see ``addresses``. None: no peer can open this
                 engine, but it can open others. Any address but a loopback one needs a token that was chosen.
     token:      the cluster token; None: the configured one (MOONPOOL_CLUSTER_TOKEN or
                 MOONPOOL_CLUSTER_TOKEN_FILE), else the one that this user's processes on this host share.
@@ -104,7 +104,7 @@ class TransferEngine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # ---- who and what
+    # ---- name and addresses
 
     @property
     def name(self) -> str:
@@ -155,8 +155,8 @@ class TransferEngine:
     def open(self, address: str) -> Segment:
         """A peer's memory, by handshake with its engine at "host:port".
 
-        Raises Unavailable when nobody listens there, AuthError for another token or tenant, Timeout when it
-        says nothing within ``timeout_s``, ProtocolError when it is no engine.
+        Raises Unavailable when no process listens there, AuthError for another token or tenant, Timeout when
+        it says nothing within ``timeout_s``, ProtocolError when it is no engine.
         """
         return Segment(self._native, self._native.open(address))
 

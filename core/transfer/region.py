@@ -20,7 +20,7 @@ class Region:
     location:        what peers are told of it, such as "cpu:0".
 
     Until then the engine keeps the object that it was made of alive, and a bytearray from being resized,
-    also when nobody keeps the region.
+    also when the caller drops its reference to the region.
     """
 
     __slots__ = ("_closing", "_memory", "_table", "address", "length", "location")

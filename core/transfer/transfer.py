@@ -216,7 +216,7 @@ class Abandoned:
 
     def add(self, ticket: int) -> None:
         """Any thread, at any time: garbage is collected where it pleases."""
-        self.tickets.add(ticket)  # before the look: an end that nobody sees would be kept for ever
+        self.tickets.add(ticket)  # before the look: an end that no thread sees would be kept for ever
         with suppress(Error):  # closed, forked, or released by sweep() meanwhile
             if self._native.wait(ticket, 0):
                 self._release(ticket)

@@ -1,4 +1,4 @@
-"""A request at the gate, and the answer of those who do not pass it."""
+"""A request at the gate, and the answer to those that do not pass it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Wishes(NamedTuple):
     gap_s: float = math.nan
 
     def objective(self, usual: Objective) -> Objective:
-        """usual: of those who say nothing."""
+        """usual: of requests that say nothing."""
         return Objective(_or(self.ttft_s, usual.ttft_s), _or(self.gap_s, usual.gap_s))
 
 

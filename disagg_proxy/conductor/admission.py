@@ -8,8 +8,8 @@ its objective has kept others waiting. To look at the decode instances as they a
 prefill and of decode swing against each other, because what is let in arrives there a whole prefill later
 (Mooncake, arXiv 2407.00079, section 7: "early rejection based on prediction"). The paper takes one decode
 time for all; here the times are learnt, and so is by how much predictions are exceeded. The paper does not
-count who comes between now and then, which prefers prompts that take long: for theirs the future looks empty.
-Pure: ``now_s`` is an argument.
+count requests that come between now and then, which prefers prompts that take long: for theirs the future
+looks empty. Pure: ``now_s`` is an argument.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Refusal(NamedTuple):
 class Outlook(NamedTuple):
     """What is predicted for a request that comes now, and why it is not taken; None: it is.
 
-    ttft_s: from now on; gap_s: NaN where nobody asks.
+    ttft_s: from now on; gap_s: NaN where none is predicted.
     """
 
     ttft_s: float
@@ -80,7 +80,7 @@ class _Taken:
 
 
 def ttft_s(request: Request, choice: Choice, now_s: float) -> float:
-    """When the first token is predicted, whoever chose."""
+    """When the first token is predicted, whatever chose."""
     computes = choice.computes
     prefill_s = choice.prefill_s or computes.prefill_model.predict(
         request.tokens, request.own_at(computes), request.from_pool(computes)
@@ -301,7 +301,8 @@ class Admission:
         return there.context_tokens + request.tokens + answers - decode.room_tokens
 
     def _room_wait_s(self, request: Request, decode: Instance, there: Occupancy) -> float:
-        """Who does not fit waits for others' ends: a full instance is empty after an answer's mean time."""
+        """A request that does not fit waits for others' ends: a full instance is empty after an answer's mean
+        time."""
         lacks = self._lacks(request, decode, there)
         return lacks / decode.room_tokens * self.answers.times.mean_s if lacks > 0 else 0.0
 

@@ -1,5 +1,5 @@
-"""A decode instance as it will be: who decodes there now and still will, whose prefill ends before, and who
-has not come yet but will have by then.
+"""A decode instance as it will be: requests that decode there now and still will, whose prefill ends before,
+and that have not come yet but will have by then.
 
 Pure and of bounded size: requests are counted by the half second in which their decode begins.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from moonpool.disagg_proxy.conductor.answers import STEP_S, STEPS, Answers, Floats, Times
 
 LONGEST = 0.1  # of the gaps
-INFLOW_S = 30.0  # over which it is averaged who begins to decode here
+INFLOW_S = 30.0  # over which the requests that begin to decode here are averaged
 _BACK = np.arange(STEPS)
 
 
@@ -30,7 +30,7 @@ class Occupancy(NamedTuple):
 class _Is(IntEnum):
     COMING = 0  # is to begin then
     BEGUN = 1  # began then
-    SILENT = 2  # is to begin then, and nobody will tell when it has
+    SILENT = 2  # is to begin then, and no report will tell when it has
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Ahead:
             self._count(taken, -1)
 
     def now(self) -> Occupancy:
-        """Those that decode, and those of whom nobody will tell when they do."""
+        """Those that decode, and those of which no report will tell when they do."""
         found = self._tables[_Is.BEGUN].sum(axis=1) + self._tables[_Is.SILENT].sum(axis=1)
         return Occupancy(float(found[0]), float(found[1]))
 
@@ -99,7 +99,7 @@ class Ahead:
         silent = self._tables[_Is.SILENT]
         found = self._tables[_Is.BEGUN][:, past] @ still + silent[:, past[:half]] @ still[:half]
         coming = self._tables[_Is.COMING]
-        # Whose time has come but who has not begun begins next.
+        # A request whose time has come but that has not begun begins next.
         found += coming[:, past[:half]].sum(axis=1) * left[steps]
         if steps:
             later = left[steps - 1 :: -1]  # of those that begin 1, 2, ... steps from now

@@ -61,7 +61,7 @@ class Compared(NamedTuple):
 
 
 class Calibration:
-    """Of all requests: the last RECENT_MAX, for whoever draws them."""
+    """Of all requests: the last RECENT_MAX, for the page that draws them."""
 
     def __init__(self) -> None:
         self._recent: deque[Compared] = deque(maxlen=RECENT_MAX)

@@ -16,12 +16,13 @@ ANSWER_TOKENS = 256  # taken for the length of an answer whose request does not 
 
 class Request(NamedTuple):
     """tokens: of the prompt, 0 when not known; own: by an instance's place, how many leading tokens lie in
-    its own cache; pool: how many leading tokens the pool holds; holder: who would send them, None when not
+    its own cache; pool: how many leading tokens the pool holds; holder: the sender of them, None when not
     known; answer_tokens: the most it may answer.
 
-    tenant: who asks, "" for nobody in particular; priority: higher is more urgent; session: a conversation
-    whose requests share their beginning, "" when not known. gap_s: wanted between two tokens of an answer, by
-    this request and, as far as is known, by those that decode. one: it is for one answer to one prompt.
+    tenant: whose request it is, "" for none in particular; priority: higher is more urgent; session: a
+    conversation whose requests share their beginning, "" when not known. gap_s: wanted between two tokens of
+    an answer, by this request and, as far as is known, by those that decode. one: it is for one answer to one
+    prompt.
     """
 
     tokens: int = 0

@@ -1,8 +1,8 @@
 """What comes, and up to which length of prompt decode can serve all of it: the price of a place.
 
-When more comes than decode can take somebody is refused, and a long prompt takes the place of several short
-ones. A gate that takes whoever fits at its arrival serves few: this one reckons from what came lately who can
-be served if the shortest go first, and calls the others *dear* (a bid price: Talluri and van Ryzin, "An
+When more comes than decode can take a request is refused, and a long prompt takes the place of several short
+ones. A gate that takes all that fit at their arrival serves few: this one reckons from what came lately which
+can be served if the shortest go first, and calls the others *dear* (a bid price: Talluri and van Ryzin, "An
 analysis of bid-price controls for network revenue management", Management Science 44, 1998). What arrives at
 a rate and stays for a time is there rate x time at once (Little). Pure, and of bounded size.
 """
@@ -19,7 +19,7 @@ from moonpool.disagg_proxy.conductor.answers import Answers
 from moonpool.disagg_proxy.conductor.flow import OVER_S, YOUNG_S
 from moonpool.disagg_proxy.conductor.instance import Instance, answering
 
-PER_OCTAVE = 16  # classes of lengths: within one nobody is dearer
+PER_OCTAVE = 16  # classes of lengths: within one no request is dearer
 CLASSES = 24 * PER_OCTAVE
 EVERY_S = 1.0  # the length is an average over a minute
 

@@ -1,10 +1,10 @@
-"""Whose turn it is among requests that wait: each tenant gets the same service, whoever asks more.
+"""Whose turn it is among requests that wait: each tenant gets the same service, whichever asks more.
 
 Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): a tenant's
 counter grows by the tokens that are computed for it, those of answers counting twice, divided by its weight;
 the tenant with the least counter is next. A tenant that comes back after a while begins where the others are,
-so that nobody saves up. What is served while nobody waits is not to be charged: nobody is treated unfairly
-then, and a day of it would be a day's debt to whoever begins the next line. Pure: no clock.
+so that none saves up. What is served while no request waits is not to be charged: no tenant is treated
+unfairly then, and a day of it would be a day's debt to the tenant that begins the next line. Pure: no clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Fairness:
                 raise ValueError(f"the weight of the tenant {tenant!r} must be positive, not {weight}")
         self._served: dict[str, float] = {}
         self._waiting: Counter[str] = Counter()
-        self._last = 0.0  # virtual time: the most that anybody had when it left the line
+        self._last = 0.0  # virtual time: the most that a tenant had when it left the line
 
     def served(self, tenant: str) -> float:
         """Its counter: weighted tokens."""
@@ -59,7 +59,7 @@ class Fairness:
     def charge(self, tenant: str, prompt: int, answer: int = 0) -> None:
         """Tokens that were, or are to be, computed for it. What is less than nothing is not counted."""
         tokens = max(prompt, 0) + ANSWER_WEIGHT * max(answer, 0)
-        # Taken out first, so that who was served last is the last.
+        # Taken out first, so that the tenant served last is the last.
         self._served[tenant] = self._served.pop(tenant, 0.0) + tokens / self._weights.get(tenant, 1.0)
         self._prune()
 
@@ -68,7 +68,7 @@ class Fairness:
         return (-priority, self.served(tenant), arrived_s)
 
     def _prune(self) -> None:
-        """Who was not served for longest is forgotten, unless it waits: it begins where the others are."""
+        """The tenant not served for longest is forgotten, unless it waits: it begins where the others are."""
         if len(self._served) <= 2 * (len(self._waiting) + IDLE_MAX):
             return
         idle = [name for name in self._served if name not in self._waiting]

@@ -42,8 +42,8 @@ class Flow:
 
 
 def harm(flows: Sequence[Flow], now_s: float) -> float:
-    """What a second of work does to those who come later, a second that it waits or is waited for: arrivals
-    per second at one of these instances, over the share of the time that is left idle.
+    """What a second of work does to requests that come later, a second that it waits or is waited for:
+    arrivals per second at one of these instances, over the share of the time that is left idle.
 
     An instance with u seconds of work, to which work comes at random, costs those that come later in all
     arrivals u^2 / (2 (1 - load)) seconds more than an idle one (the value function of M/G/1 with first come,

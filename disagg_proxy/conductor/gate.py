@@ -4,7 +4,7 @@
              --nothing speaks against it---------------> sent
              --instances are busy, others wait, or
                decode would be too slow----------------> waits: no line, or it is full -> refused
-               but computed where nobody waits for-----> sent
+               but computed where no request waits-----> sent
     waiting  --its turn, and nothing speaks against it-> sent
              --its turn, decode would be too slow------> is set aside; asked about again, others go on
              --it would be too late--------------------> refused: ttft
@@ -12,7 +12,7 @@
 
 Requests wait here rather than at an engine, where the first to come is the first served: so the more urgent
 passes, each tenant gets its share, where a request goes is decided when it is sent, and what is too late is
-computed by nobody. Pure: the owner is asked, and time is an argument.
+not computed. Pure: the owner is asked, and time is an argument.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from moonpool.disagg_proxy.conductor.line import Line, Waiting
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
-HOLD_S = 1.0  # of prefill that each engine has in line: less would let it run dry, more lets nobody pass
-RELEASE_EVERY_S = 0.05  # while somebody waits
+HOLD_S = 1.0  # of prefill that each engine has in line: less would let it run dry, more lets none pass
+RELEASE_EVERY_S = 0.05  # while a request waits
 RELEASED_MAX = 16  # at one time, so that others get the lock
 ASIDE_MAX = 16  # of a group that at one time are asked about in vain
 TURN_EVERY_S = (
@@ -79,11 +79,11 @@ class Owner(Protocol[T_contra]):
         """Predicts, and sends it or not. dear: only where there is room to spare."""
 
     def is_gone(self, ticket: T_contra) -> bool:
-        """Whether nobody wants the answer any more."""
+        """Whether the client wants the answer no more."""
 
 
 class Gate(Generic[T]):
-    """waiting_max: of requests, 0: nobody waits; deadline_s: the longest wait. Not thread safe."""
+    """waiting_max: of requests, 0: none waits; deadline_s: the longest wait. Not thread safe."""
 
     def __init__(self, owner: Owner[T], waiting_max: int, deadline_s: float) -> None:
         self.line: Line[T] = Line(waiting_max)
@@ -95,8 +95,8 @@ class Gate(Generic[T]):
     def arrive(
         self, ticket: T, group: Hashable, tenant: str, priority: int, ttft_s: float, now_s: float
     ) -> tuple[Refusal | None, tuple[T, Refusal] | None]:
-        """(why it is refused, who else is, for its sake). group, tenant, priority: see Waiting; ttft_s: after
-        which nobody wants its first token."""
+        """(why it is refused, which other is, for its sake). group, tenant, priority: see Waiting; ttft_s:
+        after which the client does not want its first token."""
         owner = self._owner
         dear = owner.how_dear(ticket, now_s)
         if not self.line.waiting_max:
@@ -109,7 +109,7 @@ class Gate(Generic[T]):
             send = Send.NEVER if self.line.has_before(group, priority, gap_s, aside=True) else Send.BESIDE
         asked = owner.ask(ticket, ahead_s, now_s, send)
         if asked.sent:
-            return None, None  # nobody waits for its sake: its tenant is not charged
+            return None, None  # no request waits for its sake: its tenant is not charged
         if asked.final:
             return asked.refusal, None
         deadline_s = min(now_s + min(self.deadline_s, ttft_s), self._until_s)
@@ -126,8 +126,8 @@ class Gate(Generic[T]):
         return (refusal, None) if out.ticket is ticket else (None, (out.ticket, refusal))
 
     def release(self, now_s: float) -> list[tuple[T, Refusal | None]]:
-        """Those who wait no longer: sent, or why not; the groups by turns. Call it again while there are
-        RELEASED_MAX: fewer, and nobody is left who may go now."""
+        """Those that wait no longer: sent, or why not; the groups by turns. Call it again while there are
+        RELEASED_MAX: fewer, and none is left that may go now."""
         left: list[tuple[T, Refusal | None]] = []
         groups = self.line.groups
         start = groups.index(self._next) if self._next in groups else 0
@@ -142,9 +142,9 @@ class Gate(Generic[T]):
         return left
 
     def _release(self, group: Hashable, now_s: float) -> Iterator[tuple[T, Refusal | None]]:
-        """Those of a group, until its engines are busy. Who wants no less than somebody who was asked about
-        in vain keeps behind it, except that each has its turn: one that asks too much, or is too long, would
-        keep them for good."""
+        """Those of a group, until its engines are busy. One that wants no less than one that was asked
+        about in vain keeps behind it, except that each has its turn: one that asks too much, or is too long,
+        would keep them for good."""
         line, owner, in_vain, unasked = self.line, self._owner, 0, 0
         too_much_s = -math.inf
         while (entry := self._who(line.first_aside, group)) is not None:
@@ -197,7 +197,7 @@ class Gate(Generic[T]):
         return entry.ticket, asked.refusal
 
     def expire(self, now_s: float) -> list[tuple[T, Refusal]]:
-        """Those whose deadline has passed; who is gone leaves, too."""
+        """Those whose deadline has passed; one whose client is gone leaves, too."""
         late = []
         for entry in list(self.line):
             if self._owner.is_gone(entry.ticket):
@@ -208,7 +208,7 @@ class Gate(Generic[T]):
         return [(entry.ticket, self._too_long(entry, now_s)) for entry in late]
 
     def hurry(self, deadline_s: float) -> None:
-        """Nobody waits beyond this time: the proxy ends."""
+        """No request waits beyond this time: the proxy ends."""
         self._until_s = deadline_s
         waiting = list(self.line)
         for entry in waiting:

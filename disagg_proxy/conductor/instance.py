@@ -27,10 +27,10 @@ class Instance(Standing):
     """What policies weigh is in C++ (``Standing``), where a thousand instances can be weighed at once.
 
     place: stable position among all engines. known_as, site: its name for other proxies, and where it is.
-    room_tokens: what its KV cache holds; 0: not known. load: says how many requests are there, where somebody
-    counts them better than the books. alone: it can answer without another's prefill, or, a prefill engine,
-    by itself. coming, coming_tokens: requests, and tokens of their prompts, that others prefill for it.
-    obeys: it computes what it is told not to fetch; others fetch whatever the pool holds.
+    room_tokens: what its KV cache holds; 0: not known. load: says how many requests are there, where the
+    relay counts them better than the books. alone: it can answer without another's prefill, or, a prefill
+    engine, by itself. coming, coming_tokens: requests, and tokens of their prompts, that others prefill for
+    it. obeys: it computes what it is told not to fetch; others fetch whatever the pool holds.
 
     ttft_ratios: how well its first tokens are predicted. flow: what comes to it. sender: what others fetch
     from it. sisters_compute: what it is thought to take for a prompt is what others of its kind have taken.

@@ -1,8 +1,8 @@
 """Requests that wait in the proxy: by priority, then by tenant, dear ones last, then by deadline; of bounded
 number. Pure.
 
-Those for whom an engine was free, but none that meets their own objective, are set aside: they keep their
-order, and nobody behind them who wants less waits for them.
+Requests for which an engine was free, but none that meets their own objective, are set aside: they keep
+their order, and no request behind them that wants less waits for them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Generic, TypeVar
 from moonpool.disagg_proxy.conductor.demand import Dear
 from moonpool.disagg_proxy.conductor.fairness import Fairness
 
-FAIRNESSES_MAX = 64  # beyond it those are forgotten for which nobody waits
-TENANTS_MAX = 256  # that are told apart in the line; who comes then waits with the others of no name
+FAIRNESSES_MAX = 64  # beyond it those are forgotten for which no request waits
+TENANTS_MAX = 256  # that are told apart in the line; a further one waits with the others of no name
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -28,7 +28,7 @@ K = TypeVar("K")
 
 @dataclass(slots=True, eq=False)
 class Waiting(Generic[T]):
-    """group: those who wait for the same instances. priority: higher is more urgent. work_s: seconds of
+    """group: requests that wait for the same instances. priority: higher is more urgent. work_s: seconds of
     prefill that it will take. tenant: the line may change it, when there are too many."""
 
     ticket: T
@@ -92,7 +92,7 @@ class _Lane(Generic[T]):
 
 
 class _Group(Generic[T]):
-    """ready: those who wait for an engine. turn: those aside, by when each was last looked at."""
+    """ready: requests that wait for an engine. turn: those aside, by when each was last looked at."""
 
     def __init__(self) -> None:
         self.ready: _Lane[T] = _Lane()
@@ -103,9 +103,9 @@ class _Group(Generic[T]):
 
 
 class Line(Generic[T]):
-    """Within a group nobody passes who is further behind. Among tenants it is somebody's turn for each group
-    and priority by itself: who waits for other engines, or for the more urgent, is no measure of what those
-    who come may have."""
+    """Within a group no request passes that is further behind. Among tenants each group and priority has
+    turns of its own: requests that wait for other engines, or for the more urgent, are no measure of
+    what those that come may have."""
 
     def __init__(self, waiting_max: int) -> None:
         self.waiting_max = waiting_max
@@ -130,7 +130,7 @@ class Line(Generic[T]):
         return list(self._groups)
 
     def add(self, entry: Waiting[T]) -> Waiting[T] | None:
-        """Returns who has to go for it, perhaps itself; None: there is room."""
+        """Returns the entry that has to go for it, perhaps itself; None: there is room."""
         out = None
         if entry.tenant not in self._tenants and len(self._tenants) >= TENANTS_MAX:
             entry.tenant = ""
@@ -148,7 +148,7 @@ class Line(Generic[T]):
         return out
 
     def first(self, group: Hashable) -> Waiting[T] | None:
-        """The next of those who wait for an engine."""
+        """The next of those that wait for an engine."""
         found = self._groups.get(group)
         return None if found is None else found.ready.first(partial(self._fair, group))
 
@@ -162,7 +162,7 @@ class Line(Generic[T]):
         entry.aside = True
 
     def first_aside(self, group: Hashable) -> Waiting[T] | None:
-        """The next of those who were set aside."""
+        """The next of those that were set aside."""
         found = self._groups.get(group)
         return None if found is None else found.aside.first(partial(self._fair, group))
 
@@ -175,7 +175,7 @@ class Line(Generic[T]):
         return True
 
     def turn(self, group: Hashable) -> Waiting[T] | None:
-        """Of those set aside the one at whom nobody has looked for longest; looks at it."""
+        """Of those set aside the one that was looked at longest ago; looks at it."""
         found = self._groups.get(group)
         if found is None or not found.turn:
             return None
@@ -212,8 +212,8 @@ class Line(Generic[T]):
         return found
 
     def has_before(self, group: Hashable, priority: int, gap_s: float, *, aside: bool = False) -> bool:
-        """Whether somebody waits whom one that came now would have to let go first. gap_s: its own objective;
-        of those aside it passes whoever wants more. aside: of these alone."""
+        """Whether a request waits that one that came now would have to let go first. gap_s: its own
+        objective; of those aside it passes those that want more. aside: of these alone."""
         found = self._groups.get(group)
         if found is None:
             return False
@@ -223,7 +223,7 @@ class Line(Generic[T]):
         return any(own >= priority for lane in lanes for own in lane.by)
 
     def ahead_s(self, group: Hashable, priority: int) -> float:
-        """Seconds of prefill of those whom one that came now would wait for: of nobody who is aside."""
+        """Seconds of prefill of those that one that came now would wait for: of none that is aside."""
         found = self._groups.get(group)
         if found is None:
             return 0.0
@@ -245,7 +245,7 @@ class Line(Generic[T]):
     def _least_wanted(self, entry: Waiting[T]) -> Waiting[T]:
         """Of the least urgent the last one of the tenant that has most in line. A newcomer that is no more
         urgent takes such a place only for a tenant that has fewer, or from a dearer one of its own tenant:
-        those are sent last, and would fill the line until nobody else gets in."""
+        those are sent last, and would fill the line until no other gets in."""
         if not self._count:
             return entry
         priority = min(self._priorities)

@@ -53,7 +53,7 @@ class Liveness:
         return self.timeouts >= self._timeouts_max and self._become(Health.DEAD, now)
 
     def refused(self, now: float, why: str) -> bool:
-        """The engine is certainly not serving (nobody listens, or it says so). Returns whether the state
+        """The engine is certainly not serving (no process listens, or it says so). Returns whether the state
         changed."""
         self.why = why
         return self._become(Health.DEAD, now)

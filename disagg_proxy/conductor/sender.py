@@ -1,4 +1,4 @@
-"""Who gives others what they lack of a prompt: how much it has been asked for, and has not sent yet."""
+"""What gives others what they lack of a prompt: how much it has been asked for, and has not sent yet."""
 
 from __future__ import annotations
 

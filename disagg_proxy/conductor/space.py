@@ -9,7 +9,7 @@ LAST = 0.25  # what goes was used longest ago: worth more than nothing, and far 
 
 class Space:
     """``chance``: that a token which is driven out would have been used again, learnt from how much of what
-    instances hold is reused. Whoever is driven out has to be computed again, so that a token cannot be worth
+    instances hold is reused. A token driven out has to be computed again, so that a token cannot be worth
     more than that once."""
 
     def __init__(self) -> None:

@@ -105,7 +105,7 @@ def read_last(records: bytes, count: int) -> Iterator[Observation]:
 
 
 def read_kept(records: bytes) -> Iterator[Observation]:
-    """Of the records those that somebody keeps account of: with a note, or handed over. (A policy that looks
+    """Of the records those that the proxy keeps account of: with a note, or handed over. (A policy that looks
     at no prompt makes neither, and every request would pay for a tuple that is thrown away.)"""
     for number, kept in enumerate(_KEPT.iter_unpack(records)):
         if kept != (0, 0):

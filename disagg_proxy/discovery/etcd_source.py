@@ -3,7 +3,7 @@
 By etcd's JSON gateway (``/v3/kv/range``, ``/v3/watch``), over HTTP. The whole prefix is read at one revision,
 then every change behind it is watched. Whatever ends the watch (etcd goes away, a compaction) begins anew
 with reading all; what was known stays meanwhile. An engine puts its key with a lease, which it keeps alive:
-when it dies the key goes with the lease, which from here looks as if somebody had deleted it, so it is given
+when it dies the key goes with the lease, which from here looks as if a client had deleted it, so it is given
 the grace.
 """
 

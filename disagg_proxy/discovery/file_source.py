@@ -1,8 +1,8 @@
 """Engines that a file names: TOML, JSON or YAML, read anew whenever it changes.
 
 A table ``engines`` with a row for each (``rows.py``). A file that cannot be read, or that has anything wrong
-in it, changes nothing: what it said last stays. Who edits it replaces it as a whole (rename), as editors and
-Kubernetes do; one that is seen half written is as good as always broken, too.
+in it, changes nothing: what it said last stays. A program that edits it replaces it as a whole (rename), as
+editors and Kubernetes do; one that is seen half written is as good as always broken, too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a source that hears of one key at a time (a pod, a key in etcd) knows of all of them, and when its
 listener is told.
 
-A rollout of a thousand pods is thousands of changes, and whoever hears a full set looks at all of it: so
-changes that come within GATHER_S are told together, and what changes nothing is not told.
+A rollout of a thousand pods is thousands of changes, and a listener that hears a full set looks at all of it:
+so changes that come within GATHER_S are told together, and what changes nothing is not told.
 """
 
 from __future__ import annotations

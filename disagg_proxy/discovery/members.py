@@ -4,7 +4,7 @@
                         ^ '--missing--> in grace --offered again--' |
                         '------------offered again------------------'
 
-Whoever came first stays: an engine that is a member is not driven out by another that is offered under its
+The first to come stays: an engine that is a member is not driven out by another that is offered under its
 name or address by another source. Its own source may say that it has another address now; then it is another
 engine, and the one before leaves.
 """
@@ -99,7 +99,7 @@ class Members:
         state.failures += 1
 
     def changes(self, now_s: float, room: int) -> Changes:
-        """What is to be done now; taken to be done by whoever asks. room: engines that may join now."""
+        """What is to be done now; taken to be done by the caller. room: engines that may join now."""
         leave = dict(self._leaving(now_s))
         for name in leave:
             del self._members[name]

@@ -1,11 +1,12 @@
-"""Answers of ``POST /query`` and ``POST /query_by_hash``: who has how much of a prompt, in the form of
-Mooncake's conductor.
+"""Answers of ``POST /query`` and ``POST /query_by_hash``: which engines have how much of a prompt, in the
+form of Mooncake's conductor.
 
     {"<tenant>": {"<instance>": {"longest_matched", "GPU", "DP": {"<rank>": ...}, "CPU", "DISK"}}}
 
 All are tokens, of whole blocks, from the prompt's start. GPU: on the device; CPU: on the device or in host
 memory, that of the pool included, DISK: anywhere, the pool's disks included, each 0 when it adds nothing to
-the tier before. The pool is everybody's; DP has what a rank holds itself, by which ranks can be told apart.
+the tier before. The pool is for all engines; DP has what a rank holds itself, by which ranks can be told
+apart.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class Queries:
 
 
 class _Match:
-    """Of one prompt. index: None: nobody has blocks of this size. pool: of all its nodes together."""
+    """Of one prompt. index: None: no engine has blocks of this size. pool: of all its nodes together."""
 
     def __init__(self, index: _native.PrefixIndex | None, keys: bytes) -> None:
         self.pool: Tiers = 0, 0, 0

@@ -202,7 +202,7 @@ class Registry:
             for key, row in tried.items():
                 try:
                     refusal = self._enter(row)
-                except ConfigError as error:  # somebody else has written the file
+                except ConfigError as error:  # another process has written the file
                     refusal = _bad(str(error))
                 if refusal is None:
                     self._left_out.pop(key, None)

@@ -2,8 +2,9 @@
 
     told() --> changes --sync(): lock, read, change, rename--> the file --sync(): it looks different--> rows
 
-Who changes the file holds a lock beside it and replaces it as a whole, so nobody sees half of it. It holds no
-times: a registration that is made again has another number there, and whoever sees that counts its time anew.
+A process that changes the file holds a lock beside it and replaces it as a whole, so no other sees half of
+it. It holds no times: a registration that is made again has another number there, and a process that sees
+that counts its time anew.
 So a clock that jumps ends nothing, and what was registered before a restart has all its time again.
 """
 
@@ -55,11 +56,11 @@ class RegistryFile:
         self._broken: tuple[int, ...] | None = None  # and when it was said to be broken
 
     def told(self, key: Key, row: Row | None, *, renewed: bool = False) -> None:
-        """Somebody registered, or, None, unregistered here. renewed: who was registered before, and it is in
-        the file unless others were told to forget it."""
+        """A publisher registered, or, None, unregistered here. renewed: it was registered before, and it is
+        in the file unless others were told to forget it."""
         before, there = self.changes.get(key), self._there.get(key)
         news = row is None or row.told.ttl_s > 0 or there is None or there.told != row.told
-        if renewed and before is None and not news:  # nobody counts its time
+        if renewed and before is None and not news:  # no process counts its time
             return
         self.changes[key] = Change(row, renewed and (before is None or before.renewed))
 
@@ -90,7 +91,8 @@ class RegistryFile:
         return rows
 
     def _forget(self, changes: Mapping[Key, Change], known: Mapping[Key, Row]) -> None:
-        """What need not be written any more: who came and went while the file could not be written."""
+        """What need not be written any more: publishers that came and went while the file could not be
+        written."""
         for key, change in changes.items():
             needless = key not in self._there and (change.row is None or key not in known)
             if needless and self.changes[key] is change:
@@ -115,7 +117,7 @@ class RegistryFile:
                     rows[key] = row  # else it has been unregistered, or something else, elsewhere meanwhile
             self._write(msgspec.json.encode(_File(list(rows.values()))), on_disk=not heartbeats)
             self._mark, self._there = self._look(), rows
-        if heartbeats:  # they come all the time, and nobody else should wait for the disk
+        if heartbeats:  # they come all the time, and no other process should wait for the disk
             with suppress(FileNotFoundError), self.path.open("rb") as file:
                 os.fsync(file.fileno())
         return rows
@@ -150,8 +152,8 @@ class RegistryFile:
         return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
     def _write(self, content: bytes, *, on_disk: bool) -> None:
-        """on_disk: before it takes the old one's place. Whoever can write it can bring in engines: it is its
-        user's alone."""
+        """on_disk: before it takes the old one's place. A process that can write it can bring in engines: it
+        is its user's alone."""
         part = self.path.with_name(f"{self.path.name}.part")
         with suppress(FileNotFoundError):
             part.unlink()

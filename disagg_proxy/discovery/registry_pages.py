@@ -1,4 +1,4 @@
-"""The paths under which engines register and routers ask: who may, and who answers."""
+"""The paths under which engines register and routers ask: which keys may, and what answers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _log = logging.getLogger("moonpool.proxy")
 
 
 class RegistryPages:
-    """On the event loop; queries are answered on a thread, for long prompts take time. registrars: who may
-    register; askers: who may ask; pins: gives names of engines their addresses."""
+    """On the event loop; queries are answered on a thread, for long prompts take time. registrars: keys
+    that may register; askers: keys that may ask; pins: gives names of engines their addresses."""
 
     def __init__(
         self, registry: Registry, queries: Queries, registrars: Keys, askers: Keys, pins: Pins
@@ -88,14 +88,14 @@ class RegistryPages:
         except Exception:
             _log.exception("a registration could not be taken")
             answer = refused(500, "the proxy's log says what went wrong", "page")
-        finally:  # whoever asked is told at once
+        finally:  # the client is told at once
             reply(answer)
 
     def _ask(self, request: ProxyRequest, reply: Callable[[Answer], None]) -> None:
         try:
             by = self._queries.by_tokens if request.path == b"/query" else self._queries.by_hashes
             reply(by(bytes(request.body)))
-        except Exception:  # whoever asked is told at once
+        except Exception:  # the client is told at once
             _log.exception("a query could not be answered")
             reply(refused(500, "the proxy's log says what went wrong", "page"))
         finally:

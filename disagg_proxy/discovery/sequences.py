@@ -1,6 +1,6 @@
 """Which blocks rolling hashes name, for ``POST /query_by_hash`` alone.
 
-    a rolling hash --keys()--> our own digests --PrefixIndex.match()--> who has them, and where
+    a rolling hash --keys()--> our own digests --PrefixIndex.match()--> holders, and where
 
 The prefix index knows blocks by our own digests, from which no hash of another kind can be had. So where
 engines register over HTTP their events are looked at a second time: their tokens make the hashes of
@@ -135,7 +135,7 @@ class Sequences:
             self._forget(holder)
 
     def keys(self, space: Space, sequences: Sequence[int]) -> bytes:
-        """The index's keys of these blocks, 16 bytes each, up to the first that nobody told of."""
+        """The index's keys of these blocks, 16 bytes each, up to the first that no event told of."""
         found = []
         with self._lock:
             for sequence in sequences:
@@ -192,7 +192,7 @@ class Sequences:
 
     def _make_room(self, names: dict[Name, _Block]) -> bool:
         """False: these are the most names of a holder already. Else some of the holder with the most go, so
-        that an engine that tells without end drives nobody out."""
+        that an engine that tells without end drives no other out."""
         most = max(self._names.values(), key=len)
         if len(names) >= len(most):
             return False

@@ -13,7 +13,7 @@ from moonpool.disagg_proxy.settings import EngineSpec
 @dataclass(frozen=True, slots=True)
 class Found:
     """One engine. events: its stream of KV events, None where it has none. model: what it serves, until its
-    /v1/models says so; "": nobody said."""
+    /v1/models says so; "": not known."""
 
     spec: EngineSpec
     events: EventSource | None = None
@@ -25,7 +25,7 @@ class Found:
 
 
 class Listener(Protocol):
-    """Who hears of a source."""
+    """What hears of a source."""
 
     def found(self, engines: Sequence[Found], ended: Set[str] = frozenset()) -> None:
         """These are all there are now. ended: names of which is known that they are gone for good; of others

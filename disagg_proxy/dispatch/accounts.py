@@ -1,9 +1,10 @@
 """Keeps the conductor's books: what was sent where, and what the data plane then observed.
 
 Every request that was sent with a note comes here three times at most: when it is sent, when its prefill has
-ended, when it is over. Reports may be late or missing (the data plane drops records when nobody fetches
-them): a request whose first token is not heard of for FORGOTTEN_S seconds is taken out of the books. A stream
-may go on for long after that; it is taken out when its engine has nothing in work, or after STREAMS_S.
+ended, when it is over. Reports may be late or missing (the data plane drops records when no thread
+fetches them): a request whose first token is not heard of for FORGOTTEN_S seconds is taken out of the books.
+A stream may go on for long after that; it is taken out when its engine has nothing in work, or after
+STREAMS_S.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class Accounts:
             self._ended(observation, sent)
 
     def expire(self, now_s: float) -> None:
-        """Takes requests out of the books that nobody reports any more."""
+        """Takes requests out of the books that the data plane reports no more."""
         for request in [each for each, sent in self._sent.items() if _is_forgotten(sent, now_s)]:
             self._leave(request, now_s)
 

@@ -60,7 +60,7 @@ class Candidates:
         instance = self.instance_at[engine.place]
         if instance is not None:
             instance.role, instance.alone = Role(engine.role), engine.alone
-        self._seen = {}  # a new one: on another thread somebody may be adding to the old
+        self._seen = {}  # a new one: another thread may be adding to the old
 
     def sisters(self, engine: Engine) -> Iterator[Instance]:
         """Of the same role, and of the same model as far as that is known."""
@@ -94,7 +94,7 @@ class Candidates:
     # For those that wait
 
     def of_waiting(self, model: str, now_s: float) -> Fit:
-        """The instances that those who wait for this model may go to now."""
+        """The instances that requests which wait for this model may go to now."""
         found = self._waiting.get(model)
         if found is None:
             found = self._waiting[model] = Fit.of(self._now_there(self._serve(model), now_s))
@@ -105,9 +105,9 @@ class Candidates:
         self._waiting.clear()
 
     def look_again(self, waiting: Iterable[str], now_s: float) -> None:
-        """As often as somebody waits; waiting: for which models. Where nothing has changed, and for all
-        models that the same engines serve, it is the same tuple, of which policies know already who does
-        what."""
+        """While requests wait; waiting: for which models. Where nothing has changed, and for all models that
+        the same engines serve, it is the same tuple, of which policies know already what each instance
+        does."""
         known = {fit.instances: fit for fit in self._waiting.values()}
         served: dict[tuple[Engine, ...], Fit] = {}
         self._waiting = {}
@@ -126,8 +126,8 @@ class Candidates:
         )
 
     def _now_there(self, serve: Sequence[Engine], now_s: float) -> tuple[Instance, ...]:
-        """What the relay would say now of those that wait for the model that these engines serve: who is well
-        and does not rest, unless all of its role do; when nobody is well, any of them."""
+        """What the relay would say now of those that wait for the model that these engines serve: an
+        engine that is well and does not rest, unless all of its role do; when none is well, any of them."""
         well = [each for each in serve if each.liveness.healthy]
         resting = {each.place for each in well if each.rests(now_s)}
         work = {each.role for each in well if each.place not in resting}

@@ -90,7 +90,7 @@ class Dispatcher:
             self.accounts.hidden_pool = None
         self.handovers = Handovers(self.at, handover=handover)
         self.known = KnownPrompts()
-        self._pool = Sender()  # all of its nodes: which of them will send nobody tells us
+        self._pool = Sender()  # all of its nodes: which of them will send is not known
         self.blind = 0
         self.late_errors = 0  # of the policy, that the data plane does not count
         self.chosen: Callable[[ProxyRequest, Choice], None] | None = None  # hears of each choice
@@ -192,7 +192,7 @@ class Dispatcher:
         self._locality.expire(now_s)
 
     def in_books(self, act: Callable[[Accounts, float], Result]) -> Result:
-        """What somebody else has to do with the books, now."""
+        """What another part has to do with the books, now."""
         with self._lock:
             return act(self.accounts, self._clock())
 
@@ -240,7 +240,7 @@ class Dispatcher:
         self._locality.forget(engine.place)
 
     def hurry(self, seconds: float) -> None:
-        """The proxy ends: nobody waits for longer than this to be sent."""
+        """The proxy ends: no request waits for longer than this to be sent."""
         if self.gate is not None:
             with self._lock:
                 self.gate.hurry(self._clock() + seconds)
@@ -262,7 +262,7 @@ class Dispatcher:
             if self.gate is not None:
                 self.gate.line.check_integrity()
 
-    # Ids of text that somebody else knows, on the event loop
+    # Ids of text that another process knows, on the event loop
 
     def _ask(self, source: TokenSource, request: ProxyRequest, prompt: TextPrompt) -> None:
         task = self._loop.create_task(self._ids_then_choose(source, request, prompt))
@@ -311,7 +311,7 @@ class Dispatcher:
                 asked = asked._replace(one=False)
             if self.admission is not None:
                 objective = wished.objective(self.admission.objective)
-                # A client that takes any gap shares its engine with others, who do not.
+                # A client that takes any gap shares its engine with others, which do not.
                 asked = asked._replace(gap_s=self.admission.gap_limit_s(objective.gap_s))
                 if not request.attempt:
                     return self._admit(request, asked, place, objective)
@@ -369,7 +369,7 @@ class Dispatcher:
             self._letting_in = self._loop.create_task(self._let_in())
 
     async def _let_in(self) -> None:
-        """As long as somebody waits."""
+        """As long as a request waits."""
         assert self.gate is not None
         while self.gate.line:
             await asyncio.sleep(RELEASE_EVERY_S)
@@ -474,7 +474,7 @@ class Dispatcher:
             if choice.decode not in instances:
                 raise LookupError(f"the policy chose {choice.decode.name}, which is not among the candidates")
             return choice
-        except Exception:  # what comes to the gate is weighed there, whoever chose
+        except Exception:  # what comes to the gate is weighed there, whatever chose
             self._policy_failed("the policy failed; the request goes to the engine with the least work")
             return _without_policy(ticket.asked, instances, now_s)
 

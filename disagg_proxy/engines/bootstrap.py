@@ -71,8 +71,8 @@ def is_next(last: Rank, rank: Rank) -> bool:
 
 class Bootstrap:
     """What is known of one engine's page. address: of the page; pages: those of all engines' pages, now;
-    expected: whether somebody counts on it, so that a page that is not there is worth a warning. ``take`` may
-    be called on any thread, the rest on the event loop.
+    expected: whether the settings count on it, so that a page that is not there is worth a warning. ``take``
+    may be called on any thread, the rest on the event loop.
 
     up: whether the page is known and believed; restarts: how often an engine had another id; stale: requests
     that were sent with an id which may have been one of an engine that is no more; says: the ids on the page
@@ -126,7 +126,7 @@ class Bootstrap:
 
     def answered(self, ranks: tuple[Rank, ...], now_s: float, pages: Iterable[Bootstrap] = ()) -> None:
         """The page is there, and says this (never empty). pages: of all engines. Of two that say the same
-        nobody knows whose it is: neither is believed."""
+        it is not known whose it is: neither is believed."""
         ids = self.says = frozenset(rank.engine_id for rank in ranks)
         twins = [page for page in pages if page is not self and page.says & ids]
         for page in twins:

@@ -26,12 +26,12 @@ class Engine:
     models:  the ids that its /v1/models lists, with what it says of each as JSON; None: it did not say.
     bootstrap: where a prefill engine can be met in the concurrent form; None: nowhere.
     meeting: where it can be met in the one-shot form; None: nowhere.
-    sglang:  it is one of SGLang's; None: nobody has asked since it came into the rotation.
+    sglang:  it is one of SGLang's; None: not asked since it came into the rotation.
     waits:   its health check may take SGLang's time: it is SGLang's, or was when it was last asked; None:
-             nobody has asked yet.
+             not asked yet.
     alone:   it can answer without another's prefill.
     context: what generation servers are told of this context server of TensorRT-LLM's (members of an object);
-             None: it has not said how it is met, or nobody asks (asks_context).
+             None: it has not said how it is met, or it is not asked (asks_context).
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Engine:
         self.host = host_field(*spec.address)
         self.liveness = Liveness(settings.health.timeouts_max)
         self.models: dict[str, bytes] | None = None
-        self.named: dict[str, bytes] | None = None  # models that whoever named it said; it may say otherwise
+        self.named: dict[str, bytes] | None = None  # models that its source said; it may say otherwise
         self.neighbours = Neighbours(settings.engines) if neighbours is None else neighbours
         self.bootstrap = bootstrap_of(spec, settings, self.neighbours)
         self.meeting: Meeting | None = None

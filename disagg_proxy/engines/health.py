@@ -24,7 +24,7 @@ from moonpool.disagg_proxy.settings import HealthChecks
 
 _HEAD_BYTES_MAX = 64 << 10
 _BODY_BYTES_MAX = 1 << 20
-_NEXT_RANK_S = 0.5  # for each port behind a bootstrap page, where there may be nobody
+_NEXT_RANK_S = 0.5  # for each port behind a bootstrap page, where no process may listen
 _PAGES_MAX = (
     16  # ports of one bootstrap address that are asked: ranks of one host, each with a page of its own
 )
@@ -60,7 +60,7 @@ class HealthChecker:
             began = self._loop.time()
             try:
                 await self.check()
-            except Exception:  # what nobody thought of: the engine keeps its state, and is checked again
+            except Exception:  # any other fault: the engine keeps its state, and is checked again
                 self._engine.not_checked()
                 if not self._broke:
                     self._broke = True
@@ -115,7 +115,7 @@ class HealthChecker:
 
     async def _look_at_server_info(self) -> bool:
         """Once, until it leaves the rotation: SGLang's scheduler has a part in the answer, so it may be late.
-        False: it was, and what the engine is nobody knows."""
+        False: it was, and what the engine is, is not known."""
         try:
             async with asyncio.timeout(max(self._checks.timeout_s, HEALTH_S)):
                 status, body, _ = await _get(self._engine.address, PAGE, key=self._engine.key)
@@ -167,7 +167,7 @@ async def _ranks_at(
     pages of engines; () when it is none.
 
     Raises OSError: TimeoutError when it does not answer, or for want of our own, which says nothing of it. A
-    following port that does not answer is taken to be nobody's.
+    following port that does not answer is taken to be no engine's.
     """
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s

@@ -1,5 +1,5 @@
-"""What of the other engines matters to a prefill engine's bootstrap page: who else has its page there, and
-who would be told to meet it at an address that this host alone has.
+"""What of the other engines matters to a prefill engine's bootstrap page: which others have their page
+there, and which would be told to meet it at an address that this host alone has.
 
 Kept rather than looked for, so that each engine joins at the same cost, however many there are. Pure.
 """
@@ -26,7 +26,7 @@ class Neighbours:
 
     @property
     def pages(self) -> Set[Page]:
-        """Of all engines. Follows who comes and goes."""
+        """Of all engines. Follows engines that come and go."""
         return self._at.keys()
 
     def add(self, spec: EngineSpec) -> Set[str]:
@@ -62,7 +62,7 @@ class Neighbours:
         return changed | self._near() if was_last else changed
 
     def is_shared(self, page: Page) -> bool:
-        """Whether it stands for several engines: nobody can say whose it is."""
+        """Whether it stands for several engines: it is not known whose it is."""
         return len(self._at.get(page, ())) > 1
 
     def cut_off(self, page: Page) -> EngineSpec | None:

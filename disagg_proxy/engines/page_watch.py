@@ -34,7 +34,7 @@ class Verdict(Enum):
 
 
 class PageWatch:
-    """Of one page. Not thread safe. A doubt stands until it is cleared, or somebody calls ``believe``."""
+    """Of one page. Not thread safe. A doubt stands until it is cleared, or ``believe`` is called."""
 
     def __init__(self) -> None:
         self._waits: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))

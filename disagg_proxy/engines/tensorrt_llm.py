@@ -20,7 +20,7 @@ import msgspec
 PAGE = "/server_info"
 MEMBER = "disaggregated_params"
 FIRST_NUMBERS = 1 << 62  # numbers below 2^42 are a server's own
-_MEETS_BY = ("ctx_info_endpoint", "encoded_opaque_state")  # without both nobody can be met
+_MEETS_BY = ("ctx_info_endpoint", "encoded_opaque_state")  # without both no engine can be met
 _OURS = ("request_type", "ctx_request_id", "disagg_request_id", "schedule_style", "conversation_id")
 
 

@@ -50,7 +50,7 @@ class Indexes:
             return index
 
     def drop(self, index: _native.PrefixIndex) -> None:
-        """Nobody is to ask it any more. Nothing, when it is kept."""
+        """No caller is to ask it any more. Does nothing when it is kept."""
         with self._lock:
             if index is self.kept:
                 return

@@ -35,7 +35,7 @@ _STOP_TIMEOUT_S = 10.0
 
 
 class Tap(Protocol):
-    """Somebody else who wants the events, in order, and on the subscriber's thread."""
+    """Another receiver of the events, in order, and on the subscriber's thread."""
 
     def take(self, holder: int, payload: bytes) -> None: ...
 
@@ -522,7 +522,7 @@ def _is_ipv6(endpoint: str) -> bool:
 
 @contextmanager
 def _net(what: str) -> Iterator[None]:
-    """Around what nobody thought of: the other streams go on."""
+    """Around any fault: the other streams go on."""
     try:
         yield
     except Exception:

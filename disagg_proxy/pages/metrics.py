@@ -1,4 +1,4 @@
-"""Counts and latencies of the proxy, as Prometheus shows them: built when somebody scrapes."""
+"""Counts and latencies of the proxy, as Prometheus shows them: built at each scrape."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Scrapes:
         began_s = time.thread_time()
         try:
             answer = Answer(200, exposition([*proxy_families(counters), *others]), CONTENT_TYPE)
-        except Exception:  # whoever asked is told at once
+        except Exception:  # the client is told at once
             _log.exception("the metrics could not be written")
             answer = refused(500, "the proxy's log says what went wrong", "page")
         self._loop.call_soon_threadsafe(self._made, answer, time.thread_time() - began_s)

@@ -52,7 +52,7 @@ class Exchange:
         self.link.stop()
 
     def expire(self, now_s: float) -> None:
-        """Takes out requests of others that nobody reports any more."""
+        """Takes out requests of others that no proxy reports any more."""
         self._dispatcher.in_books(
             lambda _, now: self.shared.expire(now_s - FORGOTTEN_S, now_s - STREAMS_S, now)
         )

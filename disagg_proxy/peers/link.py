@@ -66,7 +66,7 @@ class _Peer:
     where: str
     sub: zmq.Socket[bytes]
     counts: PeerCounts
-    sender: str = ""  # "": nobody has spoken yet
+    sender: str = ""  # "": no peer has spoken yet
     sequence: int = -1
     whole: bool = False  # a state has come, and every message since
     twin: bool = False  # another address leads to the same proxy, which is heard there
@@ -80,7 +80,7 @@ class Link:
     hear:  (sender, kind, changes), on this thread; kind STATE replaces all that was known of the sender.
     lost:  (sender): it is not heard of any more, or it is another one after a restart.
     state: what this proxy has in flight. It runs ``then`` while nothing can be told.
-    waits: an address that is in use may become free: it is tried again, and until then nobody hears of us.
+    waits: an address that is in use may become free: it is tried again, and until then no peer hears of us.
     Raises ConfigError when the address cannot be had.
     """
 
@@ -156,7 +156,7 @@ class Link:
         else:
             self._thread.join(_STOP_TIMEOUT_S)
         if not self._thread.is_alive():
-            os.close(self._wake)  # not before: its number would be another's, and somebody might still write
+            os.close(self._wake)  # not before: its number would be another's, and a thread might still write
 
     def tell(self, change: Change) -> None:
         """On any thread, and cheap: others hear of it within ``gather_s``."""
@@ -227,7 +227,7 @@ class Link:
 
     def _say(self) -> None:
         """What has happened here since the last time."""
-        self._asleep = True  # before the outbox is read: who adds to it behind us wakes us again
+        self._asleep = True  # before the outbox is read: a thread that adds to it behind us wakes us again
         now_s = self._clock()
         if self._overflowed:
             self._overflowed = False

@@ -17,8 +17,8 @@ class PeerSettings:
 
     peers:   where the others are, written alike. A host name stands for all its addresses, looked up again
              every ``resolve_s``, so that one name serves for all replicas; its own address may be among them.
-    token:   of the cluster: all messages are encrypted, and only who has it can speak or listen. Without, all
-             addresses must be of this machine.
+    token:   of the cluster: all messages are encrypted, and only a process that has it can speak or listen.
+             Without, all addresses must be of this machine.
     """
 
     listen: tuple[str, ...] = ()

@@ -105,8 +105,8 @@ class Shared:
         return count
 
     def expire(self, before_s: float, streams_before_s: float, now_s: float) -> None:
-        """Takes out what was sent before that, or before the other and streams: whoever sent it has forgotten
-        it, too."""
+        """Takes out what was sent before that, or before the other and streams: the proxy that sent it has
+        forgotten it, too."""
         for theirs in self._of.values():
             for request in [
                 each

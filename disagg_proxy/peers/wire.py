@@ -3,7 +3,7 @@
     frames: Head (msgpack array), list of changes (msgpack arrays with a tag)
 
 A state says all that the sender has in flight and takes the place of what was known of it. Engines have the
-names that their operator gave them, HOST:PORT where nobody did: each proxy numbers its engines as it likes.
+names that their operator gave them, HOST:PORT where it gave none: each proxy numbers its engines as it likes.
 Where an engine is tells whether two that have one name are one (sites.py); an older proxy does not say it.
 """
 

@@ -42,7 +42,7 @@ class TextThreads:
         self._told = told
         self._clock = clock
         self._numbers = itertools.count()
-        # In work, and when it came. Whoever takes an entry out answers it.
+        # In work, and when it came. The thread that takes an entry out answers it.
         self._working: dict[int, tuple[ProxyRequest, float]] = {}
         self.late = 0
         self.failures = 0

@@ -174,7 +174,7 @@ class Maker:
 
 def exporter_of(endpoint: str, environ: Mapping[str, str] = os.environ) -> SpanExporter | None:
     """OTLP over HTTP to ``endpoint`` (the root of a collector, or the whole URL), or, when that is "", to
-    where OpenTelemetry's variables say; None when nobody wants spans.
+    where OpenTelemetry's variables say; None when no endpoint is named.
 
     Raises ConfigError when an endpoint is given and the packages are missing; where only the variables are
     there, which may be meant for others, one warning says so.

@@ -144,5 +144,5 @@ def _request_attributes(
 
 
 def _known(attributes: Mapping[str, Value]) -> dict[str, Value]:
-    """Without what nobody told: counts below 0, empty texts."""
+    """Without what was not told: counts below 0, empty texts."""
     return {name: value for name, value in attributes.items() if value != "" and value != -1}

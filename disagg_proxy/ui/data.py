@@ -1,7 +1,7 @@
 """The JSON that the page at /ui asks for.
 
 Instances are rows without names of their columns, so that a thousand of them are some 100 KB. What a browser
-asks within a second of the last answer is that answer: ten people who look cost what one does.
+asks within a second of the last answer is that answer: ten browsers cost what one does.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class History:
         return {reason: count for reason, count in found.items() if count > 0}
 
     def _turn(self, now_s: float) -> None:
-        """The step is over; one that nobody looked into for long is left out."""
+        """The step is over; steps in which gather() was not called are left out."""
         begin_s = now_s
         if self.steps:
             self.steps[-1].wait_s = self._wait_s()

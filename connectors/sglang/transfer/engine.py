@@ -71,7 +71,7 @@ class MoonpoolTransferEngine:
             raise RuntimeError(f"moonpool cannot register memory: {error}") from error
 
     def deregister(self, ptr: int) -> None:
-        """When it returns, nobody touches the memory any more. Raises RuntimeError."""
+        """When it returns, no transfer touches the memory any more. Raises RuntimeError."""
         try:
             self._memory.remove(ptr)
         except _FAULTS as error:
@@ -120,7 +120,7 @@ class MoonpoolTransferEngine:
             return self._failed("transfer to", session_id, error)
         return 0
 
-    # ---- who
+    # ---- session
 
     def get_session_id(self) -> str:
         return self.session_id

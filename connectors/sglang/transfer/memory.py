@@ -79,9 +79,9 @@ class Registrations:
             raise
 
     def remove(self, address: int) -> None:
-        """Takes the last registration of ``address`` back; with the last user, nobody touches the memory any
-        more when it returns. Raises InvalidArgument for what is not registered, Timeout when a peer stands
-        still inside of it: then it stays registered."""
+        """Takes the last registration of ``address`` back; with the last user, no transfer touches the memory
+        any more when it returns. Raises InvalidArgument for what is not registered, Timeout when a peer
+        stands still inside of it: then it stays registered."""
         with self._lock:
             pieces = self._by_address.get(address)
             if not pieces:

@@ -18,7 +18,7 @@ its memory, over ``moonpool.TransferEngine``. docs/vllm.md is the manual.
 
     bootstrap    GET /query, where decode engines find a prefill engine in the concurrent form
 
-Nobody ever writes into another engine's memory. Decode reads, and looks afterwards whether the lease was
+No engine ever writes into another's memory. Decode reads, and looks afterwards whether the lease was
 still valid: prefill makes a lease invalid before its blocks are used again, so bytes that were overtaken are
 noticed and computed instead. Hence a lease may end at any moment, and a dead, hung or lying peer can cost a
 recompute and nothing else.

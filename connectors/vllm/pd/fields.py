@@ -8,8 +8,8 @@
                  "remote_bootstrap_addr": "http://host:port"}, as vLLM's MooncakeConnector has it.
 
 What arrives here was in a client's hands: every field is checked, and nothing is believed about the bytes.
-An offer is signed with the cluster token, because it names memory: without that, whoever can send a request
-could have decode read other requests' blocks, and store them as his own prompt's.
+An offer is signed with the cluster token, because it names memory: without that, a client that can send a
+request could have decode read other requests' blocks, and store them as its own prompt's.
 """
 
 from __future__ import annotations

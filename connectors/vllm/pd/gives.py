@@ -1,4 +1,4 @@
-"""Prefill's half of the hand-over beside the memory: which leases are valid, and who is told what. Pure:
+"""Prefill's half of the hand-over beside the memory: which leases are valid, and what decode is told. Pure:
 steps and messages go in, messages come out, as (address, message). The owner's lock guards it.
 
     a transfer (concurrent form) may be known first by its request or first by its decode engine:
@@ -98,7 +98,7 @@ class Gives:
         return outbox
 
     def revoke(self) -> Outbox:
-        """Ends all leases, as if nobody needed anything of them any more."""
+        """Ends all leases, as if no decode engine needed anything of them any more."""
         outbox: Outbox = []
         for give in list(self._gives.values()):
             self._give_up(give, "the prefill engine gave up", outbox)
@@ -156,7 +156,7 @@ class Gives:
     def done(self, done: Done, now_s: float) -> None:
         """A decode engine needs nothing more of a lease, or of a transfer whose lease it was not told; it may
         refuse a transfer before either was heard of here. One that does not take a transfer ends it for
-        nobody else."""
+        no other."""
         give = self._gives.get(done.lease)
         transfer = done.transfer if give is None else give.open.transfer
         waiting = self._waiting.get(transfer) if transfer else None

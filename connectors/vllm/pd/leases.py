@@ -8,7 +8,7 @@ what was heard go in, leases that ended come out.
 
 While its request runs, a lease does not expire. Afterwards every sign of life of the decode engine gives it
 another ``silence_s``, up to LIFE times that in all: two engines that hand over to each other might else both
-wait for room that the other's leases keep. Ending a lease while somebody reads is safe: see the package's
+wait for room that the other's leases keep. Ending a lease while decode reads is safe: see the package's
 first page.
 
 Invariants: a block is in ``blocks`` once for each reference that is held for it; a slot belongs to one lease.
@@ -43,7 +43,7 @@ class Lease:
 
 
 def random_id() -> int:
-    """Never 0, and nobody's but the one's whom it is told."""
+    """Never 0, and only a peer that is told it knows it."""
     return 1 + secrets.randbelow((1 << LEASE_BITS) - 1)
 
 

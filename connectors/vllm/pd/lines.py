@@ -1,8 +1,8 @@
 """The line to one worker of another engine: a thread of its own, because finding a peer, reading from it and
 telling it something may each wait for it.
 
-A line dies of its first error, and everything that was to go over it fails with that error. The next one who
-needs the peer makes a new line, after a short rest.
+A line dies of its first error, and everything that was to go over it fails with that error. The next job or
+message for the peer makes a new line, after a short rest.
 
 Messages go before jobs, and between the pieces of one that lasts: leases over there live by them.
 """
@@ -31,7 +31,7 @@ Job: TypeAlias = "Callable[[Line], None]"
 
 class Line:
     """number: of its scratch word. Once it is open: segment; description where blocks are read; is_memory:
-    whether reading them is a copy of memory, which waits for nobody."""
+    whether reading them is a copy of memory, which waits for no peer."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Line:
                 self.speak()
                 job(self)
         except queue.Empty:
-            pass  # nobody needed it for a while
+            pass  # no job came for IDLE_S
         except Error as error:
             why = str(error)
         except Exception as error:  # a thread's boundary: its takes fail, the engine goes on

@@ -9,8 +9,8 @@ from moonpool.connectors.vllm.pd.fields import BlockIds, Source
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Prefill: a lease is valid from now on. transfer: who waits for it in the concurrent form; prompt: the
-    digest of its prompt."""
+    """Prefill: a lease is valid from now on. transfer: the id under which decode waits for it in the
+    concurrent form; prompt: the digest of its prompt."""
 
     lease: int
     slot: int
@@ -70,8 +70,9 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class HandoverStep:
-    """drops: requests whose hand-over nobody waits for any more; voids: those of them whose pull, when it is
-    under way, counts for nothing; is_idle: whether the step computes nothing, so that nobody waits for it."""
+    """drops: requests whose hand-over the engine waits for no more; voids: those of them whose pull, when it
+    is under way, counts for nothing; is_idle: whether the step computes nothing, so that no request waits for
+    it."""
 
     opens: tuple[Open, ...] = ()
     grown: tuple[Grown, ...] = ()

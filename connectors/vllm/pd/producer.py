@@ -27,7 +27,7 @@ ENDED_WELL = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this engine is to others: ranks are the addresses of its workers, in the order pipeline rank,
+    """What names this engine to others: ranks are the addresses of its workers, in the order pipeline rank,
     tensor rank; token: the cluster token, which signs what it offers."""
 
     engine_id: str
@@ -175,14 +175,14 @@ class Producer:
         )
 
     def forget(self, request_id: str) -> None:
-        """Something unexpected happened to the request: nobody takes it."""
+        """Something unexpected happened to the request: no decode engine takes it."""
         give = self.gives.pop(request_id, None)
         if give is not None:
             self._transfers.pop(give.transfer, None)
             self._end(give.lease, "the prefill engine gave up")
 
     def forget_all(self) -> None:
-        """What was computed so far goes to nobody. The blocks are free at once: before a step can write to
+        """What was computed so far goes to no engine. The blocks are free at once: before a step can write to
         them, its workers hear that the leases are over."""
         self.gives.clear()
         self._transfers.clear()

@@ -46,7 +46,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class LeaseOver(Refused):
-    """What was read may be anybody's by now."""
+    """What was read may be another request's KV by now."""
 
 
 @dataclass(frozen=True, slots=True)

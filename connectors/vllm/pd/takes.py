@@ -137,7 +137,7 @@ class Takes:
             self._ended.append(Ended(pull, 0, 0, 0.0, why))
 
     def drop(self, request_id: str, now_s: float) -> None:
-        """Nobody waits for it any more; a pull under way still ends once."""
+        """The request waits for it no more; a pull under way still ends once."""
         take = self._takes.get(request_id)
         if take is not None:
             take.is_private = True

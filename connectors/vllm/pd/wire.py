@@ -47,7 +47,7 @@ class Here(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """why: one sentence about what went wrong, or ""; reply: who says so, as in its Want."""
+    """why: one sentence about what went wrong, or ""; reply: the sender, as in its Want."""
 
     lease: _U64
     transfer: _Text

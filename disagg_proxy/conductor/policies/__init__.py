@@ -1,2 +1,2 @@
-"""Policies, one class a file. Each chooses among the instances that may be chosen now: who is dead, rests or
-has been tried for this request is the dispatcher's part."""
+"""Policies, one class a file. Each chooses among the instances that may be chosen now: the dispatcher leaves
+out those that are dead, rest or have been tried for this request."""

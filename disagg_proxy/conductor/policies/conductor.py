@@ -15,7 +15,7 @@
 
 The paper chooses between fetching and computing by a threshold set by hand; here the model does. Affinity
 needs no slack set by hand, either: where a prefix lies work is saved, and what saved work is worth to those
-who come later (``flow.harm``) grows with the load. docs/conductor.md has the sources.
+that come later (``flow.harm``) grows with the load. docs/conductor.md has the sources.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from moonpool.disagg_proxy.conductor.space import Space
 
 TRY_SHARE = 0.02  # of requests' time, that fetches may cost which seem not worth it: to find out a mistake
 TRY_MOST = 20.0  # times a request's time that may be saved up for that
-GAP_MOST_S = 0.3  # between two tokens, by a prompt in between, where nobody wants less: the paper's loosest
+GAP_MOST_S = 0.3  # between two tokens, by a prompt in between, where none wants less: the paper's loosest
 _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 
 
 class _Found(NamedTuple):
-    """Who is to compute a prompt, and why. ttft_s: without a hand-over. lost_s: by fetching rather than
-    computing."""
+    """The instance that is to compute a prompt, and why. ttft_s: without a hand-over. lost_s: by fetching
+    rather than computing."""
 
     instance: Instance
     reason: str
@@ -72,7 +72,7 @@ class Conductor:
         if groups.takers:
             decode, gap_s = self._decode(request, groups.takers)
             if is_worth_splitting(request, decode):
-                taken = decode if decode.role is _PREFILL else None  # nobody else answers
+                taken = decode if decode.role is _PREFILL else None  # no other answers
                 best = self._compute(request, groups.givers[decode.alone], now_s, without=taken)
                 apart = best.cost + request.urgency * decode.handover_model.predict(request.tokens)
                 whole = self._beside(request, groups, best, now_s)
@@ -95,9 +95,9 @@ class Conductor:
         self._sessions.keep(request.session, computes, request.tokens)
 
     def _beside(self, request: Request, groups: Groups, apart: _Found, now_s: float) -> _Found | None:
-        """Who would serve it without a hand-over, at the least cost to itself and to those that decode there.
-        apart: who would compute it for one. Decode engines are left alone unless it would wait there, or they
-        hold so much more of it as would be worth one."""
+        """What would serve it without a hand-over, at the least cost to itself and to those that decode
+        there. apart: what would compute it for one. Decode engines are left alone unless it would wait there,
+        or they hold so much more of it as would be worth one."""
         whole = self._compute(request, groups.whole, now_s, stalled=1.0) if groups.whole else None
         if not groups.decoding or not request.tokens:
             return whole
@@ -129,8 +129,8 @@ class Conductor:
         need_tokens: int = 0,
     ) -> _Found:
         """stalled: what a second counts in which those that decode there get no tokens. gap_most_s: of which
-        nobody may make more between two tokens there, what is in line computed in the same step; need_tokens:
-        for which there has to be room. Where nobody is left the cost is infinite."""
+        no instance may have more between two tokens there, what is in line computed in the same step;
+        need_tokens: for which there has to be room. Where no instance is left the cost is infinite."""
         tokens, last_own = request.tokens, -1
         last = self._sessions.find(request.session)
         if last is not None and not tokens:  # as long as its last prompt, which is there

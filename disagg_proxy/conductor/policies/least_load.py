@@ -12,8 +12,8 @@ _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 
 
 class LeastLoad:
-    """By requests in flight; of equals the one that was chosen longest ago. Who computes prompts for others
-    and who serves requests whole are weighed together."""
+    """By requests in flight; of equals the one that was chosen longest ago. Instances that compute
+    prompts for others and those that serve requests whole are weighed together."""
 
     uses_tokens = False
 

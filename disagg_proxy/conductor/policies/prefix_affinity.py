@@ -15,8 +15,9 @@ _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 
 class PrefixAffinity:
     """The longest match in an instance's own cache, among those that have at most BUSIER_MAX requests more
-    than the least busy; without a match the least busy. Who computes prompts for others and who serves
-    requests whole are weighed together. Simple, and it needs no model; ``conductor`` weighs both in seconds.
+    than the least busy; without a match the least busy. Instances that compute prompts for others and
+    those that serve requests whole are weighed together. Simple, and it needs no model; ``conductor`` weighs
+    both in seconds.
     """
 
     uses_tokens = True

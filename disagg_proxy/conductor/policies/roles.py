@@ -1,6 +1,6 @@
-"""Who may compute a prompt and who answers, and when prefill and decode apart are worth it.
+"""Which instance may compute a prompt and which answers, and when prefill and decode apart are worth it.
 
-The rule for all policies: a request is answered by one that needs nobody else, or by one whose prompt a
+The rule for all policies: a request is answered by one that needs no other, or by one whose prompt a
 prefill engine of the same kind computes. Where such pairs can be made, the prefill engines are weighed beside
 those that serve requests whole; where none can, all are weighed that answer alone.
 """
@@ -74,7 +74,7 @@ class Groups(NamedTuple):
         alone = [each for each in answering if each.alone]
         able = [each for each in answering if each.alone or each.role is not _PREFILL]
         takers = [each for each in able if each.alone in kinds]
-        if not alone and not takers:  # nobody can serve it: whoever is chosen says why
+        if not alone and not takers:  # none can serve it: the chosen one says why
             alone, takers = answering, answering if prefill else []
         pairs = frozenset(each.place for each in takers)
         whole = [each for each in alone if each.role is _BOTH or each.place not in pairs]

@@ -14,7 +14,7 @@ _BOTH = Role.BOTH
 
 class RoundRobin:
     """Whose last turn is longest ago is next: requests for other models, and instances that leave or return,
-    move nobody's. Prefill and decode instances have a turn each; with any prefill instance there every
+    move no other's. Prefill and decode instances have a turn each; with any prefill instance there every
     request is split, but for the turns of instances that serve requests whole."""
 
     uses_tokens = False

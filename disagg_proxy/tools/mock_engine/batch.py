@@ -143,7 +143,7 @@ class Batch:
         return made
 
     def finish(self, job: Job, heir: object | None = None) -> None:
-        """An answer is complete. heir: who holds its blocks from now on; None: nobody."""
+        """An answer is complete. heir: the holder of its blocks from now on; None: none."""
         if job.state is State.OVER:
             return
         self.running.remove(job)

@@ -1,6 +1,7 @@
-"""The KV blocks of a mock engine: who holds how many, and which full blocks are cached under which digest.
+"""The KV blocks of a mock engine: how many each holder has, and which full blocks are cached under which
+digest.
 
-    free blocks | cached, held by nobody (least recently used first) | held by requests and leases
+    free blocks | cached, without holder (least recently used first) | held by requests and leases
 
 Pure: what was stored and removed is told to ``changed``.
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 @dataclass(slots=True)
 class _Holding:
     cached: list[bytes] = field(default_factory=list)  # digests held through the cache
-    plain: int = 0  # blocks that nobody else can find
+    plain: int = 0  # blocks that no other can find
 
 
 Changed = Callable[[Hashable, Sequence[int], Sequence[bytes]], None]
@@ -98,7 +99,7 @@ class Blocks:
                 self._unused[digest] = None
 
     def clear_cache(self) -> None:
-        """Forgets what nobody holds."""
+        """Forgets what has no holder."""
         self._evict(self.count)
 
     def check_integrity(self) -> None:

@@ -61,14 +61,14 @@ class Leases:
         return tokens
 
     def drop(self, name: str) -> None:
-        """Nobody shall take it any more."""
+        """No engine shall take it any more."""
         if self._tokens.pop(name, 0):
             self._timers.pop(name).cancel()
             self._blocks.free(("lease", name))
             del self._ended[name]
 
     def refuse(self, name: str) -> None:
-        """The prompt will not be computed: who waits for it need not."""
+        """The prompt will not be computed: an engine that waits for it need not."""
         for waiter in self._waiters.pop(name, ()):
             if not waiter.done():
                 waiter.set_result(0)

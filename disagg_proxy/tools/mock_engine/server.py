@@ -185,7 +185,7 @@ class MockEngine:
             connection.answer(404, api.error(f"there is no {path.decode('latin-1')}"))
 
     def accounts(self) -> dict[str, int]:
-        """Everything that must be 0 again when nobody asks: waiting, running, blocks_held, leases."""
+        """Everything that must be 0 again without requests: waiting, running, blocks_held, leases."""
         self.batch.check_integrity()
         return {
             "waiting": len(self.batch.waiting),

@@ -10,9 +10,10 @@ from moonpool.disagg_proxy.tools.mock_engine.timing import Timing
 
 @dataclass(frozen=True, slots=True)
 class MockSettings:
-    """blocks: of its KV cache, block_tokens each; lease_s: how long a prefill engine keeps what nobody
-    fetches; events, replay: ZMQ endpoints, "" for none; sglang: the disaggregation mode of an engine like
-    SGLang's (null, prefill or decode), "" for one like vLLM. Raises ConfigError for what cannot be meant.
+    """blocks: of its KV cache, block_tokens each; lease_s: how long a prefill engine keeps what no
+    engine fetches; events, replay: ZMQ endpoints, "" for none; sglang: the disaggregation mode of an engine
+    like SGLang's (null, prefill or decode), "" for one like vLLM. Raises ConfigError for what cannot be
+    meant.
     """
 
     host: str = "127.0.0.1"

@@ -21,8 +21,8 @@ class RoomUsed(BadRequest):
 
 
 def arranged(asked: Asked, mode: str, rooms: set[int]) -> Asked:
-    """The request as this engine carries it out: who takes what from whom. rooms: all that were named so far.
-    Raises BadRequest."""
+    """The request as this engine carries it out: which takes what from which. rooms: all that were named so
+    far. Raises BadRequest."""
     if mode == "null":
         return asked
     if asked.room is None:

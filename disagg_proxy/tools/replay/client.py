@@ -17,7 +17,7 @@ ANSWER_BYTES_MAX = 64 << 10  # of an answer that is no stream
 
 
 class Ended(Enum):
-    """REFUSED: 429 or 503, whoever said it. CUT: by the end of the replay itself."""
+    """REFUSED: 429 or 503, of the proxy or an engine. CUT: by the end of the replay itself."""
 
     ANSWERED = "answered"
     REFUSED = "refused"
@@ -173,7 +173,7 @@ class Client:
             now_s = self._clock()
             for data in events.feed(piece):
                 if data == b"[DONE]":
-                    done = True  # and then the end of the body: whoever closes before has left
+                    done = True  # and then the end of the body: a client that closes before has left
                 if not data or done:
                     continue
                 try:

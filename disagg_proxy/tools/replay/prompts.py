@@ -57,7 +57,7 @@ class Prompts:
         return min(scaled, self._input_max) if self._input_max else scaled
 
     def make(self, arrival: Arrival) -> Prompt:
-        """To be called in the order of arrival: what is reusable depends on who came before."""
+        """To be called in the order of arrival: what is reusable depends on what came before."""
         length = self.length(arrival.tokens)
         size = self._block_tokens
         blocks = arrival.blocks[: -(-length // size)]

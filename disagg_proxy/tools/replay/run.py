@@ -73,8 +73,8 @@ def replay(
 ) -> Done:
     """each: hears of each request at its end; tell: every second how many were sent and are out.
 
-    SIGINT and SIGTERM end it early, with what was measured so far. Raises Unavailable when there is nobody to
-    ask.
+    SIGINT and SIGTERM end it early, with what was measured so far. Raises Unavailable when the
+    proxy does not name a model.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(replay_here(plan, trace, prompts, each=each, tell=tell, signals=True))

@@ -28,8 +28,8 @@ class Held:
 
 
 class Caches:
-    """One cache for each place. Who holds a block is a set of bits, so that one question for a prompt costs a
-    few operations a block and not one for each cache.
+    """One cache for each place. The holders of a block are a set of bits, so that one question for a prompt
+    costs a few operations a block and not one for each cache.
     """
 
     def __init__(self, blocks_max: int, make: Callable[[int], Cache] = Lru, *, places: int = 0) -> None:

@@ -150,7 +150,7 @@ class Cluster:
         self._settle(job)
         desk = self._desk(job)
         decode = self.engines[job.decode_place]
-        if isinstance(decode, PrefillEngine):  # nobody decodes
+        if isinstance(decode, PrefillEngine):  # no instance decodes
             job.first_s = job.done_s = self.events.now_s
             desk.observe(job, Stage.BEGUN, handed=Handed.NOT)
             self.ended(job)
@@ -269,7 +269,8 @@ class Cluster:
             self.engines[place] = engine
 
     def _kill(self, place: int) -> None:
-        """What it held is gone; who waited for a first token is sent anew, whose answer had begun is lost."""
+        """What it held is gone; a request that waited for a first token is sent anew, one whose answer had
+        begun is lost."""
         self._leaving.discard(place)
         self.engines[place].dead = True
         self.caches.clear(place)

@@ -1,8 +1,8 @@
 """The requests that decode together in a simulated instance, without an event for each token.
 
 A step gives every request one token and takes step_s + step_request_s b + step_token_s c seconds for b
-requests with c tokens in the KV cache, and c grows by b with each step. Between two events (somebody joins or
-leaves) b is constant, so the time of x steps is the quadratic
+requests with c tokens in the KV cache, and c grows by b with each step. Between two events (a request joins
+or leaves) b is constant, so the time of x steps is the quadratic
 
     T(x) = (step_s + step_request_s b + step_token_s c) x + step_token_s b x^2 / 2
 
@@ -63,7 +63,7 @@ class Decoding:
         return self._context
 
     def current_gap_s(self, now_s: float) -> float:
-        """0 with nobody."""
+        """0 without requests."""
         self.advance(now_s)
         return self._gap_s() if self._order else 0.0
 
@@ -114,7 +114,7 @@ class Decoding:
 
     def stall(self, seconds: float, now_s: float, *, step: bool) -> float:
         """For so long the instance computes something else; step: together with one step, whose token
-        everybody gets at the end. Returns when that is.
+        all requests get at the end. Returns when that is.
         """
         self.advance(now_s)
         if not self._order:

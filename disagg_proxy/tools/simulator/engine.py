@@ -23,7 +23,7 @@ class Outcomes(Protocol):
         """It is the next to be computed: what others hold of its prompt is fetched, until ``job.ready_s``."""
 
     def computed(self, job: Job) -> None:
-        """Its prompt is computed, for somebody else."""
+        """Its prompt is computed, for another instance."""
 
     def began(self, job: Job) -> None:
         """Its first token is there."""
@@ -123,7 +123,7 @@ class PrefillEngine:
 class WholeEngine:
     """Decodes, prompts that were computed elsewhere as well as its own. chunk_tokens 0: a prompt is computed
     whole, and the others get no token meanwhile; else it is computed in steps of so many tokens, in which
-    they get one each. Who does not fit waits for room, and all behind it.
+    they get one each. A request that does not fit waits for room, and all behind it.
     """
 
     def __init__(

@@ -8,12 +8,12 @@ from moonpool.disagg_proxy.tools.simulator.happenings import KINDS
 
 class Fleet:
     """counts: how many of each kind at the beginning: prefill, decode, whole; names are KIND-NUMBER.
-    instances: those that may be chosen now, by place. One that joins again has the place it had; who joins
-    begins with what its sisters have learnt.
+    instances: those that may be chosen now, by place. One that joins again has the place it had; one that
+    joins begins with what its sisters have learnt.
     """
 
     def __init__(self, counts: dict[str, int], room_tokens: int) -> None:
-        # Where nobody decodes, a policy must not look for somebody who does.
+        # Where no instance decodes, a policy must not look for one that does.
         computing = Role.PREFILL if counts["decode"] or counts["whole"] else Role.BOTH
         self._roles = dict(zip(KINDS, (computing, Role.DECODE, Role.BOTH), strict=True))
         self._room_tokens = room_tokens
@@ -51,7 +51,7 @@ class Fleet:
         return instance
 
     def can_serve(self) -> bool:
-        """Whether there is somebody to compute prompts and somebody to answer."""
+        """Whether there is an instance to compute prompts and one to answer."""
         if self._asked is not self.instances:  # it is asked for each request
             self._asked = self.instances
             roles = {instance.role for instance in self.instances}

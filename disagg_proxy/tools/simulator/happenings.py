@@ -68,7 +68,7 @@ def read_happenings(path: Path) -> list[Happening]:
 
 def check(happenings: Iterable[Happening], counts: dict[str, int]) -> list[Happening]:
     """In the order of their times. counts: instances of each kind at the beginning. Raises ConfigError for
-    what cannot happen: somebody leaves who is not there, or joins who is.
+    what cannot happen: an instance leaves that is not there, or joins that is.
     """
     ordered = sorted(happenings, key=lambda each: each.at_s)
     known = dict(counts)

@@ -6,7 +6,7 @@ from __future__ import annotations
 class Links:
     """Transfers take their turn at the sender and at the receiver: one that finds either busy waits for it.
     So two that share a link take as long together as they would share it fairly; the first is done sooner.
-    A sender that waits for a busy receiver sends to nobody else meanwhile, which fair sharing would let it:
+    A sender that waits for a busy receiver sends to no other meanwhile, which fair sharing would let it:
     where links are the bottleneck, transfers are told slower than they are."""
 
     def __init__(self, bytes_s: float) -> None:

@@ -14,7 +14,7 @@ FIRST_EVERY_S = 0.5
 
 
 class Loads:
-    """wait_s: seconds of prefill in line. gap_s: between two tokens of an answer, 0 where nobody decodes.
+    """wait_s: seconds of prefill in line. gap_s: between two tokens of an answer, 0 where no request decodes.
     every_s: between two moments; doubles whenever MOMENTS_MAX have come, and each second one is dropped."""
 
     def __init__(self) -> None:

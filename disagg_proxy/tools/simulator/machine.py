@@ -24,7 +24,7 @@ class Machine:
 
     kv_bytes:     of one token.
     cache_tokens: of the prefix cache: the memory that an instance gives to the pool.
-    room_tokens:  that decode has room for; who does not fit waits.
+    room_tokens:  that decode has room for; a request that does not fit waits.
     link_bytes_s: of an instance's network, in each direction.
     handover_s:   between the end of a prefill and the first step of decode elsewhere, besides what the links
                   need.

@@ -1,4 +1,4 @@
-"""Pictures, alone as PNG or with a table in a page; what is in them is drawn by who knows it."""
+"""Pictures, alone as PNG or with a table in a page; the callers draw what is in them."""
 
 from __future__ import annotations
 

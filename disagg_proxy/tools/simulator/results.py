@@ -63,7 +63,7 @@ class Summary(NamedTuple):
 
     @property
     def computed(self) -> float:
-        """Share of the prompts' tokens that nobody held."""
+        """Share of the prompts' tokens that no cache held."""
         return 1 - self.hits
 
 
@@ -97,12 +97,12 @@ class Results:
 
     @property
     def ttft_mean_s(self) -> float:
-        """NaN when nobody was served."""
+        """NaN when no request was served."""
         return self._ttft_sum_s / (self.served or math.nan)
 
     @property
     def gap_mean_s(self) -> float:
-        """NaN when nobody was served."""
+        """NaN when no request was served."""
         return self._gap_sum_s / (self.served or math.nan)
 
     def add(self, job: Job) -> None:

@@ -47,7 +47,7 @@ def draw(path: Path, runs: Sequence[Run], slo: Slo, *, sweep: bool = False) -> N
 
 
 def over_time(results: Results) -> tuple[list[float], list[float], list[float], list[float]]:
-    """(times, mean TTFT, served, refused), in BUCKETS equal parts by the time of arrival; NaN where nobody
+    """(times, mean TTFT, served, refused), in BUCKETS equal parts by the time of arrival; NaN where none
     was served.
     """
     width = max(results.last_s, 1e-9) / BUCKETS

@@ -102,7 +102,7 @@ class Trace:
 
 
 class _File:
-    """The rows of a trace file, read anew each time somebody goes through them."""
+    """The rows of a trace file, read anew by each iteration."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

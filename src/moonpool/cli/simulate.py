@@ -264,7 +264,7 @@ def _numbers(text: str, option: str) -> list[float]:
 
 
 def make_console(*, to_stderr: bool) -> Any:
-    """Wide enough for the tables where nobody looks at a terminal."""
+    """Wide enough for the tables where the output is no terminal."""
     import sys
 
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""Ports of processes that are yet to listen: nobody else gets them meanwhile."""
+"""Ports of processes that are yet to listen: no other process gets them meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class HeldPorts:
     """An engine listens a minute after its port was chosen, and a restarted one again: the kernel would give
     the port to others, whose answers would then be taken for the engine's.
 
-    A socket that is bound and does not listen keeps the kernel from doing that, and whoever sets
+    A socket that is bound and does not listen keeps the kernel from doing that, and a process that sets
     SO_REUSEADDR, as servers do, may bind and listen there. ``keep=False`` is for programs that might not.
     """
 
@@ -25,8 +25,8 @@ class HeldPorts:
     def take(self, address: Address, key: str, *, or_any: bool = False, keep: bool = True) -> Address:
         """``address`` with a real port; until settle() no two of ours get the same.
 
-        Raises ConfigError when somebody else listens there: else we would take that one for ours when it
-        answers. or_any: then any free port will do.
+        Raises ConfigError when another process listens there: else we would take that one for ours when
+        it answers. or_any: then any free port will do.
         """
         probe = self._probes.enter_context(_bindable(address))
         try:
@@ -49,20 +49,20 @@ class HeldPorts:
         return found
 
     def settle(self) -> None:
-        """From now on those who were given the ports can listen there."""
+        """From now on the processes that were given the ports can listen there."""
         self._probes.close()
         for address in self._kept:
             holder = _bindable(address)
             try:
                 holder.bind(address)
-            except OSError:  # somebody was faster; whoever was to listen there will say so
+            except OSError:  # another process was faster; the one that was to listen will say so
                 holder.close()
             else:
                 self._holders.append(holder)
         self._kept.clear()
 
     def release(self) -> None:
-        """The kernel may give them to anybody again."""
+        """The kernel may give them to any process again."""
         self._probes.close()
         for holder in self._holders:
             holder.close()

@@ -4,7 +4,7 @@
     no room -> the chain with the least index (reuse_curves.py) loses blocks from its end, and never a block
                that another one here stands on
 
-A chain whose end is some other prompt's beginning is watched only if nobody has seen that block before: a
+A chain whose end is some other prompt's beginning is watched only if no chain had that block before: a
 system prompt is no chat. Chains are watched after their blocks have gone, WATCHED_MAX at most, or those that
 were evicted too soon would never count.
 """
