@@ -137,6 +137,7 @@ TEST_CASE("event loop: ticks come to the owner and to each handler, and end one 
     REQUIRE(loop->start());
     CHECK(ready(ticked));
     CHECK(ready(ended));
+    loop->stop();
 }
 
 TEST_CASE("event loop: it starts again without its handlers, though their sockets stay open") {
@@ -155,6 +156,7 @@ TEST_CASE("event loop: it starts again without its handlers, though their socket
     CHECK(added);
     while (second->bytes == 0) std::this_thread::yield();
     CHECK(first->bytes == 0);
+    loop->stop();  // before its sockets are closed
 }
 
 TEST_CASE("event loop: one that is held does not answer, and then does") {
