@@ -173,9 +173,10 @@ def test_options_of_printed_commands_exist(page: Path) -> None:
     assert not wrong
 
 
-def test_the_walk_through_the_code_names_what_is_there() -> None:
+@pytest.mark.parametrize("page", ["code_walk.md", "glossary.md"])
+def test_tables_of_files_and_names_name_what_is_there(page: str) -> None:
     rows = re.findall(
-        r"^\| .* \| `([^`]+)` \| `([^`]+)` \|$", (ROOT / "docs/code_walk.md").read_text(), re.MULTILINE
+        r"^\| .* \| `([^`]+)` \| `([^`]+)` \|$", (ROOT / "docs" / page).read_text(), re.MULTILINE
     )
     assert len(rows) > 40
     for file, name in rows:
