@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from moonpool._native import Relay
-from moonpool.disagg_proxy.discovery.source import Found
+from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.dispatch.locality import Locality
 from moonpool.disagg_proxy.engine_keys import read_engine_keys
@@ -52,7 +52,7 @@ class Fleet:
         self._recorder = recorder
         self._keys = read_engine_keys(settings.engine_key_file)
         self._free = list(range(settings.places))
-        self._there: dict[str, tuple[Found, Engine]] = {}
+        self._there: dict[str, tuple[DiscoveredEngine, Engine]] = {}
         self._leaving: dict[int, Engine] = {}  # by place
         self._failed: set[int] = set()  # places of those that leave because they could not join
         self._pages: dict[int, Bootstrap] = {}  # by place
@@ -77,7 +77,7 @@ class Fleet:
         """Engines that may join now."""
         return len(self._free)
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> DiscoveredEngine | None:
         """The engine of this name that is there."""
         there = self._there.get(name)
         return None if there is None else there[0]
@@ -86,7 +86,7 @@ class Fleet:
         """The engine that is there; not one that is leaving."""
         return None if place in self._leaving else self._dispatcher.at[place]
 
-    def join(self, found: Found) -> Engine:
+    def join(self, found: DiscoveredEngine) -> Engine:
         """Raises LookupError when the name is taken or no place is free. Whatever is wrong, the
         engine is not there then, and its place is free."""
         spec = found.spec
@@ -114,7 +114,7 @@ class Fleet:
             raise
         return engine
 
-    def _enter(self, found: Found, place: int) -> Engine:
+    def _enter(self, found: DiscoveredEngine, place: int) -> Engine:
         """Into the tables of all parts; the data plane's last, for from there requests may come."""
         spec = found.spec
         engine = Engine(place, spec, self._settings, self._neighbours)
@@ -135,7 +135,7 @@ class Fleet:
         self._relay.add_engine(place, engine.name, engine.host, engine.role, engine.key)
         return engine
 
-    def _undo(self, found: Found, place: int) -> None:
+    def _undo(self, found: DiscoveredEngine, place: int) -> None:
         """The data plane never heard of the engine: nothing was sent there."""
         name = found.spec.name
         self._there.pop(name, None)

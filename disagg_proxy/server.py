@@ -21,16 +21,16 @@ from moonpool._native import ProxyRequest, Relay
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, refused
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.data_plane.counters import Counters, look
-from moonpool.disagg_proxy.discovery.follower import Follower
-from moonpool.disagg_proxy.discovery.members import Members
-from moonpool.disagg_proxy.discovery.networks import Networks
-from moonpool.disagg_proxy.discovery.pins import Pins
-from moonpool.disagg_proxy.discovery.queries import Queries
+from moonpool.disagg_proxy.discovery.allowed_networks import AllowedNetworks
+from moonpool.disagg_proxy.discovery.block_hash_index import BlockHashIndex
+from moonpool.disagg_proxy.discovery.cache_query_api import CacheQueryApi
+from moonpool.disagg_proxy.discovery.host_resolver import HostResolver
+from moonpool.disagg_proxy.discovery.membership import Membership
+from moonpool.disagg_proxy.discovery.reconciler import Reconciler
 from moonpool.disagg_proxy.discovery.registry import Registry
+from moonpool.disagg_proxy.discovery.registry_endpoints import RegistryEndpoints, SubscribedStreams
 from moonpool.disagg_proxy.discovery.registry_file import RegistryFile
-from moonpool.disagg_proxy.discovery.registry_pages import RegistryPages, SubscribedStreams
-from moonpool.disagg_proxy.discovery.sequences import Sequences
-from moonpool.disagg_proxy.discovery.source import Found
+from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.discovery.sources import make_sources
 from moonpool.disagg_proxy.dispatch.dispatcher import ASKED_MAX, Dispatcher
 from moonpool.disagg_proxy.dispatch.locality import Locality
@@ -82,7 +82,7 @@ class Proxy:
         self._loop = asyncio.get_running_loop()
         self._settings = settings
         self._registrars = read_registrar_keys(settings)
-        self._networks = Networks(settings.discovery_allow)
+        self._networks = AllowedNetworks(settings.discovery_allow)
         self._tasks: list[asyncio.Task[None]] = []
         self._listening: list[socket.socket] = list(sockets)
         self._is_one_of_several = bool(sockets)
@@ -123,7 +123,7 @@ class Proxy:
         )
         events = {source.name: source for source in settings.events if not source.pool}
         for spec in settings.engines:
-            self.fleet.join(Found(spec, events.get(spec.name)))
+            self.fleet.join(DiscoveredEngine(spec, events.get(spec.name)))
         self._registry = self._register()
         self._follower = self._follow()
         self.ui = Data(
@@ -311,32 +311,34 @@ class Proxy:
         found = self.fleet.find(spec.name)
         return found is not None and found.spec.address == spec.address
 
-    def _registry_pages(self) -> RegistryPages | None:
+    def _registry_pages(self) -> RegistryEndpoints | None:
         registry = self._registry
         if registry is None:
             return None
         settings = self._settings
         askers = Keys(read_api_keys(settings.api_keys_file))
-        sequences = Sequences()
+        sequences = BlockHashIndex()
         if self._subscriber is not None:
             self._subscriber.tap = sequences
-        queries = Queries(self._indexes, lambda: self.engines, registry.publishers.values, sequences)
-        return RegistryPages(registry, queries, Keys(self._registrars), askers, Pins(self._networks))
+        queries = CacheQueryApi(self._indexes, lambda: self.engines, registry.publishers.values, sequences)
+        return RegistryEndpoints(
+            registry, queries, Keys(self._registrars), askers, HostResolver(self._networks)
+        )
 
-    def _follow(self) -> Follower | None:
+    def _follow(self) -> Reconciler | None:
         """None: the engines are those of the settings. Raises ConfigError for a source that cannot be."""
         settings = self._settings
         if not settings.discovery:
             return None
         registry = self._registry
         sources = make_sources(settings.discovery, registry)
-        members = Members(
+        members = Membership(
             [source.name for source in sources],
             fixed=settings.engines,
             grace_s=settings.discovery_grace_s,
             engines_max=settings.places,
         )
-        follower = Follower(sources, members, self.fleet)
+        follower = Reconciler(sources, members, self.fleet)
         self.fleet.freed = follower.look
         return follower
 

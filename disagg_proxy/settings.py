@@ -17,8 +17,8 @@ from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.conductor.policy import make_policy
-from moonpool.disagg_proxy.discovery.names import parse_source_name
-from moonpool.disagg_proxy.discovery.networks import Networks
+from moonpool.disagg_proxy.discovery.allowed_networks import AllowedNetworks
+from moonpool.disagg_proxy.discovery.source_url import parse_source_url
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 
@@ -183,7 +183,7 @@ class ProxySettings:
     processes: int = 1  # that serve at one address
     process_number: int = 0  # of this one among them
     process_listen: str = ""  # HOST:PORT at which each process is reached alone, at PORT, PORT + 1, ...
-    discovery: tuple[str, ...] = ()  # where further engines are looked for; discovery/names.py
+    discovery: tuple[str, ...] = ()  # where further engines are looked for; discovery/source_url.py
     discovery_grace_s: float = 10.0  # an engine that is missing there for so long is removed
     engines_max: int = 1024  # with discovery: at one time, those that are leaving too
     discovery_keys_file: str = ""  # of clients that may register; never those of api_keys_file
@@ -196,7 +196,7 @@ class ProxySettings:
         if not 0 <= self.port <= 65535:
             raise _bad("port", f"a port is 0 to 65535 (0 = any free one), not {self.port}")
         for name in self.discovery:
-            parse_source_name(name)
+            parse_source_url(name)
         for path in self.relay_paths:
             _check_relay_path(path)
         if self.registers:
@@ -274,7 +274,7 @@ class ProxySettings:
         )
 
     def _check_registers(self) -> None:
-        Networks(self.discovery_allow)
+        AllowedNetworks(self.discovery_allow)
         if self.api_keys_file and not self.discovery_keys_file:
             raise _bad(
                 "discovery_keys_file",

@@ -1,4 +1,4 @@
-"""Engines under a prefix in etcd: a key for each, its value a row (``rows.py``) in JSON, or its URL alone.
+"""Engines under a prefix in etcd: one key for each. The value is an ``EngineRecord`` in JSON, or a URL alone.
 
 By etcd's JSON gateway (``/v3/kv/range``, ``/v3/watch``), over HTTP. The whole prefix is read at one revision,
 then every change behind it is watched. Whatever ends the watch (etcd goes away, a compaction) begins anew
@@ -23,11 +23,11 @@ import msgspec
 
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.backoff import Backoff
-from moonpool.disagg_proxy.discovery.gathering import Gathering
-from moonpool.disagg_proxy.discovery.lines import lines_of
-from moonpool.disagg_proxy.discovery.members import OFFERED_MAX
-from moonpool.disagg_proxy.discovery.rows import Row, name_of
-from moonpool.disagg_proxy.discovery.source import Found, Listener
+from moonpool.disagg_proxy.discovery.debounce import Debounce
+from moonpool.disagg_proxy.discovery.engine_record import EngineRecord, name_of
+from moonpool.disagg_proxy.discovery.json_lines import lines_of
+from moonpool.disagg_proxy.discovery.membership import OFFERED_MAX
+from moonpool.disagg_proxy.discovery.source import DiscoveredEngine, SourceListener
 
 ENDPOINT = "http://127.0.0.1:2379"
 VALUE_BYTES_MAX = 64 << 10
@@ -107,7 +107,7 @@ class EtcdSource:
         self._turn = 0
         self._odd: dict[str, str] = {}  # values that are no rows, which the log knows
 
-    async def run(self, listener: Listener) -> None:
+    async def run(self, listener: SourceListener) -> None:
         clock = asyncio.get_running_loop().time
         while True:
             endpoint = self._endpoints[self._turn % len(self._endpoints)]
@@ -130,17 +130,17 @@ class EtcdSource:
         said = await self._ask(session, "/v3/auth/authenticate", {"name": name, "password": password})
         session.headers["Authorization"] = msgspec.json.decode(said, type=_Token).token
 
-    async def _follow(self, session: aiohttp.ClientSession, listener: Listener) -> None:
+    async def _follow(self, session: aiohttp.ClientSession, listener: SourceListener) -> None:
         """Reads all, then tells each change; returns when it was silent for so long that all should be read
         anew. Raises _Lost and what aiohttp and msgspec raise."""
         values, revision = await self._read_all(session)
         for key in self._odd.keys() - values.keys():
             del self._odd[key]
-        with Gathering(listener) as told:
+        with Debounce(listener) as told:
             told.all({_order(key): self._engine(key, value) for key, value in values.items()})
             await self._watch(session, told, revision)
 
-    async def _watch(self, session: aiohttp.ClientSession, told: Gathering, revision: int) -> None:
+    async def _watch(self, session: aiohttp.ClientSession, told: Debounce, revision: int) -> None:
         """Returns when it was silent for too long."""
         begin, end = _range_of(self._prefix)
         create = {"key": begin, "range_end": end, "start_revision": str(revision + 1)}
@@ -191,7 +191,7 @@ class EtcdSource:
             raise _Lost(f"{path} was answered with {answer.status}: {content[:200].decode(errors='replace')}")
         return content
 
-    def _engine(self, key: str, value: str) -> Found | None:
+    def _engine(self, key: str, value: str) -> DiscoveredEngine | None:
         """None, with a warning, for a value that is none."""
         if self._odd.get(key) == value:
             return None
@@ -249,11 +249,15 @@ def _order(key: str) -> str:
     return base64.b64decode(key).decode("latin-1")
 
 
-def _row(value: bytes) -> Row:
+def _row(value: bytes) -> EngineRecord:
     if len(value) > VALUE_BYTES_MAX:
         raise ValueError(f"it is longer than {VALUE_BYTES_MAX} bytes")
     text = value.strip()
-    return Row(url=text.decode()) if text.startswith(b"http") else msgspec.json.decode(text, type=Row)
+    return (
+        EngineRecord(url=text.decode())
+        if text.startswith(b"http")
+        else msgspec.json.decode(text, type=EngineRecord)
+    )
 
 
 def _watched_of(line: bytes) -> _Watched:

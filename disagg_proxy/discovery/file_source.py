@@ -1,8 +1,8 @@
 """Engines that a file names: TOML, JSON or YAML, read anew whenever it changes.
 
-A table ``engines`` with a row for each (``rows.py``). A file that cannot be read, or that has anything wrong
-in it, changes nothing: what it said last stays. A program that edits it replaces it as a whole (rename), as
-editors and Kubernetes do; one that is seen half written is as good as always broken, too.
+The file has a table ``engines`` with one ``EngineRecord`` for each. A file that cannot be read, or that has
+any error, changes nothing: its last good content stays in force. A program that edits the file replaces it as
+a whole (rename), as editors and Kubernetes do; a half-written file nearly always fails to parse, too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.discovery.rows import Row
-from moonpool.disagg_proxy.discovery.source import Found, Listener
+from moonpool.disagg_proxy.discovery.engine_record import EngineRecord
+from moonpool.disagg_proxy.discovery.source import DiscoveredEngine, SourceListener
 
 LOOK_EVERY_S = 0.5
 FILE_BYTES_MAX = 16 << 20
@@ -30,7 +30,7 @@ _SETTLED_S = 2.0  # a file that changed so lately may change again without looki
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    engines: list[Row]
+    engines: list[EngineRecord]
 
 
 class FileSource:
@@ -41,7 +41,7 @@ class FileSource:
         self._path = Path(path)
         self._look_every_s = look_every_s
 
-    async def run(self, listener: Listener) -> None:
+    async def run(self, listener: SourceListener) -> None:
         mark: tuple[int, ...] | None = None
         text: bytes | None = None
         lost = False
@@ -73,7 +73,7 @@ class FileSource:
         return seen if settled else None, content
 
 
-def parse(suffix: str, content: bytes) -> list[Found]:
+def parse(suffix: str, content: bytes) -> list[DiscoveredEngine]:
     """The engines of a file. suffix: .json, .toml, .yaml or .yml. Raises ConfigError, which names the line
     where it can."""
     if len(content) > FILE_BYTES_MAX:
@@ -86,7 +86,7 @@ def parse(suffix: str, content: bytes) -> list[Found]:
         table = msgspec.convert(_table(suffix, text), _File)
     except msgspec.ValidationError as error:
         raise _bad(f"{_line_of_row(text, str(error))}{error}") from error
-    found: list[Found] = []
+    found: list[DiscoveredEngine] = []
     names: set[str] = set()
     for row in table.engines:
         try:

@@ -25,11 +25,11 @@ import msgspec
 
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.backoff import Backoff
-from moonpool.disagg_proxy.discovery.gathering import Gathering
-from moonpool.disagg_proxy.discovery.lines import lines_of
-from moonpool.disagg_proxy.discovery.members import OFFERED_MAX
-from moonpool.disagg_proxy.discovery.rows import Row, name_of
-from moonpool.disagg_proxy.discovery.source import Found, Listener
+from moonpool.disagg_proxy.discovery.debounce import Debounce
+from moonpool.disagg_proxy.discovery.engine_record import EngineRecord, name_of
+from moonpool.disagg_proxy.discovery.json_lines import lines_of
+from moonpool.disagg_proxy.discovery.membership import OFFERED_MAX
+from moonpool.disagg_proxy.discovery.source import DiscoveredEngine, SourceListener
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 ANSWER_BYTES_MAX = 64 << 20
@@ -129,7 +129,7 @@ class KubernetesSource:
         self._odd: dict[str, str] = {}  # pods that are no engines, and why; the log knows
         self._forgot_s = -math.inf  # when the server last did not know a version
 
-    async def run(self, listener: Listener) -> None:
+    async def run(self, listener: SourceListener) -> None:
         clock = asyncio.get_running_loop().time
         while True:
             self._backoff.started(clock())
@@ -141,9 +141,9 @@ class KubernetesSource:
                 listener.failed(f"{self._api}: {error or type(error).__name__}")
             await asyncio.sleep(self._backoff.died(clock()) - clock())
 
-    async def _follow(self, session: aiohttp.ClientSession, listener: Listener) -> None:
+    async def _follow(self, session: aiohttp.ClientSession, listener: SourceListener) -> None:
         """Until the server is lost. Raises _Lost and what aiohttp and msgspec raise."""
-        with Gathering(listener) as told:
+        with Debounce(listener) as told:
             while True:
                 engines, ended, version = await self._read_all(session)
                 told.all(engines, ended)
@@ -165,7 +165,7 @@ class KubernetesSource:
 
     async def _read_all(
         self, session: aiohttp.ClientSession
-    ) -> tuple[dict[str, Found | None], list[str], str]:
+    ) -> tuple[dict[str, DiscoveredEngine | None], list[str], str]:
         """What each pod is, the names of those that are being deleted, and the version of that."""
         pods: dict[str, _Pod] = {}
         query = {"labelSelector": self._selector, "limit": str(PAGE)}
@@ -192,7 +192,7 @@ class KubernetesSource:
                 return engines, ended, page.metadata.resource_version
             query["continue"] = page.metadata.continue_
 
-    async def _watch(self, session: aiohttp.ClientSession, told: Gathering, version: str) -> str:
+    async def _watch(self, session: aiohttp.ClientSession, told: Debounce, version: str) -> str:
         """Tells each change; returns the version that was seen last when the server ends the watch."""
         query = {
             "labelSelector": self._selector,
@@ -247,7 +247,7 @@ class KubernetesSource:
         name = pod.metadata.name
         return f"{pod.metadata.namespace}.{name}" if self._namespace == "*" else name
 
-    def _engine(self, name: str, pod: _Pod) -> Found | None:
+    def _engine(self, name: str, pod: _Pod) -> DiscoveredEngine | None:
         """None for a pod that is none now; for one that cannot be one with a warning."""
         if pod.metadata.deletion_timestamp or pod.status.phase != "Running" or not pod.status.pod_ip:
             return None
@@ -261,7 +261,7 @@ class KubernetesSource:
         self._odd.pop(name, None)
         return found
 
-    def _row(self, pod: _Pod) -> Row:
+    def _row(self, pod: _Pod) -> EngineRecord:
         """An annotation moonpool.io/OPTION counts more than a label of that name, and that more than the
         option."""
         meta = pod.metadata
@@ -272,7 +272,7 @@ class KubernetesSource:
             if (value := kind.get(f"moonpool.io/{option}"))
         }
         host = f"[{pod.status.pod_ip}]" if ":" in pod.status.pod_ip else pod.status.pod_ip
-        return Row(
+        return EngineRecord(
             url=f"http://{host}:{_port(told.get('port', str(PORT)))}",
             role=told.get("role", "both"),
             bootstrap=told.get("bootstrap", ""),

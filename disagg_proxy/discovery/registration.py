@@ -9,7 +9,7 @@ import msgspec
 
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import parse_address
-from moonpool.disagg_proxy.discovery.source import Found
+from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.settings import EngineSpec
 
@@ -40,8 +40,8 @@ class Registration(msgspec.Struct):
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
     @property
-    def key(self) -> Key:
-        return Key(self.instance_id, self.tenant_id, self.dp_rank)
+    def key(self) -> RegistrationKey:
+        return RegistrationKey(self.instance_id, self.tenant_id, self.dp_rank)
 
     def says(self, other: Registration) -> bool:
         """Whether it is the same, but for the time that it has."""
@@ -58,7 +58,7 @@ class Registration(msgspec.Struct):
             hosts.append(parse_address(self.bootstrap, "bootstrap").host)
         return hosts
 
-    def found(self) -> Found | None:
+    def found(self) -> DiscoveredEngine | None:
         """The engine; None: it is none, its events are only followed. Raises ConfigError for what cannot be
         meant."""
         if not self.url:
@@ -68,7 +68,7 @@ class Registration(msgspec.Struct):
                 )
             return None
         spec = EngineSpec(self.instance_id, self.url, self.role, str(self.bootstrap))
-        return Found(spec, self.events(), self.modelname)
+        return DiscoveredEngine(spec, self.events(), self.modelname)
 
     def events(self) -> EventSource | None:
         """None: it has none. Raises ConfigError for those that cannot be followed."""
@@ -84,7 +84,7 @@ class Registration(msgspec.Struct):
         return EventSource(self.instance_id, self.endpoint, self.replay_endpoint)
 
 
-class Key(NamedTuple):
+class RegistrationKey(NamedTuple):
     instance_id: str
     tenant_id: str
     dp_rank: int

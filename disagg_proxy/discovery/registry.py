@@ -21,10 +21,10 @@ import msgspec
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
-from moonpool.disagg_proxy.discovery.networks import Networks
-from moonpool.disagg_proxy.discovery.registration import TENANT, Key, Name, Registration
-from moonpool.disagg_proxy.discovery.registry_file import Change, RegistryFile, Row
-from moonpool.disagg_proxy.discovery.source import Found, Listener
+from moonpool.disagg_proxy.discovery.allowed_networks import AllowedNetworks
+from moonpool.disagg_proxy.discovery.registration import TENANT, Name, Registration, RegistrationKey
+from moonpool.disagg_proxy.discovery.registry_file import PendingWrite, RegistryFile, StoredRegistration
+from moonpool.disagg_proxy.discovery.source import DiscoveredEngine, SourceListener
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.settings import EngineSpec
 
@@ -43,12 +43,12 @@ class _Unregistration(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Publisher:
+class ActiveRegistration:
     """found: the engine that it stands for; None: it stands for none, or another rank does. holder: of its
     own in the indexes; None: it has none, because it is an engine's, or has no events."""
 
-    row: Row
-    found: Found | None
+    row: StoredRegistration
+    found: DiscoveredEngine | None
     holder: int | None
     expires_s: float
 
@@ -57,7 +57,7 @@ class Publisher:
         return self.row.told
 
 
-class Streams(Protocol):
+class EventStreams(Protocol):
     """Follows streams that belong to no engine."""
 
     def follow(self, name: str, source: EventSource) -> int | None:
@@ -74,27 +74,31 @@ class Registry:
 
     def __init__(
         self,
-        streams: Streams,
+        streams: EventStreams,
         *,
         clock: Callable[[], float],
         is_there: Callable[[EngineSpec], bool] = lambda spec: True,
         file: RegistryFile | None = None,
-        networks: Networks | None = None,
+        networks: AllowedNetworks | None = None,
     ) -> None:
-        self.publishers: dict[Key, Publisher] = {}
+        self.publishers: dict[RegistrationKey, ActiveRegistration] = {}
         self._streams = streams
         self._clock = clock
         self._is_there = is_there
         self._file = file
         self._networks = networks
-        self._listener: Listener | None = None
+        self._listener: SourceListener | None = None
         self._changed = asyncio.Event()
-        self._dead: dict[Key, tuple[int, float]] = {}  # that ended by themselves: their numbers, and when
-        self._left_out: dict[Key, Row] = {}  # rows of the file that could not be taken
+        self._dead: dict[
+            RegistrationKey, tuple[int, float]
+        ] = {}  # that ended by themselves: their numbers, and when
+        self._left_out: dict[
+            RegistrationKey, StoredRegistration
+        ] = {}  # rows of the file that could not be taken
         self._room = False  # something has gone since: they may be taken now
         self._unwritten = False
 
-    async def run(self, listener: Listener) -> None:
+    async def run(self, listener: SourceListener) -> None:
         """Ends registrations that were not made again in time, and follows the file."""
         self._listener = listener
         if self._file is not None:
@@ -109,7 +113,7 @@ class Registry:
             if self._file is not None:
                 await self._write_last(self._file)
 
-    async def _expire(self, listener: Listener) -> None:
+    async def _expire(self, listener: SourceListener) -> None:
         while True:
             self._changed.clear()
             due_s = min((each.expires_s for each in self.publishers.values()), default=math.inf)
@@ -173,7 +177,11 @@ class Registry:
             if before != self._engines():
                 self._tell()
 
-    def _follow(self, rows: Mapping[Key, Row], newer: Mapping[Key, Change]) -> None:
+    def _follow(
+        self,
+        rows: Mapping[RegistrationKey, StoredRegistration],
+        newer: Mapping[RegistrationKey, PendingWrite],
+    ) -> None:
         """What the file has, but for what is newer here. What has gone ends first: a newcomer may need its
         name, its stream or its room."""
         before = self._engines()
@@ -193,9 +201,9 @@ class Registry:
         if ended or before != self._engines():
             self._tell(ended)
 
-    def _take(self, fresh: dict[Key, Row]) -> None:
+    def _take(self, fresh: dict[RegistrationKey, StoredRegistration]) -> None:
         """These rows of the file, and, when something has gone, those that had no room before."""
-        refused: dict[Key, str] = {}
+        refused: dict[RegistrationKey, str] = {}
         while fresh or (self._room and self._left_out):
             tried = {**self._left_out, **fresh} if self._room else fresh
             self._room, fresh = False, {}
@@ -224,7 +232,7 @@ class Registry:
             return _bad(str(error))
         return told
 
-    def said_before(self, key: Key) -> Registration | None:
+    def said_before(self, key: RegistrationKey) -> Registration | None:
         """What is registered there now."""
         known = self.publishers.get(key)
         return None if known is None else known.told
@@ -236,7 +244,7 @@ class Registry:
 
     def admit(self, told: Registration) -> Answer:
         """The answer to POST /register that says this."""
-        row = Row(told, random.getrandbits(53))
+        row = StoredRegistration(told, random.getrandbits(53))
         try:
             renewed = self._renew(row)
             if not renewed:
@@ -251,7 +259,7 @@ class Registry:
             self._file.told(row.told.key, row, renewed=renewed)
         return self._registered(row.told)
 
-    def _renew(self, row: Row) -> bool:
+    def _renew(self, row: StoredRegistration) -> bool:
         """Whether it is made again, and says the same."""
         known = self.publishers.get(row.told.key)
         if known is None or not known.told.says(row.told):
@@ -260,7 +268,7 @@ class Registry:
         self._changed.set()
         return True
 
-    def _enter(self, row: Row) -> Answer | None:
+    def _enter(self, row: StoredRegistration) -> Answer | None:
         """None: it is there now; else why not, and nothing has changed. Raises ConfigError for what cannot be
         meant."""
         told = row.told
@@ -281,14 +289,14 @@ class Registry:
             holder = self._streams.follow(str(told.key), replace(events, name=str(told.key)))
             if holder is None:  # so none was dropped: what was registered before stays as it is
                 return _bad("as many streams of events are followed as there may be", status=503)
-        self.publishers[told.key] = Publisher(row, found, holder, self._expires_s(row))
+        self.publishers[told.key] = ActiveRegistration(row, found, holder, self._expires_s(row))
         self._room |= known is not None
         if known is not None and known.found is not None and found is None:
             self._hand_on({known.found.name})
         self._changed.set()
         return None
 
-    def _expires_s(self, row: Row) -> float:
+    def _expires_s(self, row: StoredRegistration) -> float:
         return self._clock() + row.told.ttl_s if row.told.ttl_s else math.inf
 
     def unregister(self, body: bytes) -> Answer:
@@ -322,17 +330,17 @@ class Registry:
             said["engine"] = "there" if found is not None and self._is_there(found.spec) else "waiting"
         return Answer(200, msgspec.json.encode(said))
 
-    def _engine_of(self, name: str, but: Key) -> Found | None:
+    def _engine_of(self, name: str, but: RegistrationKey) -> DiscoveredEngine | None:
         """The engine of this name that another registration than ``but`` stands for."""
         for key, each in self.publishers.items():
             if each.found is not None and each.found.name == name and key != but:
                 return each.found
         return None
 
-    def _engines(self) -> list[Found]:
+    def _engines(self) -> list[DiscoveredEngine]:
         return [each.found for each in self.publishers.values() if each.found is not None]
 
-    def _end(self, keys: Iterable[Key]) -> frozenset[str]:
+    def _end(self, keys: Iterable[RegistrationKey]) -> frozenset[str]:
         """The names of the engines that they stood for."""
         names = set()
         for key in keys:

@@ -21,28 +21,28 @@ from typing import NamedTuple
 
 import msgspec
 
-from moonpool.disagg_proxy.discovery.registration import Key, Registration
+from moonpool.disagg_proxy.discovery.registration import Registration, RegistrationKey
 
 FILE_BYTES_MAX = 64 << 20
 _log = logging.getLogger("moonpool.proxy")
 
 
-class Row(msgspec.Struct, frozen=True):
+class StoredRegistration(msgspec.Struct, frozen=True):
     """A registration. made: any number, another each time that it is made."""
 
     told: Registration
     made: int
 
 
-class Change(NamedTuple):
+class PendingWrite(NamedTuple):
     """row: None: it is to go. renewed: it was there, and says the same."""
 
-    row: Row | None
+    row: StoredRegistration | None
     renewed: bool
 
 
 class _File(msgspec.Struct):
-    registrations: list[Row]
+    registrations: list[StoredRegistration]
 
 
 class RegistryFile:
@@ -50,30 +50,32 @@ class RegistryFile:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.changes: dict[Key, Change] = {}  # that are not written yet
-        self._there: Mapping[Key, Row] = {}  # what it had
+        self.changes: dict[RegistrationKey, PendingWrite] = {}  # that are not written yet
+        self._there: Mapping[RegistrationKey, StoredRegistration] = {}  # what it had
         self._mark: tuple[int, ...] | None = None  # what it looked like then
         self._broken: tuple[int, ...] | None = None  # and when it was said to be broken
 
-    def told(self, key: Key, row: Row | None, *, renewed: bool = False) -> None:
+    def told(self, key: RegistrationKey, row: StoredRegistration | None, *, renewed: bool = False) -> None:
         """A publisher registered, or, None, unregistered here. renewed: it was registered before, and it is
         in the file unless others were told to forget it."""
         before, there = self.changes.get(key), self._there.get(key)
         news = row is None or row.told.ttl_s > 0 or there is None or there.told != row.told
         if renewed and before is None and not news:  # no process counts its time
             return
-        self.changes[key] = Change(row, renewed and (before is None or before.renewed))
+        self.changes[key] = PendingWrite(row, renewed and (before is None or before.renewed))
 
-    async def read(self) -> Mapping[Key, Row] | None:
+    async def read(self) -> Mapping[RegistrationKey, StoredRegistration] | None:
         """What others have written; None: nothing is new. Raises OSError."""
         return await asyncio.to_thread(self._read)
 
-    async def sync(self, known: Mapping[Key, Row], dead: Mapping[Key, int]) -> Mapping[Key, Row] | None:
+    async def sync(
+        self, known: Mapping[RegistrationKey, StoredRegistration], dead: Mapping[RegistrationKey, int]
+    ) -> Mapping[RegistrationKey, StoredRegistration] | None:
         """Writes what was told, and reads what others have written; None: nothing is new. known: rows for a
         file that is lost; dead: to be left out, if they were not made again since. Raises OSError, of these
         BlockingIOError while another process is writing."""
         changes = dict(self.changes)
-        rows: Mapping[Key, Row] | None
+        rows: Mapping[RegistrationKey, StoredRegistration] | None
         if changes or dead:
             try:
                 rows = await asyncio.to_thread(self._change, changes, known, dead)
@@ -90,7 +92,11 @@ class RegistryFile:
                 del self.changes[key]
         return rows
 
-    def _forget(self, changes: Mapping[Key, Change], known: Mapping[Key, Row]) -> None:
+    def _forget(
+        self,
+        changes: Mapping[RegistrationKey, PendingWrite],
+        known: Mapping[RegistrationKey, StoredRegistration],
+    ) -> None:
         """What need not be written any more: publishers that came and went while the file could not be
         written."""
         for key, change in changes.items():
@@ -99,8 +105,11 @@ class RegistryFile:
                 del self.changes[key]
 
     def _change(
-        self, changes: Mapping[Key, Change], known: Mapping[Key, Row], dead: Mapping[Key, int]
-    ) -> dict[Key, Row]:
+        self,
+        changes: Mapping[RegistrationKey, PendingWrite],
+        known: Mapping[RegistrationKey, StoredRegistration],
+        dead: Mapping[RegistrationKey, int],
+    ) -> dict[RegistrationKey, StoredRegistration]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         heartbeats = all(change.renewed for change in changes.values())
         with self._locked():
@@ -122,7 +131,7 @@ class RegistryFile:
                 os.fsync(file.fileno())
         return rows
 
-    def _read(self) -> dict[Key, Row] | None:
+    def _read(self) -> dict[RegistrationKey, StoredRegistration] | None:
         """None: it looks as before, is not there, or is broken, which is said once."""
         mark = self._look()
         if mark is not None and mark == self._mark:

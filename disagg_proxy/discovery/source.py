@@ -11,7 +11,7 @@ from moonpool.disagg_proxy.settings import EngineSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DiscoveredEngine:
     """One engine. events: its stream of KV events, None where it has none. model: what it serves, until its
     /v1/models says so; "": not known."""
 
@@ -24,10 +24,10 @@ class Found:
         return self.spec.name
 
 
-class Listener(Protocol):
+class SourceListener(Protocol):
     """What hears of a source."""
 
-    def found(self, engines: Sequence[Found], ended: Set[str] = frozenset()) -> None:
+    def found(self, engines: Sequence[DiscoveredEngine], ended: Set[str] = frozenset()) -> None:
         """These are all there are now. ended: names of which is known that they are gone for good; of others
         that are missing it may be a flaw of the source."""
 
@@ -40,6 +40,6 @@ class Source(Protocol):
 
     name: str
 
-    async def run(self, listener: Listener) -> None:
+    async def run(self, listener: SourceListener) -> None:
         """Tells the listener, again and again, until it is cancelled. Never ends by itself and never raises
         for what another process did."""

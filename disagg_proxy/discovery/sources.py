@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from moonpool.disagg_proxy.discovery.etcd_source import EtcdSource
 from moonpool.disagg_proxy.discovery.file_source import FileSource
 from moonpool.disagg_proxy.discovery.kubernetes_source import KubernetesSource
-from moonpool.disagg_proxy.discovery.names import SourceName, parse_source_name
 from moonpool.disagg_proxy.discovery.source import Source
+from moonpool.disagg_proxy.discovery.source_url import SourceUrl, parse_source_url
 
 
 def make_sources(names: Sequence[str], registry: Source | None = None) -> tuple[Source, ...]:
     """In their order; registry: the one that is called http. Raises ConfigError for a name that means
     nothing."""
-    return tuple(_make(parse_source_name(name), registry) for name in dict.fromkeys(names))
+    return tuple(_make(parse_source_url(name), registry) for name in dict.fromkeys(names))
 
 
-def _make(name: SourceName, registry: Source | None) -> Source:
+def _make(name: SourceUrl, registry: Source | None) -> Source:
     if name.kind == "http":
         assert registry is not None
         return registry

@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.plan import Answer, error_body
 from moonpool.disagg_proxy.data_plane.counters import Counters, EngineCounters
-from moonpool.disagg_proxy.discovery.follower import Follower, SourceRow
-from moonpool.disagg_proxy.discovery.registry_pages import RegistryPages
+from moonpool.disagg_proxy.discovery.reconciler import Reconciler, SourceStatus
+from moonpool.disagg_proxy.discovery.registry_endpoints import RegistryEndpoints
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.dispatch.locality import Locality
 from moonpool.disagg_proxy.engines.engine import Engine
@@ -53,7 +53,7 @@ class EnginesPage(msgspec.Struct, omit_defaults=True):
 
     policy: str
     engines: list[EngineRow]
-    discovery: list[SourceRow] = []
+    discovery: list[SourceStatus] = []
 
 
 class HealthPage(msgspec.Struct, omit_defaults=True):
@@ -62,7 +62,7 @@ class HealthPage(msgspec.Struct, omit_defaults=True):
     status: str
     engines_healthy: int
     engines: int
-    discovery: list[SourceRow] = []
+    discovery: list[SourceStatus] = []
     events: list[StreamRow] = []
 
 
@@ -79,8 +79,8 @@ class Pages:
         policy: str,
         data: Data,
         more: Sequence[Collector] = (),
-        follower: Follower | None = None,
-        registry: RegistryPages | None = None,
+        follower: Reconciler | None = None,
+        registry: RegistryEndpoints | None = None,
         readers: Keys | None = None,
         streams: StreamWatch | None = None,
     ) -> None:
@@ -152,7 +152,7 @@ class Pages:
     def _unheard(self) -> list[StreamRow]:
         return [] if self._streams is None else [row for row in self._streams.rows() if row.state != "live"]
 
-    def _sources(self) -> list[SourceRow]:
+    def _sources(self) -> list[SourceStatus]:
         return [] if self._follower is None else self._follower.rows()
 
 

@@ -13,7 +13,7 @@ import pytest
 from moonpool._native import ProxyRequest
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import Decision
-from moonpool.disagg_proxy.discovery.source import Found
+from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.engines.engine import Engine, host_field
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.settings import Deadlines, EngineSpec, HealthChecks, ProxySettings
@@ -27,7 +27,7 @@ async def joined(b: Bed, name: str, model: str = "") -> MockEngine:
     mock = MockEngine(name)
     await mock.start()
     b.engines.append(mock)
-    engine = b.proxy.fleet.join(Found(mock.spec, model=model))
+    engine = b.proxy.fleet.join(DiscoveredEngine(mock.spec, model=model))
     await until(lambda: engine.liveness.healthy)
     return mock
 
@@ -96,7 +96,7 @@ async def test_what_runs_on_an_engine_that_leaves_ends_there() -> None:
         rows = {row["name"]: row for row in json.loads((await b.ask("GET", "/engines")).body)["engines"]}
         assert (rows["engine-0"]["health"], rows["engine-0"]["in_flight"]) == ("leaving", 1)
         with pytest.raises(LookupError, match="no place"):
-            b.proxy.fleet.join(Found(EngineSpec("third", "http://127.0.0.1:1")))
+            b.proxy.fleet.join(DiscoveredEngine(EngineSpec("third", "http://127.0.0.1:1")))
         more.set()
         assert await client.chunk() == b"data: two\n\n"
         assert await client.chunk() == b""
@@ -259,10 +259,10 @@ async def test_a_bootstrap_page_is_used_while_it_is_one_engines_and_decode_reach
         def prefill(name: str, port: int) -> EngineSpec:
             return EngineSpec(name, f"http://127.0.0.1:{port}", "prefill", "9998")
 
-        old = fleet.join(Found(prefill("old", 1)))
+        old = fleet.join(DiscoveredEngine(prefill("old", 1)))
         assert old.bootstrap is not None
         assert list(fleet._pages.values()) == [old.bootstrap]
-        new = fleet.join(Found(prefill("new", 2)))
+        new = fleet.join(DiscoveredEngine(prefill("new", 2)))
         assert (old.bootstrap, new.bootstrap, fleet._pages) == (None, None, {})
         assert "engine old: prefill and decode take two steps" in caplog.text
         assert "at 127.0.0.1:9998, too; give each its own" in caplog.text
@@ -270,9 +270,9 @@ async def test_a_bootstrap_page_is_used_while_it_is_one_engines_and_decode_reach
         assert new.bootstrap is not None
         assert list(fleet._pages.values()) == [new.bootstrap]
         page = new.bootstrap
-        fleet.join(Found(EngineSpec("near", "http://127.0.0.1:3", "decode")))
+        fleet.join(DiscoveredEngine(EngineSpec("near", "http://127.0.0.1:3", "decode")))
         assert new.bootstrap is page  # nothing has changed: what is known of it stays
-        fleet.join(Found(EngineSpec("far", "http://10.0.0.1:3", "decode")))
+        fleet.join(DiscoveredEngine(EngineSpec("far", "http://10.0.0.1:3", "decode")))
         assert (new.bootstrap, fleet._pages) == (None, {})
         fleet.leave("far")
         assert list(fleet._pages.values()) == [new.bootstrap]
@@ -295,7 +295,7 @@ async def test_an_engine_that_cannot_join_leaves_its_place_and_stops_no_other(
         monkeypatch.setattr(b.proxy._dispatcher, "became", broken)
         specs = [EngineSpec(name, f"http://127.0.0.1:{port}") for port, name in ((1, "bad"), (2, "good"))]
         for _ in range(3):
-            follower._found("http", [Found(spec) for spec in specs], frozenset())
+            follower._found("http", [DiscoveredEngine(spec) for spec in specs], frozenset())
             assert [engine.name for engine in b.proxy.engines] == ["good"]
         assert follower._members.refused["broken"] == 1
         assert fleet.room == 1
@@ -317,7 +317,7 @@ async def test_an_engine_that_fails_once_it_is_in_leaves_again(monkeypatch: pyte
             raise RuntimeError("not today")
 
         fleet.freed = looked
-        bad = Found(EngineSpec("bad", "http://127.0.0.1:1"), model="m")
+        bad = DiscoveredEngine(EngineSpec("bad", "http://127.0.0.1:1"), model="m")
         with monkeypatch.context() as patched:
             patched.setattr(Engine, "serve_by", broken)
             with pytest.raises(RuntimeError, match="not today"):

@@ -18,7 +18,7 @@ from moonpool._native import PrefillModel
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.admission.ticket import Ticket
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.discovery.source import Found
+from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.dispatch.candidates import Fit
 from moonpool.disagg_proxy.settings import BreakerLimits, HealthChecks
 from tests.disagg_proxy.harness import (
@@ -304,7 +304,7 @@ async def test_who_waits_goes_to_an_engine_that_joins_before_who_comes_then() ->
         more.may_go = may_go
         await more.start()
         running.engines.append(more)
-        joined = running.proxy.fleet.join(Found(more.spec))
+        joined = running.proxy.fleet.join(DiscoveredEngine(more.spec))
         await until(lambda: joined.liveness.healthy)
         clients.append(await post(running, LONG, first=5))
         await until(lambda: len(more.seen) == 1)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence, Set
 
-from moonpool.disagg_proxy.discovery.source import Found, Source
+from moonpool.disagg_proxy.discovery.source import DiscoveredEngine, Source
 
 
 class Heard:
@@ -14,11 +14,11 @@ class Heard:
 
     def __init__(self) -> None:
         self.sets: list[list[str]] = []
-        self.last: list[Found] = []
+        self.last: list[DiscoveredEngine] = []
         self.ended: list[set[str]] = []
         self.failures: list[str] = []
 
-    def found(self, engines: Sequence[Found], ended: Set[str] = frozenset()) -> None:
+    def found(self, engines: Sequence[DiscoveredEngine], ended: Set[str] = frozenset()) -> None:
         self.last = list(engines)
         self.sets.append([each.name for each in engines])
         self.ended.append(set(ended))

@@ -17,8 +17,8 @@ from moonpool.core.errors import ConfigError
 from moonpool.core.service.kv_events import BlockRemoved, BlockStored
 from moonpool.core.store.keys import block_digests
 from moonpool.disagg_proxy.conductor.plan import Answer
-from moonpool.disagg_proxy.discovery import registry_pages
-from moonpool.disagg_proxy.discovery.queries import QUERY_BYTES_MAX, Queries
+from moonpool.disagg_proxy.discovery import registry_endpoints
+from moonpool.disagg_proxy.discovery.cache_query_api import QUERY_BYTES_MAX, CacheQueryApi
 from moonpool.disagg_proxy.discovery.registry import PUBLISHERS_MAX, Registry
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.settings import ProxySettings
@@ -145,17 +145,17 @@ async def test_a_router_asks_who_has_how_much(publishers: list[Engine]) -> None:
 
 @with_deadline
 async def test_a_query_holds_up_nothing_and_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_pages, "QUERIES_MAX", 2)
+    monkeypatch.setattr(registry_endpoints, "QUERIES_MAX", 2)
     goon = threading.Event()
 
     async with bed(1, **HTTP) as b:
-        answer = Queries.by_tokens
+        answer = CacheQueryApi.by_tokens
 
-        def waits(self: Queries, body: bytes) -> Answer:
+        def waits(self: CacheQueryApi, body: bytes) -> Answer:
             assert goon.wait(20)
             return answer(self, body)
 
-        monkeypatch.setattr(Queries, "by_tokens", waits)
+        monkeypatch.setattr(CacheQueryApi, "by_tokens", waits)
         query = {"model": "m", "token_ids": [1, 2, 3, 4], "block_size": BLOCK}
         asked = [asyncio.ensure_future(post(b, "/query", query)) for _ in range(3)]
         over, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
@@ -166,7 +166,7 @@ async def test_a_query_holds_up_nothing_and_too_many_are_refused(monkeypatch: py
         goon.set()
         assert [(await each)[0] for each in waiting] == [200, 200]
         assert (await post(b, "/query", query))[0] == 200
-        monkeypatch.setattr(Queries, "by_tokens", lambda self, body: 1 / 0)
+        monkeypatch.setattr(CacheQueryApi, "by_tokens", lambda self, body: 1 / 0)
         assert (await post(b, "/query", query))[0] == 500
 
 

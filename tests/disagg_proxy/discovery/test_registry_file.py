@@ -16,7 +16,7 @@ import pytest
 
 from moonpool.disagg_proxy.discovery import registry as module
 from moonpool.disagg_proxy.discovery import registry_file
-from moonpool.disagg_proxy.discovery.registry import Registry, Streams
+from moonpool.disagg_proxy.discovery.registry import EventStreams, Registry
 from moonpool.disagg_proxy.discovery.registry_file import RegistryFile
 from moonpool.disagg_proxy.events.settings import EventSource
 from tests.disagg_proxy.discovery.heard import Heard, heard
@@ -68,7 +68,7 @@ class FewStreams:
 
 @contextlib.asynccontextmanager
 async def registry(
-    path: Path, clock: Clock | None = None, streams: Streams | None = None
+    path: Path, clock: Clock | None = None, streams: EventStreams | None = None
 ) -> AsyncIterator[tuple[Registry, Heard]]:
     made = Registry(streams or NoStreams(), clock=clock or Clock(), file=RegistryFile(str(path)))
     async with heard(made) as listener:

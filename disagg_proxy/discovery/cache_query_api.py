@@ -19,9 +19,9 @@ import numpy as np
 
 from moonpool import _native
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
+from moonpool.disagg_proxy.discovery.block_hash_index import BlockHashIndex, Space
 from moonpool.disagg_proxy.discovery.registration import TENANT, Name, Text
-from moonpool.disagg_proxy.discovery.registry import Publisher
-from moonpool.disagg_proxy.discovery.sequences import Sequences, Space
+from moonpool.disagg_proxy.discovery.registry import ActiveRegistration
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.events.indexes import MODEL_ANY, Indexes
 
@@ -68,15 +68,15 @@ class _Holder(NamedTuple):
     salt: str | None
 
 
-class Queries:
+class CacheQueryApi:
     """On any one thread. engines: that are there; publishers: registered ones."""
 
     def __init__(
         self,
         indexes: Indexes,
         engines: Callable[[], Iterable[Engine]],
-        publishers: Callable[[], Iterable[Publisher]],
-        sequences: Sequences,
+        publishers: Callable[[], Iterable[ActiveRegistration]],
+        sequences: BlockHashIndex,
     ) -> None:
         self._indexes = indexes
         self._engines = engines
@@ -131,7 +131,7 @@ class Queries:
         return None
 
     def _holders(self, asked: _Query | _HashQuery) -> Iterator[_Holder]:
-        registered: dict[str, Publisher] = {}
+        registered: dict[str, ActiveRegistration] = {}
         for each in tuple(self._publishers()):  # at once: the event loop changes them
             told = each.told
             if each.found is not None:
@@ -194,7 +194,7 @@ def _ids(body: bytes, told: msgspec.Raw) -> bytes | Answer:
         return refused(400, f"token_ids: {error}", "query")
 
 
-def _fits(publisher: Publisher, asked: _Query | _HashQuery) -> bool:
+def _fits(publisher: ActiveRegistration, asked: _Query | _HashQuery) -> bool:
     told = publisher.told
     if told.modelname and asked.model != told.modelname:
         return False

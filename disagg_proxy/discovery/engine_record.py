@@ -7,14 +7,14 @@ import re
 import msgspec
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.discovery.source import Found
+from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.settings import EngineSpec
 
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
-class Row(msgspec.Struct, forbid_unknown_fields=True):
+class EngineRecord(msgspec.Struct, forbid_unknown_fields=True):
     """url: the engine's root. name: of its own, or made of host and port. role, bootstrap: as in EngineSpec.
     events, replay: endpoints of its KV events, "" for none. model: what it serves, "": it will say."""
 
@@ -26,14 +26,14 @@ class Row(msgspec.Struct, forbid_unknown_fields=True):
     replay: str = ""
     model: str = ""
 
-    def found(self, name: str = "") -> Found:
+    def found(self, name: str = "") -> DiscoveredEngine:
         """name: where the row has none. Raises ConfigError for what cannot be meant."""
         called = self.name or name or name_of(self.url)
         spec = EngineSpec(called, self.url, self.role, str(self.bootstrap))
         if self.replay and not self.events:
             raise ConfigError(f"{called} has a replay endpoint and no events", operation="discovery")
         events = EventSource(called, self.events, self.replay) if self.events else None
-        return Found(spec, events, self.model)
+        return DiscoveredEngine(spec, events, self.model)
 
 
 def name_of(text: str) -> str:

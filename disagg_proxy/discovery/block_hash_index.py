@@ -87,7 +87,7 @@ class _Block(msgspec.Struct):
     copies: int = 0
 
 
-class Sequences:
+class BlockHashIndex:
     """names_max: beyond it the blocks of the holder with the most are not taken, and ``dropped`` counts them.
     known_max: of hashes."""
 

@@ -14,17 +14,17 @@ import msgspec
 
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import Address, parse_address
-from moonpool.disagg_proxy.discovery.networks import IP, Networks, literal
+from moonpool.disagg_proxy.discovery.allowed_networks import IP, AllowedNetworks, literal
 from moonpool.disagg_proxy.discovery.registration import Registration
 
 Resolve = Callable[[str], Awaitable[list[str]]]
 RESOLVE_S = 5.0
 
 
-class Pins:
+class HostResolver:
     """resolve: the addresses of a name; raises OSError."""
 
-    def __init__(self, networks: Networks, resolve: Resolve | None = None) -> None:
+    def __init__(self, networks: AllowedNetworks, resolve: Resolve | None = None) -> None:
         self._networks = networks
         self._resolve = resolve or _resolve
 

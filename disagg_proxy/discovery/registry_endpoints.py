@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from moonpool._native import ProxyRequest
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
-from moonpool.disagg_proxy.discovery.pins import Pins
-from moonpool.disagg_proxy.discovery.queries import Queries
+from moonpool.disagg_proxy.discovery.cache_query_api import CacheQueryApi
+from moonpool.disagg_proxy.discovery.host_resolver import HostResolver
 from moonpool.disagg_proxy.discovery.registration import Registration
 from moonpool.disagg_proxy.discovery.registry import Registry
 from moonpool.disagg_proxy.events.settings import EventSource
@@ -24,12 +24,12 @@ PINS_MAX = 64  # registrations whose names are being resolved
 _log = logging.getLogger("moonpool.proxy")
 
 
-class RegistryPages:
+class RegistryEndpoints:
     """On the event loop; queries are answered on a thread, for long prompts take time. registrars: keys
     that may register; askers: keys that may ask; pins: gives names of engines their addresses."""
 
     def __init__(
-        self, registry: Registry, queries: Queries, registrars: Keys, askers: Keys, pins: Pins
+        self, registry: Registry, queries: CacheQueryApi, registrars: Keys, askers: Keys, pins: HostResolver
     ) -> None:
         self._registry = registry
         self._queries = queries

@@ -27,7 +27,7 @@ _NEVER = tuple(
 )
 
 
-class Networks:
+class AllowedNetworks:
     """texts: in CIDR form; (): this host alone. Raises ConfigError for what is no network."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:

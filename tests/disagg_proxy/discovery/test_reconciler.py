@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.disagg_proxy.discovery.follower import Follower
-from moonpool.disagg_proxy.discovery.members import Members
-from moonpool.disagg_proxy.discovery.source import Found, Listener
+from moonpool.disagg_proxy.discovery.membership import Membership
+from moonpool.disagg_proxy.discovery.reconciler import Reconciler
+from moonpool.disagg_proxy.discovery.source import DiscoveredEngine, SourceListener
 from moonpool.disagg_proxy.settings import EngineSpec
 from tests.disagg_proxy.harness import until, with_deadline
 
@@ -14,7 +14,7 @@ from tests.disagg_proxy.harness import until, with_deadline
 class Fleet:
     room = 8
 
-    def join(self, found: Found) -> None:
+    def join(self, found: DiscoveredEngine) -> None:
         pass
 
     def leave(self, name: str) -> None:
@@ -27,20 +27,20 @@ class Said:
     name = "said"
 
     def __init__(self) -> None:
-        self.listener: Listener | None = None
+        self.listener: SourceListener | None = None
 
-    async def run(self, listener: Listener) -> None:
+    async def run(self, listener: SourceListener) -> None:
         self.listener = listener
         listener.found(FOUND)
 
 
-FOUND = [Found(EngineSpec(name, f"http://{name}:1")) for name in ("a", "b")]
+FOUND = [DiscoveredEngine(EngineSpec(name, f"http://{name}:1")) for name in ("a", "b")]
 
 
 @with_deadline
 async def test_a_source_that_suddenly_names_nobody_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     source = Said()
-    follower = Follower([source], Members([source.name]), Fleet())
+    follower = Reconciler([source], Membership([source.name]), Fleet())
     await follower.start()
     await until(lambda: source.listener is not None)
     assert source.listener is not None

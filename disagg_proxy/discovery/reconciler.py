@@ -11,8 +11,8 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moonpool.disagg_proxy.discovery.members import Members, SourceState
-from moonpool.disagg_proxy.discovery.source import Found, Source
+from moonpool.disagg_proxy.discovery.membership import Membership, SourceState
+from moonpool.disagg_proxy.discovery.source import DiscoveredEngine, Source
 
 FIRST_S = 5.0  # the start of a proxy waits so long for the first answers of its sources
 RESTART_S = 1.0  # before a source that broke is begun anew
@@ -26,12 +26,12 @@ class Fleet(Protocol):
     @property
     def room(self) -> int: ...
 
-    def join(self, found: Found) -> object: ...
+    def join(self, found: DiscoveredEngine) -> object: ...
 
     def leave(self, name: str) -> None: ...
 
 
-class SourceRow(msgspec.Struct):
+class SourceStatus(msgspec.Struct):
     """A source in GET /engines and GET /health. state: waiting (for its first answer), ok, or lost: then what
     it said last stays true, and why says what is wrong. age_s: of what it said last."""
 
@@ -42,10 +42,10 @@ class SourceRow(msgspec.Struct):
     age_s: float | None
 
 
-class Follower(Collector):
+class Reconciler(Collector):
     """All on one event loop. ``start``, then ``close``; ``look`` when the fleet has got room."""
 
-    def __init__(self, sources: Sequence[Source], members: Members, fleet: Fleet) -> None:
+    def __init__(self, sources: Sequence[Source], members: Membership, fleet: Fleet) -> None:
         self._sources = sources
         self._members = members
         self._fleet = fleet
@@ -97,11 +97,11 @@ class Follower(Collector):
             self._timer.cancel()
         self._timer = None if due_s is None else self._loop.call_at(due_s, self.look)
 
-    def rows(self) -> list[SourceRow]:
+    def rows(self) -> list[SourceStatus]:
         """Of each source."""
         now_s = self._loop.time()
         return [
-            SourceRow(
+            SourceStatus(
                 state.name,
                 "waiting" if state.at_s is None and not state.failures else "lost" if state.why else "ok",
                 state.why,
@@ -172,7 +172,7 @@ class Follower(Collector):
                 listener.failed(f"it broke: {type(error).__name__}: {error}")
             await asyncio.sleep(RESTART_S)
 
-    def _found(self, source: str, engines: Sequence[Found], ended: Set[str]) -> None:
+    def _found(self, source: str, engines: Sequence[DiscoveredEngine], ended: Set[str]) -> None:
         before = len(self._members.sources[source].engines)
         self._members.found(source, engines, ended, self._loop.time())
         if before > 1 and not engines and not ended:  # said on purpose, or by a server that lost its data
@@ -208,11 +208,11 @@ class Follower(Collector):
 class _Listener:
     """What one source tells."""
 
-    def __init__(self, follower: Follower, source: str) -> None:
+    def __init__(self, follower: Reconciler, source: str) -> None:
         self._follower = follower
         self._source = source
 
-    def found(self, engines: Sequence[Found], ended: Set[str] = frozenset()) -> None:
+    def found(self, engines: Sequence[DiscoveredEngine], ended: Set[str] = frozenset()) -> None:
         self._follower._found(self._source, engines, ended)
 
     def failed(self, why: str) -> None:

@@ -11,25 +11,25 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 
-from moonpool.disagg_proxy.discovery.members import OFFERED_MAX
-from moonpool.disagg_proxy.discovery.source import Found, Listener
+from moonpool.disagg_proxy.discovery.membership import OFFERED_MAX
+from moonpool.disagg_proxy.discovery.source import DiscoveredEngine, SourceListener
 
-GATHER_S = 0.05
+DEBOUNCE_S = 0.05
 
 
-class Gathering:
+class Debounce:
     """On the event loop. As a context: at its end what was not told yet is told, unless the source is
     cancelled."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: SourceListener) -> None:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
-        self._at: dict[str, Found | None] = {}  # by key; None: it is known, and no engine
+        self._at: dict[str, DiscoveredEngine | None] = {}  # by key; None: it is known, and no engine
         self._ended: set[str] = set()  # names, since it was told last
-        self._told_s = -GATHER_S
+        self._told_s = -DEBOUNCE_S
         self._timer: asyncio.TimerHandle | None = None
 
-    def __enter__(self) -> Gathering:
+    def __enter__(self) -> Debounce:
         return self
 
     def __exit__(
@@ -40,13 +40,13 @@ class Gathering:
             if kind is None or issubclass(kind, Exception):
                 self._tell()
 
-    def all(self, engines: Mapping[str, Found | None], ended: Iterable[str] = ()) -> None:
+    def all(self, engines: Mapping[str, DiscoveredEngine | None], ended: Iterable[str] = ()) -> None:
         """These are all keys there are; told at once. ended: names of engines that are gone for good."""
         self._at = dict(engines)
         self._ended.update(ended)
         self._tell()
 
-    def put(self, key: str, found: Found | None) -> None:
+    def put(self, key: str, found: DiscoveredEngine | None) -> None:
         """found: the engine that it is now, None for one that is none."""
         if key not in self._at and len(self._at) >= OFFERED_MAX:
             return
@@ -67,7 +67,7 @@ class Gathering:
 
     def _changed(self) -> None:
         if self._timer is None:
-            self._timer = self._loop.call_at(self._told_s + GATHER_S, self._tell)
+            self._timer = self._loop.call_at(self._told_s + DEBOUNCE_S, self._tell)
 
     def _tell(self) -> None:
         if self._timer is not None:

@@ -14,9 +14,9 @@ import pytest
 from moonpool.core.config.config import load
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy import process
-from moonpool.disagg_proxy.discovery import pins
-from moonpool.disagg_proxy.discovery.networks import Networks
-from moonpool.disagg_proxy.discovery.pins import Pins
+from moonpool.disagg_proxy.discovery import host_resolver
+from moonpool.disagg_proxy.discovery.allowed_networks import AllowedNetworks
+from moonpool.disagg_proxy.discovery.host_resolver import HostResolver
 from moonpool.disagg_proxy.discovery.registration import Registration
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
 from moonpool.launch.snapshot import take
@@ -153,7 +153,7 @@ async def test_a_name_is_looked_up_once_and_its_address_kept(monkeypatch: pytest
         assert host == "engine.example"
         return list(meant)
 
-    monkeypatch.setattr(pins, "_resolve", resolve)
+    monkeypatch.setattr(host_resolver, "_resolve", resolve)
     async with bed(0, **HTTP) as b:
         mock = MockEngine("a")
         await mock.start()
@@ -175,7 +175,7 @@ async def test_of_several_addresses_an_allowed_one_is_taken_and_kept() -> None:
     async def resolve(host: str) -> list[str]:
         return meant
 
-    made = Pins(Networks(["10.0.0.0/8"]), resolve)
+    made = HostResolver(AllowedNetworks(["10.0.0.0/8"]), resolve)
     first = await made.pin(
         told(
             url="http://h", endpoint="tcp://h:1", replay_endpoint="tcp://h:2", role="prefill", bootstrap="h:3"
@@ -193,9 +193,9 @@ async def test_of_several_addresses_an_allowed_one_is_taken_and_kept() -> None:
     assert await made.pin(told(url="http://h"), first) == told(url="http://10.0.0.5:80")
     meant[:] = ["10.0.0.1"]
     assert await made.pin(told(url="http://h"), first) == told(url="http://10.0.0.1:80")
-    Networks(["10.0.0.0/8"]).check(first.hosts())
+    AllowedNetworks(["10.0.0.0/8"]).check(first.hosts())
     with pytest.raises(ConfigError, match="is a name"):
-        Networks(["10.0.0.0/8"]).check(told(url="http://h").hosts())
+        AllowedNetworks(["10.0.0.0/8"]).check(told(url="http://h").hosts())
 
 
 @with_deadline
@@ -207,10 +207,10 @@ async def test_a_name_that_has_no_address_is_said(monkeypatch: pytest.MonkeyPatc
         await asyncio.Event().wait()
         raise AssertionError
 
-    monkeypatch.setattr(pins, "RESOLVE_S", 0.01)
+    monkeypatch.setattr(host_resolver, "RESOLVE_S", 0.01)
     for resolve in (unknown, silent):
         with pytest.raises(ConfigError, match="has no address"):
-            await Pins(Networks(), resolve).pin(told(url="http://h:1"), None)
+            await HostResolver(AllowedNetworks(), resolve).pin(told(url="http://h:1"), None)
 
 
 @with_deadline

@@ -16,17 +16,17 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moonpool.disagg_proxy.discovery.source import Found
+from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.settings import EngineSpec
 
 OFFERED_MAX = 65_536  # by one source; the rest is not looked at
 
 
-class Changes(NamedTuple):
+class MembershipChanges(NamedTuple):
     """What is to be done, in this order. why: of each name that leaves."""
 
     leave: tuple[tuple[str, str], ...]
-    join: tuple[Found, ...]
+    join: tuple[DiscoveredEngine, ...]
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class SourceState:
     """What is known of one source. at_s: when it last said what there is, None: never; why: it cannot now."""
 
     name: str
-    engines: dict[str, Found] = field(default_factory=dict)
+    engines: dict[str, DiscoveredEngine] = field(default_factory=dict)
     at_s: float | None = None
     why: str = "it has not answered yet"
     updates: int = 0
@@ -44,13 +44,13 @@ class SourceState:
 
 @dataclass(slots=True)
 class _Member:
-    found: Found
+    found: DiscoveredEngine
     source: str
     missing_s: float | None = None  # since when
     ended: bool = False
 
 
-class Members:
+class Membership:
     """fixed: engines that are there whatever the sources say. sources: their names; of two that offer the
     same the first counts. engines_max: members and fixed ones."""
 
@@ -74,10 +74,10 @@ class Members:
         """Members that their source does not offer."""
         return sum(member.missing_s is not None for member in self._members.values())
 
-    def found(self, source: str, engines: Sequence[Found], ended: Set[str], now_s: float) -> None:
+    def found(self, source: str, engines: Sequence[DiscoveredEngine], ended: Set[str], now_s: float) -> None:
         """A source says what there is."""
         state = self.sources[source]
-        offered: dict[str, Found] = {}
+        offered: dict[str, DiscoveredEngine] = {}
         for each in engines[:OFFERED_MAX]:
             offered.setdefault(each.name, each)
         state.engines, state.at_s, state.why = offered, now_s, ""
@@ -98,7 +98,7 @@ class Members:
         state.why = why
         state.failures += 1
 
-    def changes(self, now_s: float, room: int) -> Changes:
+    def changes(self, now_s: float, room: int) -> MembershipChanges:
         """What is to be done now; taken to be done by the caller. room: engines that may join now."""
         leave = dict(self._leaving(now_s))
         for name in leave:
@@ -107,7 +107,7 @@ class Members:
         names = {spec.name for spec in self._fixed}
         addresses = {spec.address for spec in self._fixed}
         by_address = {member.found.spec.address: name for name, member in self._members.items()}
-        join: list[Found] = []
+        join: list[DiscoveredEngine] = []
         for state in self.sources.values():
             for each in state.engines.values():
                 member = self._members.get(each.name)
@@ -130,7 +130,7 @@ class Members:
                 join.append(each)
                 by_address[each.spec.address] = each.name
                 self._members[each.name] = _Member(each, state.name)
-        return Changes(tuple(leave.items()), tuple(join))
+        return MembershipChanges(tuple(leave.items()), tuple(join))
 
     def cannot_join(self, name: str) -> None:
         """The fleet could not take an engine that was to join: it is none."""

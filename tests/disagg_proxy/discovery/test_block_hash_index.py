@@ -12,7 +12,7 @@ import pytest
 from moonpool import _native
 from moonpool.core.service.kv_events import AllBlocksCleared, Batch, BlockRemoved, BlockStored
 from moonpool.core.store.keys import chain_seed
-from moonpool.disagg_proxy.discovery.sequences import Sequences, Space
+from moonpool.disagg_proxy.discovery.block_hash_index import BlockHashIndex, Space
 
 BLOCK = 4
 SPACE = Space(BLOCK)
@@ -48,12 +48,12 @@ def keys(tokens: list[int], seed: bytes = b"") -> bytes:
     return _native.PrefixIndex(BLOCK).keys(array.array("I", tokens), seed)
 
 
-def known(made: Sequences, space: Space, chain: list[int]) -> int:
+def known(made: BlockHashIndex, space: Space, chain: list[int]) -> int:
     return len(made.keys(space, chain)) // 16
 
 
 def test_hashes_mean_the_blocks_of_the_index() -> None:
-    made, tokens = Sequences(), list(range(16))
+    made, tokens = BlockHashIndex(), list(range(16))
     chain = hashes(tokens)
     made.take(3, batch(stored(0, 2), stored(8, 2, 4, medium="CPU_PINNED")))
     assert made.keys(SPACE, chain) == keys(tokens)
@@ -65,7 +65,7 @@ def test_hashes_mean_the_blocks_of_the_index() -> None:
 
 def test_what_a_hash_means_stays_known_when_its_engine_has_dropped_the_block() -> None:
     """The name goes with the last copy, and with it what could be placed behind it."""
-    made, tokens = Sequences(), list(range(12))
+    made, tokens = BlockHashIndex(), list(range(12))
     made.take(3, batch(stored(0, 2), stored(0, 1, medium="CPU")))
     made.take(3, batch(BlockRemoved([0, 4], medium="GPU")))
     assert len(made) == 1
@@ -79,7 +79,7 @@ def test_what_a_hash_means_stays_known_when_its_engine_has_dropped_the_block() -
 
 
 def test_salt_and_lora_are_spaces_of_their_own_and_images_are_left_out() -> None:
-    made, tokens = Sequences(), list(range(8))
+    made, tokens = BlockHashIndex(), list(range(8))
     chain = hashes(tokens)
     made.take(0, batch(stored(0, 1, extra_keys=[("s",)]), stored(4, 1, 0)))
     assert made.keys(Space(BLOCK, "", "s"), chain) == keys(tokens, chain_seed(None, "s"))
@@ -93,7 +93,7 @@ def test_salt_and_lora_are_spaces_of_their_own_and_images_are_left_out() -> None
 
 
 def test_the_older_form_is_read_and_garbage_is_counted() -> None:
-    made = Sequences()
+    made = BlockHashIndex()
     old = [0.0, [["BlockStored", [1, 2], None, list(range(8)), BLOCK], ["BlockRemoved", [2]]]]
     made.take(0, msgspec.msgpack.encode(old))
     assert (len(made), known(made, SPACE, hashes(list(range(8))))) == (1, 2)
@@ -114,7 +114,7 @@ def test_the_older_form_is_read_and_garbage_is_counted() -> None:
     ],
 )
 def test_ids_that_are_none_cost_their_event_alone(event: BlockStored) -> None:
-    made = Sequences()
+    made = BlockHashIndex()
     made.take(0, batch(event, stored(0, 1)))
     assert made.odd == 1
     assert known(made, SPACE, hashes(list(range(BLOCK)))) == 1
@@ -122,7 +122,7 @@ def test_ids_that_are_none_cost_their_event_alone(event: BlockStored) -> None:
 
 
 def test_one_that_tells_without_end_drives_nobody_out() -> None:
-    made = Sequences(names_max=100, known_max=1000)
+    made = BlockHashIndex(names_max=100, known_max=1000)
     made.take(0, batch(stored(0, 10)))
     made.take(1, batch(stored(1000, 500)))
     assert (len(made), made.dropped, len(made._names[0])) == (100, 1, 10)
@@ -136,7 +136,7 @@ def test_one_that_tells_without_end_drives_nobody_out() -> None:
 
 
 def test_it_is_bounded() -> None:
-    made = Sequences(names_max=3, known_max=2)
+    made = BlockHashIndex(names_max=3, known_max=2)
     made.take(0, batch(stored(0, 2)))
     made.take(1, batch(stored(0, 4)))
     assert (len(made), made.dropped) == (3, 1)
@@ -149,7 +149,7 @@ def test_it_is_bounded() -> None:
 
 
 def test_it_agrees_with_a_plain_count_whatever_is_told(rng: random.Random) -> None:
-    made, tokens = Sequences(), list(range(32))
+    made, tokens = BlockHashIndex(), list(range(32))
     names: dict[int, Counter[int]] = {holder: Counter() for holder in range(3)}
     told: set[int] = set()
     for _ in range(3000):

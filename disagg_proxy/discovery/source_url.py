@@ -12,7 +12,7 @@ _EXAMPLES = (
 )
 
 
-class SourceName(NamedTuple):
+class SourceUrl(NamedTuple):
     """text: all of it."""
 
     kind: str
@@ -20,7 +20,7 @@ class SourceName(NamedTuple):
     text: str
 
 
-def parse_source_name(text: str) -> SourceName:
+def parse_source_url(text: str) -> SourceUrl:
     """Raises ConfigError for what is none."""
     kind, _, rest = text.partition(":")
     if kind not in KINDS or (kind == "http") != (not rest) or (kind == "http" and ":" in text):
@@ -29,4 +29,4 @@ def parse_source_name(text: str) -> SourceName:
             operation="config",
             key="proxy.discovery",
         )
-    return SourceName(kind, rest, text)
+    return SourceUrl(kind, rest, text)
