@@ -34,6 +34,7 @@ from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.discovery.sources import make_sources
 from moonpool.disagg_proxy.dispatch.dispatcher import ASKED_MAX, Dispatcher
 from moonpool.disagg_proxy.dispatch.locality import Locality
+from moonpool.disagg_proxy.endpoints.admin import AdminEndpoints
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.events.indexes import HOLDERS_MAX, Indexes
 from moonpool.disagg_proxy.events.subscriber import Subscriber
@@ -41,7 +42,6 @@ from moonpool.disagg_proxy.events.watch import StreamWatch
 from moonpool.disagg_proxy.fleet import Fleet
 from moonpool.disagg_proxy.keys import Keys
 from moonpool.disagg_proxy.listening import take_over_or_bind
-from moonpool.disagg_proxy.pages.pages import Pages
 from moonpool.disagg_proxy.peers.exchange import Exchange
 from moonpool.disagg_proxy.peers.metrics import PeerCollector
 from moonpool.disagg_proxy.settings import (
@@ -57,7 +57,7 @@ from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.source import TokenSource
 from moonpool.disagg_proxy.tokens.threads import TextThreads
 from moonpool.disagg_proxy.tracing.recorder import Recorder, exporter_of
-from moonpool.disagg_proxy.ui.data import Data, Group
+from moonpool.disagg_proxy.ui.snapshot import ProxyGroup, SnapshotBuilder
 
 _log = logging.getLogger("moonpool.proxy")
 _BACKLOG = 1024
@@ -126,7 +126,7 @@ class Proxy:
             self.fleet.join(DiscoveredEngine(spec, events.get(spec.name)))
         self._registry = self._register()
         self._follower = self._follow()
-        self.ui = Data(
+        self.ui = SnapshotBuilder(
             self._dispatcher, self.counters, self.relay.now, settings.policy, self._group, self._streams
         )
         self._pages = self._make_pages()
@@ -240,14 +240,14 @@ class Proxy:
             relay_paths=list(settings.relay_paths),
         )
 
-    def _make_pages(self) -> Pages:
+    def _make_pages(self) -> AdminEndpoints:
         settings = self._settings
         shown: list[Collector] = []
         if self._recorder is not None:
             shown.append(self._recorder)
         if self._exchange is not None:
             shown.append(PeerCollector(self._exchange))
-        return Pages(
+        return AdminEndpoints(
             self._dispatcher,
             self._locality,
             self._subscriber,
@@ -261,10 +261,10 @@ class Proxy:
             self._streams,
         )
 
-    def _group(self) -> Group:
+    def _group(self) -> ProxyGroup:
         """Which of the proxies this is, for the page."""
         settings, exchange = self._settings, self._exchange
-        group = Group(settings.process_number, settings.processes, settings.process_listen)
+        group = ProxyGroup(settings.process_number, settings.processes, settings.process_listen)
         if exchange is not None:
             group.others = sum(bool(row["connected"]) for row in exchange.link.stats().values())
             group.their_requests = len(exchange.shared)

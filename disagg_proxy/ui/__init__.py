@@ -1,10 +1,10 @@
-"""The page at /ui: what the proxy sees, and why it decided as it did, for people.
+"""The page at /ui: the state of the proxy and the reasons of its decisions, for people.
 
-    Accounts._ended -> History.ended     a tuple into a ring, on the thread that decides: all that a request
-                                         pays for the page
+    Accounts._ended -> History.ended            a tuple into a ring, on the thread that decides; a request
+                                                costs nothing else
     History.gather  (event loop, 4 x a second)  sums of 5 s, the last requests, predicted and observed
-    data.py         (event loop, when asked)    JSON at /ui/data
-    page.html       one file, nothing from elsewhere; asks for the JSON every 2 s
+    snapshot.py     (event loop, on request)    JSON at /ui/data
+    page.html       one self-contained file; fetches the JSON every 2 s
 
-Everything is bounded. It holds no text, no token and no header of any request.
+All of it is bounded in size. It keeps no text, no token and no header of any request.
 """

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.ui.history import Over
+from moonpool.disagg_proxy.ui.history import FinishedRequest
 
 TOLERANCE_TOKENS = 160  # an engine's own count differs by its last block, and a few tokens
 KEPT_S = 0.01  # less than that is no queue
@@ -22,12 +22,12 @@ _REASONS: Mapping[str, str] = {
 }
 
 
-def why_here(over: Over) -> str:
+def why_here(finished: FinishedRequest) -> str:
     """One sentence."""
-    why, asked = over.choice.why, over.asked
+    why, asked = finished.choice.why, finished.asked
     reason = why.get("reason")
-    again = over.observation.attempts > 1  # then it was at another one meanwhile
-    parts = [f"kept here for {seconds(over.kept_s)}"] if over.kept_s >= KEPT_S and not again else []
+    again = finished.observation.attempts > 1  # then it was at another one meanwhile
+    parts = [f"kept here for {seconds(finished.kept_s)}"] if finished.kept_s >= KEPT_S and not again else []
     if isinstance(reason, str) and reason:
         parts.append(_REASONS.get(reason, reason.replace("_", " ")))
     elif why:
@@ -45,7 +45,7 @@ def why_here(over: Over) -> str:
             if isinstance(value := why.get(name), float | int) and value > 0
         ]
         parts.append(f"{seconds(float(predicted))} predicted" + (f" ({' + '.join(costs)})" if costs else ""))
-    own, pool = over.reused
+    own, pool = finished.reused
     if asked.tokens and own + pool:
         held = [f"{own:,} tokens of its own"] if own else []
         held += [f"{pool:,} from the pool"] if pool else []
@@ -53,13 +53,13 @@ def why_here(over: Over) -> str:
     return "; ".join(parts) or "the policy did not say"
 
 
-def why_miss(over: Over, instances: Sequence[Instance]) -> str:
+def why_miss(finished: FinishedRequest, instances: Sequence[Instance]) -> str:
     """One sentence; "" for a prompt that was found as far as can be. instances: that there are now."""
-    asked = over.asked
+    asked = finished.asked
     if not asked.tokens:
         return "its tokens were not known: no tokenizer answered, or it is no generation"
-    own, pool = over.reused
-    predicted, cached = own + pool, over.cached
+    own, pool = finished.reused
+    predicted, cached = own + pool, finished.cached
     if cached >= 0 and predicted - cached > max(TOLERANCE_TOKENS, predicted // 10):
         return (
             f"{predicted:,} tokens were taken to be there, the engine found {cached:,}: evicted meanwhile, "
@@ -69,10 +69,10 @@ def why_miss(over: Over, instances: Sequence[Instance]) -> str:
         return "shorter than what is kept"
     if asked.tokens - predicted <= max(SHORT_TOKENS, asked.tokens // 20):
         return ""
-    left = asked.from_pool(over.choice.computes)
+    left = asked.from_pool(finished.choice.computes)
     if left and not pool:
         return f"the pool held {left:,} tokens more, and to fetch them was predicted to be slower"
-    best, holder = _best_elsewhere(over, instances)
+    best, holder = _best_elsewhere(finished, instances)
     if best > predicted + SHORT_TOKENS:
         return f"{holder} held {best:,} tokens, and going there was predicted to be slower"
     if not predicted:
@@ -86,11 +86,11 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value < 9.95 else f"{value:.0f} s"
 
 
-def _best_elsewhere(over: Over, instances: Sequence[Instance]) -> tuple[int, str]:
+def _best_elsewhere(finished: FinishedRequest, instances: Sequence[Instance]) -> tuple[int, str]:
     """(tokens, whose), of the instances that there are now."""
-    held = over.asked.own
+    held = finished.asked.own
     best = max(held, default=0)
-    if not best or best == over.asked.own_at(over.choice.computes):
+    if not best or best == finished.asked.own_at(finished.choice.computes):
         return 0, ""
     place = next(place for place, tokens in enumerate(held) if tokens == best)
     name = next((each.name for each in instances if each.place == place), "an instance that has left")

@@ -28,7 +28,7 @@ LAST_MAX = 200
 POINTS_MAX = 600
 
 
-class Over(NamedTuple):
+class FinishedRequest(NamedTuple):
     """A request that is over: the data plane's last record of it, the choice, what was known, and when it was
     sent."""
 
@@ -73,7 +73,7 @@ class Over(NamedTuple):
         return self.kept_s + float(found) if isinstance(found, float | int) else math.nan
 
 
-class Step(msgspec.Struct, array_like=True):
+class TimeStep(msgspec.Struct, array_like=True):
     """STEP_S seconds. own, pool, tokens: of prompts of known length; told, cached: of the answers that said
     how much was cached. ttft_s: of all streams together. wait_s: seconds of prefill in line at the step's
     end, of the instance that had most."""
@@ -90,7 +90,7 @@ class Step(msgspec.Struct, array_like=True):
     wait_s: float = 0.0
 
 
-class Total(msgspec.Struct):
+class Totals(msgspec.Struct):
     """Since the start, as in Step."""
 
     tokens: int = 0
@@ -110,11 +110,11 @@ class History:
         self.observed = self._records.append  # of policies that look at no prompts: all records, as they are
         self._fresh: deque[tuple[Observation, Choice, Request, float]] = deque(maxlen=FRESH_MAX)
         self.ended = self._fresh.append
-        self.last: deque[Over] = deque(maxlen=LAST_MAX)
+        self.last: deque[FinishedRequest] = deque(maxlen=LAST_MAX)
         # Seconds from arrival: (predicted, observed).
         self.points: deque[tuple[float, float]] = deque(maxlen=POINTS_MAX)
-        self.steps: deque[Step] = deque(maxlen=STEPS_MAX)
-        self.total = Total()
+        self.steps: deque[TimeStep] = deque(maxlen=STEPS_MAX)
+        self.total = Totals()
         self._wait_s = wait_s
         self._rejected_now = rejected
         self._rejected: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=REJECTED_MAX)
@@ -133,10 +133,10 @@ class History:
         while records:
             self._count(step, records.popleft(), instances)
         while fresh:
-            over = Over._make(fresh.popleft())
-            self.last.append(over)
-            self._take(step, over)
-        for name in Total.__struct_fields__:
+            finished = FinishedRequest._make(fresh.popleft())
+            self.last.append(finished)
+            self._take(step, finished)
+        for name in Totals.__struct_fields__:
             more = getattr(step, name) - getattr(before, name)
             setattr(self.total, name, getattr(self.total, name) + more)
 
@@ -153,9 +153,9 @@ class History:
             self.steps[-1].wait_s = self._wait_s()
             if now_s < self.steps[-1].at_s + 2 * STEP_S:
                 begin_s = self.steps[-1].at_s + STEP_S
-        self.steps.append(Step(begin_s))
+        self.steps.append(TimeStep(begin_s))
 
-    def _count(self, step: Step, records: bytes, instances: Sequence[Instance | None]) -> None:
+    def _count(self, step: TimeStep, records: bytes, instances: Sequence[Instance | None]) -> None:
         """Requests of which only the data plane's records are known. Their sums cost nothing by request."""
         rows = np.frombuffer(records, COLUMNS)
         rows = rows[(rows["stage"] == Stage.ENDED) & (rows["decode"] >= 0)]
@@ -173,14 +173,14 @@ class History:
             if decode is not None:
                 prefill = instances[each.prefill] if 0 <= each.prefill < len(instances) else None
                 sent_s = each.sent_prefill_s or each.sent_decode_s
-                self.last.append(Over(each, Choice(decode, prefill), Request(), sent_s))
+                self.last.append(FinishedRequest(each, Choice(decode, prefill), Request(), sent_s))
 
-    def _take(self, step: Step, over: Over) -> None:
+    def _take(self, step: TimeStep, finished: FinishedRequest) -> None:
         step.requests += 1
-        observation, choice, asked, _ = over
+        observation, choice, asked, _ = finished
         tokens = asked.tokens
         if tokens:
-            own, pool = over.reused
+            own, pool = finished.reused
             own = min(own, tokens)
             step.tokens += tokens
             step.own += own
@@ -189,10 +189,10 @@ class History:
         if cached >= 0 and observation.prompt_tokens > 0:
             step.told += observation.prompt_tokens
             step.cached += cached
-        ttft_s = over.ttft_s
+        ttft_s = finished.ttft_s
         if ttft_s == ttft_s:
             step.streams += 1
             step.ttft_s += ttft_s
-            predicted_s = over.predicted_s
+            predicted_s = finished.predicted_s
             if predicted_s == predicted_s:
                 self.points.append((predicted_s, ttft_s))

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moonpool.disagg_proxy.ui.data import Data
+from moonpool.disagg_proxy.ui.snapshot import SnapshotBuilder
 
 
 class PromptCollector(Collector):
-    def __init__(self, data: Data) -> None:
+    def __init__(self, data: SnapshotBuilder) -> None:
         self._data = data
 
     def collect(self) -> Iterator[Metric]:

@@ -395,7 +395,7 @@ class Bed:
         """The value of one sample; 0 when it is not there."""
         from prometheus_client import CollectorRegistry
 
-        from moonpool.disagg_proxy.pages.metrics import Collected, proxy_families
+        from moonpool.disagg_proxy.endpoints.relay_metrics import Collected, proxy_families
 
         registry = CollectorRegistry()
         registry.register(Collected(list(proxy_families(self.proxy.counters()))))

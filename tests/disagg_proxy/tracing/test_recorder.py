@@ -24,7 +24,7 @@ from opentelemetry.trace import SpanKind
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import single
 from moonpool.disagg_proxy.data_plane.observations import RECORD, Observation, Stage
-from moonpool.disagg_proxy.pages.metrics import exposition
+from moonpool.disagg_proxy.endpoints.relay_metrics import exposition
 from moonpool.disagg_proxy.tracing import recorder as recorder_module
 from moonpool.disagg_proxy.tracing.recorder import Recorder, exporter_of
 from tests.disagg_proxy.data_plane.test_plans import BODY, CHAT, pd_bed

@@ -8,13 +8,13 @@ from typing import Any
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.data_plane.observations import Observation
-from moonpool.disagg_proxy.ui.data import EngineRow, Group, LastRow, Page
-from moonpool.disagg_proxy.ui.history import STEP_S, Over, Step
+from moonpool.disagg_proxy.ui.history import STEP_S, FinishedRequest, TimeStep
+from moonpool.disagg_proxy.ui.snapshot import DecisionRow, EngineSnapshot, ProxyGroup, Snapshot
 
 INSTANCES = tuple(Instance(place, f"p{place}") for place in range(3))
 
 
-def over(
+def finished(
     *,
     at: int = 0,
     tokens: int = 1000,
@@ -25,7 +25,7 @@ def over(
     fetch: bool = True,
     sent_s: float = 10.0,
     **observed: Any,
-) -> Over:
+) -> FinishedRequest:
     """Of a stream that arrived at 10 s and had its first token at 10.5 s."""
     values = dict.fromkeys(Observation._fields, 0)
     values |= {"arrived_s": 10.0, "first_byte_s": 10.5, "last_byte_s": 12.0, "stream": 1, "status": 200}
@@ -33,13 +33,13 @@ def over(
     values |= {"trace_id": bytes(16), "parent_id": bytes(8), "span_id": bytes(8), **observed}
     asks = None if prefill is None else INSTANCES[prefill]
     choice = Choice(INSTANCES[at], asks, 0.1, {} if why is None else why, fetch)
-    return Over(Observation(**values), choice, Request(tokens, own, pool), sent_s)
+    return FinishedRequest(Observation(**values), choice, Request(tokens, own, pool), sent_s)
 
 
 def page(engines: int, **other: Any) -> dict[str, Any]:
     """What /ui/data says of so many instances, every tenth of them ill in some way."""
     rows = [
-        EngineRow(
+        EngineSnapshot(
             f"engine-{at}",
             "prefill" if at % 2 else "decode",
             "dead" if at % 20 == 7 else "healthy",
@@ -57,7 +57,7 @@ def page(engines: int, **other: Any) -> dict[str, Any]:
         for at in range(engines)
     ]
     steps = [
-        Step(
+        TimeStep(
             1000 - STEP_S * ago,
             50,
             60_000,
@@ -72,7 +72,7 @@ def page(engines: int, **other: Any) -> dict[str, Any]:
         for ago in range(180, 0, -1)
     ]
     last = [
-        LastRow(
+        DecisionRow(
             at,
             f"{at:032x}",
             at / 2,
@@ -93,19 +93,19 @@ def page(engines: int, **other: Any) -> dict[str, Any]:
         )
         for at in range(60)
     ]
-    made = Page(
+    made = Snapshot(
         version="9.9",
         process=1,
-        group=Group(),
+        group=ProxyGroup(),
         policy="conductor",
         explains=True,
         clock_s=1000.0,
         engines=engines,
         healthy=sum(row.health == "healthy" for row in rows),
-        engine_columns=EngineRow._fields,
+        engine_columns=EngineSnapshot._fields,
         engine_rows=rows,
         step_s=STEP_S,
-        step_columns=Step.__struct_fields__,
+        step_columns=TimeStep.__struct_fields__,
         steps=steps,
         points=[(0.01 * 1.02**at, 0.01 * 1.02**at * (0.8 + at % 7 / 15)) for at in range(300)],
         rejected={"ttft": 900, "no_engine": 12, "unknown_path": 3},

@@ -6,7 +6,7 @@ import pytest
 
 from moonpool.disagg_proxy.ui.explain import seconds, why_here, why_miss
 
-from .made import INSTANCES, over
+from .made import INSTANCES, finished
 
 WEIGHED = {"predicted_ttft_s": 0.42, "wait_s": 0.1, "prefill_s": 0.3, "transfer_s": 0.0, "handover_s": 0.02}
 
@@ -14,22 +14,25 @@ WEIGHED = {"predicted_ttft_s": 0.42, "wait_s": 0.1, "prefill_s": 0.3, "transfer_
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (over(), "the policy did not say"),
-        (over(why={"load": 3}), "by its load"),
+        (finished(), "the policy did not say"),
+        (finished(why={"load": 3}), "by its load"),
         (
-            over(why={**WEIGHED, "reason": "least_time"}, own=(600, 0, 0), pool=800),
+            finished(why={**WEIGHED, "reason": "least_time"}, own=(600, 0, 0), pool=800),
             "its first token was predicted soonest; 0.42 s predicted (wait 0.10 s + compute 0.30 s + "
             "hand-over 20 ms); reuses 600 tokens of its own and 200 from the pool of 1,000",
         ),
-        (over(why={"reason": "only"}), "it was the only one that could"),
+        (finished(why={"reason": "only"}), "it was the only one that could"),
         (
-            over(why={"reason": "prefill_busy"}),
+            finished(why={"reason": "prefill_busy"}),
             "the engines for prefill were busy, and to compute it here cost less than to wait",
         ),
-        (over(why={"reason": "only"}, sent_s=10.3), "kept here for 0.30 s; it was the only one that could"),
-        (over(why={"reason": "only"}, sent_s=10.3, attempts=2), "it was the only one that could"),
-        (over(why={"reason": "my_own"}), "my own"),
-        (over(why={"predicted_ttft_s": "odd", "reason": 3}), "its first token was predicted soonest"),
+        (
+            finished(why={"reason": "only"}, sent_s=10.3),
+            "kept here for 0.30 s; it was the only one that could",
+        ),
+        (finished(why={"reason": "only"}, sent_s=10.3, attempts=2), "it was the only one that could"),
+        (finished(why={"reason": "my_own"}), "my own"),
+        (finished(why={"predicted_ttft_s": "odd", "reason": 3}), "its first token was predicted soonest"),
     ],
 )
 def test_why_here(made: object, sentence: str) -> None:
@@ -39,17 +42,17 @@ def test_why_here(made: object, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (over(tokens=0), "its tokens were not known"),
-        (over(own=(980, 0, 0)), ""),
-        (over(own=(600, 0, 0), pool=980), ""),
-        (over(), "nobody held its beginning"),
-        (over(tokens=40), "shorter than what is kept"),
-        (over(own=(512, 0, 0)), "behind 512 tokens it is new"),
-        (over(own=(100, 0, 900)), "p2 held 900 tokens, and going there was predicted to be slower"),
-        (over(own=(100, 0, 0), pool=800, fetch=False), "the pool held 700 tokens more"),
-        (over(own=(980, 0, 0), prompt_tokens=1000, cached_tokens=0), "the engine found 0"),
-        (over(own=(980, 0, 0), prompt_tokens=1000, cached_tokens=900), ""),
-        (over(own=(980, 0, 0), cached_tokens=-1), ""),
+        (finished(tokens=0), "its tokens were not known"),
+        (finished(own=(980, 0, 0)), ""),
+        (finished(own=(600, 0, 0), pool=980), ""),
+        (finished(), "nobody held its beginning"),
+        (finished(tokens=40), "shorter than what is kept"),
+        (finished(own=(512, 0, 0)), "behind 512 tokens it is new"),
+        (finished(own=(100, 0, 900)), "p2 held 900 tokens, and going there was predicted to be slower"),
+        (finished(own=(100, 0, 0), pool=800, fetch=False), "the pool held 700 tokens more"),
+        (finished(own=(980, 0, 0), prompt_tokens=1000, cached_tokens=0), "the engine found 0"),
+        (finished(own=(980, 0, 0), prompt_tokens=1000, cached_tokens=900), ""),
+        (finished(own=(980, 0, 0), cached_tokens=-1), ""),
     ],
 )
 def test_why_miss(made: object, sentence: str) -> None:

@@ -19,8 +19,8 @@ from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings
 from moonpool.disagg_proxy.tools.replay.prompts import Prompts
 from moonpool.disagg_proxy.tools.replay.run import Plan, replay_here
 from moonpool.disagg_proxy.tools.replay.sender import Bounds
-from moonpool.disagg_proxy.ui.data import Group
 from moonpool.disagg_proxy.ui.page import page_answer
+from moonpool.disagg_proxy.ui.snapshot import ProxyGroup
 
 from ..harness import with_deadline
 from ..tools.replay.beds import trace_of
@@ -139,8 +139,8 @@ async def test_a_thousand_instances() -> None:
 
 @in_time
 async def test_one_process_of_several_says_which_it_is_and_what_it_shares() -> None:
-    first = page(3, group=Group(1, 4, "127.0.0.1:9001", 3, 17), process=11)
-    second = page(3, group=Group(2, 4, "127.0.0.1:9002", 3, 17), process=12)
+    first = page(3, group=ProxyGroup(1, 4, "127.0.0.1:9001", 3, 17), process=11)
+    second = page(3, group=ProxyGroup(2, 4, "127.0.0.1:9002", 3, 17), process=12)
     answers = [(200, first)]
     async with serving(answers) as url, tab() as t:
         await t.open(url)
@@ -155,7 +155,7 @@ async def test_one_process_of_several_says_which_it_is_and_what_it_shares() -> N
             "document.getElementById('share').innerText.includes('Another process than before')"
         )
         assert not t.problems
-    async with serving([(200, page(3, group=Group(others=1)))]) as url, tab() as t:
+    async with serving([(200, page(3, group=ProxyGroup(others=1)))]) as url, tab() as t:
         await t.open(url)
         await t.until(FRESH)
         assert await t.text("#process") == ""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 from prometheus_client.core import Metric
 
-from moonpool.disagg_proxy.pages import scrapes
-from moonpool.disagg_proxy.pages.metrics import exposition
+from moonpool.disagg_proxy.endpoints import metrics
+from moonpool.disagg_proxy.endpoints.relay_metrics import exposition
 from tests.disagg_proxy.harness import bed, request_bytes, until, with_deadline
 
 
@@ -24,7 +24,7 @@ async def test_all_who_ask_while_a_text_is_made_get_it_and_the_loop_goes_on(
         assert may_go.wait(20)
         return exposition(families)
 
-    monkeypatch.setattr(scrapes, "exposition", slowly)
+    monkeypatch.setattr(metrics, "exposition", slowly)
     async with bed(1) as b:
         asking = [await b.client() for _ in range(5)]
         for client in asking:
@@ -47,8 +47,8 @@ async def test_a_text_that_was_work_is_kept_for_a_while(monkeypatch: pytest.Monk
             return next(row for row in page.splitlines() if row.startswith(b"moonpool_proxy_accepted"))
 
         assert await accepted() != await accepted()
-        monkeypatch.setattr(scrapes, "CHEAP_S", 0.0)
-        monkeypatch.setattr(scrapes, "KEPT_S", 1e6)
+        monkeypatch.setattr(metrics, "CHEAP_S", 0.0)
+        monkeypatch.setattr(metrics, "KEPT_S", 1e6)
         kept = await accepted()
         assert await accepted() == kept
         b.proxy._pages._scrapes._kept_until_s = 0.0
@@ -62,6 +62,6 @@ async def test_a_text_that_cannot_be_made_is_said(monkeypatch: pytest.MonkeyPatc
 
     async with bed(1) as b:
         with monkeypatch.context() as patch:
-            patch.setattr(scrapes, "exposition", fail)
+            patch.setattr(metrics, "exposition", fail)
             assert (await b.ask("GET", "/metrics")).status == 500
         assert (await b.ask("GET", "/metrics")).status == 200

@@ -14,22 +14,22 @@ from moonpool.disagg_proxy.discovery.reconciler import Reconciler, SourceStatus
 from moonpool.disagg_proxy.discovery.registry_endpoints import RegistryEndpoints
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.dispatch.locality import Locality
+from moonpool.disagg_proxy.endpoints.conductor_metrics import ConductorCollector
+from moonpool.disagg_proxy.endpoints.handover_metrics import HandoverCollector
+from moonpool.disagg_proxy.endpoints.metrics import MetricsEndpoint
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.engines.health import merged_models
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from moonpool.disagg_proxy.events.watch import StreamRow, StreamWatch
 from moonpool.disagg_proxy.keys import WANTS_KEY, Keys
-from moonpool.disagg_proxy.pages.conductor_metrics import ConductorCollector
-from moonpool.disagg_proxy.pages.handover_metrics import HandoverCollector
-from moonpool.disagg_proxy.pages.scrapes import Scrapes
-from moonpool.disagg_proxy.ui.data import Data
 from moonpool.disagg_proxy.ui.metrics import PromptCollector
 from moonpool.disagg_proxy.ui.page import data_answer, page_answer
+from moonpool.disagg_proxy.ui.snapshot import SnapshotBuilder
 
 _KEYED = (b"/engines", b"/ui/data")
 
 
-class EngineRow(msgspec.Struct):
+class EngineListing(msgspec.Struct):
     """One engine in GET /engines. health: also leaving, of one that was removed and still has requests. why:
     the last failure of its health check, "" while healthy. requests: answers, and prefills for others.
     events: whether its KV events are heard (events/watch.py); "": none are followed."""
@@ -52,7 +52,7 @@ class EnginesPage(msgspec.Struct, omit_defaults=True):
     """discovery: the sources of engines, where there are any."""
 
     policy: str
-    engines: list[EngineRow]
+    engines: list[EngineListing]
     discovery: list[SourceStatus] = []
 
 
@@ -66,7 +66,7 @@ class HealthPage(msgspec.Struct, omit_defaults=True):
     events: list[StreamRow] = []
 
 
-class Pages:
+class AdminEndpoints:
     """Called on the proxy's event loop. look: the data plane's counters as they are now. readers: keys of
     callers that may see engines' addresses and why a check of them failed."""
 
@@ -77,7 +77,7 @@ class Pages:
         subscriber: Subscriber | None,
         look: Callable[[], Counters],
         policy: str,
-        data: Data,
+        data: SnapshotBuilder,
         more: Sequence[Collector] = (),
         follower: Reconciler | None = None,
         registry: RegistryEndpoints | None = None,
@@ -92,7 +92,7 @@ class Pages:
         collectors += more
         if follower is not None:
             collectors.append(follower)
-        self._scrapes = Scrapes(look, collectors)
+        self._scrapes = MetricsEndpoint(look, collectors)
         self._follower = follower
         self._registry = registry
         self._streams = streams
@@ -156,8 +156,8 @@ class Pages:
         return [] if self._follower is None else self._follower.rows()
 
 
-def _row(engine: Engine, counts: EngineCounters, events: str) -> EngineRow:
-    return EngineRow(
+def _row(engine: Engine, counts: EngineCounters, events: str) -> EngineListing:
+    return EngineListing(
         name=engine.name,
         url=engine.url,
         role=engine.role,

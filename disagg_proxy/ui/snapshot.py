@@ -21,7 +21,7 @@ from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.events.watch import StreamWatch
 from moonpool.disagg_proxy.ui.explain import why_here, why_miss
-from moonpool.disagg_proxy.ui.history import STEP_S, History, Over, Step, Total
+from moonpool.disagg_proxy.ui.history import STEP_S, FinishedRequest, History, TimeStep, Totals
 
 KEPT_S = 1.0
 ROWS_MAX = 2_000
@@ -29,7 +29,7 @@ SHOWN_MAX = 60  # of the last requests
 _OUTCOMES = ("answered", "client left", "failed", "broken off", "refused")
 
 
-class EngineRow(NamedTuple):
+class EngineSnapshot(NamedTuple):
     """wait_s: seconds of prefill in line. waiting, decoding: requests in the conductor's books; -1 where it
     keeps none. requests: answers, and prefills for others. events: as in GET /engines."""
 
@@ -48,7 +48,7 @@ class EngineRow(NamedTuple):
     events: str
 
 
-class LastRow(msgspec.Struct):
+class DecisionRow(msgspec.Struct):
     """One of the last requests. ago_s: since its end. tokens: of its prompt, as the engine says where the
     policy looks at no prompt. cached: by the engine, -1 where it did not tell."""
 
@@ -71,7 +71,7 @@ class LastRow(msgspec.Struct):
     why_miss: str
 
 
-class Group(msgspec.Struct):
+class ProxyGroup(msgspec.Struct):
     """Which process this is: ``number`` (from 0) of ``processes`` at one address, reached alone at ``listen``
     ("": nowhere). others: proxies that it hears; their_requests: of those, in its books."""
 
@@ -82,29 +82,29 @@ class Group(msgspec.Struct):
     their_requests: int = 0
 
 
-class Page(msgspec.Struct):
+class Snapshot(msgspec.Struct):
     version: str
     process: int
-    group: Group
+    group: ProxyGroup
     policy: str
     explains: bool  # whether the policy looks at prompts, so that there is anything to explain
     clock_s: float
     engines: int
     healthy: int
     engine_columns: Sequence[str]
-    engine_rows: Sequence[EngineRow]
+    engine_rows: Sequence[EngineSnapshot]
     step_s: float
     step_columns: Sequence[str]
-    steps: Sequence[Step]
+    steps: Sequence[TimeStep]
     points: Sequence[tuple[float, float]]  # (predicted, observed) seconds to the first token
     rejected: dict[str, int]
     rejected_lately: dict[str, int]
     failures: dict[str, int]  # of engines, by reason
     blind: int
-    last: Sequence[LastRow]
+    last: Sequence[DecisionRow]
 
 
-class Data:
+class SnapshotBuilder:
     """On the event loop. clock: the data plane's. look: its counters as they are now."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Data:
         look: Callable[[], Counters],
         clock: Callable[[], float],
         policy: str,
-        group: Callable[[], Group] = Group,
+        group: Callable[[], ProxyGroup] = ProxyGroup,
         streams: StreamWatch | None = None,
     ) -> None:
         self._dispatcher = dispatcher
@@ -133,7 +133,7 @@ class Data:
     def gather(self) -> None:
         self.history.gather(self._clock(), self._dispatcher.candidates.instance_at)
 
-    def total(self) -> Total:
+    def total(self) -> Totals:
         """Since the start, up to now."""
         self._dispatcher.learn()
         self.gather()
@@ -156,7 +156,7 @@ class Data:
             self._made, self._made_s = msgspec.json.encode(self._page(now_s)), now_s
         return self._made
 
-    def _page(self, now_s: float) -> Page:
+    def _page(self, now_s: float) -> Snapshot:
         dispatcher, history, counters = self._dispatcher, self.history, self._look()
         instances = tuple(dispatcher.instances)
         engines = {each.place: each for each in dispatcher.engines}
@@ -175,7 +175,7 @@ class Data:
             for (_, reason), count in each.failures.items():
                 failures[reason] = failures.get(reason, 0) + count
         last = list(history.last)[-SHOWN_MAX:]
-        return Page(
+        return Snapshot(
             version=__version__,
             process=os.getpid(),
             group=self._group(),
@@ -184,17 +184,20 @@ class Data:
             clock_s=now_s,
             engines=len(rows),
             healthy=dispatcher.healthy_count,
-            engine_columns=EngineRow._fields,
+            engine_columns=EngineSnapshot._fields,
             engine_rows=rows[:ROWS_MAX],
             step_s=STEP_S,
-            step_columns=Step.__struct_fields__,
+            step_columns=TimeStep.__struct_fields__,
             steps=list(history.steps),
             points=list(history.points),
             rejected=counters.rejected,
             rejected_lately=history.rejected_lately(counters.rejected),
             failures=failures,
             blind=dispatcher.blind,
-            last=[_last_row(over, instances, now_s, dispatcher.uses_tokens) for over in reversed(last)],
+            last=[
+                _decision_row(finished, instances, now_s, dispatcher.uses_tokens)
+                for finished in reversed(last)
+            ],
         )
 
     def wait_s(self) -> float:
@@ -225,9 +228,9 @@ def _books(accounts: Accounts, now_s: float) -> dict[int, Books]:
     return found
 
 
-def _engine_row(engine: Engine | None, counts: EngineCounters, books: Books, events: str) -> EngineRow:
+def _engine_row(engine: Engine | None, counts: EngineCounters, books: Books, events: str) -> EngineSnapshot:
     """engine: None for one that is leaving."""
-    return EngineRow(
+    return EngineSnapshot(
         counts.name,
         "" if engine is None else engine.role,
         "leaving" if engine is None else engine.liveness.state.value,
@@ -242,10 +245,12 @@ def _engine_row(engine: Engine | None, counts: EngineCounters, books: Books, eve
     )
 
 
-def _last_row(over: Over, instances: Sequence[Instance], now_s: float, explains: bool) -> LastRow:
-    observation, choice = over.observation, over.choice
-    own, pool = over.reused
-    return LastRow(
+def _decision_row(
+    finished: FinishedRequest, instances: Sequence[Instance], now_s: float, explains: bool
+) -> DecisionRow:
+    observation, choice = finished.observation, finished.choice
+    own, pool = finished.reused
+    return DecisionRow(
         number=observation.request,
         trace=observation.trace_id.hex(),
         ago_s=round(max(now_s - observation.last_byte_s, 0.0), 1),
@@ -253,16 +258,16 @@ def _last_row(over: Over, instances: Sequence[Instance], now_s: float, explains:
         prefill=None if choice.prefill is None else choice.prefill.name,
         outcome=_OUTCOMES[observation.outcome] if observation.outcome < len(_OUTCOMES) else "?",
         status=observation.status,
-        tokens=over.asked.tokens or max(observation.prompt_tokens, 0),
+        tokens=finished.asked.tokens or max(observation.prompt_tokens, 0),
         own=own,
         pool=pool,
-        cached=over.cached,
+        cached=finished.cached,
         made=observation.completion_tokens,
-        predicted_s=_number(over.predicted_s),
-        ttft_s=_number(over.ttft_s),
+        predicted_s=_number(finished.predicted_s),
+        ttft_s=_number(finished.ttft_s),
         total_s=round(max(observation.last_byte_s - observation.arrived_s, 0.0), 4),
-        why_here=why_here(over) if explains else "",
-        why_miss=why_miss(over, instances) if explains else "",
+        why_here=why_here(finished) if explains else "",
+        why_miss=why_miss(finished, instances) if explains else "",
     )
 
 

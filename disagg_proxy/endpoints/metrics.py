@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
 from moonpool.disagg_proxy.data_plane.counters import Counters
-from moonpool.disagg_proxy.pages.metrics import CONTENT_TYPE, exposition, proxy_families
+from moonpool.disagg_proxy.endpoints.relay_metrics import CONTENT_TYPE, exposition, proxy_families
 
 KEPT_S = 1.0
 CHEAP_S = 0.05  # of a core: a text that took less is made anew each time
@@ -26,7 +26,7 @@ CHEAP_S = 0.05  # of a core: a text that took less is made anew each time
 _log = logging.getLogger("moonpool.proxy")
 
 
-class Scrapes:
+class MetricsEndpoint:
     """On the event loop. look: the data plane's counters; collectors: of all else."""
 
     def __init__(self, look: Callable[[], Counters], collectors: Sequence[Collector]) -> None:

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from moonpool.disagg_proxy.dispatch.handovers import Handovers
-from moonpool.disagg_proxy.pages.metrics import buckets
+from moonpool.disagg_proxy.endpoints.relay_metrics import buckets
 
 
 class HandoverCollector(Collector):
