@@ -20,11 +20,11 @@ from moonpool._native import Relay
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.dispatch.locality import Locality
-from moonpool.disagg_proxy.engine_keys import read_engine_keys
+from moonpool.disagg_proxy.engine_api_keys import read_engine_keys
 from moonpool.disagg_proxy.engines.bootstrap import Bootstrap
+from moonpool.disagg_proxy.engines.bootstrap_conflicts import BootstrapConflicts
 from moonpool.disagg_proxy.engines.engine import Engine, bootstrap_of
 from moonpool.disagg_proxy.engines.health import HealthChecker
-from moonpool.disagg_proxy.engines.neighbours import Neighbours
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from moonpool.disagg_proxy.settings import ProxySettings
 from moonpool.disagg_proxy.tracing.recorder import Recorder
@@ -56,7 +56,9 @@ class Fleet:
         self._leaving: dict[int, Engine] = {}  # by place
         self._failed: set[int] = set()  # places of those that leave because they could not join
         self._pages: dict[int, Bootstrap] = {}  # by place
-        self._neighbours = Neighbours(settings.engines)  # those of the settings are there, or on their way
+        self._neighbours = BootstrapConflicts(
+            settings.engines
+        )  # those of the settings are there, or on their way
         self._checkers: dict[int, HealthChecker] = {}  # by place
         self._checks: dict[int, asyncio.Task[None]] = {}
         self._started = False

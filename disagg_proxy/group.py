@@ -33,7 +33,7 @@ from moonpool.core.service.backoff import Backoff
 from moonpool.core.service.exit_codes import EXIT_USAGE
 from moonpool.core.service.processes import die_with_parent, stay_through_hangup
 from moonpool.disagg_proxy.group_folder import hold, new_folder
-from moonpool.disagg_proxy.listening import take_or_bind, take_over_or_bind
+from moonpool.disagg_proxy.listen_sockets import take_or_bind, take_over_or_bind
 from moonpool.disagg_proxy.process import ORPHANED, REPLACED, line
 from moonpool.disagg_proxy.process import run as run_one
 from moonpool.disagg_proxy.settings import ProxySettings

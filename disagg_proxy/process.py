@@ -19,7 +19,7 @@ from moonpool.core.service.processes import stay_through_hangup
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.server import serve
 from moonpool.disagg_proxy.settings import Limits, ProxySettings
-from moonpool.disagg_proxy.tokens.threads import are_at_work
+from moonpool.disagg_proxy.tokens.tokenizer_threads import are_at_work
 
 _log = logging.getLogger("moonpool.proxy")
 _FILES_RESERVED = 128  # for all that does not grow with clients or engines: refused clients, pages, metrics

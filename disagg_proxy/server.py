@@ -18,6 +18,7 @@ from dataclasses import asdict
 from prometheus_client.registry import Collector
 
 from moonpool._native import ProxyRequest, Relay
+from moonpool.disagg_proxy.api_keys import ApiKeys
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, refused
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.data_plane.counters import Counters, look
@@ -36,14 +37,13 @@ from moonpool.disagg_proxy.dispatch.dispatcher import ASKED_MAX, Dispatcher
 from moonpool.disagg_proxy.dispatch.locality import Locality
 from moonpool.disagg_proxy.endpoints.admin import AdminEndpoints
 from moonpool.disagg_proxy.engines.engine import Engine
-from moonpool.disagg_proxy.events.indexes import HOLDERS_MAX, Indexes
+from moonpool.disagg_proxy.events.prefix_indexes import HOLDERS_MAX, PrefixIndexes
+from moonpool.disagg_proxy.events.stream_watch import StreamWatch
 from moonpool.disagg_proxy.events.subscriber import Subscriber
-from moonpool.disagg_proxy.events.watch import StreamWatch
 from moonpool.disagg_proxy.fleet import Fleet
-from moonpool.disagg_proxy.keys import Keys
-from moonpool.disagg_proxy.listening import take_over_or_bind
-from moonpool.disagg_proxy.peers.exchange import Exchange
+from moonpool.disagg_proxy.listen_sockets import take_over_or_bind
 from moonpool.disagg_proxy.peers.metrics import PeerCollector
+from moonpool.disagg_proxy.peers.peer_sync import PeerSync
 from moonpool.disagg_proxy.settings import (
     EngineSpec,
     ProxySettings,
@@ -55,7 +55,7 @@ from moonpool.disagg_proxy.takeover import Offer, Predecessor
 from moonpool.disagg_proxy.tokens.engine_source import EngineSource
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.source import TokenSource
-from moonpool.disagg_proxy.tokens.threads import TextThreads
+from moonpool.disagg_proxy.tokens.tokenizer_threads import TokenizerThreads
 from moonpool.disagg_proxy.tracing.recorder import Recorder, exporter_of
 from moonpool.disagg_proxy.ui.snapshot import ProxyGroup, SnapshotBuilder
 
@@ -89,7 +89,7 @@ class Proxy:
         self._predecessor: Predecessor | None = None
         self._offer: Offer | None = None
         self.replaced = asyncio.Event() if replaced is None else replaced  # another proxy is at our address
-        self._indexes = Indexes()
+        self._indexes = PrefixIndexes()
         self._locality = Locality(self._indexes)
         policy = make_policy(settings.policy)
         tokens = _token_source(settings, lambda: self.engines) if policy.uses_tokens else None
@@ -108,7 +108,7 @@ class Proxy:
             policy_name=settings.policy,
         )
         self._tokenises = isinstance(tokens, LocalSource) and decide is None
-        self._text_threads: TextThreads | None = None
+        self._text_threads: TokenizerThreads | None = None
         self._recorder = self._record_spans()
         if self._recorder is not None:
             self._dispatcher.chosen = self._recorder.chosen
@@ -146,7 +146,7 @@ class Proxy:
             follows = self._predecessor is not None or self._is_one_of_several
             self._exchange.start(waits=self._settings.take_over and follows)
         if self._tokenises:
-            self._text_threads = TextThreads(
+            self._text_threads = TokenizerThreads(
                 self.relay.next_text,
                 self.relay.overdue_text,
                 self._dispatcher.ids_of,
@@ -257,7 +257,7 @@ class Proxy:
             shown,
             self._follower,
             self._registry_pages(),
-            Keys([*read_api_keys(settings.api_keys_file), *self._registrars]),
+            ApiKeys([*read_api_keys(settings.api_keys_file), *self._registrars]),
             self._streams,
         )
 
@@ -270,7 +270,7 @@ class Proxy:
             group.their_requests = len(exchange.shared)
         return group
 
-    def _exchange_books(self) -> Exchange | None:
+    def _exchange_books(self) -> PeerSync | None:
         """None: there are no peers to tell."""
         settings = self._settings
         if not settings.peers.listen:
@@ -278,7 +278,7 @@ class Proxy:
         if not self._dispatcher.uses_tokens:
             _log.warning("the policy %s keeps no books that proxies could exchange", settings.policy)
             return None
-        return Exchange(settings.peers, self._dispatcher, self._locality, waits=settings.take_over)
+        return PeerSync(settings.peers, self._dispatcher, self._locality, waits=settings.take_over)
 
     def _resume(self, request: ProxyRequest, decision: Decision) -> None:
         self.relay.resume(request, decision)
@@ -316,13 +316,13 @@ class Proxy:
         if registry is None:
             return None
         settings = self._settings
-        askers = Keys(read_api_keys(settings.api_keys_file))
+        askers = ApiKeys(read_api_keys(settings.api_keys_file))
         sequences = BlockHashIndex()
         if self._subscriber is not None:
             self._subscriber.tap = sequences
         queries = CacheQueryApi(self._indexes, lambda: self.engines, registry.publishers.values, sequences)
         return RegistryEndpoints(
-            registry, queries, Keys(self._registrars), askers, HostResolver(self._networks)
+            registry, queries, ApiKeys(self._registrars), askers, HostResolver(self._networks)
         )
 
     def _follow(self) -> Reconciler | None:

@@ -190,7 +190,7 @@ class ProxySettings:
     discovery_allow: tuple[str, ...] = ()  # networks in which engines may register; (): this host alone
     discovery_registry_file: str = ""  # keeps registrations; "": a restart forgets them
     relay_paths: tuple[str, ...] = ()  # that are relayed besides those of inference; "/x/*": all below /x/
-    engine_key_file: str = ""  # what engines are shown; engine_keys.py
+    engine_key_file: str = ""  # what engines are shown; engine_api_keys.py
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

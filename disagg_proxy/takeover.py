@@ -4,7 +4,7 @@ The running one hands its listening sockets over, through a UNIX socket named af
 abstract name space, so there is no file that could be left behind). For a moment both accept from the same
 queue, so no connection is between the two. Only when the new one serves, the old one drains and ends; a new
 one that fails before that has changed nothing. The address for other proxies is ZeroMQ's, which shares no
-socket: the old one lets go of it when it is told, and the new one tries until then (peers/link.py).
+socket: the old one lets go of it when it is told, and the new one tries until then (peers/peer_bus.py).
 
     new: connects           old: the listening sockets (SCM_RIGHTS)
     new: checks its engines, accepts, b"taken"      old: gives up the name, closes this connection, drains

@@ -22,7 +22,7 @@ from benchmarks.proxy.mock_engine import MockEngine
 from moonpool._native import ProxyRequest
 from moonpool.core.service.kv_events import Batch, BlockStored, KvEvent, Publisher, QueueSource
 from moonpool.disagg_proxy.conductor.plan import Decision
-from moonpool.disagg_proxy.events.indexes import MODEL_ANY
+from moonpool.disagg_proxy.events.prefix_indexes import MODEL_ANY
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.server import Proxy
 from moonpool.disagg_proxy.settings import EngineSpec, HealthChecks, ProxySettings

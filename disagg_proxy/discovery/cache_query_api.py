@@ -23,7 +23,7 @@ from moonpool.disagg_proxy.discovery.block_hash_index import BlockHashIndex, Spa
 from moonpool.disagg_proxy.discovery.registration import TENANT, Name, Text
 from moonpool.disagg_proxy.discovery.registry import ActiveRegistration
 from moonpool.disagg_proxy.engines.engine import Engine
-from moonpool.disagg_proxy.events.indexes import MODEL_ANY, Indexes
+from moonpool.disagg_proxy.events.prefix_indexes import MODEL_ANY, PrefixIndexes
 
 QUERY_BYTES_MAX = 16 << 20  # a million tokens and more
 Tiers = tuple[int, int, int]  # leading blocks on the device, there or in the host's memory, anywhere
@@ -73,7 +73,7 @@ class CacheQueryApi:
 
     def __init__(
         self,
-        indexes: Indexes,
+        indexes: PrefixIndexes,
         engines: Callable[[], Iterable[Engine]],
         publishers: Callable[[], Iterable[ActiveRegistration]],
         sequences: BlockHashIndex,

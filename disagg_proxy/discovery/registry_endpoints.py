@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from moonpool._native import ProxyRequest
 from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.api_keys import WANTS_KEY, ApiKeys
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
 from moonpool.disagg_proxy.discovery.cache_query_api import CacheQueryApi
 from moonpool.disagg_proxy.discovery.host_resolver import HostResolver
@@ -17,7 +18,6 @@ from moonpool.disagg_proxy.discovery.registration import Registration
 from moonpool.disagg_proxy.discovery.registry import Registry
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.events.subscriber import Subscriber
-from moonpool.disagg_proxy.keys import WANTS_KEY, Keys
 
 QUERIES_MAX = 256  # that wait; their bodies count in bodies_bytes_max
 PINS_MAX = 64  # registrations whose names are being resolved
@@ -29,7 +29,12 @@ class RegistryEndpoints:
     that may register; askers: keys that may ask; pins: gives names of engines their addresses."""
 
     def __init__(
-        self, registry: Registry, queries: CacheQueryApi, registrars: Keys, askers: Keys, pins: HostResolver
+        self,
+        registry: Registry,
+        queries: CacheQueryApi,
+        registrars: ApiKeys,
+        askers: ApiKeys,
+        pins: HostResolver,
     ) -> None:
         self._registry = registry
         self._queries = queries

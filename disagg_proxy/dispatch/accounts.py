@@ -22,7 +22,7 @@ from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
 from moonpool.disagg_proxy.conductor.instance import LEARNT, Instance
 from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
 from moonpool.disagg_proxy.peers.wire import Begun, Change, Gone, Prefilled, Sent
-from moonpool.disagg_proxy.tokens.watch import PredictionWatch
+from moonpool.disagg_proxy.tokens.prediction_watch import PredictionWatch
 
 FORGOTTEN_S = 900.0
 STREAMS_S = 6 * 3600.0

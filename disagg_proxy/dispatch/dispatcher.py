@@ -3,8 +3,8 @@ the prompt, and what is on its way already.
 
 ``decide`` runs on the data plane's thread, once for each request and attempt, and never blocks: a prompt
 whose token ids an engine must be asked for goes to the event loop, and the plan is handed in later. Text that
-is tokenised here does not come to ``decide`` at all, unless too much of it is in line: ``tokens/threads.py``
-calls ``ids_of`` and ``told``.
+is tokenised here does not come to ``decide`` at all, unless too much of it is in line:
+``tokens/tokenizer_threads.py`` calls ``ids_of`` and ``told``.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from moonpool.disagg_proxy.dispatch.handovers import Handovers
 from moonpool.disagg_proxy.dispatch.locality import Locality, Place, seed_of
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.engines.sglang import PROMPTS_MAX
-from moonpool.disagg_proxy.peers.sites import site_of
+from moonpool.disagg_proxy.peers.host_identity import site_of
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
-from moonpool.disagg_proxy.tokens.source import KnownPrompts, TextPrompt, TokenSource
+from moonpool.disagg_proxy.tokens.source import PromptCache, TextPrompt, TokenSource
 
 UNKNOWN = Request()
 ANSWER_TOKENS_MAX = 1 << 30  # that a request is taken to ask for; no engine has room for more
@@ -89,7 +89,7 @@ class Dispatcher:
         if hears_pool:
             self.accounts.hidden_pool = None
         self.handovers = Handovers(self.at, handover=handover)
-        self.known = KnownPrompts()
+        self.known = PromptCache()
         self._pool = Sender()  # all of its nodes: which of them will send is not known
         self.blind = 0
         self.late_errors = 0  # of the policy, that the data plane does not count

@@ -31,10 +31,10 @@ from moonpool.disagg_proxy.conductor.plan import (
 from moonpool.disagg_proxy.data_plane.counters import BOUNDS_S, Histogram
 from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
 from moonpool.disagg_proxy.engines.bootstrap import parameters
+from moonpool.disagg_proxy.engines.bootstrap_trust import wait_of
 from moonpool.disagg_proxy.engines.engine import Engine
-from moonpool.disagg_proxy.engines.page_watch import wait_of
-from moonpool.disagg_proxy.engines.sglang import Rooms
-from moonpool.disagg_proxy.engines.tensorrt_llm import Numbers, to_context, to_generation
+from moonpool.disagg_proxy.engines.sglang import BootstrapRoomIds
+from moonpool.disagg_proxy.engines.tensorrt_llm import TransferIds, to_context, to_generation
 
 RANK_HEADER = b"X-data-parallel-rank"
 UNTAKEN_TOKENS_MIN = 256  # a shorter prompt may have no whole block
@@ -63,9 +63,9 @@ class Handovers:
         self.engines = engines
         self.stats: dict[Handed, FormStats] = {form: FormStats() for form in _FORMS if form}
         self._instance = instance or os.urandom(8).hex()
-        self._rooms = Rooms()
+        self._rooms = BootstrapRoomIds()
         self._tensorrt_llm = handover in _TENSORRT_LLM
-        self._numbers = Numbers()
+        self._numbers = TransferIds()
 
     def plan(self, decode: int, prefill: int, request: ProxyRequest, note: int) -> tuple[Plan, Handed]:
         """The plan for a pair (places), and its form."""

@@ -16,7 +16,7 @@ import msgspec
 
 from moonpool import _native
 from moonpool.core.store.keys import chain_seed
-from moonpool.disagg_proxy.events.indexes import MODEL_ANY, Indexes
+from moonpool.disagg_proxy.events.prefix_indexes import MODEL_ANY, PrefixIndexes
 
 BLOCK_TOKENS = 64  # of the index of engines whose events have not told yet
 KEY_BYTES = 16  # of a block in the indexes
@@ -39,7 +39,7 @@ class Locality:
     that, afterwards, and where it has no stream: a stream that says nothing is not worse than none.
     """
 
-    def __init__(self, indexes: Indexes) -> None:
+    def __init__(self, indexes: PrefixIndexes) -> None:
         self._indexes = indexes
         self._engines = 0  # all places are below
         self._lock = threading.Lock()  # of what changes below; read without it, for it is replaced whole

@@ -8,6 +8,7 @@ import msgspec
 from prometheus_client.registry import Collector
 
 from moonpool._native import ProxyRequest
+from moonpool.disagg_proxy.api_keys import WANTS_KEY, ApiKeys
 from moonpool.disagg_proxy.conductor.plan import Answer, error_body
 from moonpool.disagg_proxy.data_plane.counters import Counters, EngineCounters
 from moonpool.disagg_proxy.discovery.reconciler import Reconciler, SourceStatus
@@ -19,9 +20,8 @@ from moonpool.disagg_proxy.endpoints.handover_metrics import HandoverCollector
 from moonpool.disagg_proxy.endpoints.metrics import MetricsEndpoint
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.engines.health import merged_models
+from moonpool.disagg_proxy.events.stream_watch import StreamRow, StreamWatch
 from moonpool.disagg_proxy.events.subscriber import Subscriber
-from moonpool.disagg_proxy.events.watch import StreamRow, StreamWatch
-from moonpool.disagg_proxy.keys import WANTS_KEY, Keys
 from moonpool.disagg_proxy.ui.metrics import PromptCollector
 from moonpool.disagg_proxy.ui.page import data_answer, page_answer
 from moonpool.disagg_proxy.ui.snapshot import SnapshotBuilder
@@ -32,7 +32,7 @@ _KEYED = (b"/engines", b"/ui/data")
 class EngineListing(msgspec.Struct):
     """One engine in GET /engines. health: also leaving, of one that was removed and still has requests. why:
     the last failure of its health check, "" while healthy. requests: answers, and prefills for others.
-    events: whether its KV events are heard (events/watch.py); "": none are followed."""
+    events: whether its KV events are heard (events/stream_watch.py); "": none are followed."""
 
     name: str
     url: str
@@ -81,7 +81,7 @@ class AdminEndpoints:
         more: Sequence[Collector] = (),
         follower: Reconciler | None = None,
         registry: RegistryEndpoints | None = None,
-        readers: Keys | None = None,
+        readers: ApiKeys | None = None,
         streams: StreamWatch | None = None,
     ) -> None:
         self._dispatcher = dispatcher
@@ -96,7 +96,7 @@ class AdminEndpoints:
         self._follower = follower
         self._registry = registry
         self._streams = streams
-        self._readers = readers or Keys(())
+        self._readers = readers or ApiKeys(())
         self._policy = policy
         self._data = data
         self._page = page_answer()

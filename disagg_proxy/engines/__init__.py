@@ -4,8 +4,8 @@ a prefill engine and a decode engine of its kind meet.
     engine.py         what is held of one engine
     health.py         asks each again and again, on the event loop; the one file here with a socket
     bootstrap.py      where a prefill engine of vLLM's is met
-    neighbours.py     what of other engines matters to that
-    page_watch.py     whether what its page says is believed
+    bootstrap_conflicts.py     what of other engines matters to that
+    bootstrap_trust.py     whether what its page says is believed
     sglang.py, tensorrt_llm.py    what engines of that kind say and want to be told
 
 Which engines there are is ``fleet.py`` and ``discovery/``; what is sent to which is ``dispatch/``.

@@ -19,7 +19,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moonpool.disagg_proxy.engines.page_watch import DISTRUST_S, LATE_MAX, LATE_S, WINDOW, PageWatch, Verdict
+from moonpool.disagg_proxy.engines.bootstrap_trust import (
+    DISTRUST_S,
+    LATE_MAX,
+    LATE_S,
+    WINDOW,
+    BootstrapTrust,
+    Verdict,
+)
 
 RANKS_MAX = 256
 RETRY_S_MAX = 30.0  # a page that does not answer is asked for less and less often
@@ -103,7 +110,7 @@ class Bootstrap:
         self._ids: frozenset[str] = frozenset()  # the last that were known
         self._turn = 0
         self._unconfirmed = 0  # taken since the page was last seen
-        self._watch = PageWatch()
+        self._watch = BootstrapTrust()
         self._distrusted: frozenset[str] = frozenset()
         self._trust_at_s = 0.0
 

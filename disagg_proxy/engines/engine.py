@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from moonpool.disagg_proxy.conductor.liveness import Liveness
 from moonpool.disagg_proxy.engines.bootstrap import Bootstrap
-from moonpool.disagg_proxy.engines.neighbours import Neighbours
-from moonpool.disagg_proxy.engines.sglang import HEALTH_S, MODES, Meeting, ServerInfo
+from moonpool.disagg_proxy.engines.bootstrap_conflicts import BootstrapConflicts
+from moonpool.disagg_proxy.engines.sglang import HEALTH_S, MODES, BootstrapAddress, ServerInfo
 from moonpool.disagg_proxy.settings import BOOTSTRAP_PORT, EngineSpec, ProxySettings
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Engine:
         place: int,
         spec: EngineSpec,
         settings: ProxySettings,
-        neighbours: Neighbours | None = None,
+        neighbours: BootstrapConflicts | None = None,
     ) -> None:
         """neighbours: all engines that are there now, this one too; None: those of the settings."""
         self.place = place
@@ -51,9 +51,9 @@ class Engine:
         self.liveness = Liveness(settings.health.timeouts_max)
         self.models: dict[str, bytes] | None = None
         self.named: dict[str, bytes] | None = None  # models that its source said; it may say otherwise
-        self.neighbours = Neighbours(settings.engines) if neighbours is None else neighbours
+        self.neighbours = BootstrapConflicts(settings.engines) if neighbours is None else neighbours
         self.bootstrap = bootstrap_of(spec, settings, self.neighbours)
-        self.meeting: Meeting | None = None
+        self.meeting: BootstrapAddress | None = None
         self.alone = True
         self.relay: Relay | None = None
         self.key = ""  # what it is shown as Authorization
@@ -163,7 +163,7 @@ class Engine:
         host, told = self.spec.address[0], None
         if self.spec.bootstrap and self.spec.bootstrap_address is not None:
             host, told = self.spec.bootstrap_address
-        self.meeting = Meeting(host, told or port or BOOTSTRAP_PORT) if role == "prefill" else None
+        self.meeting = BootstrapAddress(host, told or port or BOOTSTRAP_PORT) if role == "prefill" else None
         self.waits = True
         self._tell_role()
         if self.meeting is not None and not self._warned:
@@ -203,7 +203,9 @@ class Engine:
         return time.monotonic() if self.relay is None else self.relay.now()
 
 
-def bootstrap_of(spec: EngineSpec, settings: ProxySettings, neighbours: Neighbours) -> Bootstrap | None:
+def bootstrap_of(
+    spec: EngineSpec, settings: ProxySettings, neighbours: BootstrapConflicts
+) -> Bootstrap | None:
     """The bootstrap page that hand-overs from this engine may be arranged by. neighbours: all engines."""
     place = spec.bootstrap_address
     if place is None or settings.handover not in ("auto", "concurrent"):

@@ -47,7 +47,7 @@ def read_server_info(body: bytes) -> ServerInfo | None:
     return info if port is None or 0 < port < 65536 else None
 
 
-class Rooms:
+class BootstrapRoomIds:
     """Numbers that no request had before, of this proxy's or, as good as certainly, of another's. They follow
     each other, so that SGLang's data-parallel ranks, which may be chosen by the room, have turns. On any
     thread."""
@@ -60,13 +60,13 @@ class Rooms:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class BootstrapAddress:
     """Where a prefill engine's bootstrap server is, as decode engines are told."""
 
     host: str
     port: int
 
-    def members(self, rooms: Rooms, prompts: int | None) -> tuple[tuple[bytes, bytes], ...]:
+    def members(self, rooms: BootstrapRoomIds, prompts: int | None) -> tuple[tuple[bytes, bytes], ...]:
         """What both engines find in the request, as JSON. prompts: how many, where they are a list."""
         host = b'"%b"' % (f"[{self.host}]" if ":" in self.host else self.host).encode()
         if prompts is None:

@@ -47,7 +47,7 @@ def read_server_info(body: bytes) -> bytes | None:
     return msgspec.json.encode(members)[1:-1]
 
 
-class Numbers:
+class TransferIds:
     """What hand-overs are known by: no two of this proxy's are the same, nor, as good as certainly, two of
     several proxies'. On any thread."""
 

@@ -44,7 +44,7 @@ class StreamCounts:
     overflows: int = 0  # messages that came during a replay beyond the limit
 
 
-class Room:
+class ByteBudget:
     """Bytes that streams may keep together."""
 
     def __init__(self, bytes_max: int) -> None:
@@ -67,7 +67,7 @@ class Stream:
     replay; room: for their bytes, shared with other streams."""
 
     def __init__(
-        self, sink: Sink, *, can_replay: bool, pending_max: int = 10_000, room: Room | None = None
+        self, sink: Sink, *, can_replay: bool, pending_max: int = 10_000, room: ByteBudget | None = None
     ) -> None:
         self.counts = StreamCounts()
         self.replaying = False
@@ -79,7 +79,7 @@ class Stream:
         self._proof_due = False  # the next answer must be the message that was taken last
         self._start = 0  # where the replay began
         self._pending: deque[tuple[int, bytes]] = deque()
-        self._room = room or Room(1 << 62)
+        self._room = room or ByteBudget(1 << 62)
 
     @property
     def sequence(self) -> int:

@@ -20,10 +20,10 @@ from zmq.utils.monitor import recv_monitor_message
 from moonpool import _native
 from moonpool.core.errors import Error
 from moonpool.core.service import curve
-from moonpool.disagg_proxy.events.indexes import HOLDERS_MAX, Indexes
-from moonpool.disagg_proxy.events.link import Link, StreamState
+from moonpool.disagg_proxy.events.prefix_indexes import HOLDERS_MAX, PrefixIndexes
 from moonpool.disagg_proxy.events.settings import EventLimits, EventSource
-from moonpool.disagg_proxy.events.stream import Room, Stream
+from moonpool.disagg_proxy.events.stream import ByteBudget, Stream
+from moonpool.disagg_proxy.events.stream_link import StreamLink, StreamState
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Subscriber:
     def __init__(
         self,
         sources: tuple[EventSource, ...],
-        indexes: Indexes,
+        indexes: PrefixIndexes,
         places: Mapping[str, int],
         *,
         models: Mapping[str, str] | None = None,
@@ -67,7 +67,7 @@ class Subscriber:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 4 * HOLDERS_MAX)  # events, two that watch them, replays
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._room = Room(self._limits.pending_bytes_max)
+        self._room = ByteBudget(self._limits.pending_bytes_max)
         self._lock = threading.Lock()  # of what other threads say: _absent, _orders, _stopping
         self._absent: dict[str, float] = {}
         self._stopping = False
@@ -75,7 +75,7 @@ class Subscriber:
         self._orders: list[Callable[[], None]] = []  # for the thread
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
-        self._links: tuple[Link, ...] = ()
+        self._links: tuple[StreamLink, ...] = ()
         for source in sources:
             self._open(source, places[source.name], (models or {}).get(source.name, ""))
         self._thread = threading.Thread(target=self._run, name="kv-event-streams", daemon=True)
@@ -198,7 +198,7 @@ class Subscriber:
             os.eventfd_read(self._wake)
         return ready
 
-    def _on_ready(self, link: Link, ready: Mapping[object, int]) -> bool:
+    def _on_ready(self, link: StreamLink, ready: Mapping[object, int]) -> bool:
         """Whether there is more at once."""
         more = False
         with _net(link.source.name):
@@ -231,7 +231,7 @@ class Subscriber:
         self._tell_new_indexes()
         self._indexes.expire(now_s)
 
-    def _look_whether_lost(self, link: Link, now_s: float) -> None:
+    def _look_whether_lost(self, link: StreamLink, now_s: float) -> None:
         """What an engine told before it fell silent is true for a while: then it is known by what was sent to
         it, as one without a stream. Of the pool nothing else is known."""
         since_s = link.lost_since_s
@@ -285,7 +285,7 @@ class Subscriber:
                 link.stream.gone()
                 link.stream.connected()
 
-    def _on_monitor(self, link: Link) -> None:
+    def _on_monitor(self, link: StreamLink) -> None:
         while link.monitor.poll(0):
             event = recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"]
             link.counts.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -296,7 +296,7 @@ class Subscriber:
             if link.counts.connected and not link.given_up:
                 link.stream.connected()
 
-    def _on_messages(self, link: Link) -> bool:
+    def _on_messages(self, link: StreamLink) -> bool:
         taken = 0
         for _ in range(_AT_ONCE):
             try:
@@ -320,7 +320,7 @@ class Subscriber:
             link.behind_since_s = self._clock()
         return True
 
-    def _on_answers(self, link: Link, socket: zmq.Socket[bytes]) -> bool:
+    def _on_answers(self, link: StreamLink, socket: zmq.Socket[bytes]) -> bool:
         taken = 0
         for _ in range(_AT_ONCE):
             try:
@@ -343,7 +343,7 @@ class Subscriber:
                 break
         return True
 
-    def ask(self, link: Link, start: int) -> None:
+    def ask(self, link: StreamLink, start: int) -> None:
         self._end_asking(link)
         socket = self._socket(zmq.DEALER, link.source)
         socket.setsockopt(zmq.IPV6, _is_ipv6(link.source.replay))
@@ -352,12 +352,12 @@ class Subscriber:
         link.asking = socket
         link.answer_due_s = self._clock() + self._limits.replay_s
 
-    def _end_asking(self, link: Link) -> None:
+    def _end_asking(self, link: StreamLink) -> None:
         if link.asking is not None:
             link.asking.close(linger=0)
             link.asking = None
 
-    def take(self, link: Link, payload: bytes) -> None:
+    def take(self, link: StreamLink, payload: bytes) -> None:
         try:
             indexes = self._indexes_of(link, payload)
             for index in indexes:
@@ -386,7 +386,7 @@ class Subscriber:
             log.exception("the events of %s", link.source.name)
             self.tap.forget(link.place)
 
-    def _indexes_of(self, link: Link, payload: bytes) -> Sequence[_native.PrefixIndex]:
+    def _indexes_of(self, link: StreamLink, payload: bytes) -> Sequence[_native.PrefixIndex]:
         """A node of the pool holds blocks of any size; an engine has one, which its first blocks tell."""
         if link.source.pool:
             return self._indexes.of(link.model) if link.model else list(self._indexes.all().values())
@@ -397,14 +397,14 @@ class Subscriber:
                 self._retire_index(link)
         return [] if link.index is None else [link.index]
 
-    def _retire_index(self, link: Link) -> None:
+    def _retire_index(self, link: StreamLink) -> None:
         """An engine that has another block size now leaves no index behind: it could make as many as there
         may be, of 100 MB each."""
         before, link.index_before = link.index_before, link.index
         if before is not None and not any(each.index_before is before for each in self._links):
             self._indexes.drop(before)
 
-    def forget(self, link: Link) -> None:
+    def forget(self, link: StreamLink) -> None:
         link.counts.forgets += 1
         link.index = None
         for index in self._indexes.all().values():
@@ -438,9 +438,9 @@ class Subscriber:
         with self._lock:
             self._absent.pop(name, None)
 
-    def _link(self, source: EventSource, place: int, model: str) -> Link:
+    def _link(self, source: EventSource, place: int, model: str) -> StreamLink:
         """Raises ZMQError for an endpoint that is none."""
-        link = Link(source, place, model, *self._sockets(source), lost_since_s=self._clock())
+        link = StreamLink(source, place, model, *self._sockets(source), lost_since_s=self._clock())
         self._register(link)
         link.stream = Stream(
             _LinkSink(self, link),
@@ -467,16 +467,16 @@ class Subscriber:
             raise
         return sub, monitor
 
-    def _connect(self, link: Link) -> None:
+    def _connect(self, link: StreamLink) -> None:
         link.sub, link.monitor = self._sockets(link.source)
         self._register(link)
         link.lost_since_s, link.lost = self._clock(), False
 
-    def _register(self, link: Link) -> None:
+    def _register(self, link: StreamLink) -> None:
         self._poller.register(link.sub, zmq.POLLIN)
         self._poller.register(link.monitor, zmq.POLLIN)
 
-    def _disconnect(self, link: Link) -> None:
+    def _disconnect(self, link: StreamLink) -> None:
         """What ZMQ holds of it is given back. May be called twice."""
         if not link.sub.closed:
             self._poller.unregister(link.sub)
@@ -506,7 +506,7 @@ class Subscriber:
             os.close(self._wake)
             self._wake = -1
 
-    def _close_link(self, link: Link) -> None:
+    def _close_link(self, link: StreamLink) -> None:
         self._end_asking(link)
         if link.sub.closed:
             return
@@ -532,7 +532,7 @@ def _net(what: str) -> Iterator[None]:
 class _LinkSink:
     """What a link's stream calls."""
 
-    def __init__(self, subscriber: Subscriber, link: Link) -> None:
+    def __init__(self, subscriber: Subscriber, link: StreamLink) -> None:
         self._subscriber = subscriber
         self._link = link
 

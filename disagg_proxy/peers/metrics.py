@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moonpool.disagg_proxy.peers.exchange import Exchange
+from moonpool.disagg_proxy.peers.peer_sync import PeerSync
 
 _TEXTS = {
     "connected": "Whether the proxy at this address speaks to this one",
@@ -21,7 +21,7 @@ _TEXTS = {
 
 
 class PeerCollector(Collector):
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: PeerSync) -> None:
         self._exchange = exchange
 
     def collect(self) -> Iterator[Metric]:

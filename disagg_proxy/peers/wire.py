@@ -4,7 +4,7 @@
 
 A state says all that the sender has in flight and takes the place of what was known of it. Engines have the
 names that their operator gave them, HOST:PORT where it gave none: each proxy numbers its engines as it likes.
-Where an engine is tells whether two that have one name are one (sites.py); an older proxy does not say it.
+The site tells whether two engines of one name are one engine (host_identity.py); an older proxy sends none.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Gone(msgspec.Struct, array_like=True, tag=3, frozen=True):
     request: int
 
 
-class Placed(msgspec.Struct, array_like=True, tag=4, frozen=True):
+class BlocksExpected(msgspec.Struct, array_like=True, tag=4, frozen=True):
     """The blocks of a prompt that went to an engine, which will hold them. keys: 16 bytes each."""
 
     engine: str
@@ -83,7 +83,7 @@ class Placed(msgspec.Struct, array_like=True, tag=4, frozen=True):
     at: str = ""
 
 
-Change = Sent | Prefilled | Begun | Gone | Placed
+Change = Sent | Prefilled | Begun | Gone | BlocksExpected
 
 _encoder = msgspec.msgpack.Encoder()
 _head = msgspec.msgpack.Decoder(Head)

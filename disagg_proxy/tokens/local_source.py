@@ -54,12 +54,12 @@ class LocalTokenizer:
         self._cut = re.compile("(" + "|".join(map(re.escape, sorted(added, key=len, reverse=True))) + ")")
         self._added = {token: self._tokenizer.token_to_id(token) for token in added}
         self._cuts = bool(added)
-        self._pieces = Pieces(pieces_bytes_max)
+        self._pieces = PieceCache(pieces_bytes_max)
         self._lock = Lock()
         self._count = 0
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> PieceCache:
         return self._pieces
 
     def ids(self, prompt: TextPrompt) -> bytes | None:
@@ -124,7 +124,7 @@ class LocalTokenizer:
         return np.array(encoded.ids, "<u4").tobytes()
 
 
-class Pieces:
+class PieceCache:
     """Ids of pieces of text, the least recently used go first. bytes_max: of texts (a character each) and
     ids."""
 

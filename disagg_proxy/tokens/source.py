@@ -26,7 +26,7 @@ class TokenSource(Protocol):
     async def close(self) -> None: ...
 
 
-class KnownPrompts:
+class PromptCache:
     """Ids of prompts seen before, the least recently used go first. bytes_max: of ids and keys together."""
 
     def __init__(self, bytes_max: int = 64 << 20) -> None:

@@ -20,7 +20,7 @@ from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.choice import Choice
 from moonpool.disagg_proxy.data_plane import observations
 from moonpool.disagg_proxy.data_plane.observations import Observation, Stage
-from moonpool.disagg_proxy.tracing.spans import Noted, Span, spans_of
+from moonpool.disagg_proxy.tracing.spans import Span, TracedDecision, spans_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
@@ -57,20 +57,20 @@ class Recorder(Collector):
 
         self.dropped = 0
         self._processor: SpanProcessor = BatchSpanProcessor(exporter)
-        self._make = Maker()
+        self._make = SpanFactory()
         self.engines = tuple(engines)
         self._policy = policy
         self._clock = clock
         self._wall = wall
         self._lock = threading.Lock()
-        self._noted: dict[int, Noted] = {}
+        self._noted: dict[int, TracedDecision] = {}
         self._records: queue.Queue[tuple[bytes, tuple[str, ...]] | None] = queue.Queue(BATCHES_MAX)
         self._thread = threading.Thread(target=self._run, name="moonpool-spans", daemon=True)
         self._thread.start()
 
     def chosen(self, request: ProxyRequest, choice: Choice) -> None:
         """A request was decided about; of several times the last counts."""
-        noted = Noted(
+        noted = TracedDecision(
             request.method.decode("latin-1"),
             request.path.decode("latin-1"),
             request.model,
@@ -129,7 +129,7 @@ class Recorder(Collector):
             self._processor.on_end(self._make(span, offset_s))
 
 
-class Maker:
+class SpanFactory:
     """Our spans as OpenTelemetry's."""
 
     def __init__(self) -> None:

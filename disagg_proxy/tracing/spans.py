@@ -13,7 +13,7 @@ _FAILED = (Outcome.FAILED, Outcome.BROKEN_OFF)
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class TracedDecision:
     """What was known at a request's decision. why: what it was weighed by; the policy's own words."""
 
     method: str
@@ -44,7 +44,7 @@ class Span:
 
 def spans_of(
     observation: Observation,
-    noted: Noted | None,
+    noted: TracedDecision | None,
     engines: Sequence[str],
     policy: str,
     new_id: Callable[[], int] = lambda: random.getrandbits(64) or 1,
@@ -114,7 +114,7 @@ def spans_of(
 
 
 def _request_attributes(
-    observation: Observation, noted: Noted | None, engines: Sequence[str], policy: str
+    observation: Observation, noted: TracedDecision | None, engines: Sequence[str], policy: str
 ) -> dict[str, Value]:
     attributes: dict[str, Value] = {
         "http.response.status_code": observation.status,

@@ -19,7 +19,7 @@ from moonpool.disagg_proxy.data_plane.counters import Counters, EngineCounters
 from moonpool.disagg_proxy.dispatch.accounts import Accounts
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.engines.engine import Engine
-from moonpool.disagg_proxy.events.watch import StreamWatch
+from moonpool.disagg_proxy.events.stream_watch import StreamWatch
 from moonpool.disagg_proxy.ui.explain import why_here, why_miss
 from moonpool.disagg_proxy.ui.history import STEP_S, FinishedRequest, History, TimeStep, Totals
 

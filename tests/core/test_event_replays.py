@@ -31,7 +31,7 @@ from moonpool.core.service.kv_events import (
     QueueSource,
 )
 from moonpool.core.service.node_events import publisher_of_node
-from moonpool.disagg_proxy.events.indexes import Indexes
+from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 from moonpool.disagg_proxy.events.settings import parse_event_sources
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from tests.core.store_bed import MIB, until
@@ -274,7 +274,7 @@ def test_the_proxy_follows_a_node_beyond_loopback_by_the_token(tmp_path: Path, f
             (told,) = parse_event_sources([f"n=tcp://0.0.0.0:{free_port}"], pool=True, token=token)
             assert told.token == token
             assert b"token" not in repr(told).encode()
-            followers[token] = Subscriber((told,), Indexes(blocks_max=100), {"n": 1})
+            followers[token] = Subscriber((told,), PrefixIndexes(blocks_max=100), {"n": 1})
             followers[token].start()
         until(lambda: followers[TOKEN].stats()["n"]["connected"] == 1, 60)
         assert followers[b""].stats()["n"]["connected"] == 0

@@ -21,7 +21,7 @@ from moonpool.core.service.kv_events import AllBlocksCleared, BlockStored, Publi
 from moonpool.core.service.node import Node
 from moonpool.core.service.node_events import NodeSource, publisher_of_node
 from moonpool.core.store.keys import Ranges, block_digests, block_name
-from moonpool.disagg_proxy.events.indexes import Indexes
+from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from tests.core.store_bed import MIB, TOKEN, until
@@ -60,7 +60,7 @@ class Bed:
             buffer_batches=buffer_batches,
         )
         self.store = moonpool.Store(str(path), token=TOKEN, fingerprint=FINGERPRINT)
-        self.indexes = Indexes(blocks_max=100_000)
+        self.indexes = PrefixIndexes(blocks_max=100_000)
         index = self.indexes.obtain("", BLOCK)
         assert index is not None
         self.index = index

@@ -16,7 +16,7 @@ import pytest
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy import takeover
-from moonpool.disagg_proxy.listening import take_over_or_bind
+from moonpool.disagg_proxy.listen_sockets import take_over_or_bind
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 from moonpool.disagg_proxy.server import Proxy
 from moonpool.disagg_proxy.settings import ProxySettings

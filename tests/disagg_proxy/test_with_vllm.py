@@ -27,7 +27,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from moonpool.core.store.keys import chain_seed
-from moonpool.disagg_proxy.events.indexes import Indexes
+from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 from moonpool.disagg_proxy.events.settings import parse_event_sources
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from moonpool.disagg_proxy.tokens.engine_source import EngineSource
@@ -64,7 +64,7 @@ class Pair:
     engines: dict[str, Address]
     events: list[str]
     heard: Subscriber
-    indexes: Indexes
+    indexes: PrefixIndexes
     proxies: dict[str, Address] = field(default_factory=dict)
     logs: dict[str, Path] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ def pair(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         # Sockets have short paths only.
         runtime = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
         events = [f"{name}=ipc://{runtime}/{name},ipc://{runtime}/{name}-replay" for name in ENGINES]
-        indexes = Indexes(blocks_max=10_000)
+        indexes = PrefixIndexes(blocks_max=10_000)
         heard = Subscriber(
             parse_event_sources(events), indexes, {name: place for place, name in enumerate(ENGINES)}
         )

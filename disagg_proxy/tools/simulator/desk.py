@@ -20,8 +20,8 @@ from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
 from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
 from moonpool.disagg_proxy.dispatch.accounts import Accounts
-from moonpool.disagg_proxy.peers.shared import Shared
-from moonpool.disagg_proxy.peers.wire import Placed
+from moonpool.disagg_proxy.peers.remote_inflight import RemoteInflight
+from moonpool.disagg_proxy.peers.wire import BlocksExpected
 from moonpool.disagg_proxy.tools.simulator.cache import Caches
 from moonpool.disagg_proxy.tools.simulator.events import Events
 from moonpool.disagg_proxy.tools.simulator.expected import Expected
@@ -74,7 +74,7 @@ class Desk:
         self._engines = engines
         self._events = engines.events
         self._pool = pool
-        self.shared = Shared(
+        self.shared = RemoteInflight(
             lambda name, _: next((each for each in fleet.instances if each.name == name), None), self._placed
         )
         for instance in fleet.instances:
@@ -231,7 +231,7 @@ class Desk:
         job.expected = True
         if self.accounts.changed is not None:
             keys = b"".join([block.to_bytes(KEY_BYTES) for block in blocks])
-            self.accounts.changed(Placed(choice.computes.name, BLOCK_TOKENS, keys))
+            self.accounts.changed(BlocksExpected(choice.computes.name, BLOCK_TOKENS, keys))
         self._engines.submit(job)
 
     def _placed(self, instance: Instance, block_tokens: int, keys: bytes) -> None:

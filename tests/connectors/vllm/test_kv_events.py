@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.core.store.keys import chain_seed
-from moonpool.disagg_proxy.events.indexes import Indexes
+from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from tests.connectors.vllm.conftest import BLOCK_TOKENS, BYTES_PER_TOKEN, make_prompt
@@ -40,7 +40,7 @@ class Watched:
                 "topic": "kv-events",
             },
         )
-        self.indexes = Indexes(blocks_max=10_000)
+        self.indexes = PrefixIndexes(blocks_max=10_000)
         self.subscriber = Subscriber((EventSource("e0", pub, replay),), self.indexes, {"e0": 0})
         self.subscriber.start()
 

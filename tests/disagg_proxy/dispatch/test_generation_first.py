@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.disagg_proxy.engines.tensorrt_llm import Numbers, read_server_info
+from moonpool.disagg_proxy.engines.tensorrt_llm import TransferIds, read_server_info
 from moonpool.disagg_proxy.settings import HealthChecks
 from tests.disagg_proxy.harness import Answer, Bed, Exchange, MockEngine, bed, until, with_deadline
 
@@ -253,7 +253,7 @@ def test_a_page_that_is_none() -> None:
 
 
 def test_numbers_are_no_servers_own() -> None:
-    first, second = Numbers(), Numbers()
+    first, second = TransferIds(), TransferIds()
     taken = [numbers.take() for numbers in (first, second) for _ in range(1_000)]
     assert len(set(taken)) == 2_000
     assert all(1 << 42 <= number < 1 << 63 for number in taken)

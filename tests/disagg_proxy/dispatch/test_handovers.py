@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from moonpool._native import PrefillModel
-from moonpool.disagg_proxy.engines import page_watch
+from moonpool.disagg_proxy.engines import bootstrap_trust
 from moonpool.disagg_proxy.settings import HealthChecks
 from moonpool.disagg_proxy.tools.mock_engine import api
 from moonpool.disagg_proxy.tools.mock_engine.server import MockEngine
@@ -333,7 +333,7 @@ def test_without_a_bootstrap_page_two_steps_and_one_warning(caplog: pytest.LogCa
 @pytest.mark.parametrize("streams", [False, True])
 def test_another_engines_page_is_found_out(streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its id is good, but it never hears of the requests: decode waits, then computes."""
-    monkeypatch.setattr(page_watch, "LATE_S", 0.1)
+    monkeypatch.setattr(bootstrap_trust, "LATE_S", 0.1)
 
     async def scenario() -> None:
         mock = MockSettings(lease_s=0.3)
@@ -345,11 +345,11 @@ def test_another_engines_page_is_found_out(streams: bool, monkeypatch: pytest.Mo
             assert bootstrap is not None
             bootstrap.address = ("127.0.0.1", engine_of(other, "both").port)
             await check(f)
-            for number in range(page_watch.LATE_MAX):
+            for number in range(bootstrap_trust.LATE_MAX):
                 prompt = f"{number} {PROMPT}"
                 got = await stream_of(f, prompt) if streams else text_of((await f.ask(prompt))[0])
                 assert got == text_for(prompt)
-            assert engine_of(f, "decode").counts["failed_fetches"] == page_watch.LATE_MAX
+            assert engine_of(f, "decode").counts["failed_fetches"] == bootstrap_trust.LATE_MAX
             _, why = await f.ask("then " + PROMPT)
             assert why["handover"] == "two_step"
             await f.settle()

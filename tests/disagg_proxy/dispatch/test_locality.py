@@ -9,12 +9,12 @@ import msgspec
 
 from moonpool.core.service.kv_events import Batch, BlockStored
 from moonpool.disagg_proxy.dispatch.locality import Locality
-from moonpool.disagg_proxy.events.indexes import MODEL_ANY, Indexes
+from moonpool.disagg_proxy.events.prefix_indexes import MODEL_ANY, PrefixIndexes
 
 IDS = list(range(256))
 
 
-def told(indexes: Indexes, place: int, tokens: int, block_tokens: int, *, pool: bool = False) -> None:
+def told(indexes: PrefixIndexes, place: int, tokens: int, block_tokens: int, *, pool: bool = False) -> None:
     index = indexes.obtain(MODEL_ANY, block_tokens)
     assert index is not None
     if pool:
@@ -27,7 +27,7 @@ def told(indexes: Indexes, place: int, tokens: int, block_tokens: int, *, pool: 
 
 
 def test_of_several_indexes_the_longest_match_counts_for_each_engine() -> None:
-    indexes = Indexes(blocks_max=1000)
+    indexes = PrefixIndexes(blocks_max=1000)
     locality = Locality(indexes)
     for engine in range(4):
         locality.join(engine)
@@ -48,7 +48,7 @@ def test_of_several_indexes_the_longest_match_counts_for_each_engine() -> None:
 
 def test_an_engine_is_known_by_its_events_while_they_are_heard_and_by_what_was_sent_else() -> None:
     """Newcomer 4: a stream that said nothing was worse than none."""
-    indexes = Indexes(blocks_max=1000)
+    indexes = PrefixIndexes(blocks_max=1000)
     locality = Locality(indexes)
     for engine in range(2):
         locality.join(engine)
@@ -81,7 +81,7 @@ def test_an_engine_is_known_by_its_events_while_they_are_heard_and_by_what_was_s
 
 
 def test_an_index_of_guesses_that_a_stream_comes_to_follow_stays() -> None:
-    indexes = Indexes(blocks_max=1000)
+    indexes = PrefixIndexes(blocks_max=1000)
     locality = Locality(indexes)
     locality.join(0)
     wanting = indexes.wanting

@@ -17,7 +17,12 @@ import pytest
 from moonpool.disagg_proxy.dispatch.dispatcher import PROMPTS_MAX
 from moonpool.disagg_proxy.engines import health
 from moonpool.disagg_proxy.engines.engine import Engine
-from moonpool.disagg_proxy.engines.sglang import Meeting, Rooms, ServerInfo, read_server_info
+from moonpool.disagg_proxy.engines.sglang import (
+    BootstrapAddress,
+    BootstrapRoomIds,
+    ServerInfo,
+    read_server_info,
+)
 from moonpool.disagg_proxy.settings import (
     BreakerLimits,
     Deadlines,
@@ -181,12 +186,12 @@ async def test_a_batch_without_end_is_refused() -> None:
 
 
 def test_rooms_are_never_used_again() -> None:
-    meeting, rooms = Meeting("::1", 9000), Rooms()
+    meeting, rooms = BootstrapAddress("::1", 9000), BootstrapRoomIds()
     seen = [json.loads(dict(meeting.members(rooms, None))[b"bootstrap_room"]) for _ in range(1000)]
     seen += json.loads(dict(meeting.members(rooms, 1000))[b"bootstrap_room"])
     assert len(set(seen)) == 2000
     assert all(0 <= room < 1 << 63 for room in seen)
-    assert seen[0] != Rooms().take()
+    assert seen[0] != BootstrapRoomIds().take()
     assert dict(meeting.members(rooms, 0))[b"bootstrap_host"] == b"[]"
     assert dict(meeting.members(rooms, None))[b"bootstrap_host"] == b'"[::1]"'
 

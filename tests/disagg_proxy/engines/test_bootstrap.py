@@ -21,10 +21,10 @@ from moonpool.disagg_proxy.engines.bootstrap import (
     parameters,
     read_page,
 )
+from moonpool.disagg_proxy.engines.bootstrap_conflicts import BootstrapConflicts
+from moonpool.disagg_proxy.engines.bootstrap_trust import DISTRUST_S, LATE_MAX, LATE_S
 from moonpool.disagg_proxy.engines.engine import bootstrap_of
 from moonpool.disagg_proxy.engines.health import _ranks_at
-from moonpool.disagg_proxy.engines.neighbours import Neighbours
-from moonpool.disagg_proxy.engines.page_watch import DISTRUST_S, LATE_MAX, LATE_S
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings, parse_engines
 from tests.disagg_proxy.harness import with_deadline
 
@@ -121,7 +121,7 @@ async def test_the_page_of_another_engine_ends_the_ranks() -> None:
         specs = [EngineSpec(f"p{n}", f"http://127.0.0.1:{n + 1}", "prefill", str(port + n)) for n in range(2)]
         settings = ProxySettings(engines=(*specs, EngineSpec("d", "http://127.0.0.1:3", "decode")))
         for spec, name in zip(specs, ("x_dp0", "x_dp1"), strict=True):
-            known = bootstrap_of(spec, settings, Neighbours(settings.engines))
+            known = bootstrap_of(spec, settings, BootstrapConflicts(settings.engines))
             assert known is not None
             ranks = await _ranks_at(*known.address, 5.0, known.pages)
             assert [rank.engine_id for rank in ranks] == [name]
@@ -307,10 +307,10 @@ def test_engines_that_would_share_a_page_take_two_steps() -> None:
     """Whose id is it? A wrong one would let decode wait for nothing."""
     specs = tuple(EngineSpec(f"p{n}", f"http://h:{n}", "prefill") for n in (1, 2))
     settings = ProxySettings(engines=(*specs, DECODE))
-    all_of_them = Neighbours(settings.engines)
-    assert [bootstrap_of(spec, settings, Neighbours(settings.engines)) for spec in settings.engines] == [
-        None
-    ] * 3
+    all_of_them = BootstrapConflicts(settings.engines)
+    assert [
+        bootstrap_of(spec, settings, BootstrapConflicts(settings.engines)) for spec in settings.engines
+    ] == [None] * 3
     with pytest.raises(ConfigError, match="several prefill engines"):
         ProxySettings(engines=(*specs, DECODE), handover="concurrent")
     given = EngineSpec("p3", "http://h:3", "prefill", "8998")
@@ -318,7 +318,7 @@ def test_engines_that_would_share_a_page_take_two_steps() -> None:
         ProxySettings(engines=(specs[0], given, DECODE))
     apart = EngineSpec("p4", "http://h:4", "prefill", "8999")
     settings = ProxySettings(engines=(specs[0], apart, DECODE))
-    all_of_them = Neighbours(settings.engines)
+    all_of_them = BootstrapConflicts(settings.engines)
     found = [bootstrap_of(spec, settings, all_of_them) for spec in settings.engines]
     assert [known and known.address[1] for known in found] == [8998, 8999, None]
 
@@ -342,7 +342,7 @@ def test_a_page_that_decode_engines_cannot_reach(
     """They would ask themselves, and compute every prompt anew."""
     (spec,) = parse_engines([prefill], "prefill")
     settings = ProxySettings(engines=(spec, *parse_engines([decode], "decode")))
-    assert (bootstrap_of(spec, settings, Neighbours(settings.engines)) is not None) == works
+    assert (bootstrap_of(spec, settings, BootstrapConflicts(settings.engines)) is not None) == works
     assert len(warnings_in(caplog)) == (not works)
 
 
@@ -351,4 +351,4 @@ def test_the_form_is_one_of_three() -> None:
     with pytest.raises(ConfigError, match="auto, two_step, concurrent"):
         ProxySettings(engines=(spec, DECODE), handover="three_step")
     two_step = ProxySettings(engines=(spec, DECODE), handover="two_step")
-    assert bootstrap_of(spec, two_step, Neighbours(two_step.engines)) is None
+    assert bootstrap_of(spec, two_step, BootstrapConflicts(two_step.engines)) is None

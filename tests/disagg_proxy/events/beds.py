@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from moonpool.core.service.kv_events import BlockStored, Publisher, QueueSource
-from moonpool.disagg_proxy.events.indexes import Indexes
+from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 from moonpool.disagg_proxy.events.settings import EventLimits, EventSource
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 
@@ -35,7 +35,7 @@ def stored(tokens: Sequence[int], first_hash: int, parent: int | None = None) ->
     return BlockStored(hashes, parent, list(tokens), BLOCK, medium="GPU")
 
 
-def matched(indexes: Indexes, tokens: Sequence[int], place: int = 0) -> int:
+def matched(indexes: PrefixIndexes, tokens: Sequence[int], place: int = 0) -> int:
     """Leading blocks of that holder, in the index of BLOCK."""
     index = indexes.obtain("", BLOCK)
     assert index is not None
@@ -43,7 +43,7 @@ def matched(indexes: Indexes, tokens: Sequence[int], place: int = 0) -> int:
     return blocks[place] if place < len(blocks) else 0
 
 
-def sound(indexes: Indexes) -> bool:
+def sound(indexes: PrefixIndexes) -> bool:
     return all(index.check_integrity() for index in indexes.all().values())
 
 
@@ -102,8 +102,8 @@ class Liar:
         self.context.destroy(linger=0)
 
 
-def subscriber(*sources: EventSource, limits: EventLimits = LIMITS) -> tuple[Subscriber, Indexes]:
-    indexes = Indexes(blocks_max=10_000)
+def subscriber(*sources: EventSource, limits: EventLimits = LIMITS) -> tuple[Subscriber, PrefixIndexes]:
+    indexes = PrefixIndexes(blocks_max=10_000)
     places = {source.name: place for place, source in enumerate(sources)}
     made = Subscriber(sources, indexes, places, limits=limits)
     made.start()

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.events.indexes import HOLDERS_MAX, Indexes
+from moonpool.disagg_proxy.events.prefix_indexes import HOLDERS_MAX, PrefixIndexes
 from moonpool.disagg_proxy.events.settings import EventSource, parse_event_sources
 from moonpool.disagg_proxy.server import Proxy
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
@@ -41,7 +41,7 @@ def test_a_fleet_that_is_larger_than_an_index_is_refused_by_policies_that_need_o
 
 
 def test_one_index_of_each_model_and_block_size_and_no_more_than_the_maximum() -> None:
-    indexes = Indexes(blocks_max=100, indexes_max=2)
+    indexes = PrefixIndexes(blocks_max=100, indexes_max=2)
     first = indexes.obtain("m", 16)
     assert first is indexes.obtain("m", 16)
     second = indexes.obtain("m", 64)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moonpool.disagg_proxy.events.stream import Room, Stream
+from moonpool.disagg_proxy.events.stream import ByteBudget, Stream
 
 
 class Recorder:
@@ -172,7 +172,7 @@ def test_more_than_can_wait_is_a_gap_afterwards() -> None:
 
 
 def test_what_waits_during_replays_shares_its_bytes() -> None:
-    room, size = Room(4 * len(batch(0))), len(batch(0))
+    room, size = ByteBudget(4 * len(batch(0))), len(batch(0))
     first, second = Recorder(), Recorder()
     streams = [Stream(each, can_replay=True, room=room) for each in (first, second)]
     for stream in streams:

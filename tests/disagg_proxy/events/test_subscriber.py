@@ -11,7 +11,7 @@ import pytest
 
 from moonpool.core.service.kv_events import AllBlocksCleared, Batch, BlockRemoved, BlockStored
 from moonpool.core.service.processes import allow_many_descriptors
-from moonpool.disagg_proxy.events.indexes import Indexes
+from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 from moonpool.disagg_proxy.events.settings import EventLimits, EventSource
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from tests.disagg_proxy.events.beds import (
@@ -47,7 +47,7 @@ def liar() -> Iterator[Liar]:
 def test_a_large_fleet_has_more_streams_than_zmq_has_sockets_unless_told() -> None:
     allow_many_descriptors()
     sources = tuple(EventSource(f"e{place}", "ipc:///nonexistent/events") for place in range(400))
-    made = Subscriber(sources, Indexes(), {source.name: place for place, source in enumerate(sources)})
+    made = Subscriber(sources, PrefixIndexes(), {source.name: place for place, source in enumerate(sources)})
     try:
         assert len(made.stats()) == 400
     finally:
@@ -287,7 +287,7 @@ def test_whoever_leaves_the_rotation_is_forgotten_and_read_again(engine: Engine)
 def test_what_a_lost_stream_told_is_not_believed_and_read_again(engine: Engine) -> None:
     tokens = chain(0, 3)
     heard: list[bool] = []
-    indexes = Indexes(blocks_max=10_000)
+    indexes = PrefixIndexes(blocks_max=10_000)
     limits = EventLimits(replay_s=TIMEOUT_S, lost_s=0.05)  # a busy machine misses no heartbeat of 2 s
     made = Subscriber((engine.spec(),), indexes, {"e0": 0}, limits=limits)
     made.hears = lambda place, index: heard.append(index is not None)
@@ -319,7 +319,9 @@ def test_a_stream_of_more_than_can_be_looked_at_is_cut_off_and_read_later(
     """S13: 3.6 GB of valid batches stayed in the proxy's memory. One message of 2 MiB is too much here."""
     limits = EventLimits(queues_bytes_max=1 << 20, behind_s=0.0, rest_s=0.05)
     honest = EventSource("honest", engine.endpoint, engine.replay)
-    made = Subscriber((liar.spec(), honest), indexes := Indexes(), {"e0": 0, "honest": 1}, limits=limits)
+    made = Subscriber(
+        (liar.spec(), honest), indexes := PrefixIndexes(), {"e0": 0, "honest": 1}, limits=limits
+    )
     made.start()
     try:
         engine.tell(stored(chain(0, 3), 1))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.disagg_proxy.peers import sites
-from moonpool.disagg_proxy.peers.sites import may_be_one, site_of
+from moonpool.disagg_proxy.peers import host_identity
+from moonpool.disagg_proxy.peers.host_identity import may_be_one, site_of
 
 HERE, ELSEWHERE = "127.0.0.1:8000@here", "127.0.0.1:8000@elsewhere"
 
@@ -42,14 +42,14 @@ def test_one_engine_or_two(mine: str, theirs: str, one: bool) -> None:
 
 
 def test_what_only_this_machine_reaches_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sites, "_machine", lambda: "here")
+    monkeypatch.setattr(host_identity, "_machine", lambda: "here")
     for host in ("127.0.0.1", "localhost", "::1", "::ffff:127.0.0.1", "0.0.0.0"):
         assert site_of(host, 8000).endswith(":8000@here")
     assert site_of("10.0.0.1", 8000) == "10.0.0.1:8000"
     assert site_of("fd00::1", 8000) == "[fd00::1]:8000"
-    monkeypatch.setattr(sites, "_machine", lambda: "")
+    monkeypatch.setattr(host_identity, "_machine", lambda: "")
     assert site_of("127.0.0.1", 8000) == ""
 
 
 def test_a_machine_has_an_identity() -> None:
-    assert len(sites._machine()) >= 32
+    assert len(host_identity._machine()) >= 32

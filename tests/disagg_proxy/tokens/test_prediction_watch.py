@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.disagg_proxy.tokens.watch import WINDOW, PredictionWatch
+from moonpool.disagg_proxy.tokens.prediction_watch import WINDOW, PredictionWatch
 
 
 def test_good_predictions_are_silent() -> None:

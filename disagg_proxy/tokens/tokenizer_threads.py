@@ -23,7 +23,7 @@ JOIN_S = 1.0
 _log = logging.getLogger("moonpool.proxy")
 
 
-class TextThreads:
+class TokenizerThreads:
     """next_text: waits for a request, None at the end; overdue_text: takes a request out of line that came
     before this time, None when there is none. tokenise: blocks; told: is called once for each request, with
     what tokenise returned, or None when that took too long. clock: the data plane's."""

@@ -11,7 +11,7 @@ MODEL_ANY = ""
 HOLDERS_MAX = _native.HOLDERS_MAX  # engines and nodes of the pool, whose places are below it
 
 
-class Indexes:
+class PrefixIndexes:
     """blocks_max: entries of each index (93 to 101 bytes each); indexes_max: beyond it a new model is not
     indexed, and ``refused`` counts it."""
 

@@ -33,7 +33,7 @@ class Verdict(Enum):
     CLEAR = 2
 
 
-class PageWatch:
+class BootstrapTrust:
     """Of one page. Not thread safe. A doubt stands until it is cleared, or ``believe`` is called."""
 
     def __init__(self) -> None:

@@ -13,15 +13,15 @@ from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.data_plane.observations import Observation, Outcome, Stage
 from moonpool.disagg_proxy.dispatch.accounts import Accounts
-from moonpool.disagg_proxy.peers.shared import Shared
+from moonpool.disagg_proxy.peers.remote_inflight import RemoteInflight
 from moonpool.disagg_proxy.peers.wire import (
     VERSION,
     Begun,
+    BlocksExpected,
     Change,
     Gone,
     Head,
     Kind,
-    Placed,
     Prefilled,
     Sent,
     decode_changes,
@@ -36,8 +36,8 @@ def fleet() -> list[Instance]:
     return [Instance(place, f"e{place}", role) for place, role in enumerate(roles)]
 
 
-def shared_of(instances: list[Instance]) -> Shared:
-    return Shared(lambda name, _: {each.name: each for each in instances}.get(name))
+def shared_of(instances: list[Instance]) -> RemoteInflight:
+    return RemoteInflight(lambda name, _: {each.name: each for each in instances}.get(name))
 
 
 def loads(instances: list[Instance], now_s: float) -> list[tuple[float, ...]]:
@@ -178,7 +178,7 @@ def test_lists_of_engines_may_have_another_order() -> None:
     for number, each in enumerate(theirs):
         asked = Request(tokens=100 * (number + 1))
         accounts.sent(number, Choice(each, prefill_s=1.0), asked, streams=True, now_s=0.0)
-    shared = Shared(lambda name, _: {each.known_as: each for each in mine}.get(name))
+    shared = RemoteInflight(lambda name, _: {each.known_as: each for each in mine}.get(name))
     shared.apply("a", told, 0.0)
     shared.replace("a", told, 0.0)
     held = [each.books.prefill_ended(-1 - number, 1.0) for each, number in zip(mine, (1, 2, 0), strict=True)]
@@ -197,7 +197,7 @@ def test_books_that_only_others_fill_are_whole() -> None:
 
 
 def test_no_proxy_can_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moonpool.disagg_proxy.peers.shared.REQUESTS_MAX", 10)
+    monkeypatch.setattr("moonpool.disagg_proxy.peers.remote_inflight.REQUESTS_MAX", 10)
     shared = shared_of(fleet())
     shared.apply("a", [Sent(each, "e0", "e0", 5, 0, 0, 1.0, False) for each in range(30)], 1.0)
     assert (len(shared), shared.unknown) == (10, 20)
@@ -224,7 +224,7 @@ def test_every_change_comes_through_the_wire() -> None:
         Prefilled(1),
         Begun(1, True),
         Gone(1),
-        Placed("e0", 64, b"0123456789abcdef", "here:1"),
+        BlocksExpected("e0", 64, b"0123456789abcdef", "here:1"),
     ]
     head, body = encode(Head(VERSION, "me", 7, Kind.STATE), changes)
     assert decode_head(head) == Head(VERSION, "me", 7, Kind.STATE)
@@ -238,7 +238,7 @@ def test_a_proxy_that_does_not_say_where_engines_are_is_understood() -> None:
     )
     assert decode_changes(body) == [
         Sent(1, "e0", "e1", 5, 3, 2, 1.5, True, 0.5, True, True),
-        Placed("e0", 64, b"0123456789abcdef"),
+        BlocksExpected("e0", 64, b"0123456789abcdef"),
     ]
 
 

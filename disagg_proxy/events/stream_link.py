@@ -30,7 +30,7 @@ class SourceCounts:
 
 
 @dataclass(slots=True)
-class Link:
+class StreamLink:
     """A source with its sockets; all of it belongs to the thread."""
 
     source: EventSource

@@ -14,7 +14,7 @@ from moonpool.disagg_proxy.settings import EngineSpec
 Page = tuple[str, int]  # host and port
 
 
-class Neighbours:
+class BootstrapConflicts:
     """All engines that are there, by name."""
 
     def __init__(self, specs: Iterable[EngineSpec] = ()) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from moonpool.disagg_proxy.events.link import StreamState
+from moonpool.disagg_proxy.events.stream_link import StreamState
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 
 SILENT_S = 5.0

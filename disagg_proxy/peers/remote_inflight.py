@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.peers.wire import Begun, Change, Gone, Placed, Prefilled, Sent
+from moonpool.disagg_proxy.peers.wire import Begun, BlocksExpected, Change, Gone, Prefilled, Sent
 
 REQUESTS_MAX = 100_000  # of all other proxies together; beyond it new ones are not counted
 TOKENS_MAX = 1 << 40
@@ -29,7 +29,7 @@ class _Theirs:
     decoding: bool = False
 
 
-class Shared:
+class RemoteInflight:
     """find: the instance of a name that is at a site, None when this proxy does not know it. placed: hears
     which blocks an engine will hold, as (instance, tokens a block, keys). Not thread safe."""
 
@@ -67,7 +67,7 @@ class Shared:
                 self._decodes(found, now_s)
             elif isinstance(change, Gone):
                 self._leave(theirs, change.request, now_s)
-            elif isinstance(change, Placed):
+            elif isinstance(change, BlocksExpected):
                 instance = self._find(change.engine, change.at)
                 if instance is None:
                     self.unknown += 1

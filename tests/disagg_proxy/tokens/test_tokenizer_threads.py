@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.disagg_proxy.tokens.threads import DEADLINE_S, THREADS, TextThreads
+from moonpool.disagg_proxy.tokens.tokenizer_threads import DEADLINE_S, THREADS, TokenizerThreads
 
 WAIT_S = 30
 
@@ -63,7 +63,7 @@ class Bed:
         self.goes_on = threading.Event()
         self.begun: SimpleQueue[int] = SimpleQueue()
         self.told: SimpleQueue[tuple[int, bytes | None]] = SimpleQueue()
-        self.threads = TextThreads(
+        self.threads = TokenizerThreads(
             self.line.next,
             self.line.overdue,
             self.tokenise,

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import pytest
 
 from moonpool.disagg_proxy.data_plane.observations import Outcome
-from moonpool.disagg_proxy.engines.page_watch import (
+from moonpool.disagg_proxy.engines.bootstrap_trust import (
     DISTRUST_S,
     LATE_MAX,
     TOKEN_S,
     WINDOW,
-    PageWatch,
+    BootstrapTrust,
     Verdict,
     wait_of,
 )
@@ -24,7 +24,7 @@ SOON_S = 0.05
 
 
 def verdicts(
-    watch: PageWatch, waits: Sequence[float], *, concurrent: bool, now_s: float = 0.0
+    watch: BootstrapTrust, waits: Sequence[float], *, concurrent: bool, now_s: float = 0.0
 ) -> list[Verdict]:
     met = [watch.met(1, wait_s, concurrent=concurrent, now_s=now_s) for wait_s in waits]
     return [verdict for verdict in met if verdict is not Verdict.NONE]
@@ -39,13 +39,13 @@ def verdicts(
     ],
 )
 def test_a_lying_page_is_doubted_though_some_answers_are_good(waits: list[float]) -> None:
-    watch = PageWatch()
+    watch = BootstrapTrust()
     assert verdicts(watch, waits, concurrent=True) == [Verdict.DOUBT]
     assert verdicts(watch, [SOON_S] * 100, concurrent=False) == []  # two steps are well
 
 
 def test_a_decode_engine_that_cannot_reach_the_page_is_found_among_others() -> None:
-    watch, found = PageWatch(), Verdict.NONE
+    watch, found = BootstrapTrust(), Verdict.NONE
     for _ in range(LATE_MAX):
         for decode in range(8):
             wait_s = PATIENCE_S if decode == 3 else SOON_S
@@ -56,7 +56,7 @@ def test_a_decode_engine_that_cannot_reach_the_page_is_found_among_others() -> N
 
 def test_now_and_then_one_is_late() -> None:
     waits = ([PATIENCE_S] * (LATE_MAX - 1) + [SOON_S] * WINDOW) * 20
-    assert verdicts(PageWatch(), waits, concurrent=True) == []
+    assert verdicts(BootstrapTrust(), waits, concurrent=True) == []
 
 
 def test_an_overloaded_decode_engine_is_not_the_pages_fault() -> None:
@@ -67,7 +67,7 @@ def test_an_overloaded_decode_engine_is_not_the_pages_fault() -> None:
     def load(count: int) -> list[float]:
         return [rng.uniform(3.0, 4.0) for _ in range(count)]
 
-    watch = PageWatch()
+    watch = BootstrapTrust()
     assert verdicts(watch, load(LATE_MAX), concurrent=True) == [Verdict.DOUBT]
     assert watch.met(2, 9.0, concurrent=False, now_s=0.0) is Verdict.NONE  # another engine says nothing
     assert verdicts(watch, load(LATE_MAX), concurrent=False, now_s=1.0) == [Verdict.CLEAR]
@@ -91,14 +91,14 @@ def whole(wait_s: float, tokens: int, token_s: float) -> float:
 @pytest.mark.parametrize("token_s", [TOKEN_S, 0.04])
 def test_a_lying_page_is_found_by_answers_that_come_whole(token_s: float) -> None:
     """Also where the engine is slower than it is thought to be: two steps take less by what decode waited."""
-    watch = PageWatch()
+    watch = BootstrapTrust()
     concurrent = [whole(PATIENCE_S, 200, token_s) for _ in range(LATE_MAX)]
     assert verdicts(watch, concurrent, concurrent=True) == [Verdict.DOUBT]
     assert verdicts(watch, [whole(SOON_S, 200, token_s)] * 100, concurrent=False) == []
 
 
 def test_a_slow_engine_is_no_lying_page() -> None:
-    watch = PageWatch()
+    watch = BootstrapTrust()
     slow = [whole(SOON_S, 200, 0.04) for _ in range(LATE_MAX)]
     assert verdicts(watch, slow, concurrent=True) == [Verdict.DOUBT]
     assert verdicts(watch, slow, concurrent=False) == [Verdict.CLEAR]

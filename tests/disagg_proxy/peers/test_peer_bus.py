@@ -14,9 +14,9 @@ import pytest
 import zmq
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.peers.link import Link
+from moonpool.disagg_proxy.peers.peer_bus import PeerBus
 from moonpool.disagg_proxy.peers.settings import PeerSettings
-from moonpool.disagg_proxy.peers.wire import VERSION, Change, Gone, Head, Kind, Placed, Sent, encode
+from moonpool.disagg_proxy.peers.wire import VERSION, BlocksExpected, Change, Gone, Head, Kind, Sent, encode
 
 DEADLINE_S = 20.0
 QUICK = {"gather_s": 0.001, "beat_s": 0.05, "silent_s": 0.6, "resolve_s": 0.1, "state_s": 0.01}
@@ -33,7 +33,7 @@ class Proxy:
         self.changed = threading.Condition()
         settings = PeerSettings((listen,), peers, token, **{**QUICK, **more})  # type: ignore[arg-type]
         self.waits = waits
-        self.link = Link(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
+        self.link = PeerBus(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
 
     def send(self, request: int) -> None:
         with self.changed:
@@ -111,10 +111,10 @@ def test_a_state_takes_back_no_blocks(at: Callable[[str], str]) -> None:
     one = Proxy(at("a"))
     try:
         one.send(1)
-        one.link.tell(Placed("e0", 16, b"k" * 16))
+        one.link.tell(BlocksExpected("e0", 16, b"k" * 16))
         one.send(2)
         assert [sent.request for sent in one._state(one.link._forget_told)] == [1, 2]  # type: ignore[union-attr]
-        assert list(one.link._outbox) == [Placed("e0", 16, b"k" * 16)]
+        assert list(one.link._outbox) == [BlocksExpected("e0", 16, b"k" * 16)]
     finally:
         one.link.stop()
 

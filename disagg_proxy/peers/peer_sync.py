@@ -10,20 +10,20 @@ from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.dispatch.accounts import FORGOTTEN_S, STREAMS_S
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.dispatch.locality import Locality, Place
-from moonpool.disagg_proxy.peers.link import Link
+from moonpool.disagg_proxy.peers.host_identity import may_be_one
+from moonpool.disagg_proxy.peers.peer_bus import PeerBus
+from moonpool.disagg_proxy.peers.remote_inflight import RemoteInflight
 from moonpool.disagg_proxy.peers.settings import PeerSettings
-from moonpool.disagg_proxy.peers.shared import Shared
-from moonpool.disagg_proxy.peers.sites import may_be_one
-from moonpool.disagg_proxy.peers.wire import Change, Kind, Placed
+from moonpool.disagg_proxy.peers.wire import BlocksExpected, Change, Kind
 
 KEY_BYTES = 16
 
 log = logging.getLogger("moonpool.proxy")
 
 
-class Exchange:
+class PeerSync:
     """start, then stop. Raises ConfigError when the address for other proxies cannot be had. waits, and
-    ``let_go``: see ``link.py``."""
+    ``let_go``: see ``peer_bus.py``."""
 
     def __init__(
         self, settings: PeerSettings, dispatcher: Dispatcher, locality: Locality, *, waits: bool = False
@@ -34,8 +34,8 @@ class Exchange:
         self._seen: tuple[Instance, ...] = ()
         self._by_name: dict[str, Instance] = {}
         self._warned: set[str] = set()  # by the name of an engine
-        self.shared = Shared(self._find, self._heard_of_blocks)
-        self.link = Link(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
+        self.shared = RemoteInflight(self._find, self._heard_of_blocks)
+        self.link = PeerBus(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
         dispatcher.accounts.changed = self.link.tell
         dispatcher.accounts.others = self.shared.__len__
         dispatcher.placed = self._tell_blocks
@@ -79,7 +79,7 @@ class Exchange:
     def _tell_blocks(self, instance: Instance, place: Place) -> None:
         for index, keys in place.keys:
             if keys:
-                self.link.tell(Placed(instance.known_as, index.block_tokens, keys, instance.site))
+                self.link.tell(BlocksExpected(instance.known_as, index.block_tokens, keys, instance.site))
 
     def _state(self, then: Callable[[], None]) -> list[Change]:
         def look(accounts: object, now_s: float) -> list[Change]:

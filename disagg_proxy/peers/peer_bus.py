@@ -31,10 +31,10 @@ from moonpool.disagg_proxy.peers.settings import PeerSettings, endpoint
 from moonpool.disagg_proxy.peers.wire import (
     CHANGES_MAX,
     VERSION,
+    BlocksExpected,
     Change,
     Head,
     Kind,
-    Placed,
     decode_changes,
     decode_head,
     encode,
@@ -74,7 +74,7 @@ class _Peer:
     asked_s: float = 0.0
 
 
-class Link:
+class PeerBus:
     """Exchanges from start() to stop().
 
     hear:  (sender, kind, changes), on this thread; kind STATE replaces all that was known of the sender.
@@ -246,7 +246,7 @@ class Link:
         """What a state says need not be told; blocks are in none."""
         for _ in range(len(self._outbox)):
             change = self._outbox.popleft()
-            if isinstance(change, Placed):
+            if isinstance(change, BlocksExpected):
                 self._outbox.append(change)
 
     def _send(self, kind: Kind, changes: list[Change]) -> None:

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from moonpool.disagg_proxy.events.link import StreamState
 from moonpool.disagg_proxy.events.settings import EventSource
+from moonpool.disagg_proxy.events.stream_link import StreamState
+from moonpool.disagg_proxy.events.stream_watch import SILENT_S, StreamWatch
 from moonpool.disagg_proxy.events.subscriber import Subscriber
-from moonpool.disagg_proxy.events.watch import SILENT_S, StreamWatch
 from tests.disagg_proxy.events.beds import Engine, chain, stored
 from tests.disagg_proxy.harness import Bed, bed, until, with_deadline
 

@@ -15,7 +15,7 @@ WANTS_KEY = refused(
 )
 
 
-class Keys:
+class ApiKeys:
     """The keys that a page accepts. No key at all: it accepts every caller."""
 
     def __init__(self, keys: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.engine_keys import read_engine_keys
+from moonpool.disagg_proxy.engine_api_keys import read_engine_keys
 from moonpool.disagg_proxy.settings import EngineSpec
 
 A, B = EngineSpec("a", "http://10.0.0.1:8000"), EngineSpec("b", "http://10.0.0.2:8000")

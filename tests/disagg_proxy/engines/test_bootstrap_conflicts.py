@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from moonpool.core.service.addresses import Address
-from moonpool.disagg_proxy.engines.neighbours import Neighbours
+from moonpool.disagg_proxy.engines.bootstrap_conflicts import BootstrapConflicts
 from moonpool.disagg_proxy.settings import EngineSpec, shared_bootstraps
 
 PREFILL = [
@@ -34,7 +34,7 @@ def usable(specs: dict[str, EngineSpec]) -> set[str]:
 
 
 def test_who_comes_and_goes_changes_what_a_slow_version_sees(rng: random.Random) -> None:
-    neighbours, there = Neighbours(), dict[str, EngineSpec]()
+    neighbours, there = BootstrapConflicts(), dict[str, EngineSpec]()
     for _ in range(2_000):
         spec, before = rng.choice(PREFILL + OTHERS), usable(there)
         if spec.name in there and rng.random() < 0.8:
@@ -56,7 +56,7 @@ def test_who_comes_and_goes_changes_what_a_slow_version_sees(rng: random.Random)
 
 def test_who_joins_is_of_no_matter_to_those_elsewhere() -> None:
     """So a thousand engines join in time that grows as they do."""
-    neighbours = Neighbours([OTHERS[1]])
+    neighbours = BootstrapConflicts([OTHERS[1]])
     for number in range(100):
         spec = EngineSpec(f"e{number}", f"http://10.1.0.{number}:1", "prefill")
         assert neighbours.add(spec) == set()
