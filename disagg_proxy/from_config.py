@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import TypeVar
 
-from moonpool.core.config.config import Config, Proxy
+from moonpool.core.config.config import Config
+from moonpool.core.config.sections import Proxy
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings

@@ -166,7 +166,7 @@ def test_on_two_nodes_all_of_it_must_have_come_over_tcp_from_both(
 def test_the_file_for_up_can_be_meant(demo: ModuleType, runtime_dir: Path, nodes: int) -> None:
     """Prefill and decode join each its own node, the nodes count as different hosts, and the proxy looks at
     prompts."""
-    from moonpool.core.config import config
+    from moonpool.core.config import config, sections
     from moonpool.launch import up_plan
 
     model = demo.Model("tiny", "float32", 4096, is_local=False)
@@ -175,7 +175,7 @@ def test_the_file_for_up_can_be_meant(demo: ModuleType, runtime_dir: Path, nodes
         made = config.load(cluster.config, env={})
         assert [bool(engine.node) for engine in made.up.engine] == [nodes == 2] * 2
         plain = [
-            config.Engine(command=["x", "{node}"], name=each.name, node=each.node, role=each.role)
+            sections.Engine(command=["x", "{node}"], name=each.name, node=each.node, role=each.role)
             for each in made.up.engine
         ]
         up = msgspec.structs.replace(made.up, engine=plain)

@@ -1,8 +1,10 @@
 """Settings: from the command line, the environment and a TOML file.
 
-config, config_sources, config_help    what can be set, where a value comes from, what it means
-units, arena_size                      sizes, durations, shares of the memory that is available
-paths                                  the runtime folder, sockets, tokens
-logs                                   what a process writes to standard error
-foreign_variables                      MOONPOOL_ variables that no part reads
+sections                  what can be set: each setting with its type, default, bounds, unit and help
+config, config_sources    all settings of one process, and where each value comes from
+schema                    the schema and the tables that are made of the settings
+units, arena_size         sizes, durations, shares of the memory that is available
+paths                     the runtime folder, sockets, tokens
+logs                      what a process writes to standard error
+foreign_variables         MOONPOOL_ variables that no part reads
 """

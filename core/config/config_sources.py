@@ -68,7 +68,6 @@ def load_sections(
     file: str | Path | None,
     env: Mapping[str, str],
     arguments: Mapping[str, object],
-    choices: Mapping[str, tuple[str, ...]],
 ) -> tuple[dict[str, Any], dict[str, Origin]]:
     """Section name -> its struct, and "section.key" -> origin of each value that is not a default."""
     keys = {f"{name}.{field.name}": field for name, kind in sections.items() for field in _fields(kind)}
@@ -83,7 +82,7 @@ def load_sections(
     made: dict[str, dict[str, object]] = {name: {} for name in sections}
     for key, raw in values.items():
         section, name = key.split(".", 1)
-        made[section][name] = _convert(keys[key].type, raw, key, origins[key], choices)
+        made[section][name] = _convert(keys[key].type, raw, key, origins[key])
     return {name: kind(**made[name]) for name, kind in sections.items()}, origins
 
 
@@ -103,6 +102,13 @@ def show_value(kind: object, value: object) -> str:
     if extra.get("unit") in _SIZES and isinstance(value, int):
         return _exact_size(value)
     return json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
+
+
+def help_of(kind: object) -> str:
+    """What the definition of a setting says of it. kind: the type of its field."""
+    info = inspect.type_info(kind)
+    described = info.extra_json_schema if isinstance(info, inspect.Metadata) else None
+    return str((described or {})["description"])
 
 
 def _exact_size(size: int) -> str:
@@ -185,9 +191,7 @@ def _is_of_kubernetes(variable: str, text: str) -> bool:
     return bool(_SERVICE_LINK.search(variable)) or (variable.endswith("_PORT") and "://" in text)
 
 
-def _convert(
-    kind: inspect.Type, raw: object, key: str, origin: Origin, choices: Mapping[str, tuple[str, ...]]
-) -> object:
+def _convert(kind: inspect.Type, raw: object, key: str, origin: Origin) -> object:
     """``raw`` as a value of the type ``kind``. Text stands for any type where the source can hold nothing
     else.
     """
@@ -203,13 +207,13 @@ def _convert(
             if isinstance(raw, bare.cls):  # made by the program itself
                 return raw
             if isinstance(raw, dict):
-                return _convert_struct(bare, raw, key, origin, choices)
+                return _convert_struct(bare, raw, key, origin)
             raise ValueError("it must be a table")
         if isinstance(bare, inspect.ListType):
             items = _list_of_text(raw) if textual else raw
             if isinstance(items, list):
                 return [
-                    _convert(bare.item_type, item, f"{key}[{index}]", origin, choices)
+                    _convert(bare.item_type, item, f"{key}[{index}]", origin)
                     for index, item in enumerate(items)
                 ]
             raise ValueError("it must be a list")
@@ -217,12 +221,12 @@ def _convert(
             table = _table_of_text(raw) if textual else raw
             if isinstance(table, dict):
                 return {
-                    str(name): _convert(bare.value_type, value, f"{key}.{name}", origin, choices)
+                    str(name): _convert(bare.value_type, value, f"{key}.{name}", origin)
                     for name, value in table.items()
                 }
             raise ValueError("it must be a table")
         value = _scalar(bare, raw, unit, textual)
-        allowed = choices.get(re.sub(r"\[\d+\]", "", key))
+        allowed = _extra(kind).get("choices")
         if allowed and value not in allowed:
             near = nearest(str(value), allowed)
             raise ValueError(
@@ -238,23 +242,14 @@ def _convert(
         raise _bad(key, raw, origin, str(error)) from error
 
 
-def _convert_struct(
-    kind: inspect.StructType,
-    raw: dict[str, object],
-    key: str,
-    origin: Origin,
-    choices: Mapping[str, tuple[str, ...]],
-) -> object:
+def _convert_struct(kind: inspect.StructType, raw: dict[str, object], key: str, origin: Origin) -> object:
     fields = {field.name: field for field in kind.fields}
     for name in raw:
         if name not in fields:
             place = f"the config file {origin.detail}" if origin.kind == "file" else origin.detail
             raise _unknown("key", f"{key}.{name}", place, [f"{key}.{field}" for field in fields])
     return kind.cls(
-        **{
-            name: _convert(fields[name].type, value, f"{key}.{name}", origin, choices)
-            for name, value in raw.items()
-        }
+        **{name: _convert(fields[name].type, value, f"{key}.{name}", origin) for name, value in raw.items()}
     )
 
 

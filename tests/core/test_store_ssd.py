@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from moonpool import STORED, Presence, Store, _native
-from moonpool.core.config.config import Config, Node, load
+from moonpool.core.config.config import Config, load
+from moonpool.core.config.sections import Node
 from moonpool.core.errors import ConfigError, Error
 from moonpool.core.service.node import ssd_directories
 from moonpool.core.store.types import PutStatus

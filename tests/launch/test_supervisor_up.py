@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moonpool.core.config import config
+from moonpool.core.config import config, sections
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import parse_address
 from moonpool.launch import up_plan
@@ -212,7 +212,7 @@ def test_two_nodes_each_with_its_pages_socket_and_counters(runtime: Path, starte
     assert not Path(first["socket"]).exists()
 
 
-def planned(engine: config.Engine, **more: object) -> up_plan.Plan:
+def planned(engine: sections.Engine, **more: object) -> up_plan.Plan:
     arguments: dict[str, object] = {
         "up.engine": [engine],
         "node.http": "127.0.0.1:0",
@@ -247,7 +247,7 @@ def vllm(runtime: Path) -> str:
 
 def test_a_vllm_engine_joins_the_pool_by_itself(runtime: Path, vllm: str) -> None:
     plan = planned(
-        config.Engine(model="some/model", executable=vllm, args=["--max-model-len", "512"], port=0)
+        sections.Engine(model="some/model", executable=vllm, args=["--max-model-len", "512"], port=0)
     )
     engine = spec_of(plan, "engine-0")
     words = list(engine.command)
@@ -268,17 +268,17 @@ def test_a_vllm_engine_joins_the_pool_by_itself(runtime: Path, vllm: str) -> Non
 
 
 def test_without_kv_pool_or_with_a_config_of_its_own_nothing_is_added(runtime: Path, vllm: str) -> None:
-    plain = spec_of(planned(config.Engine(model="m", executable=vllm, kv_pool=False)), "engine-0")
+    plain = spec_of(planned(sections.Engine(model="m", executable=vllm, kv_pool=False)), "engine-0")
     assert "--kv-transfer-config" not in plain.command
     own = spec_of(
-        planned(config.Engine(model="m", executable=vllm, args=["--kv-transfer-config={}"])), "engine-0"
+        planned(sections.Engine(model="m", executable=vllm, args=["--kv-transfer-config={}"])), "engine-0"
     )
     assert sum("--kv-transfer-config" in word for word in own.command) == 1
 
 
 def test_the_environment_of_an_engine(runtime: Path, vllm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up_plan, "has_gpu", lambda env: False)
-    given = config.Engine(model=str(runtime), executable=vllm, env={"OMP_NUM_THREADS": "7", "EXTRA": "1"})
+    given = sections.Engine(model=str(runtime), executable=vllm, env={"OMP_NUM_THREADS": "7", "EXTRA": "1"})
     arguments: dict[str, object] = {"up.engine": [given], "node.http": "off", "up.proxy": False}
     base = {"PATH": "/bin", "PYTHONDONTWRITEBYTECODE": "1", "VLLM_HOST_IP": "10.0.0.1"}
     env = spec_of(up_plan.plan(config.load(env={}, arguments=arguments), env=base), "engine-0").env
@@ -289,13 +289,13 @@ def test_the_environment_of_an_engine(runtime: Path, vllm: str, monkeypatch: pyt
     assert env["HF_HUB_OFFLINE"] == "1"
     assert "PYTHONDONTWRITEBYTECODE" not in env
     assert env["PATH"].split(":")[0] == str(Path(vllm).parent)
-    remote = config.Engine(model="some/model", executable=vllm)
+    remote = sections.Engine(model="some/model", executable=vllm)
     env = spec_of(planned(remote), "engine-0").env
     assert "HF_HUB_OFFLINE" not in env
 
 
 def test_a_token_file_reaches_every_process_by_the_environment(runtime: Path, vllm: str) -> None:
-    plan = planned(config.Engine(model="m", executable=vllm), **{"cluster.token_file": "secret"})
+    plan = planned(sections.Engine(model="m", executable=vllm), **{"cluster.token_file": "secret"})
     for spec in plan.specs:
         assert spec.env["MOONPOOL_CLUSTER_TOKEN_FILE"] == str(Path("secret").absolute())
         assert not any("secret" in word for word in spec.command)
@@ -304,22 +304,22 @@ def test_a_token_file_reaches_every_process_by_the_environment(runtime: Path, vl
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        (config.Engine(), r"up.engine\[0\] needs a model or a command"),
-        (config.Engine(command=["x"], model="m"), "exclude each other"),
-        (config.Engine(model="m", executable="/no/vllm"), "there is no program /no/vllm"),
-        (config.Engine(command=["x"], name="proxy"), "proxy is taken"),
-        (config.Engine(command=["x"], health="health"), "must start with /"),
-        (config.Engine(command=["x"], host="203.0.113.7"), "address 203.0.113.7:0 cannot be used"),
+        (sections.Engine(), r"up.engine\[0\] needs a model or a command"),
+        (sections.Engine(command=["x"], model="m"), "exclude each other"),
+        (sections.Engine(model="m", executable="/no/vllm"), "there is no program /no/vllm"),
+        (sections.Engine(command=["x"], name="proxy"), "proxy is taken"),
+        (sections.Engine(command=["x"], health="health"), "must start with /"),
+        (sections.Engine(command=["x"], host="203.0.113.7"), "address 203.0.113.7:0 cannot be used"),
     ],
 )
-def test_an_engine_that_cannot_be_meant(runtime: Path, engine: config.Engine, message: str) -> None:
+def test_an_engine_that_cannot_be_meant(runtime: Path, engine: sections.Engine, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned(engine)
 
 
 def test_ports_among_the_arguments_are_refused(runtime: Path, vllm: str) -> None:
     with pytest.raises(ConfigError, match=r"must not hold --port; use up.engine\[0\].port"):
-        planned(config.Engine(model="m", executable=vllm, args=["--port=1"]))
+        planned(sections.Engine(model="m", executable=vllm, args=["--port=1"]))
 
 
 TWO_NODES = """
@@ -505,12 +505,12 @@ def test_a_default_port_that_is_taken_is_no_hindrance(runtime: Path) -> None:
         default = msgspec.structs.replace(
             made,
             node=msgspec.structs.replace(made.node, http=address),
-            up=msgspec.structs.replace(made.up, engine=[config.Engine(command=["x"])]),
+            up=msgspec.structs.replace(made.up, engine=[sections.Engine(command=["x"])]),
         )
         node = spec_of(up_plan.plan(default, env={}), "node")
         assert option(node, "--http") not in (address, "off")
         with pytest.raises(ConfigError, match=f"node.http: address {address} cannot be used"):
-            planned(config.Engine(command=["x"]), **{"node.http": address})
+            planned(sections.Engine(command=["x"]), **{"node.http": address})
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(runtime: Path) -> None:
@@ -521,12 +521,12 @@ def test_a_port_in_use_is_refused_before_anything_starts(runtime: Path) -> None:
         with pytest.raises(
             ConfigError, match=rf"up.engine\[0\].port: address 127.0.0.1:{port} cannot be used"
         ):
-            planned(config.Engine(command=["x"], port=port))
+            planned(sections.Engine(command=["x"], port=port))
 
 
 def test_a_planned_port_is_given_to_nobody_else_until_its_process_listens(runtime: Path, vllm: str) -> None:
     """An engine takes a minute to get there, and comes back after a crash."""
-    plan = planned(config.Engine(model="m", executable=vllm))
+    plan = planned(sections.Engine(model="m", executable=vllm))
     address = parse_address(spec_of(plan, "engine-0").url.removeprefix("http://"), "url")
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
         stranger.bind(address)
@@ -538,7 +538,7 @@ def test_a_planned_port_is_given_to_nobody_else_until_its_process_listens(runtim
 
 
 def test_the_port_of_a_command_is_free_for_it_whatever_it_sets(runtime: Path) -> None:
-    plan = planned(config.Engine(command=["x"]))
+    plan = planned(sections.Engine(command=["x"]))
     with socket.socket() as server:
         server.bind(parse_address(spec_of(plan, "engine-0").url.removeprefix("http://"), "url"))
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from moonpool.cli import run
-from moonpool.core.config import config
+from moonpool.core.config import config, sections
 from moonpool.core.errors import ConfigError
 from moonpool.launch import up_plan
 
@@ -24,7 +24,7 @@ from ..core.store_bed import until
 DEADLINE_S = 60
 
 
-def planned(engines: list[config.Engine], **more: object) -> up_plan.Plan:
+def planned(engines: list[sections.Engine], **more: object) -> up_plan.Plan:
     arguments: dict[str, Any] = {"up.engine": engines, "node.http": "off", "proxy.listen": "127.0.0.1:0"}
     return up_plan.plan(config.load(env={}, arguments=arguments | more), env={"PATH": os.environ["PATH"]})
 
@@ -46,7 +46,7 @@ def test_engines_of_one_role_are_refused_before_any_starts(
 ) -> None:
     """The proxy would refuse them, after each engine took a minute to start."""
     with pytest.raises(ConfigError, match=f"of the role {role} alone; .* role = '{other}'"):
-        planned([config.Engine(engine="mock", role=role)] * 2, **more)
+        planned([sections.Engine(engine="mock", role=role)] * 2, **more)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_engines_of_one_role_are_refused_before_any_starts(
     ],
 )
 def test_engines_of_one_role_beside_others_are_taken(runtime: Path, more: dict[str, object]) -> None:
-    planned([config.Engine(engine="mock", role="prefill")], **more).ports.release()
+    planned([sections.Engine(engine="mock", role="prefill")], **more).ports.release()
 
 
 def test_an_sglang_engine_becomes_our_command(runtime: Path) -> None:
-    engine = config.Engine(
+    engine = sections.Engine(
         engine="sglang",
         model="m",
         role="prefill",
@@ -70,7 +70,7 @@ def test_an_sglang_engine_becomes_our_command(runtime: Path) -> None:
         args=["--tp-size", "2"],
         require_pool=True,
     )
-    plan = planned([engine, config.Engine(engine="sglang", model="m", role="decode", kv_pool=False)])
+    plan = planned([engine, sections.Engine(engine="sglang", model="m", role="decode", kv_pool=False)])
     words = command_of(plan, "engine-0")
     ours, flags = words[: words.index("--")], words[words.index("--") + 1 :]
     assert ours[ours.index("sglang") :][:3] == ["sglang", "m", "--kv-pool"]
@@ -87,8 +87,8 @@ def test_an_sglang_engine_becomes_our_command(runtime: Path) -> None:
 
 
 def test_mock_engines_need_no_model(runtime: Path) -> None:
-    pair = [config.Engine(engine="mock", role=role) for role in ("prefill", "decode")]
-    plan = planned([*pair, config.Engine(engine="mock", model="m", args=["--step-ms", "1"])])
+    pair = [sections.Engine(engine="mock", role=role) for role in ("prefill", "decode")]
+    plan = planned([*pair, sections.Engine(engine="mock", model="m", args=["--step-ms", "1"])])
     words = command_of(plan, "engine-2")
     assert words[words.index("mock-engine") :][:3] == ["mock-engine", "--host", "127.0.0.1"]
     assert words[words.index("--model") + 1] == "m"

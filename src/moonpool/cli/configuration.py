@@ -63,6 +63,7 @@ def schema(
     """Print the JSON schema of the configuration file."""
     import json
 
-    from moonpool.core.config import config_help
+    from moonpool.core.config.schema import json_schema
+    from moonpool.core.config.schema import markdown as tables
 
-    print(config_help.markdown() if markdown else json.dumps(config_help.json_schema(), indent=2))
+    print(tables() if markdown else json.dumps(json_schema(), indent=2))

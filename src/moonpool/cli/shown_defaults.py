@@ -27,8 +27,8 @@ def _defaults(section: str) -> dict[str, str]:
     """name -> value, of the settings whose default says something: not an empty one."""
     import msgspec
 
-    from moonpool.core.config.config import SECTIONS
     from moonpool.core.config.config_sources import show_value
+    from moonpool.core.config.sections import SECTIONS
 
     kind = SECTIONS[section]
     values = kind()

@@ -51,8 +51,9 @@ def up(
     import os
 
     from moonpool.core.config import logs
-    from moonpool.core.config.config import Engine, UpNode, load
+    from moonpool.core.config.config import load
     from moonpool.core.config.config_sources import default_file
+    from moonpool.core.config.sections import Engine, UpNode
     from moonpool.core.service.exit_codes import guarded
     from moonpool.core.service.processes import run_kept
     from moonpool.launch.up import run

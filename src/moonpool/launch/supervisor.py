@@ -58,7 +58,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds and counts; their meaning stands in core/config/config.py, section up."""
+    """Seconds and counts; their meaning stands in core/config/sections.py, class Up."""
 
     ready_timeout_s: float = 900.0
     start_attempts_max: int = 3

@@ -24,7 +24,8 @@ from pathlib import Path
 import msgspec
 
 from moonpool.core.config import paths
-from moonpool.core.config.config import Config, Engine, UpNode
+from moonpool.core.config.config import Config
+from moonpool.core.config.sections import Engine, UpNode
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.http_get import answers_ok, get_json

@@ -1,0 +1,61 @@
+"""The JSON schema of a configuration file, and the tables of docs/configuration.md, made of the settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from moonpool.core.config.config_sources import help_of, show_value
+from moonpool.core.config.sections import SECRETS, SECTIONS, TABLES, Section
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of the TOML file, with the help of each key."""
+    properties: dict[str, Any] = {}
+    (_, *_), components = msgspec.json.schema_components(
+        list(SECTIONS.values()), ref_template="#/$defs/{name}"
+    )
+    for name, kind in SECTIONS.items():
+        properties[name] = components.pop(kind.__name__) | {"default": {}}
+    for schema in (*properties.values(), *components.values()):
+        _describe(schema)
+    for secret in SECRETS:
+        del properties["cluster"]["properties"][secret.removeprefix("cluster.")]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "moonpool.toml",
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+        "$defs": components,
+    }
+
+
+def _describe(schema: dict[str, Any]) -> None:
+    """Leaves out what is for readers of the code, and lets a number with a unit be text, such as "2GiB"."""
+    schema.pop("description", None)
+    for value in schema["properties"].values():
+        for leaf in (value, value.get("additionalProperties")):
+            if isinstance(leaf, dict) and "x-unit" in leaf:
+                leaf["type"] = [leaf["type"], "string"]
+
+
+def markdown() -> str:
+    """The tables of docs/configuration.md."""
+    lines: list[str] = []
+    for name, kind in SECTIONS.items():
+        lines += _table(f"[{name}]", kind())
+        for key, table in TABLES.items():
+            if key.startswith(f"{name}."):
+                lines += _table(f"[[{key}]]", table())
+    return "\n".join(lines)
+
+
+def _table(title: str, defaults: Section) -> list[str]:
+    rows = [
+        f"| `{field.name}` | `{show_value(field.type, getattr(defaults, field.name))}` | "
+        f"{help_of(field.type)} |"
+        for field in msgspec.structs.fields(defaults)
+    ]
+    return ["", f"## `{title}`", "", "| key | default | meaning |", "|---|---|---|", *rows]
