@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <utility>
 
 #include "http/head_writer.hpp"
 #include "relay/exchange.hpp"
@@ -38,25 +39,30 @@ Client::Client(Relay& relay, int connection, size_t place, uint64_t peer)
 Client::~Client() { relay_.addresses.leave(address); }
 
 void Client::begin() {
-    deadline_ = relay_.now + relay_.settings.deadlines.head_s;
+    deadline_ = relay_.now + relay_.settings.deadlines.head_s;  // of the first request
     wait_idle();
     if (!relay_.poller.add(*this, static_cast<uint32_t>(EPOLLIN) | EPOLLRDHUP)) abort();
 }
 
-void Client::wait_idle() { (served_ ? relay_.idle : relay_.strangers).push(idle_); }
+void Client::wait_idle() { (past_ == Past::kServed ? relay_.idle : relay_.strangers).push(idle_); }
+
+void Client::enter(ClientState state, double deadline_s) {
+    state_.move_to(state);
+    deadline_ = relay_.now + deadline_s;
+}
 
 bool Client::busy() const {
-    return exchange_ != nullptr || reading_body_ || parser_.begun() || held_.size() > held_at_;
+    return in_head() || reading_body() || state_ == ClientState::kAnswering || held_.size() > held_at_;
 }
 
 Client::Look Client::look() const {
     return {busy(),
-            lingering_,
+            state_ == ClientState::kLingering,
             held_back_,
             write_paused_,
-            reading_body_,
+            reading_body(),
             held_.size() - held_at_,
-            reading_body_ ? request_->body.size() : 0,
+            reading_body() ? request_->body.size() : 0,
             out_.size()};
 }
 
@@ -73,13 +79,13 @@ void Client::read_some(uint32_t events) {
         if ((events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) abort();
         return;
     }
-    if (closing_) {
+    if (state_ == ClientState::kClosing) {
         if ((events & (EPOLLHUP | EPOLLERR)) != 0) abort();
         return;
     }
     ssize_t n = ::recv(fd.get(), relay_.scratch.data(), relay_.scratch.size(), 0);
     if (n > 0) {
-        if (!lingering_) take({relay_.scratch.data(), static_cast<size_t>(n)});
+        if (state_ != ClientState::kLingering) take({relay_.scratch.data(), static_cast<size_t>(n)});
     } else if (n == 0) {
         end_of_input();
     } else if (errno != EAGAIN && errno != EINTR) {
@@ -90,21 +96,21 @@ void Client::read_some(uint32_t events) {
 // The client ended its side. It may only have shut down its writing, but a client that left looks the same,
 // and an engine that computes for a client that left is worse than a half-closed client without its answer.
 void Client::end_of_input() {
-    if (exchange_ != nullptr || out_.empty()) return abort();
+    if (state_ == ClientState::kAnswering || out_.empty()) return abort();
     close_soon();
 }
 
 void Client::take(std::string_view data) {
-    if (exchange_ != nullptr || write_paused_ || held_.size() > held_at_) return hold(data);
+    if (state_ == ClientState::kAnswering || write_paused_ || held_.size() > held_at_) return hold(data);
     size_t used = read(data);
-    if (used < data.size() && open() && !lingering_ && !closing_) hold(data.substr(used));
+    if (used < data.size() && !ending()) hold(data.substr(used));
 }
 
 // Read requests until there are no bytes left, or one is under way. Returns how many bytes were used.
 size_t Client::read(std::string_view data) {
     size_t at = 0;
     while (at < data.size()) {
-        if (!reading_body_ && !read_head(data, at)) return data.size();
+        if (!reading_body() && !read_head(data, at)) return data.size();
         while (!body_.done() && at < data.size()) {
             auto piece = body_.take(data.substr(at));
             if (body_.failed()) {
@@ -113,7 +119,7 @@ size_t Client::read(std::string_view data) {
                 return data.size();
             }
             at += piece.taken;
-            if (refusal_.status != 0) continue;
+            if (state_ == ClientState::kDropping) continue;
             std::string& body = request_->body;
             auto whole = static_cast<size_t>(std::max<int64_t>(request_->head.content_length, 0));
             if (body.capacity() < whole && body.size() >= whole / kReserveAllFrom) body.reserve(whole);
@@ -131,7 +137,7 @@ size_t Client::read(std::string_view data) {
             return data.size();
         }
         serve();
-        if (!open() || closing_ || lingering_ || exchange_ != nullptr || write_paused_) return at;
+        if (ending() || state_ == ClientState::kAnswering || write_paused_) return at;
     }
     return at;
 }
@@ -161,10 +167,10 @@ bool Client::read_head(std::string_view data, size_t& at) {
     partial_.clear();
     parser_.reset();
     body_ = http::BodyReader(head.framing, head.content_length);
-    reading_body_ = true;
+    continued_ = false;
     read_bytes_ = 0;
     if (!judge()) return false;
-    if (head.content_length > 0 && refusal_.status == 0) {
+    if (head.content_length > 0 && state_ == ClientState::kBody) {
         request_->body.reserve(std::min(static_cast<size_t>(head.content_length), kReservedBytesMax));
     }
     return true;
@@ -183,17 +189,18 @@ bool Client::judge() {
             "this proxy wants an API key: send Authorization: Bearer KEY with a key that its operator "
             "gave you"};
     }
-    deadline_ = relay_.now + relay_.settings.deadlines.body_stall_s;
+    const Deadlines& limits = relay_.settings.deadlines;
     if (route_ == Route::kRelay || route_ == Route::kModels) idle_.leave();
-    if (route_ != Route::kRefused) return true;
-    bool small = head.framing == http::Framing::kLength && head.content_length <= kDroppedBytesMax;
-    if (small && !head.expects_continue) {
-        deadline_ = relay_.now + relay_.settings.deadlines.linger_s;
+    if (route_ != Route::kRefused) {
+        enter(ClientState::kBody, limits.body_stall_s);
         return true;
     }
-    http::Refusal refusal = std::move(refusal_);
-    refusal_ = {};
-    refuse(refusal);
+    bool small = head.framing == http::Framing::kLength && head.content_length <= kDroppedBytesMax;
+    if (small && !head.expects_continue) {
+        enter(ClientState::kDropping, limits.linger_s);
+        return true;
+    }
+    refuse(std::exchange(refusal_, {}));
     return false;
 }
 
@@ -212,7 +219,7 @@ void Client::hold(std::string_view data) {
 
 void Client::go_on() {
     ready_ = false;
-    if (!open() || closing_ || lingering_ || exchange_ != nullptr || write_paused_) return;
+    if (ending() || state_ == ClientState::kAnswering || write_paused_) return;
     if (held_back_) {
         held_back_ = false;
         watch();
@@ -233,14 +240,10 @@ void Client::go_on() {
 // Part of a request is there: set its deadline, and say that the body may come if the client asks.
 void Client::await_more() {
     const Deadlines& limits = relay_.settings.deadlines;
-    if (!reading_body_) {
-        if (parser_.begun() && !head_timed_) {
-            head_timed_ = true;
-            deadline_ = relay_.now + limits.head_s;  // for the whole head, however it drips
-        }
-        return;
+    if (state_ == ClientState::kIdle && parser_.begun()) {
+        enter(ClientState::kHead, limits.head_s);  // for the whole head, however it drips
     }
-    if (refusal_.status != 0) return;
+    if (state_ != ClientState::kBody) return;
     if (request_->head.expects_continue && !continued_) {
         continued_ = true;
         if (request_->body.empty()) write(http::kContinue, {});
@@ -295,17 +298,13 @@ void Client::count_unread() {
 bool Client::last() const { return relay_.draining || !request_->head.keep_alive; }
 
 void Client::serve() {
-    reading_body_ = continued_ = head_timed_ = false;
-    asked_ = true;
+    bool refused = state_ == ClientState::kDropping;
+    state_.move_to(ClientState::kAnswering);
+    past_ = std::max(past_, refused || route_ == Route::kPage ? Past::kAsked : Past::kServed);
     request_->arrived_at = relay_.now;  // whole
     bool close = last();
-    if (route_ == Route::kRefused) {
-        http::Refusal refusal = std::move(refusal_);
-        refusal_ = {};
-        return refuse_request(refusal, close);
-    }
+    if (refused) return refuse_request(std::exchange(refusal_, {}), close);
     idle_.leave();
-    served_ = served_ || route_ != Route::kPage;
     exchange_ = relay_.take_exchange();
     if (route_ == Route::kPage || (route_ == Route::kModels && relay_.models_known())) {
         exchange_->begin_page(*this, request_, close);
@@ -379,7 +378,7 @@ void Client::end_request(bool close) {
     let_exchange_go();
     give_budget();
     relay_.give_back(std::move(request_));
-    deadline_ = relay_.now + relay_.settings.deadlines.client_idle_s;
+    enter(ClientState::kIdle, relay_.settings.deadlines.client_idle_s);
     wait_idle();
     if (close || relay_.draining) {
         close_soon();
@@ -398,22 +397,11 @@ void Client::refuse(const http::Refusal& refusal) {
     if (!open()) return;
     give_budget();
     relay_.give_back(std::move(request_));
-    reading_body_ = false;
-    refusal_ = {};
     parser_.reset();
     partial_ = std::string();
-    lingering_ = true;
     idle_.leave();
-    deadline_ = relay_.now + relay_.settings.deadlines.linger_s;
-    shut();
-}
-
-void Client::shut() {
-    if (!out_.empty()) {
-        shut_after_ = true;
-        return;
-    }
-    ::shutdown(fd.get(), SHUT_WR);
+    enter(ClientState::kLingering, relay_.settings.deadlines.linger_s);
+    if (out_.empty()) ::shutdown(fd.get(), SHUT_WR);  // else flush() does
 }
 
 void Client::log(int status, uint64_t bytes) {
@@ -452,11 +440,8 @@ void Client::flush() {
     if (!out_.flush(fd.get())) return abort();
     if (out_.size() != before) took_at_ = relay_.now;
     count_unread();
-    if (out_.empty() && closing_) return abort();
-    if (out_.empty() && shut_after_) {
-        shut_after_ = false;
-        ::shutdown(fd.get(), SHUT_WR);
-    }
+    if (out_.empty() && state_ == ClientState::kClosing) return abort();
+    if (out_.empty() && state_ == ClientState::kLingering) ::shutdown(fd.get(), SHUT_WR);
     watch();
     if (write_paused_ && out_.size() <= relay_.settings.limits.write_buffer_bytes_max / 4) {
         write_paused_ = false;
@@ -471,7 +456,7 @@ void Client::flush() {
 
 void Client::watch() {
     uint32_t events = out_.empty() ? 0u : static_cast<uint32_t>(EPOLLOUT);
-    if (!closing_) {
+    if (state_ != ClientState::kClosing) {
         events |= static_cast<uint32_t>(EPOLLRDHUP);
         if (!held_back_) events |= static_cast<uint32_t>(EPOLLIN);
     }
@@ -493,13 +478,11 @@ void Client::sweep(double now) {
 }
 
 void Client::expire() {
-    if (lingering_ || closing_) return abort();
-    if (refusal_.status != 0) {  // its body was to be dropped, and did not come
-        http::Refusal refusal = std::move(refusal_);
-        return refuse(refusal);
-    }
-    if (reading_body_) return refuse({408, "body_timeout", "the request's body did not arrive in time"});
-    if (parser_.begun() && !write_paused_) {
+    if (ending()) return abort();
+    if (state_ == ClientState::kDropping)
+        return refuse(std::exchange(refusal_, {}));  // the rest did not come
+    if (reading_body()) return refuse({408, "body_timeout", "the request's body did not arrive in time"});
+    if (in_head() && !write_paused_) {
         return refuse({408, "head_timeout", "the request's head did not arrive in time"});
     }
     if (!write_paused_) close_soon();
@@ -507,10 +490,10 @@ void Client::expire() {
 
 void Client::drain() {
     if (exchange_ != nullptr) return exchange_->close_after();
-    if (busy() || lingering_ || closing_) return;
+    if (busy() || ending()) return;
     read_some(EPOLLIN);  // a request may have come while others were served
-    if (!open() || busy() || lingering_ || closing_) return;
-    if (asked_) return close_soon();
+    if (busy() || ending()) return;
+    if (past_ != Past::kNone) return close_soon();
     // It has just connected: its first request is on its way.
     deadline_ = std::min(deadline_, relay_.now + relay_.settings.deadlines.linger_s);
 }
@@ -522,8 +505,7 @@ void Client::close_soon() {
     held_at_ = 0;
     count_unread();
     if (out_.empty()) return abort();
-    closing_ = true;
-    deadline_ = relay_.now + relay_.settings.deadlines.client_stall_s;
+    enter(ClientState::kClosing, relay_.settings.deadlines.client_stall_s);
     watch();
 }
 
@@ -535,6 +517,7 @@ void Client::abort() {
         linger now{1, 0};
         ::setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &now, sizeof(now));
     }
+    state_.move_to(ClientState::kClosed);
     idle_.leave();
     relay_.poller.close(*this);
     if (Exchange* exchange = let_exchange_go()) exchange->cancel();

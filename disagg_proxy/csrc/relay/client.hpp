@@ -1,20 +1,20 @@
 // Client: one client's connection: reads requests one after the other, answers them or has them relayed.
 //
-//     idle -> head -> judged -> body -> answering -> idle ...
-//     any state -> lingering (refused: nothing more of it is read, the client gets time to see why) -> closed
+//     idle -> head -> body -> answering -> idle ...     kClientStates has all transitions
 //
 // A request's path, method and key are judged when its head is there: no body is read that will be refused,
 // but for a small one, which is dropped, so that the connection stays usable.
 //
 // At most one request is under way; what the client sends meanwhile is held up to a bound, then not read any
 // more; nothing is read or started while the client does not take what was written to it; every state has a
-// deadline (sweep), but for a running exchange, which brings its own.
+// deadline (sweep), but for answering, where the exchange brings its own.
 #pragma once
 
 #include <memory>
 #include <string>
 #include <string_view>
 
+#include "base/state.hpp"
 #include "http/body_reader.hpp"
 #include "http/refusal.hpp"
 #include "http/request_parser.hpp"
@@ -29,6 +29,43 @@ namespace moonpool::relay {
 
 class Exchange;
 class Relay;
+
+enum class ClientState : uint8_t {
+    kIdle,       // no request is under way
+    kHead,       // part of a head has come
+    kBody,       // the head is accepted, its body is read
+    kDropping,   // the head is refused, its body, a small one, is read and dropped so that the connection
+                 // stays
+    kAnswering,  // the request is there whole
+    // From here on no request is read any more.
+    kLingering,  // refused: the client gets time to read why
+    kClosing,    // what is to be written is its last
+    kClosed,
+};
+
+inline constexpr Transitions<ClientState, 8> kClientStates{
+    "relay::Client",
+    {
+        {ClientState::kIdle,
+         "idle",
+         {ClientState::kHead, ClientState::kBody, ClientState::kDropping, ClientState::kLingering,
+          ClientState::kClosing, ClientState::kClosed}},
+        {ClientState::kHead,
+         "head",
+         {ClientState::kBody, ClientState::kDropping, ClientState::kLingering, ClientState::kClosing,
+          ClientState::kClosed}},
+        {ClientState::kBody,
+         "body",
+         {ClientState::kAnswering, ClientState::kLingering, ClientState::kClosing, ClientState::kClosed}},
+        {ClientState::kDropping,
+         "dropping",
+         {ClientState::kAnswering, ClientState::kLingering, ClientState::kClosing, ClientState::kClosed}},
+        {ClientState::kAnswering, "answering", {ClientState::kIdle, ClientState::kClosed}},
+        {ClientState::kLingering, "lingering", {ClientState::kClosing, ClientState::kClosed}},
+        {ClientState::kClosing, "closing", {ClientState::kClosed}},
+        {ClientState::kClosed, "closed", {}},
+    }};
+static_assert(kClientStates.is_complete());
 
 class Client final : public Socket {
    public:
@@ -98,10 +135,13 @@ class Client final : public Socket {
     void end_of_input();
     void expire();
     void close_soon();
-    void shut();
     void flush();
     void watch();
     bool busy() const;
+    void enter(ClientState state, double deadline_s);
+    bool reading_body() const { return state_ == ClientState::kBody || state_ == ClientState::kDropping; }
+    bool in_head() const { return state_ == ClientState::kHead && parser_.begun(); }  // not only blank lines
+    bool ending() const { return state_ >= ClientState::kLingering; }
     Exchange* let_exchange_go();
 
     Relay& relay_;
@@ -113,14 +153,16 @@ class Client final : public Socket {
     std::string held_;     // read ahead while a request is under way, from held_at_ on
     size_t held_at_ = 0;
     OutBuffer out_;
-    bool reading_body_ = false;
-    bool held_back_ = false, write_paused_ = false, lingering_ = false, closing_ = false, shut_after_ = false;
-    bool continued_ = false, head_timed_ = false, ready_ = false;
-    bool asked_ = false;   // it has sent a whole request once
-    bool served_ = false;  // and one that was for an engine
+    State<kClientStates> state_;
+    bool held_back_ = false;     // too much was read ahead: reads no more for now
+    bool write_paused_ = false;  // the client takes too little: starts nothing for now
+    bool ready_ = false;         // stands in the relay's list of those that may go on
+    // The most that it has been so far: of a whole request, and of one that was for an engine.
+    enum class Past : uint8_t { kNone, kAsked, kServed } past_ = Past::kNone;
     // Of the request that is being read.
     Route route_ = Route::kRefused;
-    http::Refusal refusal_;  // status 0: none. Its body, a small one, is read and dropped
+    http::Refusal refusal_;   // while dropping
+    bool continued_ = false;  // the client was told to send the body
     size_t budgeted_ = 0, read_bytes_ = 0;
     size_t unread_ = 0;
     double deadline_ = 0, took_at_ = 0;
