@@ -30,7 +30,7 @@ from moonpool.connectors.lmcache.listing import Listing
 from moonpool.connectors.lmcache.locks import HELD_S, UNASKED_S, Lock, Locks
 from moonpool.connectors.lmcache.native import PLUG
 from moonpool.connectors.lmcache.pieces import Pieces
-from moonpool.connectors.lmcache.pool import Pool
+from moonpool.connectors.lmcache.pool import open_pool
 from moonpool.connectors.lmcache.settings import Settings
 from moonpool.core.errors import Closed, Error, InvalidArgument
 
@@ -115,13 +115,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._ambiguous_said = threading.Event()
         self._pieces = Pieces(settings.threads)
         mark = fingerprint(PLUG, {"form": settings.form})
-        self._pool = Pool(
-            lambda: settings.dial(mark, settings.timeout_s),
-            lambda client: None,
-            address=str(settings.socket()),
-            log=log,
-            required=settings.require_pool,
-        )
+        self._pool = open_pool(settings, lambda: settings.dial(mark, settings.timeout_s), log=log)
         self._stores: Lane[L2StoreResult] = Lane("store", create_event_notifier(), log)
         self._lookups: Lane[tuple[Bitmap, Lock | None]] = Lane(
             "lookup", create_event_notifier(), log, self._expire

@@ -12,7 +12,7 @@ from lmcache.logging import init_logger
 
 from moonpool import _native
 from moonpool.connectors.lmcache.identity import fingerprint
-from moonpool.connectors.lmcache.pool import Pool
+from moonpool.connectors.lmcache.pool import open_pool
 from moonpool.connectors.lmcache.settings import Settings
 from moonpool.core.errors import ConfigError
 
@@ -41,13 +41,12 @@ class MoonpoolClient(_native.BatchClient):
             )
         super().__init__(threads=settings.threads)
         mark = fingerprint(PLUG, {"form": settings.form})
-        self._pool = Pool(
+        self._pool = open_pool(
+            settings,
             lambda: settings.dial(mark, settings.timeout_s),
-            self.attach,
-            address=str(settings.socket()),
             log=log,
-            left=self.detach,
-            required=settings.require_pool,
+            on_joined=self.attach,
+            on_left=self.detach,
         )
 
     def drain_completions(self) -> list[Any]:
@@ -56,7 +55,7 @@ class MoonpoolClient(_native.BatchClient):
         if not self.attached:
             for _, _, error, _ in told:
                 if error:
-                    self._pool.lost(error)
+                    self._pool.failed(error)
         return told
 
     def close(self) -> None:

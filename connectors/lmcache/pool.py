@@ -1,6 +1,4 @@
-"""The connection to the node: made at once or as soon as there is one, and found again after the node was
-lost. While the node does not answer no caller waits for it: see Seeker.
-"""
+"""LMCache's way to the node: a thread dials and probes, so that no caller waits for a silent node."""
 
 from __future__ import annotations
 
@@ -8,99 +6,35 @@ import logging
 from collections.abc import Callable
 
 from moonpool import _native
-from moonpool.connectors.seeker import Seeker
-from moonpool.core.errors import AuthError, Error, ProtocolError, Timeout, Unavailable
+from moonpool.connectors.lmcache.settings import Settings
+from moonpool.connectors.node_connection import Messages, NodeConnection
 
-# What says that the node does not answer; any other error is about the call.
-_SILENCE = (AuthError, ProtocolError, Timeout, Unavailable)
-_NOBODY = ["?"]  # asked for only to hear an answer
+_PROBE = ["?"]  # asked for only to hear an answer
+_MESSAGES = Messages(
+    absent="moonpool: no pool at %s (%s); this goes on without it and joins when a node appears there",
+    silent="moonpool: the pool at %s does not answer (%s); until it does, this goes on without it",
+)
 
 
-class Pool:
-    """One client. ``joined`` is called with it whenever the node answers for the first time or again, before
-    any other caller gets it; ``left`` when it does not answer any more. Says once that there is no node, and
-    when it is joined, lost and back.
-    """
-
-    def __init__(
-        self,
-        connect: Callable[[], _native.Client],
-        joined: Callable[[_native.Client], None],
-        *,
-        address: str,
-        log: logging.Logger,
-        left: Callable[[], None] = lambda: None,
-        required: bool = False,
-    ) -> None:
-        """Raises what ``connect`` raises only when the pool is ``required``."""
-        self._connect, self._joined = connect, joined
-        self._address, self._log = address, log
-        self._client: _native.Client | None = None
-        self._trouble = ""
-        self._seeker = Seeker(self._seek, left)
-        try:
-            self._join()
-        except Error as error:
-            if required:
-                raise
-            self._trouble = str(error)
-            log.warning(
-                "moonpool: no pool at %s (%s); this goes on without it and joins when a node appears there",
-                address,
-                error,
-            )
-            self._seeker.lost()
-
-    @property
-    def client(self) -> _native.Client | None:
-        """None: the node did not answer when it was last asked, or there was none yet. Never waits."""
-        return self._client if self._seeker.up else None
-
-    def heard(self, error: Error) -> None:
-        """A call failed. Where the node did not answer, only a thread of this object asks it from now
-        on."""
-        if isinstance(error, _SILENCE):
-            self.lost(str(error))
-
-    def lost(self, why: str) -> None:
-        """The node does not answer."""
-        if self._seeker.lost():
-            self._trouble = why
-            self._log.warning(
-                "moonpool: the pool at %s does not answer (%s); until it does, this goes on without it",
-                self._address,
-                why,
-            )
-
-    def close(self) -> None:
-        self._seeker.close()
-        if self._client is not None:
-            self._client.close()
-
-    def _join(self) -> None:
-        client = self._connect()
-        try:
-            self._joined(client)
-        except BaseException:
-            client.close()
-            raise
-        self._client = client
-
-    def _seek(self) -> None:
-        known = self._client
-        try:
-            if known is None:
-                self._join()
-            else:
-                known.exists(_NOBODY)
-                self._joined(known)
-        except Exception as error:  # the boundary: whatever it is, it is said once and tried again
-            if str(error) != self._trouble:
-                self._trouble = str(error)
-                self._log.warning("moonpool: still no pool at %s (%s)", self._address, error)
-            raise
-        self._trouble = ""
-        self._log.info(
-            "moonpool: joined the pool at %s" if known is None else "moonpool: the pool at %s answers again",
-            self._address,
-        )
+def open_pool(
+    settings: Settings,
+    dial: Callable[[], _native.Client],
+    *,
+    log: logging.Logger,
+    on_joined: Callable[[_native.Client], object] = lambda client: None,
+    on_left: Callable[[], object] = lambda: None,
+) -> NodeConnection[_native.Client]:
+    """A connection whose first attempt has been made. The arguments are NodeConnection's. Raises what
+    ``dial`` raises if the settings require the pool."""
+    node: NodeConnection[_native.Client] = NodeConnection(
+        dial,
+        address=str(settings.socket()),
+        log=log,
+        probe=lambda client: client.exists(_PROBE),
+        on_joined=on_joined,
+        on_left=on_left,
+        log_retry=log.warning,
+        messages=_MESSAGES,
+    )
+    node.open(required=settings.require_pool)
+    return node

@@ -28,7 +28,7 @@ from moonpool.connectors.lmcache.form import HEADER_BYTES_MAX, Form, described, 
 from moonpool.connectors.lmcache.identity import name_of, remote_identity
 from moonpool.connectors.lmcache.lent import Lent
 from moonpool.connectors.lmcache.lora import tagged
-from moonpool.connectors.lmcache.pool import Pool
+from moonpool.connectors.lmcache.pool import open_pool
 from moonpool.connectors.lmcache.settings import Settings
 from moonpool.connectors.lmcache.vllm_engine import identity_with
 from moonpool.connectors.weights import Pending, wait_for
@@ -89,13 +89,12 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             self._apart = True
             self._mark = remote_identity(config, metadata, settings.form)
             log.warning("moonpool: nothing is stored or retrieved: %s", error)
-        self._pool = Pool(
+        self._pool = open_pool(
+            settings,
             lambda: settings.dial(self._mark or mark(), settings.timeout_s),
-            self._joined,
-            address=str(settings.socket()),
             log=log,
-            left=self._batches.detach,
-            required=settings.require_pool,
+            on_joined=self._joined,
+            on_left=self._batches.detach,
         )
         if self._memory is not None:
             self._free_memory = self._memory.close
@@ -415,7 +414,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             if future is not None and not future.done():
                 future.set_result((ok, error, found))
             if error and not self._batches.attached:
-                self._pool.lost(error)
+                self._pool.failed(error)
         if not self._waiting:
             self._idle.set()
 

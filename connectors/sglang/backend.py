@@ -23,7 +23,7 @@ from moonpool.connectors.sglang import compat, updates
 from moonpool.connectors.sglang.identity import draft_revision, identity, serves_lora
 from moonpool.connectors.sglang.layout import PageLayout, object_ranges, read_layout, rows
 from moonpool.connectors.sglang.metrics import Tally
-from moonpool.connectors.sglang.pool import NO_POOL, Lanes, Pool
+from moonpool.connectors.sglang.pool import NO_POOL, PoolClient, PoolConnection
 from moonpool.connectors.sglang.settings import Settings
 from moonpool.connectors.sglang.sidecars import (
     Parts,
@@ -103,7 +103,7 @@ class MoonpoolHiCache(compat.Storage):
         self._settings = Settings.parse(storage_config.extra_config or {})
         self._tally = Tally(exported=bool(storage_config.enable_storage_metrics))
         self._memory: Memory | None = None
-        self._pool: Pool | None = None
+        self._pool: PoolConnection | None = None
         self._sidecars: dict[str, Sidecar] = {}
         self._mark = b""
         self._refusal = ""
@@ -183,8 +183,8 @@ class MoonpoolHiCache(compat.Storage):
 
         with contextlib.suppress(Pending):  # dialling says so; other errors are refusals
             wait_for(mark, functools.partial(self._log.info, "moonpool: %s")) if required else mark()
-        self._pool = Pool(
-            lambda: Lanes.dial(self._settings, self._mark or mark()), address=socket, log=self._log
+        self._pool = PoolConnection(
+            lambda: PoolClient.dial(self._settings, self._mark or mark()), address=socket, log=self._log
         )
         self._pool.open(required=required)
 
@@ -219,10 +219,10 @@ class MoonpoolHiCache(compat.Storage):
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many leading pages of ``keys`` the pool has, in all their objects: one question."""
 
-        def ask(memory: Memory, lanes: Lanes) -> int:
+        def ask(memory: Memory, client: PoolClient) -> int:
             names = memory.names(keys)
-            answer = lanes.lookups.run(lambda w: w.submit_prefix(names, BLOCK_NAME_BYTES, memory.width))
-            lanes.lookups.release(answer.pin_id)
+            answer = client.lookups.run(lambda w: w.submit_prefix(names, BLOCK_NAME_BYTES, memory.width))
+            client.lookups.release(answer.pin_id)
             self._heard_lookup(answer.error, answer.why, whole=answer.blocks == len(keys))
             self._tally.add("hit_pages", answer.blocks)
             return int(answer.blocks)
@@ -238,11 +238,11 @@ class MoonpoolHiCache(compat.Storage):
         """Loads pages into the slots ``host_indices``; of each, whether all of its bytes are there. What is
         pinned is loaded, so a page that is evicted meanwhile is either whole or missing."""
 
-        def load(memory: Memory, lanes: Lanes) -> list[bool]:
+        def load(memory: Memory, client: PoolClient) -> list[bool]:
             names = memory.names(keys)
             pages, columns = memory.places(keys, host_indices)
             started_s = time.perf_counter()
-            found = lanes.loads.run(
+            found = client.loads.run(
                 lambda w: w.submit_fetch(names, BLOCK_NAME_BYTES, memory.width, memory.table, pages, columns)
             )
             self._heard_lookup(found.lookup_error, found.lookup_why, whole=found.blocks == len(keys))
@@ -270,7 +270,7 @@ class MoonpoolHiCache(compat.Storage):
         """Stores pages from the slots ``host_indices``. All True when the pool now has every object of every
         page; else all False, and SGLang goes on without."""
 
-        def save(memory: Memory, lanes: Lanes) -> list[bool]:
+        def save(memory: Memory, client: PoolClient) -> list[bool]:
             if not memory.saves:  # a lower rank holds the same heads
                 return stored
             names = memory.names(keys)
@@ -279,7 +279,7 @@ class MoonpoolHiCache(compat.Storage):
             # With pools beside it, a page goes as a whole; heads alone are touched together anyway.
             group_bytes = DIGEST_BYTES if self._sidecars else 0
             started_s = time.perf_counter()
-            answer = lanes.saves.run(
+            answer = client.saves.run(
                 lambda w: w.submit_save(
                     names, BLOCK_NAME_BYTES, parents, memory.table, pages, columns, group_bytes
                 )
@@ -318,8 +318,8 @@ class MoonpoolHiCache(compat.Storage):
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """Loads pages of other pools; of each, whether all of its bytes are there."""
 
-        def load(lanes: Lanes, sidecar: Sidecar, names: list[bytes], parts: list[Parts]) -> list[bool]:
-            sizes = _raised(lanes.loads.run(lambda w: w.submit_get_into(names, parts)))
+        def load(client: PoolClient, sidecar: Sidecar, names: list[bytes], parts: list[Parts]) -> list[bool]:
+            sizes = _raised(client.loads.run(lambda w: w.submit_get_into(names, parts)))
             wanted = [sum(size for _, size in each) for each in parts]
             good = [size == want for size, want in zip(sizes, wanted, strict=True)]
             self._tally.add("loaded_bytes", sum(want for want, ok in zip(wanted, good, strict=True) if ok))
@@ -330,19 +330,19 @@ class MoonpoolHiCache(compat.Storage):
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """Stores pages of other pools; of each, whether the pool now has it."""
 
-        def save(lanes: Lanes, sidecar: Sidecar, names: list[bytes], parts: list[Parts]) -> list[bool]:
+        def save(client: PoolClient, sidecar: Sidecar, names: list[bytes], parts: list[Parts]) -> list[bool]:
             # As with the KV: the pool evicts a chain from its end, so what is left of it is a prefix.
             parents = [*(sidecar.names(_last_prefix_key(extra_info)) or [b""]), *names[:-1]]
             groups = [name[:DIGEST_BYTES] for name in names]  # the KV's too
-            answer = _raised(lanes.saves.run(lambda w: w.submit_put(names, parts, parents, groups=groups)))
+            answer = _raised(client.saves.run(lambda w: w.submit_put(names, parts, parents, groups=groups)))
             return [bool(result) for result in put_results(*answer)]
 
         return {transfer.name: self._move("save", transfer, save) for transfer in transfers}
 
     def _present(self, name: Any, keys: list[str]) -> list[bool]:
-        def ask(memory: Memory, lanes: Lanes) -> list[bool]:
+        def ask(memory: Memory, client: PoolClient) -> list[bool]:
             names = self._sidecars[_plain_name(name)].names(keys)
-            flags = _raised(lanes.lookups.run(lambda w: w.submit_names("exists", names)))
+            flags = _raised(client.lookups.run(lambda w: w.submit_names("exists", names)))
             return [bool(presence) for presence in presences(flags)]
 
         absent = [False] * len(keys)
@@ -352,13 +352,13 @@ class MoonpoolHiCache(compat.Storage):
         self,
         what: str,
         transfer: Any,
-        move: Callable[[Lanes, Sidecar, list[bytes], list[Parts]], list[bool]],
+        move: Callable[[PoolClient, Sidecar, list[bytes], list[Parts]], list[bool]],
     ) -> list[bool]:
         keys = transfer.keys or []
 
-        def moved(memory: Memory, lanes: Lanes) -> list[bool]:
+        def moved(memory: Memory, client: PoolClient) -> list[bool]:
             sidecar = self._sidecars[_plain_name(transfer.name)]
-            return move(lanes, sidecar, sidecar.names(keys), sidecar.parts(keys, transfer.host_indices))
+            return move(client, sidecar, sidecar.names(keys), sidecar.parts(keys, transfer.host_indices))
 
         nothing = [False] * len(keys)
         return self._call(what, moved, nothing) if keys else nothing
@@ -418,16 +418,16 @@ class MoonpoolHiCache(compat.Storage):
 
     # Helpers
 
-    def _call(self, what: str, call: Callable[[Memory, Lanes], Result], otherwise: Result) -> Result:
-        """``call`` with the memory and the lanes, or ``otherwise``: the boundary that no error crosses."""
+    def _call(self, what: str, call: Callable[[Memory, PoolClient], Result], otherwise: Result) -> Result:
+        """``call`` with the memory and the client, or ``otherwise``: the boundary that no error crosses."""
         memory, pool = self._memory, self._pool
         started_s = time.monotonic()
         try:
-            lanes = None if pool is None else pool.lanes()
-            if memory is None or pool is None or lanes is None:
+            client = None if pool is None else pool.client_now()
+            if memory is None or pool is None or client is None:
                 self._tally.add("unanswered")
                 return otherwise
-            result = call(memory, lanes)
+            result = call(memory, client)
             pool.ended(time.monotonic() - started_s, answered=what != "save" or result != otherwise)
             return result
         except Error as error:
@@ -443,7 +443,7 @@ class MoonpoolHiCache(compat.Storage):
         if error:
             self._tally.add("unanswered")
         if (pool := self._pool) is not None:
-            pool.heard(error)
+            pool.answered(error)
 
     def _heard_lookup(self, error: str, why: str, *, whole: bool) -> None:
         """why: which node did not answer although there is an answer; whole: it has everything that was asked
@@ -453,7 +453,7 @@ class MoonpoolHiCache(compat.Storage):
         if why:
             self._tally.add("partly_answered")
         if (why or not whole) and not error and (pool := self._pool) is not None:
-            pool.heard_in_part(why)
+            pool.answered_in_part(why)
 
     def _refused(self, pages: int, reason: str) -> None:
         """Said once for each reason, until a save succeeds: a full pool refuses every call."""

@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from moonpool import _native
+from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.tensorrt_llm import compat
 from moonpool.connectors.tensorrt_llm.fetch import Fetch, Offer
 from moonpool.connectors.tensorrt_llm.identity import identity, model_folder, read_config
 from moonpool.connectors.tensorrt_llm.layout import Memory, Refused, Shape, model_of, shape_of
 from moonpool.connectors.tensorrt_llm.limits import Foreign, check
-from moonpool.connectors.tensorrt_llm.pool import Connection, Pool
+from moonpool.connectors.tensorrt_llm.pool import PoolClient, open_pool
 from moonpool.connectors.tensorrt_llm.settings import Settings
 from moonpool.connectors.tensorrt_llm.staging import Mover, mover_for
 from moonpool.connectors.tensorrt_llm.tokens import Known
@@ -47,7 +48,7 @@ class Engine:
     loading: range  # slots
     saving: range
     table: _native.PartTable
-    pool: Pool
+    pool: NodeConnection[PoolClient]
     fetch: Fetch
     mark: bytes  # the fingerprint
     foreign: Foreign
@@ -119,8 +120,12 @@ class Link:
         mover = mover_for(memory, slots)
         loading = max(1, slots // LOADING_SHARE)
         socket = str(settings.socket())
-        pool = Pool(lambda: Connection.dial(settings, mark), address=socket, log=self.log)
-        pool.open(required=settings.require_pool)
+        pool = open_pool(
+            lambda: PoolClient.dial(settings, mark),
+            address=socket,
+            log=self.log,
+            required=settings.require_pool,
+        )
         self.log.info(
             "blocks of %d bytes in %d objects (%s), fingerprint %s, tenant %s, namespace %s, pool %s",
             memory.bytes_per_block,

@@ -1,25 +1,24 @@
-"""The connection to the node: made as soon as there is one, and found again by the native client after the
-node was lost. While it does not answer, no caller waits for it: a thread asks it (see Seeker), and the
-executor only reads whether it is up.
-"""
+"""TensorRT-LLM's way to the node: one client, and objects that stay pinned while the engine reads them."""
 
 from __future__ import annotations
 
-import select
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from moonpool import _native
-from moonpool.connectors.seeker import Seeker
+from moonpool.connectors.blocking_worker import BlockingWorker
+from moonpool.connectors.node_connection import Messages, NodeConnection
 from moonpool.connectors.tensorrt_llm.compat import Log
 from moonpool.connectors.tensorrt_llm.settings import Settings
-from moonpool.core.errors import Error, Unavailable
+from moonpool.core.errors import Unavailable
 from moonpool.core.store.keys import BLOCK_NAME_BYTES
 
 TIMEOUT_S = 1.0
 LONG_WAIT_S = 0.2 * TIMEOUT_S  # a lookup that took longer has waited for a peer that says nothing
+_SILENT = "the pool at %s does not answer (%s); prompts are computed until it does"
+_ANSWERS = "the pool at %s answers"
+_MESSAGES = Messages(absent=_SILENT, silent=_SILENT, joined=_ANSWERS, answers=_ANSWERS)
 
 Views = list[memoryview]
 
@@ -44,18 +43,16 @@ class Held:
         return list(self._client.pinned_views(self._pin, [self._names[at] for at in which]))
 
 
-class Connection:
+class PoolClient:
     """One client of a node, and a native thread for saves."""
 
     def __init__(self, client: _native.Client) -> None:
+        """client: a connected client, which this owns from now on."""
         self._client = client
-        self._worker = _native.Worker(client, threads=1)
-        self._turn = threading.Lock()
-        self._done = select.poll()
-        self._done.register(self._worker.eventfd, select.POLLIN)
+        self._saves = BlockingWorker(client)
 
     @classmethod
-    def dial(cls, settings: Settings, fingerprint: bytes) -> Connection:
+    def dial(cls, settings: Settings, fingerprint: bytes) -> PoolClient:
         """Raises Unavailable without a node, AuthError when the token does not fit."""
         return cls(settings.dial(fingerprint, TIMEOUT_S))
 
@@ -86,15 +83,9 @@ class Connection:
         return self._client.incarnation
 
     def save(self, submit: Callable[[_native.Worker], int]) -> Any:
-        """The answer to what ``submit`` handed over. The native side answers every ticket, at the latest
-        TIMEOUT_S after the last progress, and until then the memory it was given is in use."""
-        with self._turn:
-            ticket = submit(self._worker)
-            while True:
-                for number, answer in self._worker.poll():
-                    if number == ticket:
-                        return answer
-                self._done.poll()
+        """The answer to the save that ``submit`` hands over, at the latest TIMEOUT_S after the last progress;
+        until then the memory of the save is in use."""
+        return self._saves.run(submit)
 
     @property
     def connected(self) -> bool:
@@ -102,61 +93,23 @@ class Connection:
         return self._client.connected
 
     def close(self) -> None:
-        with self._turn:
-            self._worker.close()
+        """Waits for the save under way, then disconnects."""
+        self._saves.close()
         self._client.close()
 
 
-class Pool:
-    """The connection as soon as there is one. Says once when there is no pool, and when it is lost and
-    back."""
+def open_pool(
+    dial: Callable[[], PoolClient], *, address: str, log: Log, required: bool
+) -> NodeConnection[PoolClient]:
+    """A connection whose first attempt has been made; a thread makes the others, so the executor never waits
+    for a node that does not answer.
 
-    def __init__(self, dial: Callable[[], Connection], *, address: str, log: Log) -> None:
-        self._dial = dial
-        self._address = address
-        self._log = log
-        self._dialling = threading.Lock()
-        self._connection: Connection | None = None
-        self._seeker = Seeker(self._seek)
-
-    def open(self, *, required: bool) -> None:
-        """Dials once. Raises the error only when the pool is ``required``."""
-        try:
-            self.reach()
-        except Error as error:
-            if required:
-                raise
-            self.failed(error)
-
-    def connection(self) -> Connection | None:
-        """The connection, unless the pool was silent when last asked. Never waits."""
-        return self._connection if self._seeker.up else None
-
-    def reach(self) -> Connection:
-        """The connection, however the pool answered before: for callers that need one. Raises Error."""
-        with self._dialling:
-            if self._seeker.closed:
-                raise Unavailable("this engine has ended", operation="connect")
-            if self._connection is None:
-                self._connection = self._dial()
-            return self._connection
-
-    def failed(self, error: object) -> None:
-        """The pool does not answer: from now on only a thread of this object asks, until it does."""
-        if self._seeker.lost():
-            self._log.warning(
-                "the pool at %s does not answer (%s); prompts are computed until it does",
-                self._address,
-                error,
-            )
-
-    def _seek(self) -> None:
-        self.reach().ask()
-        self._log.info("the pool at %s answers", self._address)
-
-    def close(self) -> None:
-        self._seeker.close()
-        with self._dialling:
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+    dial: connects; raises Error without a node.
+    address: of the node, for the log.
+    required: whether the first attempt's error is raised.
+    """
+    node = NodeConnection(
+        dial, address=address, log=log, probe=lambda client: client.ask(), messages=_MESSAGES
+    )
+    node.open(required=required)
+    return node

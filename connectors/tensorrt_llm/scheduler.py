@@ -15,7 +15,7 @@ from moonpool.connectors.tensorrt_llm import compat
 from moonpool.connectors.tensorrt_llm.fetch import Offer
 from moonpool.connectors.tensorrt_llm.link import Engine, Link, name_list
 from moonpool.connectors.tensorrt_llm.messages import Load, Plan, Save
-from moonpool.connectors.tensorrt_llm.pool import Connection
+from moonpool.connectors.tensorrt_llm.pool import PoolClient
 from moonpool.connectors.tensorrt_llm.tokens import Chain
 from moonpool.core.errors import Error
 
@@ -109,7 +109,7 @@ class MoonpoolScheduler(compat.Scheduler):
         engine, count, known = self._link.engine, self._link.count, self._link.known
         if engine is None:
             return None
-        connection = engine.pool.connection()
+        connection = engine.pool.client
         if connection is None:
             count["unanswered"] += first < usable
             return None
@@ -128,7 +128,7 @@ class MoonpoolScheduler(compat.Scheduler):
         return offer
 
     def _look_up(
-        self, engine: Engine, connection: Connection, wanted: list[bytes], first: int
+        self, engine: Engine, connection: PoolClient, wanted: list[bytes], first: int
     ) -> Offer | None:
         if not wanted:
             return None
@@ -146,7 +146,7 @@ class MoonpoolScheduler(compat.Scheduler):
         count["too_far_blocks"] += blocks - promised
         return offer
 
-    def _hear_of(self, engine: Engine, connection: Connection, digests: list[bytes]) -> None:
+    def _hear_of(self, engine: Engine, connection: PoolClient, digests: list[bytes]) -> None:
         """Whether the pool still has these blocks."""
         if not digests:
             return

@@ -210,7 +210,7 @@ class MoonpoolWorker(compat.Worker):
     def _start_save(self, engine: Engine, save: Save, stream: Any) -> None:
         assert self._slots is not None
         blocks = len(save.digests) // DIGEST_BYTES
-        slots = self._slots[1].take(blocks, wait=False) if engine.pool.connection() is not None else []
+        slots = self._slots[1].take(blocks, wait=False) if engine.pool.client is not None else []
         if len(slots) < blocks:
             self._unsaved(save.digests[len(slots) * DIGEST_BYTES :])
         if not slots:
@@ -241,7 +241,7 @@ class MoonpoolWorker(compat.Worker):
             self._slots[1].give(slots)
 
     def _move_out(self, engine: Engine, save: Save, slots: Sequence[int]) -> None:
-        connection = engine.pool.connection()
+        connection = engine.pool.client
         if connection is None:
             raise Unavailable("the pool does not answer", operation="save")
         columns = tuple(column.ranges for column in engine.shape.columns)

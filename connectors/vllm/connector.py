@@ -8,15 +8,16 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm import compat, identity
 from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.facts import EngineFacts, read_facts
 from moonpool.connectors.vllm.layout import BlockLayout, Tensor
-from moonpool.connectors.vllm.link import Link
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Step
 from moonpool.connectors.vllm.metrics import ConnectorProm, Stats
 from moonpool.connectors.vllm.pd.station import KvMemory, Station
+from moonpool.connectors.vllm.pool import Pool
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.connectors.vllm.worker import WorkerHalf
@@ -25,6 +26,7 @@ from moonpool.core.errors import Error
 from moonpool.core.store import keys
 
 TRACEBACKS_MAX = 5
+RETRY_S = 0.5
 
 T = TypeVar("T")
 
@@ -64,7 +66,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         return SchedulerHalf(
             facts,
             self._settings,
-            open_link=functools.partial(self._open_link, required=self._settings.require_pool),
+            open_node=functools.partial(self._open_node, required=self._settings.require_pool),
             digest=native.digests,
             log=self._log,
             adapters=self._adapters(facts) if getattr(vllm_config, "lora_config", None) else None,
@@ -109,7 +111,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             facts,
             ranks=compat.parallel_ranks,
             fingerprint=fingerprint,
-            open_link=functools.partial(self._open_link, required=False, quiet=True),
+            open_node=functools.partial(self._open_node, required=False, quiet=True),
             log=self._log,
             open_station=self._open_station if self._settings.handover else lambda memory: None,
         )
@@ -130,16 +132,18 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             self._log.warning("moonpool: this engine takes part in no hand-over: %s", error)
             return None
 
-    def _open_link(self, fingerprint: bytes, *, required: bool, quiet: bool = False) -> Link:
+    def _open_node(self, fingerprint: bytes, *, required: bool, quiet: bool = False) -> NodeConnection[Pool]:
         from moonpool.connectors.vllm.native import NativePool
 
-        link = Link(
+        node: NodeConnection[Pool] = NodeConnection(
             lambda: NativePool.dial(self._settings, fingerprint),
             address=str(self._settings.socket()),
             log=self._log,
+            retry_s=RETRY_S,
+            log_retry=self._log.debug,
         )
-        link.open(required=required, quiet=quiet)
-        return link
+        node.open(required=required, quiet=quiet)
+        return node
 
     def _survive(self, default: T, otherwise: Callable[[], object] | None = None) -> T:
         """Called in an ``except Exception``: logs and counts, then does what keeps the engine consistent."""

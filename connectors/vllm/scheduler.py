@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.engine_types import BlockPool, Blocks, ConnectorOutput, Request, SchedulerOutput
 from moonpool.connectors.vllm.facts import EngineFacts
-from moonpool.connectors.vllm.link import Link
 from moonpool.connectors.vllm.lookups import Lookups
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
 from moonpool.connectors.vllm.metrics import Tally
@@ -36,7 +36,7 @@ from moonpool.core.store.keys import Ranges, chain_seed
 LOOKUPS_AHEAD_MAX = 64
 DESCRIPTOR_BYTES = 32
 
-OpenLink = Callable[[bytes], Link]
+OpenNode = Callable[[bytes], NodeConnection[Pool]]
 
 
 class SchedulerHalf:
@@ -45,20 +45,20 @@ class SchedulerHalf:
         facts: EngineFacts,
         settings: Settings,
         *,
-        open_link: OpenLink,
+        open_node: OpenNode,
         digest: Digests,
         log: logging.Logger,
         adapters: Adapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """open_link: connects to the node under a fingerprint; called once, when the workers have told
+        """open_node: connects to the node under a fingerprint; called once, when the workers have told
         theirs; adapters: names this engine's LoRA adapters; without it their requests have no pool."""
         self._facts = facts
         self._settings = settings
-        self._open_link = open_link
+        self._open_node = open_node
         self._digest = digest
         self._log = log
-        self._link: Link | None = None
+        self._node: NodeConnection[Pool] | None = None
         self._late: list[Handshake] = []  # of workers that are met when none of them is pending any more
         self._suffixes = b""
         self._epoch = b""
@@ -119,7 +119,7 @@ class SchedulerHalf:
                 "handed over; those of text alone use it"
             )
         self.handover.start(handshakes)
-        self._link = self._open_link(fingerprint)
+        self._node = self._open_node(fingerprint)
 
     def _meet_late(self, handshakes: Sequence[Handshake]) -> None:
         """Some of the workers that were pending are not any more."""
@@ -151,7 +151,7 @@ class SchedulerHalf:
 
     def pool(self) -> Pool | None:
         """The pool, if there is one now."""
-        return None if self._link is None else self._link.pool
+        return None if self._node is None else self._node.client
 
     def forget_everything_stored(self) -> None:
         """The weights changed: nothing stored so far may be used again by this engine. Its chains get a seed
@@ -192,8 +192,8 @@ class SchedulerHalf:
 
     def close(self) -> None:
         self.handover.close()
-        if self._link is not None:
-            self._link.close()
+        if self._node is not None:
+            self._node.close()
 
     # A request, in the order in which vLLM calls
 
@@ -201,7 +201,7 @@ class SchedulerHalf:
         """Asks for the longest stored prefix, unless many answers wait for their requests to be admitted."""
         # Without a pool, too: which bytes an adapter has can be told only since it was loaded.
         name = self._adapters.name(request) if request.lora_request and self._adapters else None
-        if self._link is None:
+        if self._node is None:
             return
         if compat.was_rejected(request):
             self.handover.rejected(request)

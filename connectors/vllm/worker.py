@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from moonpool.connectors.adapters import unchanged
 from moonpool.connectors.files import Reading
+from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.objects import Refused, first_head, holds_first_copy
 from moonpool.connectors.vllm import layout as layouts
 from moonpool.connectors.vllm.facts import EngineFacts
 from moonpool.connectors.vllm.layout import BlockLayout, Tensor
-from moonpool.connectors.vllm.link import Link
 from moonpool.connectors.vllm.messages import Handshake, Load, Report, Save, Step
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd.fields import LEFT
@@ -46,7 +46,7 @@ from moonpool.connectors.weights import Pending
 from moonpool.core.errors import Error
 from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges
 
-OpenLink = Callable[[bytes], Link]
+OpenNode = Callable[[bytes], NodeConnection[Pool]]
 OpenStation = Callable[[KvMemory], "Station | None"]
 Fingerprint = Callable[[BlockLayout, Tensor], bytes]
 Choice = npt.NDArray[np.intp]
@@ -91,22 +91,22 @@ class WorkerHalf:
         *,
         ranks: Callable[[], tuple[int, int]],
         fingerprint: Fingerprint,
-        open_link: OpenLink,
+        open_node: OpenNode,
         log: logging.Logger,
         open_station: OpenStation = lambda memory: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """ranks: tensor- and pipeline-parallel rank of this process; fingerprint: of this engine's KV, given
-        the layout and one of its tensors; open_link: connects to the node under a fingerprint; open_station:
+        the layout and one of its tensors; open_node: connects to the node under a fingerprint; open_station:
         opens this worker to other engines, or not."""
         self._facts = facts
         self._ranks = ranks
         self._fingerprint = fingerprint
-        self._open_link = open_link
+        self._open_node = open_node
         self._open_station = open_station
         self._log = log
         self._clock = clock
-        self._link: Link | None = None
+        self._node: NodeConnection[Pool] | None = None
         self._memory: Memory | None = None
         self._late: Late | None = None
         self._table: tuple[Pool, PartTable] | None = None
@@ -167,7 +167,7 @@ class WorkerHalf:
             tp_rank=tp_rank,
             pp_rank=pp_rank,
         )
-        self._link = self._open_link(fingerprint)
+        self._node = self._open_node(fingerprint)
 
     def handshake(self) -> Handshake:
         """What the scheduler's half must know about this worker."""
@@ -177,8 +177,8 @@ class WorkerHalf:
         """Returns when no native thread can touch the KV memory any more."""
         if self._station is not None:
             self._station.close()
-        if self._link is not None:
-            self._link.close()
+        if self._node is not None:
+            self._node.close()
 
     # A step
 
@@ -335,7 +335,7 @@ class WorkerHalf:
         return self._table[1]
 
     def _pool(self) -> Pool | None:
-        return None if self._link is None else self._link.pool
+        return None if self._node is None else self._node.client
 
     # Loads and saves
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from moonpool import Store, _native
+from moonpool.connectors.blocking_worker import BlockingWorker
 from moonpool.connectors.sglang import MoonpoolHiCache
 from moonpool.connectors.sglang import pool as pools
 from moonpool.core.errors import Closed, InvalidArgument
@@ -77,11 +78,11 @@ def thread() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def stuck_in(backend: MoonpoolHiCache, lane: str, call: Future[Any]) -> None:
-    """Returns when ``call`` waits for the node in that lane."""
+def stuck_in(backend: MoonpoolHiCache, worker: str, call: Future[Any]) -> None:
+    """Returns when ``call`` waits for the node in that worker."""
     pool = backend._pool
     assert pool is not None
-    turn = getattr(pool.lanes(), lane)._turn
+    turn = getattr(pool.client_now(), worker)._turn
     eventually(lambda: turn.locked() or call.done(), "the call never reached the pool")
 
 
@@ -466,12 +467,12 @@ def test_a_socket_folder_that_may_not_be_read(
     call raises, it is said once, and the pool is joined when it is mended."""
     node.start()
     monkeypatch.setattr(pools, "RETRY_S", 0.0)
-    usual = pools.Lanes.dial
+    usual = pools.PoolClient.dial
 
     def refused(*args: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(pools.Lanes, "dial", refused)
+    monkeypatch.setattr(pools.PoolClient, "dial", refused)
     source, keys = filled(14), page_keys(2)
     backend = make(source)
     for _ in range(3):
@@ -480,9 +481,9 @@ def test_a_socket_folder_that_may_not_be_read(
         assert backend.batch_set_v1(keys, source.slots(0, 1)) == [False] * 2
     assert caplog.text.count("no pool at") == 1
     assert backend._tally.values["survived_errors"] == 0
-    monkeypatch.setattr(pools.Lanes, "dial", usual)
+    monkeypatch.setattr(pools.PoolClient, "dial", usual)
     assert backend.batch_set_v1(keys, source.slots(0, 1)) == [True] * 2
-    monkeypatch.setattr(pools.Lanes, "dial", refused)
+    monkeypatch.setattr(pools.PoolClient, "dial", refused)
     with pytest.raises(type(error)):
         make(source, {"require_pool": True})
 
@@ -513,14 +514,14 @@ def test_a_node_that_hangs_holds_a_request_up_once(
     both = [Transfer("indexer", None), Transfer("other", None)]
     assert backend.batch_exists_v2(keys, both).kv_hit_pages == 4
     process.pause()
-    asked: list[pools.Lane] = []
-    run = pools.Lane.run
+    asked: list[BlockingWorker] = []
+    run = BlockingWorker.run
 
-    def watched(lane: pools.Lane, submit: Any) -> Any:
-        asked.append(lane)
-        return run(lane, submit)
+    def watched(worker: BlockingWorker, submit: Any) -> Any:
+        asked.append(worker)
+        return run(worker, submit)
 
-    monkeypatch.setattr(pools.Lane, "run", watched)
+    monkeypatch.setattr(BlockingWorker, "run", watched)
     started_s = time.monotonic()
     for _ in range(5):
         assert backend.batch_exists_v2(keys, both).kv_hit_pages == 0

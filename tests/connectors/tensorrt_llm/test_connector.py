@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from moonpool import Store
-from moonpool.connectors import seeker
+from moonpool.connectors import node_connection
 from moonpool.connectors.tensorrt_llm import compat, worker
 from moonpool.connectors.tensorrt_llm import pool as pools
 from moonpool.connectors.tensorrt_llm import tokens as chains
@@ -251,8 +251,8 @@ def test_long_prompts_go_through_little_staging(make: Make, node: Node) -> None:
 def test_no_node_at_start_and_later(
     make: Make, node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seeker, "REST_MAX_S", 0.02)
-    monkeypatch.setattr(seeker, "REST_S", 0.02)
+    monkeypatch.setattr(node_connection, "RETRY_MAX_S", 0.02)
+    monkeypatch.setattr(node_connection, "RETRY_FIRST_S", 0.02)
     engine = make()
     check(engine, PROMPT, 0)
     check(engine, [9] * 12, 0)
@@ -265,7 +265,7 @@ def test_no_node_at_start_and_later(
 
 
 def test_a_pool_that_is_silent_is_left_alone(make: Make, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeker, "REST_S", 600.0)
+    monkeypatch.setattr(node_connection, "RETRY_FIRST_S", 600.0)
     engine = make()
     check(engine, PROMPT, 0)
     node.start()
@@ -292,8 +292,8 @@ def test_a_wrong_token(
 
 def test_node_killed_after_the_promise(make: Make, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is promised is in the engine's hands: TensorRT-LLM could not be told of a loss any more."""
-    monkeypatch.setattr(seeker, "REST_MAX_S", 0.02)
-    monkeypatch.setattr(seeker, "REST_S", 0.02)
+    monkeypatch.setattr(node_connection, "RETRY_MAX_S", 0.02)
+    monkeypatch.setattr(node_connection, "RETRY_FIRST_S", 0.02)
     node.start()
     first, second = make(), make()
     check(first, PROMPT, 0)
@@ -361,7 +361,7 @@ def _asks(engine: Engine) -> bool:
 
 def _is_up(engine: Engine) -> bool:
     """Whether the engine knows that the node is there."""
-    return engine.scheduler._link.engine.pool.connection() is not None
+    return engine.scheduler._link.engine.pool.client is not None
 
 
 def test_promised_blocks_cannot_be_evicted(make: Make, node: Node) -> None:
@@ -380,8 +380,8 @@ def test_promised_blocks_cannot_be_evicted(make: Make, node: Node) -> None:
 
 
 def test_node_killed_in_mid_store(make: Make, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeker, "REST_MAX_S", 0.02)
-    monkeypatch.setattr(seeker, "REST_S", 0.02)
+    monkeypatch.setattr(node_connection, "RETRY_MAX_S", 0.02)
+    monkeypatch.setattr(node_connection, "RETRY_FIRST_S", 0.02)
     node.start()
     engine = make(chunk=8)
     request = engine.start(PROMPT)
@@ -404,8 +404,8 @@ def test_a_node_that_came_back_empty_is_filled_again(
     make: Make, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with what the engine has on its device, and so does not ask for."""
-    monkeypatch.setattr(seeker, "REST_MAX_S", 0.02)
-    monkeypatch.setattr(seeker, "REST_S", 0.02)
+    monkeypatch.setattr(node_connection, "RETRY_MAX_S", 0.02)
+    monkeypatch.setattr(node_connection, "RETRY_FIRST_S", 0.02)
     node.start()
     engine, longer = make(), [*PROMPT, *range(200, 216)]
     check(engine, PROMPT, 0)
@@ -508,7 +508,7 @@ def test_a_node_that_hangs_is_waited_for_once(
     make: Make, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others ask it meanwhile, and the executor hears when it answers."""
-    monkeypatch.setattr(seeker, "REST_S", 0.02)
+    monkeypatch.setattr(node_connection, "RETRY_FIRST_S", 0.02)
     node.start()
     first = make()
     check(first, PROMPT, 0)
@@ -532,15 +532,15 @@ def test_a_node_that_hangs_is_waited_for_once(
 
 def count_tries(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
     """How often the node was asked whether it is there, as far as the asking has come back."""
-    tries, ask = [0], pools.Connection.ask
+    tries, ask = [0], pools.PoolClient.ask
 
-    def counted(connection: pools.Connection) -> None:
+    def counted(connection: pools.PoolClient) -> None:
         try:
             ask(connection)
         finally:
             tries[0] += 1
 
-    monkeypatch.setattr(pools.Connection, "ask", counted)
+    monkeypatch.setattr(pools.PoolClient, "ask", counted)
     return lambda: tries[0]
 
 
@@ -595,23 +595,23 @@ def test_a_rank_outlives_a_pool_that_is_silent_for_a_moment(
     make: Make, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it failed at before does not count, and one failed answer is no reason to give an engine up."""
-    monkeypatch.setattr(seeker, "REST_S", 600.0)
+    monkeypatch.setattr(node_connection, "RETRY_FIRST_S", 600.0)
     node.start()
     first, second = make(args={"tp_size": 2}), make(args={"tp_size": 2})
     check(first, PROMPT, 0)
     other = second.ranks[1][0]._link.engine.pool
     other.failed("a save that took too long")
-    hold, answers = pools.Connection.hold, [0]
+    hold, answers = pools.PoolClient.hold, [0]
 
-    def at_last(connection: pools.Connection, names: Any, width: int) -> Any:
-        if connection is not other._connection:
+    def at_last(connection: pools.PoolClient, names: Any, width: int) -> Any:
+        if connection is not other._client:
             return hold(connection, names, width)
         answers[0] += 1
         if answers[0] == 1:
             raise Unavailable("in this moment", operation="longest_prefix")
         return None if answers[0] == 2 else hold(connection, names, width)
 
-    monkeypatch.setattr(pools.Connection, "hold", at_last)
+    monkeypatch.setattr(pools.PoolClient, "hold", at_last)
     check(second, PROMPT, 20)
     assert answers == [3]
 

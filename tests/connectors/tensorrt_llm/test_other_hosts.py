@@ -97,7 +97,7 @@ class Reads:
         monkeypatch.setattr(pools.Held, "views", seen)
 
     def of(self, rank: Any) -> int:
-        connection = rank._link.engine.pool.connection()
+        connection = rank._link.engine.pool.client
         assert connection is not None
         return self.far.get(id(connection._client), 0)
 

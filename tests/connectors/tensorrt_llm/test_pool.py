@@ -23,10 +23,10 @@ def socket() -> Iterator[str]:
         yield str(Path(folder) / "n.sock")
 
 
-def connected(socket: str) -> tuple[_native.Client, pool.Connection]:
+def connected(socket: str) -> tuple[_native.Client, pool.PoolClient]:
     client = _native.Client(socket, TOKEN, timeout_s=10)
     client.connect()
-    return client, pool.Connection(client)
+    return client, pool.PoolClient(client)
 
 
 def test_pins_that_hold_their_share_are_a_miss(socket: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.facts import EngineFacts
-from moonpool.connectors.vllm.link import Link
 from moonpool.connectors.vllm.messages import Handshake
-from moonpool.connectors.vllm.pool import Rows
+from moonpool.connectors.vllm.pool import Pool, Rows
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.core.errors import Error, Unavailable
@@ -243,20 +243,20 @@ def facts(**changes: Any) -> EngineFacts:
     return EngineFacts(**base | changes)
 
 
-def link_to(pool: FakePool | None) -> Callable[[bytes], Link]:
-    """Opens a link that is connected to ``pool``, or to nothing."""
+def node_at(pool: FakePool | None) -> Callable[[bytes], NodeConnection[Pool]]:
+    """Opens a connection to ``pool``, or to nothing."""
 
     def dial() -> FakePool:
         if pool is None:
             raise Unavailable("no node")
         return pool
 
-    def open_link(fingerprint: bytes) -> Link:
-        link = Link(dial, address="here", log=LOG, retry_s=3600)
-        link.open(required=False)
-        return link
+    def open_node(fingerprint: bytes) -> NodeConnection[Pool]:
+        node: NodeConnection[Pool] = NodeConnection(dial, address="here", log=LOG, retry_s=3600)
+        node.open(required=False)
+        return node
 
-    return open_link
+    return open_node
 
 
 def digest(ids: npt.NDArray[np.uint32], block_tokens: int, seed: bytes, previous: bytes) -> bytes:
@@ -279,7 +279,7 @@ def scheduler_half(
     half = SchedulerHalf(
         facts(**changes),
         settings or Settings(),
-        open_link=link_to(pool),
+        open_node=node_at(pool),
         digest=digest,
         log=LOG,
         adapters=adapters,

@@ -33,7 +33,7 @@ from tests.connectors.vllm.fakes import (
     New,
     Status,
     digest,
-    link_to,
+    node_at,
     scheduler_half,
 )
 from tests.connectors.vllm.test_worker import memory, worker_half
@@ -325,7 +325,7 @@ def test_what_a_changed_adapter_computed_is_not_saved(make: Make, one: Path) -> 
         (save,) = step.saves
         if changes:
             write(one, b"b" * 1000)
-        worker = worker_half(memory(), link_to(target := FakePool()))
+        worker = worker_half(memory(), node_at(target := FakePool()))
         worker.start_saves(step)
         assert len(target.saves) == (not changes)
         report = worker.take_report()

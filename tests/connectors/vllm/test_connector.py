@@ -32,7 +32,7 @@ from tests.connectors.vllm.fakes import (
     FakeStep,
     FakeTensor,
     New,
-    link_to,
+    node_at,
 )
 
 SCHEDULER, WORKER = compat.ConnectorRole.SCHEDULER, compat.ConnectorRole.WORKER
@@ -370,7 +370,7 @@ def test_kv_dtype() -> None:
 
 def scheduler(monkeypatch: pytest.MonkeyPatch, pool: FakePool | None = None) -> Mooncake:
     connector = Mooncake(config(), SCHEDULER, kv_cache())
-    monkeypatch.setattr(connector._sched, "_open_link", link_to(pool or FakePool()))
+    monkeypatch.setattr(connector._sched, "_open_node", node_at(pool or FakePool()))
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(FINGERPRINT, COLUMNS)})
     return connector
 

@@ -31,7 +31,7 @@ from tests.connectors.vllm.fakes import (
     New,
     digest,
     facts,
-    link_to,
+    node_at,
     scheduler_half,
 )
 
@@ -619,7 +619,7 @@ def test_workers_that_refuse() -> None:
         return SchedulerHalf(
             facts(**changes),
             Settings(require_pool=require_pool),
-            open_link=link_to(FakePool()),
+            open_node=node_at(FakePool()),
             digest=digest,
             log=LOG,
         )

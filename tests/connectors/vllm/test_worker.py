@@ -17,11 +17,12 @@ import numpy.typing as npt
 import pytest
 
 from moonpool import _native
-from moonpool.connectors.vllm.link import Link
+from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.vllm.messages import NOTHING, Load, Report, Save, Step
 from moonpool.connectors.vllm.native import NativePool
 from moonpool.connectors.vllm.pd.plans import HandoverStep, Pull
 from moonpool.connectors.vllm.pd.takes import Ended
+from moonpool.connectors.vllm.pool import Pool
 from moonpool.connectors.vllm.worker import WorkerHalf
 from moonpool.connectors.weights import weights_digest
 from moonpool.core.errors import Unavailable
@@ -35,7 +36,7 @@ from tests.connectors.vllm.fakes import (
     Loaded,
     Saved,
     facts,
-    link_to,
+    node_at,
 )
 from tests.descriptors import speaks
 
@@ -49,13 +50,17 @@ def memory(heads: int = 2) -> npt.NDArray[np.float32]:
 
 
 def worker_half(
-    kv: npt.NDArray[np.float32], open_link: Callable[[bytes], Link], *, rank: int = 0, **changes: Any
+    kv: npt.NDArray[np.float32],
+    open_node: Callable[[bytes], NodeConnection[Pool]],
+    *,
+    rank: int = 0,
+    **changes: Any,
 ) -> WorkerHalf:
     half = WorkerHalf(
         facts(**changes),
         ranks=lambda: (rank, 0),
         fingerprint=lambda layout, tensor: FINGERPRINT,
-        open_link=open_link,
+        open_node=open_node,
         log=LOG,
     )
     half.register({name: FakeTensor(kv[number], kv) for number, name in enumerate(GROUP)})
@@ -75,10 +80,10 @@ def save(half: WorkerHalf, *blocks: int, job_id: int = 1) -> Save:
 
 
 def test_handshake_tells_the_objects() -> None:
-    half = worker_half(memory(), link_to(FakePool()))
+    half = worker_half(memory(), node_at(FakePool()))
     assert half.handshake().fingerprint == FINGERPRINT
     assert half.handshake().columns == (Ranges(0, 0, 1, 0, 2), Ranges(0, 1, 1, 0, 2))
-    second = worker_half(memory(1), link_to(FakePool()), rank=1, tp_size=2)
+    second = worker_half(memory(1), node_at(FakePool()), rank=1, tp_size=2)
     assert second.handshake().columns == (Ranges(0, 1, 1, 0, 2),)
 
 
@@ -90,7 +95,7 @@ def test_a_worker_that_waits_for_its_weights_joins_late(tmp_path: Path, held: th
 
     kv = memory()
     half = WorkerHalf(
-        facts(), ranks=lambda: (0, 0), fingerprint=fingerprint, open_link=link_to(pool := FakePool()), log=LOG
+        facts(), ranks=lambda: (0, 0), fingerprint=fingerprint, open_node=node_at(pool := FakePool()), log=LOG
     )
     half.register({name: FakeTensor(kv[number], kv) for number, name in enumerate(GROUP)})
     assert "are being read" in half.handshake().pending
@@ -116,7 +121,7 @@ def test_a_worker_whose_weights_changed_says_so_late(tmp_path: Path, held: threa
         facts(),
         ranks=lambda: (0, 0),
         fingerprint=lambda layout, tensor: bytes.fromhex(weights_digest(tmp_path)),
-        open_link=link_to(FakePool()),
+        open_node=node_at(FakePool()),
         log=LOG,
     )
     half.register({name: FakeTensor(kv[number], kv) for number, name in enumerate(GROUP)})
@@ -130,7 +135,7 @@ def test_a_worker_whose_weights_changed_says_so_late(tmp_path: Path, held: threa
 
 
 def test_load_ends_well() -> None:
-    half = worker_half(memory(), link_to(pool := FakePool()))
+    half = worker_half(memory(), node_at(pool := FakePool()))
     half.start_loads(Step((load(half, 3, 5),)))
     ((ticket, life, descriptors, indices, columns),) = pool.loads
     assert (life, len(descriptors)) == (LIFE, 4 * 32)
@@ -151,7 +156,7 @@ def test_load_ends_well() -> None:
 
 
 def test_failed_objects_are_failed_blocks() -> None:
-    half = worker_half(memory(), link_to(pool := FakePool()))
+    half = worker_half(memory(), node_at(pool := FakePool()))
     half.start_loads(Step((load(half, 0, 2, 4),)))
     pool.answer(pool.loads[0][0], Loaded(bytes([1, 1, 1, 0, 1, 1]), 5, "a pinned object was removed"))
     half.poll()
@@ -161,7 +166,7 @@ def test_failed_objects_are_failed_blocks() -> None:
 
 
 def test_several_groups_fail_by_request() -> None:
-    half = worker_half(memory(), link_to(pool := FakePool()), groups=(("layers.0",), ("layers.1",)))
+    half = worker_half(memory(), node_at(pool := FakePool()), groups=(("layers.0",), ("layers.1",)))
     columns = half.handshake().columns
     assert [ranges.group for ranges in columns] == [0, 0, 1, 1]
     first = b"".join(block_name(bytes(32), ranges) for ranges in columns)
@@ -178,7 +183,7 @@ def test_several_groups_fail_by_request() -> None:
 @pytest.mark.parametrize("how", ["gone", "broken", "unplanned", "short"])
 def test_every_load_ends(how: str) -> None:
     pool = FakePool(broken=Unavailable("gone") if how == "broken" else None)
-    half = worker_half(memory(), link_to(None if how == "gone" else pool))
+    half = worker_half(memory(), node_at(None if how == "gone" else pool))
     job = load(half, 1, 2)
     if how == "unplanned":
         job = Load("r", 0, b"", b"", b"", ((1, 2),))
@@ -194,7 +199,7 @@ def test_every_load_ends(how: str) -> None:
 def test_every_save_ends(how: str) -> None:
     pool = FakePool(broken=Unavailable("gone") if how == "broken" else None)
     replica = {"rank": 1, "tp_size": 4} if how == "replica" else {}
-    half = worker_half(memory(1 if replica else 2), link_to(None if how == "gone" else pool), **replica)
+    half = worker_half(memory(1 if replica else 2), node_at(None if how == "gone" else pool), **replica)
     half.start_saves(Step((), (save(half, 1, 2, job_id=8),)))
     if how == "answered":
         assert half.take_report() is None
@@ -205,7 +210,7 @@ def test_every_save_ends(how: str) -> None:
 
 
 def test_after_an_exception_what_is_not_under_way_has_failed() -> None:
-    half = worker_half(memory(), link_to(pool := FakePool()))
+    half = worker_half(memory(), node_at(pool := FakePool()))
     step = Step((load(half, 1), load(half, 2, request_id="s")), (save(half, 3), save(half, 4, job_id=2)))
     half.start_loads(Step(step.loads[:1]))
     half.start_saves(Step((), step.saves[:1]))
@@ -218,7 +223,7 @@ def test_after_an_exception_what_is_not_under_way_has_failed() -> None:
 
 def test_an_end_is_told_once() -> None:
     """vLLM dies of the second."""
-    half = worker_half(memory(), link_to(pool := FakePool()))
+    half = worker_half(memory(), node_at(pool := FakePool()))
     job = load(half, 1)
     half.start_loads(Step((job,)))
     half.fail_loads(Step((dataclasses.replace(job, request_id="s"),)))
@@ -230,7 +235,7 @@ def test_an_end_is_told_once() -> None:
 
 
 def test_pulls_without_a_station_end() -> None:
-    half = worker_half(memory(), link_to(FakePool()))
+    half = worker_half(memory(), node_at(FakePool()))
     step = HandoverStep(pulls=(Pull("r", 0, ((1, 2),)),))
     half.fail_pulls(step)
     assert half.take_finished() == ({"r"}, set())
@@ -265,7 +270,7 @@ class EndedPulls:
 
 def test_what_came_before_a_reset_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else blocks of the old weights would be in vLLM's cache once their request is computed."""
-    half = worker_half(memory(), link_to(FakePool()))
+    half = worker_half(memory(), node_at(FakePool()))
     monkeypatch.setattr(half, "_station", EndedPulls())
     first, again = Pull("r", 0, ((1, 2),)), Pull("r", 0, ((3, 4),))
     half.start_pulls(HandoverStep(pulls=(first, Pull("s", 0, ((5,),)))))
@@ -286,7 +291,7 @@ def test_memory_that_cannot_be_used_is_refused_in_the_handshake() -> None:
         facts(),
         ranks=lambda: (0, 0),
         fingerprint=lambda layout, tensor: FINGERPRINT,
-        open_link=link_to(FakePool()),
+        open_node=node_at(FakePool()),
         log=LOG,
     )
     half.register({name: FakeTensor(memory()[0], device="cuda") for name in GROUP})
@@ -296,7 +301,7 @@ def test_memory_that_cannot_be_used_is_refused_in_the_handshake() -> None:
 
 
 def test_nothing_to_do_touches_nothing() -> None:
-    half = worker_half(memory(), link_to(pool := FakePool()))
+    half = worker_half(memory(), node_at(pool := FakePool()))
     half.start_loads(NOTHING)
     half.start_saves(NOTHING)
     half.poll()
@@ -314,18 +319,18 @@ def server(tmp_path: Path) -> Iterator[_native.Server]:
     server.stop()
 
 
-def real_link(tmp_path: Path) -> Callable[[bytes], Link]:
+def real_node(tmp_path: Path) -> Callable[[bytes], NodeConnection[Pool]]:
     def dial() -> NativePool:
         client = _native.Client(str(tmp_path / "node.sock"), b"token", fingerprint=FINGERPRINT)
         client.connect()
         return NativePool(client)
 
-    def open_link(fingerprint: bytes) -> Link:
-        link = Link(dial, address="here", log=LOG)
-        link.open(required=True)
-        return link
+    def open_node(fingerprint: bytes) -> NodeConnection[Pool]:
+        node: NodeConnection[Pool] = NodeConnection(dial, address="here", log=LOG)
+        node.open(required=True)
+        return node
 
-    return open_link
+    return open_node
 
 
 def wait_for(half: WorkerHalf) -> Report:
@@ -354,7 +359,7 @@ def test_two_ranks_read_what_one_wrote(server: _native.Server, tmp_path: Path, r
     """The canonical form: objects do not depend on how many ranks wrote or read them."""
     source = memory()
     source[:] = np.random.default_rng(1).random(source.shape, np.float32)
-    writer = worker_half(source, real_link(tmp_path))
+    writer = worker_half(source, real_node(tmp_path))
     job = save(writer, 1, 2, 3)
     writer.start_saves(Step((), (job,)))
     assert wait_for(writer).saved == {1: 1}
@@ -366,7 +371,7 @@ def test_two_ranks_read_what_one_wrote(server: _native.Server, tmp_path: Path, r
     for rank in range(ranks):
         heads = 2 // ranks
         part = np.ascontiguousarray(target[:, :, rank * heads : (rank + 1) * heads])
-        reader = worker_half(part, real_link(tmp_path), rank=rank, tp_size=ranks)
+        reader = worker_half(part, real_node(tmp_path), rank=rank, tp_size=ranks)
         wanted = Load(
             "r",
             job.width,
@@ -392,12 +397,12 @@ def test_a_restarted_node_is_a_failed_load_and_never_wrong_bytes(
 ) -> None:
     source = memory()
     source[:] = 1.0
-    writer = worker_half(source, real_link(tmp_path))
+    writer = worker_half(source, real_node(tmp_path))
     job = save(writer, 1)
     writer.start_saves(Step((), (job,)))
     wait_for(writer)
     keeper, found = lookup(tmp_path, job.names, job.width)
-    reader = worker_half(target := memory(), real_link(tmp_path))
+    reader = worker_half(target := memory(), real_node(tmp_path))
 
     names, descriptors = job.names[: job.width * BLOCK_NAME_BYTES], found.descriptors
     reader.start_loads(Step((Load("r", job.width, names, bytes(16), descriptors, ((2,),)),)))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.connectors import seeker
+from moonpool.connectors import node_connection
 from tests.connectors.own_node import Node
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -50,8 +50,8 @@ os.environ.update(LMCACHE_TRACK_USAGE="false", PYTHONHASHSEED="0", LMCACHE_LOG_L
 def _runtime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default node of these tests is the one in ``folder``; one that is lost is found again soon."""
     monkeypatch.setenv("MOONPOOL_RUNTIME_DIR", str(folder))
-    monkeypatch.setattr(seeker, "REST_S", 0.05)
-    monkeypatch.setattr(seeker, "REST_MAX_S", 0.2)
+    monkeypatch.setattr(node_connection, "RETRY_FIRST_S", 0.05)
+    monkeypatch.setattr(node_connection, "RETRY_MAX_S", 0.2)
     (folder / "node.sock").symlink_to(folder / "n.sock")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.connectors import seeker
+from moonpool.connectors import node_connection
 from tests.connectors.lmcache.real.beds import Backend
 from tests.connectors.lmcache.real.l2 import BY_NAME, L2, NATIVE
 from tests.connectors.vllm.processes import Node
@@ -144,7 +144,7 @@ def test_a_node_that_hangs_is_waited_for_once(
     hasty: Any, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     until(lambda: has_stored(hasty))
-    monkeypatch.setattr(seeker, "REST_S", 600.0)
+    monkeypatch.setattr(node_connection, "RETRY_FIRST_S", 600.0)
     node.pause()
     assert hasty.lookup([1, 9]) == [False, False]  # this one waits
     node.resume()
@@ -155,7 +155,7 @@ def test_a_node_that_hangs_is_waited_for_once(
 
 
 def test_a_node_that_hung_is_used_again(hasty: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeker, "REST_S", 0.02)
+    monkeypatch.setattr(node_connection, "RETRY_FIRST_S", 0.02)
     until(lambda: has_stored(hasty))
     node.pause()
     assert hasty.lookup([1, 9]) == [False, False]

@@ -33,7 +33,7 @@ from tests.connectors.vllm.fakes import (
     Status,
     digest,
     facts,
-    link_to,
+    node_at,
 )
 
 IDS = list(range(100, 120))
@@ -43,7 +43,7 @@ def half(pool: FakePool | None = None, adapters: Adapters | None = None, **chang
     one = SchedulerHalf(
         facts(engine_id="D", **changes),
         Settings(bootstrap_port=0),
-        open_link=link_to(pool),
+        open_node=node_at(pool),
         digest=digest,
         log=LOG,
         adapters=adapters,
