@@ -24,7 +24,7 @@ import msgspec
 from benchmarks.conductor import decision
 from benchmarks.report import Row, print_table, write_json
 from moonpool import _native
-from moonpool.core.service.kv_events import Batch, BlockStored
+from moonpool.core.service.kv_event_publisher import Batch, BlockStored
 
 WORKERS = 16
 QUESTION_BLOCKS = 128

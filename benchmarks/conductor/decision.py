@@ -20,7 +20,13 @@ import uvloop
 
 from benchmarks.proxy.mock_engine import MockEngine
 from moonpool._native import ProxyRequest
-from moonpool.core.service.kv_events import Batch, BlockStored, KvEvent, Publisher, QueueSource
+from moonpool.core.service.kv_event_publisher import (
+    Batch,
+    BlockStored,
+    KvEvent,
+    KvEventPublisher,
+    QueuedEventSource,
+)
 from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.events.prefix_indexes import MODEL_ANY
 from moonpool.disagg_proxy.events.settings import EventSource
@@ -64,9 +70,9 @@ async def _measure(
             told[-1] += [_stored(rng, _tokens(rng, EVENT_BLOCKS * block_tokens), block_tokens)
                          for _ in range(blocks_each // EVENT_BLOCKS)]  # fmt: skip
             if streams:
-                queue = QueueSource()
+                queue = QueuedEventSource()
                 stack.callback(queue.close)
-                publisher = Publisher(queue, "tcp://127.0.0.1:0", replay="tcp://127.0.0.1:0")
+                publisher = KvEventPublisher(queue, "tcp://127.0.0.1:0", replay="tcp://127.0.0.1:0")
                 stack.callback(publisher.close)
                 sources.append(EventSource(f"e{place}", publisher.endpoint, publisher.replay))
                 queue.add(told[-1])

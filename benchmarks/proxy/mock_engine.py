@@ -17,7 +17,13 @@ from typing import cast
 
 import uvloop
 
-from moonpool.core.service.kv_events import BlockRemoved, BlockStored, KvEvent, Publisher, QueueSource
+from moonpool.core.service.kv_event_publisher import (
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    KvEventPublisher,
+    QueuedEventSource,
+)
 
 CHUNKS = 64
 CHUNK_INTERVAL_S = 0.002
@@ -52,8 +58,8 @@ class Teller:
 
     def __init__(self, endpoint: str, replay: str) -> None:
         rng = random.Random(endpoint)
-        self._source = QueueSource()
-        self._publisher = Publisher(self._source, endpoint, replay=replay)
+        self._source = QueuedEventSource()
+        self._publisher = KvEventPublisher(self._source, endpoint, replay=replay)
         tokens = PROMPT_BLOCKS * BLOCK_TOKENS
         self._shapes = [[rng.randrange(50_000) for _ in range(tokens)] for _ in range(SHAPES)]
         self._next = 0

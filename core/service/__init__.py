@@ -1,11 +1,12 @@
-"""The processes of the pool: node and master, and what a process needs to be one.
+"""The processes of the pool, node and master, and their shared parts.
 
-node, node_socket, node_events    the node, its Unix socket, its KV events
-master, cluster                   the master, and the nodes that it knows
-admin_http, metrics, probes       pages, metrics, /livez and /readyz
-kv_events, event_replays, curve   published events, their replays, their encryption
-tls, control_tls                  certificates of pages and of connections to the master
-addresses, reach                  where a process listens, and how others reach it
-http_get, http_faults             a client for pages; what a server logs of bad requests
-processes, backoff                signals, children, pauses between attempts
+node, node_socket                the node, its Unix socket
+node_event_source                the node's KV events
+kv_event_publisher               publishes KV events; event_replays, zmq_curve: replays and encryption
+master, cluster                  the master, and a client's list of its nodes
+admin_http, metrics, probes      HTTP endpoints, metrics, /livez and /readyz
+http_tls, control_tls            TLS of HTTP endpoints, and of connections to the master
+addresses, listen_addresses      parsing; the addresses to listen on and to advertise
+http_get, http_faults            an HTTP client; log records of bad requests
+processes, backoff, exit_codes   signals and children; pauses between attempts; errors of a command
 """

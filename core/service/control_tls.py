@@ -34,7 +34,7 @@ def control_server(config: Config) -> _native.TlsServer | None:
     if cluster.tls_control == "off":
         return None
     from moonpool import _native
-    from moonpool.core.service.tls import wrong
+    from moonpool.core.service.http_tls import wrong
 
     _check_own_certificate(config, "the master")
     if cluster.tls_control == "mutual" and not cluster.tls_ca:
@@ -96,7 +96,7 @@ def control_settings(config: Config) -> bytes:
 
 
 def _check_own_certificate(config: Config, who: str) -> None:
-    from moonpool.core.service.tls import check_private_key, wrong
+    from moonpool.core.service.http_tls import check_private_key, wrong
 
     cluster = config.cluster
     if not cluster.tls_cert or not cluster.tls_key:

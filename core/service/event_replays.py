@@ -39,7 +39,7 @@ class _Replay:
     moved_s: float
 
 
-class Replays:
+class ReplayServer:
     """Serves one ROUTER socket, on one thread. recall(start): what to tell to a caller from there on."""
 
     def __init__(
@@ -126,7 +126,7 @@ class Replays:
         return True, False
 
 
-class Memory:
+class ReplayBuffer:
     """The last messages, at most so many and at most so many bytes of them."""
 
     def __init__(self, messages_max: int, bytes_max: int) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from moonpool.core.errors import Unavailable
-from moonpool.core.service.tls import own_child_context
+from moonpool.core.service.http_tls import own_child_context
 
 ANSWER_BYTES_MAX = 4 << 20
 

@@ -31,10 +31,10 @@ from moonpool.core.service import http_faults, metrics
 from moonpool.core.service.addresses import parse_address
 from moonpool.core.service.admin_http import AdminServer, bearer_is
 from moonpool.core.service.control_tls import control_client, control_server
+from moonpool.core.service.http_tls import server_context
+from moonpool.core.service.listen_addresses import explain_bind_errors, listen_address, require_token
 from moonpool.core.service.probes import Loop, Probes
 from moonpool.core.service.processes import allow_many_descriptors, stay_through_hangup
-from moonpool.core.service.reach import listening, listening_is_possible, require_token
-from moonpool.core.service.tls import server_context
 
 PREFIX = "moonpool_master_"
 KEYS_MAX = 10_000  # of one answer of /keys
@@ -142,13 +142,13 @@ class Master:
         master = self.config.master
         listen = parse_address(master.listen, "master.listen")
         require_token(self.config, listen, "master.listen")
-        http = listening(self.config, "master.http")
+        http = listen_address(self.config, "master.http")
         tls = server_context(self.config)
         token = self.config.read_token()
         self.config.warn_of_short_token(_log)
         self._admin_token = self.config.read_admin_token()
         _allow_open_files(master.clients_max + 2 * master.nodes_max + OPEN_FILES_SPARE)
-        with listening_is_possible("master.listen", [str(listen)]):
+        with explain_bind_errors("master.listen", [str(listen)]):
             self._server = native_server(self.config, str(listen), token)
         self._notes = Notes(self._server, _log)
         self._notes.start()

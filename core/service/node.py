@@ -31,13 +31,18 @@ from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.service import http_faults, metrics
 from moonpool.core.service.admin_http import AdminServer, bearer_is
 from moonpool.core.service.control_tls import control_client, control_settings
-from moonpool.core.service.kv_events import Publisher
-from moonpool.core.service.node_events import EventServer, publisher_of_node
+from moonpool.core.service.http_tls import server_context
+from moonpool.core.service.kv_event_publisher import KvEventPublisher
+from moonpool.core.service.listen_addresses import (
+    NodeAddresses,
+    explain_bind_errors,
+    listen_address,
+    node_addresses,
+)
+from moonpool.core.service.node_event_source import EventServer, publisher_of_node
 from moonpool.core.service.node_socket import Claim, hand_over_default, link_default
 from moonpool.core.service.probes import Loop, Probes
 from moonpool.core.service.processes import allow_many_descriptors, stay_through_hangup
-from moonpool.core.service.reach import Reach, listening, listening_is_possible, reach_of_node
-from moonpool.core.service.tls import server_context
 
 READY_WAITS_S = 2.0  # the ready line: for the first word of the master, and for memory
 OPEN_STAT = ("name", "pid", "uptime_s", "metrics")  # of /stat, to a client without the admin token
@@ -62,11 +67,11 @@ class NodeServer(metrics.Source, EventServer, NoteSource, Loop, Protocol):
     def membership(self) -> tuple[bool, int, str, float] | None: ...
 
 
-ServerFactory = Callable[[Config, Path, bytes, Reach], NodeServer]
+ServerFactory = Callable[[Config, Path, bytes, NodeAddresses], NodeServer]
 
 
 def native_server(
-    config: Config, socket_path: Path, token: bytes, reach: Reach, *, size_option: str = "--dram "
+    config: Config, socket_path: Path, token: bytes, addresses: NodeAddresses, *, size_option: str = "--dram "
 ) -> NodeServer:
     """Makes the server in C++. Raises a moonpool Error when it cannot, also where the arenas are larger than
     the memory that is available. size_option: how the user gives their size.
@@ -80,7 +85,7 @@ def native_server(
             cause=error,
         ) from error
     node = config.node
-    with listening_is_possible("node.listen", reach.listen):
+    with explain_bind_errors("node.listen", addresses.listen):
         server: NodeServer = _native.Server(
             str(socket_path),
             tenant_sizes(config),
@@ -99,10 +104,10 @@ def native_server(
             frame_bytes_max=node.frame_bytes_max,
             frame_keys_max=node.frame_keys_max,
             object_share_max=node.object_share_max,
-            listen=list(reach.listen),
-            host_id=reach.host_id,
-            advertise=reach.advertise,
-            master=reach.master,
+            listen=list(addresses.listen),
+            host_id=addresses.host_id,
+            advertise=addresses.advertise,
+            master=addresses.master,
             ssd=ssd_directories(config),
             ssd_clean_share=node.ssd_clean_share,
             ssd_stop_s=node.ssd_stop_s,
@@ -162,13 +167,13 @@ class Node:
         self._claim: Claim | None = None
         self._server: NodeServer | None = None
         self._http: AdminServer | None = None
-        self._events: Publisher | None = None
+        self._events: KvEventPublisher | None = None
         self._notes: Notes | None = None
         self._master_spoke = asyncio.Event()
         self._memory_ended = asyncio.Event()
         self._stopping = False
         self._admin_token = b""
-        self.reach = Reach()
+        self.addresses = NodeAddresses()
         self._started_s = time.monotonic()
 
     @property
@@ -186,7 +191,7 @@ class Node:
     @property
     def advertise(self) -> str:
         """Where others reach the wire, with its real port; "" when it is off."""
-        given = self.reach.advertise
+        given = self.addresses.advertise
         if self.wire and given.endswith(":0"):
             return given.removesuffix("0") + self.wire[0].rpartition(":")[2]
         return given
@@ -201,8 +206,8 @@ class Node:
 
     async def _start(self) -> None:
         node = self.config.node
-        http = listening(self.config, "node.http")
-        self.reach = reach_of_node(self.config)
+        http = listen_address(self.config, "node.http")
+        self.addresses = node_addresses(self.config)
         tls = server_context(self.config)
         paths.check_node_name(node.name)
         paths.runtime_dir(ensure=True)
@@ -215,7 +220,7 @@ class Node:
             self._claim.tell_token(token)
         if settings := control_settings(self.config):
             self._claim.tell_tls(settings)
-        self._server = self._make_server(self.config, path, token, self.reach)
+        self._server = self._make_server(self.config, path, token, self.addresses)
         self._notes = Notes(self._server, _log, self._heard)
         self._notes.start()
         self._server.start()
@@ -282,8 +287,8 @@ class Node:
             "events": None if self._events is None else [self._events.endpoint, self._events.replay],
             "wire": self.wire,
             "advertise": self.advertise,
-            "host_id": self.reach.host_id,
-            "master": self.reach.master,
+            "host_id": self.addresses.host_id,
+            "master": self.addresses.master,
             "membership": self.membership(),
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             "tenants": dict(tenant_sizes(self.config)),
@@ -298,7 +303,7 @@ class Node:
             return None
         joined, node_id, why_not, silent_s = state
         return {
-            "address": self.reach.master,
+            "address": self.addresses.master,
             "joined": joined,
             "id": node_id if joined else None,
             "why_not": why_not,
@@ -337,7 +342,7 @@ class Node:
         if not joined:
             return why_not
         if silent_s > MASTER_SILENT_S:
-            return f"the master at {self.reach.master} has been silent for {silent_s:.0f} s"
+            return f"the master at {self.addresses.master} has been silent for {silent_s:.0f} s"
         return ""
 
     def why_memory_short(self) -> str:

@@ -11,7 +11,7 @@ from moonpool.core.errors import InvalidArgument
 _NATIVE = (bytes, bytearray, memoryview, tuple)
 
 
-class Memory(NamedTuple):
+class BufferRange(NamedTuple):
     """A range of this process's memory. ``held`` keeps it there: no thread may free, move or resize it."""
 
     address: int
@@ -20,7 +20,7 @@ class Memory(NamedTuple):
     held: object
 
 
-def memory_of(item: Any) -> Memory:
+def memory_of(item: Any) -> BufferRange:
     """Where the bytes lie of a bytes-like object, a contiguous CPU tensor or array, or an (address, length).
 
     Raises InvalidArgument for anything else, and for no bytes at all. An (address, length) is believed.
@@ -28,13 +28,13 @@ def memory_of(item: Any) -> Memory:
     part = _as_part(item)
     if isinstance(part, tuple):
         address, length = _as_range(part)
-        return Memory(address, length, True, item)
+        return BufferRange(address, length, True, item)
     view = memoryview(part)
     if not view.contiguous:
         raise InvalidArgument(f"a {type(item).__name__} that is not contiguous is no one range of memory")
     if view.nbytes == 0:
         raise InvalidArgument(f"a {type(item).__name__} of no bytes is no memory")
-    return Memory(_address_of(view), view.nbytes, not view.readonly, view)
+    return BufferRange(_address_of(view), view.nbytes, not view.readonly, view)
 
 
 def _as_range(pair: tuple[Any, ...]) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from moonpool.core.config import paths
 from moonpool.core.config.arena_size import parse_arena_size
 from moonpool.core.errors import AuthError, InvalidArgument, Timeout, Unavailable
 from moonpool.core.store.buffers import as_parts
-from moonpool.core.store.patterns import literal_prefix, matcher
+from moonpool.core.store.key_patterns import literal_prefix, matcher
 from moonpool.core.store.types import (
     Entry,
     Key,

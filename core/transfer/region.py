@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from moonpool.core.errors import Closed, InvalidArgument
-from moonpool.core.store.buffers import Memory, memory_of
+from moonpool.core.store.buffers import BufferRange, memory_of
 from moonpool.core.transfer.types import offset_in
 
 if TYPE_CHECKING:
@@ -25,12 +25,12 @@ class Region:
 
     __slots__ = ("_closing", "_memory", "_table", "address", "length", "location")
 
-    def __init__(self, table: RegionTable, memory: Memory, location: str) -> None:
+    def __init__(self, table: RegionTable, memory: BufferRange, location: str) -> None:
         self.address = memory.address
         self.length = memory.length
         self.location = location
         self._closing = threading.Lock()
-        self._memory: Memory | None = memory
+        self._memory: BufferRange | None = memory
         self._table = table
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class RegionTable:
             region._memory = None
         self._regions.clear()
 
-    def _keep(self, memory: Memory, location: str) -> Region:
+    def _keep(self, memory: BufferRange, location: str) -> Region:
         region = Region(self, memory, location)
         self._regions.add(region)
         return region

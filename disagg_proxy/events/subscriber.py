@@ -19,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from moonpool import _native
 from moonpool.core.errors import Error
-from moonpool.core.service import curve
+from moonpool.core.service import zmq_curve
 from moonpool.disagg_proxy.events.prefix_indexes import HOLDERS_MAX, PrefixIndexes
 from moonpool.disagg_proxy.events.settings import EventLimits, EventSource
 from moonpool.disagg_proxy.events.stream import ByteBudget, Stream
@@ -490,7 +490,7 @@ class Subscriber:
     def _socket(self, kind: int, source: EventSource) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         if source.token:
-            curve.dial(socket, curve.EVENTS, source.token)
+            zmq_curve.dial(socket, zmq_curve.EVENTS, source.token)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, self._limits.message_bytes_max)
         socket.setsockopt(zmq.RCVHWM, self._limits.queue_messages_max)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import zmq
 
 from moonpool.core.errors import ConfigError
-from moonpool.core.service import curve
+from moonpool.core.service import zmq_curve
 from moonpool.core.service.addresses import Address
 from moonpool.disagg_proxy.peers.settings import PeerSettings, endpoint
 from moonpool.disagg_proxy.peers.wire import (
@@ -107,7 +107,7 @@ class PeerBus:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = (
-            curve.authenticate(self._context, curve.PEERS, settings.token) if settings.token else None
+            zmq_curve.authenticate(self._context, zmq_curve.PEERS, settings.token) if settings.token else None
         )
         self._peers: dict[str, _Peer] = {}
         self._lock = threading.Lock()  # of _peers, for stats
@@ -359,7 +359,7 @@ class PeerBus:
         pub.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._limit(pub, zmq.SNDHWM)
         if self._settings.token:
-            curve.serve(pub, curve.PEERS, self._settings.token)
+            zmq_curve.serve(pub, zmq_curve.PEERS, self._settings.token)
         return pub
 
     def _bind(self, waits: bool) -> None:
@@ -392,7 +392,7 @@ class PeerBus:
         sub = self._context.socket(zmq.SUB)
         self._limit(sub, zmq.RCVHWM)
         if self._settings.token:
-            curve.dial(sub, curve.PEERS, self._settings.token)
+            zmq_curve.dial(sub, zmq_curve.PEERS, self._settings.token)
         sub.connect(where)
         sub.subscribe(b"")
         return sub

@@ -17,7 +17,7 @@ from typing import Any
 from moonpool import _native
 from moonpool.core.errors import Error
 from moonpool.core.service.http_get import get_json
-from moonpool.core.service.tls import own_child_context
+from moonpool.core.service.http_tls import own_child_context
 from tests.descriptors import speaks
 
 from .store_bed import TOKEN, until

@@ -39,7 +39,7 @@ from moonpool.core.service.control_tls import (
     control_settings,
 )
 from moonpool.core.service.http_get import get_json
-from moonpool.core.service.tls import own_child_context
+from moonpool.core.service.http_tls import own_child_context
 from tests.descriptors import speaks
 
 from ..launch.test_up_cluster import TWO_HOSTS

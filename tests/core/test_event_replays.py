@@ -12,25 +12,25 @@ import pytest
 import zmq
 
 from moonpool.core.config.config import load
-from moonpool.core.service import curve
+from moonpool.core.service import zmq_curve
 from moonpool.core.service.event_replays import (
     CALLER_MESSAGES_MAX,
     END_OF_REPLAY,
     QUESTIONS_MAX,
     REPLAYS_MAX,
     STALL_S,
-    Memory,
-    Replays,
+    ReplayBuffer,
+    ReplayServer,
 )
-from moonpool.core.service.kv_events import (
+from moonpool.core.service.kv_event_publisher import (
     MESSAGE_BLOCKS_MAX,
     AllBlocksCleared,
     BlockStored,
     KvEvent,
-    Publisher,
-    QueueSource,
+    KvEventPublisher,
+    QueuedEventSource,
 )
-from moonpool.core.service.node_events import publisher_of_node
+from moonpool.core.service.node_event_source import publisher_of_node
 from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 from moonpool.disagg_proxy.events.settings import parse_event_sources
 from moonpool.disagg_proxy.events.subscriber import Subscriber
@@ -71,9 +71,9 @@ class FakeRouter:
         return self.queues.pop(caller, [])
 
 
-def replays(router: FakeRouter, messages: int, now: list[float]) -> Replays:
+def replays(router: FakeRouter, messages: int, now: list[float]) -> ReplayServer:
     told = [(number, b"x") for number in range(messages)]
-    return Replays(
+    return ReplayServer(
         router,  # type: ignore[arg-type]
         b"kv",
         lambda start: iter(told[start:]),
@@ -134,7 +134,7 @@ def test_one_that_stands_still_holds_up_no_other() -> None:
 
 
 def test_the_buffer_is_bounded_in_bytes() -> None:
-    memory = Memory(1000, 10_000)
+    memory = ReplayBuffer(1000, 10_000)
     for number in range(500):
         memory.add(number, bytes(100))
     assert memory.oldest(-1) == 400
@@ -144,7 +144,7 @@ def test_the_buffer_is_bounded_in_bytes() -> None:
 # ---- over real sockets
 
 
-class Holder(QueueSource):
+class Holder(QueuedEventSource):
     """A source that has so many blocks."""
 
     def __init__(self, blocks: int) -> None:
@@ -158,8 +158,8 @@ class Holder(QueueSource):
 
 
 @contextmanager
-def publisher(source: QueueSource, **options: Any) -> Iterator[Publisher]:
-    made = Publisher(source, "tcp://127.0.0.1:0", replay="tcp://127.0.0.1:0", **options)
+def publisher(source: QueuedEventSource, **options: Any) -> Iterator[KvEventPublisher]:
+    made = KvEventPublisher(source, "tcp://127.0.0.1:0", replay="tcp://127.0.0.1:0", **options)
     try:
         yield made
     finally:
@@ -222,14 +222,14 @@ def test_only_who_has_the_token_hears_and_asks(context: zmq.Context[zmq.Socket[b
             ask, sub = context.socket(zmq.DEALER), context.socket(zmq.SUB)
             for socket in (ask, sub):
                 if token:
-                    curve.dial(socket, curve.EVENTS, token)
+                    zmq_curve.dial(socket, zmq_curve.EVENTS, token)
             ask.connect(made.replay)
             ask.send_multipart((b"", bytes(8)))
             sub.subscribe(b"")
             sub.connect(made.endpoint)
             strangers += [ask, sub]
         friend = context.socket(zmq.DEALER)
-        curve.dial(friend, curve.EVENTS, TOKEN)
+        zmq_curve.dial(friend, zmq_curve.EVENTS, TOKEN)
         friend.connect(made.replay)
         for numbers in ([0], [0, 1]):  # the second ends behind whatever the others would have been told
             friend.send_multipart((b"", bytes(8)))

@@ -26,10 +26,10 @@ from moonpool.core.config import config, paths
 from moonpool.core.config.config import Config
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.service import http_faults, metrics
+from moonpool.core.service.listen_addresses import NodeAddresses, node_addresses
 from moonpool.core.service.metrics import Histogram
 from moonpool.core.service.node import Node, ServerFactory
 from moonpool.core.service.node_socket import Claim, hand_over_default, is_served, link_default
-from moonpool.core.service.reach import Reach, reach_of_node
 
 DEADLINE_S = 30
 
@@ -37,7 +37,7 @@ DEADLINE_S = 30
 class StandIn:
     """Binds the socket as the native server does, and counts nothing."""
 
-    def __init__(self, _config: Config, path: Path, token: bytes, _reach: Reach) -> None:
+    def __init__(self, _config: Config, path: Path, token: bytes, _reach: NodeAddresses) -> None:
         self.path = path
         self.token = token
         self._listener = socket.socket(socket.AF_UNIX)
@@ -422,7 +422,7 @@ def native() -> ServerFactory:
 
 def test_the_native_server_has_what_the_node_expects(runtime: Path) -> None:
     made = settings()
-    server = native()(made, runtime / "node-x.sock", b"token", reach_of_node(made))
+    server = native()(made, runtime / "node-x.sock", b"token", node_addresses(made))
     server.start()
     try:
         families = list(text_string_to_metric_families(metrics.exposition(server).decode()))

@@ -26,7 +26,7 @@ from moonpool.core.errors import ConfigError
 from moonpool.core.printable import printable
 from moonpool.core.service import node_socket
 from moonpool.core.service.cluster import Cluster, ClusterNode
-from moonpool.core.service.reach import listening
+from moonpool.core.service.listen_addresses import listen_address
 from moonpool.launch.snapshot import EngineRow, Snapshot
 
 from .master_bed import environment
@@ -280,7 +280,7 @@ def test_pages_do_not_pretend_to_be_protected_by_a_token(key: str) -> None:
     with pytest.raises(
         ConfigError, match=r"these pages ask nobody for a secret: keep them on 127\.0\.0\.1:7711"
     ):
-        listening(wanted, key)
+        listen_address(wanted, key)
 
 
 def test_a_socket_of_another_user_is_called_that(runtime: Path) -> None:

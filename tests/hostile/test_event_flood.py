@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from moonpool.core.service.kv_events import Batch, BlockStored
+from moonpool.core.service.kv_event_publisher import Batch, BlockStored
 from tests.disagg_proxy.harness import MockEngine, with_deadline
 
 pytestmark = pytest.mark.timeout(260)

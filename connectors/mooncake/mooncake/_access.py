@@ -25,8 +25,8 @@ from moonpool.core.config.units import parse_size
 from moonpool.core.errors import AuthError, ConfigError, Error, InvalidArgument, Unavailable
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.control_tls import control_client, control_settings
+from moonpool.core.service.listen_addresses import NodeAddresses, host_id, node_addresses
 from moonpool.core.service.node_socket import Claim
-from moonpool.core.service.reach import Reach, host_id, reach_of_node
 from moonpool.core.store.keys import Space
 from moonpool.core.store.store import Store
 
@@ -374,9 +374,9 @@ def _node_config(settings: Settings) -> Config:
     return settings.config(node__listen=str(listen), **arguments)
 
 
-def _reach_of(settings: Settings, config: Config) -> Reach:
+def _reach_of(settings: Settings, config: Config) -> NodeAddresses:
     try:
-        return reach_of_node(config)
+        return node_addresses(config)
     except ConfigError as error:
         raise ConfigError(
             f"local_hostname = {(settings.called or settings.host).host!r} with the master "

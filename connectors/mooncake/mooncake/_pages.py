@@ -22,8 +22,8 @@ from moonpool.core.service import metrics
 from moonpool.core.service.addresses import Address
 from moonpool.core.service.admin_http import AdminServer
 from moonpool.core.service.control_tls import control_client
+from moonpool.core.service.http_tls import server_context
 from moonpool.core.service.master import PREFIX, Master, NodeRow
-from moonpool.core.service.tls import server_context
 from moonpool.core.store.store import ROWS_MAX, Store
 
 from ._access import NAMESPACE, Access, OwnNode

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from moonpool.core.config.paths import check_socket_path, runtime_dir
 from moonpool.core.errors import ConfigError, Error
 from moonpool.core.service.addresses import Address
-from moonpool.core.service.reach import is_taken
+from moonpool.core.service.listen_addresses import is_taken
 
 from ._hosts import is_ip6
 

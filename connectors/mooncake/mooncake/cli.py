@@ -10,9 +10,9 @@ import sys
 from moonpool.core.config.config import Config
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.exit_codes import guarded
+from moonpool.core.service.listen_addresses import require_token
 from moonpool.core.service.master import Master
 from moonpool.core.service.processes import allow_many_descriptors
-from moonpool.core.service.reach import require_token
 
 from ._access import is_on
 from ._flags import parse

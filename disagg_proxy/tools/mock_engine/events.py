@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moonpool.core.service.kv_events import BlockRemoved, BlockStored, KvEvent, Publisher, QueueSource
+from moonpool.core.service.kv_event_publisher import (
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    KvEventPublisher,
+    QueuedEventSource,
+)
 
 _MEDIUM = "GPU"
 
@@ -16,9 +22,9 @@ class EngineEvents:
     not to be had."""
 
     def __init__(self, endpoint: str, replay: str = "") -> None:
-        self._source = QueueSource()
+        self._source = QueuedEventSource()
         try:
-            self._publisher = Publisher(self._source, endpoint, replay=replay)
+            self._publisher = KvEventPublisher(self._source, endpoint, replay=replay)
         except BaseException:
             self._source.close()
             raise

@@ -91,9 +91,9 @@ def node(
     def on_ready(ready: Node) -> None:
         place = f", {ready.http_url}/metrics" if ready.http_url else ""
         place += f", wire {', '.join(ready.wire)}" if ready.wire else ""
-        if ready.reach.master:
+        if ready.addresses.master:
             why = ready.why_not_joined()
-            place += f", master {ready.reach.master}" + (f" NOT JOINED: {why}" if why else " joined")
+            place += f", master {ready.addresses.master}" + (f" NOT JOINED: {why}" if why else " joined")
         place += f", SSD {', '.join(settings.node.ssd)}" if settings.node.ssd else ""
         size = format_size(settings.node.dram)
         short = ready.why_memory_short()

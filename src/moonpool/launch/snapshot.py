@@ -17,8 +17,8 @@ from moonpool.core.printable import printable_all
 from moonpool.core.service.cluster import Cluster, read_cluster
 from moonpool.core.service.control_tls import control_client_for
 from moonpool.core.service.http_get import get_json
+from moonpool.core.service.http_tls import client_context, scheme
 from moonpool.core.service.node_socket import is_served
-from moonpool.core.service.tls import client_context, scheme
 from moonpool.launch.up import UpState, read_state
 
 

@@ -29,9 +29,9 @@ from moonpool.core.config.sections import Engine, UpNode
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.http_get import answers_ok, get_json
+from moonpool.core.service.http_tls import own_child_context, scheme
+from moonpool.core.service.listen_addresses import OFF, advertised_address, master_address, require_token
 from moonpool.core.service.node_socket import is_served
-from moonpool.core.service.reach import OFF, master_address, own_address, require_token
-from moonpool.core.service.tls import own_child_context, scheme
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.from_config import policy_of
 from moonpool.launch.held_ports import HeldPorts
@@ -148,7 +148,7 @@ class _Planner:
         self._names.add("master")
         listen = self._address("master.listen", config.master.listen)
         http = self._address("master.http", config.master.http)
-        self._master = str(Address(own_address(listen.host, None), listen.port))
+        self._master = str(Address(advertised_address(listen.host, None), listen.port))
         url = f"{scheme(config)}://{_from_here(http)}"
         env = {**self._env, "MOONPOOL_MASTER_LISTEN": str(listen), "MOONPOOL_MASTER_HTTP": str(http)}
 

@@ -33,7 +33,7 @@ from mooncake.store import (
 )
 
 import moonpool
-from moonpool.core.service.tls import own_child_context
+from moonpool.core.service.http_tls import own_child_context
 from tests.core.master_bed import ADMIN_TOKEN, MasterProcess
 from tests.core.store_bed import MIB, until
 

@@ -20,7 +20,7 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 import moonpool
 from moonpool.core.config.paths import read_or_create_token
-from moonpool.core.service.reach import _first_address
+from moonpool.core.service.listen_addresses import _first_address
 from tests.core.master_bed import MasterProcess
 from tests.core.store_bed import MIB, until
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from moonpool import _native
-from moonpool.core.service.kv_events import AllBlocksCleared, Batch, BlockRemoved, BlockStored
+from moonpool.core.service.kv_event_publisher import AllBlocksCleared, Batch, BlockRemoved, BlockStored
 from moonpool.core.store.keys import chain_seed
 from moonpool.disagg_proxy.discovery.block_hash_index import BlockHashIndex, Space
 

@@ -14,7 +14,7 @@ import pytest
 
 from moonpool import _native
 from moonpool.core.errors import ConfigError
-from moonpool.core.service.kv_events import BlockRemoved, BlockStored
+from moonpool.core.service.kv_event_publisher import BlockRemoved, BlockStored
 from moonpool.core.store.keys import block_digests
 from moonpool.disagg_proxy.conductor.plan import Answer
 from moonpool.disagg_proxy.discovery import registry_endpoints

@@ -7,7 +7,7 @@ import time
 
 import msgspec
 
-from moonpool.core.service.kv_events import Batch, BlockStored
+from moonpool.core.service.kv_event_publisher import Batch, BlockStored
 from moonpool.disagg_proxy.dispatch.locality import Locality
 from moonpool.disagg_proxy.events.prefix_indexes import MODEL_ANY, PrefixIndexes
 

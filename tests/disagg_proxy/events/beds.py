@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from moonpool.core.service.kv_events import BlockStored, Publisher, QueueSource
+from moonpool.core.service.kv_event_publisher import BlockStored, KvEventPublisher, QueuedEventSource
 from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 from moonpool.disagg_proxy.events.settings import EventLimits, EventSource
 from moonpool.disagg_proxy.events.subscriber import Subscriber
@@ -57,8 +57,8 @@ class Engine:
         self.start()
 
     def start(self, **options: int) -> None:
-        self.source = QueueSource()
-        self.publisher = Publisher(
+        self.source = QueuedEventSource()
+        self.publisher = KvEventPublisher(
             self.source, self.endpoint, replay=self.replay, **{**self._options, **options}
         )
         self.endpoint, self.replay = self.publisher.endpoint, self.publisher.replay

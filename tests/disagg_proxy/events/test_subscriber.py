@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from moonpool.core.service.kv_events import AllBlocksCleared, Batch, BlockRemoved, BlockStored
+from moonpool.core.service.kv_event_publisher import AllBlocksCleared, Batch, BlockRemoved, BlockStored
 from moonpool.core.service.processes import allow_many_descriptors
 from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 from moonpool.disagg_proxy.events.settings import EventLimits, EventSource

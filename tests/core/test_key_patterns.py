@@ -6,7 +6,7 @@ import pytest
 
 from moonpool import AsyncStore, Store
 from moonpool.core.errors import InvalidArgument
-from moonpool.core.store.patterns import literal_prefix, matcher
+from moonpool.core.store.key_patterns import literal_prefix, matcher
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ import moonpool
 from moonpool import _native
 from moonpool.core.config.config import load
 from moonpool.core.errors import ConfigError
-from moonpool.core.service.kv_events import AllBlocksCleared, BlockStored, Publisher
+from moonpool.core.service.kv_event_publisher import AllBlocksCleared, BlockStored, KvEventPublisher
 from moonpool.core.service.node import Node
-from moonpool.core.service.node_events import NodeSource, publisher_of_node
+from moonpool.core.service.node_event_source import NodeEventSource, publisher_of_node
 from moonpool.core.store.keys import Ranges, block_digests, block_name
 from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 from moonpool.disagg_proxy.events.settings import EventSource
@@ -53,8 +53,8 @@ class Bed:
             str(path), [("default", 4 * MIB)], TOKEN, events=True, ssd=directories, ssd_clean_share=1.0
         )
         self.server.start()
-        self.publisher = Publisher(
-            NodeSource(self.server),
+        self.publisher = KvEventPublisher(
+            NodeEventSource(self.server),
             "tcp://127.0.0.1:0",
             replay="tcp://127.0.0.1:0",
             buffer_batches=buffer_batches,
@@ -84,7 +84,7 @@ class Bed:
         return found.pool_host, found.pool_blocks
 
     def inventory(self, medium: str) -> set[int | bytes]:
-        events = NodeSource(self.server).inventory()
+        events = NodeEventSource(self.server).inventory()
         stored = (each for each in events if isinstance(each, BlockStored) and each.medium == medium)
         return {digest for event in stored for digest in event.block_hashes}
 
@@ -201,7 +201,7 @@ def test_an_inventory_tells_tier_by_tier(runtime: Path) -> None:
         bed.put(tokens(0, 12))
         digests = set(block_digests(tokens(0, 12), BLOCK))
         until(lambda: bed.inventory("DISK") == digests)
-        events = NodeSource(bed.server).inventory()
+        events = NodeEventSource(bed.server).inventory()
         assert [type(event) for event in events] == [AllBlocksCleared, BlockStored, BlockStored]
         assert bed.inventory("CPU") == digests
     finally:

@@ -22,8 +22,8 @@ import msgspec
 import zmq
 
 from moonpool.core.errors import ConfigError
-from moonpool.core.service import curve
-from moonpool.core.service.event_replays import Memory, Message, Replays
+from moonpool.core.service import zmq_curve
+from moonpool.core.service.event_replays import Message, ReplayBuffer, ReplayServer
 
 TOPIC = "kv"
 BUFFER_BATCHES = 10_000
@@ -84,7 +84,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     data_parallel_rank: int | None = 0
 
 
-class Source(Protocol):
+class KvEventSource(Protocol):
     """Where a publisher gets its events, on its own thread."""
 
     def fileno(self) -> int:
@@ -97,7 +97,7 @@ class Source(Protocol):
         """All that is there now, to begin with; None: the source does not know."""
 
 
-class QueueSource:
+class QueuedEventSource:
     """A source that any thread adds to. Bounded: beyond QUEUE_BATCHES_MAX events the oldest are lost."""
 
     def __init__(self) -> None:
@@ -122,17 +122,17 @@ class QueueSource:
         os.close(self._wake)
 
 
-class Publisher:
+class KvEventPublisher:
     """Publishes a source's events until close(). Raises ConfigError when an endpoint cannot be bound.
 
     endpoint, replay: where to listen, ``tcp://host:port`` (port 0: any) or ``ipc://path``; replay may be "".
-    token: of the cluster: only processes that have it can listen, and what travels is encrypted (curve.py);
-    b"": all can, in plain.
+    token: the cluster token. Only processes that have it can subscribe, and messages are encrypted
+    (zmq_curve.py). b"": any process can subscribe, in plain.
     """
 
     def __init__(
         self,
-        source: Source,
+        source: KvEventSource,
         endpoint: str,
         *,
         replay: str = "",
@@ -145,24 +145,26 @@ class Publisher:
         self._source = source
         self._topic = topic.encode()
         self._encoder = msgspec.msgpack.Encoder()
-        self._memory = Memory(buffer_batches, BUFFER_BYTES)
+        self._replay_buffer = ReplayBuffer(buffer_batches, BUFFER_BYTES)
         self._sequence = first_sequence
         self._inventory: tuple[int, list[bytes]] | None = None  # as of that number; for questions at one time
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._authenticator = curve.authenticate(self._context, curve.EVENTS, token) if token else None
+        self._authenticator = (
+            zmq_curve.authenticate(self._context, zmq_curve.EVENTS, token) if token else None
+        )
         self._pub = self._socket(zmq.PUB, token)
         self._pub.set_hwm(SUBSCRIBER_MESSAGES_MAX)
         self._pub.setsockopt(zmq.MAXMSGSIZE, SUBSCRIPTION_BYTES_MAX)
-        self._replays: Replays | None = None
+        self._replays: ReplayServer | None = None
         self._router: zmq.Socket[bytes] | None = None
         try:
             self.endpoint = _bind(self._pub, endpoint)
             self.replay = ""
             if replay:
                 self._router = self._socket(zmq.ROUTER, token)
-                Replays.prepare(self._router)
-                self._replays = Replays(self._router, self._topic, self._recall)
+                ReplayServer.prepare(self._router)
+                self._replays = ReplayServer(self._router, self._topic, self._recall)
                 self.replay = _bind(self._router, replay)
         except BaseException:
             self._end(0)
@@ -207,7 +209,7 @@ class Publisher:
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
         if token:
-            curve.serve(socket, curve.EVENTS, token)
+            zmq_curve.serve(socket, zmq_curve.EVENTS, token)
         return socket
 
     def _end(self, linger_ms: int) -> None:
@@ -218,7 +220,7 @@ class Publisher:
     def _publish(self, events: list[KvEvent]) -> None:
         for batch in _batches(events):
             payload = self._packed(batch)
-            self._memory.add(self._sequence, payload)
+            self._replay_buffer.add(self._sequence, payload)
             self._pub.send_multipart((self._topic, self._sequence.to_bytes(8, "big"), payload))
             self._sequence += 1
             self.published += 1
@@ -228,8 +230,8 @@ class Publisher:
 
     def _recall(self, start: int) -> Iterator[Message]:
         """What is told to a caller that has all before ``start``, as of now."""
-        oldest = self._memory.oldest(self._sequence)
-        messages = self._memory.since(start)
+        oldest = self._replay_buffer.oldest(self._sequence)
+        messages = self._replay_buffer.since(start)
         inventory: list[bytes] = []
         if start < oldest:
             # Under the number before the oldest: what follows is told again and ends in the present.

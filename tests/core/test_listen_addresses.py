@@ -10,9 +10,15 @@ import pytest
 
 from moonpool.core.config import config
 from moonpool.core.errors import ConfigError
-from moonpool.core.service import reach
+from moonpool.core.service import listen_addresses
 from moonpool.core.service.addresses import Address
-from moonpool.core.service.reach import Reach, host_id, listening, own_address, reach_of_node
+from moonpool.core.service.listen_addresses import (
+    NodeAddresses,
+    advertised_address,
+    host_id,
+    listen_address,
+    node_addresses,
+)
 
 TOKEN = {"MOONPOOL_CLUSTER_TOKEN": "chosen"}
 
@@ -32,44 +38,46 @@ def busy() -> Iterator[Address]:
 
 
 def test_a_single_node_needs_no_settings(runtime: Path) -> None:
-    found = reach_of_node(made(node__listen="127.0.0.1:0", node__host_id="here"))
-    assert found == Reach(("127.0.0.1:0",), "127.0.0.1:0", "here", "")
-    assert reach_of_node(made(node__listen="off", node__host_id="here")) == Reach(host_id="here")
+    found = node_addresses(made(node__listen="127.0.0.1:0", node__host_id="here"))
+    assert found == NodeAddresses(("127.0.0.1:0",), "127.0.0.1:0", "here", "")
+    assert node_addresses(made(node__listen="off", node__host_id="here")) == NodeAddresses(host_id="here")
 
 
 def test_a_default_port_that_is_taken_gives_way_and_a_chosen_one_is_kept(
     runtime: Path, busy: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert listening(made(node__http=str(busy)), "node.http") == busy
-    monkeypatch.setattr(reach, "is_taken", lambda _: True)
-    assert listening(made(), "node.http") == Address("127.0.0.1", 0)
-    assert listening(made(), "node.listen") == Address("127.0.0.1", 0)
-    assert reach_of_node(made()).advertise == "127.0.0.1:0"
+    assert listen_address(made(node__http=str(busy)), "node.http") == busy
+    monkeypatch.setattr(listen_addresses, "is_taken", lambda _: True)
+    assert listen_address(made(), "node.http") == Address("127.0.0.1", 0)
+    assert listen_address(made(), "node.listen") == Address("127.0.0.1", 0)
+    assert node_addresses(made()).advertise == "127.0.0.1:0"
     monkeypatch.undo()
-    assert reach.is_taken(busy)
-    assert not reach.is_taken(Address("127.0.0.1", 0))
+    assert listen_addresses.is_taken(busy)
+    assert not listen_addresses.is_taken(Address("127.0.0.1", 0))
 
 
 def test_an_address_for_all_is_advertised_as_one_of_this_host(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reach, "_first_address", lambda: "10.0.0.7")
-    monkeypatch.setattr(reach, "_source_towards", lambda _family, towards: f"source-to-{towards.host}")
-    assert own_address("10.0.0.8", None) == "10.0.0.8"
-    assert own_address("0.0.0.0", None) == "10.0.0.7"
-    assert own_address("0.0.0.0", Address("10.9.9.9", 7700)) == "source-to-10.9.9.9"
-    assert own_address("0.0.0.0", Address("127.0.0.1", 7700)) == "10.0.0.7"
-    found = reach_of_node(made(TOKEN, node__listen="0.0.0.0:7710", cluster__master="127.0.0.1:7700"))
+    monkeypatch.setattr(listen_addresses, "_first_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(
+        listen_addresses, "_source_towards", lambda _family, towards: f"source-to-{towards.host}"
+    )
+    assert advertised_address("10.0.0.8", None) == "10.0.0.8"
+    assert advertised_address("0.0.0.0", None) == "10.0.0.7"
+    assert advertised_address("0.0.0.0", Address("10.9.9.9", 7700)) == "source-to-10.9.9.9"
+    assert advertised_address("0.0.0.0", Address("127.0.0.1", 7700)) == "10.0.0.7"
+    found = node_addresses(made(TOKEN, node__listen="0.0.0.0:7710", cluster__master="127.0.0.1:7700"))
     assert found.advertise == "10.0.0.7:7710"
     assert found.master == "127.0.0.1:7700"
     given = made(TOKEN, node__listen="0.0.0.0:7710", node__advertise="[fd00::1]:9")
-    assert reach_of_node(given).advertise == "[fd00::1]:9"
+    assert node_addresses(given).advertise == "[fd00::1]:9"
 
 
 def test_the_source_of_a_route_is_an_address_of_this_host() -> None:
-    assert reach._source_towards(socket.AF_INET, Address("127.0.0.1", 7700)) == "127.0.0.1"
-    assert reach._source_towards(socket.AF_INET, Address("no.such.host.invalid", 7700)) == ""
-    first = reach._first_address()
+    assert listen_addresses._source_towards(socket.AF_INET, Address("127.0.0.1", 7700)) == "127.0.0.1"
+    assert listen_addresses._source_towards(socket.AF_INET, Address("no.such.host.invalid", 7700)) == ""
+    first = listen_addresses._first_address()
     if first:
         with socket.socket() as probe:
             probe.bind((first, 0))
@@ -100,7 +108,7 @@ def test_what_cannot_be_meant_is_one_sentence(
     runtime: Path, arguments: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence) as caught:
-        reach_of_node(made(**arguments))
+        node_addresses(made(**arguments))
     assert "\n" not in str(caught.value)
 
 
@@ -110,14 +118,14 @@ def test_a_loopback_address_is_no_use_to_a_cluster_of_several_hosts(runtime: Pat
         match=r"node.listen = 127.0.0.1:7 cannot be reached by the other nodes of the master 10.0.0.1:7700; "
         r"listen on an address of this host, for example 0.0.0.0:7",
     ):
-        reach_of_node(made(TOKEN, node__listen="127.0.0.1:7", cluster__master="10.0.0.1:7700"))
+        node_addresses(made(TOKEN, node__listen="127.0.0.1:7", cluster__master="10.0.0.1:7700"))
     tunnelled = made(
         TOKEN,
         node__listen="127.0.0.1:7",
         node__advertise="tunnel:9",
         cluster__master="10.0.0.1:7700",
     )
-    assert reach_of_node(tunnelled).advertise == "tunnel:9"
+    assert node_addresses(tunnelled).advertise == "tunnel:9"
 
 
 def test_the_host_id_is_the_same_each_time_and_changes_with_the_boot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ _SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
-class Reach:
+class NodeAddresses:
     """What a node's wire needs: addresses to listen on (none: off), the one that others use, the host, the
     master.
 
@@ -43,11 +43,11 @@ class Reach:
     master: str = ""
 
 
-def reach_of_node(config: Config) -> Reach:
+def node_addresses(config: Config) -> NodeAddresses:
     """Raises ConfigError for what cannot be meant, with the remedy."""
     node = config.node
     master = master_address(config)
-    listen = listening(config, "node.listen")
+    listen = listen_address(config, "node.listen")
     identity = node.host_id or host_id()
     if len(identity) > HOST_ID_CHARACTERS_MAX or not re.fullmatch("[ -~]+", identity):
         raise _wrong(
@@ -62,7 +62,7 @@ def reach_of_node(config: Config) -> Reach:
                 f"an address, for example 0.0.0.0:7710",
                 "node.listen",
             )
-        return Reach(host_id=identity)
+        return NodeAddresses(host_id=identity)
     if node.advertise:
         advertise = parse_address(node.advertise, "node.advertise")
         if _is_any(advertise.host):
@@ -71,17 +71,17 @@ def reach_of_node(config: Config) -> Reach:
                 "node.advertise",
             )
     else:
-        advertise = Address(own_address(listen.host, master), listen.port)
+        advertise = Address(advertised_address(listen.host, master), listen.port)
         if advertise.is_loopback and master is not None and not master.is_loopback:
             raise _wrong(
                 f"node.listen = {listen} cannot be reached by the other nodes of the master {master}; "
                 f"listen on an address of this host, for example 0.0.0.0:{listen.port or 7710}",
                 "node.listen",
             )
-    return Reach((str(listen),), str(advertise), identity, "" if master is None else str(master))
+    return NodeAddresses((str(listen),), str(advertise), identity, "" if master is None else str(master))
 
 
-def listening(config: Config, key: str) -> Address | None:
+def listen_address(config: Config, key: str) -> Address | None:
     """The address in the setting ``key`` to listen on; None when it is off. Takes port 0 instead of a default
     port that another process uses.
 
@@ -99,7 +99,7 @@ def listening(config: Config, key: str) -> Address | None:
 
 
 @contextmanager
-def listening_is_possible(key: str, addresses: Iterable[str]) -> Iterator[None]:
+def explain_bind_errors(key: str, addresses: Iterable[str]) -> Iterator[None]:
     """Inside, an address that the native server cannot have becomes a ConfigError with the remedy."""
     try:
         yield
@@ -165,7 +165,7 @@ def is_taken(address: Address) -> bool:
     return False
 
 
-def own_address(host: str, towards: Address | None) -> str:
+def advertised_address(host: str, towards: Address | None) -> str:
     """The address by which others reach a socket that listens on ``host``: that one, or where it means all
     addresses, the one from which packets leave for ``towards``. For a ``towards`` on this host it is the
     first that is not loopback, since others may be elsewhere.

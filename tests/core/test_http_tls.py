@@ -13,7 +13,7 @@ from aiohttp import web
 
 from moonpool.core.config import config
 from moonpool.core.errors import ConfigError, Unavailable
-from moonpool.core.service import tls
+from moonpool.core.service import http_tls
 from moonpool.core.service.addresses import Address
 from moonpool.core.service.admin_http import AdminServer
 from moonpool.core.service.http_get import answers_ok, get_json
@@ -53,7 +53,7 @@ def serving(
             key="--http",
             connections_max=connections_max,
             timeout_s=timeout_s,
-            tls=tls.server_context(settings),
+            tls=http_tls.server_context(settings),
         )
         async with asyncio.timeout(DEADLINE_S):
             await server.start()
@@ -67,7 +67,7 @@ def serving(
 
 async def fetched(server: AdminServer, settings: config.Config) -> object:
     url = f"{server.url}/page"
-    return await asyncio.to_thread(get_json, url, timeout_s=10.0, tls=tls.client_context(settings))
+    return await asyncio.to_thread(get_json, url, timeout_s=10.0, tls=http_tls.client_context(settings))
 
 
 def test_a_page_over_tls(files: dict[str, str]) -> None:
@@ -154,7 +154,7 @@ def test_files_that_cannot_serve_are_one_sentence(
     Path(files["tls_cert"]).chmod(0o600)
     names = {"CERT": files["tls_cert"], "EMPTY": str(tmp_path / "empty")}
     settings = made(files | {key: names.get(file, file) for key, file in change.items()})
-    make = tls.client_context if "tls_ca" in change else tls.server_context
+    make = http_tls.client_context if "tls_ca" in change else http_tls.server_context
     with pytest.raises(ConfigError, match=sentence) as caught:
         make(settings)
     assert "\n" not in str(caught.value)
@@ -163,11 +163,11 @@ def test_files_that_cannot_serve_are_one_sentence(
 def test_a_key_that_others_can_read_is_refused(files: dict[str, str]) -> None:
     Path(files["tls_key"]).chmod(0o640)
     with pytest.raises(ConfigError, match=r"can be read by others \(mode 0640\); run: chmod 600"):
-        tls.server_context(made(files))
+        http_tls.server_context(made(files))
 
 
 def test_without_a_certificate_pages_are_plain(files: dict[str, str]) -> None:
-    assert tls.server_context(made({})) is None
-    assert tls.scheme(made({})) == "http"
-    assert tls.scheme(made(files)) == "https"
-    assert tls.own_child_context().verify_mode is ssl.CERT_NONE
+    assert http_tls.server_context(made({})) is None
+    assert http_tls.scheme(made({})) == "http"
+    assert http_tls.scheme(made(files)) == "https"
+    assert http_tls.own_child_context().verify_mode is ssl.CERT_NONE

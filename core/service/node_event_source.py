@@ -11,15 +11,15 @@ from typing import Protocol
 from moonpool.core.config.config import Config
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import parse_address
-from moonpool.core.service.kv_events import (
+from moonpool.core.service.kv_event_publisher import (
     BATCH_BLOCKS_MAX,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     KvEvent,
-    Publisher,
+    KvEventPublisher,
 )
-from moonpool.core.service.reach import require_token
+from moonpool.core.service.listen_addresses import require_token
 
 _ROW = struct.Struct("<32sIBBH")  # digest, number of the space, on disk, stored, zero
 _MEDIA = ("CPU", "DISK")
@@ -38,7 +38,7 @@ class EventServer(Protocol):
     def events_fingerprints(self) -> list[bytes]: ...
 
 
-class NodeSource:
+class NodeEventSource:
     """A node's blocks as a publisher wants them."""
 
     def __init__(self, server: EventServer) -> None:
@@ -76,7 +76,7 @@ class NodeSource:
                     yield BlockRemoved(some, medium=medium, fingerprint=fingerprints[space])
 
 
-def publisher_of_node(config: Config, server: EventServer) -> Publisher:
+def publisher_of_node(config: Config, server: EventServer) -> KvEventPublisher:
     """Raises ConfigError when it cannot listen there, or may not: beyond this host it needs a cluster token
     that the operator chose, as everything else does, and then it asks for it, at both addresses."""
     beyond = False
@@ -95,4 +95,6 @@ def publisher_of_node(config: Config, server: EventServer) -> Publisher:
                 key=key,
             )
     token = config.read_token() if beyond else b""
-    return Publisher(NodeSource(server), config.node.events, replay=config.node.events_replay, token=token)
+    return KvEventPublisher(
+        NodeEventSource(server), config.node.events, replay=config.node.events_replay, token=token
+    )
