@@ -12,7 +12,6 @@ Who has a gate, a queue or our pool stands in the row or above the column: as sh
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from itertools import groupby
@@ -29,7 +28,7 @@ from benchmarks.conductor import (
     short_prompts,
 )
 from benchmarks.conductor.bed import PUBLISHED, Bed
-from benchmarks.options import add_options
+from benchmarks.options import make_parser
 from benchmarks.report import Row, print_table, write_json
 
 PARTS: dict[str, Callable[[Bed], list[Row]]] = {
@@ -45,9 +44,8 @@ PARTS: dict[str, Callable[[Bed], list[Row]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__, "under 50 s: 3,000 requests, one seed")
     parser.add_argument("--trace-dir", type=Path, metavar="DIR", default=os.environ.get("MOONPOOL_TRACES"))
-    add_options(parser, "under 50 s: 3,000 requests, one seed")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="simulations at the same time")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="at most so many for a row")
     parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,...", help=", ".join(PARTS))
@@ -66,8 +64,7 @@ def main() -> None:
         for _, table in groupby(found, key=lambda row: tuple(row.peers)):
             print_table(name.replace("_", " "), list(table), "limit")
         rows += found
-    if options.json is not None:
-        write_json(options.json, rows)
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ ai-dynamo-runtime; without one its column says "not run".
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 from pathlib import Path
 
 from benchmarks.conductor import decision
-from benchmarks.report import Row, print_table, write_json
+from benchmarks.options import make_parser
+from benchmarks.report import NOT_RUN, Row, print_table, write_json
 
 FLEETS = (8, 64, 256, 1000)
 TOKENS = 4608
@@ -27,20 +27,17 @@ PEER_TIMEOUT_S = 120
 
 def peer_us(venv: str | None, engines: int) -> float | str:
     if venv is None:
-        return "not run"
+        return NOT_RUN
     command = [f"{venv}/bin/python", str(PEER_SCRIPT), str(engines), str(TOKENS), str(BLOCK_TOKENS)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=PEER_TIMEOUT_S, check=False)
     if result.returncode != 0:
         print(f"{PEER}: {result.stderr.strip().splitlines()[-1:]}")
-        return "not run"
+        return NOT_RUN
     return float(result.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--peers-venv", metavar="DIR", help="a venv with ai-dynamo-runtime")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = make_parser(__doc__, "fewer rounds", "a venv with ai-dynamo-runtime")
     options = parser.parse_args()
     rows = []
     for engines in FLEETS:
@@ -50,8 +47,7 @@ def main() -> None:
         work = f"decision, {TOKENS:,} tokens [{engines:,} engines]"
         rows.append(Row(work, ours, "us", {PEER: peer}, None, f"<= {MOST_US:g}", ours <= MOST_US))
     print_table("decisions", rows)
-    if options.json is not None:
-        write_json(options.json, rows)
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

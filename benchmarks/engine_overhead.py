@@ -10,7 +10,6 @@ run's figure is the median over its steps; the row's is the median over interlea
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.engine.fleet import Failed, Fleet, moonpool_config, ready, vllm_python
-from benchmarks.options import add_options
+from benchmarks.options import make_parser
 from benchmarks.processes import Talker, end_on_sigterm
 from benchmarks.report import Row, print_table, write_json
 
@@ -102,9 +101,7 @@ def medians(rows: list[list[float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_overhead", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_options(parser, "fewer steps; under 240 s")
+    parser = make_parser(__doc__, "fewer steps; under 240 s")
     parser.add_argument(
         "--vllm-python", default=vllm_python(), metavar="PYTHON", help="(MOONPOOL_VLLM_PYTHON)"
     )
@@ -117,8 +114,7 @@ def main() -> None:
         except Failed as error:
             sys.exit(f"engine_overhead: {error}")
     print_table("One scheduler step of a real vLLM, medians of 5 interleaved runs", rows, "empty connector")
-    if options.json:
-        write_json(options.json, rows)
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ prompt is an error.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.fleet import Failed, Fleet, moonpool_config, prompt, ready, vllm_python
-from benchmarks.options import add_options
+from benchmarks.options import make_parser
 from benchmarks.processes import Talker, end_on_sigterm
 from benchmarks.report import Row, print_table, write_json
 
@@ -98,9 +97,7 @@ def rows(length: int, first_s: dict[str, list[float]]) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_ttft", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_options(parser, "fewer prompts; under 240 s")
+    parser = make_parser(__doc__, "fewer prompts; under 240 s")
     parser.add_argument(
         "--vllm-python", default=vllm_python(), metavar="PYTHON", help="(MOONPOOL_VLLM_PYTHON)"
     )
@@ -113,8 +110,7 @@ def main() -> None:
         except Failed as error:
             sys.exit(f"engine_ttft: {error}")
     print_table("Time to first token of a real vLLM, medians over prompts", table)
-    if options.json:
-        write_json(options.json, table)
+    write_json(options.json, table)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ machine look at the row without an attack first, which is the floor.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import socket
 import sys
@@ -22,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.options import add_options
+from benchmarks.options import make_parser
 from benchmarks.processes import PYTHON, Process, end_on_sigterm, free_port
 from benchmarks.report import Row, print_table, write_json
 
@@ -195,10 +194,9 @@ def measure(folder: Path, size: int, at_once: int, policy: str) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = make_parser(
+        __doc__, f"{QUICK_AT_ONCE} bodies of {QUICK_BYTES >> 20} MiB at once; nothing is judged"
     )
-    add_options(parser, f"{QUICK_AT_ONCE} bodies of {QUICK_BYTES >> 20} MiB at once; nothing is judged")
     options = parser.parse_args()
     end_on_sigterm()
     size, at_once = (QUICK_BYTES, QUICK_AT_ONCE) if options.quick else (BYTES, AT_ONCE)
@@ -206,8 +204,7 @@ def main() -> int:
         rows = measure(Path(folder), size, at_once, "round_robin")
         rows += measure(Path(folder), size, at_once, "conductor")
     print_table("Hostile bodies against the proxy", rows)
-    if options.json:
-        write_json(options.json, rows)
+    write_json(options.json, rows)
     return 0
 
 

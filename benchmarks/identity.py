@@ -11,7 +11,6 @@ vLLM, LMCache and Mooncake key by the model's name, which costs nothing and tell
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -21,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.options import add_options
+from benchmarks.options import make_parser
 from benchmarks.report import Row, print_table, write_json
 
 SHARDS = 4
@@ -113,12 +112,9 @@ def measure(folder: Path, gigabytes: float) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, f"{QUICK_GB:g} GB, under 50 s")
     parser.add_argument("--gb", type=float, default=16.0, help="gigabytes of weights (16)")
     parser.add_argument("--folder", type=Path, help="where to write them; a temporary folder without it")
-    add_options(parser, f"{QUICK_GB:g} GB, under 50 s")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="moonpool-identity-", dir=options.folder))
     try:
@@ -126,8 +122,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     print_table("Which weights an engine has, at its start", rows, "read alone")
-    if options.json:
-        write_json(options.json, rows)
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

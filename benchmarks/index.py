@@ -8,7 +8,6 @@ ai-dynamo-runtime; without one its column says "not run".
 
 from __future__ import annotations
 
-import argparse
 import array
 import json
 import random
@@ -22,7 +21,8 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.conductor import decision
-from benchmarks.report import Row, print_table, write_json
+from benchmarks.options import make_parser
+from benchmarks.report import NOT_RUN, Row, print_table, write_json
 from moonpool import _native
 from moonpool.core.service.kv_event_publisher import Batch, BlockStored
 
@@ -121,7 +121,7 @@ def measure(block_tokens: int, quick: bool, peer: dict[str, float]) -> list[Row]
     assert bed.index.check_integrity()
 
     def row(work: str, ours: float, unit: str, name: str, target: str, most: float | None) -> Row:
-        other: float | str = peer.get(name, "not run") if name else ""
+        other: float | str = peer.get(name, NOT_RUN) if name else ""
         met = None if most is None else ours <= most
         return Row(f"{work} [blocks of {block_tokens}]", ours, unit, {PEER: other}, None, target, met)
 
@@ -163,17 +163,13 @@ def peer_figures(venv: str | None, block_tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--peers-venv", metavar="DIR", help="a venv with ai-dynamo-runtime")
-    parser.add_argument("--quick", action="store_true", help="fewer blocks and rounds")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = make_parser(__doc__, "fewer blocks and rounds", "a venv with ai-dynamo-runtime")
     options = parser.parse_args()
     rows = []
     for block_tokens in (64, 16):
         rows += measure(block_tokens, options.quick, peer_figures(options.peers_venv, block_tokens))
     print_table("prefix index", rows)
-    if options.json is not None:
-        write_json(options.json, rows)
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

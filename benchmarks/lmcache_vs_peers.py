@@ -19,7 +19,6 @@ memory: ours, our native client, LMCache's fs and fs_native. The real Mooncake's
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -34,8 +33,9 @@ from typing import Any
 
 from benchmarks import peers
 from benchmarks.lmcache.backends import L2, L2_PEERS, REMOTE, REMOTE_PEERS, Backends, Bed
+from benchmarks.options import make_parser
 from benchmarks.processes import ROOT, Failed, Talker, end_on_sigterm
-from benchmarks.report import Row, print_table, write_json
+from benchmarks.report import NOT_RUN, Row, print_table, write_json
 
 TOKENS, CHUNK_TOKENS = 4096, 256
 SHAPE = {"tokens": TOKENS, "layers": 8, "heads": 8, "head_size": 128}
@@ -198,7 +198,7 @@ def _rows(run: Run, ours: str) -> Iterator[Row]:
             f"{text}{called} [{size}]",
             figures.get(ours, 0.0),
             "GB/s",
-            {name: figures.get(name, "not run") for name in columns},
+            {name: figures.get(name, NOT_RUN) for name in columns},
             limit,
             target,
             met if enough else False,
@@ -209,7 +209,7 @@ def _rows(run: Run, ours: str) -> Iterator[Row]:
             f"{text}{called} [{size}]",
             figures.get(ours, 0.0),
             "ms",
-            {name: figures.get(name, "not run") for name in columns},
+            {name: figures.get(name, NOT_RUN) for name in columns},
             figures.get("in_process"),
             "",
             None,
@@ -222,15 +222,11 @@ def _medians(run: Run, what: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lmcache_vs_peers", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--lmcache-python", type=Path, required=True, metavar="PYTHON", help="has LMCache")
-    parser.add_argument(
-        "--peers-venv", type=Path, metavar="DIR", help="environment with the real Mooncake; made if missing"
+    parser = make_parser(
+        __doc__, "7 counted rounds instead of 21", "environment with the real Mooncake; made if missing"
     )
-    parser.add_argument("--quick", action="store_true", help="7 counted rounds instead of 21")
+    parser.add_argument("--lmcache-python", type=Path, required=True, metavar="PYTHON", help="has LMCache")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     end_on_sigterm()
     started_s = time.monotonic()
@@ -257,8 +253,7 @@ def main() -> None:
             if passes.wrong:
                 print(f"{name}: {passes.wrong} of {passes.rounds} rounds were not complete, not counted")
         table += found
-    if options.json:
-        write_json(options.json, table)
+    write_json(options.json, table)
     met = [row.met for row in table]
     took_s = time.monotonic() - started_s
     print(f"{met.count(True)} targets met, {met.count(False)} missed, in {took_s:.0f} s")

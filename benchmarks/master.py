@@ -9,7 +9,6 @@ rows.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -21,13 +20,13 @@ from pathlib import Path
 from benchmarks import peers
 from benchmarks.directory import servers
 from benchmarks.directory.client import BATCH
+from benchmarks.options import MADE, make_parser
 from benchmarks.processes import PYTHON, Failed, Talker, end_on_sigterm
-from benchmarks.report import Row, print_table, write_json
-from benchmarks.store.clock import cpu_seconds
+from benchmarks.report import NOT_RUN, Row, print_table, write_json
 from benchmarks.store.servers import Setting, runtime
+from moonpool.core.bench.load import cpu_seconds
 
 PEERS = ("mooncake", "redis")
-NOT_RUN = "not run"
 LOOKUPS = 3  # of all keys, in each round
 TIMEOUT_S = 300.0
 KEPT_AFTER_S = 10.0  # by then a process has given back what it means to
@@ -116,15 +115,9 @@ def rows(ours: Backend, others: dict[str, Backend | None]) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.master", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true", help="200,000 keys, one round")
+    parser = make_parser(__doc__, "200,000 keys, one round", MADE)
     parser.add_argument("--keys", type=int, help="keys (1,000,000; quick: 200,000)")
     parser.add_argument("--rounds", type=int, help="counted rounds (3; quick: 1)")
-    parser.add_argument(
-        "--peers-venv", type=Path, metavar="DIR", help="environment with the peers; made if missing"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     end_on_sigterm()
     keys = options.keys or (200_000 if options.quick else 1_000_000)
@@ -166,8 +159,7 @@ def main() -> None:
     print_table(f"{title} (in brackets: how many times better ours is)", table)
     for name, why in missing.items():
         print(f"{name}: not run: {why}")
-    if options.json:
-        write_json(options.json, table)
+    write_json(options.json, table)
     missed = [row.work for row in table if row.met is False]
     print(
         f"{sum(row.met is True for row in table)} targets met, {len(missed)} missed, "

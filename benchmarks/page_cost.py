@@ -6,13 +6,12 @@ event loop, and for each page of a thousand instances.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import time
 from collections.abc import Callable
 
-from benchmarks.options import add_options
+from benchmarks.options import make_parser
 from benchmarks.report import Row, print_table, write_json
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
@@ -88,10 +87,7 @@ async def of_a_page() -> tuple[float, float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser, "fewer turns")
+    parser = make_parser(__doc__, "fewer turns")
     options = parser.parse_args()
     deciding_us, gathering_us = of_a_request(QUICK_TURNS if options.quick else TURNS)
     page_ms, gauges_ms, size = asyncio.run(of_a_page())
@@ -102,8 +98,7 @@ def main() -> None:
         _row("the longest line of it, each 5 s", gauges_ms, "ms"),
     ]
     print_table("CPU time of the proxy's page", rows)
-    if options.json:
-        write_json(options.json, rows)
+    write_json(options.json, rows)
 
 
 def _row(work: str, ours: float, unit: str) -> Row:

@@ -18,7 +18,6 @@ first rounds, after which all KV memory was touched once, are not counted.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -29,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.fleet import Failed, Fleet, prompt, ready, vllm_python
-from benchmarks.options import add_options
+from benchmarks.options import make_parser
 from benchmarks.processes import Talker, end_on_sigterm
-from benchmarks.report import Row, print_table, write_json
+from benchmarks.report import NOT_RUN, Row, print_table, write_json
 
 LENGTHS = (200, 1000, 3500)
 TARGET = 0.8
@@ -115,7 +114,7 @@ def rows_of(pairs: dict[str, Pair], length: int, rounds: int) -> list[Row]:
                 f"{work} [{length} tokens, {rounds} prompts]",
                 ours,
                 "ms",
-                {"NixlConnector": "not run" if nixl is None else nixl},
+                {"NixlConnector": NOT_RUN if nixl is None else nixl},
                 None,
                 f"<= {TARGET}x NixlConnector",
                 None if nixl is None else ours <= TARGET * nixl,
@@ -148,9 +147,7 @@ def _nixl(folder: Path, port: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pd_handover", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_options(parser, "fewer prompts; under 240 s", "a venv with NIXL, for --nixl")
+    parser = make_parser(__doc__, "fewer prompts; under 240 s", "a venv with NIXL, for --nixl")
     parser.add_argument("--nixl", type=Path, metavar="DIR", help="a folder with NIXL, see above")
     parser.add_argument(
         "--vllm-python", default=vllm_python(), metavar="PYTHON", help="(MOONPOOL_VLLM_PYTHON)"
@@ -166,8 +163,7 @@ def main() -> None:
         except Failed as error:
             sys.exit(f"pd_handover: {error}")
     print_table("From prefill to decode on one host, medians; the pairs in turn", rows)
-    if options.json:
-        write_json(options.json, rows)
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 180.0
+# For an interpreter that has no moonpool: this checkout's, as far as it needs the standard library alone.
+SOURCES = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 
 
 class Failed(Exception):
@@ -150,6 +153,29 @@ class Talker:
         """Its end of the socket ends: that is how it knows."""
         self._socket.close()
         self.process.stop()
+
+
+def serve(descriptor: str, start: Callable[[], tuple[object, Callable[[Any], object]]]) -> None:
+    """The child's side of a Talker, until the socket ends.
+
+    start: makes what is measured; returns the first line, which says that it is ready, and the function that
+    answers a request. What either raises goes into the log and, as {"error": text}, to the parent, and is the
+    last answer.
+    """
+    with socket.socket(fileno=int(descriptor)) as channel, channel.makefile("rw", buffering=1) as lines:
+
+        def say(value: object) -> None:
+            lines.write(json.dumps(value) + "\n")
+            lines.flush()
+
+        try:
+            ready, answer = start()
+            say(ready)
+            for line in lines:
+                say(answer(json.loads(line)))
+        except Exception as error:
+            traceback.print_exc()
+            say({"error": f"{type(error).__name__}: {error}"})
 
 
 def end_on_sigterm() -> None:

@@ -11,7 +11,6 @@ the rounds warm up; it fails when a process holds 8 MiB more in the end than the
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import socket
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.options import add_options
+from benchmarks.options import make_parser
 from benchmarks.processes import Failed, Process
 from benchmarks.proxy import load, prompts
 from benchmarks.proxy.bed import Bed
@@ -108,11 +107,8 @@ def soak(requests: int) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, "fewer requests")
     parser.add_argument("--requests", type=int, help="1,000,000; quick: 40,000")
-    add_options(parser, "fewer requests")
     options = parser.parse_args()
     try:
         rows = soak(options.requests or (QUICK_REQUESTS if options.quick else REQUESTS))
@@ -121,8 +117,7 @@ def main() -> int:
         return 1
     flat = all(row.met for row in rows)
     print("flat" if flat else "NOT FLAT")
-    if options.json:
-        write_json(options.json, rows)
+    write_json(options.json, rows)
     return 0 if flat else 1
 
 

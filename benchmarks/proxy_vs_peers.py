@@ -9,7 +9,6 @@ sglang-router==0.3.2). nginx and haproxy are beside them where they are installe
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import statistics
@@ -23,11 +22,12 @@ from pathlib import Path
 
 import uvloop
 
+from benchmarks.options import make_parser
 from benchmarks.processes import Failed, Process
 from benchmarks.proxy import first_byte, load, prompts
 from benchmarks.proxy.bed import ENGINES, Bed
 from benchmarks.proxy.routers import PEERS, cpu_s
-from benchmarks.report import Row, print_table, write_json
+from benchmarks.report import NOT_RUN, Row, print_table, write_json
 from moonpool.disagg_proxy.tokens.local_source import LocalTokenizer
 from moonpool.disagg_proxy.tokens.source import TextPrompt
 
@@ -174,7 +174,7 @@ def medians(
             if number > 0:  # the first warms up
                 spent[name].append((cpu_s(process.pid) - before_s) / len(requests) * 1e6)
     ours = statistics.median(spent.pop("ours"))
-    peers: dict[str, float | str] = dict.fromkeys(PEERS, "not run")
+    peers: dict[str, float | str] = dict.fromkeys(PEERS, NOT_RUN)
     peers.update({name: statistics.median(figures) for name, figures in spent.items()})
     return ours, peers
 
@@ -207,12 +207,7 @@ def check_told(port: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--peers-venv", type=Path, metavar="DIR")
-    parser.add_argument("--quick", action="store_true", help="under 50 s")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = make_parser(__doc__, "under 50 s", "a venv with the peers")
     options = parser.parse_args()
     rounds, requests = (2, 2000) if options.quick else (5, 10000)
     try:
@@ -221,8 +216,7 @@ def main() -> int:
         print(f"proxy_vs_peers: {error}", file=sys.stderr)
         return 1
     print_table(f"Router's CPU per request; medians of {rounds} rounds", rows)
-    if options.json:
-        write_json(options.json, rows)
+    write_json(options.json, rows)
     return 0
 
 

@@ -12,10 +12,12 @@ from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from moonpool.core.bench.report import Column, table
+
 MORE_IS_BETTER = ("GB/s", "x", "%")
+NOT_RUN = "not run"  # in the place of a peer's figure
 TABLE_WIDTH_MIN = 170  # also where the output is a file
 
 
@@ -35,8 +37,10 @@ class Row:
     met: bool | None
 
 
-def write_json(path: Path, rows: list[Row]) -> None:
-    path.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+def write_json(path: Path | None, rows: list[Row]) -> None:
+    """path: None for nowhere."""
+    if path is not None:
+        path.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
 def read_json(path: Path) -> list[Row]:
@@ -66,28 +70,18 @@ def verdict(row: Row) -> str:
 
 def print_table(title: str, rows: list[Row], limit_name: str = "") -> None:
     """Beside each other's figure, in brackets: how many times better ours is."""
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-    table.add_column("work [working set]")
-    table.add_column("ours", justify="right")
-    table.add_column("unit")
-    for name in [*rows[0].peers, *([limit_name] if limit_name else [])]:
-        table.add_column(name, justify="right")
-    table.add_column("target")
-    table.add_column("")
-    for row in rows:
-        others = [*row.peers.values(), *([row.limit] if limit_name else [])]
-        said = verdict(row)
-        color = {True: "green", False: "red", None: "yellow"}[row.met]
-        table.add_row(
-            Text(row.work),
-            number(row.ours),
-            row.unit,
-            *[beside(row, other) for other in others],
-            row.target,
-            Text(said, color),
-        )
+    color = {True: "green", False: "red", None: "yellow"}
+    columns = [
+        Column("work [working set]", lambda row: Text(row.work), "left"),
+        Column("ours", lambda row: number(row.ours)),
+        Column("unit", lambda row: row.unit, "left"),
+        *(Column(name, lambda row, name=name: beside(row, row.peers.get(name))) for name in rows[0].peers),
+        *([Column(limit_name, lambda row: beside(row, row.limit))] if limit_name else []),
+        Column("target", lambda row: row.target, "left"),
+        Column("", lambda row: Text(verdict(row), color[row.met]), "left"),
+    ]
     wide = max(Console().width, TABLE_WIDTH_MIN)
-    Console(width=wide).print(table)
+    Console(width=wide).print(table(columns, rows, title))
 
 
 def beside(row: Row, other: float | str | None) -> str:

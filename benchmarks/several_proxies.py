@@ -10,7 +10,6 @@ each other (clients take turns). The last are the peer: what routers without an 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import aiohttp
 
-from benchmarks.options import add_options
+from benchmarks.options import make_parser
 from benchmarks.processes import Process, free_port
 from benchmarks.report import Row, print_table, write_json
 
@@ -147,10 +146,7 @@ def rows_of(found: dict[str, list[Outcome]], seconds: float, *, judged: bool) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser, "one short round; under 50 s")
+    parser = make_parser(__doc__, "one short round; under 50 s")
     arguments = parser.parse_args()
     rounds, seconds = (1, 9.0) if arguments.quick else (3, 30.0)
     found: dict[str, list[Outcome]] = {"one": [], "exchanging": [], "apart": []}
@@ -173,8 +169,7 @@ def main() -> None:
                     print(arm, outcomes[-1], file=sys.stderr)
     rows = rows_of(found, seconds, judged=not arguments.quick)
     print_table("Several proxies", rows)
-    if arguments.json:
-        write_json(arguments.json, rows)
+    write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ is not counted; figures are medians. README.md explains the rows.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks import peers
+from benchmarks.options import MADE, make_parser
 from benchmarks.processes import Failed, end_on_sigterm
 from benchmarks.report import Row, print_table, write_json
 from benchmarks.sglang.runs import Server, Storage
@@ -28,12 +28,7 @@ PARTS = ("storage", "server")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sglang_vs_peers", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true", help="under 240 s; figures are rougher")
-    parser.add_argument(
-        "--peers-venv", type=Path, metavar="DIR", help="environment with the peers; made if missing"
-    )
+    parser = make_parser(__doc__, "under 240 s; figures are rougher", MADE)
     parser.add_argument(
         "--sglang-python",
         default=os.environ.get("MOONPOOL_SGLANG_PYTHON"),
@@ -41,7 +36,6 @@ def main() -> None:
         help="(MOONPOOL_SGLANG_PYTHON)",
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: both")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     if not options.sglang_python:
         parser.error("which Python has SGLang? --sglang-python, or MOONPOOL_SGLANG_PYTHON")
@@ -62,8 +56,7 @@ def main() -> None:
         print_table(f"{title}, medians (in brackets: how many times better ours is)", rows)
         print(f"{kind.part}: after {time.monotonic() - started_s:.0f} s", file=sys.stderr)
         table += rows
-    if options.json:
-        write_json(options.json, table)
+    write_json(options.json, table)
     met = [row.met for row in table]
     print(f"{met.count(True)} targets met, {met.count(False)} missed")
 

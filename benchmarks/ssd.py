@@ -15,7 +15,6 @@ and the writing of up to another one. Only bytes of the caller count.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -28,12 +27,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.options import add_options
+from benchmarks.options import make_parser
 from benchmarks.report import Row, print_table, write_json
+from benchmarks.store.workload import MIB
 from moonpool import Store, _native
 
 TARGET = 0.7
-MIB = 1 << 20
 READ_SHARE = 0.75  # of a log: what is read from
 SIZES = {"1 MiB": MIB, "64 KiB": 64 * 1024}
 
@@ -177,12 +176,10 @@ def node_rates(setting: Setting, size: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ssd", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = make_parser(__doc__, "under 40 s; figures are rougher")
     parser.add_argument("--dir", type=Path, help="a folder on the disk (default: the working directory)")
     parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--rounds", type=int, help="counted rounds (9; quick: 3)")
-    add_options(parser, "under 40 s; figures are rougher")
     options = parser.parse_args()
     rounds = options.rounds or (3 if options.quick else 9)
     missing = "not run: apt-get install fio"
@@ -246,8 +243,7 @@ def main() -> None:
         rate = statistics.median(cell.ours)
         table.append(Row(cell.work, rate, "GB/s", {"fio": "does not apply"}, None, "", None))
     print_table(f"SSD log ({io}) and fio ({engine}), O_DIRECT, medians of {rounds} rounds", table)
-    if options.json:
-        write_json(options.json, table)
+    write_json(options.json, table)
     missed = [row.work for row in table if row.met is False]
     print(f"{sum(row.met is True for row in table)} targets met, {len(missed)} missed")
 

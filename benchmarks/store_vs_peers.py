@@ -9,7 +9,6 @@ counted; figures are medians over all passes. README.md explains the rows.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from benchmarks import peers
 from benchmarks.namespace import Namespace
+from benchmarks.options import MADE, make_parser
 from benchmarks.processes import Failed, end_on_sigterm
 from benchmarks.report import Row, print_table, write_json
 from benchmarks.store import servers
@@ -82,16 +82,10 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.store_vs_peers", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true", help="under 50 s; figures are rougher")
+    parser = make_parser(__doc__, "under 50 s; figures are rougher", MADE)
     parser.add_argument("--rounds", type=int, help="counted rounds (11, over a cable 7; quick: 3, 2)")
-    parser.add_argument(
-        "--peers-venv", type=Path, metavar="DIR", help="environment with the peers; made if missing"
-    )
     parser.add_argument("--tcp", action="store_true", help="Redis and memcached over TCP, not a Unix socket")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: both")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     end_on_sigterm()
     peers_python = peers.python(options.peers_venv) if options.peers_venv else None
@@ -106,8 +100,7 @@ def main() -> None:
             sys.exit(f"store_vs_peers: {error}")
     for name, why in bench.missing.items():
         print(f"{name}: not run: {why}")
-    if options.json:
-        write_json(options.json, bench.table)
+    write_json(options.json, bench.table)
     met = [row.met for row in bench.table]
     took_s = time.monotonic() - bench.started_s
     print(f"{met.count(True)} targets met, {met.count(False)} missed, in {took_s:.0f} s")

@@ -9,7 +9,7 @@ not counted; figures are medians over the rounds. README.md explains the rows.
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import signal
 import subprocess
@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import peers
+from benchmarks.options import MADE, make_parser
 from benchmarks.placement import APART, FREE, TOGETHER, Placement
-from benchmarks.processes import PYTHON, START_TIMEOUT_S, Failed, Talker, end_on_sigterm
+from benchmarks.processes import PYTHON, SOURCES, START_TIMEOUT_S, Failed, Talker, end_on_sigterm
 from benchmarks.report import print_table, write_json
 from benchmarks.transfer.cells import CELLS, LARGE_SET, Cell
 from benchmarks.transfer.drivers import DRIVERS
@@ -88,8 +89,7 @@ class Run:
         for name, target in waiting:
             try:
                 told = target.receive(START_TIMEOUT_S)
-                initiator = self._talker("initiator", name, str(target.process.pid))
-                initiator.tell(told)
+                initiator = self._talker("initiator", name, str(target.process.pid), json.dumps(told))
             except Failed as error:
                 self.missing[name] = str(error)
                 continue
@@ -112,7 +112,7 @@ class Run:
             f"benchmarks.transfer.{side}",
             [name, str(LARGE_SET), *rest],
             self.folder / f"{side} {name}.log",
-            self.environment,
+            self.environment | (SOURCES if name in NEED_PEERS else {}),
         )
         self.stack.callback(talker.close)
         return talker
@@ -148,15 +148,9 @@ def build_plain_loop(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer_vs_peers", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true", help="under 50 s; figures are rougher")
+    parser = make_parser(__doc__, "under 50 s; figures are rougher", MADE)
     parser.add_argument("--rounds", type=int, help="counted rounds (9; quick: 2)")
-    parser.add_argument(
-        "--peers-venv", type=Path, metavar="DIR", help="environment with the peers; made if missing"
-    )
     parser.add_argument("--only", nargs="+", choices=DRIVERS, metavar="DRIVER", help=", ".join(DRIVERS))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     end_on_sigterm()
     rounds = options.rounds or (2 if options.quick else 9)
@@ -183,8 +177,7 @@ def main() -> None:
             print()
     for name, why in run.missing.items():
         print(f"{name}: not run: {why}")
-    if options.json:
-        write_json(options.json, table)
+    write_json(options.json, table)
     missed = [row.work for row in table if row.met is False]
     print(
         f"{sum(row.met is True for row in table)} targets met, {len(missed)} missed, "

@@ -9,15 +9,13 @@ MASTER, "ours" looks keys up in the directory itself, as a client does for what 
 from __future__ import annotations
 
 import importlib
-import json
 import os
-import socket
 import sys
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from benchmarks.processes import serve
 from benchmarks.store.drivers import DRIVERS
 from benchmarks.store.memory import Buffer
 
@@ -121,29 +119,22 @@ def batches(n: int, size: int) -> Iterator[list[str]]:
 
 def main() -> None:
     descriptor, driver, address, *master = sys.argv[1:]
-    with socket.socket(fileno=int(descriptor)) as channel, channel.makefile("rw") as lines:
+
+    def start() -> tuple[object, Callable[[Any], object]]:
         client = Ours(driver, address, master[0]) if master else Client(driver, address)
 
-        def say(answer: object) -> None:
-            lines.write(json.dumps(answer) + "\n")
-            lines.flush()
-
-        say({"ready": True})
-        for line in lines:
-            request = json.loads(line)
+        def answer(request: Any) -> object:
             if request["do"] == "prepare":
                 if isinstance(client, Ours):
                     client.hashes(request["n"])
-                say({})
-                continue
+                return {}
             began_s = time.monotonic()
-            try:
-                getattr(client, request["do"])(request["n"])
-            except Exception as error:
-                traceback.print_exc()  # into the log, whose end is quoted
-                say({"error": f"{type(error).__name__}: {error}"})
-                break
-            say({"seconds": time.monotonic() - began_s})
+            getattr(client, request["do"])(request["n"])
+            return {"seconds": time.monotonic() - began_s}
+
+        return {"ready": True}, answer
+
+    serve(descriptor, start)
     os._exit(0)  # a peer's threads may hang at the end
 
 

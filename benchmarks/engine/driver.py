@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any
+
+from benchmarks.processes import serve
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -265,22 +265,14 @@ class Driver:
 def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     descriptor, config = sys.argv[1:]
-    with socket.socket(fileno=int(descriptor)) as channel, channel.makefile("rw", buffering=1) as lines:
+    with ExitStack() as stack:
 
-        def answer(value: object) -> None:
-            lines.write(json.dumps(value) + "\n")
-            lines.flush()
-
-        try:
+        def start() -> tuple[object, Callable[[Any], object]]:
             driver = Driver(json.loads(config))
-            answer({"ready": True})
-            for line in lines:
-                request = json.loads(line)
-                answer(getattr(driver, request.pop("do"))(**request))
-            driver.core.shutdown()
-        except Exception as error:
-            traceback.print_exc()
-            answer({"error": f"{type(error).__name__}: {error}"})
+            stack.callback(driver.core.shutdown)
+            return {"ready": True}, lambda request: getattr(driver, request.pop("do"))(**request)
+
+        serve(descriptor, start)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,9 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 import sys
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,8 @@ from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.gpu_connector.mock_gpu_connector import MockGPUConnector
 from lmcache.v1.metadata import LMCacheMetadata
+
+from benchmarks.processes import serve
 
 VISIBLE_TIMEOUT_S = 10.0
 
@@ -131,23 +131,18 @@ def main() -> None:
     descriptor, path = sys.argv[1:]
     options = json.loads(Path(path).read_text())
     torch.set_num_threads(1)  # copies of many threads disturb the very copies that are measured
-    with socket.socket(fileno=int(descriptor)) as channel, channel.makefile("rw", buffering=1) as lines:
+
+    def start() -> tuple[object, Callable[[Any], object]]:
         engine = Engine(options)
-        print(json.dumps({"bytes": engine.cache.kv.numel() * engine.cache.kv.element_size()}), file=lines)
-        for line in lines:
-            command = json.loads(line)
-            try:
-                answer = getattr(engine, command["op"])(command["seed"])
-            except Exception as error:  # LMCache's own; the benchmark goes on without this backend
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps(answer), file=lines)
+        ready = {"bytes": engine.cache.kv.numel() * engine.cache.kv.element_size()}
+        return ready, lambda command: getattr(engine, command["op"])(command["seed"])
+
+    serve(descriptor, start)
     LMCacheEngineBuilder.destroy("bench")
 
 
 if __name__ == "__main__":
     try:
         main()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # LMCache's threads would go on for ever
-    os._exit(0)
+    finally:
+        os._exit(0)  # LMCache's threads would go on for ever

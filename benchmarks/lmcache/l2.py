@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import os
 import select
-import socket
 import sys
 import time
-import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from lmcache.v1.distributed.internal_api import L1MemoryDesc
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_class
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+
+from benchmarks.processes import serve
 
 TIMEOUT_S = 20.0
 
@@ -132,23 +134,20 @@ def main() -> None:
     descriptor, path = sys.argv[1:]
     options = json.loads(Path(path).read_text())
     torch.set_num_threads(1)
-    with socket.socket(fileno=int(descriptor)) as channel, channel.makefile("rw", buffering=1) as lines:
-        adapter = Adapter(options)
-        print(json.dumps({"bytes": adapter.memory.nbytes}), file=lines)
-        for line in lines:
-            command = json.loads(line)
-            try:
-                answer = getattr(adapter, command["op"])(command["seed"])
-            except Exception as error:  # LMCache's own; the benchmark goes on without this backend
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps(answer), file=lines)
-    adapter.adapter.close()
+
+    with ExitStack() as stack:
+
+        def start() -> tuple[object, Callable[[Any], object]]:
+            adapter = Adapter(options)
+            stack.callback(adapter.adapter.close)
+            ready = {"bytes": adapter.memory.nbytes}
+            return ready, lambda command: getattr(adapter, command["op"])(command["seed"])
+
+        serve(descriptor, start)
 
 
 if __name__ == "__main__":
     try:
         main()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+    finally:
+        os._exit(0)  # LMCache's threads would go on for ever

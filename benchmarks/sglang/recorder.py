@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def noted(verb: str, call: Callable[..., Any], pids: list[int]) -> Callable[..., Any]:
-    from benchmarks.store.clock import cpu_seconds
+    from moonpool.core.bench.load import cpu_seconds
 
     scheduler = threading.main_thread().ident
     assert scheduler is not None

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.processes import ROOT, Failed, Talker
-from benchmarks.report import Row
+from benchmarks.report import NOT_RUN, Row
 from benchmarks.sglang import contenders, recorder
 from benchmarks.sglang.contenders import DROP_IN, MOONCAKE, OURS, Contender
 from benchmarks.sglang.shapes import PAGE_TOKENS, SHAPES
@@ -21,7 +21,6 @@ from benchmarks.store.servers import Setting
 from examples.demo import tiny_model
 from tests.connectors.sglang import server, sglang_cpu
 
-NOT_RUN = "not run"
 SHARE = 0.7  # of Mooncake's
 START_TIMEOUT_S = 120.0
 STORE_TIMEOUT_S = 60.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIB = 1 << 20
+from benchmarks.store.workload import MIB
+
 PAGE_TOKENS = 64
 LAYERS = 16
 ELEMENT_BYTES = 2  # bfloat16

@@ -14,15 +14,15 @@ import hashlib
 import importlib
 import json
 import os
-import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.processes import serve
 from benchmarks.sglang.shapes import LAYERS, PAGE_TOKENS, SHAPES, Shape
-from benchmarks.store.clock import cpu_seconds
+from moonpool.core.bench.load import cpu_seconds
 
 LAYOUT = "page_first_direct"
 MISSES = 20  # one is too short to be measured
@@ -151,20 +151,14 @@ def _model(shape: Shape) -> Any:
 
 def main() -> None:
     descriptor, backend, extra, pids = sys.argv[1:]
-    with socket.socket(fileno=int(descriptor)) as channel, channel.makefile("rw") as lines:
+
+    def start() -> tuple[object, Callable[[Any], object]]:
         driver = Driver(backend, json.loads(extra), json.loads(pids))
+        return {"ready": True}, lambda request: {
+            "figures": driver.run(SHAPES[request["shape"]], request["seed"])
+        }
 
-        def say(answer: object) -> None:
-            lines.write(json.dumps(answer) + "\n")
-            lines.flush()
-
-        say({"ready": True})
-        for line in lines:
-            request = json.loads(line)
-            try:
-                say({"figures": driver.run(SHAPES[request["shape"]], request["seed"])})
-            except Exception as error:
-                say({"error": f"{type(error).__name__}: {error}"})
+    serve(descriptor, start)
     os._exit(0)
 
 

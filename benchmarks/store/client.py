@@ -10,9 +10,7 @@ machine's limit, measured in the same moment.
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import statistics
 import sys
 import time
@@ -20,10 +18,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from benchmarks.store.clock import cpu_seconds
+from benchmarks.processes import serve
 from benchmarks.store.drivers import DRIVERS, Driver
 from benchmarks.store.memory import Buffer
 from benchmarks.store.workload import WORKING_SET, Cell
+from moonpool.core.bench.load import cpu_seconds, timed_calls
 
 Figures = dict[str, float]
 Call = Callable[[], object]
@@ -102,17 +101,10 @@ class Client:
 
 def timed(calls: list[Call], pids: list[int], size: int, what: str) -> Figures:
     """Makes the calls, which move ``size`` bytes together; each returns something true."""
-    clock = time.perf_counter
-    spent_s: list[float] = []
-    fine = True
     cpu_s = cpu_seconds(pids)
-    for call in calls:
-        start_s = clock()
-        result = call()
-        spent_s.append(clock() - start_s)
-        fine = fine and bool(result)
+    spent_s, results = timed_calls(calls)
     cpu_s = cpu_seconds(pids) - cpu_s
-    if not fine:
+    if not all(results):
         raise Wrong(f"{what}: a call failed")
     gb = size / 1e9
     return {
@@ -166,32 +158,15 @@ def expecting(expected: object, function: Callable[..., object], *arguments: obj
     return lambda: function(*arguments) == expected
 
 
-def serve(descriptor: int, start: Callable[[], Callable[[dict[str, Any]], object]]) -> None:
-    """Answers requests with what ``start`` gives, until the socket ends; then ends this process."""
-    with socket.socket(fileno=descriptor) as channel, channel.makefile("rw", buffering=1) as lines:
-
-        def answer(value: object) -> None:
-            lines.write(json.dumps(value) + "\n")
-            lines.flush()
-
-        try:
-            run = start()
-            answer({"ready": True})
-            for line in lines:
-                answer(run(json.loads(line)))
-        except Exception as error:
-            answer({"error": f"{type(error).__name__}: {error}"})
-    os._exit(0)  # clients of peers may hang or crash while they are torn down
-
-
 def main() -> None:
     descriptor, driver, address, *limit = sys.argv[1:]
 
-    def start() -> Callable[[dict[str, Any]], object]:
+    def start() -> tuple[object, Callable[[Any], object]]:
         client = Client(driver, address, bool(limit))
-        return lambda request: client.run(Cell(**request.pop("cell")), **request)
+        return {"ready": True}, lambda request: client.run(Cell(**request.pop("cell")), **request)
 
-    serve(int(descriptor), start)
+    serve(descriptor, start)
+    os._exit(0)  # clients of peers may hang or crash while they are torn down
 
 
 if __name__ == "__main__":

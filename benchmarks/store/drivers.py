@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 from benchmarks import drop_in
 from benchmarks.store.memory import Buffer
-
-MIB = 1 << 20
+from benchmarks.store.workload import MIB
 
 
 class Driver(Protocol):

@@ -6,21 +6,25 @@ python -m benchmarks.store.mooncake_provider FD MASTER MIB HOST
 from __future__ import annotations
 
 import importlib
-import json
 import os
-import socket
 import sys
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.processes import serve
 
 
 def main() -> None:
     descriptor, master, size_mib, host = sys.argv[1:]
-    with socket.socket(fileno=int(descriptor)) as channel:
-        store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+    store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+
+    def start() -> tuple[object, Callable[[Any], object]]:
         sizes = (int(size_mib) << 20, 16 << 20)
-        code = store.setup(host, "P2PHANDSHAKE", *sizes, "tcp", "", master)
-        answer = {"error": f"setup failed with {code}"} if code else {"ready": True}
-        channel.sendall(json.dumps(answer).encode() + b"\n")
-        channel.recv(1)  # until the benchmark ends
+        if code := store.setup(host, "P2PHANDSHAKE", *sizes, "tcp", "", master):
+            raise RuntimeError(f"setup failed with {code}")
+        return {"ready": True}, lambda request: None
+
+    serve(descriptor, start)
     os._exit(0)
 
 

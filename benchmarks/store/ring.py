@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.store.client import Call, Figures, Wrong, serve, timed
+from benchmarks.processes import serve
+from benchmarks.store.client import Call, Figures, Wrong, timed
 from benchmarks.store.drivers import DRIVERS, Driver
 from benchmarks.store.memory import Buffer
 from benchmarks.store.workload import MIB, human
@@ -120,11 +121,12 @@ class Ring:
 def main() -> None:
     descriptor, driver, address = sys.argv[1:]
 
-    def start() -> Callable[[dict[str, Any]], object]:
+    def start() -> tuple[object, Callable[[Any], object]]:
         ring = Ring(driver, address)
-        return lambda request: ring.run(RingCell(**request.pop("cell")), **request)
+        return {"ready": True}, lambda request: ring.run(RingCell(**request.pop("cell")), **request)
 
-    serve(int(descriptor), start)
+    serve(descriptor, start)
+    os._exit(0)  # clients of peers may hang or crash while they are torn down
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from benchmarks.drop_in import CALL_MORE_US
 from benchmarks.placement import APART, TOGETHER
-from benchmarks.report import Row
+from benchmarks.report import NOT_RUN, Row
 from benchmarks.store.ring import RING_CELLS, RingCell
 from benchmarks.store.workload import CELLS, Cell
 
-NOT_RUN = "not run"
 CABLE_PLACEMENTS = (TOGETHER.name, APART.name)
 Passes = Mapping[str, list[dict[str, float]]]  # verb -> passes
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.namespace import Namespace
 from benchmarks.placement import APART, TOGETHER
-from benchmarks.processes import PYTHON, Failed, Talker
+from benchmarks.processes import PYTHON, SOURCES, Failed, Talker
 from benchmarks.store import servers
 from benchmarks.store.ring import RING_CELLS
 from benchmarks.store.workload import CELLS
@@ -55,12 +55,13 @@ class Run:
         server = servers.START[name](self.setting, self.stack)
         python: str | Path | None = PYTHON if name in OUR_PYTHON else self.setting.peers_python
         assert python is not None
+        runtime = (servers.drop_in_runtime if name == "drop-in" else servers.runtime)(self.setting)
         client = Talker(
             python,
             self.client_module,
             [name, server.address, *self.client_words(name)],
             self.setting.log(f"client-{name}"),
-            (servers.drop_in_runtime if name == "drop-in" else servers.runtime)(self.setting),
+            runtime if name in OUR_PYTHON else runtime | SOURCES,
         )
         self.stack.callback(client.close)
         client.wait_ready()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
 WORKING_SET = (
     64 * MIB
 )  # of objects, and as much again in the caller's buffer: twice to four times a last-level cache

@@ -3,5 +3,5 @@ process whose memory is written or read), initiator (the process that calls and 
 against targets).
 
 Targets and initiators run under the interpreter that has their engine's package; all but the drivers
-therefore use the standard library alone.
+therefore use the standard library alone, and of moonpool what needs no more (processes.SOURCES).
 """

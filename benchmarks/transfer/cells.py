@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KIB, MIB = 1 << 10, 1 << 20
+from benchmarks.store.workload import KIB, MIB, human
+
 SMALL_SET, LARGE_SET = 4 * MIB, 512 * MIB
 GOLDEN = 0.618
 CALLS_MAX = 4096  # different calls of a cell; a pass that has time for more starts again with the first
@@ -36,11 +37,6 @@ class Cell:
         step = pow(apart, -1, slots)
         order = [i * step % slots * self.block for i in range(min(slots, CALLS_MAX * self.batch))]
         return [order[at : at + self.batch] for at in range(0, len(order), self.batch)]
-
-
-def human(size: int) -> str:
-    """65536 -> 64 KiB"""
-    return f"{size // MIB} MiB" if size >= MIB else f"{size >> 10} KiB"
 
 
 SINGLE = {

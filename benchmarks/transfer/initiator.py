@@ -1,10 +1,10 @@
 """The measuring process: one engine's caller, told by JSON lines which cell to run.
 
-    python -m benchmarks.transfer.initiator FD DRIVER BYTES TARGET_PID
+    python -m benchmarks.transfer.initiator FD DRIVER BYTES TARGET_PID TOLD
 
-FD is a socket: what the target said in, {"ready": true} out; then {"cell": .., "budget_s": ..} in, {name:
-{"p50_us": .., "gb_s": .., "cpu_s_gb": ..}} out, where a name is the driver's or its limit's; {"error": ..}
-when a call failed or bytes differ.
+TOLD is the line that the target said. FD is a socket: {"ready": true} out; then {"cell": .., "budget_s": ..}
+in, {name: {"p50_us": .., "gb_s": .., "cpu_s_gb": ..}} out, where a name is the driver's or its limit's;
+{"error": ..} when a call failed or bytes differ.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.store.clock import cpu_seconds
+from benchmarks.processes import serve
 from benchmarks.transfer.cells import LARGE_SET, MIB, Cell
 from benchmarks.transfer.drivers import Caller, Initiator, load
 from benchmarks.transfer.memory import Blocks, Checker, let_others_look
+from moonpool.core.bench.load import cpu_seconds
 
 Figures = dict[str, float]
 SWEEP = Cell(16 * MIB, LARGE_SET)
@@ -115,7 +115,8 @@ def together(
     callers: list[Caller], shares: list[list[list[int]]], count: int, budget_s: float
 ) -> list[list[float]]:
     """Each caller in a thread of its own, all from the same moment, ``count`` calls between two looks at the
-    clock; the seconds of each one's calls.
+    clock; the seconds of each one's calls. The first is this thread: a NIXL agent belongs to the thread that
+    made it, so moonpool.core.bench.load.run(), which waits here, is nothing for it.
     """
     spent_s: list[list[float]] = [[] for _ in callers]
     failed: list[BaseException] = []
@@ -144,23 +145,15 @@ def together(
 
 
 def main() -> None:
-    descriptor, driver, size, target_pid = sys.argv[1:]
-    with socket.socket(fileno=int(descriptor)) as channel, channel.makefile("rw", buffering=1) as lines:
+    descriptor, driver, size, target_pid, told = sys.argv[1:]
 
-        def answer(value: object) -> None:
-            lines.write(json.dumps(value) + "\n")
-            lines.flush()
+    def start() -> tuple[object, Callable[[Any], object]]:
+        let_others_look()
+        measurer = Measurer(driver, int(size), int(target_pid), json.loads(told))
+        gc.disable()
+        return {"ready": True}, lambda request: measurer.run(Cell(**request["cell"]), request["budget_s"])
 
-        try:
-            let_others_look()
-            measurer = Measurer(driver, int(size), int(target_pid), json.loads(lines.readline()))
-            gc.disable()
-            answer({"ready": True})
-            for line in lines:
-                request = json.loads(line)
-                answer(measurer.run(Cell(**request["cell"]), request["budget_s"]))
-        except Exception as error:
-            answer({"error": f"{type(error).__name__}: {error}"})
+    serve(descriptor, start)
     os._exit(0)  # peers may hang or crash while they are torn down
 
 

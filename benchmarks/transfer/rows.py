@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from benchmarks.drop_in import CALL_MORE_US
-from benchmarks.report import MORE_IS_BETTER, Row
+from benchmarks.report import MORE_IS_BETTER, NOT_RUN, Row
 from benchmarks.transfer.cells import BATCH, KIB, LARGE_SET, SINGLE, SMALL_SET, STREAM, Cell, human
 
-NOT_RUN = "not run"
 UNITS = {"p50_us": "us", "gb_s": "GB/s", "cpu_s_gb": "s/GB"}
 
 

@@ -5,27 +5,27 @@ FD is a socket: {"address": .., "about": ..} out when it is ready; it ends when 
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import sys
+from collections.abc import Callable
+from typing import Any
 
-from benchmarks.transfer.drivers import load
+from benchmarks.processes import serve
+from benchmarks.transfer.drivers import Target, load
 from benchmarks.transfer.memory import let_others_look
 
 
 def main() -> None:
     descriptor, driver, size = sys.argv[1:]
-    with socket.socket(fileno=int(descriptor)) as channel:
-        try:
-            let_others_look()
-            target = load(driver, "Target")(int(size))
-            target.region.fill("target")
-            answer = {"address": target.region.address, "about": target.about}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        channel.sendall(json.dumps(answer).encode() + b"\n")
-        channel.recv(1)  # until the benchmark ends
+    kept: list[Target] = []  # until the benchmark ends
+
+    def start() -> tuple[object, Callable[[Any], object]]:
+        let_others_look()
+        kept.append(load(driver, "Target")(int(size)))
+        kept[0].region.fill("target")
+        return {"address": kept[0].region.address, "about": kept[0].about}, lambda request: None
+
+    serve(descriptor, start)
     os._exit(0)  # peers may hang or crash while they are torn down
 
 

@@ -1,14 +1,41 @@
-"""Load: threads that repeat one operation until told to stop, and how long each operation took."""
+"""Load: threads that repeat one operation until told to stop, and how long each operation took.
+
+Also what any measurement needs, the scripts in benchmarks/ included: how long each of some calls took, and
+the CPU time of processes. This file needs the standard library alone: processes that have no moonpool, but
+the package of another store, run it, too.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 SAMPLES_MAX = 1 << 20  # of each thread; the percentiles are those of its last so many operations
 JOIN_TIMEOUT_S = 30.0
+_PROCESS_CPU_CLOCK = 2  # CPUCLOCK_SCHED: what clock_getcpuclockid(3) puts below the negated process id
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """User and system time of the processes, in seconds to the nanosecond: the 10 ms of /proc are too coarse
+    for a short measurement. All their threads are in it, also those that ended. Raises OSError for a process
+    that is gone.
+    """
+    return sum(time.clock_gettime((~pid << 3) | _PROCESS_CPU_CLOCK) for pid in pids)
+
+
+def timed_calls(calls: Iterable[Callable[[], object]]) -> tuple[list[float], list[object]]:
+    """Makes the calls one after another: how many seconds each took, and what each returned."""
+    clock = time.perf_counter
+    spent_s: list[float] = []
+    results: list[object] = []
+    for call in calls:
+        start_s = clock()
+        result = call()
+        spent_s.append(clock() - start_s)
+        results.append(result)
+    return spent_s, results
 
 
 class Gauge:

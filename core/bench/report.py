@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from moonpool.core.bench import store, transfer
 from moonpool.core.config.units import format_size
 from moonpool.core.errors import InvalidArgument
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from moonpool.core.bench import store, transfer
 
 WIDTH = 110  # of what goes to a file; a terminal has its own
 
@@ -48,7 +48,8 @@ class Ticker:
 
 class Column(NamedTuple):
     heading: str
-    text: Any  # a function of the row
+    text: Callable[[Any], Any]  # of the row: a str, or a rich Text
+    justify: Literal["left", "right"] = "right"
 
 
 TRANSFER = (
@@ -76,19 +77,23 @@ STORE = (
 )
 
 
-def table(columns: Sequence[Column], rows: Sequence[transfer.Row | store.Row]) -> Table:
+def columns_of(kind: str, rows: Sequence[transfer.Row | store.Row]) -> list[Column]:
+    """kind: transfer or store. What was verified has a column where any bytes were."""
+    some = any(row.verified_bytes for row in rows)
+    columns = TRANSFER if kind == "transfer" else STORE
+    return [column for column in columns if some or column.heading != "verified"]
+
+
+def table(columns: Sequence[Column], rows: Sequence[Any], title: str = "") -> Table:
+    """A line for each row. ``benchmarks/`` shows its rows by this, too."""
     from rich import box
     from rich.table import Table
 
     made = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
+        title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
-    if not any(row.verified_bytes for row in rows):
-        columns = [column for column in columns if column.heading != "verified"]
     for column in columns:
-        made.add_column(column.heading, justify="right", no_wrap=True)
+        made.add_column(column.heading, justify=column.justify, no_wrap=column.justify == "right")
     for row in rows:
         made.add_row(*(column.text(row) for column in columns))
     return made

@@ -79,15 +79,15 @@ class Bench:
         try:
             for worker in workers:
                 worker.prepare()
-            node_before, cpu_before = self._node_cpu_ns(), time.process_time_ns()
+            node_before_s, before_s = self._node_cpu_s(), time.process_time()
             outcome = load.run(workers, plan.seconds, on_second)
-            cpu_ns, node_ns = time.process_time_ns() - cpu_before, self._node_cpu_ns() - node_before
+            cpu_s, node_cpu_s = time.process_time() - before_s, self._node_cpu_s() - node_before_s
             verified = sum(worker.verified() for worker in workers) if plan.verify else 0
         finally:
             for worker in workers:
                 worker.clean_up()
         keys = outcome.operations * plan.batch
-        per_million = 1e-3 / keys if keys else 0.0
+        per_million = 1e6 / keys if keys else 0.0
         moved = keys * plan.size / 1e9 / outcome.seconds if plan.verb in ("put", "get") else 0.0
         return Row(
             plan.verb,
@@ -100,18 +100,18 @@ class Bench:
             moved,
             outcome.p50_us,
             outcome.p99_us,
-            cpu_ns * per_million,
-            node_ns * per_million,
+            cpu_s * per_million,
+            node_cpu_s * per_million,
             verified,
             outcome.interrupted,
         )
 
-    def _node_cpu_ns(self) -> int:
+    def _node_cpu_s(self) -> float:
         if self._node_pid is None:  # it is ours, and counted there
-            return 0
+            return 0.0
         with suppress(OSError):
-            return time.clock_gettime_ns(~self._node_pid << 3 | 2)  # the CPU clock of another process
-        return 0
+            return load.cpu_seconds([self._node_pid])
+        return 0.0
 
 
 class _Worker:

@@ -6,11 +6,11 @@ They run under their engine's own interpreter, so each module is imported only w
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from benchmarks.transfer.memory import Region
+from moonpool.core.bench.load import timed_calls
 
 Call = Callable[[], object]
 
@@ -51,12 +51,7 @@ class PythonCaller:
         self._calls, self._expected = calls, expected
 
     def run(self, first: int, count: int) -> list[float]:
-        clock, spent_s, results = time.perf_counter, [], []
-        for call in self._calls[first : first + count]:
-            start_s = clock()
-            result = call()
-            spent_s.append(clock() - start_s)
-            results.append(result)
+        spent_s, results = timed_calls(self._calls[first : first + count])
         if self._expected is not None and any(result != self._expected for result in results):
             raise RuntimeError(f"a call gave {results}, not {self._expected}")
         return spent_s

@@ -205,9 +205,8 @@ def _measure(kind: str, client: Any, plans: list[Any], facts: dict[str, Any], js
         if rows[-1].interrupted:
             break
     interrupted = bool(rows and rows[-1].interrupted)
-    columns = report.TRANSFER if kind == "transfer" else report.STORE
     console.print(_title(kind, facts, plans[0]), highlight=False, soft_wrap=True)
-    console.print(report.table(columns, rows), highlight=False)
+    console.print(report.table(report.columns_of(kind, rows), rows), highlight=False)
     if json:
         report.write_json(json, kind, facts | {"interrupted": interrupted}, rows)
     return EXIT_INTERRUPTED if interrupted else 0
