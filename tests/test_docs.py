@@ -165,8 +165,8 @@ def test_options_of_printed_commands_exist(page: Path) -> None:
         for word in words:
             below = getattr(command, "commands", {})
             command = below.get(word) or below.get("run") or command
-        known = {option for parameter in command.params for option in parameter.opts}
-        known |= {option for parameter in command.params for option in parameter.secondary_opts} | {"--help"}
+        parameters = command.get_params(typer.Context(command))
+        known = {option for each in parameters for option in (*each.opts, *each.secondary_opts)} | {"--help"}
         named = {word.partition("=")[0] for word in words if word.startswith("--") and len(word) > 2}
         if words[0] not in PASSED_ON and named - known:
             wrong.append(f"moonpool {' '.join(words)}: {', '.join(sorted(named - known))}")

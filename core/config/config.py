@@ -25,7 +25,7 @@ from moonpool.core.config.paths import (
     default_node_socket,
     read_or_create_token,
 )
-from moonpool.core.config.sections import SECTIONS, Cluster, Log, Master, Node, Proxy, Up
+from moonpool.core.config.sections import SECTIONS, Cluster, Log, Master, Node, Proxy, Up, settings_of
 from moonpool.core.errors import ConfigError
 
 
@@ -98,11 +98,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """(key, value, origin) of each setting, in the order of the documentation. A secret shows only that
         it is set.
         """
-        for section in SECTIONS:
-            values = getattr(self, section)
-            for field in msgspec.structs.fields(values):
-                key = f"{section}.{field.name}"
-                yield key, show_value(field.type, getattr(values, field.name)), str(self.origin(key))
+        for section, kind in SECTIONS.items():
+            for each in settings_of(kind):
+                key, value = f"{section}.{each.name}", getattr(getattr(self, section), each.name)
+                yield key, show_value(each.type, value), str(self.origin(key))
 
 
 def load(

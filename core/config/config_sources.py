@@ -20,6 +20,7 @@ from msgspec import inspect
 
 from moonpool.core.config.arena_size import parse_arena_size
 from moonpool.core.config.foreign_variables import is_foreign, meant, warn
+from moonpool.core.config.sections import Section, Setting, extra_of, settings_of
 from moonpool.core.config.units import format_size, parse_duration, parse_size
 from moonpool.core.errors import ConfigError
 
@@ -63,14 +64,14 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 def load_sections(
-    sections: Mapping[str, type[msgspec.Struct]],
+    sections: Mapping[str, type[Section]],
     *,
     file: str | Path | None,
     env: Mapping[str, str],
     arguments: Mapping[str, object],
 ) -> tuple[dict[str, Any], dict[str, Origin]]:
     """Section name -> its struct, and "section.key" -> origin of each value that is not a default."""
-    keys = {f"{name}.{field.name}": field for name, kind in sections.items() for field in _fields(kind)}
+    keys = {f"{name}.{each.name}": each for name, kind in sections.items() for each in settings_of(kind)}
     values: dict[str, object] = {}
     origins: dict[str, Origin] = {}
     for origin, found in (*_from_file(file, env, sections, keys), *_from_environment(env, sections, keys)):
@@ -92,9 +93,9 @@ def nearest(name: str, names: Iterable[str], *, cutoff: float = 0.6) -> str | No
     return found[0] if found else None
 
 
-def show_value(kind: object, value: object) -> str:
+def show_value(kind: inspect.Type, value: object) -> str:
     """A value as `config show` prints it, and as the TOML file takes it."""
-    extra = _extra(inspect.type_info(kind))
+    extra = extra_of(kind)
     if extra.get("secret"):
         return "(set)" if value else '""'
     if extra.get("unit") == "seconds":
@@ -104,23 +105,9 @@ def show_value(kind: object, value: object) -> str:
     return json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
 
 
-def help_of(kind: object) -> str:
-    """What the definition of a setting says of it. kind: the type of its field."""
-    info = inspect.type_info(kind)
-    described = info.extra_json_schema if isinstance(info, inspect.Metadata) else None
-    return str((described or {})["description"])
-
-
 def _exact_size(size: int) -> str:
     text = format_size(size).replace(" ", "").replace(".0", "")
     return f'"{text}"' if size and parse_size(text) == size else str(size)
-
-
-def _fields(kind: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
-    info = inspect.type_info(kind)
-    if not isinstance(info, inspect.StructType):
-        raise TypeError(f"{kind} is no struct")
-    return info.fields
 
 
 Found = list[tuple[Origin, dict[str, object]]]
@@ -129,8 +116,8 @@ Found = list[tuple[Origin, dict[str, object]]]
 def _from_file(
     file: str | Path | None,
     env: Mapping[str, str],
-    sections: Mapping[str, type[msgspec.Struct]],
-    keys: Mapping[str, inspect.Field],
+    sections: Mapping[str, type[Section]],
+    keys: Mapping[str, Setting],
 ) -> Found:
     path = str(file) if file else env.get(CONFIG_VARIABLE, "")
     if not path:
@@ -152,7 +139,7 @@ def _from_file(
             key = f"{section}.{name}"
             if key not in keys:
                 raise _unknown("key", key, f"the config file {path}", keys)
-            if _extra(keys[key].type).get("secret"):
+            if extra_of(keys[key].type).get("secret"):
                 raise _error(
                     f"{key} must not stand in the config file {path}; put it into a 0600 file and "
                     f"name that as {key}_file, or set {PREFIX}{key.replace('.', '_').upper()}",
@@ -163,7 +150,7 @@ def _from_file(
 
 
 def _from_environment(
-    env: Mapping[str, str], sections: Mapping[str, type[msgspec.Struct]], keys: Mapping[str, inspect.Field]
+    env: Mapping[str, str], sections: Mapping[str, type[Section]], keys: Mapping[str, Setting]
 ) -> Found:
     variables = {PREFIX + key.replace(".", "_").upper(): key for key in keys}
     prefixes = tuple(f"{PREFIX}{section.upper()}_" for section in sections)
@@ -196,7 +183,7 @@ def _convert(kind: inspect.Type, raw: object, key: str, origin: Origin) -> objec
     else.
     """
     textual = origin.kind != "file" and isinstance(raw, str)
-    unit = _extra(kind).get("unit")
+    unit = extra_of(kind).get("unit")
     bare = kind.type if isinstance(kind, inspect.Metadata) else kind
     if isinstance(bare, inspect.UnionType):  # of a list and something that is none
         is_list = isinstance(raw, list) or (textual and str(raw).strip().startswith("["))
@@ -226,7 +213,7 @@ def _convert(kind: inspect.Type, raw: object, key: str, origin: Origin) -> objec
                 }
             raise ValueError("it must be a table")
         value = _scalar(bare, raw, unit, textual)
-        allowed = _extra(kind).get("choices")
+        allowed = extra_of(kind).get("choices")
         if allowed and value not in allowed:
             near = nearest(str(value), allowed)
             raise ValueError(
@@ -290,10 +277,6 @@ def _table_of_text(text: object) -> object:
     if any(not mark for _, mark, _ in pairs):
         raise ValueError("it must be written name=value,name=value")
     return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-def _extra(kind: inspect.Type) -> dict[str, Any]:
-    return (kind.extra or {}) if isinstance(kind, inspect.Metadata) else {}
 
 
 def _annotation(kind: inspect.Type) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from moonpool.core.config.config_sources import help_of, show_value
-from moonpool.core.config.sections import SECRETS, SECTIONS, TABLES, Section
+from moonpool.core.config.config_sources import show_value
+from moonpool.core.config.sections import SECRETS, SECTIONS, TABLES, Section, settings_of
 
 
 def json_schema() -> dict[str, Any]:
@@ -45,17 +45,16 @@ def markdown() -> str:
     """The tables of docs/configuration.md."""
     lines: list[str] = []
     for name, kind in SECTIONS.items():
-        lines += _table(f"[{name}]", kind())
+        lines += _table(f"[{name}]", kind)
         for key, table in TABLES.items():
             if key.startswith(f"{name}."):
-                lines += _table(f"[[{key}]]", table())
+                lines += _table(f"[[{key}]]", table)
     return "\n".join(lines)
 
 
-def _table(title: str, defaults: Section) -> list[str]:
+def _table(title: str, kind: type[Section]) -> list[str]:
     rows = [
-        f"| `{field.name}` | `{show_value(field.type, getattr(defaults, field.name))}` | "
-        f"{help_of(field.type)} |"
-        for field in msgspec.structs.fields(defaults)
+        f"| `{each.name}` | `{show_value(each.type, each.default)}` | {each.help} |"
+        for each in settings_of(kind)
     ]
     return ["", f"## `{title}`", "", "| key | default | meaning |", "|---|---|---|", *rows]

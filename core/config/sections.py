@@ -6,9 +6,10 @@ them here.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import inspect
 
 from moonpool.core.config.units import parse_size
 
@@ -46,6 +47,42 @@ Secret = Annotated[str, msgspec.Meta(extra={"secret": "yes"})]
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the sections."""
+
+
+class Setting(NamedTuple):
+    """What the definition of one setting says. type: with bounds, unit and help around the bare type."""
+
+    name: str
+    type: inspect.Type
+    default: object
+
+    @property
+    def bare(self) -> inspect.Type:
+        """Without what stands around it: IntType has the bounds, ListType the type of the items."""
+        return self.type.type if isinstance(self.type, inspect.Metadata) else self.type
+
+    @property
+    def help(self) -> str:
+        described = self.type.extra_json_schema if isinstance(self.type, inspect.Metadata) else None
+        return str((described or {})["description"])
+
+    @property
+    def unit(self) -> str:
+        """seconds, bytes, arena bytes, or "" for none."""
+        return str(extra_of(self.type).get("unit", ""))
+
+
+def settings_of(kind: type[Section]) -> tuple[Setting, ...]:
+    """All of a section, in the order of the documentation."""
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    made = kind()
+    return tuple(Setting(field.name, field.type, getattr(made, field.name)) for field in info.fields)
+
+
+def extra_of(kind: inspect.Type) -> dict[str, Any]:
+    """What about() and the types above say of a type besides bounds: unit, choices, secret."""
+    return (kind.extra or {}) if isinstance(kind, inspect.Metadata) else {}
 
 
 class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,7 +147,10 @@ class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str, about("path of the node's Unix socket; empty: node-NAME.sock in the runtime folder")
     ] = ""
     dram: Annotated[
-        ArenaSize, about("DRAM arena of the tenant called default; 80%: that share of the available memory")
+        ArenaSize,
+        about(
+            "DRAM arena of the tenant called default, such as 2GiB; 80%: that share of the available memory"
+        ),
     ] = parse_size("1GiB")
     tenants: Annotated[
         dict[str, ArenaSize], about("further tenants, each with an arena of its own size")
@@ -198,7 +238,7 @@ class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = ""
     events_replay: Annotated[
-        str, about("where they are told again to whoever missed some; empty: nowhere")
+        str, about("where KV events are told again to subscribers that missed some; empty: nowhere")
     ] = ""
 
 
@@ -206,9 +246,9 @@ class Master(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     listen: Annotated[str, about("address of the wire; not loopback: needs a cluster token")] = (
         "127.0.0.1:7700"
     )
-    http: Annotated[str, about("address of the admin pages, or off; not loopback: needs a cluster token")] = (
-        "127.0.0.1:7701"
-    )
+    http: Annotated[
+        str, about("address of the admin pages and /metrics, or off; not loopback: needs a cluster token")
+    ] = "127.0.0.1:7701"
     nodes_max: Annotated[Count, about("the most nodes")] = 1024
     clients_max: Annotated[Count, about("the most connections of clients")] = 4096
     keys_max: Annotated[
@@ -254,7 +294,8 @@ class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     policy: Annotated[
         str,
         about(
-            "how an engine is chosen: round_robin, least_load, prefix_affinity, conductor, or "
+            "how an engine is chosen: round_robin, least_load, prefix_affinity, conductor, "
+            "dynamo_cost, sglang_cache_aware, vllm_kv_aware, lmetric, min_ttft, load_balancing, or "
             "package.module:Class; auto: conductor where engines have roles or there are KV events, "
             "else round_robin"
         ),
@@ -262,9 +303,9 @@ class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     handover: Annotated[
         str,
         about(
-            "two_step: prefill first, then decode; concurrent: both at once; one_shot: at once with "
-            "the same request (SGLang); context_first, generation_first: as TensorRT-LLM; auto: what "
-            "the engines' pages say",
+            "form of the hand-over from prefill to decode. two_step: prefill first, then decode; "
+            "concurrent: both at once; one_shot: at once with the same request (SGLang); "
+            "context_first, generation_first: as TensorRT-LLM; auto: what the engines' pages say",
             choices=("auto", "two_step", "concurrent", "one_shot", "context_first", "generation_first"),
         ),
     ] = "auto"
@@ -296,7 +337,7 @@ class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "(where they are replayed)"
         ),
     ] = []
-    pool_events: Annotated[list[str], about("the same of nodes of the pool")] = []
+    pool_events: Annotated[list[str], about("KV events of nodes of the pool, written like proxy.events")] = []
     ttft_slo: Annotated[
         Duration, about("refuse at once (429) what would get its first token later; 0: nothing")
     ] = 0.0
@@ -308,9 +349,11 @@ class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 0
     queue_deadline: Annotated[Duration, about("the longest such wait; then 429")] = 30.0
     peer_listen: Annotated[str, about("address at which other proxies hear what this one has in flight")] = ""
-    peers: Annotated[list[str], about("those of the other proxies; a name stands for all its addresses")] = []
+    peers: Annotated[
+        list[str], about("proxy.peer_listen of each other proxy; a name stands for all its addresses")
+    ] = []
     processes: Annotated[
-        Count, about("processes that serve at proxy.listen; each takes its share of the clients")
+        int, about("processes that serve at proxy.listen; each takes its share of the clients", ge=1, le=64)
     ] = 1
     process_listen: Annotated[
         str,
@@ -332,7 +375,7 @@ class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     discovery_keys_file: Annotated[
         str,
         about(
-            "keys of those who may register engines over HTTP, one per line; never those of "
+            "file of the keys with which engines register over HTTP, one per line; never those of "
             "proxy.api_keys_file"
         ),
     ] = ""
@@ -353,8 +396,8 @@ class Proxy(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine_key_file: Annotated[
         str,
         about(
-            "what engines are shown as Authorization: a line KEY for those of this section, NAME KEY "
-            "or HOST:PORT KEY for one, * KEY for all; empty: nothing"
+            "file of what engines are shown as Authorization: a line KEY for those of this section, "
+            "NAME KEY or HOST:PORT KEY for one, * KEY for all; empty: nothing"
         ),
     ] = ""
     client_connections_max: Annotated[Count, about("the most client connections")] = 10_000

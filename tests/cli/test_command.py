@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.cli import run
+from moonpool.core.config.sections import SECTIONS, settings_of
 from moonpool.core.errors import AuthError, ConfigError, Error, InvalidArgument, Timeout, Unavailable
 from moonpool.core.service.exit_codes import guarded
 from moonpool.disagg_proxy.conductor.policy import POLICIES
@@ -88,16 +89,32 @@ def test_the_help_of_the_proxy_names_each_policy(
     assert "moonpool proxy --policy" in text
 
 
-def test_help_loads_nothing_heavy() -> None:
+@pytest.mark.parametrize("settings", [False, True])
+def test_help_loads_nothing_heavy_and_settings_for_a_command_alone(settings: bool) -> None:
+    arguments = ["node", "--help"] if settings else ["--help"]
     program = (
-        "import sys\nfrom moonpool.cli import run\nassert run(['node', '--help']) == 0\n"
+        f"import sys\nfrom moonpool.cli import run\nassert run({arguments}) == 0\n"
         "heavy = {'aiohttp', 'torch', 'vllm', 'numpy', 'uvloop', 'prometheus_client', 'moonpool._native'}\n"
+        f"assert ('moonpool.core.config.sections' in sys.modules) == {settings}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, timeout=DEADLINE_S, check=True
     )
     assert done.stderr.decode() == "[]\n"
+
+
+@pytest.mark.parametrize("command", ["node", "master", "proxy"])
+def test_an_option_says_of_its_setting_what_the_configuration_says(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    assert run([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    for each in settings_of(SECTIONS[command]):
+        if each.name == "listen":
+            assert each.help[1:] in text
+            assert f"[default: ({each.default})]" in text
 
 
 def test_without_a_command_the_help_is_printed_and_the_code_is_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from moonpool.cli.options import ConfigFile, TokenFile, examples
-from moonpool.cli.shown_defaults import command_of
+from moonpool.cli.settings_options import command_of, given
+
+OPTIONS = {
+    "node.dram": "SIZE",
+    "node.name": "NAME",
+    "node.socket": "PATH",
+    "node.http": "HOST:PORT|off",
+    "node.listen": "HOST:PORT|off",
+    "node.advertise": "HOST:PORT",
+    "node.host_id": "ID",
+    "cluster.master": "HOST:PORT",
+    "node.ssd": "DIR:SIZE",
+    "node.events": "tcp://HOST:PORT",
+    "node.events_replay": "tcp://HOST:PORT",
+}
 
 
 def register(app: typer.Typer) -> None:
     app.command(
-        cls=command_of("node"),
+        cls=command_of(OPTIONS),
         epilog=examples(
             "moonpool node --dram 2GiB",
             "moonpool node --dram 2GiB --ssd /var/lib/moonpool/ssd:100GiB",
@@ -22,43 +34,7 @@ def register(app: typer.Typer) -> None:
     )(node)
 
 
-def node(
-    dram: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="DRAM for blocks, for example 2GiB.")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Names the node and its socket, node-NAME.sock.")] = None,
-    socket: Annotated[
-        str | None, typer.Option(metavar="PATH", help="The socket, instead of by name.")
-    ] = None,
-    http: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT|off", help="Address of /metrics, /health and /stat.")
-    ] = None,
-    listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT|off", help="Address of the wire, for other hosts.")
-    ] = None,
-    advertise: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="How others reach it, where that is another address."),
-    ] = None,
-    host_id: Annotated[
-        str | None, typer.Option(metavar="ID", help="Which host this is, instead of the machine's own id.")
-    ] = None,
-    master: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="The master of the cluster to join.")
-    ] = None,
-    ssd: Annotated[
-        list[str] | None,
-        typer.Option(metavar="DIR:SIZE", help="Directory for what does not fit into DRAM; repeatable."),
-    ] = None,
-    events: Annotated[
-        str | None, typer.Option(metavar="tcp://HOST:PORT", help="Publish KV events there, for routers.")
-    ] = None,
-    events_replay: Annotated[
-        str | None, typer.Option(metavar="tcp://HOST:PORT", help="Where they are told again.")
-    ] = None,
-    config: ConfigFile = None,
-    token_file: TokenFile = None,
-) -> None:
+def node(ctx: typer.Context, config: ConfigFile = None, token_file: TokenFile = None) -> None:
     """Run a node: it owns a DRAM arena and serves it to the engines of this host, and with a master to other
     hosts, until SIGTERM.
     """
@@ -68,24 +44,7 @@ def node(
     from moonpool.core.printable import printable
     from moonpool.core.service.node import Node, run
 
-    settings = load(
-        config,
-        arguments={
-            "node.dram": dram,
-            "node.name": name,
-            "node.socket": socket,
-            "node.http": http,
-            "node.listen": listen,
-            "node.advertise": advertise,
-            "node.host_id": host_id,
-            "node.ssd": ssd or None,
-            "node.events": events,
-            "node.events_replay": events_replay,
-            "cluster.master": master,
-            "cluster.token_file": None if token_file is None else str(token_file),
-        },
-    )
-
+    settings = load(config, arguments=given(ctx, token_file))
     logs.set_up(settings)
 
     def on_ready(ready: Node) -> None:
